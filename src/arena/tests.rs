@@ -1,0 +1,188 @@
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn arena(size: usize) -> Arena {
+    Arena::new(&ArenaOptions { size, ..ArenaOptions::default() }).unwrap()
+}
+
+const PAGE: usize = SLOT_ALIGN;
+
+#[test]
+fn a_slot_is_free_again_when_its_last_handle_is_gone() {
+    let arena = arena(2 * PAGE);
+    let slot = arena.try_reserve(2 * PAGE).unwrap().freeze();
+    let body = bytes::Bytes::from_owner(slot.slice(10..20));
+    drop(slot);
+    assert!(arena.try_reserve(1).is_none(), "the body still reads it");
+    let rest = body.slice(3..);
+    drop(body);
+    assert!(arena.try_reserve(1).is_none());
+    drop(rest);
+    assert!(arena.try_reserve(2 * PAGE).is_some());
+    let stats = arena.stats();
+    assert_eq!((stats.used_bytes, stats.used_bytes_peak, stats.slots_peak, stats.refused), (0, 2 * PAGE, 1, 2));
+}
+
+#[test]
+fn parts_write_apart_and_join() {
+    let arena = arena(4 * PAGE);
+    let mut first = arena.try_reserve(100).unwrap();
+    assert_eq!(first.len(), 100);
+    let mut third = first.split_off(60);
+    let mut second = first.split_off(25);
+    std::thread::scope(|scope| {
+        scope.spawn(|| first.fill(1));
+        scope.spawn(|| second.fill(2));
+        scope.spawn(|| third.fill(3));
+    });
+    first.join(second);
+    first.join(third);
+    let slot = first.freeze();
+    let expected: Vec<u8> = (0..100).map(|i| if i < 25 { 1 } else if i < 60 { 2 } else { 3 }).collect();
+    assert_eq!(slot[..], expected[..]);
+    assert_eq!(slot.slice(24..26)[..], [1, 2]);
+}
+
+#[test]
+#[should_panic(expected = "neighbours")]
+fn parts_of_other_slots_do_not_join() {
+    let arena = arena(4 * PAGE);
+    let mut a = arena.try_reserve(PAGE).unwrap();
+    a.join(arena.try_reserve(PAGE).unwrap());
+}
+
+#[test]
+fn the_whole_arena_is_one_slot_and_one_byte_more_is_none() {
+    let arena = arena(3 * PAGE + 1);
+    assert_eq!(arena.size() / PAGE, 3);
+    assert!(arena.try_reserve(3 * PAGE + 1).is_none());
+    assert!(arena.try_reserve(3 * PAGE).is_some());
+    assert!(Arena::new(&ArenaOptions { size: 10, ..ArenaOptions::default() }).is_err());
+}
+
+#[test]
+fn a_named_arena_is_a_new_private_file_and_goes_with_it() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("arena");
+    std::fs::write(&path, "left by an earlier start").unwrap();
+    let options = ArenaOptions { size: 3 * PAGE, path: Some(path.clone()), prefault: true, ..ArenaOptions::default() };
+    let arena = Arena::new(&options).unwrap();
+    let mut slot = arena.try_reserve(5).unwrap();
+    slot.copy_from_slice(b"hello");
+    let slot = slot.freeze();
+    let file = std::fs::read(&path).unwrap();
+    assert_eq!(file[slot.offset()..][..5], *b"hello");
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    drop((slot, arena));
+    assert!(!path.exists());
+    let missing = ArenaOptions { path: Some("/nowhere/arena".into()), ..options };
+    assert!(Arena::new(&missing).err().unwrap().to_string().contains("[arena] path"));
+}
+
+#[test]
+fn asking_for_huge_pages_works_with_and_without_them() {
+    let arena = Arena::new(&ArenaOptions { size: 3 << 20, huge_pages: true, ..ArenaOptions::default() }).unwrap();
+    let mut slot = arena.try_reserve(3 << 20).unwrap();
+    slot.fill(7);
+    assert!(slot.iter().all(|&byte| byte == 7));
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiting_is_in_order_and_can_be_given_up() {
+    let arena = arena(2 * PAGE);
+    let held = arena.try_reserve(2 * PAGE).unwrap();
+    let reserve = |pages: usize| {
+        let arena = arena.clone();
+        async move { arena.ticket().await.reserve(pages * PAGE).await }
+    };
+    let first = tokio::spawn(reserve(2));
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let second = tokio::spawn(reserve(1));
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    drop(held);
+    let large = tokio::time::timeout(Duration::from_secs(1), first).await.expect("the oldest is served first").unwrap();
+    assert!(!second.is_finished());
+    second.abort();
+    assert!(second.await.unwrap_err().is_cancelled());
+    drop(large);
+    let third = tokio::time::timeout(Duration::from_secs(1), reserve(2)).await;
+    assert!(third.is_ok(), "one that gave up does not block the next");
+}
+
+proptest! {
+    /// Against a model: which page belongs to which slot.
+    #[test]
+    fn slots_never_overlap_and_nothing_is_lost(steps in prop::collection::vec((1_usize..9, any::<bool>()), 1..200)) {
+        const PAGES: usize = 64;
+        let arena = arena(PAGES * PAGE);
+        let mut live: Vec<Slot> = Vec::new();
+        for (pages, take) in steps {
+            if take {
+                let room = (0..PAGES).map(|page| !live.iter().any(|slot| {
+                    (slot.offset()..slot.offset() + slot.len()).contains(&(page * PAGE))
+                })).collect::<Vec<_>>();
+                let fits = room.windows(pages).any(|window| window.iter().all(|&free| free));
+                let got = arena.try_reserve(pages * PAGE);
+                prop_assert_eq!(got.is_some(), fits);
+                live.extend(got.map(SlotMut::freeze));
+            } else if !live.is_empty() {
+                live.swap_remove(pages % live.len());
+            }
+            let used: usize = live.iter().map(|slot| slot.len()).sum();
+            prop_assert_eq!(arena.stats().used_bytes, used);
+            for (i, a) in live.iter().enumerate() {
+                for b in &live[..i] {
+                    prop_assert!(a.offset() + a.len() <= b.offset() || b.offset() + b.len() <= a.offset());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn slots_are_exclusive_under_threads() {
+    const PAGES: usize = 32;
+    let arena = arena(PAGES * PAGE);
+    // The model: an owner a page.
+    let owners: Vec<AtomicU32> = (0..PAGES).map(|_| AtomicU32::new(0)).collect();
+    std::thread::scope(|scope| {
+        for thread in 1..=4_u32 {
+            let (arena, owners) = (&arena, &owners);
+            scope.spawn(move || {
+                let mut seed = thread;
+                let mut held = Vec::new();
+                for _ in 0..5_000 {
+                    seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    let pages = 1 + (seed >> 16) as usize % 6;
+                    if held.len() < 3
+                        && let Some(mut slot) = arena.try_reserve(pages * PAGE)
+                    {
+                        let mut tail = slot.split_off(PAGE / 2);
+                        slot.fill(thread as u8);
+                        tail.fill(thread as u8);
+                        slot.join(tail);
+                        let slot = slot.freeze();
+                        for page in 0..pages {
+                            assert_eq!(owners[slot.offset() / PAGE + page].swap(thread, Ordering::SeqCst), 0);
+                        }
+                        held.push(slot);
+                    } else if let Some(slot) = held.pop() {
+                        assert!(slot.iter().all(|&byte| u32::from(byte) == thread));
+                        for page in 0..slot.len() / PAGE {
+                            assert_eq!(owners[slot.offset() / PAGE + page].swap(0, Ordering::SeqCst), thread);
+                        }
+                    }
+                }
+                for slot in held {
+                    owners[slot.offset() / PAGE..][..slot.len() / PAGE].iter().for_each(|o| o.store(0, Ordering::SeqCst));
+                }
+            });
+        }
+    });
+    assert_eq!((arena.stats().used_bytes, arena.stats().slots), (0, 0));
+}

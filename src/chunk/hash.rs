@@ -1,0 +1,217 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::hex::{self, HexError};
+use super::space::Space;
+
+macro_rules! hash_type {
+    ($(#[$doc:meta])* $name:ident, $what:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub [u8; 32]);
+
+        impl $name {
+            pub fn as_bytes(&self) -> &[u8; 32] {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&hex::encode(&self.0))
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}({self})", stringify!($name))
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = HexError;
+            fn from_str(text: &str) -> Result<Self, HexError> {
+                hex::decode($what, text).map(Self)
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+
+hash_type! {
+    /// BLAKE3 of the space's canonical JSON: all that must be equal for chunks to be interchangeable, tokens aside.
+    SpaceId, "a space id"
+}
+hash_type! {
+    /// Names a chunk: covers the space, all tokens before it and its own. Never folded.
+    ChunkHash, "a chunk hash"
+}
+
+/// Who computes chunk hashes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum HashScheme {
+    /// [`ChunkHasher`].
+    #[serde(rename = "kvgate-v1")]
+    KvgateV1,
+    /// The engine brings them.
+    #[serde(rename = "sglang-sha256")]
+    SglangSha256,
+}
+
+/// Keeps one tenant from computing (or guessing the presence of) another's keys. 32 bytes; never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TenantSecret([u8; 32]);
+
+impl TenantSecret {
+    pub fn new(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// From 64 hex digits; the error doesn't repeat them.
+    pub fn from_hex(text: &str) -> Result<Self, HashError> {
+        hex::decode("a tenant secret", text.trim()).map(Self).map_err(|_| HashError::Secret)
+    }
+}
+
+impl fmt::Debug for TenantSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TenantSecret(..)")
+    }
+}
+
+/// What else decides the KV of a position: an image's digest, a prompt embedding.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Extra {
+    /// Position in the tokens that it goes with.
+    pub offset: u32,
+    pub bytes: Vec<u8>,
+}
+
+/// Input that has no chunk hash.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HashError {
+    #[error("this space takes its chunk hashes from the engine (hash scheme sglang-sha256): give hashes, not tokens")]
+    Scheme,
+    #[error("a chunk has {expected} tokens, not {actual}: only full chunks have a hash")]
+    Tokens { expected: u32, actual: usize },
+    #[error("an extra is at position {offset}, but there are {tokens} tokens: offsets count from 0")]
+    ExtraOffset { offset: u32, tokens: usize },
+    #[error("{what} has {actual} bytes: at most 4294967295 can be hashed")]
+    TooLong { what: &'static str, actual: usize },
+    #[error("a tenant secret is 64 hex digits, for instance from `openssl rand -hex 32`")]
+    Secret,
+}
+
+/// Computes the chunk hashes of a space (scheme `kvgate-v1`, docs/FORMAT.md section 3).
+///
+/// No seed and no platform's own hash: the same tokens give the same hashes in every process.
+#[derive(Clone)]
+pub struct ChunkHasher {
+    key: [u8; 32],
+    chunk_tokens: u32,
+}
+
+impl ChunkHasher {
+    pub fn new(space: &Space, secret: Option<&TenantSecret>) -> Result<Self, HashError> {
+        if space.hash() != HashScheme::KvgateV1 {
+            return Err(HashError::Scheme);
+        }
+        let id = space.id();
+        let key = secret.map_or(*id.as_bytes(), |secret| *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes());
+        Ok(Self { key, chunk_tokens: space.chunk_tokens() })
+    }
+
+    /// The parent of every first chunk. An absent salt or adapter is the empty one.
+    pub fn root(&self, salt: &[u8], adapter: &[u8]) -> Result<ChunkHash, HashError> {
+        let mut input = vec![0x00];
+        push_bytes(&mut input, "a salt", salt)?;
+        push_bytes(&mut input, "an adapter", adapter)?;
+        Ok(self.keyed(&input))
+    }
+
+    /// The hash of one full chunk; offsets of extras count from its first token.
+    pub fn chunk(&self, parent: &ChunkHash, tokens: &[u32], extras: &[Extra]) -> Result<ChunkHash, HashError> {
+        if tokens.len() != self.chunk_tokens as usize {
+            return Err(HashError::Tokens { expected: self.chunk_tokens, actual: tokens.len() });
+        }
+        let mut extras: Vec<&Extra> = extras.iter().collect();
+        extras.sort();
+        self.chunk_into(&mut Vec::new(), parent, tokens, &extras, 0)
+    }
+
+    /// The hashes of all full chunks of a prompt; offsets of extras count from the prompt's first token. Tokens and
+    /// extras after the last full chunk have no hash.
+    pub fn chain(&self, root: &ChunkHash, tokens: &[u32], extras: &[Extra]) -> Result<Vec<ChunkHash>, HashError> {
+        let mut extras: Vec<&Extra> = extras.iter().collect();
+        extras.sort();
+        if let Some(extra) = extras.last().filter(|extra| extra.offset as usize >= tokens.len()) {
+            return Err(HashError::ExtraOffset { offset: extra.offset, tokens: tokens.len() });
+        }
+        let chunk_tokens = self.chunk_tokens as usize;
+        let mut hashes = Vec::with_capacity(tokens.len() / chunk_tokens);
+        let mut input = Vec::with_capacity(64 + 4 * chunk_tokens);
+        let mut parent = *root;
+        let mut rest = extras.as_slice();
+        for (index, tokens) in tokens.chunks_exact(chunk_tokens).enumerate() {
+            let start = index * chunk_tokens;
+            let here = rest.partition_point(|extra| (extra.offset as usize) < start + chunk_tokens);
+            parent = self.chunk_into(&mut input, &parent, tokens, &rest[..here], start)?;
+            rest = &rest[here..];
+            hashes.push(parent);
+        }
+        Ok(hashes)
+    }
+
+    /// `extras` are in order, their offsets count from `start` tokens before the chunk.
+    fn chunk_into(
+        &self,
+        input: &mut Vec<u8>,
+        parent: &ChunkHash,
+        tokens: &[u32],
+        extras: &[&Extra],
+        start: usize,
+    ) -> Result<ChunkHash, HashError> {
+        input.clear();
+        input.push(0x01);
+        input.extend_from_slice(&parent.0);
+        input.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        push_len(input, "a list of extras", extras.len())?;
+        for extra in extras {
+            let offset = extra.offset as usize - start;
+            if offset >= tokens.len() {
+                return Err(HashError::ExtraOffset { offset: extra.offset, tokens: tokens.len() });
+            }
+            push_len(input, "an offset", offset)?;
+            push_bytes(input, "an extra", &extra.bytes)?;
+        }
+        Ok(self.keyed(input))
+    }
+
+    fn keyed(&self, input: &[u8]) -> ChunkHash {
+        ChunkHash(*blake3::keyed_hash(&self.key, input).as_bytes())
+    }
+}
+
+fn push_len(input: &mut Vec<u8>, what: &'static str, len: usize) -> Result<(), HashError> {
+    let len = u32::try_from(len).map_err(|_| HashError::TooLong { what, actual: len })?;
+    input.extend_from_slice(&len.to_le_bytes());
+    Ok(())
+}
+
+fn push_bytes(input: &mut Vec<u8>, what: &'static str, bytes: &[u8]) -> Result<(), HashError> {
+    push_len(input, what, bytes.len())?;
+    input.extend_from_slice(bytes);
+    Ok(())
+}

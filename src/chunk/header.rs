@@ -1,0 +1,245 @@
+//! The fixed part at the front of every object: what it is, and a digest for each plane. `docs/FORMAT.md` section 4.
+//!
+//! Its length depends on the number of planes only, so that the length of every object of a space is known before
+//! it is read, whichever digest its writer chose.
+
+use super::digest::DigestKind;
+use super::hash::{ChunkHash, SpaceId};
+use super::space::Space;
+
+pub const FORMAT_VERSION: u32 = 1;
+/// The payload starts at a multiple of this, for direct I/O.
+pub const HEADER_ALIGN: usize = 4096;
+
+const MAGIC: [u8; 8] = *b"KVGATE\r\n";
+const FIXED_LEN: usize = 256;
+const DIGEST_LEN: usize = 32;
+/// Encryption key id, nonce and reserved bytes: all zero in version 1.
+const UNUSED: std::ops::Range<usize> = 136..FIXED_LEN;
+const KEY_ID: std::ops::Range<usize> = 136..152;
+
+/// Bytes of the header of a chunk with this many planes.
+pub const fn header_len(planes: usize) -> usize {
+    (FIXED_LEN + planes * DIGEST_LEN + DIGEST_LEN).next_multiple_of(HEADER_ALIGN)
+}
+
+/// What a chunk's object says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    pub space_id: SpaceId,
+    pub chunk: ChunkHash,
+    pub parent: ChunkHash,
+    pub tokens: u32,
+    pub payload_len: u64,
+    pub digest_kind: DigestKind,
+    /// One a plane, at the left, zeros after it.
+    pub digests: Vec<[u8; 32]>,
+}
+
+/// Bytes that are not the header of the chunk that was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HeaderError {
+    #[error("it does not start with kvgate's magic: not a chunk")]
+    Magic,
+    #[error("format version {0} (this kvgate reads {FORMAT_VERSION})")]
+    Version(u32),
+    #[error("{actual} bytes are too few for a header of {needed}")]
+    Short { needed: usize, actual: usize },
+    #[error("header length {actual} where {expected} was expected")]
+    HeaderLen { expected: usize, actual: usize },
+    #[error("the header's own digest does not match")]
+    Digest,
+    #[error("digest kind {kind} of {width} bytes is not known")]
+    DigestKind { kind: u32, width: u32 },
+    #[error("it is encrypted, which this kvgate can't read")]
+    Encrypted,
+    #[error("bytes that must be zero are not")]
+    NotZero,
+    #[error("it belongs to space {0}")]
+    OtherSpace(SpaceId),
+    #[error("it is chunk {0}")]
+    OtherChunk(ChunkHash),
+    #[error("{what} is {actual} where {expected} was expected")]
+    Geometry { what: &'static str, expected: u64, actual: u64 },
+}
+
+impl Header {
+    /// Writes the header into the first [`header_len`] bytes of `out`, which must be there.
+    pub fn write(&self, out: &mut [u8]) {
+        let len = header_len(self.digests.len());
+        let out = &mut out[..len];
+        out.fill(0);
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &MAGIC);
+        put(8, &FORMAT_VERSION.to_le_bytes());
+        put(12, &u32_of(len).to_le_bytes());
+        put(16, &self.space_id.0);
+        put(48, &self.chunk.0);
+        put(80, &self.parent.0);
+        put(112, &self.tokens.to_le_bytes());
+        put(116, &u32_of(self.digests.len()).to_le_bytes());
+        put(120, &self.payload_len.to_le_bytes());
+        put(128, &self.digest_kind.code().to_le_bytes());
+        put(132, &u32_of(self.digest_kind.width()).to_le_bytes());
+        for (plane, digest) in self.digests.iter().enumerate() {
+            put(FIXED_LEN + plane * DIGEST_LEN, digest);
+        }
+        let digest = blake3::hash(&out[..len - DIGEST_LEN]);
+        out[len - DIGEST_LEN..].copy_from_slice(digest.as_bytes());
+    }
+
+    /// Reads and checks the header at the front of `bytes`, which may go on after it.
+    pub fn parse(bytes: &[u8]) -> Result<Self, HeaderError> {
+        if bytes.len() < FIXED_LEN {
+            return Err(HeaderError::Short { needed: FIXED_LEN, actual: bytes.len() });
+        }
+        if bytes[..8] != MAGIC {
+            return Err(HeaderError::Magic);
+        }
+        let version = u32_at(bytes, 8);
+        if version != FORMAT_VERSION {
+            return Err(HeaderError::Version(version));
+        }
+        let len = u32_at(bytes, 12) as usize;
+        let planes = u32_at(bytes, 116) as usize;
+        // The product can't overflow: both are below 2^32.
+        let expected = header_len(planes);
+        if len != expected {
+            return Err(HeaderError::HeaderLen { expected, actual: len });
+        }
+        let header = bytes.get(..len).ok_or(HeaderError::Short { needed: len, actual: bytes.len() })?;
+        let (body, digest) = header.split_at(len - DIGEST_LEN);
+        if *blake3::hash(body).as_bytes() != *digest {
+            return Err(HeaderError::Digest);
+        }
+        let (kind, width) = (u32_at(body, 128), u32_at(body, 132));
+        let digest_kind = DigestKind::from_code(kind)
+            .filter(|kind| u32_of(kind.width()) == width)
+            .ok_or(HeaderError::DigestKind { kind, width })?;
+        if body[KEY_ID].iter().any(|&byte| byte != 0) {
+            return Err(HeaderError::Encrypted);
+        }
+        let (table, rest) = body[FIXED_LEN..].split_at(planes * DIGEST_LEN);
+        let digests: Vec<[u8; 32]> = table.as_chunks().0.to_vec();
+        let after = digests.iter().flat_map(|digest| &digest[digest_kind.width()..]);
+        if body[UNUSED].iter().chain(after).chain(rest).any(|&byte| byte != 0) {
+            return Err(HeaderError::NotZero);
+        }
+        Ok(Self {
+            space_id: SpaceId(array_at(body, 16)),
+            chunk: ChunkHash(array_at(body, 48)),
+            parent: ChunkHash(array_at(body, 80)),
+            tokens: u32_at(body, 112),
+            payload_len: u64::from_le_bytes(array_at(body, 120)),
+            digest_kind,
+            digests,
+        })
+    }
+
+    /// Checks that this is the header of `chunk` in `space`.
+    pub fn expect(&self, space: &Space, chunk: &ChunkHash) -> Result<(), HeaderError> {
+        if self.space_id != space.id() {
+            return Err(HeaderError::OtherSpace(self.space_id));
+        }
+        if self.chunk != *chunk {
+            return Err(HeaderError::OtherChunk(self.chunk));
+        }
+        let layout = space.layout();
+        let same = |what, expected: u64, actual: u64| match expected == actual {
+            true => Ok(()),
+            false => Err(HeaderError::Geometry { what, expected, actual }),
+        };
+        same("the number of tokens", space.chunk_tokens().into(), self.tokens.into())?;
+        same("the number of planes", layout.planes() as u64, self.digests.len() as u64)?;
+        same("the payload length", layout.payload_len() as u64, self.payload_len)
+    }
+}
+
+/// Lengths in a header are far below 2^32: at most `PLANES_MAX` planes.
+fn u32_of(len: usize) -> u32 {
+    u32::try_from(len).expect("header lengths fit in 32 bits")
+}
+
+fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(&bytes[at..at + N]);
+    array
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(array_at(bytes, at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    prop_compose! {
+        fn any_header()(
+            ids in any::<[[u8; 32]; 3]>(),
+            tokens in any::<u32>(),
+            payload_len in any::<u64>(),
+            blake3 in any::<bool>(),
+            mut digests in prop::collection::vec(any::<[u8; 32]>(), 0..200),
+        ) -> Header {
+            let digest_kind = if blake3 { DigestKind::Blake3 } else { DigestKind::Crc64Nvme };
+            digests.iter_mut().for_each(|digest| digest[digest_kind.width()..].fill(0));
+            let [space_id, chunk, parent] = ids;
+            Header {
+                space_id: SpaceId(space_id),
+                chunk: ChunkHash(chunk),
+                parent: ChunkHash(parent),
+                tokens, payload_len, digest_kind, digests,
+            }
+        }
+    }
+
+    fn bytes_of(header: &Header) -> Vec<u8> {
+        let mut bytes = vec![0xee; header_len(header.digests.len())];
+        header.write(&mut bytes);
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn round_trips(header in any_header(), after in prop::collection::vec(any::<u8>(), 0..100)) {
+            let mut bytes = bytes_of(&header);
+            prop_assert_eq!(bytes.len() % HEADER_ALIGN, 0);
+            bytes.extend(after);
+            prop_assert_eq!(Header::parse(&bytes), Ok(header));
+        }
+
+        #[test]
+        fn any_changed_byte_is_refused(header in any_header(), at in any::<prop::sample::Index>(), flip in 1_u8..) {
+            let mut bytes = bytes_of(&header);
+            let at = at.index(bytes.len());
+            bytes[at] ^= flip;
+            prop_assert!(Header::parse(&bytes).is_err());
+        }
+
+        #[test]
+        fn a_cut_header_is_refused(header in any_header(), len in any::<prop::sample::Index>()) {
+            let bytes = bytes_of(&header);
+            prop_assert!(Header::parse(&bytes[..len.index(bytes.len())]).is_err());
+        }
+
+        /// A header whose digest is right but whose fields are not: what a faulty writer makes.
+        #[test]
+        fn forged_fields_never_panic(header in any_header(), at in 0_usize..256, value in any::<u8>()) {
+            let mut bytes = bytes_of(&header);
+            bytes[at] = value;
+            let body = bytes.len() - 32;
+            let digest = blake3::hash(&bytes[..body]);
+            bytes[body..].copy_from_slice(digest.as_bytes());
+            if let Ok(parsed) = Header::parse(&bytes) {
+                prop_assert_eq!(bytes_of(&parsed), bytes);
+            }
+        }
+
+        #[test]
+        fn noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..9000)) {
+            prop_assert!(Header::parse(&bytes).is_err());
+        }
+    }
+}

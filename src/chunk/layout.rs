@@ -1,0 +1,140 @@
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::header::header_len;
+
+/// One layer's rows of one kind: `heads` rows a token, `row_bytes` each.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plane {
+    pub name: String,
+    /// Index of the layer in the whole model.
+    pub layer: u32,
+    pub heads: u32,
+    /// Bytes of one token of one head: K then V, or the latent.
+    pub row_bytes: u32,
+}
+
+impl Plane {
+    /// Bytes of the plane in a chunk of `chunk_tokens`; saturates for geometry that can't be.
+    pub fn bytes(&self, chunk_tokens: u32) -> u64 {
+        (u64::from(self.heads) * u64::from(chunk_tokens)).saturating_mul(self.row_bytes.into())
+    }
+}
+
+/// Where everything is in the objects of a space: header, then plane after plane, each `[head][token][row]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    header_len: usize,
+    /// Start of each plane in the object, and the end of the last.
+    bounds: Vec<usize>,
+}
+
+/// A byte range of an object that can be fetched and verified alone: whole planes, the first one with the header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Section {
+    /// In the object.
+    pub bytes: Range<usize>,
+    pub planes: Range<usize>,
+}
+
+impl Layout {
+    pub(super) fn new(planes: &[Plane], chunk_tokens: u32) -> Self {
+        let header_len = header_len(planes.len());
+        let mut end = header_len;
+        let mut bounds = vec![end];
+        for plane in planes {
+            // The space checked that the sum fits.
+            end += usize::try_from(plane.bytes(chunk_tokens)).expect("64-bit addresses");
+            bounds.push(end);
+        }
+        Self { header_len, bounds }
+    }
+
+    /// Bytes of the header, a multiple of 4096.
+    pub fn header_len(&self) -> usize {
+        self.header_len
+    }
+
+    /// Bytes of the payload.
+    pub fn payload_len(&self) -> usize {
+        self.object_len() - self.header_len
+    }
+
+    /// Bytes of an object, header and payload.
+    pub fn object_len(&self) -> usize {
+        self.bounds[self.bounds.len() - 1]
+    }
+
+    /// Number of planes.
+    pub fn planes(&self) -> usize {
+        self.bounds.len() - 1
+    }
+
+    /// The bytes of plane `index` in the object.
+    pub fn plane(&self, index: usize) -> Range<usize> {
+        self.bounds[index]..self.bounds[index + 1]
+    }
+
+    /// Cuts the object at plane boundaries into sections of at least one plane and, where that leaves a choice, at
+    /// most `part_bytes`.
+    pub fn sections(&self, part_bytes: usize) -> Vec<Section> {
+        let mut sections = Vec::new();
+        let mut first = 0;
+        let mut start = 0;
+        for plane in 0..self.planes() {
+            let last = plane + 1 == self.planes();
+            if last || self.bounds[plane + 2] - start > part_bytes {
+                let end = self.bounds[plane + 1];
+                sections.push(Section { bytes: start..end, planes: first..plane + 1 });
+                (first, start) = (plane + 1, end);
+            }
+        }
+        sections
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn planes(row_bytes: &[u32]) -> Vec<Plane> {
+        let plane = |(layer, &row_bytes): (usize, &u32)| Plane {
+            name: "kv".into(),
+            layer: u32::try_from(layer).unwrap(),
+            heads: 2,
+            row_bytes,
+        };
+        row_bytes.iter().enumerate().map(plane).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn sections_tile_the_object(rows in prop::collection::vec(1_u32..5000, 1..200), part in 1_usize..2_000_000) {
+            let layout = Layout::new(&planes(&rows), 16);
+            let sections = layout.sections(part);
+            let mut at = 0;
+            let mut plane = 0;
+            for section in &sections {
+                prop_assert_eq!(section.bytes.start, at);
+                prop_assert_eq!(section.planes.start, plane);
+                prop_assert!(!section.planes.is_empty());
+                prop_assert!(section.bytes.len() <= part || section.planes.len() == 1);
+                prop_assert_eq!(section.bytes.end, layout.plane(section.planes.end - 1).end);
+                (at, plane) = (section.bytes.end, section.planes.end);
+            }
+            prop_assert_eq!(at, layout.object_len());
+            prop_assert_eq!(plane, layout.planes());
+        }
+    }
+
+    #[test]
+    fn planes_follow_the_header_without_gaps() {
+        let layout = Layout::new(&planes(&[100, 7]), 16);
+        assert_eq!(layout.plane(0), 4096..4096 + 3200);
+        assert_eq!(layout.plane(1), 7296..7296 + 224);
+        assert_eq!((layout.header_len(), layout.payload_len(), layout.object_len()), (4096, 3424, 7520));
+    }
+}

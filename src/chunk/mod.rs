@@ -1,0 +1,32 @@
+//! What a chunk is: its space, hash, key, header and bytes in order. No I/O.
+//!
+//! A *chunk* is the KV cache of `chunk_tokens` consecutive tokens of a prompt, for all layers and heads of a
+//! *space* (model, revision, dtype, geometry, tenant). Its hash covers the space, the whole prefix before it and its
+//! own tokens, so equal hashes mean interchangeable bytes, on every node and in every language, without an index.
+//!
+//! The format is written down in `docs/FORMAT.md`. It can't change once caches exist, except with a new format
+//! version; `tests/data/vectors.json` pins it, and a Python implementation in `tests/reference` reproduces it.
+
+mod digest;
+mod dtype;
+mod hash;
+mod header;
+mod hex;
+mod key;
+mod layout;
+mod mask;
+mod preset;
+mod space;
+mod space_input;
+
+pub use digest::DigestKind;
+pub use dtype::DType;
+pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};
+pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};
+pub use hex::HexError;
+pub use key::{Key, KeyPrefix, SpaceKey};
+pub use layout::{Layout, Plane, Section};
+pub use mask::{Mask, MaskError};
+pub use preset::{PRESETS, Preset};
+pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
+pub use space_input::{Mha, Mla, SpaceInput};

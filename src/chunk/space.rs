@@ -1,0 +1,302 @@
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::dtype::DType;
+use super::hash::{HashScheme, SpaceId};
+use super::header::FORMAT_VERSION;
+use super::key::SpaceKey;
+use super::layout::{Layout, Plane};
+use super::space_input::SpaceInput;
+
+const CONTEXT: &str = "kvgate space v1";
+pub const PLANES_MAX: u32 = 4096;
+/// Below what one PUT may carry (5 GiB), header included.
+pub const CHUNK_BYTES_MAX: u64 = 4 << 30;
+const CHUNK_TOKENS_MAX: u32 = 65_536;
+const ROW_BYTES_MAX: u32 = 1 << 20;
+const LAYER_MAX: u32 = 65_535;
+const HEADS_MAX: u32 = 65_536;
+const TEXT_MAX: usize = 512;
+const EXTRA_MAX: usize = 64;
+const DEFAULT_CHUNK_TOKENS: u32 = 256;
+/// Revisions that name no fixed weights.
+const MOVING_REVISIONS: [&str; 8] = ["unknown", "none", "null", "main", "master", "head", "latest", "default"];
+
+/// The part of the model that a node holds. Half-open ranges in the whole model's numbering.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shard {
+    Whole,
+    Part { layers: (u32, u32), heads: (u32, u32) },
+}
+
+/// All that must be equal for two chunks to be interchangeable, tokens aside. Checked and immutable; cheap to clone.
+#[derive(Clone)]
+pub struct Space(Arc<Inner>);
+
+struct Inner {
+    fields: Fields,
+    canonical: String,
+    id: SpaceId,
+    layout: Layout,
+}
+
+/// The members of the canonical JSON, which sorts them.
+#[derive(Serialize)]
+struct Fields {
+    format: u32,
+    model: String,
+    revision: String,
+    dtype: DType,
+    chunk_tokens: u32,
+    tenant: String,
+    hash: HashScheme,
+    planes: Vec<Plane>,
+    shard: Shard,
+    extra: BTreeMap<String, String>,
+}
+
+/// What is wrong with a space; all of it.
+#[derive(Debug, thiserror::Error)]
+pub enum SpaceError {
+    #[error("the space is not valid JSON for a space: {0}. See docs/FORMAT.md section 1")]
+    Json(#[from] serde_json::Error),
+    #[error("the space can't be: {}", .0.join("; "))]
+    Invalid(Vec<String>),
+}
+
+impl Space {
+    /// Expands shorthands, fills in defaults and checks everything.
+    pub fn new(input: SpaceInput) -> Result<Self, SpaceError> {
+        let mut problems = Vec::new();
+        let dtype = input.dtype.unwrap_or(DType::BFloat16);
+        let planes = match (input.planes, input.mha, input.mla) {
+            (Some(planes), None, None) => Some(planes),
+            (None, Some(mha), None) => mha.planes(dtype),
+            (None, None, Some(mla)) => mla.planes(dtype),
+            _ => {
+                problems.push("give exactly one of `planes`, `mha` and `mla`".into());
+                Some(Vec::new())
+            }
+        };
+        if planes.is_none() {
+            problems.push("head_dim or latent_dim is too large".into());
+        } else if planes.as_ref().is_some_and(Vec::is_empty) && problems.is_empty() {
+            problems.push("it has no planes: give at least one layer".into());
+        }
+        let fields = Fields {
+            format: input.format.unwrap_or(FORMAT_VERSION),
+            model: input.model,
+            revision: input.revision,
+            dtype,
+            chunk_tokens: input.chunk_tokens.unwrap_or(DEFAULT_CHUNK_TOKENS),
+            tenant: input.tenant.unwrap_or_default(),
+            hash: input.hash.unwrap_or(HashScheme::KvgateV1),
+            planes: planes.unwrap_or_default(),
+            shard: input.shard.unwrap_or(Shard::Whole),
+            extra: input.extra.unwrap_or_default(),
+        };
+        fields.check(&mut problems);
+        if !problems.is_empty() {
+            return Err(SpaceError::Invalid(problems));
+        }
+        let canonical = serde_json_canonicalizer::to_string(&fields)?;
+        let id = SpaceId(blake3::derive_key(CONTEXT, canonical.as_bytes()));
+        let layout = Layout::new(&fields.planes, fields.chunk_tokens);
+        Ok(Self(Arc::new(Inner { fields, canonical, id, layout })))
+    }
+
+    /// Reads a space as people write it, or its canonical form.
+    pub fn from_json(json: &str) -> Result<Self, SpaceError> {
+        Self::new(serde_json::from_str(json)?)
+    }
+
+    pub fn id(&self) -> SpaceId {
+        self.0.id
+    }
+
+    pub fn key(&self) -> SpaceKey {
+        self.0.id.into()
+    }
+
+    /// RFC 8785 JSON; what the id is the hash of, and what `space.json` holds.
+    pub fn canonical_json(&self) -> &str {
+        &self.0.canonical
+    }
+
+    pub fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    pub fn model(&self) -> &str {
+        &self.0.fields.model
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.0.fields.dtype
+    }
+
+    pub fn chunk_tokens(&self) -> u32 {
+        self.0.fields.chunk_tokens
+    }
+
+    pub fn hash(&self) -> HashScheme {
+        self.0.fields.hash
+    }
+
+    pub fn planes(&self) -> &[Plane] {
+        &self.0.fields.planes
+    }
+
+    /// Bytes of KV a token, over all planes.
+    pub fn token_bytes(&self) -> u64 {
+        self.planes().iter().map(|plane| plane.bytes(1)).sum()
+    }
+}
+
+impl std::fmt::Debug for Space {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Space({} {})", self.key(), self.model())
+    }
+}
+
+impl PartialEq for Space {
+    fn eq(&self, other: &Self) -> bool {
+        self.id() == other.id()
+    }
+}
+
+impl Eq for Space {}
+
+impl Fields {
+    fn check(&self, problems: &mut Vec<String>) {
+        if self.format != FORMAT_VERSION {
+            problems.push(format!("format {} is not known: this kvgate writes {FORMAT_VERSION}", self.format));
+        }
+        for (name, text) in [("model", &self.model), ("revision", &self.revision)] {
+            if text.is_empty() || text.len() > TEXT_MAX {
+                problems.push(format!("`{name}` must have 1 to {TEXT_MAX} bytes, not {}", text.len()));
+            }
+        }
+        if self.tenant.len() > TEXT_MAX {
+            problems.push(format!("`tenant` may have {TEXT_MAX} bytes, not {}", self.tenant.len()));
+        }
+        self.check_revision(problems);
+        if !(1..=CHUNK_TOKENS_MAX).contains(&self.chunk_tokens) {
+            problems.push(format!("`chunk_tokens` must be 1 to {CHUNK_TOKENS_MAX}, not {}", self.chunk_tokens));
+        }
+        let long = |(key, value): (&String, &String)| key.len().max(value.len()) > TEXT_MAX;
+        if self.extra.len() > EXTRA_MAX || self.extra.iter().any(long) {
+            problems.push(format!("`extra` may have {EXTRA_MAX} entries of {TEXT_MAX} bytes"));
+        }
+        self.check_planes(problems);
+        self.check_shard(problems);
+    }
+
+    fn check_revision(&self, problems: &mut Vec<String>) {
+        let revision = self.revision.as_str();
+        let moving = MOVING_REVISIONS.contains(&revision.to_ascii_lowercase().as_str());
+        let path = revision.starts_with(['/', '.', '~', '\\']);
+        if moving || path {
+            problems.push(format!(
+                "`revision` {revision:?} does not pin the weights: give the commit or a digest of the weight files"
+            ));
+        }
+    }
+
+    fn check_planes(&self, problems: &mut Vec<String>) {
+        let before = problems.len();
+        if self.planes.len() > PLANES_MAX as usize {
+            problems.push(format!("there may be {PLANES_MAX} planes, not more"));
+            return;
+        }
+        let mut seen = HashSet::new();
+        for (index, plane) in self.planes.iter().enumerate() {
+            if let Err(problem) = self.check_plane(plane) {
+                problems.push(format!("plane {index} (layer {}, {:?}): {problem}", plane.layer, plane.name));
+            } else if !seen.insert((plane.layer, &plane.name)) {
+                problems.push(format!("there are two planes {:?} of layer {}", plane.name, plane.layer));
+            }
+            // One wrong number repeats itself in every layer.
+            if problems.len() > before + 2 {
+                return;
+            }
+        }
+        if !self.planes.is_sorted_by_key(|plane| plane.layer) {
+            problems.push("planes must be in order of their layers".into());
+        }
+        let bytes = self.planes.iter().map(|plane| plane.bytes(self.chunk_tokens)).fold(0, u64::saturating_add);
+        if bytes > CHUNK_BYTES_MAX {
+            problems.push(format!("a chunk would have {bytes} bytes, over 4 GiB: lower `chunk_tokens`"));
+        }
+    }
+
+    fn check_plane(&self, plane: &Plane) -> Result<(), String> {
+        let allowed = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || b"_.-".contains(&c);
+        if !(1..=64).contains(&plane.name.len()) || !plane.name.bytes().all(allowed) {
+            return Err("`name` must be 1 to 64 of a-z 0-9 _ . -".into());
+        }
+        if plane.layer > LAYER_MAX {
+            return Err(format!("`layer` must be at most {LAYER_MAX}"));
+        }
+        if !(1..=HEADS_MAX).contains(&plane.heads) {
+            return Err(format!("`heads` must be 1 to {HEADS_MAX}, not {}", plane.heads));
+        }
+        let (row, size) = (plane.row_bytes, self.dtype.size());
+        if !(1..=ROW_BYTES_MAX).contains(&row) {
+            return Err(format!("`row_bytes` must be 1 to {ROW_BYTES_MAX}, not {row}"));
+        }
+        if row % size != 0 {
+            return Err(format!("`row_bytes` {row} is not a multiple of {size}, the size of {}", self.dtype.name()));
+        }
+        if let Some(fixed) = self.dtype.fixed_row_bytes().filter(|&fixed| fixed != row) {
+            return Err(format!("rows of {} have {fixed} bytes, not {row}", self.dtype.name()));
+        }
+        Ok(())
+    }
+
+    fn check_shard(&self, problems: &mut Vec<String>) {
+        let Shard::Part { layers, heads } = self.shard else { return };
+        if layers.0 >= layers.1 || heads.0 >= heads.1 {
+            problems.push("`shard` ranges are [first, end] with first < end".into());
+        } else if self.planes.iter().any(|plane| !(layers.0..layers.1).contains(&plane.layer)) {
+            problems.push(format!("planes of a shard have layers {} to {}", layers.0, layers.1 - 1));
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ShardPart {
+    layers: (u32, u32),
+    heads: (u32, u32),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged, expecting = "`shard` is \"whole\" or {\"layers\": [first, end], \"heads\": [first, end]}")]
+enum ShardJson {
+    Name(String),
+    Part(ShardPart),
+}
+
+impl Serialize for Shard {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match *self {
+            Self::Whole => serializer.serialize_str("whole"),
+            Self::Part { layers, heads } => ShardPart { layers, heads }.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Shard {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match ShardJson::deserialize(deserializer)? {
+            ShardJson::Name(name) if name == "whole" => Ok(Self::Whole),
+            ShardJson::Name(name) => Err(serde::de::Error::custom(format!(
+                "`shard` is \"whole\" or an object with layers and heads, not {name:?}"
+            ))),
+            ShardJson::Part(ShardPart { layers, heads }) => Ok(Self::Part { layers, heads }),
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
+//!
+//! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
+//! cli, demo -> gateway -> existence, object -> arena -> chunk.
+
+pub mod arena;
+pub mod chunk;
