@@ -5,3 +5,10 @@
 
 pub mod arena;
 pub mod chunk;
+pub mod config;
+#[cfg(feature = "embedded")]
+pub mod embedded;
+pub mod existence;
+pub mod gateway;
+pub mod object;
+pub mod units;

@@ -61,9 +61,20 @@ impl Arena {
     pub fn new(options: &ArenaOptions) -> Result<Self, ArenaError> {
         let mapping = Mapping::new(options)?;
         let size = mapping.len() / SLOT_ALIGN * SLOT_ALIGN;
-        let stats = ArenaStats { size_bytes: size, ..ArenaStats::default() };
-        let state = Mutex::new(State { free: RangeAllocator::new(0..size), stats });
-        Ok(Self(Arc::new(Shared { mapping, state, freed: Notify::new(), turn: Arc::default() })))
+        let stats = ArenaStats {
+            size_bytes: size,
+            ..ArenaStats::default()
+        };
+        let state = Mutex::new(State {
+            free: RangeAllocator::new(0..size),
+            stats,
+        });
+        Ok(Self(Arc::new(Shared {
+            mapping,
+            state,
+            freed: Notify::new(),
+            turn: Arc::default(),
+        })))
     }
 
     /// A slot of `len` bytes, if there is room now. Its bytes are whatever was there before.
@@ -81,13 +92,22 @@ impl Arena {
         stats.used_bytes_peak = stats.used_bytes_peak.max(stats.used_bytes);
         stats.slots_peak = stats.slots_peak.max(stats.slots);
         drop(state);
-        Some(SlotMut::new(Lease { arena: Arc::clone(&self.0), reserved }, len))
+        Some(SlotMut::new(
+            Lease {
+                arena: Arc::clone(&self.0),
+                reserved,
+            },
+            len,
+        ))
     }
 
     /// Waits for its turn to wait for slots.
     pub async fn ticket(&self) -> Ticket {
         let turn = Arc::clone(&self.0.turn).lock_owned().await;
-        Ticket { arena: self.clone(), _turn: turn }
+        Ticket {
+            arena: self.clone(),
+            _turn: turn,
+        }
     }
 
     pub fn stats(&self) -> ArenaStats {

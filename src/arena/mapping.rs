@@ -16,7 +16,11 @@ pub enum ArenaError {
     #[error("an arena of {size} bytes can't be: give [arena] size at least one page (4096 bytes)")]
     TooSmall { size: usize },
     #[error("can't make the arena file {}: {source}. Give [arena] path in a folder on tmpfs that is writable and has {size} bytes free", path.display())]
-    File { path: PathBuf, size: usize, source: io::Error },
+    File {
+        path: PathBuf,
+        size: usize,
+        source: io::Error,
+    },
     #[error("can't get {size} bytes of memory for the arena: {source}. Lower [arena] size")]
     Memory { size: usize, source: io::Error },
 }
@@ -59,7 +63,11 @@ impl Mapping {
     }
 
     fn huge(options: &ArenaOptions) -> Result<Self, ArenaError> {
-        Self::unnamed(options, options.size.next_multiple_of(HUGE_PAGE), MemfdFlags::HUGETLB)
+        Self::unnamed(
+            options,
+            options.size.next_multiple_of(HUGE_PAGE),
+            MemfdFlags::HUGETLB,
+        )
     }
 
     fn unnamed(options: &ArenaOptions, size: usize, flags: MemfdFlags) -> Result<Self, ArenaError> {
@@ -72,15 +80,28 @@ impl Mapping {
     }
 
     fn named(path: &Path, options: &ArenaOptions) -> Result<Self, ArenaError> {
-        let size = options.size.next_multiple_of(if options.huge_pages { HUGE_PAGE } else { super::SLOT_ALIGN });
-        let file = |source: io::Error| ArenaError::File { path: path.into(), size, source };
+        let size = options.size.next_multiple_of(if options.huge_pages {
+            HUGE_PAGE
+        } else {
+            super::SLOT_ALIGN
+        });
+        let file = |source: io::Error| ArenaError::File {
+            path: path.into(),
+            size,
+            source,
+        };
         // A new file each start, never the old one cut: an engine may still have that mapped.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(file(error)),
             _ => {}
         }
-        let handle =
-            OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path).map_err(file)?;
+        let handle = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(file)?;
         // Reserves the memory: a full tmpfs is an error here, not a SIGBUS at the first write.
         let reserved = rustix::fs::fallocate(&handle, FallocateFlags::empty(), 0, size as u64);
         reserved

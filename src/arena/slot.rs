@@ -21,7 +21,10 @@ pub struct Slot {
 impl SlotMut {
     pub(super) fn new(lease: Lease, len: usize) -> Self {
         let range = lease.reserved.start..lease.reserved.start + len;
-        Self { lease: Arc::new(lease), range }
+        Self {
+            lease: Arc::new(lease),
+            range,
+        }
     }
 
     /// Cuts it in two: keeps the first `at` bytes, returns the rest. Panics past the end.
@@ -29,11 +32,16 @@ impl SlotMut {
     pub fn split_off(&mut self, at: usize) -> Self {
         assert!(at <= self.range.len(), "split at {at} of {}", self.range.len());
         let middle = self.range.start + at;
-        let rest = Self { lease: Arc::clone(&self.lease), range: middle..self.range.end };
+        let rest = Self {
+            lease: Arc::clone(&self.lease),
+            range: middle..self.range.end,
+        };
         self.range.end = middle;
         rest
     }
 
+    // By value: the part is gone afterwards.
+    #[expect(clippy::needless_pass_by_value)]
     /// Puts together what [`split_off`](Self::split_off) cut. Panics if `rest` is not what follows.
     pub fn join(&mut self, rest: Self) {
         let follows = Arc::ptr_eq(&self.lease, &rest.lease) && self.range.end == rest.range.start;
@@ -43,7 +51,10 @@ impl SlotMut {
 
     /// Gives up writing, for good.
     pub fn freeze(self) -> Slot {
-        Slot { lease: self.lease, range: self.range }
+        Slot {
+            lease: self.lease,
+            range: self.range,
+        }
     }
 }
 
@@ -51,9 +62,16 @@ impl Slot {
     /// A part of it. Panics past the end.
     #[must_use]
     pub fn slice(&self, part: Range<usize>) -> Self {
-        assert!(part.start <= part.end && part.end <= self.range.len(), "{part:?} of {}", self.range.len());
+        assert!(
+            part.start <= part.end && part.end <= self.range.len(),
+            "{part:?} of {}",
+            self.range.len()
+        );
         let range = self.range.start + part.start..self.range.start + part.end;
-        Self { lease: Arc::clone(&self.lease), range }
+        Self {
+            lease: Arc::clone(&self.lease),
+            range,
+        }
     }
 
     /// Where it starts in the arena, in bytes.

@@ -6,7 +6,11 @@ use proptest::prelude::*;
 use super::*;
 
 fn arena(size: usize) -> Arena {
-    Arena::new(&ArenaOptions { size, ..ArenaOptions::default() }).unwrap()
+    Arena::new(&ArenaOptions {
+        size,
+        ..ArenaOptions::default()
+    })
+    .unwrap()
 }
 
 const PAGE: usize = SLOT_ALIGN;
@@ -24,7 +28,15 @@ fn a_slot_is_free_again_when_its_last_handle_is_gone() {
     drop(rest);
     assert!(arena.try_reserve(2 * PAGE).is_some());
     let stats = arena.stats();
-    assert_eq!((stats.used_bytes, stats.used_bytes_peak, stats.slots_peak, stats.refused), (0, 2 * PAGE, 1, 2));
+    assert_eq!(
+        (
+            stats.used_bytes,
+            stats.used_bytes_peak,
+            stats.slots_peak,
+            stats.refused
+        ),
+        (0, 2 * PAGE, 1, 2)
+    );
 }
 
 #[test]
@@ -42,7 +54,17 @@ fn parts_write_apart_and_join() {
     first.join(second);
     first.join(third);
     let slot = first.freeze();
-    let expected: Vec<u8> = (0..100).map(|i| if i < 25 { 1 } else if i < 60 { 2 } else { 3 }).collect();
+    let expected: Vec<u8> = (0..100)
+        .map(|i| {
+            if i < 25 {
+                1
+            } else if i < 60 {
+                2
+            } else {
+                3
+            }
+        })
+        .collect();
     assert_eq!(slot[..], expected[..]);
     assert_eq!(slot.slice(24..26)[..], [1, 2]);
 }
@@ -61,7 +83,13 @@ fn the_whole_arena_is_one_slot_and_one_byte_more_is_none() {
     assert_eq!(arena.size() / PAGE, 3);
     assert!(arena.try_reserve(3 * PAGE + 1).is_none());
     assert!(arena.try_reserve(3 * PAGE).is_some());
-    assert!(Arena::new(&ArenaOptions { size: 10, ..ArenaOptions::default() }).is_err());
+    assert!(
+        Arena::new(&ArenaOptions {
+            size: 10,
+            ..ArenaOptions::default()
+        })
+        .is_err()
+    );
 }
 
 #[test]
@@ -70,23 +98,45 @@ fn a_named_arena_is_a_new_private_file_and_goes_with_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("arena");
     std::fs::write(&path, "left by an earlier start").unwrap();
-    let options = ArenaOptions { size: 3 * PAGE, path: Some(path.clone()), prefault: true, ..ArenaOptions::default() };
+    let options = ArenaOptions {
+        size: 3 * PAGE,
+        path: Some(path.clone()),
+        prefault: true,
+        ..ArenaOptions::default()
+    };
     let arena = Arena::new(&options).unwrap();
     let mut slot = arena.try_reserve(5).unwrap();
     slot.copy_from_slice(b"hello");
     let slot = slot.freeze();
     let file = std::fs::read(&path).unwrap();
     assert_eq!(file[slot.offset()..][..5], *b"hello");
-    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(
+        std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+        0o600
+    );
     drop((slot, arena));
     assert!(!path.exists());
-    let missing = ArenaOptions { path: Some("/nowhere/arena".into()), ..options };
-    assert!(Arena::new(&missing).err().unwrap().to_string().contains("[arena] path"));
+    let missing = ArenaOptions {
+        path: Some("/nowhere/arena".into()),
+        ..options
+    };
+    assert!(
+        Arena::new(&missing)
+            .err()
+            .unwrap()
+            .to_string()
+            .contains("[arena] path")
+    );
 }
 
 #[test]
 fn asking_for_huge_pages_works_with_and_without_them() {
-    let arena = Arena::new(&ArenaOptions { size: 3 << 20, huge_pages: true, ..ArenaOptions::default() }).unwrap();
+    let arena = Arena::new(&ArenaOptions {
+        size: 3 << 20,
+        huge_pages: true,
+        ..ArenaOptions::default()
+    })
+    .unwrap();
     let mut slot = arena.try_reserve(3 << 20).unwrap();
     slot.fill(7);
     assert!(slot.iter().all(|&byte| byte == 7));
@@ -105,7 +155,10 @@ async fn waiting_is_in_order_and_can_be_given_up() {
     let second = tokio::spawn(reserve(1));
     tokio::time::sleep(Duration::from_millis(1)).await;
     drop(held);
-    let large = tokio::time::timeout(Duration::from_secs(1), first).await.expect("the oldest is served first").unwrap();
+    let large = tokio::time::timeout(Duration::from_secs(1), first)
+        .await
+        .expect("the oldest is served first")
+        .unwrap();
     assert!(!second.is_finished());
     second.abort();
     assert!(second.await.unwrap_err().is_cancelled());
@@ -168,18 +221,26 @@ fn slots_are_exclusive_under_threads() {
                         slot.join(tail);
                         let slot = slot.freeze();
                         for page in 0..pages {
-                            assert_eq!(owners[slot.offset() / PAGE + page].swap(thread, Ordering::SeqCst), 0);
+                            assert_eq!(
+                                owners[slot.offset() / PAGE + page].swap(thread, Ordering::SeqCst),
+                                0
+                            );
                         }
                         held.push(slot);
                     } else if let Some(slot) = held.pop() {
                         assert!(slot.iter().all(|&byte| u32::from(byte) == thread));
                         for page in 0..slot.len() / PAGE {
-                            assert_eq!(owners[slot.offset() / PAGE + page].swap(0, Ordering::SeqCst), thread);
+                            assert_eq!(
+                                owners[slot.offset() / PAGE + page].swap(0, Ordering::SeqCst),
+                                thread
+                            );
                         }
                     }
                 }
                 for slot in held {
-                    owners[slot.offset() / PAGE..][..slot.len() / PAGE].iter().for_each(|o| o.store(0, Ordering::SeqCst));
+                    owners[slot.offset() / PAGE..][..slot.len() / PAGE]
+                        .iter()
+                        .for_each(|o| o.store(0, Ordering::SeqCst));
                 }
             });
         }

@@ -81,7 +81,9 @@ impl TenantSecret {
 
     /// From 64 hex digits; the error doesn't repeat them.
     pub fn from_hex(text: &str) -> Result<Self, HashError> {
-        hex::decode("a tenant secret", text.trim()).map(Self).map_err(|_| HashError::Secret)
+        hex::decode("a tenant secret", text.trim())
+            .map(Self)
+            .map_err(|_| HashError::Secret)
     }
 }
 
@@ -102,7 +104,9 @@ pub struct Extra {
 /// Input that has no chunk hash.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HashError {
-    #[error("this space takes its chunk hashes from the engine (hash scheme sglang-sha256): give hashes, not tokens")]
+    #[error(
+        "this space takes its chunk hashes from the engine (hash scheme sglang-sha256): give hashes, not tokens"
+    )]
     Scheme,
     #[error("a chunk has {expected} tokens, not {actual}: only full chunks have a hash")]
     Tokens { expected: u32, actual: usize },
@@ -129,8 +133,13 @@ impl ChunkHasher {
             return Err(HashError::Scheme);
         }
         let id = space.id();
-        let key = secret.map_or(*id.as_bytes(), |secret| *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes());
-        Ok(Self { key, chunk_tokens: space.chunk_tokens() })
+        let key = secret.map_or(*id.as_bytes(), |secret| {
+            *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes()
+        });
+        Ok(Self {
+            key,
+            chunk_tokens: space.chunk_tokens(),
+        })
     }
 
     /// The parent of every first chunk. An absent salt or adapter is the empty one.
@@ -142,9 +151,17 @@ impl ChunkHasher {
     }
 
     /// The hash of one full chunk; offsets of extras count from its first token.
-    pub fn chunk(&self, parent: &ChunkHash, tokens: &[u32], extras: &[Extra]) -> Result<ChunkHash, HashError> {
+    pub fn chunk(
+        &self,
+        parent: &ChunkHash,
+        tokens: &[u32],
+        extras: &[Extra],
+    ) -> Result<ChunkHash, HashError> {
         if tokens.len() != self.chunk_tokens as usize {
-            return Err(HashError::Tokens { expected: self.chunk_tokens, actual: tokens.len() });
+            return Err(HashError::Tokens {
+                expected: self.chunk_tokens,
+                actual: tokens.len(),
+            });
         }
         let mut extras: Vec<&Extra> = extras.iter().collect();
         extras.sort();
@@ -153,11 +170,22 @@ impl ChunkHasher {
 
     /// The hashes of all full chunks of a prompt; offsets of extras count from the prompt's first token. Tokens and
     /// extras after the last full chunk have no hash.
-    pub fn chain(&self, root: &ChunkHash, tokens: &[u32], extras: &[Extra]) -> Result<Vec<ChunkHash>, HashError> {
+    pub fn chain(
+        &self,
+        root: &ChunkHash,
+        tokens: &[u32],
+        extras: &[Extra],
+    ) -> Result<Vec<ChunkHash>, HashError> {
         let mut extras: Vec<&Extra> = extras.iter().collect();
         extras.sort();
-        if let Some(extra) = extras.last().filter(|extra| extra.offset as usize >= tokens.len()) {
-            return Err(HashError::ExtraOffset { offset: extra.offset, tokens: tokens.len() });
+        if let Some(extra) = extras
+            .last()
+            .filter(|extra| extra.offset as usize >= tokens.len())
+        {
+            return Err(HashError::ExtraOffset {
+                offset: extra.offset,
+                tokens: tokens.len(),
+            });
         }
         let chunk_tokens = self.chunk_tokens as usize;
         let mut hashes = Vec::with_capacity(tokens.len() / chunk_tokens);
@@ -191,7 +219,10 @@ impl ChunkHasher {
         for extra in extras {
             let offset = extra.offset as usize - start;
             if offset >= tokens.len() {
-                return Err(HashError::ExtraOffset { offset: extra.offset, tokens: tokens.len() });
+                return Err(HashError::ExtraOffset {
+                    offset: extra.offset,
+                    tokens: tokens.len(),
+                });
             }
             push_len(input, "an offset", offset)?;
             push_bytes(input, "an extra", &extra.bytes)?;

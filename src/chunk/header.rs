@@ -60,7 +60,11 @@ pub enum HeaderError {
     #[error("it is chunk {0}")]
     OtherChunk(ChunkHash),
     #[error("{what} is {actual} where {expected} was expected")]
-    Geometry { what: &'static str, expected: u64, actual: u64 },
+    Geometry {
+        what: &'static str,
+        expected: u64,
+        actual: u64,
+    },
 }
 
 impl Header {
@@ -91,7 +95,10 @@ impl Header {
     /// Reads and checks the header at the front of `bytes`, which may go on after it.
     pub fn parse(bytes: &[u8]) -> Result<Self, HeaderError> {
         if bytes.len() < FIXED_LEN {
-            return Err(HeaderError::Short { needed: FIXED_LEN, actual: bytes.len() });
+            return Err(HeaderError::Short {
+                needed: FIXED_LEN,
+                actual: bytes.len(),
+            });
         }
         if bytes[..8] != MAGIC {
             return Err(HeaderError::Magic);
@@ -105,9 +112,15 @@ impl Header {
         // The product can't overflow: both are below 2^32.
         let expected = header_len(planes);
         if len != expected {
-            return Err(HeaderError::HeaderLen { expected, actual: len });
+            return Err(HeaderError::HeaderLen {
+                expected,
+                actual: len,
+            });
         }
-        let header = bytes.get(..len).ok_or(HeaderError::Short { needed: len, actual: bytes.len() })?;
+        let header = bytes.get(..len).ok_or(HeaderError::Short {
+            needed: len,
+            actual: bytes.len(),
+        })?;
         let (body, digest) = header.split_at(len - DIGEST_LEN);
         if *blake3::hash(body).as_bytes() != *digest {
             return Err(HeaderError::Digest);
@@ -122,7 +135,12 @@ impl Header {
         let (table, rest) = body[FIXED_LEN..].split_at(planes * DIGEST_LEN);
         let digests: Vec<[u8; 32]> = table.as_chunks().0.to_vec();
         let after = digests.iter().flat_map(|digest| &digest[digest_kind.width()..]);
-        if body[UNUSED].iter().chain(after).chain(rest).any(|&byte| byte != 0) {
+        if body[UNUSED]
+            .iter()
+            .chain(after)
+            .chain(rest)
+            .any(|&byte| byte != 0)
+        {
             return Err(HeaderError::NotZero);
         }
         Ok(Self {
@@ -147,11 +165,27 @@ impl Header {
         let layout = space.layout();
         let same = |what, expected: u64, actual: u64| match expected == actual {
             true => Ok(()),
-            false => Err(HeaderError::Geometry { what, expected, actual }),
+            false => Err(HeaderError::Geometry {
+                what,
+                expected,
+                actual,
+            }),
         };
-        same("the number of tokens", space.chunk_tokens().into(), self.tokens.into())?;
-        same("the number of planes", layout.planes() as u64, self.digests.len() as u64)?;
-        same("the payload length", layout.payload_len() as u64, self.payload_len)
+        same(
+            "the number of tokens",
+            space.chunk_tokens().into(),
+            self.tokens.into(),
+        )?;
+        same(
+            "the number of planes",
+            layout.planes() as u64,
+            self.digests.len() as u64,
+        )?;
+        same(
+            "the payload length",
+            layout.payload_len() as u64,
+            self.payload_len,
+        )
     }
 }
 

@@ -12,23 +12,31 @@ pub struct HexError {
 }
 
 pub fn encode(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-        // Writing to a String can't fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            // Writing to a String can't fail.
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
 }
 
 /// Exactly `N` bytes from `2 * N` lower- or upper-case digits.
 pub fn decode<const N: usize>(what: &'static str, text: &str) -> Result<[u8; N], HexError> {
-    let error = || HexError { what, expected: 2 * N, got: text.chars().take(80).collect() };
+    let error = || HexError {
+        what,
+        expected: 2 * N,
+        got: text.chars().take(80).collect(),
+    };
     let mut bytes = [0; N];
     if text.len() != 2 * N {
         return Err(error());
     }
     for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
         let digit = |c: u8| (c as char).to_digit(16);
-        let (Some(high), Some(low)) = (digit(pair[0]), digit(pair[1])) else { return Err(error()) };
+        let (Some(high), Some(low)) = (digit(pair[0]), digit(pair[1])) else {
+            return Err(error());
+        };
         *byte = u8::try_from(high * 16 + low).map_err(|_| error())?;
     }
     Ok(bytes)

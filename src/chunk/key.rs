@@ -44,7 +44,11 @@ impl KeyPrefix {
     /// `prefix` as configured, without slashes at its ends.
     pub fn new(prefix: &str) -> Self {
         let prefix = prefix.trim_matches('/');
-        Self(if prefix.is_empty() { String::new() } else { format!("{prefix}/") })
+        Self(if prefix.is_empty() {
+            String::new()
+        } else {
+            format!("{prefix}/")
+        })
     }
 
     /// The whole prefix, to list all.
@@ -93,7 +97,10 @@ mod tests {
         let (space, chunk) = (SpaceKey::from(SpaceId([0xab; 32])), ChunkHash([0x1f; 32]));
         for prefix in ["", "kv", "/team/kv/"] {
             let keys = KeyPrefix::new(prefix);
-            assert_eq!(keys.parse(&keys.chunk(space, &chunk)), Some(Key::Chunk(space, chunk)));
+            assert_eq!(
+                keys.parse(&keys.chunk(space, &chunk)),
+                Some(Key::Chunk(space, chunk))
+            );
             assert_eq!(keys.parse(&keys.space_json(space)), Some(Key::SpaceJson(space)));
             assert_eq!(keys.parse(&keys.own("probe")), None);
             assert_eq!(keys.parse(&format!("other/{}", keys.chunk(space, &chunk))), None);

@@ -87,7 +87,10 @@ impl Layout {
             let last = plane + 1 == self.planes();
             if last || self.bounds[plane + 2] - start > part_bytes {
                 let end = self.bounds[plane + 1];
-                sections.push(Section { bytes: start..end, planes: first..plane + 1 });
+                sections.push(Section {
+                    bytes: start..end,
+                    planes: first..plane + 1,
+                });
                 (first, start) = (plane + 1, end);
             }
         }
@@ -135,6 +138,9 @@ mod tests {
         let layout = Layout::new(&planes(&[100, 7]), 16);
         assert_eq!(layout.plane(0), 4096..4096 + 3200);
         assert_eq!(layout.plane(1), 7296..7296 + 224);
-        assert_eq!((layout.header_len(), layout.payload_len(), layout.object_len()), (4096, 3424, 7520));
+        assert_eq!(
+            (layout.header_len(), layout.payload_len(), layout.object_len()),
+            (4096, 3424, 7520)
+        );
     }
 }

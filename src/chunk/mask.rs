@@ -11,7 +11,11 @@ pub struct Mask {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MaskError {
     #[error("a mask of {bits} bits has {expected} bytes, not {actual}")]
-    Length { bits: usize, expected: usize, actual: usize },
+    Length {
+        bits: usize,
+        expected: usize,
+        actual: usize,
+    },
     #[error("the padding bits after bit {bits} must be zero")]
     Padding { bits: usize },
 }
@@ -19,19 +23,29 @@ pub enum MaskError {
 impl Mask {
     /// `len` bits, all zero.
     pub fn new(len: usize) -> Self {
-        Self { len, bytes: vec![0; len.div_ceil(8)] }
+        Self {
+            len,
+            bytes: vec![0; len.div_ceil(8)],
+        }
     }
 
     /// Reads the wire form.
     pub fn from_bytes(len: usize, bytes: &[u8]) -> Result<Self, MaskError> {
         let expected = len.div_ceil(8);
         if bytes.len() != expected {
-            return Err(MaskError::Length { bits: len, expected, actual: bytes.len() });
+            return Err(MaskError::Length {
+                bits: len,
+                expected,
+                actual: bytes.len(),
+            });
         }
-        if len % 8 != 0 && bytes[expected - 1] >> (len % 8) != 0 {
+        if !len.is_multiple_of(8) && bytes[expected - 1] >> (len % 8) != 0 {
             return Err(MaskError::Padding { bits: len });
         }
-        Ok(Self { len, bytes: bytes.to_vec() })
+        Ok(Self {
+            len,
+            bytes: bytes.to_vec(),
+        })
     }
 
     /// Number of bits, not of bytes.
@@ -58,7 +72,7 @@ impl Mask {
     pub fn set_prefix(&mut self, end: usize) {
         assert!(end <= self.len, "prefix {end} of a mask of {}", self.len);
         self.bytes[..end / 8].fill(0xff);
-        if end % 8 != 0 {
+        if !end.is_multiple_of(8) {
             self.bytes[end / 8] |= (1 << (end % 8)) - 1;
         }
     }
@@ -71,7 +85,10 @@ impl Mask {
     /// Length of the leading run of ones.
     pub fn prefix(&self) -> usize {
         let full = self.bytes.iter().take_while(|&&byte| byte == 0xff).count();
-        let rest = self.bytes.get(full).map_or(0, |byte| byte.trailing_ones() as usize);
+        let rest = self
+            .bytes
+            .get(full)
+            .map_or(0, |byte| byte.trailing_ones() as usize);
         full * 8 + rest
     }
 
@@ -130,8 +147,18 @@ mod tests {
 
     #[test]
     fn refuses_padding_and_lengths() {
-        assert_eq!(Mask::from_bytes(3, &[0b1000]), Err(MaskError::Padding { bits: 3 }));
-        assert_eq!(Mask::from_bytes(9, &[0]), Err(MaskError::Length { bits: 9, expected: 2, actual: 1 }));
+        assert_eq!(
+            Mask::from_bytes(3, &[0b1000]),
+            Err(MaskError::Padding { bits: 3 })
+        );
+        assert_eq!(
+            Mask::from_bytes(9, &[0]),
+            Err(MaskError::Length {
+                bits: 9,
+                expected: 2,
+                actual: 1
+            })
+        );
         assert!(Mask::from_bytes(8, &[0xff]).is_ok());
         assert!(!Mask::new(3).get(3));
     }

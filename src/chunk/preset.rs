@@ -18,24 +18,49 @@ pub enum Attention {
 }
 
 const fn gqa(name: &'static str, model: &'static str, layers: u32) -> Preset {
-    let attention = Attention::Mha(Mha { layers, heads: 8, head_dim: 128, v_head_dim: None });
-    Preset { name, model, attention, dtype: DType::BFloat16 }
+    let attention = Attention::Mha(Mha {
+        layers,
+        heads: 8,
+        head_dim: 128,
+        v_head_dim: None,
+    });
+    Preset {
+        name,
+        model,
+        attention,
+        dtype: DType::BFloat16,
+    }
 }
 
-const DEEPSEEK: Attention = Attention::Mla(Mla { layers: 61, latent_dim: 512 + 64 });
+const DEEPSEEK: Attention = Attention::Mla(Mla {
+    layers: 61,
+    latent_dim: 512 + 64,
+});
 
 /// From the models' own config.json: num_hidden_layers, num_key_value_heads, head_dim; kv_lora_rank + qk_rope_head_dim.
 pub const PRESETS: [Preset; 5] = [
     gqa("llama-3-8b", "meta-llama/Meta-Llama-3-8B", 32),
     gqa("llama-3-70b", "meta-llama/Meta-Llama-3-70B", 80),
     gqa("qwen3-32b", "Qwen/Qwen3-32B", 64),
-    Preset { name: "deepseek-v3", model: "deepseek-ai/DeepSeek-V3", attention: DEEPSEEK, dtype: DType::BFloat16 },
-    Preset { name: "deepseek-v3-fp8", model: "deepseek-ai/DeepSeek-V3", attention: DEEPSEEK, dtype: DType::Fp8DsMla },
+    Preset {
+        name: "deepseek-v3",
+        model: "deepseek-ai/DeepSeek-V3",
+        attention: DEEPSEEK,
+        dtype: DType::BFloat16,
+    },
+    Preset {
+        name: "deepseek-v3-fp8",
+        model: "deepseek-ai/DeepSeek-V3",
+        attention: DEEPSEEK,
+        dtype: DType::Fp8DsMla,
+    },
 ];
 
 impl Preset {
     pub fn find(name: &str) -> Option<&'static Self> {
-        PRESETS.iter().find(|preset| preset.name.eq_ignore_ascii_case(name))
+        PRESETS
+            .iter()
+            .find(|preset| preset.name.eq_ignore_ascii_case(name))
     }
 
     /// The preset's space for weights of this revision.

@@ -22,7 +22,9 @@ const TEXT_MAX: usize = 512;
 const EXTRA_MAX: usize = 64;
 const DEFAULT_CHUNK_TOKENS: u32 = 256;
 /// Revisions that name no fixed weights.
-const MOVING_REVISIONS: [&str; 8] = ["unknown", "none", "null", "main", "master", "head", "latest", "default"];
+const MOVING_REVISIONS: [&str; 8] = [
+    "unknown", "none", "null", "main", "master", "head", "latest", "default",
+];
 
 /// The part of the model that a node holds. Half-open ranges in the whole model's numbering.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,7 +106,12 @@ impl Space {
         let canonical = serde_json_canonicalizer::to_string(&fields)?;
         let id = SpaceId(blake3::derive_key(CONTEXT, canonical.as_bytes()));
         let layout = Layout::new(&fields.planes, fields.chunk_tokens);
-        Ok(Self(Arc::new(Inner { fields, canonical, id, layout })))
+        Ok(Self(Arc::new(Inner {
+            fields,
+            canonical,
+            id,
+            layout,
+        })))
     }
 
     /// Reads a space as people write it, or its canonical form.
@@ -172,23 +179,37 @@ impl Eq for Space {}
 impl Fields {
     fn check(&self, problems: &mut Vec<String>) {
         if self.format != FORMAT_VERSION {
-            problems.push(format!("format {} is not known: this kvgate writes {FORMAT_VERSION}", self.format));
+            problems.push(format!(
+                "format {} is not known: this kvgate writes {FORMAT_VERSION}",
+                self.format
+            ));
         }
         for (name, text) in [("model", &self.model), ("revision", &self.revision)] {
             if text.is_empty() || text.len() > TEXT_MAX {
-                problems.push(format!("`{name}` must have 1 to {TEXT_MAX} bytes, not {}", text.len()));
+                problems.push(format!(
+                    "`{name}` must have 1 to {TEXT_MAX} bytes, not {}",
+                    text.len()
+                ));
             }
         }
         if self.tenant.len() > TEXT_MAX {
-            problems.push(format!("`tenant` may have {TEXT_MAX} bytes, not {}", self.tenant.len()));
+            problems.push(format!(
+                "`tenant` may have {TEXT_MAX} bytes, not {}",
+                self.tenant.len()
+            ));
         }
         self.check_revision(problems);
         if !(1..=CHUNK_TOKENS_MAX).contains(&self.chunk_tokens) {
-            problems.push(format!("`chunk_tokens` must be 1 to {CHUNK_TOKENS_MAX}, not {}", self.chunk_tokens));
+            problems.push(format!(
+                "`chunk_tokens` must be 1 to {CHUNK_TOKENS_MAX}, not {}",
+                self.chunk_tokens
+            ));
         }
         let long = |(key, value): (&String, &String)| key.len().max(value.len()) > TEXT_MAX;
         if self.extra.len() > EXTRA_MAX || self.extra.iter().any(long) {
-            problems.push(format!("`extra` may have {EXTRA_MAX} entries of {TEXT_MAX} bytes"));
+            problems.push(format!(
+                "`extra` may have {EXTRA_MAX} entries of {TEXT_MAX} bytes"
+            ));
         }
         self.check_planes(problems);
         self.check_shard(problems);
@@ -214,9 +235,15 @@ impl Fields {
         let mut seen = HashSet::new();
         for (index, plane) in self.planes.iter().enumerate() {
             if let Err(problem) = self.check_plane(plane) {
-                problems.push(format!("plane {index} (layer {}, {:?}): {problem}", plane.layer, plane.name));
+                problems.push(format!(
+                    "plane {index} (layer {}, {:?}): {problem}",
+                    plane.layer, plane.name
+                ));
             } else if !seen.insert((plane.layer, &plane.name)) {
-                problems.push(format!("there are two planes {:?} of layer {}", plane.name, plane.layer));
+                problems.push(format!(
+                    "there are two planes {:?} of layer {}",
+                    plane.name, plane.layer
+                ));
             }
             // One wrong number repeats itself in every layer.
             if problems.len() > before + 2 {
@@ -226,9 +253,15 @@ impl Fields {
         if !self.planes.is_sorted_by_key(|plane| plane.layer) {
             problems.push("planes must be in order of their layers".into());
         }
-        let bytes = self.planes.iter().map(|plane| plane.bytes(self.chunk_tokens)).fold(0, u64::saturating_add);
+        let bytes = self
+            .planes
+            .iter()
+            .map(|plane| plane.bytes(self.chunk_tokens))
+            .fold(0, u64::saturating_add);
         if bytes > CHUNK_BYTES_MAX {
-            problems.push(format!("a chunk would have {bytes} bytes, over 4 GiB: lower `chunk_tokens`"));
+            problems.push(format!(
+                "a chunk would have {bytes} bytes, over 4 GiB: lower `chunk_tokens`"
+            ));
         }
     }
 
@@ -248,20 +281,36 @@ impl Fields {
             return Err(format!("`row_bytes` must be 1 to {ROW_BYTES_MAX}, not {row}"));
         }
         if row % size != 0 {
-            return Err(format!("`row_bytes` {row} is not a multiple of {size}, the size of {}", self.dtype.name()));
+            return Err(format!(
+                "`row_bytes` {row} is not a multiple of {size}, the size of {}",
+                self.dtype.name()
+            ));
         }
         if let Some(fixed) = self.dtype.fixed_row_bytes().filter(|&fixed| fixed != row) {
-            return Err(format!("rows of {} have {fixed} bytes, not {row}", self.dtype.name()));
+            return Err(format!(
+                "rows of {} have {fixed} bytes, not {row}",
+                self.dtype.name()
+            ));
         }
         Ok(())
     }
 
     fn check_shard(&self, problems: &mut Vec<String>) {
-        let Shard::Part { layers, heads } = self.shard else { return };
+        let Shard::Part { layers, heads } = self.shard else {
+            return;
+        };
         if layers.0 >= layers.1 || heads.0 >= heads.1 {
             problems.push("`shard` ranges are [first, end] with first < end".into());
-        } else if self.planes.iter().any(|plane| !(layers.0..layers.1).contains(&plane.layer)) {
-            problems.push(format!("planes of a shard have layers {} to {}", layers.0, layers.1 - 1));
+        } else if self
+            .planes
+            .iter()
+            .any(|plane| !(layers.0..layers.1).contains(&plane.layer))
+        {
+            problems.push(format!(
+                "planes of a shard have layers {} to {}",
+                layers.0,
+                layers.1 - 1
+            ));
         }
     }
 }
@@ -274,7 +323,10 @@ struct ShardPart {
 }
 
 #[derive(Serialize, Deserialize)]
-#[serde(untagged, expecting = "`shard` is \"whole\" or {\"layers\": [first, end], \"heads\": [first, end]}")]
+#[serde(
+    untagged,
+    expecting = "`shard` is \"whole\" or {\"layers\": [first, end], \"heads\": [first, end]}"
+)]
 enum ShardJson {
     Name(String),
     Part(ShardPart),

@@ -62,7 +62,9 @@ pub struct Mla {
 
 impl Mha {
     pub(super) fn planes(self, dtype: DType) -> Option<Vec<Plane>> {
-        let elements = self.head_dim.checked_add(self.v_head_dim.unwrap_or(self.head_dim))?;
+        let elements = self
+            .head_dim
+            .checked_add(self.v_head_dim.unwrap_or(self.head_dim))?;
         let row_bytes = elements.checked_mul(dtype.size())?;
         Some(planes("kv", self.layers, self.heads, row_bytes))
     }
@@ -81,7 +83,14 @@ impl Mla {
 fn planes(name: &str, layers: u32, heads: u32, row_bytes: u32) -> Vec<Plane> {
     // One more than a space may have, so that a huge number is refused without being built.
     let layers = layers.min(super::space::PLANES_MAX + 1);
-    (0..layers).map(|layer| Plane { name: name.into(), layer, heads, row_bytes }).collect()
+    (0..layers)
+        .map(|layer| Plane {
+            name: name.into(),
+            layer,
+            heads,
+            row_bytes,
+        })
+        .collect()
 }
 
 /// A member that may be left out, but not be null.

@@ -1,0 +1,102 @@
+//! Configuration: the defaults, then a file, then the environment, then the command line.
+//!
+//! `schema` declares every key once: its type, default, limits and one line of documentation.
+//! `sources` merges what was written and remembers where each value came from; `reader` turns the
+//! merged text into typed values. Neither stops at the first mistake: [`load`] returns either a
+//! whole configuration or the list of everything that is wrong with it, because an operator should
+//! not have to restart a daemon once per typing error.
+//!
+//! Not for credentials: those come only from the AWS chain, so nothing here needs hiding when it is
+//! shown.
+
+mod checks;
+mod choice;
+mod declare;
+mod error;
+mod file;
+mod kinds;
+mod names;
+mod reader;
+mod schema;
+mod sources;
+#[cfg(test)]
+mod tests;
+mod unknown;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Serialize;
+
+pub use error::{ConfigError, Origin, Problem};
+pub use schema::{
+    Arena, Config, DigestName, Load, Log, LogFormat, LogLevel, Lookup, Probe, S3, Store, Strategy,
+};
+pub use sources::process_env;
+
+use reader::Reader;
+
+/// A value from the command line, which wins over every other source.
+#[derive(Debug, Clone)]
+pub struct Override {
+    /// The key, such as `s3.endpoint`.
+    pub path: &'static str,
+    pub value: String,
+    /// The flag it was given with, such as `--endpoint`.
+    pub flag: &'static str,
+}
+
+/// A valid configuration, and where each of its values came from.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    pub config: Config,
+    /// By path, such as `s3.endpoint`; every key is here.
+    pub origins: BTreeMap<String, Origin>,
+}
+
+/// One key as `config show` and the documentation have it.
+#[derive(Debug, Clone, Serialize)]
+pub struct Shown {
+    pub path: &'static str,
+    /// The effective value, written so that it reads back the same; empty where an optional key is
+    /// not set.
+    pub value: String,
+    pub default: &'static str,
+    pub origin: Origin,
+    /// What may be written, such as "a size from 1MiB to 5GiB".
+    pub accepts: String,
+    pub doc: &'static str,
+}
+
+/// Reads and checks the configuration. `env` is passed in (see [`process_env`]) so that tests need
+/// not touch the process.
+///
+/// # Errors
+///
+/// Everything that is wrong, at once.
+pub fn load(
+    file: Option<&Path>,
+    env: impl Iterator<Item = (String, String)>,
+    overrides: &[Override],
+) -> Result<Loaded, ConfigError> {
+    let mut reader = Reader::new(sources::merge(file, env, overrides));
+    let config = Config::read(&mut reader);
+    reader.finish(config)
+}
+
+impl Loaded {
+    /// Every key in the order of declaration.
+    #[must_use]
+    pub fn show(&self) -> Vec<Shown> {
+        self.config.show(&self.origins)
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let loaded = load(None, std::iter::empty(), &[]);
+        loaded
+            .expect("the defaults are valid: a unit test loads them")
+            .config
+    }
+}

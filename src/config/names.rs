@@ -1,0 +1,200 @@
+//! The rules for names: endpoint, bucket, prefix, region and paths.
+//!
+//! They are checked here and not at the first request, so that a typing error is told at the start
+//! and by its key. An endpoint is never repeated in a message: one with a password in it would end
+//! up in a log.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::path::{Path, PathBuf};
+
+use super::kinds::Text;
+
+pub(super) const ENDPOINT: Text<String> = Text {
+    accepts: "http://host[:port] or https://host[:port], such as \"http://rgw.example:7480\"",
+    check: endpoint,
+    show: String::clone,
+};
+
+pub(super) const BUCKET: Text<String> = Text {
+    accepts: "3 to 63 of a-z, 0-9, '.' and '-', a letter or digit at both ends, such as \"kv-cache\"",
+    check: bucket,
+    show: String::clone,
+};
+
+pub(super) const PREFIX: Text<String> = Text {
+    accepts: "up to 256 printable ASCII characters without spaces, such as \"team/kvgate\"",
+    check: prefix,
+    show: String::clone,
+};
+
+pub(super) const REGION: Text<String> = Text {
+    accepts: "1 to 64 of a-z, A-Z, 0-9, '-' and '_', such as \"us-east-1\"",
+    check: region,
+    show: String::clone,
+};
+
+pub(super) const FILE_PATH: Text<PathBuf> = Text {
+    accepts: "the path of a file, such as \"/etc/ssl/ceph.pem\"",
+    check: file_path,
+    show: show_path,
+};
+
+pub(super) const ABSOLUTE_PATH: Text<PathBuf> = Text {
+    accepts: "an absolute path, such as \"/dev/shm/kvgate\"",
+    check: absolute_path,
+    show: show_path,
+};
+
+fn endpoint(text: &str) -> Result<String, String> {
+    let fault = |what: &str| Err(format!("the endpoint {what}"));
+    if text.contains('@') {
+        return fault("has a user or password in it; credentials come from the AWS chain");
+    }
+    let Some((scheme @ ("http" | "https"), rest)) = text.split_once("://") else {
+        return fault("does not begin with http:// or https://");
+    };
+    // People copy a bare slash from browsers; it means the same.
+    let authority = rest.strip_suffix('/').unwrap_or(rest);
+    if authority.contains(['/', '?', '#']) {
+        return fault("has a path or query; bucket and prefix are keys of their own");
+    }
+    let (host, port) = split_port(authority);
+    if port.is_some_and(|port| !is_port(port)) {
+        return fault("has a port that is not a number from 1 to 65535");
+    }
+    if !is_host(host) {
+        return fault("has no valid host name or address");
+    }
+    Ok(format!("{scheme}://{authority}"))
+}
+
+/// The host of a valid endpoint, IPv6 in its brackets.
+pub(super) fn host_of(endpoint: &str) -> &str {
+    let authority = endpoint
+        .split_once("://")
+        .map_or(endpoint, |(_, authority)| authority);
+    split_port(authority).0
+}
+
+pub(super) fn is_address(host: &str) -> bool {
+    host.starts_with('[') || host.parse::<Ipv4Addr>().is_ok()
+}
+
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    match authority.rsplit_once(':') {
+        // The last colon of an unadorned IPv6 address lies inside its brackets.
+        Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
+        _ => (authority, None),
+    }
+}
+
+fn is_port(text: &str) -> bool {
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    digits && text.parse::<u16>().is_ok_and(|port| port > 0)
+}
+
+fn is_host(host: &str) -> bool {
+    if let Some(address) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        return address.parse::<Ipv6Addr>().is_ok();
+    }
+    // With a number as its last label it can only be an address: so is a mistyped 10.0.0.300
+    // caught.
+    let last = host.rsplit('.').next().unwrap_or(host);
+    if last.bytes().all(|byte| byte.is_ascii_digit()) {
+        return host.parse::<Ipv4Addr>().is_ok();
+    }
+    host.len() <= 253 && host.split('.').all(is_label)
+}
+
+fn is_label(label: &str) -> bool {
+    // '_' is no host name by the RFC, but container networks hand such names out.
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    (1..=63).contains(&label.len())
+        && label.bytes().all(allowed)
+        && !label.starts_with('-')
+        && !label.ends_with('-')
+}
+
+/// <https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html>
+fn bucket(text: &str) -> Result<String, String> {
+    const RESERVED_STARTS: [&str; 3] = ["xn--", "sthree-", "amzn-s3-demo-"];
+    const RESERVED_ENDS: [&str; 5] = ["-s3alias", "--ol-s3", ".mrap", "--x-s3", "--table-s3"];
+
+    let alphanumeric = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    let edge = |byte: Option<&u8>| byte.is_some_and(|byte| alphanumeric(*byte));
+    let bytes = text.as_bytes();
+    let fault = if !(3..=63).contains(&bytes.len()) {
+        format!("is {} characters long", text.chars().count())
+    } else if let Some(odd) = text
+        .chars()
+        .find(|c| !matches!(c, 'a'..='z' | '0'..='9' | '.' | '-'))
+    {
+        format!("has {odd:?} in it")
+    } else if !edge(bytes.first()) || !edge(bytes.last()) {
+        "begins or ends with '.' or '-'".to_owned()
+    } else if text.contains("..") {
+        "has two dots in a row".to_owned()
+    } else if text.parse::<Ipv4Addr>().is_ok() {
+        "looks like an IP address".to_owned()
+    } else if let Some(start) = RESERVED_STARTS.iter().find(|start| text.starts_with(**start)) {
+        format!("begins with {start:?}, which S3 reserves")
+    } else if let Some(end) = RESERVED_ENDS.iter().find(|end| text.ends_with(**end)) {
+        format!("ends with {end:?}, which S3 reserves")
+    } else {
+        return Ok(text.to_owned());
+    };
+    Err(format!("the bucket name {text:?} {fault}"))
+}
+
+fn prefix(text: &str) -> Result<String, String> {
+    const PREFIX_BYTES_MAX: usize = 256;
+
+    let fault = if text.len() > PREFIX_BYTES_MAX {
+        format!("is {} bytes long", text.len())
+    } else if let Some(odd) = text.chars().find(|c| !c.is_ascii_graphic()) {
+        format!("has {odd:?} in it")
+    } else if text.starts_with('/') || text.ends_with('/') {
+        "begins or ends with '/'; kvgate puts the slash behind it".to_owned()
+    } else if text.contains("//") {
+        "has \"//\" in it".to_owned()
+    } else if text.split('/').any(|part| part == "." || part == "..") {
+        // HTTP clients and proxies resolve these, and the signature no longer matches.
+        "has a part that is \".\" or \"..\"".to_owned()
+    } else {
+        return Ok(text.to_owned());
+    };
+    Err(format!("the prefix {text:?} {fault}"))
+}
+
+fn region(text: &str) -> Result<String, String> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    if (1..=64).contains(&text.len()) && text.bytes().all(allowed) {
+        Ok(text.to_owned())
+    } else {
+        Err(format!("{text:?} is not a region name"))
+    }
+}
+
+fn file_path(text: &str) -> Result<PathBuf, String> {
+    if text.chars().any(char::is_control) {
+        return Err(format!("the path {text:?} has a control character in it"));
+    }
+    Ok(PathBuf::from(text))
+}
+
+fn absolute_path(text: &str) -> Result<PathBuf, String> {
+    let path = file_path(text)?;
+    if path.is_absolute() {
+        Ok(path)
+    } else {
+        Err(format!("the path {text:?} does not begin with '/'"))
+    }
+}
+
+/// Exact: a path from a configuration is Unicode, since its text was.
+fn show_path(path: &PathBuf) -> String {
+    Path::new(path).display().to_string()
+}
+
+#[cfg(test)]
+mod tests;

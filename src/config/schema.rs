@@ -1,0 +1,154 @@
+//! Every configuration key. To add one, add its line here.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::choice::choices;
+use super::declare::sections;
+use super::kinds::{Between, Flag, OneOf, Optional, Time};
+use super::names::{ABSOLUTE_PATH, BUCKET, ENDPOINT, FILE_PATH, PREFIX, REGION};
+use crate::units::{ByteSize, GIB, KIB, MIB, TIB};
+
+choices! {
+    /// How existence is asked of S3.
+    Probe {
+        /// Attributes where the server is found to have them, HEAD otherwise.
+        Auto = "auto",
+        /// HEAD.
+        Head = "head",
+        /// `GetObjectAttributes`.
+        Attributes = "attributes",
+    }
+
+    /// The digest of each section of a stored chunk.
+    DigestName {
+        /// 64 bits, against decay; costs least.
+        Crc64Nvme = "crc64nvme",
+        /// 256 bits, cryptographic.
+        Blake3 = "blake3",
+    }
+
+    /// How a lookup finds which chunks exist.
+    Strategy {
+        /// Every chunk is asked for.
+        Exact = "exact",
+        /// The end of the stored prefix is searched for, many positions a round.
+        Prefix = "prefix",
+    }
+
+    /// The least severe messages that are logged.
+    LogLevel {
+        /// Failures.
+        Error = "error",
+        /// What may need an operator.
+        Warn = "warn",
+        /// What happens once.
+        Info = "info",
+        /// What happens for each request.
+        Debug = "debug",
+        /// What happens inside a request.
+        Trace = "trace",
+    }
+
+    /// What a log line looks like.
+    LogFormat {
+        /// For people.
+        Text = "text",
+        /// One JSON object a line.
+        Json = "json",
+    }
+}
+
+sections! {
+    /// The S3 server and how it is spoken to.
+    s3: S3 {
+        /// URL of the S3 server; not set: AWS, by region.
+        endpoint: Option<String> = "", Optional(ENDPOINT);
+        /// Bucket that holds the chunks.
+        bucket: Option<String> = "", Optional(BUCKET);
+        /// What the object keys begin with; empty: nothing.
+        prefix: String = "", PREFIX;
+        /// Region that requests are signed for.
+        region: String = "us-east-1", REGION;
+        /// Bucket in the path of the URL (true) or in the host name (false).
+        path_style: bool = "true", Flag;
+        /// PEM file with the certificate authorities to trust.
+        ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// How existence is asked of S3.
+        probe: Probe = "auto", OneOf(Probe::WORDS);
+        /// Digest that new chunks are stored with.
+        digest: DigestName = "crc64nvme", OneOf(DigestName::WORDS);
+        /// Bytes that one ranged GET asks for.
+        part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
+        /// Time to connect, TLS included.
+        connect_timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
+        /// Time without a byte after which an attempt is given up.
+        read_timeout: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
+        /// Time for one attempt as a whole.
+        request_timeout: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Attempts after the first.
+        retries: u32 = "4", Between(0, 20);
+        /// Wait before the first retry; it doubles with each.
+        retry_base: Duration = "50ms", Time { min_ms: 1, max_ms: 60_000 };
+        /// Longest wait before a retry.
+        retry_max: Duration = "2s", Time { min_ms: 1, max_ms: 300_000 };
+        /// Tokens that all retries share, so that a broken server is not flooded.
+        retry_budget: u32 = "64", Between(0, 100_000);
+    }
+
+    /// Which chunks exist.
+    lookup: Lookup {
+        /// Ask for every chunk, or search for the end of the stored prefix.
+        strategy: Strategy = "prefix", OneOf(Strategy::WORDS);
+        /// Time for one lookup as a whole.
+        deadline: Duration = "2s", Time { min_ms: 1, max_ms: 60_000 };
+        /// How long a chunk that was seen counts as present; 0: ask each time.
+        present_ttl: Duration = "5m", Time { min_ms: 0, max_ms: 7 * 86_400_000 };
+        /// How long a chunk that was missing counts as absent; 0: ask each time.
+        absent_ttl: Duration = "2s", Time { min_ms: 0, max_ms: 3_600_000 };
+        /// Memory for what is known to exist or not.
+        cache_size: ByteSize = "64MiB", Between(ByteSize(64 * KIB), ByteSize(64 * GIB));
+        /// Existence requests in flight.
+        concurrency: u32 = "64", Between(1, 4096);
+        /// Positions that strategy `prefix` asks for in one round.
+        probes: u32 = "15", Between(1, 1024);
+    }
+
+    /// The slots that chunks are loaded into and stored from.
+    arena: Arena {
+        /// Memory for slots.
+        size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(64 * TIB));
+        /// File that backs the arena, so that engines can map it; not set: private memory.
+        path: Option<PathBuf> = "", Optional(ABSOLUTE_PATH);
+        /// Back the arena with huge pages.
+        huge_pages: bool = "false", Flag;
+        /// Touch every page at the start instead of at first use.
+        prefault: bool = "false", Flag;
+        /// Keep the arena from being swapped out.
+        mlock: bool = "false", Flag;
+    }
+
+    /// From S3 into slots.
+    load: Load {
+        /// Time for one load as a whole, retries included.
+        deadline: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Bytes that loads may have in flight.
+        in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+    }
+
+    /// From slots into S3.
+    store: Store {
+        /// Time for one store as a whole, retries included.
+        deadline: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Bytes that stores may have in flight.
+        in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+    }
+
+    /// What is written to the log.
+    log: Log {
+        /// Least severe messages to write.
+        level: LogLevel = "info", OneOf(LogLevel::WORDS);
+        /// For people or for machines.
+        format: LogFormat = "text", OneOf(LogFormat::WORDS);
+    }
+}

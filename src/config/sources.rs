@@ -1,0 +1,194 @@
+//! Where values are written: file, environment, command line, merged in that order by the `config`
+//! crate.
+//!
+//! Unknown keys are taken out of each source before the merge, because only there is it known who
+//! wrote them; after the merge every value has a known path, and [`Merged::origins`] says where it
+//! came from. (The crate would also read `s3[99999999]` in a name as an index and make room for
+//! it.)
+//!
+//! A file that cannot be used is one problem and counts as empty, so that mistakes elsewhere are
+//! told too.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ::config::{Map, Source, Value, ValueKind};
+
+use super::Override;
+use super::error::{Origin, Problem};
+use super::file::read_file;
+use super::unknown::{key_advice, keys_of, section_advice};
+
+const ENV_PREFIX: &str = "KVGATE__";
+
+pub(super) type Table = Map<String, Value>;
+
+#[derive(Default)]
+pub(super) struct Merged {
+    /// Section, then key.
+    pub(super) tree: Table,
+    /// Only of what was written.
+    pub(super) origins: BTreeMap<String, Origin>,
+    pub(super) problems: Vec<Problem>,
+}
+
+/// The environment of this process. Unlike [`std::env::vars`] it does not panic at a name or value
+/// that is not Unicode: what is not shows as U+FFFD.
+pub fn process_env() -> impl Iterator<Item = (String, String)> {
+    let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
+    std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
+}
+
+pub(super) fn merge(
+    file: Option<&Path>,
+    env: impl Iterator<Item = (String, String)>,
+    overrides: &[Override],
+) -> Merged {
+    let mut merged = Merged::default();
+    let written = file.map_or_else(Table::new, |path| merged.keep_file(path));
+    let named = merged.keep_env(env);
+    let flagged = merged.keep_flags(overrides);
+    let environment = ::config::Environment::with_prefix("KVGATE")
+        .separator("__")
+        .source(Some(named));
+    let tree = ::config::Config::builder()
+        .add_source(Checked(written))
+        .add_source(environment)
+        .add_source(Checked(flagged))
+        .build()
+        .and_then(|config| config.collect());
+    match tree {
+        Ok(tree) => merged.tree = tree,
+        Err(error) => merged.problem(None, Origin::Default, error.to_string()),
+    }
+    merged
+}
+
+impl Merged {
+    fn problem(&mut self, path: Option<String>, origin: Origin, message: String) {
+        self.problems.push(Problem {
+            path,
+            origin,
+            message,
+        });
+    }
+
+    fn keep_file(&mut self, path: &Path) -> Table {
+        let origin = || Origin::File(path.to_owned());
+        match read_file(path) {
+            Ok(mut sections) => {
+                sections.retain(|section, value| self.keep_section(section, value, &origin()));
+                sections
+            }
+            Err(message) => {
+                self.problem(None, origin(), message);
+                Table::new()
+            }
+        }
+    }
+
+    fn keep_section(&mut self, section: &str, value: &mut Value, origin: &Origin) -> bool {
+        let known = keys_of(section);
+        let path = Some(section.to_owned());
+        match (&mut value.kind, known) {
+            (ValueKind::Table(keys), Some(known)) => {
+                keys.retain(|key, _| self.keep_key(section, key, known, origin));
+                return true;
+            }
+            // All of its keys are commented out.
+            (ValueKind::Nil, Some(_)) => {}
+            (_, Some(known)) => {
+                let message = format!("is a section, not a value; its keys are {}", known.join(", "));
+                self.problem(path, origin.clone(), message);
+            }
+            (ValueKind::Table(_), None) => {
+                self.problem(path, origin.clone(), section_advice(section));
+            }
+            (_, None) => {
+                // Perhaps `s3.bucket` in quotes.
+                let key = section.rsplit('.').next().unwrap_or(section);
+                let message = key_advice("", key, |home, key| format!("`{key}` in section `{home}`"));
+                self.problem(path, origin.clone(), message);
+            }
+        }
+        false
+    }
+
+    fn keep_key(&mut self, section: &str, key: &str, known: &[&str], origin: &Origin) -> bool {
+        let path = format!("{section}.{key}");
+        if known.contains(&key) {
+            self.origins.insert(path, origin.clone());
+            return true;
+        }
+        let message = key_advice(section, key, |home, key| {
+            if home == section {
+                format!("`{key}`")
+            } else {
+                format!("`{key}` in section `{home}`")
+            }
+        });
+        self.problem(Some(path), origin.clone(), message);
+        false
+    }
+
+    fn keep_env(&mut self, env: impl Iterator<Item = (String, String)>) -> Map<String, String> {
+        let mut kept = Map::new();
+        for (name, value) in env {
+            // In any case, so that `kvgate__s3__bucket` is told and not passed over.
+            let Some(rest) = strip_prefix_ignoring_case(&name, ENV_PREFIX) else {
+                continue;
+            };
+            let path = rest.to_lowercase().replace("__", ".");
+            let (section, key) = path.split_once('.').unwrap_or(("", &path));
+            let origin = Origin::Env(name.clone());
+            if keys_of(section).is_some_and(|keys| keys.contains(&key)) && name == env_name(section, key) {
+                self.origins.insert(path, origin);
+                kept.insert(name, value);
+            } else {
+                let message = key_advice(section, key, |section, key| {
+                    format!("`{}`", env_name(section, key))
+                });
+                self.problem(Some(path), origin, message);
+            }
+        }
+        kept
+    }
+
+    fn keep_flags(&mut self, overrides: &[Override]) -> Table {
+        let mut kept = Table::new();
+        for Override { path, value, flag } in overrides {
+            let (section, key) = path.split_once('.').unwrap_or(("", path));
+            if keys_of(section).is_some_and(|keys| keys.contains(&key)) {
+                self.origins.insert((*path).to_owned(), Origin::Flag(flag));
+                kept.insert((*path).to_owned(), Value::new(None, value.clone()));
+            } else {
+                let message = key_advice(section, key, |section, key| format!("`{section}.{key}`"));
+                self.problem(Some((*path).to_owned()), Origin::Flag(flag), message);
+            }
+        }
+        kept
+    }
+}
+
+fn env_name(section: &str, key: &str) -> String {
+    format!("{ENV_PREFIX}{section}__{key}").to_uppercase()
+}
+
+fn strip_prefix_ignoring_case<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
+    let (head, rest) = name.split_at_checked(prefix.len())?;
+    head.eq_ignore_ascii_case(prefix).then_some(rest)
+}
+
+/// A source whose keys are all known.
+#[derive(Debug, Clone)]
+struct Checked(Table);
+
+impl Source for Checked {
+    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Table, ::config::ConfigError> {
+        Ok(self.0.clone())
+    }
+}

@@ -1,0 +1,243 @@
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry as MapEntry;
+use tokio::time::Instant;
+
+use crate::chunk::{ChunkHash, SpaceKey};
+use crate::object::Version;
+
+/// A chunk of a space, as the cache knows it.
+pub type CacheKey = (SpaceKey, ChunkHash);
+
+/// What the cache may hold, and for how long.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheLimits {
+    pub present_ttl: Duration,
+    pub absent_ttl: Duration,
+    /// Memory for what is known, in bytes.
+    pub bytes: usize,
+}
+
+/// What is known of a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Known {
+    /// With the ETag that was seen.
+    Present(Arc<str>),
+    Absent,
+}
+
+struct Entry {
+    known: Known,
+    learned: Instant,
+}
+
+/// What an entry costs: in the map with its control byte and load factor, in the order of age, and its ETag's text.
+const ENTRY_BYTES: usize = 2 * (size_of::<(CacheKey, Entry)>() + 1)
+    + size_of::<(CacheKey, Instant)>()
+    + 16
+    + "d41d8cd98f00b204e9800998ecf8427e".len();
+
+/// Remembers answers and damage. Bounded: the oldest answers go first, which are the next to expire anyway.
+pub struct ExistenceCache {
+    limits: CacheLimits,
+    entries: DashMap<CacheKey, Entry>,
+    /// When what was learned; an entry that was learned anew is here twice.
+    order: Mutex<VecDeque<(CacheKey, Instant)>>,
+    quarantined: DashMap<CacheKey, Version>,
+    peak_entries: AtomicUsize,
+}
+
+impl ExistenceCache {
+    pub fn new(limits: CacheLimits) -> Self {
+        Self {
+            limits,
+            entries: DashMap::new(),
+            order: Mutex::default(),
+            quarantined: DashMap::new(),
+            peak_entries: AtomicUsize::new(0),
+        }
+    }
+
+    /// What is known at `now`; None when it isn't or has expired.
+    pub fn get(&self, key: &CacheKey, now: Instant) -> Option<Known> {
+        let entry = self.entries.get(key)?;
+        self.fresh(&entry, now).then(|| entry.known.clone())
+    }
+
+    /// Whether the chunk is known to exist at `now`, without its ETag.
+    pub fn is_present(&self, key: &CacheKey, now: Instant) -> Option<bool> {
+        let entry = self.entries.get(key)?;
+        self.fresh(&entry, now).then(|| entry.known != Known::Absent)
+    }
+
+    /// Remembers an answer to a question that was asked at `asked`; what was learned since then stays.
+    pub fn learn(&self, key: CacheKey, known: Known, asked: Instant) {
+        let learned = Instant::now();
+        match self.entries.entry(key) {
+            MapEntry::Occupied(entry) if entry.get().learned > asked => return,
+            MapEntry::Occupied(mut entry) => drop(entry.insert(Entry { known, learned })),
+            MapEntry::Vacant(entry) => drop(entry.insert(Entry { known, learned })),
+        }
+        self.evict(key, learned);
+        self.peak_entries.fetch_max(self.entries.len(), Ordering::Relaxed);
+    }
+
+    /// A load or a HEAD found no such object.
+    pub fn found_absent(&self, key: CacheKey) {
+        self.learn(key, Known::Absent, Instant::now());
+    }
+
+    /// S3 acknowledged a store: whatever was wrong before is replaced.
+    pub fn stored(&self, key: CacheKey, etag: Arc<str>) {
+        self.quarantined.remove(&key);
+        self.learn(key, Known::Present(etag), Instant::now());
+    }
+
+    /// Nothing is known any more.
+    pub fn forget(&self, key: &CacheKey) {
+        self.entries.remove(key);
+    }
+
+    /// Nothing is known any more, of any chunk; damage that was seen stays known.
+    pub fn forget_all(&self) {
+        self.entries.clear();
+        self.lock_order().clear();
+    }
+
+    /// This version of the object is damaged: absent as long as S3 shows it.
+    pub fn quarantine(&self, key: CacheKey, version: Version) {
+        if self.quarantined.len() >= self.most_entries() {
+            // Forgetting one costs a load that fails again.
+            let oldest = self.quarantined.iter().next().map(|entry| *entry.key());
+            oldest.map(|key| self.quarantined.remove(&key));
+        }
+        self.quarantined.insert(key, version);
+        self.found_absent(key);
+    }
+
+    /// The damaged object is gone.
+    pub fn lift_quarantine(&self, key: &CacheKey) {
+        self.quarantined.remove(key);
+    }
+
+    /// The damaged version of the object, if one was seen.
+    pub fn damaged(&self, key: &CacheKey) -> Option<Version> {
+        self.quarantined.get(key).map(|version| version.clone())
+    }
+
+    /// Entries now, and the most there have been.
+    pub fn entries(&self) -> (usize, usize) {
+        (self.entries.len(), self.peak_entries.load(Ordering::Relaxed))
+    }
+
+    /// How many entries fit.
+    pub fn most_entries(&self) -> usize {
+        (self.limits.bytes / ENTRY_BYTES).max(1)
+    }
+
+    fn fresh(&self, entry: &Entry, now: Instant) -> bool {
+        let ttl = match entry.known {
+            Known::Present(_) => self.limits.present_ttl,
+            Known::Absent => self.limits.absent_ttl,
+        };
+        now.saturating_duration_since(entry.learned) < ttl
+    }
+
+    fn evict(&self, key: CacheKey, learned: Instant) {
+        let mut order = self.lock_order();
+        order.push_back((key, learned));
+        // `order` has at least one place an entry, so bounding it bounds the map.
+        while order.len() > self.most_entries() {
+            let Some((key, learned)) = order.pop_front() else {
+                break;
+            };
+            self.entries.remove_if(&key, |_, entry| entry.learned == learned);
+        }
+    }
+
+    fn lock_order(&self) -> std::sync::MutexGuard<'_, VecDeque<(CacheKey, Instant)>> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chunk::SpaceId;
+
+    fn key(i: u8) -> CacheKey {
+        (SpaceKey::from(SpaceId([0; 32])), ChunkHash([i; 32]))
+    }
+
+    fn cache(bytes: usize) -> ExistenceCache {
+        let (present_ttl, absent_ttl) = (Duration::from_mins(5), Duration::from_secs(2));
+        ExistenceCache::new(CacheLimits {
+            present_ttl,
+            absent_ttl,
+            bytes,
+        })
+    }
+
+    fn present() -> Known {
+        Known::Present("etag".into())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn both_answers_expire() {
+        let cache = cache(1 << 20);
+        cache.learn(key(1), present(), Instant::now());
+        cache.found_absent(key(2));
+        assert_eq!(cache.get(&key(1), Instant::now()), Some(present()));
+        assert_eq!(cache.get(&key(2), Instant::now()), Some(Known::Absent));
+        assert_eq!(cache.get(&key(3), Instant::now()), None);
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert_eq!(cache.get(&key(2), Instant::now()), None);
+        assert_eq!(cache.is_present(&key(1), Instant::now()), Some(true));
+        tokio::time::advance(Duration::from_secs(298)).await;
+        assert_eq!(cache.get(&key(1), Instant::now()), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_late_answer_does_not_undo_what_was_learned_since() {
+        let cache = cache(1 << 20);
+        let asked = Instant::now();
+        tokio::time::advance(Duration::from_millis(1)).await;
+        cache.stored(key(1), "new".into());
+        cache.learn(key(1), Known::Absent, asked);
+        assert_eq!(cache.is_present(&key(1), Instant::now()), Some(true));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_oldest_go_first_and_memory_is_bounded() {
+        let cache = cache(10 * ENTRY_BYTES);
+        for round in 0..3 {
+            for i in 0..50 {
+                cache.learn(key(i), present(), Instant::now());
+                tokio::time::advance(Duration::from_millis(1)).await;
+            }
+            assert_eq!(cache.entries(), (10, 10), "round {round}");
+        }
+        assert_eq!(cache.is_present(&key(39), Instant::now()), None);
+        assert_eq!(cache.is_present(&key(40), Instant::now()), Some(true));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn quarantine_holds_for_its_version_until_a_store() {
+        let cache = cache(1 << 20);
+        let bad = Version {
+            etag: "bad".into(),
+            modified: 7,
+        };
+        cache.quarantine(key(1), bad.clone());
+        assert_eq!(cache.get(&key(1), Instant::now()), Some(Known::Absent));
+        assert_eq!(cache.damaged(&key(1)), Some(bad));
+        cache.forget_all();
+        assert!(cache.damaged(&key(1)).is_some());
+        cache.stored(key(1), "good".into());
+        assert_eq!(cache.damaged(&key(1)), None);
+    }
+}

@@ -1,0 +1,165 @@
+use std::sync::Arc;
+
+use futures::StreamExt;
+use futures::stream;
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::Gateway;
+use crate::chunk::{ChunkHash, Mask, Space};
+use crate::config::Strategy;
+use crate::existence::{Answer, ChunkState, PrefixSearch};
+use crate::object::ObjectError;
+
+/// Which chunks of a prompt exist.
+#[derive(Debug, Clone)]
+pub struct Lookup {
+    pub chunks: usize,
+    /// Those that are there, as far as is known.
+    pub mask: Mask,
+    /// Those that nobody could tell of: an error, or the deadline passed. Their bits in `mask` are zero.
+    pub unknown: Mask,
+    /// Those that were not asked for, present or absent: strategy `prefix` took them from their neighbours.
+    pub inferred: Mask,
+    /// Length of the leading run in `mask`.
+    pub prefix: usize,
+    pub tiers: Vec<TierRun>,
+    /// Why some are unknown; the first reason met.
+    pub error: Option<Arc<ObjectError>>,
+}
+
+/// A run of chunks that are in the same tier.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TierRun {
+    pub tier: &'static str,
+    pub from: usize,
+    pub count: usize,
+}
+
+impl Gateway {
+    /// Says which chunks of a prompt exist, by `deadline`.
+    pub async fn lookup(
+        &self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        strategy: Strategy,
+        deadline: Instant,
+    ) -> Lookup {
+        let now = Instant::now();
+        let space_key = space.key();
+        let cached = |chunk: &ChunkHash| match self.0.cache.is_present(&(space_key, *chunk), now) {
+            Some(true) => ChunkState::Present,
+            Some(false) => ChunkState::Absent,
+            None => ChunkState::NotAsked,
+        };
+        let states: Vec<ChunkState> = chunks.iter().map(cached).collect();
+        match strategy {
+            Strategy::Exact => self.exact(space, chunks, states, deadline).await,
+            Strategy::Prefix => self.prefix(space, chunks, states, deadline).await,
+        }
+    }
+
+    async fn exact(
+        &self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        mut states: Vec<ChunkState>,
+        deadline: Instant,
+    ) -> Lookup {
+        let open = (0..chunks.len())
+            .filter(|&i| states[i] == ChunkState::NotAsked)
+            .collect();
+        let (answers, error) = self.ask(space, chunks, open, deadline).await;
+        for (i, state) in answers {
+            states[i] = state;
+        }
+        let is = |wanted| states.iter().map(|&state| state == wanted).collect::<Mask>();
+        Lookup::new(
+            is(ChunkState::Present),
+            is(ChunkState::Unknown),
+            Mask::new(chunks.len()),
+            error,
+        )
+    }
+
+    async fn prefix(
+        &self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        states: Vec<ChunkState>,
+        deadline: Instant,
+    ) -> Lookup {
+        let mut search = PrefixSearch::new(states);
+        let mut error = None;
+        loop {
+            let ask = search.next(self.0.options.lookup_probes);
+            if ask.is_empty() || Instant::now() >= deadline {
+                break;
+            }
+            let (answers, failed) = self.ask(space, chunks, ask, deadline).await;
+            error = error.or(failed);
+            answers.into_iter().for_each(|(i, state)| search.learn(i, state));
+        }
+        let (present, end) = search.run();
+        let mut mask = Mask::new(chunks.len());
+        mask.set_prefix(present);
+        let unknown = (0..chunks.len()).map(|i| (present..end).contains(&i)).collect();
+        let told = |state: &ChunkState| matches!(state, ChunkState::Present | ChunkState::Absent);
+        let inferred = |(i, state)| !(present..end).contains(&i) && !told(state);
+        let inferred = search.states().iter().enumerate().map(inferred).collect();
+        Lookup::new(mask, unknown, inferred, error)
+    }
+
+    /// Asks for some positions at once. Also answers the first error that was met.
+    async fn ask(
+        &self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        positions: Vec<usize>,
+        deadline: Instant,
+    ) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
+        let mut error = None;
+        let asked = positions.into_iter().map(|i| async move {
+            let answer = self.0.resolver.ask(space, &chunks[i], deadline).await;
+            (i, answer)
+        });
+        let answers: Vec<(usize, Answer)> = stream::iter(asked)
+            .buffer_unordered(self.0.options.lookup_concurrency)
+            .collect()
+            .await;
+        let states = answers.into_iter().map(|(i, answer)| match answer {
+            Answer::Present(_) => (i, ChunkState::Present),
+            Answer::Absent => (i, ChunkState::Absent),
+            Answer::Unknown(cause) => {
+                error.get_or_insert(cause);
+                (i, ChunkState::Unknown)
+            }
+        });
+        (states.collect(), error)
+    }
+}
+
+impl Lookup {
+    fn new(mask: Mask, unknown: Mask, inferred: Mask, error: Option<Arc<ObjectError>>) -> Self {
+        let mut tiers: Vec<TierRun> = Vec::new();
+        for i in (0..mask.len()).filter(|&i| mask.get(i)) {
+            match tiers.last_mut() {
+                Some(run) if run.from + run.count == i => run.count += 1,
+                _ => tiers.push(TierRun {
+                    tier: "s3",
+                    from: i,
+                    count: 1,
+                }),
+            }
+        }
+        Self {
+            chunks: mask.len(),
+            prefix: mask.prefix(),
+            mask,
+            unknown,
+            inferred,
+            tiers,
+            error,
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Lookup, load and store of chunks: where keys, objects, existence and the arena meet.
+//!
+//! A [`Gateway`] is what one node runs, as a library. Everything is per chunk: an outcome with its reason, and one
+//! chunk's failure never fails its neighbours. Every call has a deadline, and the bytes in flight are bounded.
+//!
+//! Not here: tiers below the arena other than S3, sessions, and copies into an engine's memory.
+
+mod fetch;
+mod load;
+mod lookup;
+mod options;
+mod store;
+
+use std::sync::Arc;
+
+use dashmap::DashMap;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+pub use load::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
+pub use lookup::{Lookup, TierRun};
+pub use options::{GatewayOptions, OpenError, open_store};
+pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
+
+use crate::arena::Arena;
+use crate::chunk::SpaceKey;
+use crate::existence::{ExistenceCache, Resolver};
+use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
+
+/// See the [module](self). Cheap to clone; clones share everything.
+#[derive(Clone)]
+pub struct Gateway(Arc<Inner>);
+
+struct Inner {
+    store: Arc<dyn ObjectStore>,
+    arena: Arena,
+    options: GatewayOptions,
+    capabilities: Capabilities,
+    cache: Arc<ExistenceCache>,
+    resolver: Resolver,
+    /// KiB that GETs and PUTs may have in flight.
+    get_kib: Semaphore,
+    put_kib: Semaphore,
+    /// Chunks whose PUT is under way.
+    storing: DashMap<(SpaceKey, crate::chunk::ChunkHash), ()>,
+    /// Spaces whose space.json is known to be there.
+    spaces: DashMap<SpaceKey, ()>,
+}
+
+impl Gateway {
+    /// Over a store that was probed already; [`Gateway::open`] does all from a configuration.
+    pub fn new(
+        store: Arc<dyn ObjectStore>,
+        arena: Arena,
+        capabilities: Capabilities,
+        options: GatewayOptions,
+    ) -> Self {
+        let cache = Arc::new(ExistenceCache::new(options.cache));
+        let resolver = Resolver::new(
+            Arc::clone(&store),
+            Arc::clone(&cache),
+            options.keys.clone(),
+            capabilities.attributes,
+            options.lookup_concurrency,
+            options.lookup_deadline,
+        );
+        Self(Arc::new(Inner {
+            get_kib: Semaphore::new(kib(options.get_bytes_max) as usize),
+            put_kib: Semaphore::new(kib(options.put_bytes_max) as usize),
+            storing: DashMap::new(),
+            spaces: DashMap::new(),
+            store,
+            arena,
+            options,
+            capabilities,
+            cache,
+            resolver,
+        }))
+    }
+
+    pub fn arena(&self) -> &Arena {
+        &self.0.arena
+    }
+
+    pub fn capabilities(&self) -> Capabilities {
+        self.0.capabilities
+    }
+
+    /// HTTP requests sent so far.
+    pub fn requests(&self) -> RequestCounts {
+        self.0.store.requests()
+    }
+
+    /// Forgets what is known to exist; the next lookup asks S3 again.
+    pub fn forget_existence(&self) {
+        self.0.cache.forget_all();
+    }
+
+    /// Fails with what is wrong with endpoint, bucket or credentials.
+    pub async fn check(&self, deadline: Instant) -> Result<(), ObjectError> {
+        self.0.store.check_bucket(deadline).await
+    }
+}
+
+/// Semaphores count in KiB, as a permit each byte would not fit.
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1024))
+        .unwrap_or(u32::MAX)
+        .min(Semaphore::MAX_PERMITS.min(u32::MAX as usize) as u32)
+}

@@ -1,0 +1,122 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Gateway;
+use crate::arena::{Arena, ArenaError, ArenaOptions};
+use crate::chunk::{DigestKind, KeyPrefix};
+use crate::config::{self, Config};
+use crate::existence::CacheLimits;
+use crate::object::{
+    Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, RetryPolicy, Retrying, S3, S3Options,
+};
+
+/// How a gateway works; all limits are here.
+#[derive(Debug, Clone)]
+pub struct GatewayOptions {
+    pub keys: KeyPrefix,
+    pub digest: DigestKind,
+    /// Bytes that one ranged GET asks for, about.
+    pub part_bytes: usize,
+    /// Bytes that all GETs together may have in flight; at least one part.
+    pub get_bytes_max: usize,
+    pub put_bytes_max: usize,
+    pub cache: CacheLimits,
+    pub lookup_deadline: Duration,
+    /// HEADs in flight.
+    pub lookup_concurrency: usize,
+    /// Positions that strategy `prefix` asks for at a time.
+    pub lookup_probes: usize,
+}
+
+/// A gateway can't start.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("no bucket: give --bucket NAME, or [s3] bucket in the configuration, or KVGATE__S3__BUCKET")]
+    NoBucket,
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+}
+
+impl From<&Config> for GatewayOptions {
+    fn from(config: &Config) -> Self {
+        let bytes = |size: crate::units::ByteSize| usize::try_from(size.bytes()).unwrap_or(usize::MAX);
+        Self {
+            keys: KeyPrefix::new(&config.s3.prefix),
+            digest: match config.s3.digest {
+                config::DigestName::Crc64Nvme => DigestKind::Crc64Nvme,
+                config::DigestName::Blake3 => DigestKind::Blake3,
+            },
+            part_bytes: bytes(config.s3.part_size),
+            get_bytes_max: bytes(config.load.in_flight),
+            put_bytes_max: bytes(config.store.in_flight),
+            cache: CacheLimits {
+                present_ttl: config.lookup.present_ttl,
+                absent_ttl: config.lookup.absent_ttl,
+                bytes: bytes(config.lookup.cache_size),
+            },
+            lookup_deadline: config.lookup.deadline,
+            lookup_concurrency: config.lookup.concurrency as usize,
+            lookup_probes: config.lookup.probes as usize,
+        }
+    }
+}
+
+/// The configured bucket, with retries.
+pub async fn open_store(config: &Config) -> Result<Arc<dyn ObjectStore>, OpenError> {
+    let s3 = S3::connect(&S3Options {
+        endpoint: config.s3.endpoint.clone(),
+        bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
+        region: config.s3.region.clone(),
+        path_style: config.s3.path_style,
+        ca_file: config.s3.ca_file.clone(),
+        connect_timeout: config.s3.connect_timeout,
+        read_timeout: config.s3.read_timeout,
+        request_timeout: config.s3.request_timeout,
+        credentials: None,
+    })
+    .await?;
+    let policy = RetryPolicy {
+        retries: config.s3.retries,
+        base: config.s3.retry_base,
+        max: config.s3.retry_max,
+        budget: config.s3.retry_budget,
+    };
+    Ok(Arc::new(Retrying::new(s3, policy)))
+}
+
+impl Gateway {
+    /// Reaches the bucket, finds out what the server can do, and makes the arena.
+    pub async fn open(config: &Config) -> Result<Self, OpenError> {
+        let store = open_store(config).await?;
+        Self::over(store, config).await
+    }
+
+    /// The same over a store that is open already.
+    pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
+        let deadline = Instant::now() + config.s3.request_timeout;
+        store.check_bucket(deadline).await?;
+        let options = GatewayOptions::from(config);
+        let mode = match config.s3.probe {
+            config::Probe::Auto => ProbeMode::Auto,
+            config::Probe::Head => ProbeMode::Head,
+            config::Probe::Attributes => ProbeMode::Attributes,
+        };
+        let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
+        let capabilities = Capabilities::probe(&*store, &probe_key, mode, deadline).await?;
+        tracing::debug!(?capabilities, "what the S3 server does");
+        let arena = Arena::new(&ArenaOptions {
+            size: usize::try_from(config.arena.size.bytes()).unwrap_or(usize::MAX),
+            path: config.arena.path.clone(),
+            huge_pages: config.arena.huge_pages,
+            prefault: config.arena.prefault,
+            mlock: config.arena.mlock,
+        })?;
+        Ok(Self::new(store, arena, capabilities, options))
+    }
+}

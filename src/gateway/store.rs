@@ -1,0 +1,233 @@
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::{Gateway, kib};
+use crate::arena::SlotMut;
+use crate::chunk::{ChunkHash, Header, Space};
+use crate::existence::{Answer, CacheKey};
+use crate::object::{Condition, ErrorKind, ObjectError, Operation};
+
+/// The arena has no room for a chunk now; the chunk is not stored, nothing else happens.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "no room for a chunk of {object_bytes} bytes in the arena ({used_bytes} of {arena_bytes} bytes taken)"
+)]
+pub struct ArenaFull {
+    pub object_bytes: usize,
+    pub used_bytes: usize,
+    pub arena_bytes: usize,
+}
+
+/// A slot to gather a chunk into.
+#[derive(Debug)]
+pub struct StoreSlot {
+    slot: SlotMut,
+    header_len: usize,
+}
+
+impl StoreSlot {
+    /// The payload, to be filled wholly: plane by plane, each `[head][token][row]`. Holds other bytes before.
+    pub fn payload_mut(&mut self) -> &mut [u8] {
+        &mut self.slot[self.header_len..]
+    }
+}
+
+/// A filled slot, and which chunk it is.
+#[derive(Debug)]
+pub struct NewChunk {
+    pub hash: ChunkHash,
+    /// The chunk before, or the root.
+    pub parent: ChunkHash,
+    pub slot: StoreSlot,
+}
+
+/// What became of a chunk.
+#[derive(Debug, Clone)]
+pub enum StoreOutcome {
+    /// S3 acknowledged it.
+    Stored,
+    /// It was there already.
+    Present,
+    /// This gateway is storing it already, for somebody else.
+    Pending,
+    Failed(Arc<ObjectError>),
+}
+
+/// Rounds in which others may change the object under us before we give up.
+const ROUNDS: usize = 4;
+
+impl Gateway {
+    /// A slot for a new chunk of `space`. Never waits.
+    pub fn reserve(&self, space: &Space) -> Result<StoreSlot, ArenaFull> {
+        let layout = space.layout();
+        let object_bytes = layout.object_len();
+        if let Some(slot) = self.0.arena.try_reserve(object_bytes) {
+            Ok(StoreSlot {
+                slot,
+                header_len: layout.header_len(),
+            })
+        } else {
+            let stats = self.0.arena.stats();
+            Err(ArenaFull {
+                object_bytes,
+                used_bytes: stats.used_bytes,
+                arena_bytes: stats.size_bytes,
+            })
+        }
+    }
+
+    /// Puts a chunk on S3, unless it is there. Its slot is free again when this ends, and no earlier than S3 has
+    /// read it.
+    pub async fn store(&self, space: &Space, chunk: NewChunk, deadline: Instant) -> StoreOutcome {
+        let cache_key = (space.key(), chunk.hash);
+        if self.0.cache.is_present(&cache_key, Instant::now()) == Some(true) {
+            return StoreOutcome::Present;
+        }
+        if self.0.storing.insert(cache_key, ()).is_some() {
+            return StoreOutcome::Pending;
+        }
+        let _mine = Storing(self, cache_key);
+        match self.put(space, chunk, deadline).await {
+            Ok(outcome) => outcome,
+            Err(error) => StoreOutcome::Failed(Arc::new(error)),
+        }
+    }
+
+    async fn put(
+        &self,
+        space: &Space,
+        chunk: NewChunk,
+        deadline: Instant,
+    ) -> Result<StoreOutcome, ObjectError> {
+        let key = self.0.options.keys.chunk(space.key(), &chunk.hash);
+        let cache_key = (space.key(), chunk.hash);
+        assert_eq!(
+            chunk.slot.slot.len(),
+            space.layout().object_len(),
+            "the slot was reserved for another space"
+        );
+        self.declare(space, deadline).await?;
+        let most = kib(self.0.options.put_bytes_max);
+        let permits = self.0.put_kib.acquire_many(kib(chunk.slot.slot.len()).min(most));
+        let Ok(Ok(_permits)) = tokio::time::timeout_at(deadline, permits).await else {
+            return Err(ObjectError::new(
+                Operation::Put,
+                &key,
+                ErrorKind::Deadline,
+                "waiting for its turn",
+            ));
+        };
+        let body = self.seal(space, chunk);
+        for _ in 0..ROUNDS {
+            let damaged = self.0.cache.damaged(&cache_key);
+            let capabilities = self.0.capabilities;
+            let when = match &damaged {
+                Some(version) if capabilities.if_match => Condition::IfMatch(&version.etag),
+                Some(_) => Condition::Always,
+                None if capabilities.if_none_match => Condition::IfAbsent,
+                // This server overwrites, so look first.
+                None => match self.0.resolver.ask(space, &cache_key.1, deadline).await {
+                    Answer::Present(_) => return Ok(StoreOutcome::Present),
+                    Answer::Unknown(error) => {
+                        return Err(ObjectError::new(
+                            Operation::Put,
+                            &key,
+                            error.kind,
+                            error.to_string(),
+                        ));
+                    }
+                    Answer::Absent => Condition::Always,
+                },
+            };
+            match self.0.store.put(&key, body.clone(), when, deadline).await {
+                Ok(etag) => {
+                    self.0.cache.stored(cache_key, etag);
+                    return Ok(StoreOutcome::Stored);
+                }
+                // Somebody else's object, or our own first attempt. Only a HEAD tells whether it is a good one; if
+                // not, the next round replaces it.
+                Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
+                    match self.0.resolver.ask(space, &cache_key.1, deadline).await {
+                        Answer::Present(_) => return Ok(StoreOutcome::Present),
+                        Answer::Absent => self.settle(&key, cache_key, deadline).await?,
+                        Answer::Unknown(_) => return Err(error),
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(ObjectError::new(
+            Operation::Put,
+            &key,
+            ErrorKind::Conflict,
+            "others keep changing the object",
+        ))
+    }
+
+    /// A damaged object that is gone by now is no longer in the way.
+    async fn settle(&self, key: &str, cache_key: CacheKey, deadline: Instant) -> Result<(), ObjectError> {
+        match self.0.store.head(key, deadline).await {
+            Err(error) if error.kind == ErrorKind::NotFound => {
+                self.0.cache.lift_quarantine(&cache_key);
+                Ok(())
+            }
+            result => result.map(drop),
+        }
+    }
+
+    /// Writes the header in front of the payload; from here on the slot is read-only.
+    fn seal(&self, space: &Space, chunk: NewChunk) -> Bytes {
+        let NewChunk {
+            hash,
+            parent,
+            slot: StoreSlot { mut slot, header_len },
+        } = chunk;
+        let layout = space.layout();
+        let digest_kind = self.0.options.digest;
+        let header = Header {
+            space_id: space.id(),
+            chunk: hash,
+            parent,
+            tokens: space.chunk_tokens(),
+            payload_len: layout.payload_len() as u64,
+            digest_kind,
+            digests: (0..layout.planes())
+                .map(|plane| digest_kind.of(&slot[layout.plane(plane)]))
+                .collect(),
+        };
+        header.write(&mut slot[..header_len]);
+        Bytes::from_owner(slot.freeze())
+    }
+
+    /// Puts the space's readable form beside its chunks, once.
+    async fn declare(&self, space: &Space, deadline: Instant) -> Result<(), ObjectError> {
+        if self.0.spaces.contains_key(&space.key()) {
+            return Ok(());
+        }
+        let key = self.0.options.keys.space_json(space.key());
+        let body = Bytes::copy_from_slice(space.canonical_json().as_bytes());
+        let when = if self.0.capabilities.if_none_match {
+            Condition::IfAbsent
+        } else {
+            Condition::Always
+        };
+        match self.0.store.put(&key, body, when, deadline).await {
+            Err(error) if error.kind != ErrorKind::Changed => Err(error),
+            _ => {
+                self.0.spaces.insert(space.key(), ());
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Takes the chunk off the list of those being stored, however that ends.
+struct Storing<'a>(&'a Gateway, CacheKey);
+
+impl Drop for Storing<'_> {
+    fn drop(&mut self) {
+        self.0.0.storing.remove(&self.1);
+    }
+}

@@ -1,0 +1,241 @@
+use std::error::Error as StdError;
+use std::fmt;
+
+use aws_credential_types::provider::error::CredentialsError;
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::operation::RequestId;
+use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
+
+/// What was asked of S3; also the kinds that requests are counted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Operation {
+    Head,
+    Attributes,
+    Get,
+    Put,
+    List,
+    Delete,
+    Bucket,
+}
+
+impl Operation {
+    pub const ALL: [Self; 7] = [
+        Self::Head,
+        Self::Attributes,
+        Self::Get,
+        Self::Put,
+        Self::List,
+        Self::Delete,
+        Self::Bucket,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Head => "HEAD",
+            Self::Attributes => "ATTRIBUTES",
+            Self::Get => "GET",
+            Self::Put => "PUT",
+            Self::List => "LIST",
+            Self::Delete => "DELETE",
+            Self::Bucket => "BUCKET",
+        }
+    }
+}
+
+/// What a failed request means. Only [`NotFound`](Self::NotFound) says that an object is absent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorKind {
+    NotFound,
+    NoBucket,
+    /// A condition (If-Match, If-None-Match) does not hold: 412.
+    Changed,
+    /// Another conditional write is under way: 409.
+    Conflict,
+    Denied,
+    /// No credentials, or the server does not accept them.
+    Credentials,
+    /// 429 or 503.
+    Throttled,
+    /// 500, 502, 504.
+    Unavailable,
+    Timeout,
+    /// No connection could be made.
+    Connect,
+    /// The connection broke, or the answer was not HTTP.
+    Broken,
+    /// The object has not the length that was expected.
+    Length {
+        expected: usize,
+        actual: Option<u64>,
+    },
+    /// The answer is not what was asked for (another range, no ETag).
+    Protocol,
+    /// The server does not know the call: 405 or 501.
+    Unsupported,
+    /// The caller's deadline passed first.
+    Deadline,
+    /// Any other 4xx, or a request that could not be built.
+    Refused,
+}
+
+impl ErrorKind {
+    /// Whether the same request may succeed when it is tried again.
+    pub fn retryable(self) -> bool {
+        matches!(
+            self,
+            Self::Conflict
+                | Self::Throttled
+                | Self::Unavailable
+                | Self::Timeout
+                | Self::Connect
+                | Self::Broken
+                | Self::Protocol
+        )
+    }
+
+    /// What an operator should look at or type.
+    fn advice(self) -> &'static str {
+        match self {
+            Self::NoBucket => {
+                "the bucket does not exist: create it, or give another with --bucket ([s3] bucket)"
+            }
+            Self::Denied => "access denied: the credentials may not do this; check the bucket's policy",
+            Self::Credentials => {
+                "the credentials are missing or not accepted: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            }
+            Self::Throttled => "the server asks to slow down",
+            Self::Unavailable => "the server failed",
+            Self::Timeout => "the server did not answer in time ([s3] read_timeout, request_timeout)",
+            Self::Connect => "no connection: check --endpoint ([s3] endpoint), and that the server runs",
+            Self::Broken => "the connection broke",
+            Self::NotFound => "no such object",
+            Self::Changed => "the object changed, or exists already",
+            Self::Conflict => "another write to the object is under way",
+            Self::Length { .. } => "the object has a wrong length",
+            Self::Protocol => "the server's answer is not what was asked for",
+            Self::Unsupported => "the server does not know this call",
+            Self::Deadline => "the deadline passed",
+            Self::Refused => "the server refused the request",
+        }
+    }
+}
+
+/// A request that failed, and what it means.
+#[derive(Debug)]
+pub struct ObjectError {
+    pub operation: Operation,
+    /// Key, prefix or bucket.
+    pub target: String,
+    pub kind: ErrorKind,
+    /// The server's or the library's own words.
+    detail: String,
+}
+
+impl ObjectError {
+    pub fn new(operation: Operation, target: &str, kind: ErrorKind, detail: impl Into<String>) -> Self {
+        Self {
+            operation,
+            target: target.to_owned(),
+            kind,
+            detail: detail.into(),
+        }
+    }
+
+    pub(super) fn from_sdk<E>(operation: Operation, target: &str, error: &SdkError<E, HttpResponse>) -> Self
+    where
+        E: ProvideErrorMetadata + StdError + 'static,
+    {
+        let (kind, detail) = match error {
+            SdkError::ServiceError(service) => {
+                let status = service.raw().status().as_u16();
+                let code = service.err().code();
+                let message = service.err().message().unwrap_or_default();
+                let request = service.err().meta().request_id().unwrap_or("-");
+                let detail = format!(
+                    "HTTP {status} {} {message} (request {request})",
+                    code.unwrap_or("-")
+                );
+                (kind_of_status(status, code), detail)
+            }
+            SdkError::TimeoutError(_) => (ErrorKind::Timeout, words(error)),
+            SdkError::DispatchFailure(failure) if failure.is_timeout() => (ErrorKind::Timeout, words(error)),
+            SdkError::DispatchFailure(_) if has_credentials_error(error) => {
+                (ErrorKind::Credentials, words(error))
+            }
+            SdkError::DispatchFailure(failure) if failure.is_io() => (ErrorKind::Connect, words(error)),
+            SdkError::ResponseError(_) => (ErrorKind::Broken, words(error)),
+            SdkError::DispatchFailure(_) => (ErrorKind::Broken, words(error)),
+            _ => (ErrorKind::Refused, words(error)),
+        };
+        Self::new(operation, target, kind, detail)
+    }
+}
+
+impl fmt::Display for ObjectError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} {}: {}",
+            self.operation.name(),
+            self.target,
+            self.kind.advice()
+        )?;
+        if let ErrorKind::Length {
+            expected,
+            actual: Some(actual),
+        } = self.kind
+        {
+            write!(f, " ({actual} bytes, not {expected})")?;
+        }
+        if self.detail.is_empty() {
+            Ok(())
+        } else {
+            write!(f, " [{}]", self.detail)
+        }
+    }
+}
+
+impl StdError for ObjectError {}
+
+fn kind_of_status(status: u16, code: Option<&str>) -> ErrorKind {
+    match (status, code) {
+        (404, Some("NoSuchBucket")) => ErrorKind::NoBucket,
+        (404, _) => ErrorKind::NotFound,
+        (412, _) => ErrorKind::Changed,
+        (409, _) => ErrorKind::Conflict,
+        (
+            400 | 401 | 403,
+            Some(
+                "InvalidAccessKeyId"
+                | "SignatureDoesNotMatch"
+                | "ExpiredToken"
+                | "InvalidToken"
+                | "RequestTimeTooSkewed"
+                | "AuthorizationHeaderMalformed",
+            ),
+        ) => ErrorKind::Credentials,
+        (401 | 403, _) => ErrorKind::Denied,
+        (416, _) => ErrorKind::Length {
+            expected: 0,
+            actual: None,
+        },
+        (408, _) => ErrorKind::Timeout,
+        (429 | 503, _) => ErrorKind::Throttled,
+        (405 | 501, _) => ErrorKind::Unsupported,
+        (500.., _) => ErrorKind::Unavailable,
+        _ => ErrorKind::Refused,
+    }
+}
+
+fn sources<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |&error| error.source())
+}
+
+fn has_credentials_error<E: StdError + 'static>(error: &SdkError<E, HttpResponse>) -> bool {
+    sources(error).any(<dyn std::error::Error + 'static>::is::<CredentialsError>)
+}
+
+/// The innermost cause is the one that helps.
+fn words<E: StdError + 'static>(error: &SdkError<E, HttpResponse>) -> String {
+    sources(error).last().map(ToString::to_string).unwrap_or_default()
+}

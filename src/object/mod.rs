@@ -1,0 +1,25 @@
+//! Objects on S3: the few calls that kvgate needs, with errors that say what they mean.
+//!
+//! [`ObjectStore`] is the seam. [`S3`] makes one attempt a call, over the AWS SDK with its retries and checksums off;
+//! [`Retrying`] wraps any store and is the only place where something is tried again. Tests wrap stores in the same
+//! way to inject faults. Bytes of a ranged GET go into the caller's slot (`landing`), bytes of a PUT come from it.
+//!
+//! It knows keys and bytes, not chunks: whether an object is a good chunk is the gateway's question.
+
+mod capabilities;
+mod client;
+mod error;
+mod landing;
+mod retry;
+mod s3;
+mod store;
+
+pub use capabilities::{Capabilities, ProbeMode};
+pub use client::{ClientError, S3Options};
+pub use error::{ErrorKind, ObjectError, Operation};
+pub use retry::{RetryPolicy, Retrying};
+pub use s3::S3;
+pub use store::{
+    Condition, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
+    Version,
+};

@@ -1,0 +1,157 @@
+//! The one retry layer: jittered, with a budget, and never past the caller's deadline.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::error::ObjectError;
+use super::store::{
+    Condition, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
+};
+use crate::arena::SlotMut;
+
+/// When and how often a failed request is tried again.
+#[derive(Debug, Clone, Copy)]
+pub struct RetryPolicy {
+    /// Attempts after the first.
+    pub retries: u32,
+    /// Upper bound of the first wait; doubles with each retry.
+    pub base: Duration,
+    pub max: Duration,
+    /// Retries that may be made in a burst, over all requests; ten successes earn one.
+    pub budget: u32,
+}
+
+/// A store whose requests are tried again when that may help.
+pub struct Retrying<S> {
+    inner: S,
+    policy: RetryPolicy,
+    /// Tenths of retries.
+    tokens: AtomicU32,
+}
+
+const TOKENS_A_RETRY: u32 = 10;
+
+impl<S: ObjectStore> Retrying<S> {
+    pub fn new(inner: S, policy: RetryPolicy) -> Self {
+        Self {
+            inner,
+            policy,
+            tokens: AtomicU32::new(policy.budget * TOKENS_A_RETRY),
+        }
+    }
+
+    /// Waits before retry number `retry` (from 0) of a request that failed with `error`, or gives the error back.
+    async fn pause(&self, error: ObjectError, retry: u32, deadline: Instant) -> Result<()> {
+        if !error.kind.retryable() || retry >= self.policy.retries || !self.spend() {
+            return Err(error);
+        }
+        let longest = self
+            .policy
+            .base
+            .saturating_mul(1 << retry.min(16))
+            .min(self.policy.max);
+        let wait = longest.mul_f64(fastrand::f64());
+        if Instant::now() + wait >= deadline {
+            return Err(error);
+        }
+        tracing::debug!(%error, ?wait, "trying again");
+        tokio::time::sleep(wait).await;
+        Ok(())
+    }
+
+    fn spend(&self) -> bool {
+        let spend = |tokens: u32| tokens.checked_sub(TOKENS_A_RETRY);
+        self.tokens
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend)
+            .is_ok()
+    }
+
+    fn earn(&self) {
+        let most = self.policy.budget * TOKENS_A_RETRY;
+        let earn = |tokens: u32| (tokens < most).then_some(tokens + 1);
+        // An error here only says that the bucket is full.
+        let _ = self
+            .tokens
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, earn);
+    }
+}
+
+/// The same request until it succeeds or may not be tried again.
+macro_rules! retrying {
+    ($self:ident, $deadline:ident, $request:expr) => {
+        Box::pin(async move {
+            for retry in 0.. {
+                match $request.await {
+                    Ok(answer) => {
+                        $self.earn();
+                        return Ok(answer);
+                    }
+                    Err(error) => $self.pause(error, retry, $deadline).await?,
+                }
+            }
+            unreachable!("the policy ends the loop")
+        })
+    };
+}
+
+impl<S: ObjectStore> ObjectStore for Retrying<S> {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        retrying!(self, deadline, self.inner.head(key, deadline))
+    }
+
+    fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        retrying!(self, deadline, self.inner.attributes(key, deadline))
+    }
+
+    fn get<'a>(
+        &'a self,
+        get: GetRange<'a>,
+        into: &'a mut SlotMut,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ObjectMeta> {
+        retrying!(self, deadline, self.inner.get(get.clone(), into, deadline))
+    }
+
+    fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        retrying!(self, deadline, self.inner.read(key, limit, deadline))
+    }
+
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        retrying!(self, deadline, self.inner.put(key, body.clone(), when, deadline))
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        from: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        retrying!(self, deadline, self.inner.list(prefix, from, deadline))
+    }
+
+    fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
+        retrying!(self, deadline, self.inner.delete(keys, deadline))
+    }
+
+    fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        retrying!(self, deadline, self.inner.check_bucket(deadline))
+    }
+
+    fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        retrying!(self, deadline, self.inner.create_bucket(deadline))
+    }
+
+    fn requests(&self) -> RequestCounts {
+        self.inner.requests()
+    }
+}

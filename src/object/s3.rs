@@ -1,0 +1,402 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_sdk_s3::Client;
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::primitives::{ByteStream, DateTime};
+use aws_sdk_s3::types::{
+    BucketLocationConstraint, CreateBucketConfiguration, Delete, ObjectAttributes, ObjectIdentifier,
+};
+use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::client::{self, ClientError, S3Options};
+use super::error::{ErrorKind, ObjectError, Operation};
+use super::landing;
+use super::store::{
+    Condition, Counters, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result,
+    StoreFuture, Version,
+};
+use crate::arena::SlotMut;
+
+/// One bucket over the AWS SDK; each call is one attempt.
+pub struct S3 {
+    client: Client,
+    bucket: String,
+    region: String,
+    read_timeout: Duration,
+    request_timeout: Duration,
+    counters: Counters,
+}
+
+impl S3 {
+    /// Sends nothing yet.
+    pub async fn connect(options: &S3Options) -> Result<Self, ClientError> {
+        Ok(Self {
+            client: client::connect(options).await?,
+            bucket: options.bucket.clone(),
+            region: options.region.clone(),
+            read_timeout: options.read_timeout,
+            request_timeout: options.request_timeout,
+            counters: Counters::default(),
+        })
+    }
+
+    /// Counts the request and ends it in time.
+    async fn attempt<T>(
+        &self,
+        operation: Operation,
+        target: &str,
+        deadline: Instant,
+        request: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let now = Instant::now();
+        if deadline <= now {
+            return Err(ObjectError::new(
+                operation,
+                target,
+                ErrorKind::Deadline,
+                "before it was sent",
+            ));
+        }
+        self.counters.add(operation);
+        let limit = now + self.request_timeout;
+        match tokio::time::timeout_at(limit.min(deadline), request).await {
+            Ok(result) => result,
+            Err(_) if limit < deadline => Err(ObjectError::new(
+                operation,
+                target,
+                ErrorKind::Timeout,
+                format!("{:?}", self.request_timeout),
+            )),
+            Err(_) => Err(ObjectError::new(operation, target, ErrorKind::Deadline, "")),
+        }
+    }
+}
+
+/// A request's error, typed; the SDK's error types differ by operation only.
+fn failed<E>(operation: Operation, target: &str) -> impl Fn(SdkError<E, HttpResponse>) -> ObjectError + '_
+where
+    E: ProvideErrorMetadata + std::error::Error + 'static,
+{
+    move |error| ObjectError::from_sdk(operation, target, &error)
+}
+
+fn meta_of(
+    operation: Operation,
+    key: &str,
+    len: Option<u64>,
+    etag: Option<&str>,
+    modified: Option<&DateTime>,
+) -> Result<ObjectMeta> {
+    let missing = |what| {
+        ObjectError::new(
+            operation,
+            key,
+            ErrorKind::Protocol,
+            format!("no {what} in the answer"),
+        )
+    };
+    let etag = etag
+        .map(unquoted)
+        .filter(|etag| !etag.is_empty())
+        .ok_or_else(|| missing("ETag"))?;
+    let version = Version {
+        etag: etag.into(),
+        modified: modified.map_or(0, DateTime::secs),
+    };
+    Ok(ObjectMeta {
+        len: len.ok_or_else(|| missing("length"))?,
+        version,
+    })
+}
+
+fn unquoted(etag: &str) -> &str {
+    etag.trim().trim_start_matches("W/").trim_matches('"')
+}
+
+fn quoted(etag: &str) -> String {
+    format!("\"{etag}\"")
+}
+
+fn length(len: Option<i64>) -> Option<u64> {
+    len.and_then(|len| len.try_into().ok())
+}
+
+impl ObjectStore for S3 {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        let operation = Operation::Head;
+        Box::pin(self.attempt(operation, key, deadline, async move {
+            let request = self.client.head_object().bucket(&self.bucket).key(key);
+            let answer = request.send().await.map_err(failed(operation, key))?;
+            meta_of(
+                operation,
+                key,
+                length(answer.content_length()),
+                answer.e_tag(),
+                answer.last_modified(),
+            )
+        }))
+    }
+
+    fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        let operation = Operation::Attributes;
+        Box::pin(self.attempt(operation, key, deadline, async move {
+            let request = self.client.get_object_attributes().bucket(&self.bucket).key(key);
+            let request = request.object_attributes(ObjectAttributes::ObjectSize);
+            let request = request.object_attributes(ObjectAttributes::Etag);
+            let answer = request.send().await.map_err(failed(operation, key))?;
+            meta_of(
+                operation,
+                key,
+                length(answer.object_size()),
+                answer.e_tag(),
+                answer.last_modified(),
+            )
+        }))
+    }
+
+    fn get<'a>(
+        &'a self,
+        get: GetRange<'a>,
+        into: &'a mut SlotMut,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ObjectMeta> {
+        let operation = Operation::Get;
+        Box::pin(self.attempt(operation, get.key, deadline, async move {
+            let request = self.client.get_object().bucket(&self.bucket).key(get.key);
+            let request = request.range(format!("bytes={}-{}", get.range.start, get.range.end - 1));
+            let request = request.set_if_match(get.if_match.map(quoted));
+            let answer = request
+                .send()
+                .await
+                .map_err(failed(operation, get.key))
+                .map_err(|mut error| {
+                    if let ErrorKind::Length { expected, .. } = &mut error.kind {
+                        *expected = get.object_len;
+                    }
+                    error
+                })?;
+            let total = landing::total_len(&get, &answer)?;
+            let meta = meta_of(
+                operation,
+                get.key,
+                Some(total),
+                answer.e_tag(),
+                answer.last_modified(),
+            )?;
+            if get.if_match.is_some_and(|etag| etag != &*meta.version.etag) {
+                // A server that ignores If-Match.
+                return Err(ObjectError::new(
+                    operation,
+                    get.key,
+                    ErrorKind::Changed,
+                    "another ETag came",
+                ));
+            }
+            landing::land(&get, meta, answer, into, self.read_timeout).await
+        }))
+    }
+
+    fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        let operation = Operation::Get;
+        Box::pin(self.attempt(operation, key, deadline, async move {
+            let answer = self
+                .client
+                .get_object()
+                .bucket(&self.bucket)
+                .key(key)
+                .send()
+                .await;
+            let answer = answer.map_err(failed(operation, key))?;
+            let len = answer.content_length().and_then(|len| usize::try_from(len).ok());
+            if len.is_none_or(|len| len > limit) {
+                let detail = format!("{len:?} bytes, at most {limit} were expected");
+                return Err(ObjectError::new(operation, key, ErrorKind::Refused, detail));
+            }
+            let body = answer.body.collect().await;
+            let body =
+                body.map_err(|cause| ObjectError::new(operation, key, ErrorKind::Broken, cause.to_string()))?;
+            Ok(body.into_bytes())
+        }))
+    }
+
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        let operation = Operation::Put;
+        Box::pin(self.attempt(operation, key, deadline, async move {
+            let request = self
+                .client
+                .put_object()
+                .bucket(&self.bucket)
+                .key(key)
+                .body(ByteStream::from(body));
+            let request = match when {
+                Condition::Always => request,
+                Condition::IfAbsent => request.if_none_match("*"),
+                // Without quotes: with them, RGW 16 never finds it equal; the others take both.
+                Condition::IfMatch(etag) => request.if_match(etag),
+            };
+            // The payload has digests of its own; hashing it for the signature would cost more than sending it.
+            let answer = request.customize().disable_payload_signing().send().await;
+            let answer = answer.map_err(failed(operation, key))?;
+            Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
+        }))
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        from: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        let operation = Operation::List;
+        Box::pin(self.attempt(operation, prefix, deadline, async move {
+            let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(prefix);
+            let request = request.set_continuation_token(from.map(Into::into));
+            let answer = request.send().await.map_err(failed(operation, prefix))?;
+            let next = answer
+                .next_continuation_token
+                .filter(|_| answer.is_truncated == Some(true));
+            let objects = answer
+                .contents
+                .unwrap_or_default()
+                .into_iter()
+                .filter_map(|object| {
+                    Some(Listed {
+                        len: length(object.size())?,
+                        etag: object.e_tag().map(unquoted).unwrap_or_default().to_owned(),
+                        modified: object.last_modified().map_or(0, DateTime::secs),
+                        key: object.key?,
+                    })
+                });
+            Ok(ListPage {
+                objects: objects.collect(),
+                next,
+            })
+        }))
+    }
+
+    fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
+        Box::pin(async move {
+            match keys {
+                [] => Ok(()),
+                [key] => self.delete_one(key, deadline).await,
+                keys => match self.delete_batch(keys, deadline).await {
+                    // Some servers want a Content-MD5 that the SDK no longer sends, or don't know the call.
+                    Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Unsupported) => {
+                        for key in keys {
+                            self.delete_one(key, deadline).await?;
+                        }
+                        Ok(())
+                    }
+                    result => result,
+                },
+            }
+        })
+    }
+
+    fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        // Not HeadBucket: its errors have no body, so they can't tell wrong credentials from a missing right.
+        let operation = Operation::Bucket;
+        Box::pin(self.attempt(operation, &self.bucket, deadline, async move {
+            let answer = self
+                .client
+                .list_objects_v2()
+                .bucket(&self.bucket)
+                .max_keys(1)
+                .send()
+                .await;
+            answer.map(drop).map_err(failed(operation, &self.bucket))
+        }))
+    }
+
+    fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        let operation = Operation::Bucket;
+        Box::pin(self.attempt(operation, &self.bucket, deadline, async move {
+            // AWS wants the region here, except for the one that is the default.
+            let place = (self.region != "us-east-1").then(|| {
+                let region = BucketLocationConstraint::from(self.region.as_str());
+                CreateBucketConfiguration::builder()
+                    .location_constraint(region)
+                    .build()
+            });
+            let request = self
+                .client
+                .create_bucket()
+                .bucket(&self.bucket)
+                .set_create_bucket_configuration(place);
+            match request.send().await {
+                Ok(_) => Ok(()),
+                Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
+                Err(error) => Err(failed(operation, &self.bucket)(error)),
+            }
+        }))
+    }
+
+    fn requests(&self) -> RequestCounts {
+        self.counters.read()
+    }
+}
+
+impl S3 {
+    async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
+        let operation = Operation::Delete;
+        self.attempt(operation, key, deadline, async {
+            let answer = self
+                .client
+                .delete_object()
+                .bucket(&self.bucket)
+                .key(key)
+                .send()
+                .await;
+            match answer.map(drop).map_err(failed(operation, key)) {
+                Err(error) if error.kind == ErrorKind::NotFound => Ok(()),
+                result => result,
+            }
+        })
+        .await
+    }
+
+    async fn delete_batch(&self, keys: &[String], deadline: Instant) -> Result<()> {
+        let operation = Operation::Delete;
+        let refused = |detail: String| ObjectError::new(operation, &self.bucket, ErrorKind::Refused, detail);
+        let object = |key: &String| ObjectIdentifier::builder().key(key).build();
+        let objects: Result<Vec<_>, _> = keys.iter().map(object).collect();
+        let objects = objects.map_err(|error| refused(error.to_string()))?;
+        let batch = Delete::builder().set_objects(Some(objects)).quiet(true).build();
+        let batch = batch.map_err(|error| refused(error.to_string()))?;
+        self.attempt(operation, &self.bucket, deadline, async {
+            let answer = self
+                .client
+                .delete_objects()
+                .bucket(&self.bucket)
+                .delete(batch)
+                .send()
+                .await;
+            let answer = answer.map_err(failed(operation, &self.bucket))?;
+            match answer
+                .errors()
+                .iter()
+                .find(|error| error.code() != Some("NoSuchKey"))
+            {
+                None => Ok(()),
+                Some(error) => {
+                    let kind = match error.code() {
+                        Some("AccessDenied") => ErrorKind::Denied,
+                        _ => ErrorKind::Unavailable,
+                    };
+                    let detail = format!("{} of {} keys: {error:?}", answer.errors().len(), keys.len());
+                    Err(ObjectError::new(operation, &self.bucket, kind, detail))
+                }
+            }
+        })
+        .await
+    }
+}

@@ -1,0 +1,176 @@
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::error::{ObjectError, Operation};
+use crate::arena::SlotMut;
+
+pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
+pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+
+/// Tells one write of a key from another. The ETag alone can't: it is a hash of the bytes, so a damaged object and
+/// the good bytes that it was written with, or that replace it, may share one.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Version {
+    /// Without quotes.
+    pub etag: Arc<str>,
+    /// Seconds since 1970; S3 keeps no finer.
+    pub modified: i64,
+}
+
+/// What HEAD tells of an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectMeta {
+    /// Bytes of the whole object.
+    pub len: u64,
+    pub version: Version,
+}
+
+/// A ranged GET.
+#[derive(Debug, Clone)]
+pub struct GetRange<'a> {
+    pub key: &'a str,
+    /// In the object; not empty.
+    pub range: Range<usize>,
+    /// What the whole object must be long; checked before a byte lands.
+    pub object_len: usize,
+    /// Land only bytes of the version with this ETag.
+    pub if_match: Option<&'a str>,
+}
+
+/// When a PUT may take place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Condition<'a> {
+    Always,
+    IfAbsent,
+    /// Only over the version with this ETag.
+    IfMatch(&'a str),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Listed {
+    pub key: String,
+    pub len: u64,
+    /// Without quotes; empty where the server doesn't list it.
+    pub etag: String,
+    /// Seconds since 1970.
+    pub modified: i64,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct ListPage {
+    pub objects: Vec<Listed>,
+    /// Where the next page goes on.
+    pub next: Option<String>,
+}
+
+/// The calls that kvgate makes. All end by their deadline, with an error of kind `Deadline` if need be; dropping a
+/// future gives the call up.
+pub trait ObjectStore: Send + Sync + 'static {
+    /// `HeadObject`.
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta>;
+
+    /// `GetObjectAttributes`; see [`Capabilities`](super::Capabilities) for where it works.
+    fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta>;
+
+    /// Fills `into`, which has the range's length, or fails; then its bytes are anything.
+    fn get<'a>(
+        &'a self,
+        get: GetRange<'a>,
+        into: &'a mut SlotMut,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ObjectMeta>;
+
+    /// A whole small object of at most `limit` bytes.
+    fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes>;
+
+    /// Writes the object whole or not at all; answers its ETag.
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>>;
+
+    /// Up to 1000 objects whose keys start with `prefix`, in order.
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        from: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage>;
+
+    /// Removes up to 1000 keys; those that aren't there count as removed.
+    fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()>;
+
+    /// Fails with what is wrong with endpoint, bucket or credentials.
+    fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()>;
+
+    /// Makes the bucket where it is missing.
+    fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()>;
+
+    /// Requests sent so far.
+    fn requests(&self) -> RequestCounts;
+}
+
+/// HTTP requests by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct RequestCounts {
+    pub head: u64,
+    pub attributes: u64,
+    pub get: u64,
+    pub put: u64,
+    pub list: u64,
+    pub delete: u64,
+    pub bucket: u64,
+}
+
+impl RequestCounts {
+    pub fn total(&self) -> u64 {
+        self.head + self.attributes + self.get + self.put + self.list + self.delete + self.bucket
+    }
+
+    /// Those since `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            head: self.head - earlier.head,
+            attributes: self.attributes - earlier.attributes,
+            get: self.get - earlier.get,
+            put: self.put - earlier.put,
+            list: self.list - earlier.list,
+            delete: self.delete - earlier.delete,
+            bucket: self.bucket - earlier.bucket,
+        }
+    }
+}
+
+/// Counts requests, by kind.
+#[derive(Debug, Default)]
+pub(super) struct Counters([AtomicU64; Operation::ALL.len()]);
+
+impl Counters {
+    pub fn add(&self, operation: Operation) {
+        self.0[operation as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn read(&self) -> RequestCounts {
+        let count = |operation: Operation| self.0[operation as usize].load(Ordering::Relaxed);
+        RequestCounts {
+            head: count(Operation::Head),
+            attributes: count(Operation::Attributes),
+            get: count(Operation::Get),
+            put: count(Operation::Put),
+            list: count(Operation::List),
+            delete: count(Operation::Delete),
+            bucket: count(Operation::Bucket),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+"""Tests of the reference itself: python tests/reference/test_reference.py"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import check_objects
+import kvgate_format as kv
+import make_vectors
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "FORMAT.md"
+
+
+def tiny() -> tuple[kv.Space, kv.Header, bytes]:
+    space = kv.Space.read(make_vectors.space_inputs()["tiny"])
+    header = make_vectors.header_for(space, "crc64nvme", {"a": 1, "b": 1, "m": 1 << 32, "n": 8})
+    return space, header, make_vectors.pattern(space.payload_len)
+
+
+class Vectors(unittest.TestCase):
+    def test_file_is_current(self) -> None:
+        made = make_vectors.render()
+        same = made == make_vectors.VECTORS.read_text(encoding="ascii")
+        self.assertTrue(same, "tests/data/vectors.json is not what make_vectors.py writes")
+        self.assertLess(len(made), 300_000)
+
+    def test_invalid_spaces_are_refused(self) -> None:
+        for case in make_vectors.invalid_spaces():
+            with self.subTest(**case), self.assertRaises(kv.FormatError):
+                kv.Space.read(case["input"])
+
+    def test_canonical_json_is_read_back_to_itself(self) -> None:
+        for name, value in make_vectors.space_inputs().items():
+            with self.subTest(name):
+                space = kv.Space.read(value)
+                again = kv.Space.read(json.loads(space.canonical))
+                self.assertEqual(again, space)
+                self.assertEqual(again.canonical, space.canonical)
+
+    def test_rfc8785_order(self) -> None:
+        names = ["\r", "1", "\x80", "\u00f6", "\u20ac", "\U0001f600", "\ufb33"]
+        written = kv.canonical_json(dict.fromkeys(sorted(names), ""))
+        self.assertEqual(list(json.loads(written)), names)
+
+    def test_bad_headers_are_refused(self) -> None:
+        space, header, _ = tiny()
+        good = {
+            kind: make_vectors.header_for(space, kind, {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
+            for kind in kv.DIGEST_KINDS
+        }
+        for case in make_vectors.bad_headers({"tiny": space, "tiny-16": self.space("tiny-16")}):
+            patches = [(patch["offset"], bytes.fromhex(patch["hex"])) for patch in case["patches"]]
+            base = good[case["base"].removeprefix("tiny-")]
+            bad = make_vectors.patched(base, patches, case["reseal"])
+            with self.subTest(case["reason"]), self.assertRaises(kv.FormatError):
+                kv.Header.parse(bad).expect(space, header.chunk)
+
+    @staticmethod
+    def space(name: str) -> kv.Space:
+        return kv.Space.read(make_vectors.space_inputs()[name])
+
+
+class Checksums(unittest.TestCase):
+    def test_crc_check_value(self) -> None:
+        self.assertEqual(kv.crc64nvme(b"123456789"), 0xAE8B14860A799888)
+
+    def test_crc_is_the_one_of_awscrt(self) -> None:
+        try:
+            from awscrt.checksums import crc64nvme
+        except ImportError:
+            if "python" in os.environ.get("KVGATE_TEST_REQUIRE", ""):
+                raise
+            print("SKIPPED: no awscrt, so the CRC was not compared with another's", file=sys.stderr)
+            self.skipTest("no awscrt")
+        for length in (0, 1, 7, 8, 9, 255, 256, 4097, 100_003):
+            data = make_vectors.pattern(length)
+            self.assertEqual(kv.crc64nvme(data), crc64nvme(data))
+
+
+class Headers(unittest.TestCase):
+    def test_round_trip(self) -> None:
+        for name in ("tiny", "k-and-v", "200-layers"):
+            for kind in kv.DIGEST_KINDS:
+                space = Vectors.space(name)
+                tokens = {"a": 1, "b": 1, "m": 9, "n": 2 * space.chunk_tokens}
+                header = make_vectors.header_for(space, kind, tokens)
+                self.assertEqual(len(header.build()), space.header_len)
+                self.assertEqual(kv.Header.parse(header.build()), header)
+                header.expect(space, header.chunk)
+
+    def test_every_flipped_byte_is_refused(self) -> None:
+        good = tiny()[1].build()
+        for at in range(len(good)):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            with self.assertRaises(kv.FormatError):
+                kv.Header.parse(bytes(bad))
+
+    def test_flips_with_a_new_header_digest_are_refused(self) -> None:
+        space, header, payload = tiny()
+        good = header.build()
+        for at in range(len(good) - 32):
+            bad = make_vectors.patched(good, [(at, bytes([good[at] ^ 1]))], reseal=True)
+            if 80 <= at < 112:  # the parent is not among what a reader asks for
+                kv.Header.parse(bad).expect(space, header.chunk)
+                continue
+            with self.assertRaises(kv.FormatError, msg=f"byte {at}"):
+                read = kv.Header.parse(bad)
+                read.expect(space, header.chunk)
+                if read.digests != kv.plane_digests(space, read.digest, payload):
+                    raise kv.FormatError("plane digest is wrong")
+
+    def test_cut_off(self) -> None:
+        good = tiny()[1].build()
+        for length in (0, 1, 255, 256, 4095):
+            with self.assertRaises(kv.FormatError):
+                kv.Header.parse(good[:length])
+
+
+class Masks(unittest.TestCase):
+    def test_round_trip(self) -> None:
+        for case in make_vectors.masks():
+            self.assertEqual(kv.mask_bits(bytes.fromhex(case["hex"]), case["n"]), case["bits"])
+
+    def test_padding_and_length(self) -> None:
+        for data, n in ((b"\x02", 1), (b"", 1), (b"\0\0", 8), (b"\xff\x02", 9)):
+            with self.assertRaises(kv.FormatError):
+                kv.mask_bits(data, n)
+
+
+class Page(unittest.TestCase):
+    def test_worked_example(self) -> None:
+        """Every indented line of section 7 is computed, and every computed line is there, in order."""
+        section = PAGE.read_text(encoding="utf-8").split("\n## 7. Worked example\n")[1].split("\n## ")[0]
+        lines = [line[4:] for line in section.splitlines() if re.match(r" {4}\S", line)]
+        blocks = make_vectors.example().values()
+        self.assertEqual(lines, [line for block in blocks for line in block])
+
+
+class FakeS3:
+    """As much of boto3's client as check_objects uses."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+
+    def get_paginator(self, _name: str) -> FakeS3:
+        return self
+
+    def paginate(self, **named: str) -> Iterator[dict[str, Any]]:
+        yield {}
+        for key in sorted(self.objects):
+            if key.startswith(named["Prefix"]):
+                yield {"Contents": [{"Key": key, "Size": len(self.objects[key])}]}
+
+    def get_object(self, **named: str) -> dict[str, Any]:
+        return {"Body": io.BytesIO(self.objects[named["Key"]])}
+
+
+class CheckObjects(unittest.TestCase):
+    def setUp(self) -> None:
+        self.space, _, payload = tiny()
+        hasher = kv.Hasher(self.space.id, 4)
+        self.tokens = list(range(1, 9))
+        self.objects = {kv.space_key("p", self.space.id): self.space.canonical}
+        parent = hasher.root()
+        for kind, chunk in zip(kv.DIGEST_KINDS, hasher.chain(self.tokens), strict=True):
+            digests = kv.plane_digests(self.space, kind, payload)
+            header = kv.Header(self.space.id, chunk, parent, 4, len(payload), kind, digests)
+            self.objects[kv.chunk_key("p", self.space.id, chunk)] = header.build() + payload
+            parent = chunk
+        self.keys = [key for key in self.objects if not key.endswith(".json")]
+
+    def check(self, tokens: list[list[int]] | None = None) -> check_objects.Report:
+        report = check_objects.check_all(FakeS3(self.objects), "b", "p")
+        if tokens is not None:
+            check_objects.check_tokens(report, "p", self.space, tokens)
+        return report
+
+    def test_all_is_well(self) -> None:
+        self.objects["p/.kvgate/probe"] = b""
+        self.objects["elsewhere"] = b""
+        report = self.check([self.tokens, self.tokens[:6]])
+        self.assertEqual(report.wrong, [])
+        self.assertEqual((len(report.chunks), report.tokens_checked, report.probes), (2, 3, 1))
+
+    def test_each_thing_wrong_is_found(self) -> None:
+        first, second = self.keys
+        space_json = kv.space_key("p", self.space.id)
+        resealed = kv.seal(self.objects[first][:100] + b"\xff" + self.objects[first][101:4064])
+        changes: dict[str, tuple[Callable[[], object], str]] = {
+            "header byte": (lambda: self.flip(first, 300), "header digest"),
+            "payload byte": (lambda: self.flip(first, 4096 + 200), "plane 1 (layer 1, kv)"),
+            "payload byte, blake3": (lambda: self.flip(second, 4096), "plane 0 (layer 0, kv)"),
+            "cut": (lambda: self.objects.update({first: self.objects[first][:-1]}), "4351 bytes"),
+            "longer": (lambda: self.objects.update({first: self.objects[first] + b"x"}), "4353 bytes"),
+            "swapped": (lambda: self.objects.update({first: self.objects[second]}), "another key"),
+            "parent": (lambda: self.objects.update({first: resealed + self.objects[first][4096:]}), "parent"),
+            "gone": (lambda: self.objects.pop(second), "not there"),
+            "stray": (lambda: self.objects.update({"p/notes.txt": b""}), "not a key"),
+            "no space": (lambda: self.objects.pop(space_json), "no valid space.json"),
+            "space spaced": (lambda: self.objects.update({space_json: self.space.canonical + b"\n"}), "canonical"),
+            "space broken": (lambda: self.objects.update({space_json: b"{"}), "space.json"),
+        }
+        for name, (change, says) in changes.items():
+            with self.subTest(name):
+                self.setUp()
+                change()
+                self.assertIn(says, "\n".join(self.check([self.tokens]).wrong))
+
+    def flip(self, key: str, at: int) -> None:
+        data = bytearray(self.objects[key])
+        data[at] ^= 1
+        self.objects[key] = bytes(data)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,306 @@
+#!/usr/bin/env bash
+# The project's tests:  tests/run.sh [quick|lint|ci|full]     (ci unless told)
+#   quick   format, clippy, and the tests that need no server
+#   lint    ruff, shellcheck, cargo-deny
+#   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq), the demo
+#   full    ci, Swift, the long variants of the tests, fuzzing
+#
+# What is missing on a fresh Debian 12 with Rust is installed by tests/servers/install.sh.
+# No pass by skipping: KVGATE_TEST_REQUIRE lists the servers that tests must find (they fail otherwise); what did
+# not run is listed at the end, and a test that skips itself writes a line "name: reason" to the file
+# $KVGATE_TEST_SKIP_LOG, which counts it as skipped instead of passed.
+#
+# The last line is "N passed, N failed, N skipped". Failed counts failed tests, and failed steps without tests.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+# shellcheck source=tests/servers/common.sh
+source tests/servers/common.sh
+
+TIER=${1:-ci}
+WORK=$(mktemp -d "${TMPDIR:-/tmp}/kvgate-run.XXXXXX")
+FUZZ_SECONDS=${KVGATE_TEST_FUZZ_SECONDS:-300}
+
+export KVGATE_TEST_CACHE
+export KVGATE_TEST_SKIP_LOG=$WORK/skips
+touch "$KVGATE_TEST_SKIP_LOG"
+
+passed=0 failed=0 skipped=0
+failed_steps=() not_run=() servers_up=()
+
+# ---------------------------------------------------------------- steps
+
+# step NAME COMMAND... : run it, show how long it took, remember a failure and go on. Returns the command's status.
+step() {
+    local name=$1 began=$SECONDS status=0
+    shift
+    printf '\n==> [%4d s] %s\n' "$SECONDS" "$name"
+    # The lock's descriptor is closed, or a server that outlives us would keep it.
+    "$@" 9>&- 2>&1 | tee "$WORK/step.log" || status=$?
+    if [ "$status" = 0 ]; then
+        printf '    ok: %s, %d s\n' "$name" $((SECONDS - began))
+    else
+        printf '    FAILED: %s, status %d, %d s\n' "$name" "$status" $((SECONDS - began))
+        failed_steps+=("$name")
+    fi
+    return "$status"
+}
+
+# check NAME COMMAND... : a step that is one check and has no tests of its own to count.
+check() { step "$@" || failed=$((failed + 1)); }
+
+# tests NAME COMMAND... : a step that runs tests and prints their results, cargo's or Python's unittest's.
+tests() {
+    local status=0 ok bad ignored
+    step "$@" || status=$?
+    read -r ok bad ignored < <(count_results <"$WORK/step.log")
+    # A build that fails runs no test; and an empty run must not look like a good one.
+    if [ "$bad" = 0 ] && { [ "$status" != 0 ] || [ "$ok" = 0 ]; }; then
+        [ "$status" != 0 ] || { echo "    FAILED: $1: no test ran" && failed_steps+=("$1: no test ran"); }
+        bad=1
+    fi
+    passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + ignored))
+}
+
+# count_results : from a test program's output, the numbers "passed failed ignored".
+count_results() {
+    awk '
+        /^test result: / {                  # test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; ...
+            for (i = 2; i <= NF; i++) {
+                if ($i == "passed;") ok += $(i - 1)
+                if ($i == "failed;") bad += $(i - 1)
+                if ($i == "ignored;") out += $(i - 1)
+            }
+        }
+        /^Ran [0-9]+ tests? in / { ran += $2 }      # then: OK (skipped=1)  or  FAILED (failures=1, errors=2)
+        /^(OK|FAILED)( \(.*\))?$/ {
+            n = split($0, word, /[(),= ]+/)
+            for (i = 1; i < n; i++) {
+                if (word[i] == "failures" || word[i] == "errors") { bad += word[i + 1]; ran -= word[i + 1] }
+                if (word[i] == "skipped") { out += word[i + 1]; ran -= word[i + 1] }
+            }
+        }
+        END { print ok + ran, bad + 0, out + 0 }'
+}
+
+# shout WORDS... : what no one should overlook.
+shout() { printf '\n!!! %s\n' "$*"; }
+
+# ---------------------------------------------------------------- the parts
+
+rust_checks() {
+    check "cargo fmt" cargo fmt --check
+    check "cargo clippy" cargo clippy --all-targets "${LOCKED[@]}" -- -D warnings
+}
+
+lint() {
+    check "install lint tools" tests/servers/install.sh python deny
+    check "ruff check" "$VENV/bin/ruff" check --no-cache .
+    check "ruff format" "$VENV/bin/ruff" format --no-cache --check .
+    check "shellcheck" shell_scripts
+    # The crates must be there for cargo-deny to read their licences, so this comes after cargo has fetched them.
+    check "cargo deny" "$KVGATE_TEST_CACHE/cargo/bin/cargo-deny" --locked check -A duplicate bans licenses sources
+    not_run+=("cargo deny check advisories: its database comes over the network; the workflow on GitHub runs it")
+}
+
+shell_scripts() {
+    local scripts
+    mapfile -t scripts < <(find . \( -name target -o -name .git -o -name .venv -o -name shared \) -prune \
+        -o -type f \( -name '*.sh' -o -path './.ci/run' \) -print | sort)
+    echo "${#scripts[@]} scripts"
+    "$VENV/bin/shellcheck" -x -P "$ROOT" "${scripts[@]}"
+}
+
+rust_tests() { tests "cargo test" cargo test --no-fail-fast "${LOCKED[@]}"; }
+
+# The second implementation of the format, in Python, has tests of its own.
+reference_tests() {
+    if [ -e tests/reference/test_reference.py ]; then
+        tests "tests of the Python reference" "$VENV/bin/python" -B tests/reference/test_reference.py
+    fi
+}
+
+demo() {
+    check "demo" cargo run --release --quiet "${LOCKED[@]}" -- demo
+    if [ -n "${KVGATE_TEST_RGW_ENDPOINTS:-}" ]; then
+        check "demo on Ceph" cargo run --release --quiet "${LOCKED[@]}" -- \
+            demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}"
+    else
+        not_run+=("demo on Ceph: it is not up")
+    fi
+}
+
+fuzz() {
+    if ! cargo +nightly --version >/dev/null 2>&1; then
+        shout "no fuzzing: there is no nightly toolchain"
+        not_run+=("fuzzing: no nightly toolchain (rustup toolchain install nightly)")
+    elif ! cargo fuzz --version >/dev/null 2>&1; then
+        shout "no fuzzing: there is no cargo-fuzz"
+        not_run+=("fuzzing: no cargo-fuzz (cargo install cargo-fuzz)")
+    elif [ ! -d fuzz ]; then
+        not_run+=("fuzzing: there is no fuzz folder")
+    else
+        check "fuzz the header" cargo +nightly fuzz run header -- "-max_total_time=$FUZZ_SECONDS"
+    fi
+}
+
+# ---------------------------------------------------------------- servers
+
+# script_of SERVER ACTION : the command that brings it up or down.
+script_of() {
+    case $1 in
+        ceph) echo "ceph/$2.sh" ;;
+        *) echo "tests/servers/$1.sh $2" ;;
+    esac
+}
+
+# env_of SERVER : the file that its `up` writes.
+env_of() {
+    local upper=${1^^} dir
+    dir=KVGATE_${upper}_DIR
+    echo "${!dir:-${TMPDIR:-/tmp}/kvgate-$1}/env"
+}
+
+# required SERVER
+required() { [[ ,$KVGATE_TEST_REQUIRE, == *,"$1",* ]]; }
+
+# choose_required SERVER... : all of them unless the caller has chosen; MinIO only where it can be had.
+choose_required() {
+    local server chosen=()
+    if [ -z "${KVGATE_TEST_REQUIRE:-}" ]; then
+        for server in "$@"; do
+            if [ "$server" != minio ] || command -v go >/dev/null || [ -x "$KVGATE_TEST_CACHE/bin/minio" ]; then
+                chosen+=("$server")
+            fi
+        done
+        KVGATE_TEST_REQUIRE=$(IFS=, && echo "${chosen[*]}")
+    fi
+    export KVGATE_TEST_REQUIRE
+}
+
+install_and_start() {
+    # shellcheck disable=SC2046  # two words on purpose
+    tests/servers/install.sh "$1" && bash $(script_of "$1" up)
+}
+
+# bring_up SERVER... : install, start, and take over each one's environment.
+bring_up() {
+    local server
+    for server in "$@"; do
+        servers_up+=("$server")
+        if step "start $server" install_and_start "$server"; then
+            # shellcheck source=/dev/null
+            source "$(env_of "$server")"
+        elif required "$server"; then
+            failed=$((failed + 1))
+        else
+            # It was not required, so its absence is no failure; the tests that wanted it skip, and say so.
+            unset 'failed_steps[-1]'
+            shout "$server is NOT there: the tests against it are skipped"
+            not_run+=("tests against $server: it could not be installed or started, see above")
+        fi
+    done
+}
+
+take_down() {
+    local server
+    for server in "${servers_up[@]}"; do
+        # shellcheck disable=SC2046  # two words on purpose
+        bash $(script_of "$server" down) || echo "could not end $server" >&2
+    done
+    servers_up=()
+}
+
+# Two runs at once would end each other's servers: the second one waits.
+lock() {
+    mkdir -p "$KVGATE_TEST_CACHE"
+    exec 9>"$KVGATE_TEST_CACHE/run.lock"
+    flock -n 9 || { shout "another run is under way; waiting for it to end" && flock 9; }
+}
+
+# forget_servers : a quick run must not depend on what happens to be in the environment.
+forget_servers() {
+    local name
+    for name in $(compgen -e KVGATE_TEST_ || true); do
+        case $name in KVGATE_TEST_CACHE | KVGATE_TEST_SKIP_LOG) ;; *) unset "$name" ;; esac
+    done
+}
+
+# ---------------------------------------------------------------- the end
+
+summary() {
+    local line count
+    # A test that skipped itself was counted as passed by its test program.
+    count=$(wc -l <"$KVGATE_TEST_SKIP_LOG")
+    passed=$((passed - count)) skipped=$((skipped + count))
+    while read -r line; do not_run+=("$line"); done <"$KVGATE_TEST_SKIP_LOG"
+
+    printf '\n==> [%4d s] %s is done\n' "$SECONDS" "$TIER"
+    if ((${#not_run[@]})); then
+        echo "NOT run:"
+        printf '  - %s\n' "${not_run[@]}"
+    else
+        echo "NOT run: nothing"
+    fi
+    if ((${#failed_steps[@]})); then
+        echo "FAILED:"
+        printf '  - %s\n' "${failed_steps[@]}"
+    fi
+    echo "$passed passed, $failed failed, $skipped skipped"
+}
+
+cleanup() {
+    take_down
+    rm -rf "$WORK"
+}
+
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# The lock file must be right in CI; at the desk an edited Cargo.toml may change it.
+LOCKED=(--locked)
+case $TIER in
+    quick)
+        LOCKED=()
+        forget_servers
+        rust_checks
+        rust_tests
+        not_run+=("lint, the Python reference's tests, the tests against servers, the demo: tests/run.sh ci")
+        not_run+=("long tests and fuzzing: tests/run.sh full")
+        ;;
+    lint)
+        check "install base tools" tests/servers/install.sh base
+        lint
+        not_run+=("everything else: tests/run.sh ci")
+        ;;
+    ci | full)
+        lock
+        servers=(ceph minio rclone dns)
+        if [ "$TIER" = full ]; then
+            servers+=(swift)
+            export KVGATE_TEST_FULL=1
+        fi
+        choose_required "${servers[@]}"
+        check "install base tools" tests/servers/install.sh base
+        rust_checks
+        lint
+        bring_up "${servers[@]}"
+        rust_tests
+        reference_tests
+        demo
+        if [ "$TIER" = full ]; then
+            fuzz
+        else
+            not_run+=("tests against Swift, long tests, fuzzing: tests/run.sh full")
+        fi
+        ;;
+    *)
+        echo "usage: tests/run.sh [quick|lint|ci|full]" >&2
+        exit 2
+        ;;
+esac
+
+take_down
+summary
+[ "$failed" = 0 ]

