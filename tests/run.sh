@@ -22,6 +22,8 @@ WORK=$(mktemp -d "${TMPDIR:-/tmp}/kvgate-run.XXXXXX")
 FUZZ_SECONDS=${KVGATE_TEST_FUZZ_SECONDS:-300}
 
 export KVGATE_TEST_CACHE
+# radosgw listens with TLS too, for the tests of it.
+export KVGATE_CEPH_SSL_PORT=${KVGATE_CEPH_SSL_PORT:-7443}
 export KVGATE_TEST_SKIP_LOG=$WORK/skips
 touch "$KVGATE_TEST_SKIP_LOG"
 

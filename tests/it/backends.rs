@@ -1,0 +1,142 @@
+//! The S3 servers that tests run against.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_credential_types::Credentials;
+use kvgate::embedded::EmbeddedS3;
+use kvgate::object::{ObjectStore, RetryPolicy, Retrying, S3, S3Options};
+
+/// A server, up for as long as this lives.
+pub struct Backend {
+    pub name: &'static str,
+    pub endpoints: Vec<String>,
+    access_key: String,
+    secret_key: String,
+    _embedded: Option<EmbeddedS3>,
+}
+
+/// What `tests/run.sh` calls a server, and how it names its variables.
+const SERVERS: [(&str, &str, &str); 4] = [
+    ("rgw", "ceph", "RGW"),
+    ("minio", "minio", "MINIO"),
+    ("rclone", "rclone", "RCLONE"),
+    ("swift", "swift", "SWIFT"),
+];
+
+pub const RETRIES: RetryPolicy = RetryPolicy {
+    retries: 4,
+    base: Duration::from_millis(20),
+    max: Duration::from_millis(200),
+    budget: 1000,
+};
+
+impl Backend {
+    pub async fn embedded() -> Self {
+        let server = EmbeddedS3::start(None, None)
+            .await
+            .expect("the embedded server starts");
+        Self {
+            name: "embedded",
+            endpoints: vec![server.endpoint()],
+            access_key: server.access_key().into(),
+            secret_key: server.secret_key().into(),
+            _embedded: Some(server),
+        }
+    }
+
+    /// None where the server isn't up: says so loudly, and fails where it is required.
+    pub async fn find(name: &'static str, test: &str) -> Option<Self> {
+        if name == "embedded" {
+            return Some(Self::embedded().await);
+        }
+        let (_, server, upper) = SERVERS
+            .into_iter()
+            .find(|server| server.0 == name)
+            .expect("a known server");
+        let variable = |what: &str| std::env::var(format!("KVGATE_TEST_{upper}_{what}")).ok();
+        let endpoints = variable("ENDPOINTS").or_else(|| variable("ENDPOINT"));
+        let Some(endpoints) = endpoints else {
+            skip(test, server);
+            return None;
+        };
+        Some(Self {
+            name,
+            endpoints: endpoints.split_whitespace().map(Into::into).collect(),
+            access_key: variable("ACCESS_KEY").expect("the access key beside the endpoint"),
+            secret_key: variable("SECRET_KEY").expect("the secret key beside the endpoint"),
+            _embedded: None,
+        })
+    }
+
+    pub fn options(&self) -> S3Options {
+        S3Options {
+            endpoint: Some(self.endpoints[0].clone()),
+            bucket: "kvgate-it".into(),
+            region: "us-east-1".into(),
+            path_style: true,
+            ca_file: None,
+            connect_timeout: Duration::from_secs(2),
+            read_timeout: Duration::from_secs(10),
+            request_timeout: Duration::from_secs(30),
+            credentials: Some(Credentials::from_keys(&self.access_key, &self.secret_key, None)),
+        }
+    }
+
+    /// The tests' bucket, made if it is missing.
+    pub async fn store(&self) -> Arc<dyn ObjectStore> {
+        let store = open(&self.options()).await;
+        let deadline = super::fixture::soon();
+        if store.check_bucket(deadline).await.is_err() {
+            store
+                .create_bucket(deadline)
+                .await
+                .expect("the bucket can be made");
+        }
+        store
+    }
+}
+
+pub async fn open(options: &S3Options) -> Arc<dyn ObjectStore> {
+    Arc::new(Retrying::new(
+        S3::connect(options).await.expect("good options"),
+        RETRIES,
+    ))
+}
+
+/// Counts the test as skipped, or fails it where its server is required.
+pub fn skip(test: &str, server: &str) {
+    let required = std::env::var("KVGATE_TEST_REQUIRE").unwrap_or_default();
+    assert!(
+        !required.split(',').any(|name| name == server),
+        "{server} is required (KVGATE_TEST_REQUIRE) but not up"
+    );
+    eprintln!("SKIPPED {test}: {server} is not up (tests/run.sh brings it up)");
+    if let Ok(path) = std::env::var("KVGATE_TEST_SKIP_LOG") {
+        let mut log = std::fs::OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(path)
+            .expect("the skip log");
+        writeln!(log, "{test}: {server} is not up").expect("the skip log can be written");
+    }
+}
+
+/// Makes a test of `$test(Backend)` for each server named.
+macro_rules! on_backends {
+    ($($test:ident: $($backend:ident),+;)+) => {$(
+        mod $test {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $backend() {
+                    let test = concat!(module_path!(), "::", stringify!($backend));
+                    if let Some(backend) = crate::backends::Backend::find(stringify!($backend), test).await {
+                        super::$test(&backend).await;
+                    }
+                }
+            )+
+        }
+    )+};
+}
+pub(crate) use on_backends;

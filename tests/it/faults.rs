@@ -1,0 +1,521 @@
+//! Faults put in front of a store: errors are unknown, never absent; nothing is kept, lost or asked twice.
+
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvgate::arena::SlotMut;
+use kvgate::config::Strategy;
+use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::object::{
+    Condition, ErrorKind, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation, RequestCounts,
+    Retrying, StoreFuture,
+};
+use tokio::time::Instant;
+
+use crate::backends::{Backend, RETRIES};
+use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
+
+type Hook = Box<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+
+/// A store with something done to its calls.
+pub struct Hooked {
+    inner: Arc<dyn ObjectStore>,
+    /// Run before GET number `.0`, counted from 0.
+    before_get: Option<(usize, Hook)>,
+    gets: AtomicUsize,
+    /// Flip a payload byte of this key.
+    flip: Option<String>,
+    healed: AtomicBool,
+    /// Calls that fail with this, as long as it is set.
+    failing: Mutex<Option<ErrorKind>>,
+    fail_next: AtomicUsize,
+    delay: Duration,
+}
+
+impl Hooked {
+    fn over(inner: Arc<dyn ObjectStore>) -> Self {
+        Self {
+            inner,
+            before_get: None,
+            gets: AtomicUsize::new(0),
+            flip: None,
+            healed: AtomicBool::new(false),
+            failing: Mutex::new(None),
+            fail_next: AtomicUsize::new(0),
+            delay: Duration::ZERO,
+        }
+    }
+
+    pub fn before_get(
+        inner: Arc<dyn ObjectStore>,
+        number: usize,
+        hook: impl Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            before_get: Some((number, Box::new(hook))),
+            ..Self::over(inner)
+        }
+    }
+
+    pub fn flipping(inner: Arc<dyn ObjectStore>, key: String) -> Arc<Self> {
+        Arc::new(Self {
+            flip: Some(key),
+            ..Self::over(inner)
+        })
+    }
+
+    pub fn heal(&self) {
+        self.healed.store(true, Ordering::SeqCst);
+    }
+
+    fn fail(&self, kind: Option<ErrorKind>) {
+        *self.failing.lock().unwrap() = kind;
+    }
+
+    async fn enter(&self, operation: Operation, key: &str) -> Result<(), ObjectError> {
+        tokio::time::sleep(self.delay).await;
+        let next = self
+            .fail_next
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        let kind = next
+            .ok()
+            .map(|_| ErrorKind::Unavailable)
+            .or(*self.failing.lock().unwrap());
+        kind.map_or(Ok(()), |kind| {
+            Err(ObjectError::new(operation, key, kind, "injected"))
+        })
+    }
+}
+
+impl ObjectStore for Hooked {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        Box::pin(async move {
+            self.enter(Operation::Head, key).await?;
+            self.inner.head(key, deadline).await
+        })
+    }
+
+    fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        Box::pin(async move {
+            self.enter(Operation::Attributes, key).await?;
+            self.inner.attributes(key, deadline).await
+        })
+    }
+
+    fn get<'a>(
+        &'a self,
+        get: GetRange<'a>,
+        into: &'a mut SlotMut,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ObjectMeta> {
+        Box::pin(async move {
+            if let Some((number, hook)) = &self.before_get
+                && self.gets.fetch_add(1, Ordering::SeqCst) == *number
+            {
+                hook().await;
+            }
+            self.enter(Operation::Get, get.key).await?;
+            let (key, end) = (get.key, get.range.end);
+            let meta = self.inner.get(get, into, deadline).await?;
+            if self.flip.as_deref() == Some(key)
+                && !self.healed.load(Ordering::SeqCst)
+                && end == meta.len as usize
+            {
+                let last = into.len() - 1;
+                into[last] ^= 1;
+            }
+            Ok(meta)
+        })
+    }
+
+    fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        self.inner.read(key, limit, deadline)
+    }
+
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        Box::pin(async move {
+            self.enter(Operation::Put, key).await?;
+            self.inner.put(key, body, when, deadline).await
+        })
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        from: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        self.inner.list(prefix, from, deadline)
+    }
+
+    fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
+        self.inner.delete(keys, deadline)
+    }
+
+    fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        self.inner.check_bucket(deadline)
+    }
+
+    fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        self.inner.create_bucket(deadline)
+    }
+
+    fn requests(&self) -> RequestCounts {
+        self.inner.requests()
+    }
+}
+
+/// An embedded server with a prompt of `n` chunks on it.
+async fn stored(n: usize) -> (Backend, Site, Prompt) {
+    let backend = Backend::embedded().await;
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(n);
+    store_all(&site.gateway(), &prompt).await;
+    (backend, site, prompt)
+}
+
+#[tokio::test]
+async fn errors_are_unknown_and_not_remembered() {
+    let (_server, site, prompt) = stored(5).await;
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    for kind in [
+        ErrorKind::Denied,
+        ErrorKind::Credentials,
+        ErrorKind::Throttled,
+        ErrorKind::Unavailable,
+        ErrorKind::Timeout,
+        ErrorKind::Connect,
+        ErrorKind::Broken,
+        ErrorKind::NoBucket,
+    ] {
+        flaky.fail(Some(kind));
+        for strategy in [Strategy::Exact, Strategy::Prefix] {
+            let found = lookup(&gateway, &prompt, strategy).await;
+            assert_eq!(
+                (found.mask.count(), found.unknown.count()),
+                (0, 5),
+                "{kind:?} {strategy:?}"
+            );
+            assert_eq!(found.error.unwrap().kind, kind);
+        }
+        assert_eq!(
+            load_codes(&gateway, &prompt, AfterMiss::Continue).await,
+            ["unknown"; 5],
+            "{kind:?}"
+        );
+        flaky.fail(None);
+        assert_eq!(
+            lookup(&gateway, &prompt, Strategy::Exact).await.prefix,
+            5,
+            "right again at once after {kind:?}"
+        );
+        assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 5]);
+        gateway.forget_existence();
+    }
+    arena_empties(&gateway).await;
+}
+
+#[tokio::test]
+async fn a_failed_store_is_not_present() {
+    let backend = Backend::embedded().await;
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(1);
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    flaky.fail(Some(ErrorKind::Unavailable));
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 0).await,
+        StoreOutcome::Failed(_)
+    ));
+    flaky.fail(None);
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Exact).await.prefix, 0);
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 0).await,
+        StoreOutcome::Stored
+    ));
+    arena_empties(&gateway).await;
+}
+
+#[tokio::test]
+async fn one_chunk_s_error_does_not_fail_its_neighbours() {
+    let (_server, site, prompt) = stored(6).await;
+    let flaky = Arc::new(Hooked {
+        fail_next: AtomicUsize::new(1),
+        ..Hooked::over(Arc::clone(&site.store))
+    });
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    let found = lookup(&gateway, &prompt, Strategy::Exact).await;
+    assert_eq!((found.mask.count(), found.unknown.count()), (5, 1));
+    flaky.fail_next.store(1, Ordering::SeqCst);
+    let codes = load_codes(&gateway, &prompt, AfterMiss::Continue).await;
+    assert_eq!(codes.iter().filter(|&&code| code == "ok").count(), 5, "{codes:?}");
+    assert_eq!(
+        codes.iter().filter(|&&code| code == "unknown").count(),
+        1,
+        "{codes:?}"
+    );
+}
+
+#[tokio::test]
+async fn the_same_question_at_once_is_one_request() {
+    let (_server, site, prompt) = stored(10).await;
+    let slow = Arc::new(Hooked {
+        delay: Duration::from_millis(50),
+        ..Hooked::over(Arc::clone(&site.store))
+    });
+    let gateway = site.gateway_over(Arc::clone(&slow) as Arc<_>);
+    let before = gateway.requests();
+    let lookups = (0..20).map(|_| lookup(&gateway, &prompt, Strategy::Exact));
+    for found in futures::future::join_all(lookups).await {
+        assert_eq!(found.prefix, 10);
+    }
+    assert_eq!(gateway.requests().since(&before).head, 10);
+}
+
+#[tokio::test]
+async fn a_deadline_ends_a_lookup_and_its_answer_still_counts() {
+    let (_server, site, prompt) = stored(3).await;
+    let slow = Arc::new(Hooked {
+        delay: Duration::from_millis(300),
+        ..Hooked::over(Arc::clone(&site.store))
+    });
+    let gateway = site.gateway_over(Arc::clone(&slow) as Arc<_>);
+    for strategy in [Strategy::Exact, Strategy::Prefix] {
+        let deadline = Instant::now() + Duration::from_millis(20);
+        let found = gateway
+            .lookup(&prompt.space, &prompt.hashes, strategy, deadline)
+            .await;
+        assert_eq!(
+            (found.mask.count(), found.unknown.count()),
+            (0, 3),
+            "{strategy:?}"
+        );
+        assert_eq!(found.error.unwrap().kind, ErrorKind::Deadline);
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let before = gateway.requests();
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Exact).await.prefix, 3);
+    assert_eq!(
+        gateway.requests(),
+        before,
+        "the first lookup's questions were answered meanwhile"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_loads_give_everything_back() {
+    let (_server, site, prompt) = stored(12).await;
+    let gateway = site.gateway();
+    for after in 0..12 {
+        let request = LoadRequest {
+            space: prompt.space.clone(),
+            chunks: prompt.hashes.clone(),
+            after_miss: AfterMiss::Stop,
+            deadline: soon(),
+        };
+        let mut load = gateway.load(request);
+        for _ in 0..after {
+            load.next().await.unwrap().1.unwrap();
+        }
+        drop(load);
+    }
+    arena_empties(&gateway).await;
+    assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 12]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_stores_give_everything_back_and_can_be_repeated() {
+    let backend = Backend::embedded().await;
+    let site = Site::new(backend.store().await).await;
+    let gateway = site.gateway();
+    let prompt = Prompt::new(12);
+    for i in 0..12 {
+        let limit = Duration::from_micros(300 * i as u64);
+        let _ = tokio::time::timeout(limit, store_chunk(&gateway, &prompt, i)).await;
+    }
+    arena_empties(&gateway).await;
+    for i in 0..12 {
+        let outcome = store_chunk(&gateway, &prompt, i).await;
+        assert!(
+            matches!(outcome, StoreOutcome::Stored | StoreOutcome::Present),
+            "{outcome:?}"
+        );
+    }
+    assert_eq!(
+        load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
+        ["ok"; 12]
+    );
+}
+
+/// Each holds chunks while it waits for more; together they want four times the arena.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn loads_never_wait_for_each_other_s_slots() {
+    let (_server, site, prompt) = stored(20).await;
+    let object = prompt.space.layout().object_len().next_multiple_of(4096);
+    let gateway = kvgate::gateway::Gateway::new(
+        Arc::clone(&site.store),
+        crate::fixture::arena(20 * object),
+        site.capabilities,
+        site.options(),
+    );
+    let loads = (0..4).map(|_| load_codes(&gateway, &prompt, AfterMiss::Stop));
+    for codes in futures::future::join_all(loads).await {
+        assert_eq!(codes, ["ok"; 20]);
+    }
+    let stats = gateway.arena().stats();
+    assert!(stats.used_bytes_peak <= 20 * object);
+    arena_empties(&gateway).await;
+}
+
+#[tokio::test]
+async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says_so() {
+    let (_server, site, prompt) = stored(8).await;
+    let object = prompt.space.layout().object_len().next_multiple_of(4096);
+    let over = |size| {
+        let arena = crate::fixture::arena(size);
+        kvgate::gateway::Gateway::new(Arc::clone(&site.store), arena, site.capabilities, site.options())
+    };
+    let request = |deadline| LoadRequest {
+        space: prompt.space.clone(),
+        chunks: prompt.hashes.clone(),
+        after_miss: AfterMiss::Stop,
+        deadline,
+    };
+    let gateway = over(3 * object);
+    let mut load = gateway.load(request(soon()));
+    while let Some((i, outcome)) = load.next().await {
+        assert_eq!(outcome.unwrap().payload()[..], prompt.payload(i)[..]);
+    }
+    let kept = gateway
+        .load(request(Instant::now() + Duration::from_millis(300)))
+        .collect()
+        .await;
+    assert_eq!(kept.iter().filter(|outcome| outcome.is_ok()).count(), 3);
+    assert_eq!(kept[3].as_ref().unwrap_err().code(), "arena_full");
+    drop(kept);
+    arena_empties(&gateway).await;
+
+    let small = over(object - 4096);
+    let outcomes = small.load(request(soon())).collect().await;
+    assert_eq!(outcomes[0].as_ref().unwrap_err().code(), "arena_too_small");
+    assert!(
+        outcomes[0]
+            .as_ref()
+            .unwrap_err()
+            .to_string()
+            .contains("[arena] size")
+    );
+    assert!(small.reserve(&prompt.space).is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_are_bounded_by_count_budget_and_deadline() {
+    let refused = |kind| {
+        let inner = Hooked::over(Arc::new(NoStore));
+        inner.fail(Some(kind));
+        inner
+    };
+    let calls = |retrying: &Retrying<Counted>| retrying_calls(retrying);
+    for (kind, expected) in [
+        (ErrorKind::Throttled, 5),
+        (ErrorKind::Denied, 1),
+        (ErrorKind::NotFound, 1),
+    ] {
+        let retrying = Retrying::new(Counted(refused(kind), AtomicUsize::new(0)), RETRIES);
+        let error = retrying.head("k", soon()).await.unwrap_err();
+        assert_eq!((error.kind, calls(&retrying)), (kind, expected));
+    }
+    let policy = kvgate::object::RetryPolicy { budget: 3, ..RETRIES };
+    let retrying = Retrying::new(Counted(refused(ErrorKind::Timeout), AtomicUsize::new(0)), policy);
+    for _ in 0..10 {
+        assert!(retrying.head("k", soon()).await.is_err());
+    }
+    assert_eq!(calls(&retrying), 10 + 3, "the budget is spent");
+
+    let retrying = Retrying::new(Counted(refused(ErrorKind::Connect), AtomicUsize::new(0)), RETRIES);
+    let deadline = Instant::now() + Duration::from_millis(1);
+    assert!(retrying.head("k", deadline).await.is_err());
+    assert!(
+        Instant::now() <= deadline + Duration::from_millis(1),
+        "never past the deadline"
+    );
+}
+
+fn retrying_calls(retrying: &Retrying<Counted>) -> usize {
+    usize::try_from(retrying.requests().head).unwrap()
+}
+
+/// Counts calls, where [`NoStore`] has no requests to count.
+struct Counted(Hooked, AtomicUsize);
+
+/// Never reached: the hook in front of it fails every call.
+struct NoStore;
+
+macro_rules! unreachable_store {
+    () => {
+        fn attributes<'a>(&'a self, _: &'a str, _: Instant) -> StoreFuture<'a, ObjectMeta> {
+            unreachable!()
+        }
+        fn get<'a>(&'a self, _: GetRange<'a>, _: &'a mut SlotMut, _: Instant) -> StoreFuture<'a, ObjectMeta> {
+            unreachable!()
+        }
+        fn read<'a>(&'a self, _: &'a str, _: usize, _: Instant) -> StoreFuture<'a, Bytes> {
+            unreachable!()
+        }
+        fn put<'a>(
+            &'a self,
+            _: &'a str,
+            _: Bytes,
+            _: Condition<'a>,
+            _: Instant,
+        ) -> StoreFuture<'a, Arc<str>> {
+            unreachable!()
+        }
+        fn list<'a>(&'a self, _: &'a str, _: Option<&'a str>, _: Instant) -> StoreFuture<'a, ListPage> {
+            unreachable!()
+        }
+        fn delete<'a>(&'a self, _: &'a [String], _: Instant) -> StoreFuture<'a, ()> {
+            unreachable!()
+        }
+        fn check_bucket(&self, _: Instant) -> StoreFuture<'_, ()> {
+            unreachable!()
+        }
+        fn create_bucket(&self, _: Instant) -> StoreFuture<'_, ()> {
+            unreachable!()
+        }
+    };
+}
+
+impl ObjectStore for NoStore {
+    fn head<'a>(&'a self, _: &'a str, _: Instant) -> StoreFuture<'a, ObjectMeta> {
+        unreachable!()
+    }
+    unreachable_store!();
+    fn requests(&self) -> RequestCounts {
+        RequestCounts::default()
+    }
+}
+
+impl ObjectStore for Counted {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        self.1.fetch_add(1, Ordering::SeqCst);
+        self.0.head(key, deadline)
+    }
+    unreachable_store!();
+    fn requests(&self) -> RequestCounts {
+        RequestCounts {
+            head: self.1.load(Ordering::SeqCst) as u64,
+            ..RequestCounts::default()
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Real radosgws that stop, and real rights that go: unknown, not absent, and right again without a restart.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_credential_types::Credentials;
+use kvgate::config::Strategy;
+use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::object::{ErrorKind, S3, S3Options};
+
+use crate::backends::{Backend, on_backends, open};
+use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
+
+on_backends! {
+    a_stopped_rgw: rgw;
+    rights_that_go_half_way: rgw;
+    tls_with_a_ca_of_ones_own: rgw;
+}
+
+fn rgw(action: &str, address: &str) {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/ceph/rgw.sh");
+    let status = Command::new("bash")
+        .args([script, action, address])
+        .status()
+        .unwrap();
+    assert!(status.success(), "rgw.sh {action} {address}");
+}
+
+async fn a_stopped_rgw(backend: &Backend) {
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(4);
+    store_all(&site.gateway(), &prompt).await;
+    // The last one, which no other test asks alone.
+    let endpoint = backend.endpoints.last().unwrap();
+    let address = endpoint.trim_start_matches("http://").split(':').next().unwrap();
+    let options = S3Options {
+        endpoint: Some(endpoint.clone()),
+        ..backend.options()
+    };
+    let gateway = site.gateway_over(open(&options).await);
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Prefix).await.prefix, 4);
+    gateway.forget_existence();
+
+    rgw("stop", address);
+    for strategy in [Strategy::Exact, Strategy::Prefix] {
+        let found = lookup(&gateway, &prompt, strategy).await;
+        assert_eq!(
+            (found.mask.count(), found.unknown.count()),
+            (0, 4),
+            "{strategy:?}"
+        );
+        assert_eq!(found.error.unwrap().kind, ErrorKind::Connect);
+    }
+    assert_eq!(
+        load_codes(&gateway, &prompt, AfterMiss::Continue).await,
+        ["unknown"; 4]
+    );
+    let more = Prompt::new(1);
+    assert!(matches!(
+        store_chunk(&gateway, &more, 0).await,
+        StoreOutcome::Failed(_)
+    ));
+    arena_empties(&gateway).await;
+
+    rgw("start", address);
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Prefix).await.prefix, 4);
+    assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 4]);
+    assert!(matches!(
+        store_chunk(&gateway, &more, 0).await,
+        StoreOutcome::Stored
+    ));
+
+    // Hung instead of gone: time-outs end it.
+    gateway.forget_existence();
+    let hasty = S3Options {
+        request_timeout: Duration::from_millis(300),
+        ..options
+    };
+    let hasty = site.gateway_over(Arc::new(S3::connect(&hasty).await.unwrap()));
+    rgw("pause", address);
+    let found = lookup(&hasty, &prompt, Strategy::Exact).await;
+    let codes = load_codes(&hasty, &prompt, AfterMiss::Continue).await;
+    rgw("resume", address);
+    assert_eq!((found.mask.count(), found.unknown.count()), (0, 4));
+    assert_eq!(found.error.unwrap().kind, ErrorKind::Timeout);
+    assert_eq!(codes, ["unknown"; 4]);
+    assert_eq!(load_codes(&hasty, &prompt, AfterMiss::Stop).await, ["ok"; 4]);
+}
+
+/// A second user, whom the bucket's policy lets in, and then no longer.
+async fn rights_that_go_half_way(backend: &Backend) {
+    let key =
+        |what: &str| std::env::var(format!("KVGATE_TEST_RGW_DENIED_{what}_KEY")).expect("a second user");
+    let options = backend.options();
+    let owner = owner_client(&options).await;
+    let bucket = "kvgate-it-shared";
+    let _ = owner.create_bucket().bucket(bucket).send().await;
+    let allow = format!(
+        r#"{{"Version": "2012-10-17", "Statement": [{{"Effect": "Allow", "Principal": "*", "Action": "s3:*",
+            "Resource": ["arn:aws:s3:::{bucket}", "arn:aws:s3:::{bucket}/*"]}}]}}"#
+    );
+    let guest = S3Options {
+        bucket: bucket.into(),
+        credentials: Some(Credentials::from_keys(key("ACCESS"), key("SECRET"), None)),
+        ..options
+    };
+    let set = async |allowed: bool| {
+        if allowed {
+            owner
+                .put_bucket_policy()
+                .bucket(bucket)
+                .policy(&allow)
+                .send()
+                .await
+                .map(drop)
+                .unwrap();
+        } else {
+            owner
+                .delete_bucket_policy()
+                .bucket(bucket)
+                .send()
+                .await
+                .map(drop)
+                .unwrap();
+        }
+    };
+    set(true).await;
+    let site = Site::new(open(&guest).await).await;
+    let prompt = Prompt::new(4);
+    let gateway: Gateway = site.gateway();
+    store_all(&gateway, &prompt).await;
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Prefix).await.prefix, 4);
+
+    set(false).await;
+    assert_eq!(
+        load_codes(&gateway, &prompt, AfterMiss::Continue).await,
+        ["unknown"; 4]
+    );
+    gateway.forget_existence();
+    let found = lookup(&gateway, &prompt, Strategy::Exact).await;
+    assert_eq!(
+        (found.mask.count(), found.unknown.count()),
+        (0, 4),
+        "denied is not absent"
+    );
+    assert_eq!(found.error.unwrap().kind, ErrorKind::Denied);
+    let more = Prompt::new(1);
+    assert!(matches!(
+        store_chunk(&gateway, &more, 0).await,
+        StoreOutcome::Failed(_)
+    ));
+
+    set(true).await;
+    assert_eq!(lookup(&gateway, &prompt, Strategy::Exact).await.prefix, 4);
+    assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 4]);
+    assert!(matches!(
+        store_chunk(&gateway, &more, 0).await,
+        StoreOutcome::Stored
+    ));
+}
+
+async fn owner_client(options: &S3Options) -> aws_sdk_s3::Client {
+    let config = aws_sdk_s3::Config::builder()
+        .behavior_version(aws_sdk_s3::config::BehaviorVersion::latest())
+        .http_client(aws_smithy_http_client::Builder::new().build_http())
+        .endpoint_url(options.endpoint.clone().unwrap())
+        .region(aws_sdk_s3::config::Region::new("us-east-1"))
+        .credentials_provider(options.credentials.clone().unwrap())
+        .force_path_style(true)
+        .request_checksum_calculation(aws_sdk_s3::config::RequestChecksumCalculation::WhenRequired);
+    aws_sdk_s3::Client::from_conf(config.build())
+}
+
+async fn tls_with_a_ca_of_ones_own(backend: &Backend) {
+    let endpoints = std::env::var("KVGATE_TEST_RGW_TLS_ENDPOINTS").expect("radosgw with TLS");
+    let ca_file = PathBuf::from(std::env::var("KVGATE_TEST_RGW_TLS_CA").expect("its certificate"));
+    let endpoint = endpoints.split_whitespace().next().unwrap().to_owned();
+    let untrusting = S3Options {
+        endpoint: Some(endpoint),
+        ..backend.options()
+    };
+    let error = open(&untrusting).await.check_bucket(soon()).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Connect, "{error}");
+
+    let site = Site::new(backend.store().await).await;
+    let options = S3Options {
+        ca_file: Some(ca_file),
+        ..untrusting.clone()
+    };
+    let gateway = site.gateway_over(open(&options).await);
+    let prompt = Prompt::new(4);
+    store_all(&gateway, &prompt).await;
+    assert_eq!(
+        load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
+        ["ok"; 4],
+        "read over plain HTTP"
+    );
+    gateway.forget_existence();
+    assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 4]);
+
+    for (name, bytes) in [
+        ("empty", &b""[..]),
+        (
+            "junk",
+            b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+        ),
+    ] {
+        let path = std::env::temp_dir().join(format!("kvgate-{name}-{}.pem", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        let result = S3::connect(&S3Options {
+            ca_file: Some(path.clone()),
+            ..untrusting.clone()
+        })
+        .await;
+        std::fs::remove_file(&path).unwrap();
+        assert!(result.err().unwrap().to_string().contains("ca_file"), "{name}");
+    }
+}
