@@ -177,7 +177,7 @@ write_env() {
         export_line KVGATE_TEST_RGW_DENIED_SECRET_KEY "$DENIED_SECRET_KEY"
         if [ -n "$SSL_PORT" ]; then
             export_line KVGATE_TEST_RGW_TLS_ENDPOINTS "$(urls https "$SSL_PORT")"
-            export_line KVGATE_TEST_RGW_TLS_CA "$DIR/tls.crt"
+            export_line KVGATE_TEST_RGW_TLS_CA "$DIR/ca.crt"
         fi
     } >"$DIR/env"
 }
@@ -207,9 +207,15 @@ osd_is_up() { ceph osd stat 2>/dev/null | grep -q '1 up'; }
 make_certificate() {
     local address names="DNS:$TLS_NAME,DNS:*.$TLS_NAME,DNS:localhost,IP:127.0.0.1"
     for address in "${addresses[@]}"; do names+=",IP:$address"; done
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=$TLS_NAME" \
-        -addext "subjectAltName=$names" -keyout "$DIR/tls.key" -out "$DIR/tls.crt" 2>"$DIR/log/openssl.out" ||
-        die "openssl"
+    # An authority and a certificate signed by it: strict clients refuse one certificate that is both.
+    {
+        openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj "/CN=kvgate test CA" \
+            -keyout "$DIR/ca.key" -out "$DIR/ca.crt" &&
+            openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$TLS_NAME" \
+                -keyout "$DIR/tls.key" -out "$DIR/tls.csr" &&
+            openssl x509 -req -in "$DIR/tls.csr" -CA "$DIR/ca.crt" -CAkey "$DIR/ca.key" -CAcreateserial -days 3650 \
+                -extfile <(echo "subjectAltName=$names") -out "$DIR/tls.crt"
+    } 2>"$DIR/log/openssl.out" || die "openssl"
     cat "$DIR/tls.key" "$DIR/tls.crt" >"$DIR/tls.pem"
 }
 

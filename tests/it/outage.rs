@@ -97,34 +97,25 @@ async fn rights_that_go_half_way(backend: &Backend) {
     let owner = owner_client(&options).await;
     let bucket = "kvgate-it-shared";
     let _ = owner.create_bucket().bucket(bucket).send().await;
-    let allow = format!(
-        r#"{{"Version": "2012-10-17", "Statement": [{{"Effect": "Allow", "Principal": "*", "Action": "s3:*",
-            "Resource": ["arn:aws:s3:::{bucket}", "arn:aws:s3:::{bucket}/*"]}}]}}"#
-    );
+    let policy = |allowed: bool| {
+        // What the guest wrote is the guest's own: without an explicit Deny it stays readable.
+        let deny = format!(
+            r#", {{"Effect": "Deny", "Principal": "*", "Action": ["s3:GetObject", "s3:PutObject"],
+                "Resource": ["arn:aws:s3:::{bucket}/*"]}}"#
+        );
+        format!(
+            r#"{{"Version": "2012-10-17", "Statement": [{{"Effect": "Allow", "Principal": "*", "Action": "s3:*",
+                "Resource": ["arn:aws:s3:::{bucket}", "arn:aws:s3:::{bucket}/*"]}}{}]}}"#,
+            if allowed { "" } else { &deny }
+        )
+    };
     let guest = S3Options {
         bucket: bucket.into(),
         credentials: Some(Credentials::from_keys(key("ACCESS"), key("SECRET"), None)),
         ..options
     };
     let set = async |allowed: bool| {
-        if allowed {
-            owner
-                .put_bucket_policy()
-                .bucket(bucket)
-                .policy(&allow)
-                .send()
-                .await
-                .map(drop)
-                .unwrap();
-        } else {
-            owner
-                .delete_bucket_policy()
-                .bucket(bucket)
-                .send()
-                .await
-                .map(drop)
-                .unwrap();
-        }
+        owner.put_bucket_policy().bucket(bucket).policy(policy(allowed)).send().await.map(drop).unwrap();
     };
     set(true).await;
     let site = Site::new(open(&guest).await).await;
