@@ -3,6 +3,11 @@
 //! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
 //! cli, demo -> gateway -> existence, object -> arena -> chunk.
 
+#![cfg_attr(
+    test,
+    allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::float_cmp)
+)]
+
 pub mod arena;
 pub mod chunk;
 pub mod config;

@@ -140,7 +140,9 @@ impl Gateway {
             version
         };
         let mut slot = first.slot;
-        parts.into_iter().for_each(|part| slot.join(part.slot));
+        for part in parts {
+            slot.join(part.slot);
+        }
         Ok((slot.freeze(), version))
     }
 

@@ -98,7 +98,9 @@ impl Gateway {
             }
             let (answers, failed) = self.ask(space, chunks, ask, deadline).await;
             error = error.or(failed);
-            answers.into_iter().for_each(|(i, state)| search.learn(i, state));
+            for (i, state) in answers {
+                search.learn(i, state);
+            }
         }
         let (present, end) = search.run();
         let mut mask = Mask::new(chunks.len());

@@ -102,9 +102,7 @@ impl Gateway {
     }
 }
 
-/// Semaphores count in KiB, as a permit each byte would not fit.
+/// Semaphores count in KiB: a permit each byte would not fit in 32 bits.
 fn kib(bytes: usize) -> u32 {
-    u32::try_from(bytes.div_ceil(1024))
-        .unwrap_or(u32::MAX)
-        .min(Semaphore::MAX_PERMITS.min(u32::MAX as usize) as u32)
+    u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
 }

@@ -62,11 +62,10 @@ impl Capabilities {
 
     async fn try_out(store: &dyn ObjectStore, key: &str, mode: ProbeMode, deadline: Instant) -> Result<Self> {
         let kept = async |when| match store.put(key, Bytes::from_static(BODY), when, deadline).await {
-            Ok(_) => Ok(false),
             Err(error) if error.kind == ErrorKind::Changed => Ok(true),
             Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
-            // It does not know conditions.
-            Err(_) => Ok(false),
+            // It overwrites, or does not know conditions.
+            Ok(_) | Err(_) => Ok(false),
         };
         let if_none_match = kept(Condition::IfAbsent).await?;
         let meta = store.head(key, deadline).await?;

@@ -163,8 +163,7 @@ impl ObjectError {
                 (ErrorKind::Credentials, words(error))
             }
             SdkError::DispatchFailure(failure) if failure.is_io() => (ErrorKind::Connect, words(error)),
-            SdkError::ResponseError(_) => (ErrorKind::Broken, words(error)),
-            SdkError::DispatchFailure(_) => (ErrorKind::Broken, words(error)),
+            SdkError::ResponseError(_) | SdkError::DispatchFailure(_) => (ErrorKind::Broken, words(error)),
             _ => (ErrorKind::Refused, words(error)),
         };
         Self::new(operation, target, kind, detail)

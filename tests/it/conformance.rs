@@ -23,8 +23,7 @@ on_backends! {
 async fn capabilities_are_found_out(backend: &Backend) {
     let site = Site::new(backend.store().await).await;
     let (if_none_match, if_match, attributes) = match backend.name {
-        "embedded" => (true, true, false),
-        "rgw" => (true, true, false),
+        "embedded" | "rgw" => (true, true, false),
         "minio" => (true, true, true),
         _ => (false, false, false),
     };

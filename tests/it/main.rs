@@ -1,6 +1,8 @@
 //! One binary for all integration tests. Those of `conformance` and `damage` run on every S3 server that is there;
 //! `tests/run.sh` brings the real ones up.
 
+#![allow(clippy::cast_possible_truncation, clippy::too_many_lines)]
+
 mod backends;
 mod conformance;
 mod damage;

@@ -94,7 +94,7 @@ async fn rights_that_go_half_way(backend: &Backend) {
     let key =
         |what: &str| std::env::var(format!("KVGATE_TEST_RGW_DENIED_{what}_KEY")).expect("a second user");
     let options = backend.options();
-    let owner = owner_client(&options).await;
+    let owner = owner_client(&options);
     let bucket = "kvgate-it-shared";
     let _ = owner.create_bucket().bucket(bucket).send().await;
     let policy = |allowed: bool| {
@@ -115,7 +115,14 @@ async fn rights_that_go_half_way(backend: &Backend) {
         ..options
     };
     let set = async |allowed: bool| {
-        owner.put_bucket_policy().bucket(bucket).policy(policy(allowed)).send().await.map(drop).unwrap();
+        owner
+            .put_bucket_policy()
+            .bucket(bucket)
+            .policy(policy(allowed))
+            .send()
+            .await
+            .map(drop)
+            .unwrap();
     };
     set(true).await;
     let site = Site::new(open(&guest).await).await;
@@ -152,7 +159,7 @@ async fn rights_that_go_half_way(backend: &Backend) {
     ));
 }
 
-async fn owner_client(options: &S3Options) -> aws_sdk_s3::Client {
+fn owner_client(options: &S3Options) -> aws_sdk_s3::Client {
     let config = aws_sdk_s3::Config::builder()
         .behavior_version(aws_sdk_s3::config::BehaviorVersion::latest())
         .http_client(aws_smithy_http_client::Builder::new().build_http())
