@@ -44,9 +44,10 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "extra": {},
 }
 MEMBERS: Final = frozenset(DEFAULTS) | {"model", "revision", "planes"}
-UNPINNED: Final = ("unknown", "main", "latest")
+UNPINNED: Final = ("unknown", "none", "null", "main", "master", "head", "latest", "default")
+DS_MLA_ROW: Final = 656
 PLANE_NAME: Final = re.compile(r"[a-z0-9_.-]{1,64}")
-FILE_PATH: Final = re.compile(r"(/|\./|\.\./|~|file:|[A-Za-z]:[\\/]|\\)")
+FILE_PATH: Final = re.compile(r"[/.~\\]")
 
 
 class FormatError(ValueError):
@@ -171,8 +172,6 @@ def _expand(value: Mapping[str, Any], element: int) -> object:
         raise FormatError("exactly one of planes, mha and mla is needed")
     if given[0] == "planes":
         return value["planes"]
-    if value["dtype"] == "fp8_ds_mla":
-        raise FormatError("fp8_ds_mla has no shorthand")
     if given[0] == "mha":
         mha = _members(value["mha"], "mha", ("layers", "heads", "head_dim"), ("v_head_dim",))
         k_dim = _integer(mha["head_dim"], "head_dim", 1, 1 << 20)
@@ -181,6 +180,8 @@ def _expand(value: Mapping[str, Any], element: int) -> object:
     else:
         mla = _members(value["mla"], "mla", ("layers", "latent_dim"))
         name, heads, width = "latent", 1, _integer(mla["latent_dim"], "latent_dim", 1, 1 << 20)
+        if value["dtype"] == "fp8_ds_mla":
+            width = DS_MLA_ROW
     layers = _integer(value[given[0]]["layers"], "layers", 1, 4096)
     return [{"heads": heads, "layer": layer, "name": name, "row_bytes": width * element} for layer in range(layers)]
 
@@ -238,7 +239,7 @@ class Space:
         full = {**DEFAULTS, **given}
         _integer(full["format"], "format", FORMAT, FORMAT)
         revision = _string(full["revision"], "revision", 1, 512)
-        if revision in UNPINNED or FILE_PATH.match(revision):
+        if revision.lower() in UNPINNED or FILE_PATH.match(revision):
             raise FormatError("revision does not pin the weights")
         dtype = _string(full["dtype"], "dtype")
         if dtype not in ELEMENT_SIZE:
@@ -253,12 +254,23 @@ class Space:
             revision=revision,
             dtype=dtype,
             chunk_tokens=_integer(full["chunk_tokens"], "chunk_tokens", 1, 1 << 16),
-            tenant=_string(full["tenant"], "tenant"),
+            tenant=_string(full["tenant"], "tenant", 0, 512),
             hash=full["hash"],
             planes=_planes(_expand(full, element), element),
             shard=_shard(full["shard"]),
-            extra={_string(k, "extra's name"): _string(v, "extra's value") for k, v in full["extra"].items()},
+            extra={
+                _string(k, "extra's name", 0, 512): _string(v, "extra's value", 0, 512)
+                for k, v in full["extra"].items()
+            },
         )
+        if len(space.extra) > 64:
+            raise FormatError("extra has more than 64 entries")
+        if dtype == "fp8_ds_mla" and any(plane.row_bytes != DS_MLA_ROW for plane in space.planes):
+            raise FormatError("rows of fp8_ds_mla have 656 bytes")
+        if isinstance(space.shard, dict):
+            first, end = space.shard["layers"]
+            if any(not first <= plane.layer < end for plane in space.planes):
+                raise FormatError("a plane's layer is not in the shard")
         if space.payload_len > MAX_PAYLOAD:
             raise FormatError("payload is more than 4 GiB")
         return space
