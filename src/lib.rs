@@ -1,7 +1,7 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
 //! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
-//! cli, demo -> gateway -> existence, object -> arena -> chunk.
+//! cli, demo -> inventory -> gateway -> existence, object -> arena -> chunk.
 
 #![cfg_attr(
     test,
@@ -10,10 +10,12 @@
 
 pub mod arena;
 pub mod chunk;
+pub mod cli;
 pub mod config;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod existence;
 pub mod gateway;
+pub mod inventory;
 pub mod object;
 pub mod units;

@@ -1,0 +1,155 @@
+//! Groups of flags that several commands share.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::error::CliError;
+use super::input;
+use crate::chunk::{PRESETS, Preset, Space, SpaceId, SpaceKey};
+use crate::config::{self, Loaded, Override};
+use crate::units::{ByteSize, MIB};
+
+/// Where the configuration comes from: file, then environment, then these flags.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Bucket and configuration")]
+pub struct ConnectArgs {
+    /// Configuration file: .toml, .yaml or .json.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// URL of the S3 server ([s3] endpoint); not set: AWS.
+    #[arg(long, value_name = "URL")]
+    pub endpoint: Option<String>,
+    /// Bucket that holds the chunks ([s3] bucket).
+    #[arg(long, value_name = "NAME")]
+    pub bucket: Option<String>,
+    /// What the object keys begin with ([s3] prefix).
+    #[arg(long, value_name = "PREFIX")]
+    pub prefix: Option<String>,
+    /// Region that requests are signed for ([s3] region).
+    #[arg(long, value_name = "REGION")]
+    pub region: Option<String>,
+}
+
+impl ConnectArgs {
+    /// The configuration with these flags and `more` on top. Fails with all that is wrong with it.
+    pub fn load(&self, more: Vec<Override>) -> Result<Loaded, CliError> {
+        let flags = [
+            ("s3.endpoint", "--endpoint", &self.endpoint),
+            ("s3.bucket", "--bucket", &self.bucket),
+            ("s3.prefix", "--prefix", &self.prefix),
+            ("s3.region", "--region", &self.region),
+        ];
+        let given = flags.into_iter().filter_map(|(path, flag, value)| {
+            let value = value.clone()?;
+            Some(Override { path, value, flag })
+        });
+        let overrides: Vec<Override> = given.chain(more).collect();
+        Ok(config::load(
+            self.config.as_deref(),
+            config::process_env(),
+            &overrides,
+        )?)
+    }
+}
+
+/// Which space is meant.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Space")]
+pub struct SpaceArgs {
+    /// JSON file that describes the space, or the id of one in the bucket (64 hex digits, or its first 32).
+    #[arg(long, value_name = "FILE|ID", conflicts_with = "model")]
+    pub space: Option<String>,
+    /// A known model; `kvgate size` lists them.
+    #[arg(long, value_name = "PRESET")]
+    pub model: Option<String>,
+    /// Commit or digest of the model's weights.
+    #[arg(long, value_name = "REVISION", requires = "model")]
+    pub revision: Option<String>,
+    /// Tokens in a chunk [default: 256].
+    #[arg(long, value_name = "TOKENS", requires = "model")]
+    pub chunk_tokens: Option<u32>,
+}
+
+pub const CHUNK_TOKENS: u32 = 256;
+
+/// A space as it was given.
+#[derive(Debug, Clone)]
+pub enum SpaceRef {
+    Known(Space),
+    /// Only its id; what it is stands in the bucket. The second is there if the id was given whole.
+    Id(SpaceKey, Option<SpaceId>),
+}
+
+impl SpaceRef {
+    pub fn key(&self) -> SpaceKey {
+        match self {
+            Self::Known(space) => space.key(),
+            Self::Id(key, _) => *key,
+        }
+    }
+}
+
+impl SpaceArgs {
+    /// The space, which must be given.
+    pub fn required(&self) -> Result<SpaceRef, CliError> {
+        self.given()?.ok_or_else(|| {
+            CliError::usage(
+                "which space? Give --space FILE or --space ID (`kvgate ls` lists the ids), or --model PRESET \
+                 --revision REVISION",
+            )
+        })
+    }
+
+    /// The space, if one was given.
+    pub fn given(&self) -> Result<Option<SpaceRef>, CliError> {
+        match (&self.space, &self.model) {
+            (Some(text), _) => space_of(text).map(Some),
+            (None, Some(model)) => self.preset(model).map(|space| Some(SpaceRef::Known(space))),
+            (None, None) => Ok(None),
+        }
+    }
+
+    fn preset(&self, model: &str) -> Result<Space, CliError> {
+        let preset = find_preset(model)?;
+        let revision = self.revision.as_deref().ok_or_else(|| {
+            CliError::usage(format!(
+                "--model {} needs --revision REVISION: the same tokens give other KV with other weights, so the commit \
+                 (or a digest of the weight files) is part of every key",
+                preset.name
+            ))
+        })?;
+        Ok(preset.space(revision, self.chunk_tokens.unwrap_or(CHUNK_TOKENS))?)
+    }
+}
+
+pub fn find_preset(name: &str) -> Result<&'static Preset, CliError> {
+    Preset::find(name).ok_or_else(|| {
+        let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
+        CliError::usage(format!(
+            "no preset is called {name:?}. There are {}; describe any other model in a JSON file and give --space FILE",
+            names.join(", ")
+        ))
+    })
+}
+
+/// A file wins over an id of the same name.
+fn space_of(text: &str) -> Result<SpaceRef, CliError> {
+    if !Path::new(text).is_file() {
+        if let Ok(id) = text.parse::<SpaceId>() {
+            return Ok(SpaceRef::Id(id.into(), Some(id)));
+        }
+        if let Some(key) = SpaceKey::from_hex(text) {
+            return Ok(SpaceRef::Id(key, None));
+        }
+        if !Path::new(text).exists() {
+            return Err(CliError::usage(format!(
+                "--space {text:?} is neither a file nor a space id (32 or 64 hex digits). `kvgate ls` lists the ids"
+            )));
+        }
+    }
+    let json = input::read(text, ByteSize(MIB))?;
+    let space =
+        Space::from_json(&json).map_err(|error| CliError::usage(format!("--space {text:?}: {error}")))?;
+    Ok(SpaceRef::Known(space))
+}

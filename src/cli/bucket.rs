@@ -1,0 +1,93 @@
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::args::SpaceRef;
+use super::error::CliError;
+use crate::arena::{Arena, ArenaOptions};
+use crate::chunk::{KeyPrefix, Space, SpaceId};
+use crate::config::{Config, Probe};
+use crate::gateway::{Gateway, GatewayOptions, OpenError, open_store};
+use crate::inventory::{Inventory, SpaceJson};
+use crate::object::{Capabilities, ObjectStore};
+
+/// The configured bucket, which was seen to be there.
+pub struct Bucket {
+    pub config: Config,
+    pub inventory: Inventory,
+    store: Arc<dyn ObjectStore>,
+}
+
+impl Bucket {
+    /// Fails with what is wrong with endpoint, bucket or credentials.
+    pub async fn open(config: Config) -> Result<Self, CliError> {
+        let store = open_store(&config).await?;
+        let limit = config.s3.request_timeout;
+        // Also because a HEAD can't tell a missing bucket from a missing object.
+        store.check_bucket(Instant::now() + limit).await?;
+        let keys = KeyPrefix::new(&config.s3.prefix);
+        Ok(Self {
+            inventory: Inventory::new(Arc::clone(&store), keys, limit),
+            config,
+            store,
+        })
+    }
+
+    /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its own,
+    /// not the file of a `kvgate serve` with the same configuration.
+    pub fn reader(&self, arena_bytes: usize) -> Result<Gateway, CliError> {
+        let arena = Arena::new(&ArenaOptions {
+            size: arena_bytes,
+            ..ArenaOptions::default()
+        });
+        let capabilities = Capabilities {
+            attributes: self.config.s3.probe == Probe::Attributes,
+            ..Capabilities::default()
+        };
+        Ok(Gateway::new(
+            Arc::clone(&self.store),
+            arena.map_err(OpenError::from)?,
+            capabilities,
+            GatewayOptions::from(&self.config),
+        ))
+    }
+
+    /// The space itself; read from the bucket where only its id was given.
+    pub async fn space(&self, space: SpaceRef) -> Result<Space, CliError> {
+        let (key, id) = match space {
+            SpaceRef::Known(space) => return Ok(space),
+            SpaceRef::Id(key, id) => (key, id),
+        };
+        match self.inventory.read_space(key).await? {
+            SpaceJson::Good(space) => same(space, id),
+            SpaceJson::Missing => Err(self.unknown_space(&key.to_string())),
+            SpaceJson::Damaged(reason) | SpaceJson::Unreadable(reason) => Err(CliError::usage(format!(
+                "{} can't be used: {reason}. Describe the space in a file and give --space FILE",
+                self.inventory.keys().space_json(key)
+            ))),
+        }
+    }
+
+    pub fn unknown_space(&self, space: &str) -> CliError {
+        let bucket = self.config.s3.bucket.as_deref().unwrap_or_default();
+        let prefix = match self.config.s3.prefix.as_str() {
+            "" => "without a prefix".to_owned(),
+            prefix => format!("under prefix {prefix:?}"),
+        };
+        CliError::usage(format!(
+            "unknown space: {space} is not in bucket {bucket} {prefix}. `kvgate ls` lists the spaces; check --bucket \
+             and --prefix"
+        ))
+    }
+}
+
+/// The key has only half of the id.
+fn same(space: Space, id: Option<SpaceId>) -> Result<Space, CliError> {
+    match id {
+        Some(id) if id != space.id() => Err(CliError::usage(format!(
+            "unknown space: {id}; the bucket has {} with the same first half",
+            space.id()
+        ))),
+        _ => Ok(space),
+    }
+}

@@ -1,0 +1,128 @@
+use std::fmt::Write;
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::args::ConnectArgs;
+use super::error::CliError;
+use super::output::Out;
+use crate::config::{Origin, Shown};
+
+/// Checks the configuration, or shows it as it takes effect.
+#[derive(Debug, Subcommand)]
+#[command(after_help = "\
+Examples:
+  kvgate config check --config kvgate.toml
+  KVGATE__S3__BUCKET=kv kvgate config show
+  kvgate config show --toml > kvgate.toml")]
+pub enum ConfigCommand {
+    /// Says `ok`, or everything that is wrong.
+    Check(CheckArgs),
+    /// Shows every key, its value and where that comes from.
+    Show(ShowArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    connect: ConnectArgs,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    #[command(flatten)]
+    connect: ConnectArgs,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Write a configuration file: every key with its meaning, those at their default commented out.
+    #[arg(long, conflicts_with = "json")]
+    toml: bool,
+}
+
+pub fn run(command: ConfigCommand, out: &mut Out) -> Result<(), CliError> {
+    match command {
+        ConfigCommand::Check(args) => check(&args, out),
+        ConfigCommand::Show(args) => show(&args, out),
+    }
+}
+
+fn check(args: &CheckArgs, out: &mut Out) -> Result<(), CliError> {
+    match (args.connect.load(Vec::new()), args.json) {
+        (Ok(_), false) => out.line("ok"),
+        (Ok(_), true) => out.json(&json!({ "ok": true, "problems": [] })),
+        (Err(CliError::Config(error)), true) => {
+            out.json(&json!({ "ok": false, "problems": error.problems() }))?;
+            Err(CliError::ReportedUsage)
+        }
+        (Err(error), _) => Err(error),
+    }
+}
+
+fn show(args: &ShowArgs, out: &mut Out) -> Result<(), CliError> {
+    let keys = args.connect.load(Vec::new())?.show();
+    if args.json {
+        return out.json(&keys);
+    }
+    if args.toml {
+        return out.line(toml(&keys).trim_end());
+    }
+    let row = |key: &Shown| {
+        let value = match key.value.as_str() {
+            "" => "-".to_owned(),
+            value => value.to_owned(),
+        };
+        vec![
+            key.path.to_owned(),
+            value,
+            key.origin.to_string(),
+            key.doc.to_owned(),
+        ]
+    };
+    let rows: Vec<Vec<String>> = keys.iter().map(row).collect();
+    out.table(&["key", "value", "from", "meaning"], &rows)
+}
+
+fn toml(keys: &[Shown]) -> String {
+    let mut text = String::from("# kvgate configuration. Lines that are commented out show the defaults.\n");
+    let mut section = "";
+    for key in keys {
+        let (here, name) = key.path.split_once('.').unwrap_or(("", key.path));
+        if here != section {
+            section = here;
+            let _ = writeln!(text, "\n[{section}]");
+        }
+        let off = if key.origin == Origin::Default { "# " } else { "" };
+        let _ = writeln!(text, "# {} ({})", key.doc, key.accepts);
+        let _ = writeln!(text, "{off}{name} = {}", value(key));
+    }
+    text
+}
+
+/// Bare where the key holds a number or a truth value, which its default tells; a bucket may be called `123`.
+fn value(key: &Shown) -> String {
+    let bare = |text: &str| matches!(text, "true" | "false") || text.parse::<u32>().is_ok();
+    match bare(key.default) && bare(&key.value) {
+        true => key.value.clone(),
+        false => quoted(&key.value),
+    }
+}
+
+/// A TOML basic string.
+fn quoted(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            c if c.is_control() => {
+                let _ = write!(quoted, "\\u{:04X}", u32::from(c));
+            }
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}

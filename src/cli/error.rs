@@ -1,0 +1,84 @@
+use std::io;
+use std::process::ExitCode;
+
+use crate::chunk::{HashError, SpaceError};
+use crate::config::ConfigError;
+use crate::gateway::OpenError;
+use crate::object::{ErrorKind, ObjectError};
+
+/// Why a command ends with another status than 0.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// What was typed, configured or given as input can't be used; the message says what to type.
+    #[error("{0}")]
+    Usage(String),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("{0}")]
+    Failed(String),
+    /// The report says it already.
+    #[error("reported")]
+    Reported,
+    /// The report says it already, and it is a matter of configuration.
+    #[error("reported")]
+    ReportedUsage,
+    #[error("can't write the output: {0}")]
+    Output(#[from] io::Error),
+}
+
+impl CliError {
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self::Usage(message.into())
+    }
+
+    /// Tells it, and answers the exit status.
+    pub fn report(&self) -> ExitCode {
+        match self {
+            // The reader, such as `head`, has seen enough.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return ExitCode::SUCCESS,
+            Self::Reported | Self::ReportedUsage => {}
+            _ => super::output::tell(format_args!("error: {self}")),
+        }
+        match self {
+            Self::Usage(_) | Self::Config(_) | Self::ReportedUsage => ExitCode::from(2),
+            Self::Failed(_) | Self::Reported | Self::Output(_) => ExitCode::from(1),
+        }
+    }
+}
+
+impl From<ObjectError> for CliError {
+    fn from(error: ObjectError) -> Self {
+        match error.kind {
+            ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied => {
+                Self::Usage(error.to_string())
+            }
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<OpenError> for CliError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Object(error) => error.into(),
+            OpenError::NoBucket | OpenError::Client(_) | OpenError::Arena(_) => {
+                Self::Usage(error.to_string())
+            }
+        }
+    }
+}
+
+impl From<SpaceError> for CliError {
+    fn from(error: SpaceError) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+impl From<HashError> for CliError {
+    fn from(error: HashError) -> Self {
+        match error {
+            HashError::Scheme => Self::Usage(format!("{error}, with --hashes FILE")),
+            _ => Self::Usage(error.to_string()),
+        }
+    }
+}

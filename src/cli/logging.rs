@@ -1,0 +1,35 @@
+use std::io::IsTerminal;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::config::{Log, LogFormat, LogLevel};
+
+/// Libraries below us. They stay quiet, and even when asked are never as verbose as to log a request's headers:
+/// these hold session tokens.
+const LIBRARIES: [&str; 6] = ["s3s", "aws", "hyper", "rustls", "h2", "config"];
+
+/// Logs to the standard error. Once a process; a second call changes nothing.
+pub fn init(log: &Log, verbose: u8) {
+    let ours = match (verbose, log.level) {
+        (0, level) => level,
+        (1, level) if level != LogLevel::Trace => LogLevel::Debug,
+        _ => LogLevel::Trace,
+    };
+    let theirs = match (verbose, log.level) {
+        (0, LogLevel::Error) => "error",
+        (0, _) => "warn",
+        _ => "info",
+    };
+    let mut filter = ours.word().to_owned();
+    for library in LIBRARIES {
+        filter.push_str(&format!(",{library}={theirs}"));
+    }
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new(filter))
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
+    let _ = match log.format {
+        LogFormat::Text => builder.try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+}

@@ -1,0 +1,234 @@
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::args::{ConnectArgs, SpaceArgs};
+use super::bucket::Bucket;
+use super::error::CliError;
+use super::output::{Out, count};
+use super::{input, logging, picture};
+use crate::arena::SLOT_ALIGN;
+use crate::chunk::{ChunkHash, ChunkHasher, Space, TenantSecret};
+use crate::config::Override;
+use crate::gateway::{Lookup, TierRun};
+use crate::object::RequestCounts;
+use crate::units::{ByteSize, KIB, MIB};
+
+const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
+
+/// Says which chunks of a prompt are stored.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate lookup --bucket kv --model llama-3-8b --revision 62bd457 --tokens prompt.txt
+  echo 1,2,3,4 | kvgate lookup --bucket kv --space space.json --strategy exact --json
+
+Exit status: 0 also when nothing is found, 1 when something is unknown.")]
+pub struct LookupArgs {
+    #[command(flatten)]
+    connect: ConnectArgs,
+    #[command(flatten)]
+    space: SpaceArgs,
+    /// Token ids: numbers with spaces, commas or line ends between, or a JSON array; `-` is the standard input.
+    #[arg(long, value_name = "FILE|-", default_value = "-", conflicts_with = "hashes")]
+    tokens: String,
+    /// Chunk hashes in hex instead of tokens.
+    #[arg(long, value_name = "FILE|-")]
+    hashes: Option<String>,
+    /// Salt that the prompt's hashes were made with.
+    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
+    salt: String,
+    /// Adapter (LoRA) that the prompt's hashes were made with.
+    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
+    adapter: String,
+    /// File with the tenant's secret, 64 hex digits.
+    #[arg(long, value_name = "FILE", conflicts_with = "hashes")]
+    tenant_secret_file: Option<String>,
+    /// Ask for every chunk, or search for the end of the stored prefix ([lookup] strategy).
+    #[arg(long, value_parser = ["exact", "prefix"])]
+    strategy: Option<String>,
+    /// Time for the whole lookup, such as 2s ([lookup] deadline).
+    #[arg(long, value_name = "TIME")]
+    deadline: Option<String>,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    space: String,
+    chunks: usize,
+    prefix: usize,
+    prefix_tokens: u64,
+    mask: String,
+    unknown: String,
+    inferred: String,
+    tiers: Vec<TierRun>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+    requests: RequestCounts,
+    elapsed_ms: f64,
+}
+
+pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let flags = [
+        ("lookup.strategy", "--strategy", &args.strategy),
+        ("lookup.deadline", "--deadline", &args.deadline),
+    ];
+    let flags = flags.into_iter().filter_map(|(path, flag, value)| {
+        let value = value.clone()?;
+        Some(Override { path, value, flag })
+    });
+    let config = args.connect.load(flags.collect())?.config;
+    logging::init(&config.log, verbose);
+    let space = args.space.required()?;
+    let prompt = args.read()?;
+    let bucket = Bucket::open(config).await?;
+    let space = bucket.space(space).await?;
+    let (chunks, tokens) = prompt.hashes(&args, &space)?;
+
+    let gateway = bucket.reader(SLOT_ALIGN)?;
+    let before = gateway.requests();
+    let started = Instant::now();
+    let config = &bucket.config.lookup;
+    let found = gateway
+        .lookup(&space, &chunks, config.strategy, started + config.deadline)
+        .await;
+    let elapsed = started.elapsed();
+    let requests = gateway.requests().since(&before);
+    match args.json {
+        true => out.json(&Report {
+            space: space.id().to_string(),
+            chunks: found.chunks,
+            prefix: found.prefix,
+            prefix_tokens: tokens_of(&space, found.prefix),
+            mask: found.mask.to_hex(),
+            unknown: found.unknown.to_hex(),
+            inferred: found.inferred.to_hex(),
+            tiers: found.tiers.clone(),
+            error: found.error.as_ref().map(ToString::to_string),
+            requests,
+            elapsed_ms: elapsed.as_secs_f64() * 1e3,
+        })?,
+        false => show(&space, tokens, &found, requests, elapsed, out)?,
+    }
+    match found.unknown.count() {
+        0 => Ok(()),
+        _ => Err(CliError::Reported),
+    }
+}
+
+/// What was given, before it is known what space it is for.
+enum Prompt {
+    Tokens(Vec<u32>),
+    Hashes(Vec<ChunkHash>),
+}
+
+impl LookupArgs {
+    fn read(&self) -> Result<Prompt, CliError> {
+        match &self.hashes {
+            Some(file) => Ok(Prompt::Hashes(input::hashes(&input::read(
+                file,
+                TOKENS_BYTES_MAX,
+            )?)?)),
+            None => Ok(Prompt::Tokens(input::tokens(&input::read(
+                &self.tokens,
+                TOKENS_BYTES_MAX,
+            )?)?)),
+        }
+    }
+
+    fn secret(&self) -> Result<Option<TenantSecret>, CliError> {
+        let Some(file) = &self.tenant_secret_file else {
+            return Ok(None);
+        };
+        let text = input::read(file, ByteSize(64 * KIB))?;
+        Ok(Some(TenantSecret::from_hex(&text)?))
+    }
+}
+
+impl Prompt {
+    /// The hashes of its full chunks, and the number of tokens if it has some.
+    fn hashes(self, args: &LookupArgs, space: &Space) -> Result<(Vec<ChunkHash>, Option<u64>), CliError> {
+        match self {
+            Self::Hashes(hashes) => Ok((hashes, None)),
+            Self::Tokens(tokens) => {
+                let hasher = ChunkHasher::new(space, args.secret()?.as_ref())?;
+                let root = hasher.root(args.salt.as_bytes(), args.adapter.as_bytes())?;
+                let chain = hasher.chain(&root, &tokens, &[])?;
+                Ok((chain, Some(tokens.len() as u64)))
+            }
+        }
+    }
+}
+
+fn tokens_of(space: &Space, chunks: usize) -> u64 {
+    chunks as u64 * u64::from(space.chunk_tokens())
+}
+
+fn show(
+    space: &Space,
+    tokens: Option<u64>,
+    found: &Lookup,
+    requests: RequestCounts,
+    elapsed: Duration,
+    out: &mut Out,
+) -> Result<(), CliError> {
+    out.field("space", format_args!("{} {}", space.key(), space.model()))?;
+    let each = space.chunk_tokens();
+    let rest = match tokens {
+        Some(tokens) => {
+            let over = tokens - tokens_of(space, found.chunks);
+            format!(" ({tokens} given, {over} after the last full chunk)")
+        }
+        None => String::new(),
+    };
+    out.field("chunks", format_args!("{} of {each} tokens{rest}", found.chunks))?;
+    out.field(
+        "prefix",
+        format_args!(
+            "{}, {}",
+            count(found.prefix as u64, "chunk"),
+            count(tokens_of(space, found.prefix), "token")
+        ),
+    )?;
+    out.field("found", found.mask.count())?;
+    out.field("inferred", found.inferred.count())?;
+    let reason = match &found.error {
+        Some(error) => format!(": {error}"),
+        None if found.unknown.count() > 0 => ": the deadline passed".to_owned(),
+        None => String::new(),
+    };
+    out.field("unknown", format_args!("{}{reason}", found.unknown.count()))?;
+    if found.chunks > 0 {
+        let (picture, each) = picture::picture(found);
+        let lots = match each {
+            1 => String::new(),
+            each => format!("; each sign is {each} chunks, ~ a mixed lot"),
+        };
+        out.field("mask", found.mask.to_hex())?;
+        out.field("picture", picture)?;
+        out.field("", format_args!("({}{lots})", picture::LEGEND))?;
+    }
+    out.field("requests", words(requests))?;
+    out.field("time", format_args!("{:.1} ms", elapsed.as_secs_f64() * 1e3))
+}
+
+/// `12 HEAD, 1 GET`.
+fn words(requests: RequestCounts) -> String {
+    let kinds = [
+        (requests.head, "HEAD"),
+        (requests.attributes, "ATTRIBUTES"),
+        (requests.get, "GET"),
+        (requests.list, "LIST"),
+    ];
+    let sent = kinds.iter().filter(|(number, _)| *number > 0);
+    let sent: Vec<String> = sent.map(|(number, kind)| format!("{number} {kind}")).collect();
+    match sent.is_empty() {
+        true => "none".into(),
+        false => sent.join(", "),
+    }
+}

@@ -1,0 +1,208 @@
+use clap::Args;
+use futures::{TryStreamExt, pin_mut};
+use serde::Serialize;
+use serde_json::json;
+
+use super::args::{ConnectArgs, SpaceArgs};
+use super::bucket::Bucket;
+use super::error::CliError;
+use super::logging;
+use super::output::{Out, bytes, count, time};
+use super::progress::Progress;
+use crate::chunk::SpaceKey;
+use crate::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
+
+/// Lists the spaces in the bucket, or the chunks of one.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate ls --endpoint http://rgw:8000 --bucket kv
+  kvgate ls --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --limit 20")]
+pub struct LsArgs {
+    #[command(flatten)]
+    connect: ConnectArgs,
+    #[command(flatten)]
+    space: SpaceArgs,
+    /// Show at most so many spaces or chunks.
+    #[arg(long, value_name = "NUMBER")]
+    limit: Option<usize>,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub async fn run(args: LsArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let config = args.connect.load(Vec::new())?.config;
+    logging::init(&config.log, verbose);
+    let space = args.space.given()?;
+    let bucket = Bucket::open(config).await?;
+    match space {
+        Some(space) => chunks(&bucket, space.key(), &args, out).await,
+        None => spaces(&bucket, &args, out).await,
+    }
+}
+
+async fn spaces(bucket: &Bucket, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
+    let progress = Progress::spinner("listing");
+    let (mut objects, mut sum) = (0, 0);
+    let seen = |page: &Page| {
+        objects += page.chunks.len() as u64;
+        sum += page.chunks.iter().map(|chunk| chunk.bytes).sum::<u64>();
+        progress.seen("listing", objects, sum);
+    };
+    let summary = bucket.inventory.summary(None, seen).await?;
+    drop(progress);
+    let shown = &summary.spaces[..args.limit.unwrap_or(usize::MAX).min(summary.spaces.len())];
+    if args.json {
+        let spaces: Vec<SpaceRow> = shown.iter().map(SpaceRow::of).collect();
+        return out.json(&json!({
+            "spaces": spaces,
+            "truncated": shown.len() < summary.spaces.len(),
+            "chunks": objects,
+            "bytes": sum,
+            "foreign": { "objects": summary.foreign, "bytes": summary.foreign_bytes },
+        }));
+    }
+    let rows: Vec<Vec<String>> = shown.iter().map(|space| SpaceRow::of(space).cells()).collect();
+    if !rows.is_empty() {
+        let headings = ["space", "model", "revision", "dtype", ">chunks", ">bytes"];
+        out.table(&headings, &rows)?;
+    }
+    let spaces = count(summary.spaces.len() as u64, "space");
+    out.line(format_args!(
+        "{spaces}, {}, {}",
+        count(objects, "chunk"),
+        bytes(sum)
+    ))?;
+    foreign(summary.foreign, summary.foreign_bytes, out)
+}
+
+/// A space as the report has it; what can't be read of it is empty, with the reason beside it.
+#[derive(Serialize)]
+struct SpaceRow {
+    /// Whole if it is known, else the half that keys have.
+    space: String,
+    #[serde(skip)]
+    key: SpaceKey,
+    model: String,
+    revision: String,
+    dtype: &'static str,
+    chunk_tokens: u32,
+    chunks: u64,
+    bytes: u64,
+    space_json: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<String>,
+}
+
+impl SpaceRow {
+    fn of(summary: &SpaceSummary) -> Self {
+        let mut row = Self {
+            space: summary.key.to_string(),
+            key: summary.key,
+            model: String::new(),
+            revision: String::new(),
+            dtype: "",
+            chunk_tokens: 0,
+            chunks: summary.chunks,
+            bytes: summary.bytes,
+            space_json: summary.json.code(),
+            problem: None,
+        };
+        match &summary.json {
+            SpaceJson::Good(space) => {
+                row.space = space.id().to_string();
+                space.model().clone_into(&mut row.model);
+                row.revision = super::space_revision(space);
+                row.dtype = space.dtype().name();
+                row.chunk_tokens = space.chunk_tokens();
+            }
+            SpaceJson::Missing => row.problem = Some("no space.json".into()),
+            SpaceJson::Damaged(reason) => row.problem = Some(format!("damaged space.json: {reason}")),
+            SpaceJson::Unreadable(reason) => row.problem = Some(format!("space.json: {reason}")),
+        }
+        row
+    }
+
+    fn cells(self) -> Vec<String> {
+        vec![
+            self.key.to_string(),
+            self.problem.map_or(self.model, |problem| format!("({problem})")),
+            self.revision,
+            self.dtype.to_owned(),
+            self.chunks.to_string(),
+            bytes(self.bytes),
+        ]
+    }
+}
+
+async fn chunks(bucket: &Bucket, space: SpaceKey, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
+    let limit = args.limit.unwrap_or(usize::MAX);
+    let (mut shown, mut sum, mut alien) = (0, 0, (0, 0));
+    let (mut collected, mut known, mut more) = (Vec::<StoredChunk>::new(), false, false);
+    let pages = bucket.inventory.pages(Some(space));
+    pin_mut!(pages);
+    let progress = Progress::spinner("listing");
+    while let Some(page) = pages.try_next().await? {
+        known |= !page.spaces.is_empty() || !page.chunks.is_empty();
+        alien = (alien.0 + page.foreign, alien.1 + page.foreign_bytes);
+        for chunk in page.chunks {
+            if shown == limit {
+                more = true;
+                break;
+            }
+            shown += 1;
+            sum += chunk.bytes;
+            match args.json {
+                true => collected.push(chunk),
+                false => progress.pause(|| line(&chunk, out))?,
+            }
+        }
+        if more {
+            break;
+        }
+        progress.seen("listing", shown as u64, sum);
+        out.flush()?;
+    }
+    drop(progress);
+    if !known {
+        return Err(bucket.unknown_space(&space.to_string()));
+    }
+    if args.json {
+        return out.json(&json!({
+            "space": space.to_string(),
+            "chunks": collected,
+            "truncated": more,
+            "bytes": sum,
+            "foreign": { "objects": alien.0, "bytes": alien.1 },
+        }));
+    }
+    let rest = if more { "; there are more (--limit)" } else { "" };
+    out.line(format_args!(
+        "{}, {}{rest}",
+        count(shown as u64, "chunk"),
+        bytes(sum)
+    ))?;
+    foreign(alien.0, alien.1, out)
+}
+
+fn line(chunk: &StoredChunk, out: &mut Out) -> Result<(), CliError> {
+    let size = bytes(chunk.bytes);
+    out.line(format_args!(
+        "{}  {size:>10}  {}  {}",
+        chunk.hash,
+        time(chunk.modified),
+        chunk.etag
+    ))
+}
+
+fn foreign(objects: u64, sum: u64, out: &mut Out) -> Result<(), CliError> {
+    match objects {
+        0 => Ok(()),
+        _ => out.line(format_args!(
+            "{}, {} that kvgate did not write",
+            count(objects, "other object"),
+            bytes(sum)
+        )),
+    }
+}

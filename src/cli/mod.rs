@@ -1,0 +1,115 @@
+//! The command line: a file per command, over the library. What a command reports goes to the standard output, as
+//! text or with `--json` as one JSON document; progress, questions, logs and errors go to the standard error.
+//!
+//! Exit status: 0 done, 1 failed (also: damage found, something unknown), 2 usage or configuration.
+
+mod args;
+mod bucket;
+mod config;
+mod error;
+mod input;
+mod logging;
+mod lookup;
+mod ls;
+mod output;
+mod picture;
+mod progress;
+mod rm;
+mod size;
+mod stat;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use error::CliError;
+use output::Out;
+
+/// S3-native, content-addressed KV cache for LLM inference.
+#[derive(Debug, Parser)]
+#[command(name = "kvgate", version, propagate_version = true, after_help = AFTER_HELP)]
+pub struct Cli {
+    /// Log more: -v what happens for each request, -vv what happens inside.
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+    #[command(subcommand)]
+    command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  kvgate size --model qwen3-32b --tp 4
+  kvgate config check --config kvgate.toml
+  kvgate ls --endpoint http://rgw:8000 --bucket kv
+  kvgate lookup --bucket kv --model llama-3-8b --revision 62bd457 --tokens prompt.txt
+
+Credentials come from the AWS chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, and so on.
+Exit status: 0 done, 1 failed, 2 usage or configuration.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Lookup(lookup::LookupArgs),
+    Ls(ls::LsArgs),
+    Stat(stat::StatArgs),
+    Verify(verify::VerifyArgs),
+    Rm(rm::RmArgs),
+    Size(size::SizeArgs),
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
+    // MERGE: `Demo(crate::demo::DemoArgs)` goes here, its arm into `dispatch`.
+}
+
+/// The whole program.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Nobody is left to be told if this fails.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let result = match runtime {
+        Ok(runtime) => {
+            let result = runtime.block_on(run(cli));
+            // A name look-up that hangs in a thread of its own must not keep the process.
+            runtime.shutdown_background();
+            result
+        }
+        Err(error) => Err(CliError::Failed(format!("can't start: {error}"))),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => error.report(),
+    }
+}
+
+/// Runs one command.
+pub async fn run(cli: Cli) -> Result<(), CliError> {
+    let mut out = Out::stdout();
+    let result = dispatch(cli, &mut out).await;
+    // What was found before a failure is told too.
+    let flushed = out.flush();
+    result.and(flushed)
+}
+
+async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
+    let verbose = cli.verbose;
+    match cli.command {
+        Command::Lookup(args) => lookup::run(args, verbose, out).await,
+        Command::Ls(args) => ls::run(args, verbose, out).await,
+        Command::Stat(args) => stat::run(args, verbose, out).await,
+        Command::Verify(args) => verify::run(args, verbose, out).await,
+        Command::Rm(args) => rm::run(args, verbose, out).await,
+        Command::Size(args) => size::run(&args, out),
+        Command::Config(command) => config::run(command, out),
+    }
+}
+
+/// A space's revision, out of its canonical JSON.
+fn space_revision(space: &crate::chunk::Space) -> String {
+    let json: serde_json::Value = serde_json::from_str(space.canonical_json()).unwrap_or_default();
+    json["revision"].as_str().unwrap_or_default().to_owned()
+}

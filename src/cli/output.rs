@@ -1,0 +1,147 @@
+use std::fmt::Display;
+use std::io::{self, BufWriter, Stdout, Write};
+
+use serde::Serialize;
+
+use super::error::CliError;
+
+/// The standard output. Unlike `println!`, writing to a pipe that nobody reads is an error and no panic.
+pub struct Out(BufWriter<Stdout>);
+
+/// A column's heading; `>` in front aligns it right.
+pub type Heading<'a> = &'a str;
+
+impl Out {
+    pub fn stdout() -> Self {
+        Self(BufWriter::new(io::stdout()))
+    }
+
+    pub fn line(&mut self, text: impl Display) -> Result<(), CliError> {
+        Ok(writeln!(self.0, "{text}")?)
+    }
+
+    /// `name  value`, with the values of all such lines below each other.
+    pub fn field(&mut self, name: &str, value: impl Display) -> Result<(), CliError> {
+        Ok(writeln!(self.0, "{name:<12} {value}")?)
+    }
+
+    pub fn json(&mut self, value: &impl Serialize) -> Result<(), CliError> {
+        serde_json::to_writer_pretty(&mut self.0, value).map_err(io::Error::from)?;
+        self.line("")
+    }
+
+    pub fn table(&mut self, headings: &[Heading<'_>], rows: &[Vec<String>]) -> Result<(), CliError> {
+        let titles: Vec<&str> = headings.iter().map(|name| name.trim_start_matches('>')).collect();
+        let width = |column: usize| {
+            let cells = rows.iter().filter_map(|row| row.get(column));
+            let widest = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
+            widest.max(titles[column].len())
+        };
+        let widths: Vec<usize> = (0..titles.len()).map(width).collect();
+        let line = |cells: &mut dyn Iterator<Item = &str>| {
+            let cells = cells.enumerate().map(|(column, cell)| {
+                let width = widths.get(column).copied().unwrap_or(0);
+                match headings.get(column).is_some_and(|name| name.starts_with('>')) {
+                    true => format!("{cell:>width$}"),
+                    false => format!("{cell:<width$}"),
+                }
+            });
+            cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+        };
+        self.line(line(&mut titles.iter().copied()))?;
+        for row in rows {
+            self.line(line(&mut row.iter().map(String::as_str)))?;
+        }
+        Ok(())
+    }
+
+    pub fn flush(&mut self) -> Result<(), CliError> {
+        Ok(self.0.flush()?)
+    }
+}
+
+/// A line on the standard error. Unlike `eprintln!` it doesn't panic when that is closed.
+pub fn tell(text: impl Display) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// For people: exact where that is short, else three digits or so.
+pub fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut unit = 0;
+    let mut whole = bytes;
+    while whole >= 1024 && unit + 1 < UNITS.len() {
+        whole /= 1024;
+        unit += 1;
+    }
+    let factor = 1_u64 << (10 * unit);
+    let name = UNITS[unit];
+    if bytes.is_multiple_of(factor) {
+        return format!("{whole} {name}");
+    }
+    let value = bytes as f64 / factor as f64;
+    match value {
+        ..100.0 => format!("{value:.2} {name}"),
+        _ => format!("{value:.1} {name}"),
+    }
+}
+
+/// `1 chunk`, `2 chunks`.
+pub fn count(number: u64, noun: &str) -> String {
+    match number {
+        1 => format!("1 {noun}"),
+        _ => format!("{number} {noun}s"),
+    }
+}
+
+/// Seconds since 1970 as `2026-11-20T20:33:55Z`.
+pub fn time(seconds: i64) -> String {
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Days since 1 March 0000: then leap days are at the end of a year, and 400 years have 146097 days.
+    let days = days + 719_468;
+    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    // Months from March on: 153 days each five.
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (year, month) = match month {
+        ..10 => (era * 400 + year, month + 3),
+        _ => (era * 400 + year + 1, month - 9),
+    };
+    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_exact_where_that_is_short() {
+        for (number, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (64 << 20, "64 MiB"),
+            ((64 << 20) + 4096, "64.00 MiB"),
+            (1_700_000_000, "1.58 GiB"),
+            (700_000_000, "667.6 MiB"),
+            (u64::MAX, "16384.0 PiB"),
+        ] {
+            assert_eq!(bytes(number), text);
+        }
+    }
+
+    #[test]
+    fn times_are_those_of_date() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_709_251_199, "2024-02-29T23:59:59Z"),
+            (1_795_206_835, "2026-11-20T20:33:55Z"),
+            (-1, "1969-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(time(seconds), text);
+        }
+    }
+}

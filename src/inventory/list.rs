@@ -1,0 +1,76 @@
+use futures::stream::{Stream, try_unfold};
+use serde::Serialize;
+
+use super::Inventory;
+use crate::chunk::{ChunkHash, Key, SpaceKey};
+use crate::object::{Listed, ObjectError};
+
+/// A chunk's object as a listing shows it; whether its bytes are good is not known.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct StoredChunk {
+    #[serde(skip)]
+    pub space: SpaceKey,
+    pub hash: ChunkHash,
+    /// Bytes of the object, header included.
+    pub bytes: u64,
+    /// Seconds since 1970.
+    pub modified: i64,
+    /// Without quotes; empty where the server doesn't list it.
+    pub etag: String,
+}
+
+/// Up to 1000 keys of a listing, sorted by what they are.
+#[derive(Debug, Clone, Default)]
+pub struct Page {
+    /// In order of space, then hash.
+    pub chunks: Vec<StoredChunk>,
+    /// Those whose `space.json` is there.
+    pub spaces: Vec<SpaceKey>,
+    /// Keys that kvgate did not write, and their bytes.
+    pub foreign: u64,
+    pub foreign_bytes: u64,
+}
+
+impl Inventory {
+    /// Everything under the prefix, or only what belongs to `space`.
+    pub fn pages(&self, space: Option<SpaceKey>) -> impl Stream<Item = Result<Page, ObjectError>> + use<> {
+        let inventory = self.clone();
+        let prefix = match space {
+            Some(space) => self.keys.space(space),
+            None => self.keys.as_str().to_owned(),
+        };
+        try_unfold(Some(None::<String>), move |place| {
+            let (inventory, prefix) = (inventory.clone(), prefix.clone());
+            async move {
+                let Some(from) = place else { return Ok(None) };
+                let deadline = inventory.deadline();
+                let listed = inventory.store.list(&prefix, from.as_deref(), deadline).await?;
+                let page = inventory.sort(listed.objects);
+                Ok(Some((page, listed.next.map(Some))))
+            }
+        })
+    }
+
+    fn sort(&self, objects: Vec<Listed>) -> Page {
+        let own = self.keys.own("");
+        let mut page = Page::default();
+        for object in objects {
+            match self.keys.parse(&object.key) {
+                Some(Key::SpaceJson(space)) => page.spaces.push(space),
+                Some(Key::Chunk(space, hash)) => page.chunks.push(StoredChunk {
+                    space,
+                    hash,
+                    bytes: object.len,
+                    modified: object.modified,
+                    etag: object.etag,
+                }),
+                None if object.key.starts_with(&own) => {}
+                None => {
+                    page.foreign += 1;
+                    page.foreign_bytes += object.len;
+                }
+            }
+        }
+        page
+    }
+}

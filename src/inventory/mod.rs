@@ -1,0 +1,59 @@
+//! What a bucket holds: its spaces and chunks, whether they are whole, and how they are removed.
+//!
+//! There is no index, so everything here comes from listing: a page of up to 1000 keys at a time, and nothing keeps
+//! more than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks
+//! through the gateway, so what it calls good is exactly what an engine would get.
+//!
+//! Removing is careful: a damaged chunk goes only while the object is still the one that was checked, and a space's
+//! `space.json` goes last, so that what is left after an interruption can still be read and removed.
+//!
+//! Not for the way of a request: a lookup never lists. No printing here: `cli` does that.
+
+mod list;
+mod remove;
+mod space_json;
+mod stat;
+mod summary;
+mod verify;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+pub use list::{Page, StoredChunk};
+pub use remove::Removed;
+pub use space_json::SpaceJson;
+pub use stat::{ChunkStat, HeaderState};
+pub use summary::{SpaceSummary, Summary};
+pub use verify::{Checked, Verdict};
+
+use crate::chunk::KeyPrefix;
+use crate::object::ObjectStore;
+
+/// See the [module](self). Cheap to clone.
+#[derive(Clone)]
+pub struct Inventory {
+    store: Arc<dyn ObjectStore>,
+    keys: KeyPrefix,
+    /// Limit for one request, its retries included.
+    call_timeout: Duration,
+}
+
+impl Inventory {
+    pub fn new(store: Arc<dyn ObjectStore>, keys: KeyPrefix, call_timeout: Duration) -> Self {
+        Self {
+            store,
+            keys,
+            call_timeout,
+        }
+    }
+
+    pub fn keys(&self) -> &KeyPrefix {
+        &self.keys
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.call_timeout
+    }
+}
