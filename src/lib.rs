@@ -6,6 +6,7 @@
 pub mod arena;
 pub mod chunk;
 pub mod config;
+pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod existence;
