@@ -12,6 +12,7 @@ pub mod arena;
 pub mod chunk;
 pub mod cli;
 pub mod config;
+pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod existence;

@@ -126,7 +126,7 @@ demo() {
     check "demo" cargo run --release --quiet "${LOCKED[@]}" -- demo
     if [ -n "${KVGATE_TEST_RGW_ENDPOINTS:-}" ]; then
         check "demo on Ceph" cargo run --release --quiet "${LOCKED[@]}" -- \
-            demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}"
+            demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
     else
         not_run+=("demo on Ceph: it is not up")
     fi

@@ -21,7 +21,7 @@ pub struct Bucket {
 impl Bucket {
     /// Fails with what is wrong with endpoint, bucket or credentials.
     pub async fn open(config: Config) -> Result<Self, CliError> {
-        let store = open_store(&config).await?;
+        let store = open_store(&config, None).await?;
         let limit = config.s3.request_timeout;
         // Also because a HEAD can't tell a missing bucket from a missing object.
         store.check_bucket(Instant::now() + limit).await?;

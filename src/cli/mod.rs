@@ -6,6 +6,7 @@
 mod args;
 mod bucket;
 mod config;
+mod demo;
 mod error;
 mod input;
 mod logging;
@@ -39,6 +40,7 @@ pub struct Cli {
 
 const AFTER_HELP: &str = "\
 Examples:
+  kvgate demo
   kvgate size --model qwen3-32b --tp 4
   kvgate config check --config kvgate.toml
   kvgate ls --endpoint http://rgw:8000 --bucket kv
@@ -49,6 +51,7 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Demo(demo::DemoArgs),
     Lookup(lookup::LookupArgs),
     Ls(ls::LsArgs),
     Stat(stat::StatArgs),
@@ -57,7 +60,6 @@ enum Command {
     Size(size::SizeArgs),
     #[command(subcommand)]
     Config(config::ConfigCommand),
-    // MERGE: `Demo(crate::demo::DemoArgs)` goes here, its arm into `dispatch`.
 }
 
 /// The whole program.
@@ -98,6 +100,7 @@ pub async fn run(cli: Cli) -> Result<(), CliError> {
 async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
     let verbose = cli.verbose;
     match cli.command {
+        Command::Demo(args) => demo::run(args, verbose).await,
         Command::Lookup(args) => lookup::run(args, verbose, out).await,
         Command::Ls(args) => ls::run(args, verbose, out).await,
         Command::Stat(args) => stat::run(args, verbose, out).await,

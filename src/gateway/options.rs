@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aws_credential_types::Credentials;
 use tokio::time::Instant;
 
 use super::Gateway;
@@ -67,8 +68,11 @@ impl From<&Config> for GatewayOptions {
     }
 }
 
-/// The configured bucket, with retries.
-pub async fn open_store(config: &Config) -> Result<Arc<dyn ObjectStore>, OpenError> {
+/// The configured bucket, with retries. Credentials come from the AWS chain unless given.
+pub async fn open_store(
+    config: &Config,
+    credentials: Option<Credentials>,
+) -> Result<Arc<dyn ObjectStore>, OpenError> {
     let s3 = S3::connect(&S3Options {
         endpoint: config.s3.endpoint.clone(),
         bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
@@ -78,7 +82,7 @@ pub async fn open_store(config: &Config) -> Result<Arc<dyn ObjectStore>, OpenErr
         connect_timeout: config.s3.connect_timeout,
         read_timeout: config.s3.read_timeout,
         request_timeout: config.s3.request_timeout,
-        credentials: None,
+        credentials,
     })
     .await?;
     let policy = RetryPolicy {
@@ -93,7 +97,7 @@ pub async fn open_store(config: &Config) -> Result<Arc<dyn ObjectStore>, OpenErr
 impl Gateway {
     /// Reaches the bucket, finds out what the server can do, and makes the arena.
     pub async fn open(config: &Config) -> Result<Self, OpenError> {
-        let store = open_store(config).await?;
+        let store = open_store(config, None).await?;
         Self::over(store, config).await
     }
 

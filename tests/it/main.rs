@@ -6,6 +6,7 @@
 mod backends;
 mod conformance;
 mod damage;
+mod demo;
 mod faults;
 mod fixture;
 mod lookups;

@@ -1,0 +1,111 @@
+use clap::builder::PossibleValuesParser;
+
+use super::error::DemoError;
+use super::plan::Shape;
+use crate::chunk::{PRESETS, Preset, Space};
+
+/// Unique KV that a run with the default flags stores, about.
+const UNIQUE_BYTES: usize = 704 << 20;
+const CHUNK_TOKENS: u32 = 256;
+
+/// Flags of `kvgate demo`; where the objects go is in the configuration.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DemoArgs {
+    /// Model whose KV geometry is used
+    #[arg(long, value_name = "PRESET", default_value = PRESETS[0].name,
+          value_parser = PossibleValuesParser::new(PRESETS.map(|preset| preset.name)))]
+    pub model: String,
+    /// Tokens of each conversation, the shared system prompt included [default: so that about 700 MiB are stored]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
+    pub tokens: Option<u32>,
+    /// Conversations that share the system prompt
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub conversations: u32,
+    /// Leave the objects where they are
+    #[arg(long)]
+    pub keep: bool,
+    /// Report as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Makes tokens, KV and keys; the same seed finds what an earlier run kept [default: random]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+}
+
+impl DemoArgs {
+    /// The space and the shape of the conversations.
+    pub(super) fn shape(&self) -> Result<(Space, Shape), DemoError> {
+        let preset = Preset::find(&self.model).ok_or_else(|| DemoError::Model {
+            name: self.model.clone(),
+            known: PRESETS.map(|preset| preset.name).join(", "),
+        })?;
+        // 32 bits are enough to keep runs apart, and short enough to be typed.
+        let seed = self.seed.unwrap_or_else(|| u64::from(fastrand::u32(..)));
+        // The seed is to these KV what the weights are to real ones: a space of its own.
+        let space = preset.space(&format!("kvgate-demo-{seed:x}"), CHUNK_TOKENS)?;
+        let conversations = self.conversations as usize;
+        let tokens = self.tokens.map_or_else(
+            || default_chunks(&space, conversations) * CHUNK_TOKENS as usize,
+            |tokens| tokens as usize,
+        );
+        let shape = Shape {
+            conversations,
+            tokens,
+            seed,
+        };
+        Ok((space, shape))
+    }
+}
+
+/// Chunks of each conversation, so that all together have about [`UNIQUE_BYTES`]: n conversations of c chunks that
+/// share s have s + n (c - s).
+fn default_chunks(space: &Space, conversations: usize) -> usize {
+    let unique = UNIQUE_BYTES / space.layout().payload_len().max(1);
+    let count = |chunks| {
+        let shared = Shape::shared_chunks(chunks);
+        shared + conversations * (chunks - shared)
+    };
+    (2..=unique.max(2))
+        .take_while(|&chunks| count(chunks) <= unique)
+        .last()
+        .unwrap_or(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        demo: DemoArgs,
+    }
+
+    #[test]
+    fn defaults_store_about_the_same_for_every_preset() {
+        for preset in PRESETS {
+            let args = Command::parse_from(["demo", "--model", preset.name]).demo;
+            let (space, shape) = args.shape().unwrap();
+            let chunks = shape.tokens / 256;
+            let shared = Shape::shared_chunks(chunks);
+            let unique = shared + 4 * (chunks - shared);
+            let mib = (unique * space.layout().payload_len()) >> 20;
+            assert!((380..=704).contains(&mib), "{}: {mib} MiB", preset.name);
+        }
+    }
+
+    #[test]
+    fn unknown_models_and_other_seeds() {
+        assert!(Command::try_parse_from(["demo", "--model", "gpt-9"]).is_err());
+        let space = |seed| {
+            Command::parse_from(["demo", "--seed", seed])
+                .demo
+                .shape()
+                .unwrap()
+                .0
+        };
+        assert_eq!(space("7"), space("7"));
+        assert_ne!(space("7"), space("8"));
+    }
+}

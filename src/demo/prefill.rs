@@ -1,0 +1,133 @@
+use tokio::time::Instant;
+
+use super::error::DemoError;
+use super::paged::shuffled_blocks;
+use super::report::Phase;
+use super::session::{Demo, Watch};
+use super::synthetic::generate;
+use crate::gateway::{NewChunk, StoreOutcome};
+
+/// Chunks of a conversation that S3 lacks: `prompt[from..to]`.
+struct Missing {
+    conversation: usize,
+    from: usize,
+    to: usize,
+}
+
+impl Demo {
+    /// Each turn of each conversation: what of the prompt is there already, make the rest, store it.
+    ///
+    /// The three take turns instead of overlapping: so each one's time is its own.
+    pub async fn prefill_and_store(&mut self) -> Result<(), DemoError> {
+        let bytes = (self.plan.unique_chunks * self.space.layout().payload_len()) as u64;
+        self.progress.start("prefill, store", bytes, true);
+        for conversation in 0..self.plan.conversations.len() {
+            let table = shuffled_blocks(self.cache.blocks(), &mut self.random);
+            for turn in 0..self.plan.conversations[conversation].turns.len() {
+                let prompt = self.plan.conversations[conversation].turns[turn];
+                let found = self.look(conversation, prompt).await?;
+                let missing = Missing {
+                    conversation,
+                    from: found,
+                    to: prompt,
+                };
+                self.generate(&missing, &table).await;
+                let watch = Watch::start(&*self.store);
+                let result = self.store(&missing, &table).await;
+                self.report.phase(Phase::STORE).add(&watch, &*self.store);
+                result?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The engine's question: how much of this prompt need not be computed?
+    async fn look(&mut self, conversation: usize, prompt: usize) -> Result<usize, DemoError> {
+        let watch = Watch::start(&*self.store);
+        let chunks = &self.plan.conversations[conversation].chunks[..prompt];
+        let deadline = Instant::now() + self.config.lookup.deadline;
+        let strategy = self.config.lookup.strategy;
+        let lookup = self.gateway.lookup(&self.space, chunks, strategy, deadline).await;
+        let phase = self.report.phase(Phase::LOOKUP).add(&watch, &*self.store);
+        phase.chunks += prompt;
+        phase.hits = Some(phase.hits.unwrap_or(0) + lookup.prefix);
+        match lookup.error {
+            Some(error) => Err(DemoError::Lookup(error)),
+            None => Ok(lookup.prefix),
+        }
+    }
+
+    async fn generate(&mut self, missing: &Missing, table: &[u32]) {
+        for chunk in missing.from..missing.to {
+            let watch = Watch::start(&*self.store);
+            let conversation = &self.plan.conversations[missing.conversation];
+            let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
+            generate(&mut self.cache, blocks, conversation.chunk_states(chunk));
+            let phase = self.report.phase(Phase::GENERATE).add(&watch, &*self.store);
+            phase.chunks += 1;
+            phase.bytes += self.space.layout().payload_len() as u64;
+            // Ctrl-C is seen here.
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Gathers pages into slots and has them stored, as many at once as the arena holds.
+    async fn store(&mut self, missing: &Missing, table: &[u32]) -> Result<(), DemoError> {
+        for chunk in missing.from..missing.to {
+            let mut slot = loop {
+                match self.gateway.reserve(&self.space) {
+                    Ok(slot) => break slot,
+                    // Reserving never waits: a slot is free when a store ends.
+                    Err(_) if !self.stores.is_empty() => self.one_stored().await?,
+                    Err(full) => {
+                        return Err(DemoError::Arena {
+                            object_bytes: full.object_bytes,
+                            arena: self.config.arena.size,
+                        });
+                    }
+                }
+            };
+            let gathering = Instant::now();
+            let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
+            self.cache.gather(blocks, slot.payload_mut());
+            self.report.gather_seconds += gathering.elapsed().as_secs_f64();
+
+            let conversation = &self.plan.conversations[missing.conversation];
+            let hash = conversation.chunks[chunk];
+            let parent = conversation.parent(chunk, self.plan.root);
+            let (gateway, space) = (self.gateway.clone(), self.space.clone());
+            let deadline = Instant::now() + self.config.store.deadline;
+            self.stores.spawn(async move {
+                let new = NewChunk { hash, parent, slot };
+                (hash, gateway.store(&space, new, deadline).await)
+            });
+        }
+        while !self.stores.is_empty() {
+            self.one_stored().await?;
+        }
+        Ok(())
+    }
+
+    async fn one_stored(&mut self) -> Result<(), DemoError> {
+        let Some(done) = self.stores.join_next().await else {
+            return Ok(());
+        };
+        let (chunk, outcome) = done?;
+        let bytes = self.space.layout().payload_len() as u64;
+        let phase = self.report.phase(Phase::STORE);
+        match outcome {
+            StoreOutcome::Stored => {
+                self.stored.insert(chunk);
+                phase.chunks += 1;
+                phase.bytes += bytes;
+            }
+            // Of another run with the same seed, at the same time.
+            StoreOutcome::Present | StoreOutcome::Pending => {
+                phase.hits = Some(phase.hits.unwrap_or(0) + 1);
+            }
+            StoreOutcome::Failed(error) => return Err(DemoError::Store(error)),
+        }
+        self.progress.add(bytes);
+        Ok(())
+    }
+}

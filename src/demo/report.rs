@@ -1,0 +1,187 @@
+use serde::Serialize;
+
+use super::plan::Plan;
+use super::session::Watch;
+use super::synthetic::Position;
+use crate::chunk::Space;
+use crate::object::{ObjectStore, RequestCounts};
+
+/// One line of the table. A phase that came in turns with others is the sum of its turns.
+#[derive(Debug, Clone, Serialize)]
+pub struct Phase {
+    pub name: &'static str,
+    pub seconds: f64,
+    /// Of KV.
+    pub bytes: u64,
+    pub chunks: usize,
+    /// Chunks that were found, where the phase asks for them.
+    pub hits: Option<usize>,
+    pub requests: RequestCounts,
+}
+
+/// A byte that is not what was stored.
+#[derive(Debug, Clone, Serialize)]
+pub struct Difference {
+    pub conversation: usize,
+    pub chunk: usize,
+    pub layer: u32,
+    #[serde(flatten)]
+    pub position: Position,
+}
+
+/// A chunk that did not come back.
+#[derive(Debug, Clone, Serialize)]
+pub struct Missed {
+    pub conversation: usize,
+    pub chunk: usize,
+    pub code: &'static str,
+    pub reason: String,
+}
+
+/// What happened.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    pub model: String,
+    pub space: String,
+    pub seed: u64,
+    /// Where the objects are, for people.
+    pub place: String,
+    pub token_bytes: u64,
+    pub chunk_tokens: u32,
+    pub chunk_bytes: usize,
+    pub layers: usize,
+    pub heads: u32,
+    pub row_bytes: u32,
+    pub conversations: usize,
+    pub tokens: usize,
+    pub chunks: usize,
+    pub unique_chunks: usize,
+    pub shared_chunks: usize,
+    pub cache_bytes: usize,
+    pub arena_bytes_peak: usize,
+    /// Parts of `store` and of `load`.
+    pub gather_seconds: f64,
+    pub scatter_seconds: f64,
+    pub phases: Vec<Phase>,
+    pub compared_bytes: u64,
+    pub different_bytes: u64,
+    pub first_difference: Option<Difference>,
+    /// Bytes written to pages that belong to nobody.
+    pub stray_bytes: u64,
+    pub missed: Vec<Missed>,
+    /// Whether everything came back as it was.
+    pub equal: bool,
+}
+
+impl Phase {
+    pub const OPEN: &'static str = "open";
+    pub const LOOKUP: &'static str = "lookup (prefill)";
+    pub const GENERATE: &'static str = "generate";
+    pub const STORE: &'static str = "store";
+    pub const FORGET: &'static str = "forget";
+    pub const COLD_EXACT: &'static str = "lookup exact";
+    pub const COLD_PREFIX: &'static str = "lookup prefix";
+    pub const WARM: &'static str = "lookup warm";
+    pub const LOAD: &'static str = "load";
+    pub const COMPARE: &'static str = "compare";
+    pub const REMOVE: &'static str = "remove";
+
+    /// Adds what has happened since the watch was started.
+    pub(super) fn add(&mut self, watch: &Watch, store: &dyn ObjectStore) -> &mut Self {
+        let (elapsed, more) = watch.read(store);
+        self.seconds += elapsed.as_secs_f64();
+        let requests = &mut self.requests;
+        requests.head += more.head;
+        requests.attributes += more.attributes;
+        requests.get += more.get;
+        requests.put += more.put;
+        requests.list += more.list;
+        requests.delete += more.delete;
+        requests.bucket += more.bucket;
+        self
+    }
+
+    pub(super) fn requests_text(&self) -> String {
+        let counts = &self.requests;
+        let kinds = [
+            ("HEAD", counts.head),
+            ("ATTRIBUTES", counts.attributes),
+            ("GET", counts.get),
+            ("PUT", counts.put),
+            ("LIST", counts.list),
+            ("DELETE", counts.delete),
+            ("BUCKET", counts.bucket),
+        ];
+        let sent = kinds.iter().filter(|(_, count)| *count > 0);
+        sent.map(|(kind, count)| format!("{count} {kind}"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    }
+}
+
+impl Report {
+    pub(super) fn new(space: &Space, plan: &Plan) -> Self {
+        let plane = space.planes().first();
+        Self {
+            model: space.model().to_owned(),
+            space: space.key().to_string(),
+            seed: plan.shape.seed,
+            place: String::new(),
+            token_bytes: space.token_bytes(),
+            chunk_tokens: space.chunk_tokens(),
+            chunk_bytes: space.layout().payload_len(),
+            layers: space.planes().len(),
+            heads: plane.map_or(0, |plane| plane.heads),
+            row_bytes: plane.map_or(0, |plane| plane.row_bytes),
+            conversations: plan.shape.conversations,
+            tokens: plan.shape.tokens,
+            chunks: plan.chunks(),
+            unique_chunks: plan.unique_chunks,
+            shared_chunks: plan.shared_chunks,
+            cache_bytes: 0,
+            arena_bytes_peak: 0,
+            gather_seconds: 0.0,
+            scatter_seconds: 0.0,
+            phases: Vec::new(),
+            compared_bytes: 0,
+            different_bytes: 0,
+            first_difference: None,
+            stray_bytes: 0,
+            missed: Vec::new(),
+            equal: false,
+        }
+    }
+
+    /// The phase of this name, made at its first use.
+    pub(super) fn phase(&mut self, name: &'static str) -> &mut Phase {
+        let at = self
+            .phases
+            .iter()
+            .position(|phase| phase.name == name)
+            .unwrap_or_else(|| {
+                self.phases.push(Phase {
+                    name,
+                    seconds: 0.0,
+                    bytes: 0,
+                    chunks: 0,
+                    hits: None,
+                    requests: RequestCounts::default(),
+                });
+                self.phases.len() - 1
+            });
+        &mut self.phases[at]
+    }
+
+    /// Judges: every chunk was found, loaded and compared, and no byte differs.
+    pub(super) fn is_equal(&self) -> bool {
+        let lookups = [Phase::COLD_EXACT, Phase::COLD_PREFIX, Phase::WARM];
+        let found = |name| {
+            let mut phases = self.phases.iter();
+            phases.any(|phase| phase.name == name && phase.hits == Some(self.chunks))
+        };
+        lookups.into_iter().all(found)
+            && self.missed.is_empty()
+            && self.compared_bytes == (self.chunks * self.chunk_bytes) as u64
+            && self.different_bytes + self.stray_bytes == 0
+    }
+}

@@ -1,0 +1,69 @@
+use std::io::Write;
+
+use super::args::DemoArgs;
+use super::error::DemoError;
+use super::host::Host;
+use super::plan::Plan;
+use super::session::Demo;
+use crate::chunk::Space;
+use crate::config::Config;
+
+/// Runs the demo and prints what happened; answers whether every byte came back as it was. The objects are removed
+/// also after a failure or Ctrl-C, unless they are to be kept.
+pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
+    let (space, shape) = args.shape()?;
+    let plan = Plan::new(&space, shape, config.arena.size)?;
+    let host = Host::start(&config, args.keep).await?;
+    let done = run_on(&host, space, plan, config, args).await;
+    let (embedded, folder) = (host.is_embedded(), host.folder.clone());
+    host.stop().await;
+    let demo = done?;
+    if args.json {
+        let json = serde_json::to_string_pretty(demo.report()).map_err(std::io::Error::from)?;
+        print(&format!("{json}\n"))?;
+    } else {
+        print(&demo.report().summary())?;
+        print(&demo.report().advice(embedded, args.keep, folder.as_deref()))?;
+    }
+    Ok(demo.report().equal)
+}
+
+async fn run_on(
+    host: &Host,
+    space: Space,
+    plan: Plan,
+    config: Config,
+    args: &DemoArgs,
+) -> Result<Demo, DemoError> {
+    let mut demo = Demo::open(host.store.clone(), space, plan, config).await?;
+    demo.report.place.clone_from(&host.place);
+    demo.show_progress();
+    if !args.json {
+        print(&demo.report.header())?;
+    }
+    let phases = tokio::select! {
+        result = phases(&mut demo) => result,
+        _ = tokio::signal::ctrl_c() => Err(DemoError::Interrupted),
+    };
+    let removed = match args.keep {
+        true => Ok(()),
+        false => demo.remove().await,
+    };
+    demo.finish();
+    phases.and(removed)?;
+    Ok(demo)
+}
+
+async fn phases(demo: &mut Demo) -> Result<(), DemoError> {
+    demo.prefill_and_store().await?;
+    demo.forget();
+    demo.look_up().await?;
+    demo.load_and_compare().await;
+    Ok(())
+}
+
+fn print(text: &str) -> Result<(), DemoError> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    Ok(stdout.flush()?)
+}

@@ -1,0 +1,168 @@
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::error::DemoError;
+use super::paged::{BLOCK_TOKENS, PagedCache};
+use super::plan::Plan;
+use super::progress::Progress;
+use super::report::{Phase, Report};
+use crate::chunk::{ChunkHash, KeyPrefix, Space};
+use crate::config::Config;
+use crate::gateway::{Gateway, GatewayOptions, StoreOutcome};
+use crate::object::{ErrorKind, ObjectStore, RequestCounts};
+
+/// What memory holds after the cache was lost.
+pub(super) const POISON: u8 = 0xA5;
+/// For stores under way when the run is interrupted.
+const DRAIN: Duration = Duration::from_secs(10);
+/// What one DELETE may name.
+const DELETE_KEYS_MAX: usize = 1000;
+
+/// One run, phase by phase. Call [`remove`](Self::remove) also when a phase failed.
+pub struct Demo {
+    pub(super) space: Space,
+    pub(super) plan: Plan,
+    pub(super) config: Config,
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) gateway: Gateway,
+    pub(super) cache: PagedCache,
+    pub(super) random: fastrand::Rng,
+    /// Under way. Kept outside of the phases' futures, so that an interrupted run can still wait for them.
+    pub(super) stores: JoinSet<(ChunkHash, StoreOutcome)>,
+    pub(super) stored: HashSet<ChunkHash>,
+    /// space.json was missing before, so it is ours to remove.
+    declares: bool,
+    pub(super) report: Report,
+    pub(super) progress: Progress,
+}
+
+/// Time and requests since it was started.
+pub(super) struct Watch {
+    started: Instant,
+    requests: RequestCounts,
+}
+
+impl Demo {
+    /// Makes the bucket where it is missing, and the memory. Stores nothing yet.
+    pub async fn open(
+        store: Arc<dyn ObjectStore>,
+        space: Space,
+        plan: Plan,
+        mut config: Config,
+    ) -> Result<Self, DemoError> {
+        // A file is for engines, of which there are none; the configured one may be a running daemon's.
+        config.arena.path = None;
+        let watch = Watch::start(&*store);
+        let deadline = Instant::now() + config.s3.request_timeout;
+        match store.check_bucket(deadline).await {
+            Err(error) if error.kind == ErrorKind::NoBucket => store.create_bucket(deadline).await?,
+            result => result?,
+        }
+        let gateway = Gateway::over(Arc::clone(&store), &config).await?;
+        let space_json = KeyPrefix::new(&config.s3.prefix).space_json(space.key());
+        let declares = match store.head(&space_json, deadline).await {
+            Err(error) if error.kind == ErrorKind::NotFound => true,
+            result => result.map(|_| false)?,
+        };
+        let mut report = Report::new(&space, &plan);
+        report.phase(Phase::OPEN).add(&watch, &*store);
+        Ok(Self {
+            cache: PagedCache::new(space.planes(), BLOCK_TOKENS, plan.cache_blocks()),
+            random: fastrand::Rng::with_seed(plan.shape.seed),
+            stores: JoinSet::new(),
+            stored: HashSet::new(),
+            progress: Progress::hidden(),
+            space,
+            plan,
+            config,
+            store,
+            gateway,
+            declares,
+            report,
+        })
+    }
+
+    /// Shows what goes on, if stderr is a terminal.
+    pub fn show_progress(&mut self) {
+        self.progress = Progress::visible();
+    }
+
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// A new gateway that knows nothing, and pages that hold nothing.
+    pub fn forget(&mut self) {
+        let watch = Watch::start(&*self.store);
+        self.cache.poison(POISON);
+        self.gateway = Gateway::new(
+            Arc::clone(&self.store),
+            self.gateway.arena().clone(),
+            self.gateway.capabilities(),
+            GatewayOptions::from(&self.config),
+        );
+        let phase = self.report.phase(Phase::FORGET).add(&watch, &*self.store);
+        phase.bytes += self.cache.bytes() as u64;
+    }
+
+    /// Deletes the objects that this run stored, and no others.
+    pub async fn remove(&mut self) -> Result<(), DemoError> {
+        let deadline = Instant::now() + DRAIN;
+        while let Ok(Some(done)) = tokio::time::timeout_at(deadline, self.stores.join_next()).await {
+            let (chunk, outcome) = done?;
+            if matches!(outcome, StoreOutcome::Stored) {
+                self.stored.insert(chunk);
+            }
+        }
+        self.stores.abort_all();
+        let watch = Watch::start(&*self.store);
+        let prefix = KeyPrefix::new(&self.config.s3.prefix);
+        let chunks = self
+            .stored
+            .iter()
+            .map(|chunk| prefix.chunk(self.space.key(), chunk));
+        let mut keys: Vec<String> = chunks.collect();
+        self.progress.start(Phase::REMOVE, keys.len() as u64, false);
+        if self.declares {
+            keys.push(prefix.space_json(self.space.key()));
+        }
+        for some in keys.chunks(DELETE_KEYS_MAX) {
+            let deadline = Instant::now() + self.config.store.deadline;
+            self.store.delete(some, deadline).await?;
+            self.progress.add(some.len() as u64);
+        }
+        let phase = self.report.phase(Phase::REMOVE).add(&watch, &*self.store);
+        phase.chunks = self.stored.len();
+        self.stored.clear();
+        Ok(())
+    }
+
+    /// Ends the last phase; what the arena held at most is known now.
+    pub(super) fn finish(&mut self) {
+        self.progress.end();
+        self.report.arena_bytes_peak = self.gateway.arena().stats().used_bytes_peak;
+        self.report.cache_bytes = self.cache.bytes();
+        self.report.equal = self.report.is_equal();
+    }
+}
+
+impl Watch {
+    pub fn start(store: &dyn ObjectStore) -> Self {
+        Self {
+            started: Instant::now(),
+            requests: store.requests(),
+        }
+    }
+
+    pub fn read(&self, store: &dyn ObjectStore) -> (Duration, RequestCounts) {
+        (self.started.elapsed(), store.requests().since(&self.requests))
+    }
+}

@@ -1,0 +1,181 @@
+//! KV bytes made from a prefix: like real ones, those of a token depend on every token up to it, on plane and head.
+
+use super::paged::PagedCache;
+
+/// Odd, with bits spread evenly: the golden ratio.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+const OTHER: u64 = 0xe703_7ed1_a0b4_28db;
+
+/// Bytes of pages against what they must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Comparison {
+    pub bytes: u64,
+    pub different_bytes: u64,
+    pub first: Option<Position>,
+}
+
+/// A byte of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Position {
+    pub plane: usize,
+    pub head: usize,
+    /// In the chunk.
+    pub token: usize,
+    pub row_byte: usize,
+}
+
+/// Both halves of the 128-bit product: one multiplication mixes all bits (as wyhash does).
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the two halves are what is wanted"
+)]
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    product as u64 ^ (product >> 64) as u64
+}
+
+pub(super) fn mix(state: u64, value: u64) -> u64 {
+    fold(state ^ STEP, value.wrapping_add(OTHER)).wrapping_add(state.rotate_left(23))
+}
+
+/// One a token: a hash of the seed, of all tokens before it, and of it.
+pub(super) fn prefix_states(seed: u64, tokens: &[u32]) -> Vec<u64> {
+    let next = |state: &mut u64, token: &u32| {
+        *state = mix(*state, u64::from(*token));
+        Some(*state)
+    };
+    tokens.iter().scan(mix(seed, 0), next).collect()
+}
+
+/// The rows of some tokens for one head of one plane.
+fn fill_rows(states: &[u64], plane: usize, head: usize, rows: &mut [u8]) {
+    let row_bytes = rows.len() / states.len();
+    for (state, row) in states.iter().zip(rows.chunks_exact_mut(row_bytes)) {
+        let mut word = mix(mix(*state, plane as u64), head as u64);
+        let mut next = || {
+            word = word.wrapping_add(STEP);
+            fold(word, word ^ OTHER).to_le_bytes()
+        };
+        let mut words = row.chunks_exact_mut(8);
+        words.by_ref().for_each(|eight| eight.copy_from_slice(&next()));
+        let rest = words.into_remainder();
+        rest.copy_from_slice(&next()[..rest.len()]);
+    }
+}
+
+/// "Prefill": writes the KV of the tokens with these prefix states into pages.
+pub(super) fn generate(cache: &mut PagedCache, blocks: &[u32], states: &[u64]) {
+    let block_tokens = cache.block_tokens();
+    for plane in 0..cache.planes() {
+        for (block, states) in blocks.iter().zip(states.chunks(block_tokens)) {
+            for head in 0..cache.heads(plane) {
+                fill_rows(states, plane, head, cache.page_mut(plane, *block, head));
+            }
+        }
+    }
+}
+
+/// Whether pages hold what [`generate`] would write.
+pub(super) fn compare(cache: &PagedCache, blocks: &[u32], states: &[u64]) -> Comparison {
+    let block_tokens = cache.block_tokens();
+    let mut result = Comparison::default();
+    let mut expected = Vec::new();
+    for plane in 0..cache.planes() {
+        for (index, (block, states)) in blocks.iter().zip(states.chunks(block_tokens)).enumerate() {
+            for head in 0..cache.heads(plane) {
+                let page = cache.page(plane, *block, head);
+                expected.resize(page.len(), 0);
+                fill_rows(states, plane, head, &mut expected);
+                result.bytes += page.len() as u64;
+                if page == expected {
+                    continue;
+                }
+                let different: Vec<usize> = (0..page.len()).filter(|&i| page[i] != expected[i]).collect();
+                result.different_bytes += different.len() as u64;
+                let row_bytes = page.len() / block_tokens;
+                result.first = result.first.or(different.first().map(|at| Position {
+                    plane,
+                    head,
+                    token: index * block_tokens + at / row_bytes,
+                    row_byte: at % row_bytes,
+                }));
+            }
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chunk::Plane;
+
+    fn row(states: &[u64], token: usize, plane: usize, head: usize) -> Vec<u8> {
+        let mut rows = vec![0; 21 * states.len()];
+        fill_rows(states, plane, head, &mut rows);
+        rows[21 * token..][..21].to_vec()
+    }
+
+    #[test]
+    fn kv_depends_on_the_whole_prefix_on_plane_and_head() {
+        let tokens: Vec<u32> = (0..64).collect();
+        let states = prefix_states(1, &tokens);
+        let last = row(&states, 63, 2, 3);
+        for changed in 0..64 {
+            let mut other = tokens.clone();
+            other[changed] += 1;
+            let other = prefix_states(1, &other);
+            assert_ne!(row(&other, 63, 2, 3), last, "token {changed}");
+            assert_eq!(other[..changed], states[..changed], "not on what follows");
+        }
+        for other in [
+            row(&states, 62, 2, 3),
+            row(&states, 63, 3, 3),
+            row(&states, 63, 2, 2),
+            row(&states, 63, 3, 2),
+        ] {
+            assert_ne!(other, last);
+        }
+        assert_ne!(row(&prefix_states(2, &tokens), 63, 2, 3), last, "the seed");
+        assert_eq!(row(&prefix_states(1, &tokens), 63, 2, 3), last);
+        assert_ne!(last[..8], last[8..16]);
+    }
+
+    #[test]
+    fn compare_finds_the_byte() {
+        let planes = [(0, 2, 21), (1, 3, 8)].map(|(layer, heads, row_bytes)| Plane {
+            name: "kv".into(),
+            layer,
+            heads,
+            row_bytes,
+        });
+        let mut cache = PagedCache::new(&planes, 4, 5);
+        let (blocks, states) = ([3, 0, 2], prefix_states(1, &[5; 12]));
+        generate(&mut cache, &blocks, &states);
+        let bytes = 12 * (2 * 21 + 3 * 8);
+        let equal = Comparison {
+            bytes,
+            ..Comparison::default()
+        };
+        assert_eq!(compare(&cache, &blocks, &states), equal);
+        cache.page_mut(1, 0, 2)[2 * 8 + 5] ^= 1;
+        cache.page_mut(1, 2, 0)[0] ^= 1;
+        let first = Position {
+            plane: 1,
+            head: 2,
+            token: 6,
+            row_byte: 5,
+        };
+        let found = Comparison {
+            bytes,
+            different_bytes: 2,
+            first: Some(first),
+        };
+        assert_eq!(compare(&cache, &blocks, &states), found);
+        assert_ne!(
+            compare(&cache, &[0, 3, 2], &states).different_bytes,
+            0,
+            "pages in another order"
+        );
+    }
+}

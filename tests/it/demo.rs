@@ -1,0 +1,260 @@
+//! The demo's phases on an embedded server, with a tiny model: what goes wrong between them must be told.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use aws_credential_types::Credentials;
+use kvgate::chunk::{Mha, Space, SpaceInput};
+use kvgate::config::Config;
+use kvgate::demo::{Demo, Plan, Shape};
+use kvgate::embedded::EmbeddedS3;
+use kvgate::object::{ObjectStore, RetryPolicy, Retrying, S3, S3Options};
+use kvgate::units::{ByteSize, MIB};
+
+const BUCKET: &str = "demo-tests";
+const PREFIX: &str = "some/where";
+
+/// 4 layers of 2 heads, 32 tokens a chunk: 16 KiB of KV, 20 KiB an object.
+fn space() -> Space {
+    Space::new(SpaceInput {
+        model: "tiny".into(),
+        revision: "1".into(),
+        chunk_tokens: Some(32),
+        mha: Some(Mha {
+            layers: 4,
+            heads: 2,
+            head_dim: 16,
+            v_head_dim: None,
+        }),
+        ..SpaceInput::default()
+    })
+    .unwrap()
+}
+
+fn shape(seed: u64) -> Shape {
+    Shape {
+        conversations: 3,
+        tokens: 8 * 32,
+        seed,
+    }
+}
+
+async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
+    let config = Config::default().s3;
+    let s3 = S3::connect(&S3Options {
+        endpoint: Some(server.endpoint()),
+        bucket: BUCKET.into(),
+        region: config.region,
+        path_style: true,
+        ca_file: None,
+        connect_timeout: config.connect_timeout,
+        read_timeout: config.read_timeout,
+        request_timeout: config.request_timeout,
+        credentials: Some(Credentials::new(
+            server.access_key(),
+            server.secret_key(),
+            None,
+            None,
+            "tests",
+        )),
+    });
+    let policy = RetryPolicy {
+        retries: config.retries,
+        base: config.retry_base,
+        max: config.retry_max,
+        budget: config.retry_budget,
+    };
+    Arc::new(Retrying::new(s3.await.unwrap(), policy))
+}
+
+async fn demo(server: &EmbeddedS3, seed: u64) -> Demo {
+    let mut config = Config::default();
+    config.s3.prefix = PREFIX.into();
+    // Too small for a conversation: stores and loads must wait for slots.
+    config.arena.size = ByteSize(64 << 10);
+    let plan = Plan::new(&space(), shape(seed), config.arena.size).unwrap();
+    Demo::open(store(server).await, space(), plan, config)
+        .await
+        .unwrap()
+}
+
+/// The objects in the bucket, as the server has them on disk.
+fn files(server: &EmbeddedS3) -> Vec<PathBuf> {
+    fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => walk(&path, found),
+                false => found.push(path),
+            }
+        }
+    }
+    let mut found = Vec::new();
+    walk(&server.root().join(BUCKET), &mut found);
+    found.sort();
+    found
+}
+
+fn chunk_file(server: &EmbeddedS3, demo: &Demo, conversation: usize, chunk: usize) -> PathBuf {
+    let hash = demo.plan().conversations[conversation].chunks[chunk];
+    let folder = server.root().join(BUCKET).join(PREFIX);
+    folder.join(space().key().to_string()).join(hash.to_string())
+}
+
+async fn after_store(demo: &mut Demo) {
+    demo.forget();
+    demo.look_up().await.unwrap();
+    demo.load_and_compare().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn everything_comes_back_and_only_its_own_objects_are_removed() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut kept = demo(&server, 1).await;
+    kept.prefill_and_store().await.unwrap();
+    let before = files(&server);
+    // 2 shared chunks, 6 of each conversation, space.json.
+    assert_eq!(before.len(), 2 + 3 * 6 + 1, "{before:?}");
+
+    let mut demo = demo(&server, 2).await;
+    demo.prefill_and_store().await.unwrap();
+    assert_eq!(files(&server).len(), before.len() + 20);
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(report.equal, "{report:?}");
+    assert_eq!(report.compared_bytes, 3 * 8 * (16 << 10));
+    assert_eq!((report.different_bytes, report.stray_bytes), (0, 0));
+    assert!(report.arena_bytes_peak <= 64 << 10);
+    let phase = |name| report.phases.iter().find(|phase| phase.name == name).unwrap();
+    // Turns of 5 and 8 chunks: the first turns of the second and third find the system prompt, each second turn 5.
+    assert_eq!(phase("lookup (prefill)").hits, Some(2 * 2 + 3 * 5));
+    assert_eq!((phase("store").chunks, phase("store").requests.put), (20, 21));
+    assert_eq!(phase("generate").requests.total(), 0);
+    assert_eq!(
+        phase("lookup exact").requests.total(),
+        20,
+        "shared chunks are asked for once"
+    );
+    assert_eq!(
+        (phase("lookup warm").hits, phase("lookup warm").requests.total()),
+        (Some(24), 0)
+    );
+    assert_eq!(phase("load").chunks, 24);
+
+    demo.remove().await.unwrap();
+    assert_eq!(
+        files(&server),
+        before,
+        "what the other run stored stays, and the space.json that it made"
+    );
+    kept.remove().await.unwrap();
+    assert_eq!(files(&server), Vec::<PathBuf>::new());
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_run_with_the_same_seed_computes_nothing() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    demo(&server, 5).await.prefill_and_store().await.unwrap();
+    let before = files(&server);
+    let mut second = demo(&server, 5).await;
+    second.prefill_and_store().await.unwrap();
+    after_store(&mut second).await;
+    let report = second.report();
+    assert!(report.equal, "{report:?}");
+    assert!(report.phases.iter().all(|phase| phase.name != "generate"));
+    second.remove().await.unwrap();
+    assert_eq!(files(&server), before, "they are not its own");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flipped_byte_is_a_miss_and_not_equal() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut demo = demo(&server, 1).await;
+    demo.prefill_and_store().await.unwrap();
+    let path = chunk_file(&server, &demo, 1, 4);
+    let mut object = std::fs::read(&path).unwrap();
+    *object.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, object).unwrap();
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(!report.equal);
+    let codes: Vec<_> = report
+        .missed
+        .iter()
+        .map(|missed| (missed.conversation, missed.chunk, missed.code))
+        .collect();
+    let ended = [5, 6, 7].map(|chunk| (1, chunk, "run_ended"));
+    assert_eq!(codes, [vec![(1, 4, "bad_digest")], ended.to_vec()].concat());
+    assert_eq!(
+        (report.different_bytes, report.stray_bytes),
+        (0, 0),
+        "damage reaches no page"
+    );
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_object_is_told_and_not_equal() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut demo = demo(&server, 1).await;
+    demo.prefill_and_store().await.unwrap();
+    std::fs::remove_file(chunk_file(&server, &demo, 2, 7)).unwrap();
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(!report.equal);
+    assert_eq!(
+        report.missed.iter().map(|missed| missed.code).collect::<Vec<_>>(),
+        ["absent"]
+    );
+    let hits = |name| {
+        report
+            .phases
+            .iter()
+            .find(|phase| phase.name == name)
+            .unwrap()
+            .hits
+    };
+    assert_eq!(hits("lookup exact"), Some(23));
+    server.stop().await;
+}
+
+/// A good object, but of other KV: only the comparison can tell.
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut demo = demo(&server, 1).await;
+    demo.prefill_and_store().await.unwrap();
+    let path = chunk_file(&server, &demo, 0, 3);
+    let mut object = std::fs::read(&path).unwrap();
+    let mut header = kvgate::chunk::Header::parse(&object).unwrap();
+    let plane = space().layout().plane(2);
+    object[plane.start + 70] ^= 1;
+    header.digests[2] = header.digest_kind.of(&object[plane]);
+    let header_len = space().layout().header_len();
+    header.write(&mut object[..header_len]);
+    std::fs::write(&path, object).unwrap();
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(!report.equal && report.missed.is_empty());
+    assert_eq!((report.different_bytes, report.stray_bytes), (1, 0));
+    let first = report.first_difference.as_ref().unwrap();
+    assert_eq!((first.conversation, first.chunk, first.layer), (0, 3, 2));
+    // Rows of 64 bytes.
+    assert_eq!(
+        (first.position.head, first.position.token, first.position.row_byte),
+        (0, 1, 6)
+    );
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_arena_below_one_object_is_a_usage_error() {
+    let error = Plan::new(&space(), shape(1), ByteSize(16 << 10)).unwrap_err();
+    assert!(
+        error.is_usage() && error.to_string().contains("[arena] size"),
+        "{error}"
+    );
+    assert!(Plan::new(&space(), shape(1), ByteSize(MIB)).is_ok());
+}
