@@ -20,10 +20,8 @@ pub fn init(log: &Log, verbose: u8) {
         (0, _) => "warn",
         _ => "info",
     };
-    let mut filter = ours.word().to_owned();
-    for library in LIBRARIES {
-        filter.push_str(&format!(",{library}={theirs}"));
-    }
+    let theirs = LIBRARIES.map(|library| format!("{library}={theirs}"));
+    let filter = format!("{ours},{}", theirs.join(","));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(filter))
         .with_ansi(std::io::stderr().is_terminal())
