@@ -10,6 +10,11 @@ const LIBRARIES: [&str; 6] = ["s3s", "aws", "hyper", "rustls", "h2", "config"];
 
 /// Logs to the standard error. Once a process; a second call changes nothing.
 pub fn init(log: &Log, verbose: u8) {
+    init_without(log, verbose, None);
+}
+
+/// The same for a command that itself tells what the module `told` would warn of.
+pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
     let ours = match (verbose, log.level) {
         (0, level) => level,
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
@@ -21,7 +26,10 @@ pub fn init(log: &Log, verbose: u8) {
         _ => "info",
     };
     let theirs = LIBRARIES.map(|library| format!("{library}={theirs}"));
-    let filter = format!("{ours},{}", theirs.join(","));
+    let mut filter = format!("{ours},{}", theirs.join(","));
+    if let (0, Some(told)) = (verbose, told) {
+        filter = format!("{filter},{told}=error");
+    }
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(filter))
         .with_ansi(std::io::stderr().is_terminal())

@@ -18,7 +18,9 @@ use crate::inventory::{Page, SpaceSummary};
 Examples:
   kvgate rm --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --dry-run
   kvgate rm --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --yes
-  kvgate rm --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --chunk HASH HASH")]
+  kvgate rm --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --chunk HASH HASH
+
+Nodes that have seen a chunk count it as present for [lookup] present_ttl; meanwhile a load of it is a miss.")]
 pub struct RmArgs {
     /// Only these chunks (64 hex digits each).
     #[arg(long, value_name = "HASH", num_args = 1.., value_delimiter = ',', value_parser = hash)]

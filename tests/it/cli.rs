@@ -479,7 +479,7 @@ async fn wrong_bucket_credentials_space_or_server() {
         let said = stored.say(&[command, "--space", &unknown]).await.exits(2);
         said.says(&["unknown space", "kvgate ls"]);
     }
-    let mut wrong = stored.command(&["ls"]);
+    let mut wrong = stored.command(&["ls", "-vv"]);
     wrong.env("AWS_SECRET_ACCESS_KEY", "wrong-secret");
     let said = Said::new(wrong.output().await.unwrap()).exits(2);
     let said = said.says(&["credentials", "AWS_ACCESS_KEY_ID"]);
@@ -584,6 +584,7 @@ async fn verify_finds_every_kind_of_damage_and_removes_it() {
         .say(&["verify", "--space", &stored.id(), "--delete"])
         .await
         .exits(1);
+    assert_eq!(said.err, "", "the report says it already");
     said.says(&["removed 4", "bad_digest"]);
     stored.say(&["verify"]).await.exits(0).says(&["1 chunk in"]);
 
@@ -668,11 +669,22 @@ async fn rm_asks_first_and_leaves_what_is_not_ours() {
 }
 
 #[tokio::test]
-async fn a_closed_pipe_ends_quietly() {
+async fn a_closed_pipe_ends_quietly_and_a_full_disk_does_not() {
     let home = TempDir::new().unwrap();
+    // Not `Command::output`: it would put a pipe of its own in place of ours.
+    let say_into = async |stdout: Stdio| {
+        let mut command = kvgate(home.path(), &["config", "show", "--json"]);
+        let child = command.stdout(stdout).spawn().unwrap();
+        drop(command);
+        Said::new(child.wait_with_output().await.unwrap())
+    };
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let mut command = kvgate(home.path(), &["config", "show", "--json"]);
-    let said = Said::new(command.stdout(writer).output().await.unwrap()).exits(0);
+    let said = say_into(writer.into()).await.exits(0);
     assert_eq!(said.err, "");
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    say_into(full.into())
+        .await
+        .exits(1)
+        .says(&["can't write the output"]);
 }
