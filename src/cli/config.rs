@@ -24,23 +24,23 @@ pub enum ConfigCommand {
 
 #[derive(Debug, Args)]
 pub struct CheckArgs {
-    #[command(flatten)]
-    connect: ConnectArgs,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
 }
 
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    #[command(flatten)]
-    connect: ConnectArgs,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
     /// Write a configuration file: every key with its meaning, those at their default commented out.
     #[arg(long, conflicts_with = "json")]
     toml: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
 }
 
 pub fn run(command: ConfigCommand, out: &mut Out) -> Result<(), CliError> {

@@ -10,6 +10,11 @@ const LIBRARIES: [&str; 6] = ["s3s", "aws", "hyper", "rustls", "h2", "config"];
 
 /// Logs to the standard error. Once a process; a second call changes nothing.
 pub fn init(log: &Log, verbose: u8) {
+    init_without(log, verbose, None);
+}
+
+/// The same for a command that itself tells what the module `told` would warn of.
+pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
     let ours = match (verbose, log.level) {
         (0, level) => level,
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
@@ -20,9 +25,10 @@ pub fn init(log: &Log, verbose: u8) {
         (0, _) => "warn",
         _ => "info",
     };
-    let mut filter = ours.word().to_owned();
-    for library in LIBRARIES {
-        filter.push_str(&format!(",{library}={theirs}"));
+    let theirs = LIBRARIES.map(|library| format!("{library}={theirs}"));
+    let mut filter = format!("{ours},{}", theirs.join(","));
+    if let (0, Some(told)) = (verbose, told) {
+        filter = format!("{filter},{told}=error");
     }
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(filter))

@@ -27,10 +27,6 @@ Examples:
 
 Exit status: 0 also when nothing is found, 1 when something is unknown.")]
 pub struct LookupArgs {
-    #[command(flatten)]
-    connect: ConnectArgs,
-    #[command(flatten)]
-    space: SpaceArgs,
     /// Token ids: numbers with spaces, commas or line ends between, or a JSON array; `-` is the standard input.
     #[arg(long, value_name = "FILE|-", default_value = "-", conflicts_with = "hashes")]
     tokens: String,
@@ -55,6 +51,10 @@ pub struct LookupArgs {
     /// Report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
+    #[command(flatten)]
+    space: SpaceArgs,
 }
 
 #[derive(Serialize)]

@@ -19,16 +19,16 @@ Examples:
   kvgate ls --endpoint http://rgw:8000 --bucket kv
   kvgate ls --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --limit 20")]
 pub struct LsArgs {
-    #[command(flatten)]
-    connect: ConnectArgs,
-    #[command(flatten)]
-    space: SpaceArgs,
     /// Show at most so many spaces or chunks.
     #[arg(long, value_name = "NUMBER")]
     limit: Option<usize>,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
+    #[command(flatten)]
+    space: SpaceArgs,
 }
 
 pub async fn run(args: LsArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {

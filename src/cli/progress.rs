@@ -11,6 +11,7 @@ impl Progress {
     /// Something of unknown length.
     pub fn spinner(what: &'static str) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        bar.set_style(ProgressStyle::default_spinner());
         bar.set_message(what);
         bar.enable_steady_tick(TICK);
         Self(bar)

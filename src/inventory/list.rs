@@ -1,3 +1,6 @@
+use std::future::ready;
+
+use futures::TryStreamExt;
 use futures::stream::{Stream, try_unfold};
 use serde::Serialize;
 
@@ -49,6 +52,12 @@ impl Inventory {
                 Ok(Some((page, listed.next.map(Some))))
             }
         })
+    }
+
+    /// Whether anything of the space is stored.
+    pub async fn has_space(&self, space: SpaceKey) -> Result<bool, ObjectError> {
+        let found = |page: &Page| !page.chunks.is_empty() || !page.spaces.is_empty();
+        self.pages(Some(space)).try_any(|page| ready(found(&page))).await
     }
 
     fn sort(&self, objects: Vec<Listed>) -> Page {

@@ -42,24 +42,28 @@ impl Verdict {
     }
 
     fn of(miss: Miss) -> Self {
-        match miss {
+        match &miss {
             Miss::Absent => Self::Gone,
-            // Perhaps a later kvgate's: not for us to call damaged.
-            Miss::BadHeader(
-                HeaderError::Version(_) | HeaderError::Encrypted | HeaderError::DigestKind { .. },
-            ) => Self::Unknown(miss),
-            Miss::WrongLength(_)
-            | Miss::BadHeader(_)
-            | Miss::Foreign(_)
-            | Miss::BadDigest { .. }
-            | Miss::Quarantined => Self::Damaged(miss),
-            Miss::Replaced
+            Miss::BadHeader(error) if !of_another_format(error) => Self::Damaged(miss),
+            Miss::WrongLength(_) | Miss::Foreign(_) | Miss::BadDigest { .. } | Miss::Quarantined => {
+                Self::Damaged(miss)
+            }
+            Miss::BadHeader(_)
+            | Miss::Replaced
             | Miss::Unknown(_)
             | Miss::ArenaTooSmall { .. }
             | Miss::ArenaFull
             | Miss::RunEnded { .. } => Self::Unknown(miss),
         }
     }
+}
+
+/// Perhaps a later kvgate's: not for us to call damaged.
+fn of_another_format(error: &HeaderError) -> bool {
+    matches!(
+        error,
+        HeaderError::Version(_) | HeaderError::Encrypted | HeaderError::DigestKind { .. }
+    )
 }
 
 impl Inventory {

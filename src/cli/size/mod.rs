@@ -1,0 +1,112 @@
+mod figures;
+mod geometry;
+
+use clap::Args;
+use serde_json::json;
+
+use crate::chunk::{DType, PRESETS};
+use crate::cli::args::CHUNK_TOKENS;
+use crate::cli::error::CliError;
+use crate::cli::output::{Out, bytes};
+use figures::Sizes;
+use geometry::{ANY_REVISION, dtype, tokens};
+
+/// Calculates what a model's KV takes; asks no server.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate size                                       all known models
+  kvgate size --model qwen3-32b --tp 4 --context 8k,128k
+  kvgate size --layers 48 --kv-heads 4 --head-dim 128 --dtype fp8_e4m3
+  kvgate size --layers 61 --latent-dim 576")]
+pub struct SizeArgs {
+    /// A known model.
+    #[arg(long, value_name = "PRESET", conflicts_with_all = ["layers", "kv_heads", "head_dim", "latent_dim"])]
+    model: Option<String>,
+    /// Layers with full attention.
+    #[arg(long, value_name = "NUMBER")]
+    layers: Option<u32>,
+    /// KV heads, not query heads.
+    #[arg(long, value_name = "NUMBER", conflicts_with = "latent_dim")]
+    kv_heads: Option<u32>,
+    /// Elements of K of one token of one head.
+    #[arg(long, value_name = "ELEMENTS", conflicts_with = "latent_dim")]
+    head_dim: Option<u32>,
+    /// Elements of V, where they are not as many as K's.
+    #[arg(long, value_name = "ELEMENTS", requires = "head_dim")]
+    v_head_dim: Option<u32>,
+    /// Elements of the latent of one token, rotary part included (MLA).
+    #[arg(long, value_name = "ELEMENTS")]
+    latent_dim: Option<u32>,
+    /// Element type: float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, int8 or fp8_ds_mla.
+    #[arg(long, value_parser = dtype)]
+    dtype: Option<DType>,
+    /// Tokens in a chunk.
+    #[arg(long, value_name = "TOKENS", default_value_t = CHUNK_TOKENS)]
+    chunk_tokens: u32,
+    /// Lengths of prompts, such as 8192 or 128k.
+    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', value_parser = tokens, default_value = "4096,32768,131072")]
+    context: Vec<u64>,
+    /// Tensor-parallel ranks.
+    #[arg(long, value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    tp: u32,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
+    let geometry = [args.layers, args.kv_heads, args.head_dim, args.latent_dim];
+    if args.model.is_none() && geometry.iter().all(Option::is_none) {
+        return all(args, out);
+    }
+    Sizes::of(args.space()?, args)?.show(args.json, out)
+}
+
+fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
+    let (mut rows, mut objects) = (Vec::new(), Vec::new());
+    for preset in &PRESETS {
+        let space = preset.space(ANY_REVISION, args.chunk_tokens)?;
+        let payload = space.layout().payload_len() as u64;
+        let contexts = args.context.iter().map(|tokens| {
+            let chunks = tokens / u64::from(args.chunk_tokens);
+            chunks.saturating_mul(space.layout().object_len() as u64)
+        });
+        let contexts: Vec<u64> = contexts.collect();
+        let mut row = vec![
+            preset.name.to_owned(),
+            preset.model.to_owned(),
+            preset.dtype.name().to_owned(),
+            bytes(space.token_bytes()),
+            bytes(payload),
+        ];
+        row.extend(contexts.iter().map(|&sum| bytes(sum)));
+        rows.push(row);
+        objects.push(json!({
+            "preset": preset.name,
+            "model": preset.model,
+            "dtype": preset.dtype.name(),
+            "chunk_tokens": args.chunk_tokens,
+            "token_bytes": space.token_bytes(),
+            "payload_bytes": payload,
+            "object_bytes": space.layout().object_len(),
+            "contexts": args.context.iter().zip(contexts)
+                .map(|(tokens, sum)| json!({ "tokens": tokens, "bytes": sum })).collect::<Vec<_>>(),
+        }));
+    }
+    if args.json {
+        return out.json(&json!({ "presets": objects }));
+    }
+    let contexts: Vec<String> = args
+        .context
+        .iter()
+        .map(|tokens| format!(">{tokens} tokens"))
+        .collect();
+    let mut headings = vec!["preset", "model", "dtype", ">token", ">chunk"];
+    headings.extend(contexts.iter().map(String::as_str));
+    out.table(&headings, &rows)?;
+    out.line(format_args!(
+        "\nChunks of {} tokens. More of one: kvgate size --model PRESET",
+        args.chunk_tokens
+    ))
+}

@@ -1,0 +1,101 @@
+use std::fmt;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::json;
+
+use crate::chunk::SpaceKey;
+use crate::cli::error::CliError;
+use crate::cli::output::{Out, bytes, count};
+use crate::object::ObjectError;
+use crate::units::GIB;
+
+#[derive(Debug, Default, Serialize)]
+pub struct Totals {
+    pub chunks: u64,
+    pub bytes: u64,
+    pub ok: u64,
+    pub damaged: u64,
+    pub unknown: u64,
+    /// Removed by others since they were listed.
+    pub gone: u64,
+    /// Damaged ones that were removed.
+    pub deleted: u64,
+}
+
+#[derive(Serialize)]
+pub struct Problem {
+    pub key: String,
+    pub state: &'static str,
+    pub code: &'static str,
+    pub reason: String,
+    pub deleted: bool,
+}
+
+impl Problem {
+    /// With what came of removing it.
+    pub fn removed(mut self, removal: Result<bool, ObjectError>) -> Self {
+        match removal {
+            Ok(deleted) => self.deleted = deleted,
+            Err(error) => self.reason = format!("{}; it can't be removed: {error}", self.reason),
+        }
+        self
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let removed = if self.deleted { " (removed)" } else { "" };
+        let Self {
+            key,
+            state,
+            code,
+            reason,
+            ..
+        } = self;
+        write!(f, "{state:<8} {code:<14} {key}: {reason}{removed}")
+    }
+}
+
+/// What a run found.
+pub struct Report {
+    pub totals: Totals,
+    pub problems: Vec<Problem>,
+    pub foreign: u64,
+    pub spaces: Vec<SpaceKey>,
+    pub elapsed: Duration,
+}
+
+impl Report {
+    /// Tells it; fails if anything is damaged or unknown.
+    pub fn write(self, as_json: bool, out: &mut Out) -> Result<(), CliError> {
+        let totals = &self.totals;
+        let seconds = self.elapsed.as_secs_f64();
+        let rate = totals.bytes as f64 / GIB as f64 / seconds.max(1e-9);
+        if as_json {
+            out.json(&json!({
+                "spaces": self.spaces.iter().map(ToString::to_string).collect::<Vec<_>>(),
+                "totals": totals,
+                "problems": self.problems,
+                "foreign": self.foreign,
+                "elapsed_ms": seconds * 1e3,
+                "gib_per_s": rate,
+            }))?;
+        } else {
+            out.line(format_args!(
+                "{} in {}, {} in {seconds:.1} s, {rate:.2} GiB/s",
+                count(totals.chunks, "chunk"),
+                count(self.spaces.len() as u64, "space"),
+                bytes(totals.bytes),
+            ))?;
+            out.line(format_args!(
+                "ok {}, damaged {} (removed {}), unknown {}, gone meanwhile {}",
+                totals.ok, totals.damaged, totals.deleted, totals.unknown, totals.gone
+            ))?;
+        }
+        match totals.damaged + totals.unknown {
+            0 => Ok(()),
+            _ => Err(CliError::Reported),
+        }
+    }
+}

@@ -1,0 +1,690 @@
+//! The built program, as people type it: exit status, what it says, and what it leaves in the bucket.
+
+use std::path::Path;
+use std::process::{Output, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvgate::arena::{Arena, ArenaOptions};
+use kvgate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use kvgate::config::{self, Config, Override};
+use kvgate::embedded::EmbeddedS3;
+use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome};
+use kvgate::object::{Capabilities, ObjectStore, S3, S3Options};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::io::AsyncWriteExt;
+use tokio::process::Command;
+use tokio::time::Instant;
+
+const BUCKET: &str = "kv-cli";
+const TOKENS_A_CHUNK: u32 = 16;
+const CHUNKS: u32 = 5;
+const SPACE_JSON: &str = r#"{"model":"tiny","revision":"abc123","chunk_tokens":16,
+    "mha":{"layers":2,"heads":2,"head_dim":8}}"#;
+
+/// A command without the environment's credentials and configuration.
+fn kvgate(home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvgate"));
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("AWS_") || text.to_uppercase().starts_with("KVGATE__") {
+            command.env_remove(&name);
+        }
+    }
+    command
+        .env("AWS_EC2_METADATA_DISABLED", "true")
+        .env("HOME", home)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    command
+}
+
+/// What a command said.
+#[derive(Debug)]
+struct Said {
+    status: i32,
+    out: String,
+    err: String,
+}
+
+impl Said {
+    fn new(output: Output) -> Self {
+        Self {
+            status: output.status.code().unwrap_or(-1),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    #[track_caller]
+    fn exits(self, status: i32) -> Self {
+        assert_eq!(self.status, status, "{self:?}");
+        assert!(!self.err.contains("panicked"), "{self:?}");
+        self
+    }
+
+    #[track_caller]
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// Both outputs, for messages that may stand in either.
+    #[track_caller]
+    fn says(self, parts: &[&str]) -> Self {
+        for part in parts {
+            assert!(
+                self.out.contains(part) || self.err.contains(part),
+                "{part:?} is missing: {self:?}"
+            );
+        }
+        self
+    }
+}
+
+async fn say(args: &[&str]) -> Said {
+    let home = TempDir::new().unwrap();
+    Said::new(kvgate(home.path(), args).output().await.unwrap())
+}
+
+fn prompt() -> String {
+    let words: Vec<String> = tokens().iter().map(ToString::to_string).collect();
+    words.join(" ")
+}
+
+/// A bucket with a tiny space of [`CHUNKS`] chunks.
+struct Stored {
+    s3: EmbeddedS3,
+    home: TempDir,
+    space: Space,
+    hashes: Vec<ChunkHash>,
+}
+
+fn tokens() -> Vec<u32> {
+    (0..CHUNKS * TOKENS_A_CHUNK + 3).collect()
+}
+
+fn config_of(s3: &EmbeddedS3) -> Config {
+    let flag = |path, value: &str| Override {
+        path,
+        value: value.to_owned(),
+        flag: "--test",
+    };
+    let flags = [
+        flag("s3.endpoint", &s3.endpoint()),
+        flag("s3.bucket", BUCKET),
+        flag("s3.prefix", "t"),
+    ];
+    config::load(None, std::iter::empty(), &flags).unwrap().config
+}
+
+impl Stored {
+    async fn new() -> Self {
+        let s3 = EmbeddedS3::start(None, None).await.unwrap();
+        let space = Space::from_json(SPACE_JSON).unwrap();
+        let hasher = ChunkHasher::new(&space, None).unwrap();
+        let root = hasher.root(b"", b"").unwrap();
+        let stored = Self {
+            hashes: hasher.chain(&root, &tokens(), &[]).unwrap(),
+            home: TempDir::new().unwrap(),
+            space,
+            s3,
+        };
+        stored.store(root).await;
+        std::fs::write(stored.home.path().join("space.json"), SPACE_JSON).unwrap();
+        stored
+    }
+
+    /// Written by the library, with the server's well-known keys.
+    async fn store(&self, root: ChunkHash) {
+        let config = config_of(&self.s3);
+        let keys = KeyPrefix::new("t");
+        let credentials = aws_credential_types::Credentials::new(
+            self.s3.access_key(),
+            self.s3.secret_key(),
+            None,
+            None,
+            "test",
+        );
+        let options = S3Options {
+            endpoint: Some(self.s3.endpoint()),
+            bucket: BUCKET.into(),
+            region: config.s3.region.clone(),
+            path_style: true,
+            ca_file: None,
+            connect_timeout: config.s3.connect_timeout,
+            read_timeout: config.s3.read_timeout,
+            request_timeout: config.s3.request_timeout,
+            credentials: Some(credentials),
+        };
+        let store = Arc::new(S3::connect(&options).await.unwrap());
+        let soon = || Instant::now() + Duration::from_secs(10);
+        store.create_bucket(soon()).await.unwrap();
+        let arena = Arena::new(&ArenaOptions {
+            size: 1 << 20,
+            ..ArenaOptions::default()
+        })
+        .unwrap();
+        let options = GatewayOptions {
+            keys,
+            ..GatewayOptions::from(&config)
+        };
+        let gateway = Gateway::new(store, arena, Capabilities::default(), options);
+        let mut parent = root;
+        for (i, &hash) in self.hashes.iter().enumerate() {
+            let mut slot = gateway.reserve(&self.space).unwrap();
+            slot.payload_mut().fill(u8::try_from(i).unwrap());
+            let chunk = NewChunk { hash, parent, slot };
+            let outcome = gateway.store(&self.space, chunk, soon()).await;
+            assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
+            parent = hash;
+        }
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = kvgate(self.home.path(), args);
+        command
+            .current_dir(self.home.path())
+            .env("AWS_ACCESS_KEY_ID", self.s3.access_key())
+            .env("AWS_SECRET_ACCESS_KEY", self.s3.secret_key())
+            .env("KVGATE__S3__ENDPOINT", self.s3.endpoint())
+            .env("KVGATE__S3__BUCKET", BUCKET)
+            .env("KVGATE__S3__PREFIX", "t");
+        command
+    }
+
+    async fn say(&self, args: &[&str]) -> Said {
+        Said::new(self.command(args).output().await.unwrap())
+    }
+
+    async fn say_with(&self, args: &[&str], input: &str) -> Said {
+        let mut child = self.command(args).stdin(Stdio::piped()).spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        // A command that refuses its flags does not read.
+        let _ = stdin.write_all(input.as_bytes()).await;
+        drop(stdin);
+        Said::new(child.wait_with_output().await.unwrap())
+    }
+
+    fn id(&self) -> String {
+        self.space.key().to_string()
+    }
+
+    /// The file behind an object.
+    fn file(&self, name: &str) -> std::path::PathBuf {
+        self.s3.root().join(BUCKET).join("t").join(self.id()).join(name)
+    }
+
+    fn damage(&self, chunk: usize, at: usize) {
+        let file = self.file(&self.hashes[chunk].to_string());
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes[at] ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn size_calculates_what_is_published() {
+    let json = say(&["size", "--model", "qwen3-32b", "--tp", "16", "--json"])
+        .await
+        .exits(0)
+        .json();
+    assert_eq!(json["payload_bytes"], 64 << 20);
+    assert_eq!(json["token_bytes"], 256 << 10);
+    // 8 heads on 16 ranks: each rank has one, stored once.
+    assert_eq!(json["rank_chunk_bytes"], 8 << 20);
+    assert_eq!(json["contexts"][1]["tokens"], 32768);
+    assert_eq!(json["contexts"][1]["chunks"], 128);
+    assert_eq!(json["contexts"][1]["rank_bytes"], 128_u64 * (8 << 20));
+    say(&["size"])
+        .await
+        .exits(0)
+        .says(&["qwen3-32b", "64 MiB", "deepseek-v3-fp8"]);
+    let geometry = [
+        "size",
+        "--layers",
+        "61",
+        "--latent-dim",
+        "576",
+        "--tp",
+        "8",
+        "--json",
+    ];
+    let json = say(&geometry).await.exits(0).json();
+    assert_eq!(json["rank_token_bytes"], json["token_bytes"]);
+    assert_eq!(json["token_bytes"], 61 * 1152);
+    let fp8 = [
+        "size",
+        "--model",
+        "llama-3-8b",
+        "--dtype",
+        "fp8_e4m3",
+        "--context",
+        "8k",
+        "--json",
+    ];
+    let json = say(&fp8).await.exits(0).json();
+    assert_eq!(json["token_bytes"], 64 << 10);
+    assert_eq!(json["contexts"][0]["chunks"], 32);
+}
+
+#[tokio::test]
+async fn bad_input_is_status_2_and_says_what_to_type() {
+    let cases: &[(&[&str], &[&str])] = &[
+        (&[], &["Usage"]),
+        (&["frobnicate"], &["unrecognized subcommand"]),
+        (
+            &["size", "--model", "gpt-9"],
+            &["gpt-9", "llama-3-8b", "--space FILE"],
+        ),
+        (
+            &["size", "--model", "qwen3-32b", "--tp", "3"],
+            &["divisor or a multiple of 8"],
+        ),
+        (&["size", "--tp", "0"], &["--tp"]),
+        (&["size", "--layers", "4"], &["--kv-heads", "--latent-dim"]),
+        (
+            &["size", "--layers", "0", "--kv-heads", "1", "--head-dim", "1"],
+            &["at least one layer"],
+        ),
+        (
+            &["size", "--layers", "4294967295", "--latent-dim", "1"],
+            &["4096 planes"],
+        ),
+        (
+            &[
+                "size",
+                "--layers",
+                "9",
+                "--kv-heads",
+                "9",
+                "--head-dim",
+                "4294967295",
+            ],
+            &["too large"],
+        ),
+        (
+            &["size", "--model", "qwen3-32b", "--chunk-tokens", "0"],
+            &["chunk_tokens"],
+        ),
+        (&["size", "--context", "12,x"], &["32768 or 128k"]),
+        (&["size", "--dtype", "bf61"], &["bfloat16"]),
+        (
+            &["size", "--model", "deepseek-v3-fp8", "--dtype", "int8"],
+            &["deepseek-v3"],
+        ),
+        (&["ls"], &["--bucket NAME", "KVGATE__S3__BUCKET"]),
+        (
+            &["ls", "--bucket", "B!", "--endpoint", "nope"],
+            &["2 problems", "--bucket", "--endpoint"],
+        ),
+        (&["ls", "--config", "missing.toml"], &["missing.toml"]),
+        (
+            &["ls", "--bucket", "kv1", "--space", "nothere.json"],
+            &["neither a file nor a space id"],
+        ),
+        (
+            &["lookup", "--bucket", "kv1"],
+            &["--space FILE", "--model PRESET"],
+        ),
+        (
+            &["lookup", "--bucket", "kv1", "--model", "llama-3-8b"],
+            &["--revision", "other weights"],
+        ),
+        (
+            &[
+                "lookup",
+                "--bucket",
+                "kv1",
+                "--model",
+                "llama-3-8b",
+                "--revision",
+                "main",
+            ],
+            &["does not pin the weights"],
+        ),
+        (
+            &["lookup", "--space", "x", "--model", "y"],
+            &["cannot be used with"],
+        ),
+        (&["lookup", "--strategy", "fast"], &["exact", "prefix"]),
+        (&["stat", "--bucket", "kv1", "xyz"], &["64 hex digits"]),
+        (&["rm", "--bucket", "kv1"], &["--space ID"]),
+        (&["rm", "--chunk", "xyz"], &["64 hex digits"]),
+    ];
+    for (args, parts) in cases {
+        say(args).await.exits(2).says(parts);
+    }
+    for args in [
+        &["--version"][..],
+        &["--help"],
+        &["help", "lookup"],
+        &["rm", "--help"],
+    ] {
+        say(args).await.exits(0);
+    }
+}
+
+#[tokio::test]
+async fn config_is_checked_whole_and_its_file_loads_back() {
+    let home = TempDir::new().unwrap();
+    let said = |mut command: Command| async move { Said::new(command.output().await.unwrap()) };
+    let mut bad = kvgate(home.path(), &["config", "check", "--json", "--region", "?"]);
+    bad.env("KVGATE__S3__PART_SIZE", "1").env("KVGATE__NOPE__X", "1");
+    let json = said(bad).await.exits(2).json();
+    assert_eq!(json["problems"].as_array().unwrap().len(), 3);
+    say(&["config", "check"]).await.exits(0).says(&["ok"]);
+
+    let mut show = kvgate(home.path(), &["config", "show", "--toml", "--bucket", "123"]);
+    show.env("KVGATE__ARENA__SIZE", "1.5GiB")
+        .env("KVGATE__S3__RETRIES", "7")
+        .env("KVGATE__S3__PATH_STYLE", "false");
+    let file = home.path().join("kvgate.toml");
+    std::fs::write(&file, said(show).await.exits(0).out).unwrap();
+    let file = file.to_str().unwrap();
+    let json = say(&["config", "show", "--json", "--config", file])
+        .await
+        .exits(0)
+        .json();
+    let value = |path: &str| {
+        let keys = json.as_array().unwrap();
+        let key = keys.iter().find(|key| key["path"] == path).unwrap();
+        (
+            key["value"].as_str().unwrap(),
+            key["origin"]["kind"].as_str().unwrap(),
+        )
+    };
+    assert_eq!(value("s3.bucket"), ("123", "file"));
+    assert_eq!(value("arena.size"), ("1536MiB", "file"));
+    assert_eq!(value("s3.retries"), ("7", "file"));
+    assert_eq!(value("s3.path_style"), ("false", "file"));
+    assert_eq!(value("s3.prefix"), ("", "default"));
+    say(&["config", "show", "--config", file])
+        .await
+        .exits(0)
+        .says(&["arena.size", "1536MiB"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lookup_tells_what_is_there() {
+    let stored = Stored::new().await;
+    std::fs::remove_file(stored.file(&stored.hashes[3].to_string())).unwrap();
+    let exact = ["lookup", "--space", "space.json", "--strategy", "exact", "--json"];
+    let json = stored.say_with(&exact, &prompt()).await.exits(0).json();
+    assert_eq!(json["chunks"], CHUNKS);
+    assert_eq!(json["prefix"], 3);
+    assert_eq!(json["prefix_tokens"], 48);
+    assert_eq!(json["mask"], "17");
+    assert_eq!(json["unknown"], "00");
+    assert_eq!(json["tiers"][1]["from"], 4);
+    assert_eq!(json["requests"]["head"], CHUNKS);
+    assert_eq!(json["requests"]["put"], 0);
+    let said = stored.say_with(&exact[..5], &prompt()).await.exits(0);
+    said.says(&["###.#", "3 chunks, 48 tokens", "5 HEAD", "83 given, 3 after"]);
+
+    // The same by the space's id, by hashes, and under another salt.
+    let id = stored.space.id().to_string();
+    let hashes = format!("{}\n{}\n", stored.hashes[0], stored.hashes[3]);
+    let by_hash = ["lookup", "--space", &id, "--hashes", "-", "--json"];
+    assert_eq!(
+        stored.say_with(&by_hash, &hashes).await.exits(0).json()["mask"],
+        "01"
+    );
+    let salted = ["lookup", "--space", &id[..32], "--salt", "x", "--json"];
+    let json = stored.say_with(&salted, &prompt()).await.exits(0).json();
+    assert_eq!(json["prefix"], 0);
+    assert_eq!(
+        stored.say_with(&exact, "[1, 2]").await.exits(0).json()["chunks"],
+        0
+    );
+
+    for (input, message) in [
+        ("1 two", "tokenizer"),
+        ("[1, -2]", "JSON array"),
+        ("-1", "4294967295"),
+    ] {
+        stored.say_with(&exact, input).await.exits(2).says(&[message]);
+    }
+    let no_secret = stored.home.path().join("secret");
+    std::fs::write(&no_secret, "hunter2").unwrap();
+    let secret = [
+        "lookup",
+        "--space",
+        "space.json",
+        "--tenant-secret-file",
+        "secret",
+    ];
+    let said = stored
+        .say_with(&secret, "1")
+        .await
+        .exits(2)
+        .says(&["openssl rand"]);
+    assert!(!said.err.contains("hunter2"), "{said:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_bucket_credentials_space_or_server() {
+    let stored = Stored::new().await;
+    let bucket = ["ls", "--bucket", "other"];
+    stored
+        .say(&bucket)
+        .await
+        .exits(2)
+        .says(&["does not exist", "--bucket"]);
+    let unknown = "0".repeat(32);
+    for command in ["ls", "verify", "rm", "lookup"] {
+        let said = stored.say(&[command, "--space", &unknown]).await.exits(2);
+        said.says(&["unknown space", "kvgate ls"]);
+    }
+    let mut wrong = stored.command(&["ls", "-vv"]);
+    wrong.env("AWS_SECRET_ACCESS_KEY", "wrong-secret");
+    let said = Said::new(wrong.output().await.unwrap()).exits(2);
+    let said = said.says(&["credentials", "AWS_ACCESS_KEY_ID"]);
+    assert!(!said.err.contains("wrong-secret"), "{said:?}");
+    let mut none = stored.command(&["ls"]);
+    none.env_remove("AWS_SECRET_ACCESS_KEY")
+        .env_remove("AWS_ACCESS_KEY_ID");
+    Said::new(none.output().await.unwrap())
+        .exits(2)
+        .says(&["AWS_PROFILE"]);
+    // Nobody listens there.
+    let away = ["ls", "--endpoint", "http://127.0.0.1:1"];
+    stored.say(&away).await.exits(1).says(&["no connection"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ls_and_stat_show_spaces_chunks_and_headers() {
+    let stored = Stored::new().await;
+    std::fs::write(stored.s3.root().join(BUCKET).join("t/notes.txt"), "mine").unwrap();
+    let json = stored.say(&["ls", "--json"]).await.exits(0).json();
+    assert_eq!(json["spaces"][0]["space"], stored.space.id().to_string());
+    assert_eq!(json["spaces"][0]["revision"], "abc123");
+    assert_eq!(json["spaces"][0]["chunks"], CHUNKS);
+    assert_eq!(json["foreign"]["objects"], 1);
+    stored
+        .say(&["ls"])
+        .await
+        .exits(0)
+        .says(&["tiny", "1 other object"]);
+    let id = stored.id();
+    let json = stored
+        .say(&["ls", "--space", &id, "--limit", "2", "--json"])
+        .await
+        .exits(0)
+        .json();
+    assert_eq!(json["chunks"].as_array().unwrap().len(), 2);
+    assert_eq!(json["truncated"], true);
+    let said = stored.say(&["ls", "--space", "space.json"]).await.exits(0);
+    assert_eq!(said.out.lines().count(), CHUNKS as usize + 1);
+
+    let hash = stored.hashes[1].to_string();
+    let json = stored
+        .say(&["stat", &hash, "--space", &id, "--json"])
+        .await
+        .exits(0)
+        .json();
+    assert_eq!(json["state"], "ok");
+    assert_eq!(json["header"]["parent"], stored.hashes[0].to_string());
+    assert_eq!(json["header"]["digests"].as_array().unwrap().len(), 2);
+    assert_eq!(json["bytes"], stored.space.layout().object_len());
+    let key = format!("t/{id}/{hash}");
+    stored
+        .say(&["stat", &key])
+        .await
+        .exits(0)
+        .says(&["crc64nvme", "layer 1 kv"]);
+    stored.damage(1, 100);
+    stored
+        .say(&["stat", &key])
+        .await
+        .exits(1)
+        .says(&["damaged", "header"]);
+    std::fs::write(stored.file(&hash), "short").unwrap();
+    stored.say(&["stat", &key]).await.exits(1).says(&["damaged"]);
+    std::fs::write(stored.file(&hash), "").unwrap();
+    stored.say(&["stat", &key]).await.exits(1).says(&["damaged"]);
+    let missing = format!("t/{id}/{}", "0".repeat(64));
+    stored.say(&["stat", &missing]).await.exits(1).says(&["missing"]);
+    let elsewhere = format!("t/{}/{hash}", "0".repeat(32));
+    stored
+        .say(&["stat", &elsewhere])
+        .await
+        .exits(2)
+        .says(&["unknown space"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn verify_finds_every_kind_of_damage_and_removes_it() {
+    let stored = Stored::new().await;
+    let said = stored.say(&["verify"]).await.exits(0);
+    said.says(&["5 chunks in 1 space", "ok 5, damaged 0"]);
+    let header = stored.space.layout().header_len();
+    stored.damage(0, header + 5);
+    stored.damage(1, 50);
+    std::fs::write(stored.file(&stored.hashes[2].to_string()), "short").unwrap();
+    let good = std::fs::read(stored.file(&stored.hashes[4].to_string())).unwrap();
+    std::fs::write(stored.file(&stored.hashes[3].to_string()), &good).unwrap();
+
+    let json = stored.say(&["verify", "--json"]).await.exits(1).json();
+    assert_eq!(json["totals"]["ok"], 1);
+    assert_eq!(json["totals"]["damaged"], 4);
+    let codes: Vec<&str> = json["problems"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|problem| problem["code"].as_str().unwrap())
+        .collect();
+    for code in ["bad_digest", "bad_header", "wrong_length", "foreign_chunk"] {
+        assert!(codes.contains(&code), "{codes:?}");
+    }
+    let said = stored
+        .say(&["verify", "--space", &stored.id(), "--delete"])
+        .await
+        .exits(1);
+    assert_eq!(said.err, "", "the report says it already");
+    said.says(&["removed 4", "bad_digest"]);
+    stored.say(&["verify"]).await.exits(0).says(&["1 chunk in"]);
+
+    // Of another format, so perhaps not damaged: reported, and never removed.
+    let newer = stored.file(&stored.hashes[4].to_string());
+    let mut bytes = good;
+    bytes[8] = 9;
+    std::fs::write(&newer, bytes).unwrap();
+    stored
+        .say(&["verify", "--delete"])
+        .await
+        .exits(1)
+        .says(&["unknown 1"]);
+    assert!(newer.exists());
+    std::fs::write(stored.file("space.json"), "{").unwrap();
+    stored
+        .say(&["verify"])
+        .await
+        .exits(1)
+        .says(&["space_json_damaged"]);
+    std::fs::remove_file(stored.file("space.json")).unwrap();
+    stored
+        .say(&["verify"])
+        .await
+        .exits(1)
+        .says(&["space_json_missing"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn verify_says_when_the_arena_is_smaller_than_a_chunk() {
+    let stored = Stored::new().await;
+    let large = Space::from_json(
+        r#"{"model":"large","revision":"r1","chunk_tokens":256,"mha":{"layers":32,"heads":8,"head_dim":128}}"#,
+    )
+    .unwrap();
+    let folder = stored
+        .s3
+        .root()
+        .join(BUCKET)
+        .join("t")
+        .join(large.key().to_string());
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("space.json"), large.canonical_json()).unwrap();
+    let mut command = stored.command(&["verify"]);
+    command.env("KVGATE__ARENA__SIZE", "1MiB");
+    let said = Said::new(command.output().await.unwrap()).exits(2);
+    said.says(&["32.00 MiB", "KVGATE__ARENA__SIZE="]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rm_asks_first_and_leaves_what_is_not_ours() {
+    let stored = Stored::new().await;
+    let id = stored.id();
+    std::fs::write(stored.file("notes.txt"), "mine").unwrap();
+    let said = stored.say(&["rm", "--space", &id]).await.exits(2);
+    said.says(&["--yes", "6 objects", "tiny"]);
+    stored
+        .say(&["rm", "--space", &id, "--dry-run"])
+        .await
+        .exits(0)
+        .says(&["would remove"]);
+    let hash = stored.hashes[0].to_string();
+    let said = stored
+        .say(&["rm", "--space", &id, "--chunk", &hash])
+        .await
+        .exits(0);
+    said.says(&["removed 1 chunk"]);
+    assert!(!stored.file(&hash).exists());
+    let json = stored
+        .say(&["rm", "--space", &id, "--yes", "--json"])
+        .await
+        .exits(0)
+        .json();
+    assert_eq!(json["objects"], CHUNKS);
+    assert!(stored.file("notes.txt").exists());
+    assert!(!stored.file("space.json").exists());
+    stored
+        .say(&["rm", "--space", &id, "--yes"])
+        .await
+        .exits(2)
+        .says(&["unknown space"]);
+}
+
+#[tokio::test]
+async fn a_closed_pipe_ends_quietly_and_a_full_disk_does_not() {
+    let home = TempDir::new().unwrap();
+    // Not `Command::output`: it would put a pipe of its own in place of ours.
+    let say_into = async |stdout: Stdio| {
+        let mut command = kvgate(home.path(), &["config", "show", "--json"]);
+        let child = command.stdout(stdout).spawn().unwrap();
+        drop(command);
+        Said::new(child.wait_with_output().await.unwrap())
+    };
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let said = say_into(writer.into()).await.exits(0);
+    assert_eq!(said.err, "");
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    say_into(full.into())
+        .await
+        .exits(1)
+        .says(&["can't write the output"]);
+}
