@@ -41,7 +41,7 @@ fn shape(seed: u64) -> Shape {
 
 async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
     let config = Config::default().s3;
-    let s3 = S3::connect(&S3Options {
+    let s3 = S3Options {
         endpoint: Some(server.endpoint()),
         bucket: BUCKET.into(),
         region: config.region,
@@ -57,14 +57,14 @@ async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
             None,
             "tests",
         )),
-    });
+    };
     let policy = RetryPolicy {
         retries: config.retries,
         base: config.retry_base,
         max: config.retry_max,
         budget: config.retry_budget,
     };
-    Arc::new(Retrying::new(s3.await.unwrap(), policy))
+    Arc::new(Retrying::new(S3::connect(&s3).await.unwrap(), policy))
 }
 
 async fn demo(server: &EmbeddedS3, seed: u64) -> Demo {
@@ -73,7 +73,9 @@ async fn demo(server: &EmbeddedS3, seed: u64) -> Demo {
     // Too small for a conversation: stores and loads must wait for slots.
     config.arena.size = ByteSize(64 << 10);
     let plan = Plan::new(&space(), shape(seed), config.arena.size).unwrap();
-    Demo::open(store(server).await, space(), plan, config).await.unwrap()
+    Demo::open(store(server).await, space(), plan, config)
+        .await
+        .unwrap()
 }
 
 /// The objects in the bucket, as the server has them on disk.
@@ -125,15 +127,28 @@ async fn everything_comes_back_and_only_its_own_objects_are_removed() {
     assert!(report.arena_bytes_peak <= 64 << 10);
     let phase = |name| report.phases.iter().find(|phase| phase.name == name).unwrap();
     // Turns of 5 and 8 chunks: the first turns of the second and third find the system prompt, each second turn 5.
-    assert_eq!(phase("lookup (prefill)").hits, Some(2 * 2 + 3 * 5));
-    assert_eq!((phase("store").chunks, phase("store").requests.put), (20, 21));
+    assert_eq!(phase("prefill_lookup").hits, Some(2 * 2 + 3 * 5));
+    // Each of the first stores, of which three fit in the arena, may put space.json.
+    assert_eq!(phase("store").chunks, 20);
+    assert!((21..=23).contains(&phase("store").requests.put), "{report:?}");
     assert_eq!(phase("generate").requests.total(), 0);
-    assert_eq!(phase("lookup exact").requests.total(), 20, "shared chunks are asked for once");
-    assert_eq!((phase("lookup warm").hits, phase("lookup warm").requests.total()), (Some(24), 0));
+    assert_eq!(
+        phase("lookup_exact").requests.total(),
+        20,
+        "shared chunks are asked for once"
+    );
+    assert_eq!(
+        (phase("lookup_warm").hits, phase("lookup_warm").requests.total()),
+        (Some(24), 0)
+    );
     assert_eq!(phase("load").chunks, 24);
 
     demo.remove().await.unwrap();
-    assert_eq!(files(&server), before, "what the other run stored stays, and the space.json that it made");
+    assert_eq!(
+        files(&server),
+        before,
+        "what the other run stored stays, and the space.json that it made"
+    );
     kept.remove().await.unwrap();
     assert_eq!(files(&server), Vec::<PathBuf>::new());
     server.stop().await;
@@ -167,10 +182,18 @@ async fn a_flipped_byte_is_a_miss_and_not_equal() {
     after_store(&mut demo).await;
     let report = demo.report();
     assert!(!report.equal);
-    let codes: Vec<_> = report.missed.iter().map(|missed| (missed.conversation, missed.chunk, missed.code)).collect();
+    let codes: Vec<_> = report
+        .missed
+        .iter()
+        .map(|missed| (missed.conversation, missed.chunk, missed.code))
+        .collect();
     let ended = [5, 6, 7].map(|chunk| (1, chunk, "run_ended"));
     assert_eq!(codes, [vec![(1, 4, "bad_digest")], ended.to_vec()].concat());
-    assert_eq!((report.different_bytes, report.stray_bytes), (0, 0), "damage reaches no page");
+    assert_eq!(
+        (report.different_bytes, report.stray_bytes),
+        (0, 0),
+        "damage reaches no page"
+    );
     server.stop().await;
 }
 
@@ -183,9 +206,19 @@ async fn a_lost_object_is_told_and_not_equal() {
     after_store(&mut demo).await;
     let report = demo.report();
     assert!(!report.equal);
-    assert_eq!(report.missed.iter().map(|missed| missed.code).collect::<Vec<_>>(), ["absent"]);
-    let hits = |name| report.phases.iter().find(|phase| phase.name == name).unwrap().hits;
-    assert_eq!(hits("lookup exact"), Some(23));
+    assert_eq!(
+        report.missed.iter().map(|missed| missed.code).collect::<Vec<_>>(),
+        ["absent"]
+    );
+    let hits = |name| {
+        report
+            .phases
+            .iter()
+            .find(|phase| phase.name == name)
+            .unwrap()
+            .hits
+    };
+    assert_eq!(hits("lookup_exact"), Some(23));
     server.stop().await;
 }
 
@@ -211,13 +244,19 @@ async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
     let first = report.first_difference.as_ref().unwrap();
     assert_eq!((first.conversation, first.chunk, first.layer), (0, 3, 2));
     // Rows of 64 bytes.
-    assert_eq!((first.position.head, first.position.token, first.position.row_byte), (0, 1, 6));
+    assert_eq!(
+        (first.position.head, first.position.token, first.position.row_byte),
+        (0, 1, 6)
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn an_arena_below_one_object_is_a_usage_error() {
     let error = Plan::new(&space(), shape(1), ByteSize(16 << 10)).unwrap_err();
-    assert!(error.is_usage() && error.to_string().contains("[arena] size"), "{error}");
+    assert!(
+        error.is_usage() && error.to_string().contains("[arena] size"),
+        "{error}"
+    );
     assert!(Plan::new(&space(), shape(1), ByteSize(MIB)).is_ok());
 }
