@@ -176,7 +176,7 @@ mod tests {
         .unwrap()
     }
 
-    fn plan(chunk_tokens: u32, shape: Shape) -> Result<Plan, DemoError> {
+    fn planned(chunk_tokens: u32, shape: Shape) -> Result<Plan, DemoError> {
         Plan::new(&space(chunk_tokens), shape, ByteSize(1 << 20))
     }
 
@@ -187,7 +187,7 @@ mod tests {
             tokens: 7 * 32 + 5,
             seed: 1,
         };
-        let plan = plan(32, shape).unwrap();
+        let plan = planned(32, shape).unwrap();
         assert_eq!(
             (plan.shared_chunks, plan.chunks(), plan.unique_chunks),
             (2, 21, 17)
@@ -206,7 +206,7 @@ mod tests {
         );
         let all: std::collections::HashSet<_> = plan.conversations.iter().flat_map(|c| &c.chunks).collect();
         assert_eq!(all.len(), plan.unique_chunks);
-        let other = plan(32, Shape { seed: 2, ..shape }).unwrap();
+        let other = planned(32, Shape { seed: 2, ..shape }).unwrap();
         assert!(!all.contains(&other.conversations[0].chunks[0]));
     }
 
@@ -226,8 +226,8 @@ mod tests {
             tokens: 31,
             seed: 1,
         };
-        assert!(matches!(plan(32, shape), Err(DemoError::Tokens { .. })));
-        assert!(matches!(plan(24, shape), Err(DemoError::Blocks { .. })));
+        assert!(matches!(planned(32, shape), Err(DemoError::Tokens { .. })));
+        assert!(matches!(planned(24, shape), Err(DemoError::Blocks { .. })));
         let arena = Plan::new(&space(32), Shape { tokens: 32, ..shape }, ByteSize(4096)).unwrap_err();
         assert!(
             arena.is_usage() && arena.to_string().contains("raise [arena] size"),
@@ -237,7 +237,7 @@ mod tests {
             tokens: usize::MAX / 2,
             ..shape
         };
-        let error = plan(32, shape).unwrap_err();
+        let error = planned(32, shape).unwrap_err();
         assert!(matches!(error, DemoError::Cache { .. }) && error.is_usage());
     }
 }

@@ -9,6 +9,7 @@ use crate::object::{ObjectStore, RequestCounts};
 /// One line of the table. A phase that came in turns with others is the sum of its turns.
 #[derive(Debug, Clone, Serialize)]
 pub struct Phase {
+    /// One of the words below.
     pub name: &'static str,
     pub seconds: f64,
     /// Of KV.
@@ -75,13 +76,13 @@ pub struct Report {
 
 impl Phase {
     pub const OPEN: &'static str = "open";
-    pub const LOOKUP: &'static str = "lookup (prefill)";
+    pub const LOOKUP: &'static str = "prefill_lookup";
     pub const GENERATE: &'static str = "generate";
     pub const STORE: &'static str = "store";
     pub const FORGET: &'static str = "forget";
-    pub const COLD_EXACT: &'static str = "lookup exact";
-    pub const COLD_PREFIX: &'static str = "lookup prefix";
-    pub const WARM: &'static str = "lookup warm";
+    pub const COLD_EXACT: &'static str = "lookup_exact";
+    pub const COLD_PREFIX: &'static str = "lookup_prefix";
+    pub const WARM: &'static str = "lookup_warm";
     pub const LOAD: &'static str = "load";
     pub const COMPARE: &'static str = "compare";
     pub const REMOVE: &'static str = "remove";

@@ -50,6 +50,9 @@ async fn run_on(
         false => demo.remove().await,
     };
     demo.finish();
+    if let (Err(_), Err(error)) = (&phases, &removed) {
+        tracing::warn!(%error, space = demo.report.space, "what was stored could not be removed");
+    }
     phases.and(removed)?;
     Ok(demo)
 }

@@ -117,8 +117,7 @@ impl Demo {
     pub async fn remove(&mut self) -> Result<(), DemoError> {
         let deadline = Instant::now() + DRAIN;
         while let Ok(Some(done)) = tokio::time::timeout_at(deadline, self.stores.join_next()).await {
-            let (chunk, outcome) = done?;
-            if matches!(outcome, StoreOutcome::Stored) {
+            if let Ok((chunk, StoreOutcome::Stored)) = done {
                 self.stored.insert(chunk);
             }
         }

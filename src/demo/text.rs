@@ -118,7 +118,7 @@ impl Report {
         let next = if embedded {
             "kvgate demo --endpoint http://HOST:PORT --bucket NAME    the same on your S3 server"
         } else {
-            "kvgate demo --model llama-3-70b --tokens 8192    with more and larger chunks"
+            "kvgate demo --model llama-3-70b --tokens 4096    with more and larger chunks"
         };
         let _ = writeln!(text, "try next   {next}");
         text
@@ -130,7 +130,7 @@ fn row(phase: &Phase) -> String {
     let gib = phase.bytes as f64 / GIB;
     format!(
         "{:<17}{:>9.3}{:>8}{:>8}{:>8}{:>6}  {}\n",
-        phase.name,
+        phase.name.replace('_', " "),
         phase.seconds,
         number(phase.bytes > 0, format!("{gib:.2}")),
         number(phase.bytes > 0, format!("{:.2}", gib / phase.seconds.max(1e-9))),

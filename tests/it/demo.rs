@@ -41,7 +41,7 @@ fn shape(seed: u64) -> Shape {
 
 async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
     let config = Config::default().s3;
-    let s3 = S3::connect(&S3Options {
+    let s3 = S3Options {
         endpoint: Some(server.endpoint()),
         bucket: BUCKET.into(),
         region: config.region,
@@ -57,14 +57,14 @@ async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
             None,
             "tests",
         )),
-    });
+    };
     let policy = RetryPolicy {
         retries: config.retries,
         base: config.retry_base,
         max: config.retry_max,
         budget: config.retry_budget,
     };
-    Arc::new(Retrying::new(s3.await.unwrap(), policy))
+    Arc::new(Retrying::new(S3::connect(&s3).await.unwrap(), policy))
 }
 
 async fn demo(server: &EmbeddedS3, seed: u64) -> Demo {
@@ -127,16 +127,18 @@ async fn everything_comes_back_and_only_its_own_objects_are_removed() {
     assert!(report.arena_bytes_peak <= 64 << 10);
     let phase = |name| report.phases.iter().find(|phase| phase.name == name).unwrap();
     // Turns of 5 and 8 chunks: the first turns of the second and third find the system prompt, each second turn 5.
-    assert_eq!(phase("lookup (prefill)").hits, Some(2 * 2 + 3 * 5));
-    assert_eq!((phase("store").chunks, phase("store").requests.put), (20, 21));
+    assert_eq!(phase("prefill_lookup").hits, Some(2 * 2 + 3 * 5));
+    // Each of the first stores, of which three fit in the arena, may put space.json.
+    assert_eq!(phase("store").chunks, 20);
+    assert!((21..=23).contains(&phase("store").requests.put), "{report:?}");
     assert_eq!(phase("generate").requests.total(), 0);
     assert_eq!(
-        phase("lookup exact").requests.total(),
+        phase("lookup_exact").requests.total(),
         20,
         "shared chunks are asked for once"
     );
     assert_eq!(
-        (phase("lookup warm").hits, phase("lookup warm").requests.total()),
+        (phase("lookup_warm").hits, phase("lookup_warm").requests.total()),
         (Some(24), 0)
     );
     assert_eq!(phase("load").chunks, 24);
@@ -216,7 +218,7 @@ async fn a_lost_object_is_told_and_not_equal() {
             .unwrap()
             .hits
     };
-    assert_eq!(hits("lookup exact"), Some(23));
+    assert_eq!(hits("lookup_exact"), Some(23));
     server.stop().await;
 }
 
