@@ -132,18 +132,23 @@ demo() {
     fi
 }
 
+# Each target for $FUZZ_SECONDS. What is found interesting is kept, so that the next run goes on from there.
 fuzz() {
+    local cargo_fuzz=$KVGATE_TEST_CACHE/cargo/bin/cargo-fuzz target corpus seeds
     if ! cargo +nightly --version >/dev/null 2>&1; then
         shout "no fuzzing: there is no nightly toolchain"
         not_run+=("fuzzing: no nightly toolchain (rustup toolchain install nightly)")
-    elif ! cargo fuzz --version >/dev/null 2>&1; then
-        shout "no fuzzing: there is no cargo-fuzz"
-        not_run+=("fuzzing: no cargo-fuzz (cargo install cargo-fuzz)")
-    elif [ ! -d fuzz ]; then
-        not_run+=("fuzzing: there is no fuzz folder")
-    else
-        check "fuzz the header" cargo +nightly fuzz run header -- "-max_total_time=$FUZZ_SECONDS"
+        return
     fi
+    check "install cargo-fuzz" tests/servers/install.sh fuzz
+    for target in header key space; do
+        corpus=$KVGATE_TEST_CACHE/fuzz/$target seeds=()
+        mkdir -p "$corpus"
+        if [ -d "fuzz/seeds/$target" ]; then seeds=("fuzz/seeds/$target"); fi
+        # By rustup, as cargo-fuzz starts the cargo that started it.
+        check "fuzz the $target" rustup run nightly "$cargo_fuzz" run "$target" "$corpus" "${seeds[@]}" -- \
+            "-max_total_time=$FUZZ_SECONDS"
+    done
 }
 
 # ---------------------------------------------------------------- servers

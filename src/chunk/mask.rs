@@ -103,17 +103,20 @@ impl Mask {
 
 impl FromIterator<bool> for Mask {
     fn from_iter<I: IntoIterator<Item = bool>>(bits: I) -> Self {
-        let mut mask = Self::default();
+        let bits = bits.into_iter();
+        let mut bytes = Vec::with_capacity(bits.size_hint().0.div_ceil(8));
+        let (mut len, mut last) = (0_usize, 0);
         for bit in bits {
-            if mask.len % 8 == 0 {
-                mask.bytes.push(0);
-            }
-            mask.len += 1;
-            if bit {
-                mask.set(mask.len - 1);
+            last |= u8::from(bit) << (len % 8);
+            len += 1;
+            if len.is_multiple_of(8) {
+                bytes.push(std::mem::take(&mut last));
             }
         }
-        mask
+        if !len.is_multiple_of(8) {
+            bytes.push(last);
+        }
+        Self { len, bytes }
     }
 }
 

@@ -48,6 +48,8 @@ pub struct ExistenceCache {
     /// When what was learned; an entry that was learned anew is here twice.
     order: Mutex<VecDeque<(CacheKey, Instant)>>,
     quarantined: DashMap<CacheKey, Version>,
+    /// Of `entries`, which would have to lock every shard to count them.
+    count: AtomicUsize,
     peak_entries: AtomicUsize,
 }
 
@@ -58,6 +60,7 @@ impl ExistenceCache {
             entries: DashMap::new(),
             order: Mutex::default(),
             quarantined: DashMap::new(),
+            count: AtomicUsize::new(0),
             peak_entries: AtomicUsize::new(0),
         }
     }
@@ -80,10 +83,15 @@ impl ExistenceCache {
         match self.entries.entry(key) {
             MapEntry::Occupied(entry) if entry.get().learned > asked => return,
             MapEntry::Occupied(mut entry) => drop(entry.insert(Entry { known, learned })),
-            MapEntry::Vacant(entry) => drop(entry.insert(Entry { known, learned })),
+            MapEntry::Vacant(entry) => {
+                // Before the entry can be removed.
+                self.count.fetch_add(1, Ordering::Relaxed);
+                drop(entry.insert(Entry { known, learned }));
+            }
         }
         self.evict(key, learned);
-        self.peak_entries.fetch_max(self.entries.len(), Ordering::Relaxed);
+        self.peak_entries
+            .fetch_max(self.count.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// A load or a HEAD found no such object.
@@ -99,12 +107,15 @@ impl ExistenceCache {
 
     /// Nothing is known any more.
     pub fn forget(&self, key: &CacheKey) {
-        self.entries.remove(key);
+        self.removed(self.entries.remove(key).is_some());
     }
 
     /// Nothing is known any more, of any chunk; damage that was seen stays known.
     pub fn forget_all(&self) {
-        self.entries.clear();
+        self.entries.retain(|_, _| {
+            self.removed(true);
+            false
+        });
         self.lock_order().clear();
     }
 
@@ -155,8 +166,13 @@ impl ExistenceCache {
             let Some((key, learned)) = order.pop_front() else {
                 break;
             };
-            self.entries.remove_if(&key, |_, entry| entry.learned == learned);
+            let removed = self.entries.remove_if(&key, |_, entry| entry.learned == learned);
+            self.removed(removed.is_some());
         }
+    }
+
+    fn removed(&self, removed: bool) {
+        self.count.fetch_sub(removed.into(), Ordering::Relaxed);
     }
 
     fn lock_order(&self) -> std::sync::MutexGuard<'_, VecDeque<(CacheKey, Instant)>> {

