@@ -27,6 +27,6 @@ pub use hex::HexError;
 pub use key::{Key, KeyPrefix, SpaceKey};
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
-pub use preset::{PRESETS, Preset};
+pub use preset::{Attention, PRESETS, Preset};
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

@@ -140,6 +140,10 @@ impl Space {
         &self.0.fields.model
     }
 
+    pub fn revision(&self) -> &str {
+        &self.0.fields.revision
+    }
+
     pub fn dtype(&self) -> DType {
         self.0.fields.dtype
     }

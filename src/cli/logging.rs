@@ -25,7 +25,11 @@ pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
         (0, _) => "warn",
         _ => "info",
     };
-    let theirs = LIBRARIES.map(|library| format!("{library}={theirs}"));
+    let theirs = LIBRARIES.map(|library| match (library, verbose) {
+        // The embedded server's refusals reach its client, who says what they mean.
+        ("s3s", 0) => "s3s=off".to_owned(),
+        _ => format!("{library}={theirs}"),
+    });
     let mut filter = format!("{ours},{}", theirs.join(","));
     if let (0, Some(told)) = (verbose, told) {
         filter = format!("{filter},{told}=error");

@@ -113,7 +113,7 @@ impl SpaceRow {
             SpaceJson::Good(space) => {
                 row.space = space.id().to_string();
                 space.model().clone_into(&mut row.model);
-                row.revision = super::space_revision(space);
+                space.revision().clone_into(&mut row.revision);
                 row.dtype = space.dtype().name();
                 row.chunk_tokens = space.chunk_tokens();
             }

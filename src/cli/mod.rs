@@ -110,9 +110,3 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Config(command) => config::run(command, out),
     }
 }
-
-/// A space's revision, out of its canonical JSON.
-fn space_revision(space: &crate::chunk::Space) -> String {
-    let json: serde_json::Value = serde_json::from_str(space.canonical_json()).unwrap_or_default();
-    json["revision"].as_str().unwrap_or_default().to_owned()
-}

@@ -82,6 +82,10 @@ impl ExistenceCache {
         let learned = Instant::now();
         match self.entries.entry(key) {
             MapEntry::Occupied(entry) if entry.get().learned > asked => return,
+            // Nothing new; a place in the order for each load would push others out.
+            MapEntry::Occupied(entry) if entry.get().known == known && self.fresh(entry.get(), learned) => {
+                return;
+            }
             MapEntry::Occupied(mut entry) => drop(entry.insert(Entry { known, learned })),
             MapEntry::Vacant(entry) => {
                 // Before the entry can be removed.

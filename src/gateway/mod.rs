@@ -14,7 +14,7 @@ mod store;
 use std::sync::Arc;
 
 use dashmap::DashMap;
-use tokio::sync::Semaphore;
+use tokio::sync::{OnceCell, Semaphore};
 use tokio::time::Instant;
 
 pub use load::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
@@ -43,8 +43,8 @@ struct Inner {
     put_kib: Semaphore,
     /// Chunks whose PUT is under way.
     storing: DashMap<(SpaceKey, crate::chunk::ChunkHash), ()>,
-    /// Spaces whose space.json is known to be there.
-    spaces: DashMap<SpaceKey, ()>,
+    /// Spaces whose space.json is being put there, or is there.
+    spaces: DashMap<SpaceKey, Arc<OnceCell<()>>>,
 }
 
 impl Gateway {

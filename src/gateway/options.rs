@@ -103,7 +103,8 @@ impl Gateway {
 
     /// The same over a store that is open already.
     pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
-        let deadline = Instant::now() + config.s3.request_timeout;
+        // Room for a retry after an attempt that timed out.
+        let deadline = Instant::now() + 2 * config.s3.request_timeout;
         store.check_bucket(deadline).await?;
         let options = GatewayOptions::from(config);
         let mode = match config.s3.probe {

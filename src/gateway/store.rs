@@ -201,25 +201,34 @@ impl Gateway {
         Bytes::from_owner(slot.freeze())
     }
 
-    /// Puts the space's readable form beside its chunks, once.
+    /// Puts the space's readable form beside its chunks, once; mends it where it is damaged.
     async fn declare(&self, space: &Space, deadline: Instant) -> Result<(), ObjectError> {
-        if self.0.spaces.contains_key(&space.key()) {
-            return Ok(());
-        }
-        let key = self.0.options.keys.space_json(space.key());
-        let body = Bytes::copy_from_slice(space.canonical_json().as_bytes());
-        let when = if self.0.capabilities.if_none_match {
-            Condition::IfAbsent
-        } else {
-            Condition::Always
-        };
-        match self.0.store.put(&key, body, when, deadline).await {
-            Err(error) if error.kind != ErrorKind::Changed => Err(error),
-            _ => {
-                self.0.spaces.insert(space.key(), ());
-                Ok(())
+        let declared = Arc::clone(&self.0.spaces.entry(space.key()).or_default());
+        let once = declared.get_or_try_init(async || {
+            let key = self.0.options.keys.space_json(space.key());
+            let json = space.canonical_json();
+            let put = |when| {
+                self.0
+                    .store
+                    .put(&key, Bytes::copy_from_slice(json.as_bytes()), when, deadline)
+            };
+            if !self.0.capabilities.if_none_match {
+                return put(Condition::Always).await.map(drop);
             }
-        }
+            match put(Condition::IfAbsent).await {
+                Err(error) if error.kind == ErrorKind::Changed => {}
+                result => return result.map(drop),
+            }
+            match self.0.store.read(&key, json.len(), deadline).await {
+                Ok(there) if there == json => Ok(()),
+                Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
+                _ => {
+                    tracing::warn!(key, "a damaged space.json is replaced");
+                    put(Condition::Always).await.map(drop)
+                }
+            }
+        });
+        once.await.map(drop)
     }
 }
 

@@ -2,15 +2,14 @@
 
 use std::path::Path;
 use std::process::{Output, Stdio};
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
-use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome};
-use kvgate::object::{Capabilities, ObjectStore, S3, S3Options};
+use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
+use kvgate::object::Capabilities;
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
@@ -149,18 +148,10 @@ impl Stored {
             None,
             "test",
         );
-        let options = S3Options {
-            endpoint: Some(self.s3.endpoint()),
-            bucket: BUCKET.into(),
-            region: config.s3.region.clone(),
-            path_style: true,
-            ca_file: None,
-            connect_timeout: config.s3.connect_timeout,
-            read_timeout: config.s3.read_timeout,
-            request_timeout: config.s3.request_timeout,
-            credentials: Some(credentials),
-        };
-        let store = Arc::new(S3::connect(&options).await.unwrap());
+        let mut at = config.clone();
+        at.s3.endpoint = Some(self.s3.endpoint());
+        at.s3.bucket = Some(BUCKET.into());
+        let store = open_store(&at, Some(credentials)).await.unwrap();
         let soon = || Instant::now() + Duration::from_secs(10);
         store.create_bucket(soon()).await.unwrap();
         let arena = Arena::new(&ArenaOptions {
