@@ -20,3 +20,8 @@ pub mod gateway;
 pub mod inventory;
 pub mod object;
 pub mod units;
+
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

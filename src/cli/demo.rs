@@ -14,14 +14,14 @@ Examples:
   kvgate demo
   kvgate demo --model qwen3-32b --tokens 2048
   kvgate demo --endpoint http://127.0.0.1:7480 --bucket kvgate-demo --keep")]
-pub struct DemoArgs {
+pub struct DemoCommand {
     #[command(flatten)]
     connect: ConnectArgs,
     #[command(flatten)]
     demo: demo::DemoArgs,
 }
 
-pub async fn run(args: DemoArgs, verbose: u8) -> Result<(), CliError> {
+pub async fn run(args: DemoCommand, verbose: u8) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
     match demo::run(&args.demo, config).await {

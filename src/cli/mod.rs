@@ -51,7 +51,7 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Demo(demo::DemoArgs),
+    Demo(demo::DemoCommand),
     Lookup(lookup::LookupArgs),
     Ls(ls::LsArgs),
     Stat(stat::StatArgs),
@@ -108,5 +108,13 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
         Command::Config(command) => config::run(command, out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn flags_do_not_contradict_each_other() {
+        <super::Cli as clap::CommandFactory>::command().debug_assert();
     }
 }

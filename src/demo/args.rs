@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use clap::builder::PossibleValuesParser;
 
 use super::error::DemoError;
@@ -24,6 +26,9 @@ pub struct DemoArgs {
     /// Leave the objects where they are
     #[arg(long)]
     pub keep: bool,
+    /// Write the conversations' tokens: a JSON list for each; `kvgate lookup --tokens` takes one
+    #[arg(long, value_name = "FILE")]
+    pub save_tokens: Option<PathBuf>,
     /// Report as one JSON object
     #[arg(long)]
     pub json: bool,

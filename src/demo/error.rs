@@ -42,6 +42,11 @@ pub enum DemoError {
     Embedded(#[from] crate::embedded::EmbeddedError),
     #[error("can't make a folder for the objects that --keep keeps: {0}. Set TMPDIR to a writable folder")]
     Folder(std::io::Error),
+    #[error("can't write --save-tokens {}: {source}. Give a file in a folder that is there", path.display())]
+    SaveTokens {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error(transparent)]
@@ -75,6 +80,7 @@ impl DemoError {
             | Self::Cache { .. }
             | Self::Arena { .. }
             | Self::NoServer
+            | Self::SaveTokens { .. }
             | Self::Space(_)
             | Self::Hash(_) => true,
             _ => false,

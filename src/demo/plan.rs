@@ -35,6 +35,7 @@ pub struct Plan {
 /// The tokens of one conversation, as far as they fill chunks.
 #[derive(Debug, Clone)]
 pub struct Conversation {
+    pub tokens: Vec<u32>,
     pub chunks: Vec<ChunkHash>,
     /// One a token: a hash of it and all before it.
     pub states: Vec<u64>,
@@ -96,6 +97,7 @@ impl Plan {
                 chunks: hasher.chain(&root, &tokens, &[])?,
                 states: prefix_states(shape.seed, &tokens),
                 turns: turns(shared_chunks, chunks),
+                tokens,
             })
         };
         Ok(Self {

@@ -1,4 +1,5 @@
 use std::io::Write;
+use std::path::Path;
 
 use super::args::DemoArgs;
 use super::error::DemoError;
@@ -13,6 +14,9 @@ use crate::config::Config;
 pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
     let (space, shape) = args.shape()?;
     let plan = Plan::new(&space, shape, config.arena.size)?;
+    if let Some(path) = &args.save_tokens {
+        save_tokens(path, &plan)?;
+    }
     let host = Host::start(&config, args.keep).await?;
     let done = run_on(&host, space, plan, config, args).await;
     let (embedded, folder) = (host.is_embedded(), host.folder.clone());
@@ -63,6 +67,19 @@ async fn phases(demo: &mut Demo) -> Result<(), DemoError> {
     demo.look_up().await?;
     demo.load_and_compare().await;
     Ok(())
+}
+
+fn save_tokens(path: &Path, plan: &Plan) -> Result<(), DemoError> {
+    let conversations: Vec<&[u32]> = plan
+        .conversations
+        .iter()
+        .map(|one| one.tokens.as_slice())
+        .collect();
+    let json = serde_json::to_vec(&conversations).map_err(std::io::Error::from)?;
+    std::fs::write(path, json).map_err(|source| DemoError::SaveTokens {
+        path: path.into(),
+        source,
+    })
 }
 
 fn print(text: &str) -> Result<(), DemoError> {

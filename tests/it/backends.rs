@@ -84,6 +84,14 @@ impl Backend {
         }
     }
 
+    /// For a child process.
+    pub fn credentials(&self) -> [(&str, &str); 2] {
+        [
+            ("AWS_ACCESS_KEY_ID", &self.access_key),
+            ("AWS_SECRET_ACCESS_KEY", &self.secret_key),
+        ]
+    }
+
     /// The tests' bucket, made if it is missing.
     pub async fn store(&self) -> Arc<dyn ObjectStore> {
         let store = open(&self.options()).await;

@@ -17,6 +17,7 @@ on_backends! {
     a_stopped_rgw: rgw;
     rights_that_go_half_way: rgw;
     tls_with_a_ca_of_ones_own: rgw;
+    killed_while_it_stores: rgw;
 }
 
 fn rgw(action: &str, address: &str) {
@@ -215,4 +216,80 @@ async fn tls_with_a_ca_of_ones_own(backend: &Backend) {
         std::fs::remove_file(&path).unwrap();
         assert!(result.err().unwrap().to_string().contains("ca_file"), "{name}");
     }
+}
+
+/// SIGKILL at random moments of a demo that stores: no half object is ever visible, and what is visible is whole.
+async fn killed_while_it_stores(backend: &Backend) {
+    let times = if std::env::var_os("KVGATE_TEST_FULL").is_some() {
+        100
+    } else {
+        8
+    };
+    let store = backend.store().await;
+    let prefix = format!("killed-{}-{:08x}", std::process::id(), fastrand::u32(..));
+    let (mut chunks, mut interrupted) = (0, 0);
+    for _ in 0..times {
+        let mut demo = Command::new(env!("CARGO_BIN_EXE_kvgate"))
+            .args([
+                "demo",
+                "--model",
+                "deepseek-v3",
+                "--tokens",
+                "1024",
+                "--conversations",
+                "3",
+                "--keep",
+            ])
+            .args([
+                "--endpoint",
+                &backend.endpoints[0],
+                "--bucket",
+                "kvgate-it",
+                "--prefix",
+                &prefix,
+            ])
+            .envs(backend.credentials())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        // Kill it once something is there, or is on its way.
+        let before = count(&store, &prefix).await;
+        while count(&store, &prefix).await == before && demo.try_wait().unwrap().is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..600))).await;
+        interrupted += usize::from(demo.try_wait().unwrap().is_none());
+        demo.kill().unwrap();
+        demo.wait().unwrap();
+        chunks = count(&store, &prefix).await;
+    }
+    assert!(
+        interrupted > times / 2,
+        "{interrupted} of {times} were killed while they ran"
+    );
+    let verify = Command::new(env!("CARGO_BIN_EXE_kvgate"))
+        .args([
+            "verify",
+            "--json",
+            "--endpoint",
+            &backend.endpoints[0],
+            "--bucket",
+            "kvgate-it",
+            "--prefix",
+            &prefix,
+        ])
+        .envs(backend.credentials())
+        .output()
+        .unwrap();
+    let report = String::from_utf8_lossy(&verify.stdout);
+    assert!(
+        verify.status.success(),
+        "{chunks} objects: {report}{}",
+        String::from_utf8_lossy(&verify.stderr)
+    );
+    assert!(chunks > times, "{chunks} objects");
+}
+
+async fn count(store: &Arc<dyn kvgate::object::ObjectStore>, prefix: &str) -> usize {
+    store.list(prefix, None, soon()).await.unwrap().objects.len()
 }
