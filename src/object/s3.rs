@@ -400,3 +400,34 @@ impl S3 {
         .await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aws_sdk_s3::config::Credentials;
+    use aws_sdk_s3::presigning::PresigningConfig;
+
+    #[tokio::test]
+    async fn the_bucket_is_in_the_path_or_in_the_host() {
+        for (path_style, start) in
+            [(true, "http://rgw.test:8000/kv/pre/key?"), (false, "http://kv.rgw.test:8000/pre/key?")]
+        {
+            let second = Duration::from_secs(1);
+            let options = S3Options {
+                endpoint: Some("http://rgw.test:8000".into()),
+                bucket: "kv".into(),
+                region: "us-east-1".into(),
+                path_style,
+                ca_file: None,
+                connect_timeout: second,
+                read_timeout: second,
+                request_timeout: second,
+                credentials: Some(Credentials::from_keys("key", "secret", None)),
+            };
+            let s3 = S3::connect(&options).await.unwrap();
+            let request = s3.client.get_object().bucket(&s3.bucket).key("pre/key");
+            let signed = request.presigned(PresigningConfig::expires_in(second).unwrap()).await.unwrap();
+            assert!(signed.uri().starts_with(start), "{}", signed.uri());
+        }
+    }
+}

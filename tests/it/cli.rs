@@ -148,10 +148,7 @@ impl Stored {
             None,
             "test",
         );
-        let mut at = config.clone();
-        at.s3.endpoint = Some(self.s3.endpoint());
-        at.s3.bucket = Some(BUCKET.into());
-        let store = open_store(&at, Some(credentials)).await.unwrap();
+        let store = open_store(&config, Some(credentials)).await.unwrap();
         let soon = || Instant::now() + Duration::from_secs(10);
         store.create_bucket(soon()).await.unwrap();
         let arena = Arena::new(&ArenaOptions {
@@ -678,4 +675,36 @@ async fn a_closed_pipe_ends_quietly_and_a_full_disk_does_not() {
         .await
         .exits(1)
         .says(&["can't write the output"]);
+}
+
+/// The chain is the SDK's; that its credentials are asked for again before they expire is what matters here.
+#[tokio::test]
+async fn credentials_come_from_the_chain_and_are_refreshed() {
+    use std::os::unix::fs::PermissionsExt;
+    let stored = Stored::new().await;
+    let (program, calls) = (stored.home.path().join("issue"), stored.home.path().join("calls"));
+    let (access, secret) = (stored.s3.access_key(), stored.s3.secret_key());
+    let script = format!(
+        r#"#!/bin/sh
+echo called >>"{}"
+echo '{{"Version": 1, "AccessKeyId": "{access}", "SecretAccessKey": "{secret}", "Expiration": "'$(date -u -d '+3 seconds' +%Y-%m-%dT%H:%M:%SZ)'"}}'
+"#,
+        calls.display()
+    );
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o700)).unwrap();
+    let profile = stored.home.path().join("aws-config");
+    std::fs::write(&profile, format!("[profile fleet]\ncredential_process = {}\n", program.display())).unwrap();
+    let said = stored
+        .command(&["verify"])
+        .env_remove("AWS_ACCESS_KEY_ID")
+        .env_remove("AWS_SECRET_ACCESS_KEY")
+        .env("AWS_CONFIG_FILE", &profile)
+        .env("AWS_PROFILE", "fleet")
+        .output()
+        .await
+        .unwrap();
+    Said::new(said).exits(0).says(&["ok 5"]);
+    let calls = std::fs::read_to_string(calls).unwrap().lines().count();
+    assert!(calls > 1, "asked again when they are about to expire: {calls}");
 }
