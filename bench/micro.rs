@@ -23,7 +23,8 @@ use kvgate::config::Strategy;
 use kvgate::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
 use kvgate::gateway::{Gateway, GatewayOptions};
 use kvgate::object::{
-    Capabilities, Condition, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, StoreFuture, Version,
+    Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,
+    StoreFuture, Version,
 };
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -535,7 +536,7 @@ impl ObjectStore for Heads {
         unreachable!("lookups ask by HEAD")
     }
 
-    fn get<'a>(&'a self, _: GetRange<'a>, _: &'a mut SlotMut, _: Instant) -> StoreFuture<'a, ObjectMeta> {
+    fn get<'a>(&'a self, _: GetRange<'a>, _: SlotMut, _: Instant) -> GetFuture<'a> {
         unreachable!("nothing is loaded")
     }
 

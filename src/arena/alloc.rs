@@ -12,7 +12,7 @@ use super::slot::SlotMut;
 /// How the arena is made.
 #[derive(Debug, Clone, Default)]
 pub struct ArenaOptions {
-    /// Bytes; rounded up to whole pages.
+    /// Bytes, used in whole pages.
     pub size: usize,
     /// A named file that other processes can map; else an unnamed one.
     pub path: Option<PathBuf>,

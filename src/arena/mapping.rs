@@ -1,10 +1,10 @@
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags};
 
 use super::alloc::ArenaOptions;
 
@@ -21,6 +21,8 @@ pub enum ArenaError {
         size: usize,
         source: io::Error,
     },
+    #[error("the arena file {} belongs to a kvgate that runs: give another [arena] path, or stop that one", path.display())]
+    InUse { path: PathBuf },
     #[error("can't get {size} bytes of memory for the arena: {source}. Lower [arena] size")]
     Memory { size: usize, source: io::Error },
 }
@@ -28,8 +30,13 @@ pub enum ArenaError {
 /// Memory shared with the engines: a named file on tmpfs or hugetlbfs, or an unnamed one.
 pub(super) struct Mapping {
     map: MmapRaw,
-    /// Removed at the end; engines that mapped it keep their mapping.
-    path: Option<PathBuf>,
+    named: Option<Named>,
+}
+
+/// The arena's file, locked for as long as this process uses it; engines that mapped it keep their mapping after it.
+struct Named {
+    path: PathBuf,
+    file: File,
 }
 
 impl Mapping {
@@ -59,7 +66,7 @@ impl Mapping {
     }
 
     pub fn path(&self) -> Option<&Path> {
-        self.path.as_deref()
+        self.named.as_ref().map(|named| named.path.as_path())
     }
 
     fn huge(options: &ArenaOptions) -> Result<Self, ArenaError> {
@@ -76,7 +83,8 @@ impl Mapping {
             .map_err(|error| memory(error.into()))?;
         let file = File::from(fd);
         file.set_len(size as u64).map_err(memory)?;
-        Self::map(&file, size, None, options).map_err(memory)
+        let map = Self::map(&file, size, options).map_err(memory)?;
+        Ok(Self { map, named: None })
     }
 
     fn named(path: &Path, options: &ArenaOptions) -> Result<Self, ArenaError> {
@@ -90,10 +98,15 @@ impl Mapping {
             size,
             source,
         };
-        // A new file each start, never the old one cut: an engine may still have that mapped.
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(file(error)),
-            _ => {}
+        // A new file each start, never the old one cut: an engine may still have that mapped. One that is locked
+        // belongs to a gateway that runs.
+        match File::open(path) {
+            Ok(old) => {
+                lock(&old).map_err(|_| ArenaError::InUse { path: path.into() })?;
+                std::fs::remove_file(path).map_err(file)?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(file(error)),
         }
         let handle = OpenOptions::new()
             .read(true)
@@ -102,18 +115,24 @@ impl Mapping {
             .mode(0o600)
             .open(path)
             .map_err(file)?;
+        lock(&handle).map_err(file)?;
         // Reserves the memory: a full tmpfs is an error here, not a SIGBUS at the first write.
         let reserved = rustix::fs::fallocate(&handle, FallocateFlags::empty(), 0, size as u64);
-        reserved
+        let map = reserved
             .map_err(io::Error::from)
-            .and_then(|()| Self::map(&handle, size, Some(path.into()), options))
-            .map_err(|error| {
-                let _ = std::fs::remove_file(path);
-                file(error)
-            })
+            .and_then(|()| Self::map(&handle, size, options));
+        let named = Named {
+            path: path.into(),
+            file: handle,
+        };
+        // From here on the file is removed whatever happens.
+        Ok(Self {
+            map: map.map_err(file)?,
+            named: Some(named),
+        })
     }
 
-    fn map(file: &File, len: usize, path: Option<PathBuf>, options: &ArenaOptions) -> io::Result<Self> {
+    fn map(file: &File, len: usize, options: &ArenaOptions) -> io::Result<MmapRaw> {
         let mut map_options = MmapOptions::new();
         map_options.len(len);
         if options.prefault {
@@ -129,14 +148,23 @@ impl Mapping {
         {
             tracing::warn!(%error, "can't lock the arena in memory, going on unlocked: raise ulimit -l (LimitMEMLOCK)");
         }
-        Ok(Self { map, path })
+        Ok(map)
     }
 }
 
-impl Drop for Mapping {
+fn lock(file: &File) -> io::Result<()> {
+    Ok(rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?)
+}
+
+impl Drop for Named {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            let _ = std::fs::remove_file(path);
+        // Only the file that is ours, should another have taken its place.
+        let ours = self.file.metadata().map(|ours| (ours.dev(), ours.ino())).ok();
+        let there = std::fs::metadata(&self.path)
+            .map(|there| (there.dev(), there.ino()))
+            .ok();
+        if ours.is_some() && ours == there {
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }

@@ -114,8 +114,16 @@ fn a_named_arena_is_a_new_private_file_and_goes_with_it() {
         std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
         0o600
     );
+    let second = Arena::new(&options).err().unwrap().to_string();
+    assert!(second.contains("another [arena] path"), "{second}");
+    assert!(path.exists(), "it did not take the first one's file away");
     drop((slot, arena));
     assert!(!path.exists());
+    let arena = Arena::new(&options).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, "somebody else's by now").unwrap();
+    drop(arena);
+    assert!(path.exists());
     let missing = ArenaOptions {
         path: Some("/nowhere/arena".into()),
         ..options

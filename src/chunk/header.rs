@@ -103,17 +103,11 @@ impl Header {
         if bytes[..8] != MAGIC {
             return Err(HeaderError::Magic);
         }
-        let version = u32_at(bytes, 8);
-        if version != FORMAT_VERSION {
-            return Err(HeaderError::Version(version));
-        }
+        // These hold in every version, so that damage to the version is not taken for another version.
         let len = u32_at(bytes, 12) as usize;
-        let planes = u32_at(bytes, 116) as usize;
-        // The product can't overflow: both are below 2^32.
-        let expected = header_len(planes);
-        if len != expected {
+        if len == 0 || !len.is_multiple_of(HEADER_ALIGN) {
             return Err(HeaderError::HeaderLen {
-                expected,
+                expected: HEADER_ALIGN,
                 actual: len,
             });
         }
@@ -124,6 +118,18 @@ impl Header {
         let (body, digest) = header.split_at(len - DIGEST_LEN);
         if *blake3::hash(body).as_bytes() != *digest {
             return Err(HeaderError::Digest);
+        }
+        let version = u32_at(body, 8);
+        if version != FORMAT_VERSION {
+            return Err(HeaderError::Version(version));
+        }
+        let planes = u32_at(body, 116) as usize;
+        let expected = header_len(planes);
+        if len != expected {
+            return Err(HeaderError::HeaderLen {
+                expected,
+                actual: len,
+            });
         }
         let (kind, width) = (u32_at(body, 128), u32_at(body, 132));
         let digest_kind = DigestKind::from_code(kind)

@@ -6,7 +6,7 @@ use crate::units::show_duration;
 
 /// The key to blame, and the sentence.
 pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
-    let Config { s3, load, store, .. } = config;
+    let Config { s3, load, .. } = config;
     let mut problems = Vec::new();
 
     if s3.retry_base > s3.retry_max {
@@ -16,18 +16,13 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
             format!("{base} is longer than s3.retry_max, {max}; raise that or lower this"),
         ));
     }
-    for (path, in_flight) in [
-        ("load.in_flight", load.in_flight),
-        ("store.in_flight", store.in_flight),
-    ] {
-        // Such a part could never start.
-        if s3.part_size > in_flight {
-            let message = format!(
-                "{in_flight} is smaller than one part; write at least s3.part_size, {}",
-                s3.part_size
-            );
-            problems.push((path, message));
-        }
+    // A part that is larger than the limit would be let through all the same, alone.
+    if s3.part_size > load.in_flight {
+        let message = format!(
+            "{} is smaller than one part; write at least s3.part_size, {}",
+            load.in_flight, s3.part_size
+        );
+        problems.push(("load.in_flight", message));
     }
     if let Some(endpoint) = &s3.endpoint {
         if s3.ca_file.is_some() && endpoint.starts_with("http://") {

@@ -95,11 +95,11 @@ impl Demo {
             let conversation = &self.plan.conversations[missing.conversation];
             let hash = conversation.chunks[chunk];
             let parent = conversation.parent(chunk, self.plan.root);
-            let (gateway, space) = (self.gateway.clone(), self.space.clone());
+            let gateway = self.gateway.clone();
             let deadline = Instant::now() + self.config.store.deadline;
             self.stores.spawn(async move {
                 let new = NewChunk { hash, parent, slot };
-                (hash, gateway.store(&space, new, deadline).await)
+                (hash, gateway.store(new, deadline).await)
             });
         }
         while !self.stores.is_empty() {

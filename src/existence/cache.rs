@@ -98,11 +98,6 @@ impl ExistenceCache {
             .fetch_max(self.count.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// A load or a HEAD found no such object.
-    pub fn found_absent(&self, key: CacheKey) {
-        self.learn(key, Known::Absent, Instant::now());
-    }
-
     /// S3 acknowledged a store: whatever was wrong before is replaced.
     pub fn stored(&self, key: CacheKey, etag: Arc<str>) {
         self.quarantined.remove(&key);
@@ -116,22 +111,28 @@ impl ExistenceCache {
 
     /// Nothing is known any more, of any chunk; damage that was seen stays known.
     pub fn forget_all(&self) {
+        // Locked throughout, so that nothing is learned that eviction would not know of.
+        let mut order = self.lock_order();
         self.entries.retain(|_, _| {
             self.removed(true);
             false
         });
-        self.lock_order().clear();
+        order.clear();
     }
 
-    /// This version of the object is damaged: absent as long as S3 shows it.
-    pub fn quarantine(&self, key: CacheKey, version: Version) {
+    /// A read that was asked for at `asked` found this version damaged: absent as long as S3 shows it. What was
+    /// learned since then, by a store that replaced it, stays.
+    pub fn quarantine(&self, key: CacheKey, version: Version, asked: Instant) {
+        if self.entries.get(&key).is_some_and(|entry| entry.learned > asked) {
+            return;
+        }
         if self.quarantined.len() >= self.most_entries() {
-            // Forgetting one costs a load that fails again.
-            let oldest = self.quarantined.iter().next().map(|entry| *entry.key());
-            oldest.map(|key| self.quarantined.remove(&key));
+            // Forgetting any one costs a load that fails again.
+            let any = self.quarantined.iter().next().map(|entry| *entry.key());
+            any.map(|key| self.quarantined.remove(&key));
         }
         self.quarantined.insert(key, version);
-        self.found_absent(key);
+        self.learn(key, Known::Absent, asked);
     }
 
     /// The damaged object is gone.
@@ -210,7 +211,7 @@ mod tests {
     async fn both_answers_expire() {
         let cache = cache(1 << 20);
         cache.learn(key(1), present(), Instant::now());
-        cache.found_absent(key(2));
+        cache.learn(key(2), Known::Absent, Instant::now());
         assert_eq!(cache.get(&key(1), Instant::now()), Some(present()));
         assert_eq!(cache.get(&key(2), Instant::now()), Some(Known::Absent));
         assert_eq!(cache.get(&key(3), Instant::now()), None);
@@ -228,6 +229,15 @@ mod tests {
         tokio::time::advance(Duration::from_millis(1)).await;
         cache.stored(key(1), "new".into());
         cache.learn(key(1), Known::Absent, asked);
+        cache.quarantine(
+            key(1),
+            Version {
+                etag: "old".into(),
+                modified: 7,
+            },
+            asked,
+        );
+        assert_eq!(cache.damaged(&key(1)), None);
         assert_eq!(cache.is_present(&key(1), Instant::now()), Some(true));
     }
 
@@ -252,7 +262,7 @@ mod tests {
             etag: "bad".into(),
             modified: 7,
         };
-        cache.quarantine(key(1), bad.clone());
+        cache.quarantine(key(1), bad.clone(), Instant::now());
         assert_eq!(cache.get(&key(1), Instant::now()), Some(Known::Absent));
         assert_eq!(cache.damaged(&key(1)), Some(bad));
         cache.forget_all();

@@ -9,8 +9,8 @@
 
 mod cache;
 mod prefix;
-mod resolver;
+mod prober;
 
 pub use cache::{CacheKey, CacheLimits, ExistenceCache, Known};
 pub use prefix::{ChunkState, PrefixSearch};
-pub use resolver::{Answer, Resolver};
+pub use prober::{Answer, Prober};

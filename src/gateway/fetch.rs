@@ -1,24 +1,35 @@
 //! One chunk from S3 into its slot, verified.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use futures::future::try_join_all;
+use futures::future::join_all;
 use tokio::time::Instant;
 
 use super::load::{LoadedChunk, Miss};
 use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Header, HeaderError, Space};
-use crate::existence::Known;
+use crate::chunk::{ChunkHash, Header, HeaderError, Section, Space};
+use crate::existence::{CacheKey, Known};
 use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 /// One section on its way: its part of the slot and of the object.
 struct Part {
     slot: SlotMut,
-    bytes: std::ops::Range<usize>,
+    bytes: Range<usize>,
 }
 
 impl Gateway {
+    /// Why the chunk is not worth a request, if that is known.
+    pub(super) fn missing(&self, space: &Space, chunk: &ChunkHash) -> Option<Miss> {
+        let cache_key = (space.key(), *chunk);
+        match self.0.cache.is_present(&cache_key, Instant::now()) {
+            Some(false) if self.0.cache.damaged(&cache_key).is_some() => Some(Miss::Quarantined),
+            Some(false) => Some(Miss::Absent),
+            _ => None,
+        }
+    }
+
     /// Fetches and verifies a chunk, and remembers what that says of its existence.
     pub(super) async fn fetch(
         &self,
@@ -28,46 +39,45 @@ impl Gateway {
         deadline: Instant,
     ) -> Result<LoadedChunk, Miss> {
         let cache_key = (space.key(), *chunk);
-        let etag = match self.0.cache.get(&cache_key, Instant::now()) {
-            Some(Known::Absent) if self.0.cache.damaged(&cache_key).is_some() => {
-                return Err(Miss::Quarantined);
-            }
-            Some(Known::Absent) => return Err(Miss::Absent),
+        let asked = Instant::now();
+        let etag = match self.0.cache.get(&cache_key, asked) {
             Some(Known::Present(etag)) => Some(etag),
-            None => None,
+            _ => None,
         };
         let key = self.0.options.keys.chunk(space.key(), chunk);
         let (object, version) = match self.land(space, &key, slot, etag, deadline).await {
             Ok(landed) => landed,
-            Err(error) => return Err(self.missed(cache_key, error)),
+            Err(error) => return Err(self.missed(cache_key, error, asked)),
         };
         if self.0.cache.damaged(&cache_key).as_ref() == Some(&version) {
-            self.0.cache.found_absent(cache_key);
+            self.0.cache.learn(cache_key, Known::Absent, asked);
             return Err(Miss::Quarantined);
         }
         match verify(space, chunk, &object) {
             Ok(header) => {
-                let known = Known::Present(Arc::clone(&version.etag));
-                self.0.cache.learn(cache_key, known, Instant::now());
+                self.0
+                    .cache
+                    .learn(cache_key, Known::Present(Arc::clone(&version.etag)), asked);
                 Ok(LoadedChunk {
                     space: space.clone(),
                     header,
                     object,
                 })
             }
+            Err(miss @ Miss::Unreadable(_)) => Err(miss),
             Err(miss) => {
                 tracing::warn!(key, etag = &*version.etag, "a damaged chunk: {miss}");
-                self.0.cache.quarantine(cache_key, version);
+                self.0.cache.quarantine(cache_key, version, asked);
                 Err(miss)
             }
         }
     }
 
     /// What a failed GET says of the chunk.
-    fn missed(&self, cache_key: crate::existence::CacheKey, error: ObjectError) -> Miss {
+    fn missed(&self, cache_key: CacheKey, error: ObjectError, asked: Instant) -> Miss {
         match error.kind {
             ErrorKind::NotFound => {
-                self.0.cache.found_absent(cache_key);
+                self.0.cache.learn(cache_key, Known::Absent, asked);
                 Miss::Absent
             }
             ErrorKind::Changed => {
@@ -89,94 +99,119 @@ impl Gateway {
         &self,
         space: &Space,
         key: &str,
-        mut slot: SlotMut,
+        slot: SlotMut,
         etag: Option<Arc<str>>,
         deadline: Instant,
     ) -> Result<(Slot, Version), ObjectError> {
-        let object_len = space.layout().object_len();
-        let mut sections = space.layout().sections(self.0.options.part_bytes).into_iter();
-        let Some(head) = sections.next() else {
-            return Err(ObjectError::new(
-                Operation::Get,
-                key,
-                ErrorKind::Refused,
-                "a space without planes",
-            ));
+        let mut parts = cut(slot, space.layout().sections(self.0.options.part_bytes));
+        let get = async |parts, etag| {
+            self.get_all(key, space.layout().object_len(), parts, etag, deadline)
+                .await
         };
-        let mut parts: Vec<Part> = Vec::new();
-        let mut tail = slot.split_off(head.bytes.end);
-        for section in sections {
-            let rest = tail.split_off(section.bytes.len());
-            parts.push(Part {
-                slot: tail,
-                bytes: section.bytes,
-            });
-            tail = rest;
-        }
-        let mut first = Part {
-            slot,
-            bytes: head.bytes,
-        };
-        let version = match etag {
-            Some(etag) => {
-                let all = std::iter::once(&mut first).chain(&mut parts);
-                let all = all.map(|part| self.get(key, object_len, part, Some(&etag), deadline));
-                match try_join_all(all).await {
-                    Ok(versions) => versions.into_iter().next(),
-                    // Stored anew since the lookup.
-                    Err(error) if error.kind == ErrorKind::Changed => None,
-                    Err(error) => return Err(error),
-                }
+        if let Some(etag) = &etag {
+            let (back, version) = get(parts, Some(&**etag)).await;
+            match version {
+                Ok(version) => return Ok((join(back), version)),
+                // Stored anew since the lookup.
+                Err(error) if error.kind == ErrorKind::Changed => parts = back,
+                Err(error) => return Err(error),
             }
-            None => None,
-        };
-        let version = if let Some(version) = version {
-            version
-        } else {
-            let version = self.get(key, object_len, &mut first, None, deadline).await?;
-            let rest = parts.iter_mut();
-            try_join_all(rest.map(|part| self.get(key, object_len, part, Some(&version.etag), deadline)))
-                .await?;
-            version
-        };
-        let mut slot = first.slot;
-        for part in parts {
-            slot.join(part.slot);
         }
-        Ok((slot.freeze(), version))
+        let rest = parts.split_off(1);
+        let (mut parts, version) = get(parts, None).await;
+        let version = version?;
+        if !rest.is_empty() {
+            let (rest, same) = get(rest, Some(&*version.etag)).await;
+            same?;
+            parts.extend(rest);
+        }
+        Ok((join(parts), version))
+    }
+
+    /// Some ranges at once, to the end of each, since only then are their parts of the slot ours again.
+    async fn get_all(
+        &self,
+        key: &str,
+        object_len: usize,
+        parts: Vec<Part>,
+        if_match: Option<&str>,
+        deadline: Instant,
+    ) -> (Vec<Part>, Result<Version, ObjectError>) {
+        let gets = parts
+            .into_iter()
+            .map(|part| self.get(key, object_len, part, if_match, deadline));
+        let (parts, results): (Vec<Part>, Vec<_>) = join_all(gets).await.into_iter().unzip();
+        // Of several errors, one that is not "changed" says more.
+        let worst = |a: Result<Version, ObjectError>, b: Result<Version, ObjectError>| match (&a, &b) {
+            (Err(error), Err(_)) if error.kind == ErrorKind::Changed => b,
+            (Ok(_), Err(_)) => b,
+            _ => a,
+        };
+        let nothing = || ObjectError::new(Operation::Get, key, ErrorKind::Refused, "a space without planes");
+        (
+            parts,
+            results
+                .into_iter()
+                .reduce(worst)
+                .unwrap_or_else(|| Err(nothing())),
+        )
     }
 
     async fn get(
         &self,
         key: &str,
         object_len: usize,
-        part: &mut Part,
+        part: Part,
         if_match: Option<&str>,
         deadline: Instant,
-    ) -> Result<Version, ObjectError> {
+    ) -> (Part, Result<Version, ObjectError>) {
+        let Part { slot, bytes } = part;
         let most = kib(self.0.options.get_bytes_max);
-        let permits = self.0.get_kib.acquire_many(kib(part.bytes.len()).min(most));
+        let permits = self.0.get_kib.acquire_many(kib(bytes.len()).min(most));
         let Ok(Ok(_permits)) = tokio::time::timeout_at(deadline, permits).await else {
-            return Err(ObjectError::new(
-                Operation::Get,
-                key,
-                ErrorKind::Deadline,
-                "waiting for its turn",
-            ));
+            let late = ObjectError::new(Operation::Get, key, ErrorKind::Deadline, "waiting for its turn");
+            return (Part { slot, bytes }, Err(late));
         };
         let get = GetRange {
             key,
-            range: part.bytes.clone(),
+            range: bytes.clone(),
             object_len,
             if_match,
         };
-        Ok(self.0.store.get(get, &mut part.slot, deadline).await?.version)
+        let (slot, meta) = self.0.store.get(get, slot, deadline).await;
+        (Part { slot, bytes }, meta.map(|meta| meta.version))
     }
+}
+
+/// The slot, cut where the sections are.
+fn cut(mut slot: SlotMut, sections: Vec<Section>) -> Vec<Part> {
+    let cut = |section: Section| {
+        let rest = slot.split_off(section.bytes.len());
+        Part {
+            slot: std::mem::replace(&mut slot, rest),
+            bytes: section.bytes,
+        }
+    };
+    sections.into_iter().map(cut).collect()
+}
+
+/// The whole slot again, to be read only from here on.
+fn join(parts: Vec<Part>) -> Slot {
+    let whole = parts.into_iter().map(|part| part.slot).reduce(|mut slot, next| {
+        slot.join(next);
+        slot
+    });
+    whole.expect("a layout has sections").freeze()
 }
 
 /// Checks header and digests: nothing that fails here leaves the gateway.
 fn verify(space: &Space, chunk: &ChunkHash, object: &Slot) -> Result<Header, Miss> {
-    let header = Header::parse(object).map_err(Miss::BadHeader)?;
+    let header = Header::parse(object).map_err(|error| match error {
+        HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
+            Miss::Unreadable(error)
+        }
+        error => Miss::BadHeader(error),
+    })?;
     header.expect(space, chunk).map_err(|error| match error {
         HeaderError::OtherSpace(_) | HeaderError::OtherChunk(_) => Miss::Foreign(error),
         error => Miss::BadHeader(error),

@@ -6,7 +6,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::Gateway;
-use crate::arena::Slot;
+use crate::arena::{Slot, SlotMut, Ticket};
 use crate::chunk::{ChunkHash, Header, HeaderError, Space};
 use crate::object::{ErrorKind, ObjectError, Operation};
 
@@ -48,6 +48,8 @@ pub enum Miss {
     BadHeader(HeaderError),
     #[error("the object is not this chunk: {0}")]
     Foreign(HeaderError),
+    #[error("this kvgate can't read the object: {0}. Another version wrote it; it is left as it is")]
+    Unreadable(HeaderError),
     #[error("the object is damaged: the digest of plane {plane} does not match")]
     BadDigest { plane: usize },
     #[error("the object is known to be damaged")]
@@ -73,6 +75,7 @@ impl Miss {
             Self::BadHeader(_) => "bad_header",
             Self::Foreign(HeaderError::OtherSpace(_)) => "foreign_space",
             Self::Foreign(_) => "foreign_chunk",
+            Self::Unreadable(_) => "unreadable",
             Self::BadDigest { .. } => "bad_digest",
             Self::Quarantined => "quarantined",
             Self::Replaced => "replaced",
@@ -101,6 +104,8 @@ impl LoadedChunk {
     }
 }
 
+type Fetch = Task<Result<LoadedChunk, Miss>>;
+
 /// The outcomes of a load, in prompt order, each as soon as it and those before it are known. Dropping it gives up
 /// the rest.
 pub struct LoadStream {
@@ -108,26 +113,45 @@ pub struct LoadStream {
     next: usize,
     after_miss: AfterMiss,
     ended_at: Option<usize>,
-    fetches: mpsc::UnboundedReceiver<Task<Result<LoadedChunk, Miss>>>,
-    _driver: Task<()>,
+    fetches: mpsc::UnboundedReceiver<Fetch>,
+    /// Chunk `next`'s, once it is here.
+    current: Option<Fetch>,
+    driver: Task<()>,
 }
 
 impl LoadStream {
-    /// The next chunk of the prompt; None after the last.
+    /// The next chunk of the prompt; None after the last. Cancel safe: dropping the future loses nothing.
     pub async fn next(&mut self) -> Option<(usize, Result<LoadedChunk, Miss>)> {
         if self.next == self.chunks {
             return None;
         }
+        let outcome = match self.ended_at {
+            Some(at) => Err(Miss::RunEnded { at }),
+            None => self.outcome().await,
+        };
+        // No await from here on.
         let index = self.next;
         self.next += 1;
-        if let Some(at) = self.ended_at {
-            return Some((index, Err(Miss::RunEnded { at })));
+        self.current = None;
+        if outcome.is_err() && self.ended_at.is_none() && self.after_miss == AfterMiss::Stop {
+            self.ended_at = Some(index);
+            // Ends what is under way, and gives the ticket back.
+            self.driver.0.abort();
+            self.fetches.close();
+            while self.fetches.try_recv().is_ok() {}
         }
-        let outcome = match self.fetches.recv().await {
-            Some(mut fetch) => fetch.join().await,
+        Some((index, outcome))
+    }
+
+    async fn outcome(&mut self) -> Result<LoadedChunk, Miss> {
+        if self.current.is_none() {
+            self.current = self.fetches.recv().await;
+        }
+        let outcome = match &mut self.current {
+            Some(fetch) => fetch.join().await,
             None => None,
         };
-        let outcome = outcome.unwrap_or_else(|| {
+        outcome.unwrap_or_else(|| {
             let lost = ObjectError::new(
                 Operation::Get,
                 "a load",
@@ -135,14 +159,7 @@ impl LoadStream {
                 "its task ended early",
             );
             Err(Miss::Unknown(Arc::new(lost)))
-        });
-        if outcome.is_err() && self.after_miss == AfterMiss::Stop {
-            self.ended_at = Some(index);
-            // Aborts what is under way; closing first keeps the driver from adding more.
-            self.fetches.close();
-            while self.fetches.try_recv().is_ok() {}
-        }
-        Some((index, outcome))
+        })
     }
 
     /// All outcomes. Every loaded chunk keeps its slot meanwhile, so they must fit in the arena together.
@@ -168,36 +185,25 @@ impl Gateway {
             after_miss,
             ended_at: None,
             fetches,
-            _driver: driver,
+            current: None,
+            driver,
         }
     }
 
     /// Gets a slot for each chunk, in order, and starts its fetch.
-    async fn drive(
-        &self,
-        request: LoadRequest,
-        fetches: mpsc::UnboundedSender<Task<Result<LoadedChunk, Miss>>>,
-    ) {
+    async fn drive(&self, request: LoadRequest, fetches: mpsc::UnboundedSender<Fetch>) {
         let LoadRequest {
             space,
             chunks,
             deadline,
             ..
         } = request;
-        let (object_bytes, arena_bytes) = (space.layout().object_len(), self.0.arena.size());
-        // Held until every chunk has its slot, so of all loads only the oldest ever waits for one.
-        let ticket = tokio::time::timeout_at(deadline, self.0.arena.ticket()).await;
+        let object_bytes = space.layout().object_len();
+        let mut ticket = None;
         for chunk in chunks {
-            let slot = match &ticket {
-                _ if object_bytes > arena_bytes => Err(Miss::ArenaTooSmall {
-                    object_bytes,
-                    arena_bytes,
-                }),
-                Ok(ticket) => {
-                    let slot = tokio::time::timeout_at(deadline, ticket.reserve(object_bytes)).await;
-                    slot.map_err(|_| Miss::ArenaFull)
-                }
-                Err(_) => Err(Miss::ArenaFull),
+            let slot = match self.missing(&space, &chunk) {
+                Some(miss) => Err(miss),
+                None => self.slot(&mut ticket, object_bytes, deadline).await,
             };
             let (gateway, space) = (self.clone(), space.clone());
             let fetch = Task(tokio::spawn(async move {
@@ -207,6 +213,37 @@ impl Gateway {
                 return;
             }
         }
+    }
+
+    /// A slot, for which only the holder of the ticket may wait. It is held until every chunk has its slot, so of all
+    /// loads only the oldest ever waits for one.
+    async fn slot(
+        &self,
+        ticket: &mut Option<Ticket>,
+        object_bytes: usize,
+        deadline: Instant,
+    ) -> Result<SlotMut, Miss> {
+        let arena_bytes = self.0.arena.size();
+        if object_bytes > arena_bytes {
+            return Err(Miss::ArenaTooSmall {
+                object_bytes,
+                arena_bytes,
+            });
+        }
+        let slot = async {
+            if ticket.is_none() {
+                *ticket = Some(self.0.arena.ticket().await);
+            }
+            match ticket {
+                Some(ticket) => Some(ticket.reserve(object_bytes).await),
+                None => None,
+            }
+        };
+        tokio::time::timeout_at(deadline, slot)
+            .await
+            .ok()
+            .flatten()
+            .ok_or(Miss::ArenaFull)
     }
 }
 

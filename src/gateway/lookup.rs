@@ -19,7 +19,7 @@ pub struct Lookup {
     pub mask: Mask,
     /// Those that nobody could tell of: an error, or the deadline passed. Their bits in `mask` are zero.
     pub unknown: Mask,
-    /// Those that were not asked for, present or absent: strategy `prefix` took them from their neighbours.
+    /// Those that strategy `prefix` took from their neighbours, present or absent, without an answer of their own.
     pub inferred: Mask,
     /// Length of the leading run in `mask`.
     pub prefix: usize,
@@ -98,8 +98,13 @@ impl Gateway {
             }
             let (answers, failed) = self.ask(space, chunks, ask, deadline).await;
             error = error.or(failed);
+            // Nobody answers: more questions would only make that worse.
+            let lost = answers.iter().all(|(_, state)| *state == ChunkState::Unknown);
             for (i, state) in answers {
                 search.learn(i, state);
+            }
+            if lost {
+                break;
             }
         }
         let (present, end) = search.run();
@@ -122,20 +127,28 @@ impl Gateway {
     ) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
-            let answer = self.0.resolver.ask(space, &chunks[i], deadline).await;
-            (i, answer)
+            // Others may have asked since the lookup began.
+            let state = match self.0.cache.is_present(&(space.key(), chunks[i]), Instant::now()) {
+                Some(true) => Ok(ChunkState::Present),
+                Some(false) => Ok(ChunkState::Absent),
+                None => match self.0.prober.ask(space, &chunks[i], deadline).await {
+                    Answer::Present(_) => Ok(ChunkState::Present),
+                    Answer::Absent => Ok(ChunkState::Absent),
+                    Answer::Unknown(error) => Err(error),
+                },
+            };
+            (i, state)
         });
-        let answers: Vec<(usize, Answer)> = stream::iter(asked)
+        let answers: Vec<_> = stream::iter(asked)
             .buffer_unordered(self.0.options.lookup_concurrency)
             .collect()
             .await;
-        let states = answers.into_iter().map(|(i, answer)| match answer {
-            Answer::Present(_) => (i, ChunkState::Present),
-            Answer::Absent => (i, ChunkState::Absent),
-            Answer::Unknown(cause) => {
+        let states = answers.into_iter().map(|(i, state)| {
+            let state = state.unwrap_or_else(|cause| {
                 error.get_or_insert(cause);
-                (i, ChunkState::Unknown)
-            }
+                ChunkState::Unknown
+            });
+            (i, state)
         });
         (states.collect(), error)
     }

@@ -14,7 +14,7 @@ mod store;
 use std::sync::Arc;
 
 use dashmap::DashMap;
-use tokio::sync::{OnceCell, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 pub use load::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
@@ -24,7 +24,7 @@ pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
 
 use crate::arena::Arena;
 use crate::chunk::SpaceKey;
-use crate::existence::{ExistenceCache, Resolver};
+use crate::existence::{ExistenceCache, Prober};
 use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.
@@ -37,14 +37,14 @@ struct Inner {
     options: GatewayOptions,
     capabilities: Capabilities,
     cache: Arc<ExistenceCache>,
-    resolver: Resolver,
+    prober: Prober,
     /// KiB that GETs and PUTs may have in flight.
     get_kib: Semaphore,
     put_kib: Semaphore,
     /// Chunks whose PUT is under way.
     storing: DashMap<(SpaceKey, crate::chunk::ChunkHash), ()>,
-    /// Spaces whose space.json is being put there, or is there.
-    spaces: DashMap<SpaceKey, Arc<OnceCell<()>>>,
+    /// When each space's space.json was last seen to be there; locked while that is being found out.
+    spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
 }
 
 impl Gateway {
@@ -53,10 +53,12 @@ impl Gateway {
         store: Arc<dyn ObjectStore>,
         arena: Arena,
         capabilities: Capabilities,
-        options: GatewayOptions,
+        mut options: GatewayOptions,
     ) -> Self {
+        options.lookup_concurrency = options.lookup_concurrency.max(1);
+        options.lookup_probes = options.lookup_probes.max(1);
         let cache = Arc::new(ExistenceCache::new(options.cache));
-        let resolver = Resolver::new(
+        let prober = Prober::new(
             Arc::clone(&store),
             Arc::clone(&cache),
             options.keys.clone(),
@@ -74,7 +76,7 @@ impl Gateway {
             options,
             capabilities,
             cache,
-            resolver,
+            prober,
         }))
     }
 

@@ -1,4 +1,5 @@
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::time::Instant;
@@ -20,17 +21,18 @@ pub struct ArenaFull {
     pub arena_bytes: usize,
 }
 
-/// A slot to gather a chunk into.
+/// A slot to gather a chunk of a space into.
 #[derive(Debug)]
 pub struct StoreSlot {
     slot: SlotMut,
-    header_len: usize,
+    space: Space,
 }
 
 impl StoreSlot {
     /// The payload, to be filled wholly: plane by plane, each `[head][token][row]`. Holds other bytes before.
     pub fn payload_mut(&mut self) -> &mut [u8] {
-        &mut self.slot[self.header_len..]
+        let header_len = self.space.layout().header_len();
+        &mut self.slot[header_len..]
     }
 }
 
@@ -55,18 +57,19 @@ pub enum StoreOutcome {
     Failed(Arc<ObjectError>),
 }
 
+/// How long a space.json that was seen counts as there.
+const DECLARE_AGAIN: Duration = Duration::from_secs(24 * 3600);
 /// Rounds in which others may change the object under us before we give up.
 const ROUNDS: usize = 4;
 
 impl Gateway {
     /// A slot for a new chunk of `space`. Never waits.
     pub fn reserve(&self, space: &Space) -> Result<StoreSlot, ArenaFull> {
-        let layout = space.layout();
-        let object_bytes = layout.object_len();
+        let object_bytes = space.layout().object_len();
         if let Some(slot) = self.0.arena.try_reserve(object_bytes) {
             Ok(StoreSlot {
                 slot,
-                header_len: layout.header_len(),
+                space: space.clone(),
             })
         } else {
             let stats = self.0.arena.stats();
@@ -78,10 +81,10 @@ impl Gateway {
         }
     }
 
-    /// Puts a chunk on S3, unless it is there. Its slot is free again when this ends, and no earlier than S3 has
-    /// read it.
-    pub async fn store(&self, space: &Space, chunk: NewChunk, deadline: Instant) -> StoreOutcome {
-        let cache_key = (space.key(), chunk.hash);
+    /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
+    /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
+    pub async fn store(&self, chunk: NewChunk, deadline: Instant) -> StoreOutcome {
+        let cache_key = (chunk.slot.space.key(), chunk.hash);
         if self.0.cache.is_present(&cache_key, Instant::now()) == Some(true) {
             return StoreOutcome::Present;
         }
@@ -89,26 +92,17 @@ impl Gateway {
             return StoreOutcome::Pending;
         }
         let _mine = Storing(self, cache_key);
-        match self.put(space, chunk, deadline).await {
+        match self.put(chunk, deadline).await {
             Ok(outcome) => outcome,
             Err(error) => StoreOutcome::Failed(Arc::new(error)),
         }
     }
 
-    async fn put(
-        &self,
-        space: &Space,
-        chunk: NewChunk,
-        deadline: Instant,
-    ) -> Result<StoreOutcome, ObjectError> {
+    async fn put(&self, chunk: NewChunk, deadline: Instant) -> Result<StoreOutcome, ObjectError> {
+        let space = chunk.slot.space.clone();
         let key = self.0.options.keys.chunk(space.key(), &chunk.hash);
         let cache_key = (space.key(), chunk.hash);
-        assert_eq!(
-            chunk.slot.slot.len(),
-            space.layout().object_len(),
-            "the slot was reserved for another space"
-        );
-        self.declare(space, deadline).await?;
+        self.declare(&space, deadline).await?;
         let most = kib(self.0.options.put_bytes_max);
         let permits = self.0.put_kib.acquire_many(kib(chunk.slot.slot.len()).min(most));
         let Ok(Ok(_permits)) = tokio::time::timeout_at(deadline, permits).await else {
@@ -119,7 +113,7 @@ impl Gateway {
                 "waiting for its turn",
             ));
         };
-        let body = self.seal(space, chunk);
+        let body = self.seal(chunk);
         for _ in 0..ROUNDS {
             let damaged = self.0.cache.damaged(&cache_key);
             let capabilities = self.0.capabilities;
@@ -128,7 +122,7 @@ impl Gateway {
                 Some(_) => Condition::Always,
                 None if capabilities.if_none_match => Condition::IfAbsent,
                 // This server overwrites, so look first.
-                None => match self.0.resolver.ask(space, &cache_key.1, deadline).await {
+                None => match self.0.prober.ask(&space, &cache_key.1, deadline).await {
                     Answer::Present(_) => return Ok(StoreOutcome::Present),
                     Answer::Unknown(error) => {
                         return Err(ObjectError::new(
@@ -149,10 +143,17 @@ impl Gateway {
                 // Somebody else's object, or our own first attempt. Only a HEAD tells whether it is a good one; if
                 // not, the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
-                    match self.0.resolver.ask(space, &cache_key.1, deadline).await {
+                    match self.0.prober.ask(&space, &cache_key.1, deadline).await {
                         Answer::Present(_) => return Ok(StoreOutcome::Present),
                         Answer::Absent => self.settle(&key, cache_key, deadline).await?,
-                        Answer::Unknown(_) => return Err(error),
+                        Answer::Unknown(error) => {
+                            return Err(ObjectError::new(
+                                Operation::Put,
+                                &key,
+                                error.kind,
+                                error.to_string(),
+                            ));
+                        }
                     }
                 }
                 Err(error) => return Err(error),
@@ -178,11 +179,11 @@ impl Gateway {
     }
 
     /// Writes the header in front of the payload; from here on the slot is read-only.
-    fn seal(&self, space: &Space, chunk: NewChunk) -> Bytes {
+    fn seal(&self, chunk: NewChunk) -> Bytes {
         let NewChunk {
             hash,
             parent,
-            slot: StoreSlot { mut slot, header_len },
+            slot: StoreSlot { mut slot, space },
         } = chunk;
         let layout = space.layout();
         let digest_kind = self.0.options.digest;
@@ -197,38 +198,52 @@ impl Gateway {
                 .map(|plane| digest_kind.of(&slot[layout.plane(plane)]))
                 .collect(),
         };
-        header.write(&mut slot[..header_len]);
+        header.write(&mut slot);
         Bytes::from_owner(slot.freeze())
     }
 
-    /// Puts the space's readable form beside its chunks, once; mends it where it is damaged.
+    /// Puts the space's readable form beside its chunks, once in a while, as it is the first that a bucket's lifecycle
+    /// rule removes; mends it where it is damaged.
     async fn declare(&self, space: &Space, deadline: Instant) -> Result<(), ObjectError> {
         let declared = Arc::clone(&self.0.spaces.entry(space.key()).or_default());
-        let once = declared.get_or_try_init(async || {
-            let key = self.0.options.keys.space_json(space.key());
-            let json = space.canonical_json();
-            let put = |when| {
-                self.0
-                    .store
-                    .put(&key, Bytes::copy_from_slice(json.as_bytes()), when, deadline)
-            };
-            if !self.0.capabilities.if_none_match {
-                return put(Condition::Always).await.map(drop);
+        let key = self.0.options.keys.space_json(space.key());
+        let Ok(mut declared) = tokio::time::timeout_at(deadline, declared.lock()).await else {
+            return Err(ObjectError::new(
+                Operation::Put,
+                &key,
+                ErrorKind::Deadline,
+                "waiting for its turn",
+            ));
+        };
+        if declared.is_none_or(|at| at.elapsed() > DECLARE_AGAIN) {
+            self.put_space_json(space, &key, deadline).await?;
+            *declared = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    async fn put_space_json(&self, space: &Space, key: &str, deadline: Instant) -> Result<(), ObjectError> {
+        let json = space.canonical_json();
+        let put = |when| {
+            self.0
+                .store
+                .put(key, Bytes::copy_from_slice(json.as_bytes()), when, deadline)
+        };
+        if !self.0.capabilities.if_none_match {
+            return put(Condition::Always).await.map(drop);
+        }
+        match put(Condition::IfAbsent).await {
+            Err(error) if error.kind == ErrorKind::Changed => {}
+            result => return result.map(drop),
+        }
+        match self.0.store.read(key, json.len(), deadline).await {
+            Ok(there) if there == json => Ok(()),
+            Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
+            _ => {
+                tracing::warn!(key, "a damaged space.json is replaced");
+                put(Condition::Always).await.map(drop)
             }
-            match put(Condition::IfAbsent).await {
-                Err(error) if error.kind == ErrorKind::Changed => {}
-                result => return result.map(drop),
-            }
-            match self.0.store.read(&key, json.len(), deadline).await {
-                Ok(there) if there == json => Ok(()),
-                Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
-                _ => {
-                    tracing::warn!(key, "a damaged space.json is replaced");
-                    put(Condition::Always).await.map(drop)
-                }
-            }
-        });
-        once.await.map(drop)
+        }
     }
 }
 

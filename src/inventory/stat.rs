@@ -65,14 +65,15 @@ impl Inventory {
                     size: bytes.next_multiple_of(SLOT_ALIGN),
                     ..ArenaOptions::default()
                 })?;
-                let mut slot = arena.ticket().await.reserve(bytes).await;
+                let slot = arena.ticket().await.reserve(bytes).await;
                 let get = GetRange {
                     key: &key,
                     range: 0..bytes,
                     object_len,
                     if_match: Some(&Arc::clone(&meta.version.etag)),
                 };
-                match self.store.get(get, &mut slot, self.deadline()).await {
+                let (slot, got) = self.store.get(get, slot, self.deadline()).await;
+                match got {
                     Ok(_) => judge(&slot, space_key, space, chunk),
                     Err(error) if error.kind == ErrorKind::NotFound => return Ok(None),
                     Err(error) => return Err(error.into()),

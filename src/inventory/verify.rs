@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::{Inventory, StoredChunk};
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::{HeaderError, Space};
+use crate::chunk::Space;
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, Miss};
 use crate::object::{ErrorKind, ObjectError, Operation};
 
@@ -44,11 +44,13 @@ impl Verdict {
     fn of(miss: Miss) -> Self {
         match &miss {
             Miss::Absent => Self::Gone,
-            Miss::BadHeader(error) if !of_another_format(error) => Self::Damaged(miss),
-            Miss::WrongLength(_) | Miss::Foreign(_) | Miss::BadDigest { .. } | Miss::Quarantined => {
-                Self::Damaged(miss)
-            }
             Miss::BadHeader(_)
+            | Miss::WrongLength(_)
+            | Miss::Foreign(_)
+            | Miss::BadDigest { .. }
+            | Miss::Quarantined => Self::Damaged(miss),
+            // Perhaps a later kvgate's: not for us to call damaged.
+            Miss::Unreadable(_)
             | Miss::Replaced
             | Miss::Unknown(_)
             | Miss::ArenaTooSmall { .. }
@@ -56,14 +58,6 @@ impl Verdict {
             | Miss::RunEnded { .. } => Self::Unknown(miss),
         }
     }
-}
-
-/// Perhaps a later kvgate's: not for us to call damaged.
-fn of_another_format(error: &HeaderError) -> bool {
-    matches!(
-        error,
-        HeaderError::Version(_) | HeaderError::Encrypted | HeaderError::DigestKind { .. }
-    )
 }
 
 impl Inventory {

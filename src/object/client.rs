@@ -30,7 +30,7 @@ pub struct S3Options {
     /// PEM certificates to trust beside the system's.
     pub ca_file: Option<PathBuf>,
     pub connect_timeout: Duration,
-    /// Longest time without a byte.
+    /// Longest time without a byte of an answer.
     pub read_timeout: Duration,
     /// Longest time for one attempt.
     pub request_timeout: Duration,
@@ -60,9 +60,8 @@ pub(super) async fn connect(options: &S3Options) -> Result<Client, ClientError> 
         Some(credentials) => shared.credentials_provider(credentials.clone()),
         None => shared,
     };
-    let timeouts = TimeoutConfig::builder()
-        .connect_timeout(options.connect_timeout)
-        .read_timeout(options.read_timeout);
+    // Its read time-out would count a PUT's whole body: the time without a byte is watched in `s3.rs`.
+    let timeouts = TimeoutConfig::builder().connect_timeout(options.connect_timeout);
     let mut config = Builder::from(&shared.load().await)
         .force_path_style(options.path_style)
         .timeout_config(timeouts.build())

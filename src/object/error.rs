@@ -141,7 +141,13 @@ impl ObjectError {
         }
     }
 
-    pub(super) fn from_sdk<E>(operation: Operation, target: &str, error: &SdkError<E, HttpResponse>) -> Self
+    /// `signs`: the server is known to give its answers request ids.
+    pub(super) fn from_sdk<E>(
+        operation: Operation,
+        target: &str,
+        error: &SdkError<E, HttpResponse>,
+        signs: bool,
+    ) -> Self
     where
         E: ProvideErrorMetadata + StdError + 'static,
     {
@@ -150,12 +156,16 @@ impl ObjectError {
                 let status = service.raw().status().as_u16();
                 let code = service.err().code();
                 let message = service.err().message().unwrap_or_default();
-                let request = service.err().meta().request_id().unwrap_or("-");
+                let request_id = service.err().meta().request_id();
+                let request = request_id.unwrap_or("-");
                 let detail = format!(
                     "HTTP {status} {} {message} (request {request})",
                     code.unwrap_or("-")
                 );
-                (kind_of_status(status, code), detail)
+                (
+                    kind_of_status(operation, status, code, request_id.is_some() || !signs),
+                    detail,
+                )
             }
             SdkError::TimeoutError(_) => (ErrorKind::Timeout, words(error)),
             SdkError::DispatchFailure(failure) if failure.is_timeout() => (ErrorKind::Timeout, words(error)),
@@ -196,10 +206,13 @@ impl fmt::Display for ObjectError {
 
 impl StdError for ObjectError {}
 
-fn kind_of_status(status: u16, code: Option<&str>) -> ErrorKind {
+/// `from_s3`: the answer looks like the S3 server's own.
+fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3: bool) -> ErrorKind {
     match (status, code) {
         (404, Some("NoSuchBucket")) => ErrorKind::NoBucket,
-        (404, _) => ErrorKind::NotFound,
+        (404, Some("NoSuchKey")) => ErrorKind::NotFound,
+        // It has no body that could say more.
+        (404, _) if operation == Operation::Head && from_s3 => ErrorKind::NotFound,
         (412, _) => ErrorKind::Changed,
         (409, _) => ErrorKind::Conflict,
         (
@@ -221,7 +234,8 @@ fn kind_of_status(status: u16, code: Option<&str>) -> ErrorKind {
         (408, _) => ErrorKind::Timeout,
         (429 | 503, _) => ErrorKind::Throttled,
         (405 | 501, _) => ErrorKind::Unsupported,
-        (500.., _) => ErrorKind::Unavailable,
+        // A proxy whose servers are gone says 404, too: that is no absence.
+        (404 | 500.., _) => ErrorKind::Unavailable,
         _ => ErrorKind::Refused,
     }
 }

@@ -20,6 +20,6 @@ pub use error::{ErrorKind, ObjectError, Operation};
 pub use retry::{RetryPolicy, Retrying};
 pub use s3::S3;
 pub use store::{
-    Condition, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
-    Version,
+    Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result,
+    StoreFuture, Version,
 };

@@ -7,9 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::error::ObjectError;
 use super::store::{
-    Condition, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
+    Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
 };
 use crate::arena::SlotMut;
 
@@ -40,27 +39,33 @@ impl<S: ObjectStore> Retrying<S> {
         Self {
             inner,
             policy,
-            tokens: AtomicU32::new(policy.budget * TOKENS_A_RETRY),
+            tokens: AtomicU32::new(policy.budget.saturating_mul(TOKENS_A_RETRY)),
         }
     }
 
-    /// Waits before retry number `retry` (from 0) of a request that failed with `error`, or gives the error back.
-    async fn pause(&self, error: ObjectError, retry: u32, deadline: Instant) -> Result<()> {
-        if !error.kind.retryable() || retry >= self.policy.retries || !self.spend() {
-            return Err(error);
-        }
+    /// What to answer after attempt number `retry` (from 0) ended like this; None, after a pause, to try again.
+    async fn settle<T>(&self, result: Result<T>, retry: u32, deadline: Instant) -> Option<Result<T>> {
+        let error = match result {
+            Err(error) if error.kind.retryable() => error,
+            answer => {
+                // The server works, whatever it said.
+                self.earn();
+                return Some(answer);
+            }
+        };
         let longest = self
             .policy
             .base
             .saturating_mul(1 << retry.min(16))
             .min(self.policy.max);
         let wait = longest.mul_f64(fastrand::f64());
-        if Instant::now() + wait >= deadline {
-            return Err(error);
+        let late = Instant::now() + wait >= deadline;
+        if retry >= self.policy.retries || late || !self.spend() {
+            return Some(Err(error));
         }
         tracing::debug!(%error, ?wait, "trying again");
         tokio::time::sleep(wait).await;
-        Ok(())
+        None
     }
 
     fn spend(&self) -> bool {
@@ -71,7 +76,7 @@ impl<S: ObjectStore> Retrying<S> {
     }
 
     fn earn(&self) {
-        let most = self.policy.budget * TOKENS_A_RETRY;
+        let most = self.policy.budget.saturating_mul(TOKENS_A_RETRY);
         let earn = |tokens: u32| (tokens < most).then_some(tokens + 1);
         // An error here only says that the bucket is full.
         let _ = self
@@ -85,12 +90,9 @@ macro_rules! retrying {
     ($self:ident, $deadline:ident, $request:expr) => {
         Box::pin(async move {
             for retry in 0.. {
-                match $request.await {
-                    Ok(answer) => {
-                        $self.earn();
-                        return Ok(answer);
-                    }
-                    Err(error) => $self.pause(error, retry, $deadline).await?,
+                let result = $request.await;
+                if let Some(answer) = $self.settle(result, retry, $deadline).await {
+                    return answer;
                 }
             }
             unreachable!("the policy ends the loop")
@@ -107,13 +109,17 @@ impl<S: ObjectStore> ObjectStore for Retrying<S> {
         retrying!(self, deadline, self.inner.attributes(key, deadline))
     }
 
-    fn get<'a>(
-        &'a self,
-        get: GetRange<'a>,
-        into: &'a mut SlotMut,
-        deadline: Instant,
-    ) -> StoreFuture<'a, ObjectMeta> {
-        retrying!(self, deadline, self.inner.get(get.clone(), into, deadline))
+    fn get<'a>(&'a self, get: GetRange<'a>, mut slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
+        Box::pin(async move {
+            for retry in 0.. {
+                let result;
+                (slot, result) = self.inner.get(get.clone(), slot, deadline).await;
+                if let Some(answer) = self.settle(result, retry, deadline).await {
+                    return (slot, answer);
+                }
+            }
+            unreachable!("the policy ends the loop")
+        })
     }
 
     fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {

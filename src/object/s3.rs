@@ -1,11 +1,13 @@
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::operation::RequestId;
 use aws_sdk_s3::primitives::{ByteStream, DateTime};
 use aws_sdk_s3::types::{
-    BucketLocationConstraint, CreateBucketConfiguration, Delete, ObjectAttributes, ObjectIdentifier,
+    BucketLocationConstraint, CreateBucketConfiguration, Delete, Object, ObjectAttributes, ObjectIdentifier,
 };
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use bytes::Bytes;
@@ -15,8 +17,8 @@ use super::client::{self, ClientError, S3Options};
 use super::error::{ErrorKind, ObjectError, Operation};
 use super::landing;
 use super::store::{
-    Condition, Counters, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result,
-    StoreFuture, Version,
+    Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
+    Result, StoreFuture, Version,
 };
 use crate::arena::SlotMut;
 
@@ -28,6 +30,8 @@ pub struct S3 {
     read_timeout: Duration,
     request_timeout: Duration,
     counters: Counters,
+    /// An answer had a request id. Then one without is not this server's, but a proxy's in front of it.
+    signs: AtomicBool,
 }
 
 impl S3 {
@@ -40,6 +44,7 @@ impl S3 {
             read_timeout: options.read_timeout,
             request_timeout: options.request_timeout,
             counters: Counters::default(),
+            signs: AtomicBool::new(false),
         })
     }
 
@@ -75,12 +80,53 @@ impl S3 {
     }
 }
 
-/// A request's error, typed; the SDK's error types differ by operation only.
-fn failed<E>(operation: Operation, target: &str) -> impl Fn(SdkError<E, HttpResponse>) -> ObjectError + '_
-where
-    E: ProvideErrorMetadata + std::error::Error + 'static,
-{
-    move |error| ObjectError::from_sdk(operation, target, &error)
+impl S3 {
+    /// The head of an answer, which must come within the time without a byte.
+    async fn answer<T, E>(
+        &self,
+        operation: Operation,
+        target: &str,
+        request: impl Future<Output = std::result::Result<T, SdkError<E, HttpResponse>>>,
+    ) -> Result<T>
+    where
+        T: RequestId,
+        E: ProvideErrorMetadata + std::error::Error + 'static,
+    {
+        let stalled = |_| {
+            ObjectError::new(
+                operation,
+                target,
+                ErrorKind::Timeout,
+                format!("{:?}", self.read_timeout),
+            )
+        };
+        let answer = tokio::time::timeout(self.read_timeout, request)
+            .await
+            .map_err(stalled)?;
+        self.judge(operation, target, answer)
+    }
+
+    fn judge<T, E>(
+        &self,
+        operation: Operation,
+        target: &str,
+        answer: std::result::Result<T, SdkError<E, HttpResponse>>,
+    ) -> Result<T>
+    where
+        T: RequestId,
+        E: ProvideErrorMetadata + std::error::Error + 'static,
+    {
+        let signed = match &answer {
+            Ok(answer) => answer.request_id().is_some(),
+            Err(SdkError::ServiceError(error)) => error.err().meta().request_id().is_some(),
+            Err(_) => false,
+        };
+        if signed {
+            self.signs.store(true, Ordering::Relaxed);
+        }
+        let signs = self.signs.load(Ordering::Relaxed);
+        answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, signs))
+    }
 }
 
 fn meta_of(
@@ -129,7 +175,7 @@ impl ObjectStore for S3 {
         let operation = Operation::Head;
         Box::pin(self.attempt(operation, key, deadline, async move {
             let request = self.client.head_object().bucket(&self.bucket).key(key);
-            let answer = request.send().await.map_err(failed(operation, key))?;
+            let answer = self.answer(operation, key, request.send()).await?;
             meta_of(
                 operation,
                 key,
@@ -146,7 +192,7 @@ impl ObjectStore for S3 {
             let request = self.client.get_object_attributes().bucket(&self.bucket).key(key);
             let request = request.object_attributes(ObjectAttributes::ObjectSize);
             let request = request.object_attributes(ObjectAttributes::Etag);
-            let answer = request.send().await.map_err(failed(operation, key))?;
+            let answer = self.answer(operation, key, request.send()).await?;
             meta_of(
                 operation,
                 key,
@@ -157,59 +203,51 @@ impl ObjectStore for S3 {
         }))
     }
 
-    fn get<'a>(
-        &'a self,
-        get: GetRange<'a>,
-        into: &'a mut SlotMut,
-        deadline: Instant,
-    ) -> StoreFuture<'a, ObjectMeta> {
+    fn get<'a>(&'a self, get: GetRange<'a>, mut slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
         let operation = Operation::Get;
-        Box::pin(self.attempt(operation, get.key, deadline, async move {
-            let request = self.client.get_object().bucket(&self.bucket).key(get.key);
-            let request = request.range(format!("bytes={}-{}", get.range.start, get.range.end - 1));
-            let request = request.set_if_match(get.if_match.map(quoted));
-            let answer = request
-                .send()
-                .await
-                .map_err(failed(operation, get.key))
-                .map_err(|mut error| {
-                    if let ErrorKind::Length { expected, .. } = &mut error.kind {
-                        *expected = get.object_len;
-                    }
-                    error
-                })?;
-            let total = landing::total_len(&get, &answer)?;
-            let meta = meta_of(
-                operation,
-                get.key,
-                Some(total),
-                answer.e_tag(),
-                answer.last_modified(),
-            )?;
-            if get.if_match.is_some_and(|etag| etag != &*meta.version.etag) {
-                // A server that ignores If-Match.
-                return Err(ObjectError::new(
+        Box::pin(async move {
+            let result = self.attempt(operation, get.key, deadline, async {
+                let request = self.client.get_object().bucket(&self.bucket).key(get.key);
+                let request = request.range(format!("bytes={}-{}", get.range.start, get.range.end - 1));
+                let request = request.set_if_match(get.if_match.map(quoted));
+                let answer = self
+                    .answer(operation, get.key, request.send())
+                    .await
+                    .map_err(|mut error| {
+                        if let ErrorKind::Length { expected, .. } = &mut error.kind {
+                            *expected = get.object_len;
+                        }
+                        error
+                    })?;
+                let total = landing::total_len(&get, &answer)?;
+                let meta = meta_of(
                     operation,
                     get.key,
-                    ErrorKind::Changed,
-                    "another ETag came",
-                ));
-            }
-            landing::land(&get, meta, answer, into, self.read_timeout).await
-        }))
+                    Some(total),
+                    answer.e_tag(),
+                    answer.last_modified(),
+                )?;
+                if get.if_match.is_some_and(|etag| etag != &*meta.version.etag) {
+                    // A server that ignores If-Match.
+                    return Err(ObjectError::new(
+                        operation,
+                        get.key,
+                        ErrorKind::Changed,
+                        "another ETag came",
+                    ));
+                }
+                landing::land(&get, meta, answer, &mut slot, self.read_timeout).await
+            });
+            let result = result.await;
+            (slot, result)
+        })
     }
 
     fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
         let operation = Operation::Get;
         Box::pin(self.attempt(operation, key, deadline, async move {
-            let answer = self
-                .client
-                .get_object()
-                .bucket(&self.bucket)
-                .key(key)
-                .send()
-                .await;
-            let answer = answer.map_err(failed(operation, key))?;
+            let request = self.client.get_object().bucket(&self.bucket).key(key);
+            let answer = self.answer(operation, key, request.send()).await?;
             let len = answer.content_length().and_then(|len| usize::try_from(len).ok());
             if len.is_none_or(|len| len > limit) {
                 let detail = format!("{len:?} bytes, at most {limit} were expected");
@@ -245,7 +283,7 @@ impl ObjectStore for S3 {
             };
             // The payload has digests of its own; hashing it for the signature would cost more than sending it.
             let answer = request.customize().disable_payload_signing().send().await;
-            let answer = answer.map_err(failed(operation, key))?;
+            let answer = self.judge(operation, key, answer)?;
             Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
         }))
     }
@@ -260,24 +298,32 @@ impl ObjectStore for S3 {
         Box::pin(self.attempt(operation, prefix, deadline, async move {
             let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(prefix);
             let request = request.set_continuation_token(from.map(Into::into));
-            let answer = request.send().await.map_err(failed(operation, prefix))?;
-            let next = answer
-                .next_continuation_token
-                .filter(|_| answer.is_truncated == Some(true));
-            let objects = answer
+            let answer = self.answer(operation, prefix, request.send()).await?;
+            // What can't be read must not look like an end, or like nothing.
+            let odd = |what| ObjectError::new(operation, prefix, ErrorKind::Protocol, what);
+            let next = match (answer.is_truncated, answer.next_continuation_token) {
+                (Some(true), None) => {
+                    return Err(odd("a page that is not the last, without a token for the next"));
+                }
+                (Some(true), token) => token,
+                _ => None,
+            };
+            let listed = |object: Object| {
+                Some(Listed {
+                    len: length(object.size())?,
+                    etag: object.e_tag().map(unquoted).unwrap_or_default().to_owned(),
+                    modified: object.last_modified().map_or(0, DateTime::secs),
+                    key: object.key?,
+                })
+            };
+            let objects: Option<Vec<Listed>> = answer
                 .contents
                 .unwrap_or_default()
                 .into_iter()
-                .filter_map(|object| {
-                    Some(Listed {
-                        len: length(object.size())?,
-                        etag: object.e_tag().map(unquoted).unwrap_or_default().to_owned(),
-                        modified: object.last_modified().map_or(0, DateTime::secs),
-                        key: object.key?,
-                    })
-                });
+                .map(listed)
+                .collect();
             Ok(ListPage {
-                objects: objects.collect(),
+                objects: objects.ok_or_else(|| odd("an entry without key or size"))?,
                 next,
             })
         }))
@@ -306,14 +352,10 @@ impl ObjectStore for S3 {
         // Not HeadBucket: its errors have no body, so they can't tell wrong credentials from a missing right.
         let operation = Operation::Bucket;
         Box::pin(self.attempt(operation, &self.bucket, deadline, async move {
-            let answer = self
-                .client
-                .list_objects_v2()
-                .bucket(&self.bucket)
-                .max_keys(1)
-                .send()
-                .await;
-            answer.map(drop).map_err(failed(operation, &self.bucket))
+            let request = self.client.list_objects_v2().bucket(&self.bucket).max_keys(1);
+            self.answer(operation, &self.bucket, request.send())
+                .await
+                .map(drop)
         }))
     }
 
@@ -335,7 +377,7 @@ impl ObjectStore for S3 {
             match request.send().await {
                 Ok(_) => Ok(()),
                 Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
-                Err(error) => Err(failed(operation, &self.bucket)(error)),
+                answer => self.judge(operation, &self.bucket, answer).map(drop),
             }
         }))
     }
@@ -349,14 +391,8 @@ impl S3 {
     async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
         let operation = Operation::Delete;
         self.attempt(operation, key, deadline, async {
-            let answer = self
-                .client
-                .delete_object()
-                .bucket(&self.bucket)
-                .key(key)
-                .send()
-                .await;
-            match answer.map(drop).map_err(failed(operation, key)) {
+            let request = self.client.delete_object().bucket(&self.bucket).key(key);
+            match self.answer(operation, key, request.send()).await.map(drop) {
                 Err(error) if error.kind == ErrorKind::NotFound => Ok(()),
                 result => result,
             }
@@ -380,7 +416,7 @@ impl S3 {
                 .delete(batch)
                 .send()
                 .await;
-            let answer = answer.map_err(failed(operation, &self.bucket))?;
+            let answer = self.judge(operation, &self.bucket, answer)?;
             match answer
                 .errors()
                 .iter()
@@ -409,13 +445,14 @@ mod tests {
 
     #[tokio::test]
     async fn the_bucket_is_in_the_path_or_in_the_host() {
-        for (path_style, start) in
-            [(true, "http://rgw.test:8000/kv/pre/key?"), (false, "http://kv.rgw.test:8000/pre/key?")]
-        {
+        for (path_style, start) in [
+            (true, "http://rgw.test:8000/chunks/pre/key?"),
+            (false, "http://chunks.rgw.test:8000/pre/key?"),
+        ] {
             let second = Duration::from_secs(1);
             let options = S3Options {
                 endpoint: Some("http://rgw.test:8000".into()),
-                bucket: "kv".into(),
+                bucket: "chunks".into(),
                 region: "us-east-1".into(),
                 path_style,
                 ca_file: None,
@@ -426,7 +463,10 @@ mod tests {
             };
             let s3 = S3::connect(&options).await.unwrap();
             let request = s3.client.get_object().bucket(&s3.bucket).key("pre/key");
-            let signed = request.presigned(PresigningConfig::expires_in(second).unwrap()).await.unwrap();
+            let signed = request
+                .presigned(PresigningConfig::expires_in(second).unwrap())
+                .await
+                .unwrap();
             assert!(signed.uri().starts_with(start), "{}", signed.uri());
         }
     }

@@ -12,6 +12,7 @@ use super::error::{ObjectError, Operation};
 use crate::arena::SlotMut;
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
+pub type GetFuture<'a> = Pin<Box<dyn Future<Output = (SlotMut, Result<ObjectMeta>)> + Send + 'a>>;
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
 
 /// Tells one write of a key from another. The ETag alone can't: it is a hash of the bytes, so a damaged object and
@@ -79,13 +80,9 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// `GetObjectAttributes`; see [`Capabilities`](super::Capabilities) for where it works.
     fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta>;
 
-    /// Fills `into`, which has the range's length, or fails; then its bytes are anything.
-    fn get<'a>(
-        &'a self,
-        get: GetRange<'a>,
-        into: &'a mut SlotMut,
-        deadline: Instant,
-    ) -> StoreFuture<'a, ObjectMeta>;
+    /// Fills `slot`, which has the range's length; after an error its bytes are anything. The slot is handed over
+    /// and comes back when nothing writes to it any more; with a dropped future it is given up.
+    fn get<'a>(&'a self, get: GetRange<'a>, slot: SlotMut, deadline: Instant) -> GetFuture<'a>;
 
     /// A whole small object of at most `limit` bytes.
     fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes>;

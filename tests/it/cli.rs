@@ -166,7 +166,7 @@ impl Stored {
             let mut slot = gateway.reserve(&self.space).unwrap();
             slot.payload_mut().fill(u8::try_from(i).unwrap());
             let chunk = NewChunk { hash, parent, slot };
-            let outcome = gateway.store(&self.space, chunk, soon()).await;
+            let outcome = gateway.store(chunk, soon()).await;
             assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
             parent = hash;
         }
@@ -580,6 +580,8 @@ async fn verify_finds_every_kind_of_damage_and_removes_it() {
     let newer = stored.file(&stored.hashes[4].to_string());
     let mut bytes = good;
     bytes[8] = 9;
+    let digest = blake3::hash(&bytes[..4096 - 32]);
+    bytes[4096 - 32..4096].copy_from_slice(digest.as_bytes());
     std::fs::write(&newer, bytes).unwrap();
     stored
         .say(&["verify", "--delete"])
@@ -694,7 +696,11 @@ echo '{{"Version": 1, "AccessKeyId": "{access}", "SecretAccessKey": "{secret}", 
     std::fs::write(&program, script).unwrap();
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o700)).unwrap();
     let profile = stored.home.path().join("aws-config");
-    std::fs::write(&profile, format!("[profile fleet]\ncredential_process = {}\n", program.display())).unwrap();
+    std::fs::write(
+        &profile,
+        format!("[profile fleet]\ncredential_process = {}\n", program.display()),
+    )
+    .unwrap();
     let said = stored
         .command(&["verify"])
         .env_remove("AWS_ACCESS_KEY_ID")

@@ -21,6 +21,7 @@ on_backends! {
     replaced_between_lookup_and_load: embedded, rgw, minio, rclone, swift;
     a_hole_ends_the_run: embedded, rgw, minio;
     decay_that_keeps_the_etag_heals: embedded, rgw;
+    a_server_without_conditions: embedded, rgw;
 }
 
 const N: usize = 4;
@@ -29,14 +30,17 @@ const BAD: usize = 1;
 /// Stores a prompt, damages chunk `BAD`, and checks what a second gateway makes of it: the reason, that it is
 /// forgotten, that its neighbours load, and that storing it again makes it a verified hit for every gateway.
 async fn damaged(backend: &Backend, bytes: impl AsyncFn(&Site, &Prompt) -> Vec<u8>, code: &str) {
-    let site = Site::new(backend.store().await).await;
+    damaged_at(&Site::new(backend.store().await).await, bytes, code).await;
+}
+
+async fn damaged_at(site: &Site, bytes: impl AsyncFn(&Site, &Prompt) -> Vec<u8>, code: &str) {
     let prompt = Prompt::new(N);
     store_all(&site.gateway(), &prompt).await;
     let (reader, other) = (site.gateway(), site.gateway());
     // Both have seen the good one.
     assert_eq!(lookup(&reader, &prompt, Strategy::Exact).await.prefix, N);
     assert_eq!(lookup(&other, &prompt, Strategy::Exact).await.prefix, N);
-    let bad = bytes(&site, &prompt).await;
+    let bad = bytes(site, &prompt).await;
     site.overwrite(&site.key(&prompt, BAD), bad).await;
 
     assert_eq!(
@@ -168,7 +172,7 @@ async fn replaced_between_two_ranges(backend: &Backend) {
             parent: prompt.root,
             slot,
         };
-        gateway.store(&prompt.space, chunk, crate::fixture::soon()).await;
+        gateway.store(chunk, crate::fixture::soon()).await;
         other_site.read(&other_site.key(&prompt, 0)).await
     };
     let hooked = Hooked::before_get(Arc::clone(&site.store), 1, {
@@ -271,4 +275,31 @@ async fn decay_that_keeps_the_etag_heals(backend: &Backend) {
         assert_eq!(lookup(gateway, &prompt, Strategy::Exact).await.prefix, N);
         assert_eq!(load_codes(gateway, &prompt, AfterMiss::Stop).await, ["ok"; N]);
     }
+}
+
+/// Some overwrite whatever the condition; then kvgate looks before it stores, and overwrites what is damaged.
+async fn a_server_without_conditions(backend: &Backend) {
+    let mut site = Site::new(backend.store().await).await;
+    site.capabilities = kvgate::object::Capabilities::default();
+    let flipped = async |site: &Site, prompt: &Prompt| {
+        let mut bytes = site.read(&site.key(prompt, BAD)).await;
+        bytes[70_000] ^= 1;
+        bytes
+    };
+    damaged_at(&site, flipped, "bad_digest").await;
+    damaged_at(
+        &site,
+        async |_: &Site, _: &Prompt| b"short".to_vec(),
+        "wrong_length",
+    )
+    .await;
+    let prompt = Prompt::new(1);
+    assert!(matches!(
+        store_chunk(&site.gateway(), &prompt, 0).await,
+        StoreOutcome::Stored
+    ));
+    assert!(matches!(
+        store_chunk(&site.gateway(), &prompt, 0).await,
+        StoreOutcome::Present
+    ));
 }

@@ -10,8 +10,8 @@ use kvgate::arena::SlotMut;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
 use kvgate::object::{
-    Condition, ErrorKind, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation, RequestCounts,
-    Retrying, StoreFuture,
+    Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
+    RequestCounts, Retrying, StoreFuture,
 };
 use tokio::time::Instant;
 
@@ -33,6 +33,9 @@ pub struct Hooked {
     failing: Mutex<Option<ErrorKind>>,
     fail_next: AtomicUsize,
     delay: Duration,
+    entered: AtomicUsize,
+    /// Answer the next PUT with an error although it was made.
+    lose_next_put: AtomicBool,
 }
 
 impl Hooked {
@@ -46,6 +49,8 @@ impl Hooked {
             failing: Mutex::new(None),
             fail_next: AtomicUsize::new(0),
             delay: Duration::ZERO,
+            entered: AtomicUsize::new(0),
+            lose_next_put: AtomicBool::new(false),
         }
     }
 
@@ -76,6 +81,7 @@ impl Hooked {
     }
 
     async fn enter(&self, operation: Operation, key: &str) -> Result<(), ObjectError> {
+        self.entered.fetch_add(1, Ordering::SeqCst);
         tokio::time::sleep(self.delay).await;
         let next = self
             .fail_next
@@ -105,29 +111,27 @@ impl ObjectStore for Hooked {
         })
     }
 
-    fn get<'a>(
-        &'a self,
-        get: GetRange<'a>,
-        into: &'a mut SlotMut,
-        deadline: Instant,
-    ) -> StoreFuture<'a, ObjectMeta> {
+    fn get<'a>(&'a self, get: GetRange<'a>, slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
         Box::pin(async move {
             if let Some((number, hook)) = &self.before_get
                 && self.gets.fetch_add(1, Ordering::SeqCst) == *number
             {
                 hook().await;
             }
-            self.enter(Operation::Get, get.key).await?;
-            let (key, end) = (get.key, get.range.end);
-            let meta = self.inner.get(get, into, deadline).await?;
-            if self.flip.as_deref() == Some(key)
-                && !self.healed.load(Ordering::SeqCst)
-                && end == meta.len as usize
-            {
-                let last = into.len() - 1;
-                into[last] ^= 1;
+            if let Err(error) = self.enter(Operation::Get, get.key).await {
+                return (slot, Err(error));
             }
-            Ok(meta)
+            let (key, last) = (get.key, get.range.end == get.object_len);
+            let (mut slot, meta) = self.inner.get(get, slot, deadline).await;
+            if meta.is_ok()
+                && last
+                && self.flip.as_deref() == Some(key)
+                && !self.healed.load(Ordering::SeqCst)
+            {
+                let end = slot.len() - 1;
+                slot[end] ^= 1;
+            }
+            (slot, meta)
         })
     }
 
@@ -144,7 +148,16 @@ impl ObjectStore for Hooked {
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
             self.enter(Operation::Put, key).await?;
-            self.inner.put(key, body, when, deadline).await
+            let put = self.inner.put(key, body, when, deadline).await;
+            match self.lose_next_put.swap(false, Ordering::SeqCst) {
+                true => Err(ObjectError::new(
+                    Operation::Put,
+                    key,
+                    ErrorKind::Broken,
+                    "the answer was lost",
+                )),
+                false => put,
+            }
         })
     }
 
@@ -227,23 +240,119 @@ async fn errors_are_unknown_and_not_remembered() {
 
 #[tokio::test]
 async fn a_failed_store_is_not_present() {
-    let backend = Backend::embedded().await;
-    let site = Site::new(backend.store().await).await;
-    let prompt = Prompt::new(1);
+    let (_server, site, _) = stored(1).await;
+    let prompt = Prompt::new(2);
     let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
     let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
-    flaky.fail(Some(ErrorKind::Unavailable));
-    assert!(matches!(
-        store_chunk(&gateway, &prompt, 0).await,
-        StoreOutcome::Failed(_)
-    ));
-    flaky.fail(None);
-    assert_eq!(lookup(&gateway, &prompt, Strategy::Exact).await.prefix, 0);
+    // The space is declared: from here on a store's first request is the chunk's PUT.
     assert!(matches!(
         store_chunk(&gateway, &prompt, 0).await,
         StoreOutcome::Stored
     ));
+    flaky.fail(Some(ErrorKind::Unavailable));
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 1).await,
+        StoreOutcome::Failed(_)
+    ));
+    flaky.fail(None);
+    let found = lookup(&gateway, &prompt, Strategy::Exact).await;
+    assert_eq!((found.prefix, found.unknown.count()), (1, 0));
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 1).await,
+        StoreOutcome::Stored
+    ));
     arena_empties(&gateway).await;
+}
+
+#[tokio::test]
+async fn a_store_whose_answer_was_lost_is_found_to_be_there() {
+    let (_server, site, _) = stored(1).await;
+    let prompt = Prompt::new(2);
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::new(Retrying::new(Shared(Arc::clone(&flaky)), RETRIES)));
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 0).await,
+        StoreOutcome::Stored
+    ));
+    flaky.lose_next_put.store(true, Ordering::SeqCst);
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 1).await,
+        StoreOutcome::Present
+    ));
+    assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 2]);
+}
+
+#[tokio::test]
+async fn an_outage_costs_one_round_of_questions() {
+    let backend = Backend::embedded().await;
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(4096);
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    flaky.fail(Some(ErrorKind::Denied));
+    let found = lookup(&gateway, &prompt, Strategy::Prefix).await;
+    assert_eq!((found.mask.count(), found.unknown.count()), (0, 4096));
+    let asked = flaky.entered.load(Ordering::SeqCst);
+    assert!(asked <= 16, "{asked} questions");
+}
+
+/// A `select!` around it must neither lose a chunk nor hand it out under another's index.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancelled_next_loses_nothing() {
+    let (_server, site, prompt) = stored(8).await;
+    let slow = Hooked {
+        delay: Duration::from_millis(20),
+        ..Hooked::over(Arc::clone(&site.store))
+    };
+    let object = prompt.space.layout().object_len().next_multiple_of(4096);
+    let gateway = kvgate::gateway::Gateway::new(
+        Arc::new(slow),
+        crate::fixture::arena(2 * object),
+        site.capabilities,
+        site.options(),
+    );
+    let request = LoadRequest {
+        space: prompt.space.clone(),
+        chunks: prompt.hashes.clone(),
+        after_miss: AfterMiss::Stop,
+        deadline: soon(),
+    };
+    let mut load = gateway.load(request);
+    let (mut expected, mut cancelled) = (0, 0);
+    while expected < 8 {
+        match tokio::time::timeout(Duration::from_millis(1), load.next()).await {
+            Err(_) => cancelled += 1,
+            Ok(next) => {
+                let (index, outcome) = next.unwrap();
+                assert_eq!(index, expected);
+                assert_eq!(outcome.unwrap().payload()[..], prompt.payload(index)[..]);
+                expected += 1;
+            }
+        }
+    }
+    assert!(cancelled > 8, "{cancelled}");
+    assert!(load.next().await.is_none());
+}
+
+/// What another version of kvgate may have written is not damage: it stays.
+#[tokio::test]
+async fn an_encrypted_object_is_unreadable_and_stays() {
+    let (_server, site, prompt) = stored(3).await;
+    let mut bytes = site.read(&site.key(&prompt, 1)).await;
+    bytes[140] = 1;
+    let digest = blake3::hash(&bytes[..4096 - 32]);
+    bytes[4096 - 32..4096].copy_from_slice(digest.as_bytes());
+    site.overwrite(&site.key(&prompt, 1), bytes.clone()).await;
+    let gateway = site.gateway();
+    assert_eq!(
+        load_codes(&gateway, &prompt, AfterMiss::Continue).await,
+        ["ok", "unreadable", "ok"]
+    );
+    assert!(matches!(
+        store_chunk(&gateway, &prompt, 1).await,
+        StoreOutcome::Present
+    ));
+    assert_eq!(site.read(&site.key(&prompt, 1)).await, bytes);
 }
 
 #[tokio::test]
@@ -455,6 +564,53 @@ fn retrying_calls(retrying: &Retrying<Counted>) -> usize {
     usize::try_from(retrying.requests().head).unwrap()
 }
 
+/// The same store under a wrapper of its own.
+struct Shared(Arc<Hooked>);
+
+impl ObjectStore for Shared {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        self.0.head(key, deadline)
+    }
+    fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        self.0.attributes(key, deadline)
+    }
+    fn get<'a>(&'a self, get: GetRange<'a>, slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
+        self.0.get(get, slot, deadline)
+    }
+    fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        self.0.read(key, limit, deadline)
+    }
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        self.0.put(key, body, when, deadline)
+    }
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        from: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        self.0.list(prefix, from, deadline)
+    }
+    fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
+        self.0.delete(keys, deadline)
+    }
+    fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        self.0.check_bucket(deadline)
+    }
+    fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
+        self.0.create_bucket(deadline)
+    }
+    fn requests(&self) -> RequestCounts {
+        self.0.requests()
+    }
+}
+
 /// Counts calls, where [`NoStore`] has no requests to count.
 struct Counted(Hooked, AtomicUsize);
 
@@ -466,7 +622,7 @@ macro_rules! unreachable_store {
         fn attributes<'a>(&'a self, _: &'a str, _: Instant) -> StoreFuture<'a, ObjectMeta> {
             unreachable!()
         }
-        fn get<'a>(&'a self, _: GetRange<'a>, _: &'a mut SlotMut, _: Instant) -> StoreFuture<'a, ObjectMeta> {
+        fn get<'a>(&'a self, _: GetRange<'a>, _: SlotMut, _: Instant) -> GetFuture<'a> {
             unreachable!()
         }
         fn read<'a>(&'a self, _: &'a str, _: usize, _: Instant) -> StoreFuture<'a, Bytes> {

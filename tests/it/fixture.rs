@@ -159,7 +159,7 @@ pub async fn store_chunk(gateway: &Gateway, prompt: &Prompt, i: usize) -> StoreO
         parent: prompt.parent(i),
         slot,
     };
-    gateway.store(&prompt.space, chunk, soon()).await
+    gateway.store(chunk, soon()).await
 }
 
 /// Stores all chunks; each must be acknowledged.

@@ -13,3 +13,4 @@ mod fixture;
 mod lookups;
 mod outage;
 mod vectors;
+mod wire;

@@ -183,7 +183,6 @@ fn values_that_do_not_go_together() {
                 "load.in_flight",
                 "256MiB is smaller than one part; write at least s3.part_size, 512MiB",
             ),
-            ("store.in_flight", "256MiB is smaller than one part"),
             ("s3.ca_file", "s3.endpoint is http://"),
             ("s3.path_style", "s3.endpoint is an IP address; write true"),
         ],

@@ -19,7 +19,7 @@ pub enum Answer {
 
 /// Asks S3 what the cache does not know, each question once at a time.
 #[derive(Clone)]
-pub struct Resolver(Arc<Inner>);
+pub struct Prober(Arc<Inner>);
 
 struct Inner {
     store: Arc<dyn ObjectStore>,
@@ -32,7 +32,7 @@ struct Inner {
     flights: DashMap<CacheKey, watch::Receiver<Option<Answer>>>,
 }
 
-impl Resolver {
+impl Prober {
     /// `attributes`: ask by `GetObjectAttributes` instead of HEAD.
     pub fn new(
         store: Arc<dyn ObjectStore>,
@@ -56,10 +56,23 @@ impl Resolver {
 
     /// Asks S3, or joins whoever is asking already. The answer is remembered, also when the caller is gone by then.
     pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Answer {
+        match self.ask_or_join(space, chunk, deadline).await {
+            // That was the deadline of whoever asked first.
+            (Answer::Unknown(error), true)
+                if error.kind == ErrorKind::Deadline && Instant::now() < deadline =>
+            {
+                self.ask_or_join(space, chunk, deadline).await.0
+            }
+            (answer, _) => answer,
+        }
+    }
+
+    /// Also whether somebody else had asked already.
+    async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (Answer, bool) {
         let cache_key = (space.key(), *chunk);
         let key = || self.0.keys.chunk(cache_key.0, chunk);
-        let mut flight = match self.0.flights.entry(cache_key) {
-            MapEntry::Occupied(flight) => flight.get().clone(),
+        let (mut flight, joined) = match self.0.flights.entry(cache_key) {
+            MapEntry::Occupied(flight) => (flight.get().clone(), true),
             MapEntry::Vacant(vacant) => {
                 let (tell, told) = watch::channel(None);
                 vacant.insert(told.clone());
@@ -72,18 +85,19 @@ impl Resolver {
                     inner.flights.remove(&cache_key);
                     tell.send_replace(Some(answer));
                 });
-                told
+                (told, false)
             }
         };
         let told = tokio::time::timeout_at(deadline, flight.wait_for(Option::is_some)).await;
-        match told {
+        let answer = match told {
             Ok(answer) => answer.ok().and_then(|answer| answer.clone()).unwrap_or_else(|| {
                 // Its task is gone without an answer; the next asker starts anew.
                 self.0.flights.remove(&cache_key);
                 unknown(&key(), ErrorKind::Broken, "the question was dropped")
             }),
             Err(_) => unknown(&key(), ErrorKind::Deadline, "waiting for the answer"),
-        }
+        };
+        (answer, joined)
     }
 }
 
@@ -104,7 +118,7 @@ impl Inner {
         match seen {
             Ok(meta) if meta.len != object_len => {
                 tracing::warn!(key, len = meta.len, object_len, "a damaged chunk: wrong length");
-                self.cache.quarantine(cache_key, meta.version);
+                self.cache.quarantine(cache_key, meta.version, asked);
                 Answer::Absent
             }
             Ok(meta) if self.cache.damaged(&cache_key).as_ref() == Some(&meta.version) => {
