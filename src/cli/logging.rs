@@ -20,11 +20,8 @@ pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
         _ => LogLevel::Trace,
     };
-    let theirs = match (verbose, log.level) {
-        (0, LogLevel::Error) => "error",
-        (0, _) => "warn",
-        _ => "info",
-    };
+    // What a failed request means is told by whoever made it.
+    let theirs = if verbose == 0 { "error" } else { "info" };
     let theirs = LIBRARIES.map(|library| match (library, verbose) {
         // The embedded server's refusals reach its client, who says what they mean.
         ("s3s", 0) => "s3s=off".to_owned(),

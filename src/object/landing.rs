@@ -1,5 +1,6 @@
-//! From a response into the slot. The seam for the landing connector: today the SDK hands over frames and they are
-//! copied here; a connector that reads the socket straight into the slot replaces this file and nothing else.
+//! From a response into the slot. The seam for the landing connector: `S3::get` owns the slot while a request is under
+//! way and gives it back, so a connector below the SDK can be handed it and read the socket straight into it. Today the
+//! SDK hands over frames instead, and they are copied here.
 
 use std::time::Duration;
 
