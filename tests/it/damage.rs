@@ -22,6 +22,7 @@ on_backends! {
     a_hole_ends_the_run: embedded, rgw, minio;
     decay_that_keeps_the_etag_heals: embedded, rgw;
     a_server_without_conditions: embedded, rgw;
+    a_short_object_in_the_way_of_a_first_store: embedded, rgw, minio, rclone, swift;
 }
 
 const N: usize = 4;
@@ -302,4 +303,18 @@ async fn a_server_without_conditions(backend: &Backend) {
         store_chunk(&site.gateway(), &prompt, 0).await,
         StoreOutcome::Present
     ));
+}
+
+/// This gateway never looked: the 412 is its first word of the object, and must not count as stored.
+async fn a_short_object_in_the_way_of_a_first_store(backend: &Backend) {
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(1);
+    site.overwrite(&site.key(&prompt, 0), b"half a chunk".to_vec())
+        .await;
+    let outcome = store_chunk(&site.gateway(), &prompt, 0).await;
+    assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
+    assert_eq!(
+        load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
+        ["ok"]
+    );
 }
