@@ -246,3 +246,138 @@ fn push_bytes(input: &mut Vec<u8>, what: &'static str, bytes: &[u8]) -> Result<(
     input.extend_from_slice(bytes);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hasher(chunk_tokens: u32) -> ChunkHasher {
+        let space = format!(
+            r#"{{"model": "m", "revision": "1", "chunk_tokens": {chunk_tokens},
+                "mha": {{"layers": 1, "heads": 1, "head_dim": 1}}}}"#
+        );
+        ChunkHasher::new(&Space::from_json(&space).unwrap(), None).unwrap()
+    }
+
+    /// The documented sentence, step by step.
+    fn slow_chunk(
+        hasher: &ChunkHasher,
+        parent: &ChunkHash,
+        tokens: &[u32],
+        extras: &[(u32, &[u8])],
+    ) -> ChunkHash {
+        let mut slow = blake3::Hasher::new_keyed(&hasher.key);
+        slow.update(&[1]).update(&parent.0);
+        for token in tokens {
+            slow.update(&token.to_le_bytes());
+        }
+        slow.update(&(extras.len() as u32).to_le_bytes());
+        for (offset, bytes) in extras {
+            slow.update(&offset.to_le_bytes())
+                .update(&(bytes.len() as u32).to_le_bytes())
+                .update(bytes);
+        }
+        ChunkHash(*slow.finalize().as_bytes())
+    }
+
+    prop_compose! {
+        fn any_prompt()(
+            chunk_tokens in 1_u32..40,
+            tokens in prop::collection::vec(any::<u32>(), 1..200),
+        )(
+            extras in prop::collection::vec(
+                (0..tokens.len() as u32, prop::collection::vec(any::<u8>(), 0..9)), 0..6),
+            chunk_tokens in Just(chunk_tokens),
+            tokens in Just(tokens),
+        ) -> (u32, Vec<u32>, Vec<Extra>) {
+            let extras = extras.into_iter().map(|(offset, bytes)| Extra { offset, bytes });
+            (chunk_tokens, tokens, extras.collect())
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_chain_is_the_documented_one(
+            (chunk_tokens, tokens, extras) in any_prompt(),
+            salt in prop::collection::vec(any::<u8>(), 0..20),
+        ) {
+            let hasher = hasher(chunk_tokens);
+            let root = hasher.root(&salt, b"").unwrap();
+            let chain = hasher.chain(&root, &tokens, &extras).unwrap();
+            prop_assert_eq!(chain.len(), tokens.len() / chunk_tokens as usize);
+            let mut parent = root;
+            for (i, tokens) in tokens.chunks_exact(chunk_tokens as usize).enumerate() {
+                let start = i as u32 * chunk_tokens;
+                let mut here: Vec<(u32, &[u8])> = extras
+                    .iter()
+                    .filter(|extra| (start..start + chunk_tokens).contains(&extra.offset))
+                    .map(|extra| (extra.offset - start, extra.bytes.as_slice()))
+                    .collect();
+                here.sort_unstable();
+                parent = slow_chunk(&hasher, &parent, tokens, &here);
+                prop_assert_eq!(parent, chain[i]);
+            }
+        }
+
+        #[test]
+        fn a_changed_token_changes_its_chunk_and_all_after_it(
+            (chunk_tokens, mut tokens, extras) in any_prompt(),
+            at in any::<prop::sample::Index>(),
+            flip in 1_u32..,
+        ) {
+            let hasher = hasher(chunk_tokens);
+            let root = hasher.root(b"", b"").unwrap();
+            let before = hasher.chain(&root, &tokens, &extras).unwrap();
+            let at = at.index(tokens.len());
+            tokens[at] ^= flip;
+            let after = hasher.chain(&root, &tokens, &extras).unwrap();
+            for (i, (before, after)) in before.iter().zip(&after).enumerate() {
+                prop_assert_eq!(before == after, i < at / chunk_tokens as usize, "chunk {}", i);
+            }
+        }
+
+        #[test]
+        fn the_order_in_which_extras_come_does_not_matter((chunk_tokens, tokens, extras) in any_prompt()) {
+            let hasher = hasher(chunk_tokens);
+            let root = hasher.root(b"", b"").unwrap();
+            let reversed: Vec<Extra> = extras.iter().rev().cloned().collect();
+            prop_assert_eq!(hasher.chain(&root, &tokens, &extras), hasher.chain(&root, &tokens, &reversed));
+        }
+    }
+
+    #[test]
+    fn salt_adapter_and_secret_set_chains_apart() {
+        let hasher = hasher(4);
+        let roots = [
+            (&b""[..], &b""[..]),
+            (b"a", b""),
+            (b"", b"a"),
+            (b"ab", b""),
+            (b"a", b"b"),
+        ];
+        let roots = roots.map(|(salt, adapter)| hasher.root(salt, adapter).unwrap());
+        for (i, root) in roots.iter().enumerate() {
+            assert!(!roots[..i].contains(root));
+        }
+        assert_eq!(
+            hasher.chunk(&roots[0], &[1, 2, 3], &[]),
+            Err(HashError::Tokens {
+                expected: 4,
+                actual: 3
+            })
+        );
+        let beyond = [Extra {
+            offset: 4,
+            bytes: vec![],
+        }];
+        assert!(hasher.chunk(&roots[0], &[1, 2, 3, 4], &beyond).is_err());
+        assert!(hasher.chain(&roots[0], &[1, 2, 3, 4], &beyond).is_err());
+        assert!(
+            TenantSecret::from_hex("short")
+                .unwrap_err()
+                .to_string()
+                .contains("64 hex digits")
+        );
+    }
+}
