@@ -22,6 +22,7 @@ use kvgate::chunk::{
 use kvgate::config::Strategy;
 use kvgate::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
 use kvgate::gateway::{Gateway, GatewayOptions};
+use kvgate::net::Landing;
 use kvgate::object::{
     Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,
     StoreFuture, Version,
@@ -536,7 +537,7 @@ impl ObjectStore for Heads {
         unreachable!("lookups ask by HEAD")
     }
 
-    fn get<'a>(&'a self, _: GetRange<'a>, _: SlotMut, _: Instant) -> GetFuture<'a> {
+    fn get<'a>(&'a self, _: GetRange<'a>, _: Landing, _: Instant) -> GetFuture<'a> {
         unreachable!("nothing is loaded")
     }
 

@@ -11,6 +11,7 @@ use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
 use crate::chunk::{ChunkHash, Header, HeaderError, Section, Space};
 use crate::existence::{CacheKey, Known};
+use crate::net::Landing;
 use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 /// One section on its way: its part of the slot and of the object.
@@ -178,7 +179,8 @@ impl Gateway {
             object_len,
             if_match,
         };
-        let (slot, meta) = self.0.store.get(get, slot, deadline).await;
+        let (landing, meta) = self.0.store.get(get, Landing::new(slot), deadline).await;
+        let slot = landing.slot;
         (Part { slot, bytes }, meta.map(|meta| meta.version))
     }
 }

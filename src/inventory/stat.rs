@@ -4,6 +4,7 @@ use super::Inventory;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::chunk::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
 use crate::gateway::OpenError;
+use crate::net::Landing;
 use crate::object::{ErrorKind, GetRange, ObjectMeta};
 
 /// One chunk's object and what its header says. Its payload is not read.
@@ -72,9 +73,9 @@ impl Inventory {
                     object_len,
                     if_match: Some(&Arc::clone(&meta.version.etag)),
                 };
-                let (slot, got) = self.store.get(get, slot, self.deadline()).await;
+                let (landing, got) = self.store.get(get, Landing::new(slot), self.deadline()).await;
                 match got {
-                    Ok(_) => judge(&slot, space_key, space, chunk),
+                    Ok(_) => judge(&landing.slot, space_key, space, chunk),
                     Err(error) if error.kind == ErrorKind::NotFound => return Ok(None),
                     Err(error) => return Err(error.into()),
                 }

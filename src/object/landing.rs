@@ -8,7 +8,7 @@ use aws_sdk_s3::operation::get_object::GetObjectOutput;
 
 use super::error::{ErrorKind, ObjectError, Operation};
 use super::store::{GetRange, ObjectMeta, Result};
-use crate::arena::SlotMut;
+use crate::net::Landing;
 
 /// Checks that the answer is the range that was asked for, then fills `into` with it. `stall` limits the time
 /// without a byte.
@@ -16,12 +16,12 @@ pub(super) async fn land(
     get: &GetRange<'_>,
     meta: ObjectMeta,
     answer: GetObjectOutput,
-    into: &mut SlotMut,
+    into: &mut Landing,
     stall: Duration,
 ) -> Result<ObjectMeta> {
     let error = |kind, detail: String| ObjectError::new(Operation::Get, get.key, kind, detail);
     assert_eq!(
-        into.len(),
+        into.slot.len(),
         get.range.len(),
         "the slot's part and the range differ in length"
     );
@@ -55,17 +55,18 @@ pub(super) async fn land(
         let Some(frame) = frame else { break };
         let frame =
             frame.map_err(|cause| error(ErrorKind::Broken, format!("after {landed} bytes: {cause}")))?;
-        let room = into.get_mut(landed..landed + frame.len());
+        let room = into.slot.get_mut(landed..landed + frame.len());
         let room = room.ok_or_else(|| error(ErrorKind::Protocol, "more bytes than announced".into()))?;
         room.copy_from_slice(&frame);
+        into.arrived(landed, frame.len());
         landed += frame.len();
     }
-    if landed == into.len() {
+    if landed == into.slot.len() {
         Ok(meta)
     } else {
         Err(error(
             ErrorKind::Broken,
-            format!("{landed} of {} bytes", into.len()),
+            format!("{landed} of {} bytes", into.slot.len()),
         ))
     }
 }

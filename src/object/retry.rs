@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::store::{
     Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
 };
-use crate::arena::SlotMut;
+use crate::net::Landing;
 
 /// When and how often a failed request is tried again.
 #[derive(Debug, Clone, Copy)]
@@ -109,13 +109,13 @@ impl<S: ObjectStore> ObjectStore for Retrying<S> {
         retrying!(self, deadline, self.inner.attributes(key, deadline))
     }
 
-    fn get<'a>(&'a self, get: GetRange<'a>, mut slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
+    fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
         Box::pin(async move {
             for retry in 0.. {
                 let result;
-                (slot, result) = self.inner.get(get.clone(), slot, deadline).await;
+                (landing, result) = self.inner.get(get.clone(), landing, deadline).await;
                 if let Some(answer) = self.settle(result, retry, deadline).await {
-                    return (slot, answer);
+                    return (landing, answer);
                 }
             }
             unreachable!("the policy ends the loop")

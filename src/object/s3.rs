@@ -20,7 +20,7 @@ use super::store::{
     Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
 };
-use crate::arena::SlotMut;
+use crate::net::Landing;
 
 /// One bucket over the AWS SDK; each call is one attempt.
 pub struct S3 {
@@ -203,7 +203,7 @@ impl ObjectStore for S3 {
         }))
     }
 
-    fn get<'a>(&'a self, get: GetRange<'a>, mut slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
+    fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
         let operation = Operation::Get;
         Box::pin(async move {
             let result = self.attempt(operation, get.key, deadline, async {
@@ -236,10 +236,10 @@ impl ObjectStore for S3 {
                         "another ETag came",
                     ));
                 }
-                landing::land(&get, meta, answer, &mut slot, self.read_timeout).await
+                landing::land(&get, meta, answer, &mut landing, self.read_timeout).await
             });
             let result = result.await;
-            (slot, result)
+            (landing, result)
         })
     }
 

@@ -9,10 +9,10 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
-use crate::arena::SlotMut;
+use crate::net::Landing;
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
-pub type GetFuture<'a> = Pin<Box<dyn Future<Output = (SlotMut, Result<ObjectMeta>)> + Send + 'a>>;
+pub type GetFuture<'a> = Pin<Box<dyn Future<Output = (Landing, Result<ObjectMeta>)> + Send + 'a>>;
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
 
 /// Tells one write of a key from another. The ETag alone can't: it is a hash of the bytes, so a damaged object and
@@ -80,9 +80,9 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// `GetObjectAttributes`; see [`Capabilities`](super::Capabilities) for where it works.
     fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta>;
 
-    /// Fills `slot`, which has the range's length; after an error its bytes are anything. The slot is handed over
-    /// and comes back when nothing writes to it any more; with a dropped future it is given up.
-    fn get<'a>(&'a self, get: GetRange<'a>, slot: SlotMut, deadline: Instant) -> GetFuture<'a>;
+    /// Fills the landing's slot, which has the range's length; after an error its bytes are anything. The landing is
+    /// handed over and comes back when nothing writes to it any more; with a dropped future it is given up.
+    fn get<'a>(&'a self, get: GetRange<'a>, landing: Landing, deadline: Instant) -> GetFuture<'a>;
 
     /// A whole small object of at most `limit` bytes.
     fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes>;

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use kvgate::chunk::Key;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, StoreOutcome};
+use kvgate::net::Landing;
 use kvgate::object::{Capabilities, Condition, ErrorKind, GetRange};
 
 use crate::backends::{Backend, on_backends};
@@ -61,7 +62,7 @@ async fn objects_come_and_go(backend: &Backend) {
             object_len: 100_000,
             if_match: Some(&meta.version.etag),
         };
-        let (slot, got) = store.get(get, slot, soon()).await;
+        let (Landing { slot, .. }, got) = store.get(get, Landing::new(slot), soon()).await;
         assert_eq!(got.unwrap(), meta);
         assert_eq!(slot[..], body[range]);
     }
@@ -93,7 +94,7 @@ async fn objects_come_and_go(backend: &Backend) {
             object_len,
             if_match,
         };
-        let (back, got) = store.get(get, slot, soon()).await;
+        let (Landing { slot: back, .. }, got) = store.get(get, Landing::new(slot), soon()).await;
         slot = back;
         assert_eq!(got.unwrap_err().kind, kind);
     }
@@ -103,7 +104,7 @@ async fn objects_come_and_go(backend: &Backend) {
         object_len: 300_000,
         if_match: None,
     };
-    let error = store.get(get, slot, soon()).await.1.unwrap_err();
+    let error = store.get(get, Landing::new(slot), soon()).await.1.unwrap_err();
     assert!(
         matches!(
             error.kind,

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use aws_credential_types::Credentials;
 use bytes::Bytes;
-use kvgate::arena::SlotMut;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::net::Landing;
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, RetryPolicy, Retrying, S3, S3Options, StoreFuture,
@@ -112,7 +112,7 @@ impl ObjectStore for Hooked {
         })
     }
 
-    fn get<'a>(&'a self, get: GetRange<'a>, slot: SlotMut, deadline: Instant) -> GetFuture<'a> {
+    fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
         Box::pin(async move {
             if let Some((number, hook)) = &self.before_get
                 && self.gets.fetch_add(1, Ordering::SeqCst) == *number
@@ -120,19 +120,20 @@ impl ObjectStore for Hooked {
                 hook().await;
             }
             if let Err(error) = self.enter(Operation::Get, get.key).await {
-                return (slot, Err(error));
+                return (landing, Err(error));
             }
             let (key, last) = (get.key, get.range.end == get.object_len);
-            let (mut slot, meta) = self.inner.get(get, slot, deadline).await;
-            if meta.is_ok()
-                && last
-                && self.flip.as_deref() == Some(key)
-                && !self.healed.load(Ordering::SeqCst)
-            {
-                let end = slot.len() - 1;
-                slot[end] ^= 1;
+            let flips = last && self.flip.as_deref() == Some(key) && !self.healed.load(Ordering::SeqCst);
+            // What watches must see the flipped byte.
+            let watch = landing.watch.take_if(|_| flips);
+            let (mut landing, meta) = self.inner.get(get, landing, deadline).await;
+            if flips {
+                let end = landing.slot.len() - 1;
+                landing.slot[end] ^= 1;
+                landing.watch = watch;
+                landing.arrived(0, end + 1);
             }
-            (slot, meta)
+            (landing, meta)
         })
     }
 

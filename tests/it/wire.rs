@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use aws_credential_types::Credentials;
 use bytes::Bytes;
+use kvgate::net::Landing;
 use kvgate::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -120,7 +121,7 @@ async fn get_kind(head: &str, body: &str) -> ErrorKind {
         object_len: 100,
         if_match: Some("e"),
     };
-    let (slot, got) = store.get(get, slot, soon()).await;
+    let (Landing { slot, .. }, got) = store.get(get, Landing::new(slot), soon()).await;
     assert_eq!(slot.len(), 10, "the slot comes back");
     got.map_or_else(|error| error.kind, |_| panic!("accepted"))
 }
