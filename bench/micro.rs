@@ -22,7 +22,7 @@ use kvgate::chunk::{
 use kvgate::config::Strategy;
 use kvgate::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
 use kvgate::gateway::{Gateway, GatewayOptions};
-use kvgate::net::Landing;
+use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,
     StoreFuture, Version,
@@ -570,6 +570,10 @@ impl ObjectStore for Heads {
             head: self.heads.load(Ordering::Relaxed),
             ..RequestCounts::default()
         }
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
     }
 }
 

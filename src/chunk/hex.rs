@@ -1,7 +1,5 @@
 //! Lower-case hex, for keys and answers.
 
-use std::fmt::Write;
-
 /// Text that is not the hex that was asked for.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} is {expected} hex digits (0-9a-f), but {got:?} was given")]
@@ -12,13 +10,15 @@ pub struct HexError {
 }
 
 pub fn encode(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-            // Writing to a String can't fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+    const DIGITS: [char; 16] = [
+        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f',
+    ];
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        text.push(DIGITS[usize::from(byte >> 4)]);
+        text.push(DIGITS[usize::from(byte & 15)]);
+    }
+    text
 }
 
 /// Exactly `N` bytes from `2 * N` lower- or upper-case digits.

@@ -11,7 +11,7 @@ mod digest;
 mod dtype;
 mod hash;
 mod header;
-mod hex;
+pub(crate) mod hex;
 mod key;
 mod layout;
 mod mask;

@@ -82,10 +82,16 @@ sections! {
         part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
         /// Time to connect, TLS included.
         connect_timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
-        /// Time without a byte after which an attempt is given up.
+        /// Time in which not a byte is sent or received, after which an attempt is given up.
         read_timeout: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
         /// Time for one attempt as a whole.
         request_timeout: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// How long a connection is kept without a request; RGW closes one after 65 s.
+        idle_timeout: Duration = "50s", Time { min_ms: 0, max_ms: 3_600_000 };
+        /// Connections in use at a time.
+        connections: u32 = "256", Between(1, 65_536);
+        /// Bytes of an answer that is no chunk, such as a page of a listing.
+        answer_max: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(GIB));
         /// Attempts after the first.
         retries: u32 = "4", Between(0, 20);
         /// Wait before the first retry; it doubles with each.

@@ -82,6 +82,9 @@ pub async fn open_store(
         connect_timeout: config.s3.connect_timeout,
         read_timeout: config.s3.read_timeout,
         request_timeout: config.s3.request_timeout,
+        idle_timeout: config.s3.idle_timeout,
+        connections_max: config.s3.connections as usize,
+        answer_bytes_max: usize::try_from(config.s3.answer_max.bytes()).unwrap_or(usize::MAX),
         credentials,
     })
     .await?;

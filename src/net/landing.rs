@@ -1,3 +1,9 @@
+//! Where a body lands, and what must hold before it does.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::head::Head;
 use crate::arena::SlotMut;
 
 /// Where the body of a ranged GET goes. It is handed over with the request and comes back when nothing writes to it any
@@ -25,5 +31,171 @@ impl Landing {
         if let Some(watch) = &mut self.watch {
             watch.arrived(at, &self.slot[at..at + len]);
         }
+    }
+}
+
+/// What was asked for; an answer that is anything else does not land.
+#[derive(Debug, Clone)]
+pub struct Expect {
+    /// In the object; not empty.
+    pub range: Range<u64>,
+    /// Bytes of the whole object.
+    pub object_len: u64,
+    /// Without quotes.
+    pub etag: Option<Arc<str>>,
+}
+
+/// The answer is not what was asked for. Not a byte of it landed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Mismatch {
+    #[error("the object has {actual} bytes, not {expected}")]
+    Length { expected: u64, actual: u64 },
+    #[error("another ETag came")]
+    Etag,
+    #[error("{0}")]
+    Range(String),
+}
+
+impl Expect {
+    /// Checks the head of a 2xx answer. Some servers answer 200 with a Content-Range, or 200 with the whole object: right
+    /// where that was asked for.
+    pub(super) fn check(&self, head: &Head) -> Result<(), Mismatch> {
+        let wanted = &self.range;
+        let odd = |what: String| Err(Mismatch::Range(what));
+        let wrong_len = |actual| Mismatch::Length {
+            expected: self.object_len,
+            actual,
+        };
+        let body = match head.body_len() {
+            Some(len) => len as u64,
+            None => return odd("the answer's length is not known in advance".into()),
+        };
+        match head.header("content-range") {
+            Some(text) => {
+                let Some((bytes, total)) = parse_content_range(text) else {
+                    return odd(format!("Content-Range {text:?}"));
+                };
+                if total != self.object_len {
+                    return Err(wrong_len(total));
+                }
+                if bytes != *wanted {
+                    return odd(format!("Content-Range {text:?} where {wanted:?} was asked for"));
+                }
+            }
+            None if wanted.start != 0 => {
+                return odd(format!(
+                    "a range was asked for, {body} bytes without Content-Range came"
+                ));
+            }
+            None if body != self.object_len => return Err(wrong_len(body)),
+            None if wanted.end != self.object_len => {
+                return odd(format!(
+                    "a range was asked for, the whole object of {body} bytes came"
+                ));
+            }
+            None => {}
+        }
+        if body != wanted.end - wanted.start {
+            return odd(format!("a body of {body} bytes where {wanted:?} was asked for"));
+        }
+        match head.header("etag").map(unquoted) {
+            None | Some("") => odd("no ETag in the answer".into()),
+            // A server that ignores If-Match.
+            Some(came) if self.etag.as_ref().is_some_and(|etag| **etag != *came) => Err(Mismatch::Etag),
+            Some(_) => Ok(()),
+        }
+    }
+}
+
+/// An ETag without quotes and weakness.
+pub(crate) fn unquoted(etag: &str) -> &str {
+    etag.trim().trim_start_matches("W/").trim_matches('"')
+}
+
+/// `bytes FIRST-LAST/TOTAL`, as a half-open range and the total; one vendor writes `bytes=`.
+fn parse_content_range(text: &str) -> Option<(Range<u64>, u64)> {
+    let (range, total) = text
+        .trim()
+        .strip_prefix("bytes")?
+        .trim_start_matches(['=', ' '])
+        .split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last): (u64, u64) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+    Some((first..last.checked_add(1)?, total.trim().parse().ok()?))
+}
+
+/// Carries a [`Landing`] through the SDK to the connector, as a request's extension, and back. The connector takes it out
+/// for as long as it writes, and puts it back however that ends.
+#[derive(Clone)]
+pub struct LandingCell(Arc<Inner>);
+
+struct Inner {
+    expect: Expect,
+    landing: Mutex<Option<Landing>>,
+}
+
+impl LandingCell {
+    /// Panics if the slot has not the length of the range.
+    pub fn new(landing: Landing, expect: Expect) -> Self {
+        assert_eq!(
+            landing.slot.len() as u64,
+            expect.range.end - expect.range.start,
+            "slot and range differ in length"
+        );
+        let landing = Mutex::new(Some(landing));
+        Self(Arc::new(Inner { expect, landing }))
+    }
+
+    /// The landing, once nothing writes to it; None while something does.
+    pub fn take(&self) -> Option<Landing> {
+        self.lock().take()
+    }
+
+    pub(super) fn expect(&self) -> &Expect {
+        &self.0.expect
+    }
+
+    /// Takes the landing out until the guard is dropped.
+    pub(super) fn borrow(&self) -> Option<Borrowed<'_>> {
+        let landing = self.take()?;
+        Some(Borrowed {
+            cell: self,
+            landing: Some(landing),
+        })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Landing>> {
+        self.0.landing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for LandingCell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LandingCell({:?})", self.0.expect)
+    }
+}
+
+/// Puts the landing back when it is dropped.
+pub(super) struct Borrowed<'a> {
+    cell: &'a LandingCell,
+    landing: Option<Landing>,
+}
+
+impl std::ops::Deref for Borrowed<'_> {
+    type Target = Landing;
+    fn deref(&self) -> &Landing {
+        self.landing.as_ref().expect("there until it is dropped")
+    }
+}
+
+impl std::ops::DerefMut for Borrowed<'_> {
+    fn deref_mut(&mut self) -> &mut Landing {
+        self.landing.as_mut().expect("there until it is dropped")
+    }
+}
+
+impl Drop for Borrowed<'_> {
+    fn drop(&mut self) {
+        *self.cell.lock() = self.landing.take();
     }
 }

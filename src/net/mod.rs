@@ -1,5 +1,35 @@
-//! Hosts and HTTP: connections, heads, and bodies that land in slots. It never knows chunks.
+//! Hosts and HTTP/1.1: connections of our own under the AWS SDK's runtime, so that the body of a ranged GET goes from the
+//! socket straight into a slot.
+//!
+//! [`Connector`] is what the SDK calls ([`HttpClient`](aws_smithy_runtime_api::client::http::HttpClient)). A request that
+//! carries a [`LandingCell`] has its body landed: the head is read into a small buffer, checked against what was asked for,
+//! the few bytes of body that came with it are copied, and everything else is read by the kernel into the slot. Any other
+//! body is small (an error, a page of a listing) and is buffered, up to a limit.
+//!
+//! It keeps time on connecting, sending, waiting and reading; the caller limits the whole. It tries nothing again, except
+//! a request on a kept connection that turns out to be closed: that costs nobody an attempt.
+//!
+//! It never knows chunks.
 
+mod body;
+mod connection;
+mod connector;
+mod error;
+mod head;
 mod landing;
+mod pool;
+mod stats;
+mod tls;
 
-pub use landing::{Landing, Watch};
+pub use connector::{Connector, ConnectorOptions, Target};
+pub use error::NetError;
+pub(crate) use landing::unquoted;
+pub use landing::{Expect, Landing, LandingCell, Mismatch, Watch};
+pub use stats::Traffic;
+pub use tls::{TlsError, client_config};
+
+/// For the fuzz target: a response head as the connector reads it.
+#[doc(hidden)]
+pub fn fuzz_head(bytes: &[u8]) {
+    let _ = head::parse(bytes, false);
+}

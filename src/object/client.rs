@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use aws_config::{BehaviorVersion, Region};
+use aws_config::{BehaviorVersion, Region, SdkConfig};
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::timeout::TimeoutConfig;
@@ -9,14 +9,9 @@ use aws_sdk_s3::config::{
     Builder, Credentials, RequestChecksumCalculation, ResponseChecksumValidation,
     StalledStreamProtectionConfig,
 };
-use aws_smithy_http_client::tls::rustls_provider::CryptoMode;
-use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore};
-use rustls::RootCertStore;
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
+use aws_smithy_runtime_api::box_error::BoxError;
 
-/// RGW closes an idle connection after 65 s; a request on one that is closing fails.
-const IDLE_MAX: Duration = Duration::from_secs(50);
+use crate::net::{self, Connector, ConnectorOptions, TlsError};
 
 /// How to reach a bucket. Credentials come from the AWS chain (environment, profile, web identity, container,
 /// instance) unless given.
@@ -30,27 +25,42 @@ pub struct S3Options {
     /// PEM certificates to trust beside the system's.
     pub ca_file: Option<PathBuf>,
     pub connect_timeout: Duration,
-    /// Longest time without a byte of an answer.
+    /// Longest time in which not a byte is sent or received.
     pub read_timeout: Duration,
     /// Longest time for one attempt.
     pub request_timeout: Duration,
+    /// How long a connection is kept without a request.
+    pub idle_timeout: Duration,
+    /// Connections in use at a time.
+    pub connections_max: usize,
+    /// Bytes of an answer that is no chunk: an error, a page of a listing.
+    pub answer_bytes_max: usize,
     pub credentials: Option<Credentials>,
 }
 
 /// The options can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    #[error("can't use [s3] ca_file {}: {reason}. It must hold certificates as PEM", path.display())]
-    CaFile { path: PathBuf, reason: String },
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error("can't use [s3] endpoint {endpoint} with this bucket: {cause}")]
+    Endpoint { endpoint: String, cause: BoxError },
 }
 
-pub(super) async fn connect(options: &S3Options) -> Result<Client, ClientError> {
-    let tls = Provider::Rustls(CryptoMode::Ring);
-    let http = aws_smithy_http_client::Builder::new()
-        .pool_idle_timeout(IDLE_MAX)
-        .tls_provider(tls)
-        .tls_context(tls_context(options)?)
-        .build_https();
+/// Our connector, as the options want it.
+pub(super) fn connector(options: &S3Options) -> Result<Connector, ClientError> {
+    Ok(Connector::new(ConnectorOptions {
+        tls: net::client_config(options.ca_file.as_deref())?,
+        connect_timeout: options.connect_timeout,
+        stall_timeout: options.read_timeout,
+        idle_timeout: options.idle_timeout,
+        connections_max: options.connections_max,
+        answer_bytes_max: options.answer_bytes_max,
+    }))
+}
+
+/// What every client of AWS's shares: region, credentials, our connector.
+pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
     let shared = aws_config::defaults(BehaviorVersion::latest())
         .http_client(http)
         .region(Region::new(options.region.clone()))
@@ -60,9 +70,14 @@ pub(super) async fn connect(options: &S3Options) -> Result<Client, ClientError> 
         Some(credentials) => shared.credentials_provider(credentials.clone()),
         None => shared,
     };
-    // Its read time-out would count a PUT's whole body: the time without a byte is watched in `s3.rs`.
+    shared.load().await
+}
+
+/// The SDK's client, for all calls but HEAD and ranged GET.
+pub(super) fn client(options: &S3Options, shared: &SdkConfig) -> Client {
+    // The connector watches the time without a byte: the SDK's read time-out would count a PUT's whole body.
     let timeouts = TimeoutConfig::builder().connect_timeout(options.connect_timeout);
-    let mut config = Builder::from(&shared.load().await)
+    let mut config = Builder::from(shared)
         .force_path_style(options.path_style)
         .timeout_config(timeouts.build())
         .request_checksum_calculation(RequestChecksumCalculation::WhenRequired)
@@ -70,34 +85,5 @@ pub(super) async fn connect(options: &S3Options) -> Result<Client, ClientError> 
     if let Some(endpoint) = &options.endpoint {
         config = config.endpoint_url(endpoint);
     }
-    Ok(Client::from_conf(config.build()))
-}
-
-/// Checks the file itself first: the HTTP client panics on one that it can't read.
-fn tls_context(options: &S3Options) -> Result<TlsContext, ClientError> {
-    let mut trusted = TrustStore::default();
-    if let Some(path) = &options.ca_file {
-        let error = |reason: String| ClientError::CaFile {
-            path: path.clone(),
-            reason,
-        };
-        let pem = std::fs::read(path).map_err(|cause| error(cause.to_string()))?;
-        let mut roots = RootCertStore::empty();
-        for certificate in CertificateDer::pem_slice_iter(&pem) {
-            let certificate = certificate.map_err(|cause| error(cause.to_string()))?;
-            roots.add(certificate).map_err(|cause| error(cause.to_string()))?;
-        }
-        if roots.is_empty() {
-            return Err(error("it holds no certificate".into()));
-        }
-        trusted = trusted.with_pem_certificate(pem);
-    }
-    // The only way that this can fail is a feature that is not built in.
-    TlsContext::builder()
-        .with_trust_store(trusted)
-        .build()
-        .map_err(|cause| ClientError::CaFile {
-            path: options.ca_file.clone().unwrap_or_default(),
-            reason: cause.to_string(),
-        })
+    Client::from_conf(config.build())
 }

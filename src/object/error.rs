@@ -6,6 +6,9 @@ use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::RequestId;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
+use super::reads::Refusal;
+use crate::net::{Mismatch, NetError};
+
 /// What was asked of S3; also the kinds that requests are counted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
@@ -151,32 +154,78 @@ impl ObjectError {
     where
         E: ProvideErrorMetadata + StdError + 'static,
     {
-        let (kind, detail) = match error {
-            SdkError::ServiceError(service) => {
-                let status = service.raw().status().as_u16();
-                let code = service.err().code();
-                let message = service.err().message().unwrap_or_default();
-                let request_id = service.err().meta().request_id();
-                let request = request_id.unwrap_or("-");
-                let detail = format!(
-                    "HTTP {status} {} {message} (request {request})",
-                    code.unwrap_or("-")
-                );
-                (
-                    kind_of_status(operation, status, code, request_id.is_some() || !signs),
-                    detail,
-                )
-            }
-            SdkError::TimeoutError(_) => (ErrorKind::Timeout, words(error)),
-            SdkError::DispatchFailure(failure) if failure.is_timeout() => (ErrorKind::Timeout, words(error)),
-            SdkError::DispatchFailure(_) if has_credentials_error(error) => {
-                (ErrorKind::Credentials, words(error))
-            }
-            SdkError::DispatchFailure(failure) if failure.is_io() => (ErrorKind::Connect, words(error)),
-            SdkError::ResponseError(_) | SdkError::DispatchFailure(_) => (ErrorKind::Broken, words(error)),
-            _ => (ErrorKind::Refused, words(error)),
+        let SdkError::ServiceError(service) = error else {
+            return Self::from_failure(operation, target, error);
         };
-        Self::new(operation, target, kind, detail)
+        let (status, error) = (service.raw().status().as_u16(), service.err());
+        let refusal = Refusal {
+            status,
+            code: error.code().map(Into::into),
+            message: error.message().unwrap_or_default().to_owned(),
+            request_id: error.meta().request_id().map(Into::into),
+        };
+        Self::from_refusal(operation, target, &refusal, signs)
+    }
+
+    /// No answer, or none that could be used.
+    pub(super) fn from_failure<E>(
+        operation: Operation,
+        target: &str,
+        error: &SdkError<E, HttpResponse>,
+    ) -> Self
+    where
+        E: StdError + 'static,
+    {
+        if let Some(error) = sources(error).find_map(|error| error.downcast_ref::<NetError>()) {
+            return Self::from_net(operation, target, error);
+        }
+        let kind = match error {
+            SdkError::TimeoutError(_) => ErrorKind::Timeout,
+            SdkError::DispatchFailure(failure) if failure.is_timeout() => ErrorKind::Timeout,
+            SdkError::DispatchFailure(_) if has_credentials_error(error) => ErrorKind::Credentials,
+            SdkError::ResponseError(_) | SdkError::DispatchFailure(_) => ErrorKind::Broken,
+            _ => ErrorKind::Refused,
+        };
+        Self::new(operation, target, kind, words(error))
+    }
+
+    /// An answer that is no success.
+    pub(super) fn from_refusal(operation: Operation, target: &str, refusal: &Refusal, signs: bool) -> Self {
+        let code = refusal.code.as_deref();
+        let from_s3 = refusal.request_id.is_some() || !signs;
+        let detail = format!(
+            "HTTP {} {} {} (request {})",
+            refusal.status,
+            code.unwrap_or("-"),
+            refusal.message,
+            refusal.request_id.as_deref().unwrap_or("-")
+        );
+        Self::new(
+            operation,
+            target,
+            kind_of_status(operation, refusal.status, code, from_s3),
+            detail,
+        )
+    }
+
+    fn from_net(operation: Operation, target: &str, error: &NetError) -> Self {
+        let kind = match error {
+            NetError::Url(_) | NetError::Body | NetError::Landing => ErrorKind::Refused,
+            NetError::Connect { .. } => ErrorKind::Connect,
+            NetError::Timeout { .. } => ErrorKind::Timeout,
+            NetError::Closed
+            | NetError::Io(_)
+            | NetError::Head(_)
+            | NetError::Framing(_)
+            | NetError::Cut { .. } => ErrorKind::Broken,
+            NetError::TooLong { .. } | NetError::Mismatch(Mismatch::Range(_)) => ErrorKind::Protocol,
+            NetError::Mismatch(Mismatch::Etag) => ErrorKind::Changed,
+            NetError::Mismatch(Mismatch::Length { expected, actual }) => ErrorKind::Length {
+                expected: usize::try_from(*expected).unwrap_or(usize::MAX),
+                actual: Some(*actual),
+            },
+        };
+        Self::new(operation, target, kind, error.to_string())
     }
 }
 

@@ -1,6 +1,7 @@
 //! Objects on S3: the few calls that kvgate needs, with errors that say what they mean.
 //!
-//! [`ObjectStore`] is the seam. [`S3`] makes one attempt a call, over the AWS SDK with its retries and checksums off;
+//! [`ObjectStore`] is the seam. [`S3`] makes one attempt a call, over the AWS SDK with its retries and checksums off
+//! (HEAD and ranged GET, made by the thousand, go round its typed layer: `reads`, `sign`) and our connections ([`net`](crate::net));
 //! [`Retrying`] wraps any store and is the only place where something is tried again. Tests wrap stores in the same
 //! way to inject faults. Bytes of a ranged GET go into the caller's slot (`landing`), bytes of a PUT come from it.
 //!
@@ -9,9 +10,10 @@
 mod capabilities;
 mod client;
 mod error;
-mod landing;
+mod reads;
 mod retry;
 mod s3;
+mod sign;
 mod store;
 
 pub use capabilities::{Capabilities, ProbeMode};

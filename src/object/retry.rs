@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::store::{
     Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts, Result, StoreFuture,
 };
-use crate::net::Landing;
+use crate::net::{Landing, Traffic};
 
 /// When and how often a failed request is tried again.
 #[derive(Debug, Clone, Copy)]
@@ -159,5 +159,9 @@ impl<S: ObjectStore> ObjectStore for Retrying<S> {
 
     fn requests(&self) -> RequestCounts {
         self.inner.requests()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
     }
 }

@@ -15,19 +15,20 @@ use tokio::time::Instant;
 
 use super::client::{self, ClientError, S3Options};
 use super::error::{ErrorKind, ObjectError, Operation};
-use super::landing;
+use super::reads::{Answer, Read, Reads};
 use super::store::{
     Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
 };
-use crate::net::Landing;
+use crate::net::{Connector, Expect, Landing, LandingCell, Traffic, unquoted};
 
 /// One bucket over the AWS SDK; each call is one attempt.
 pub struct S3 {
     client: Client,
+    reads: Reads,
+    http: Connector,
     bucket: String,
     region: String,
-    read_timeout: Duration,
     request_timeout: Duration,
     counters: Counters,
     /// An answer had a request id. Then one without is not this server's, but a proxy's in front of it.
@@ -37,11 +38,14 @@ pub struct S3 {
 impl S3 {
     /// Sends nothing yet.
     pub async fn connect(options: &S3Options) -> Result<Self, ClientError> {
+        let http = client::connector(options)?;
+        let shared = client::shared(options, http.clone()).await;
         Ok(Self {
-            client: client::connect(options).await?,
+            client: client::client(options, &shared),
+            reads: Reads::new(options, http.clone(), shared.credentials_provider()).await?,
+            http,
             bucket: options.bucket.clone(),
             region: options.region.clone(),
-            read_timeout: options.read_timeout,
             request_timeout: options.request_timeout,
             counters: Counters::default(),
             signs: AtomicBool::new(false),
@@ -81,7 +85,7 @@ impl S3 {
 }
 
 impl S3 {
-    /// The head of an answer, which must come within the time without a byte.
+    /// An answer of the SDK's, with errors as ours.
     async fn answer<T, E>(
         &self,
         operation: Operation,
@@ -92,40 +96,39 @@ impl S3 {
         T: RequestId,
         E: ProvideErrorMetadata + std::error::Error + 'static,
     {
-        let stalled = |_| {
-            ObjectError::new(
-                operation,
-                target,
-                ErrorKind::Timeout,
-                format!("{:?}", self.read_timeout),
-            )
-        };
-        let answer = tokio::time::timeout(self.read_timeout, request)
-            .await
-            .map_err(stalled)?;
-        self.judge(operation, target, answer)
-    }
-
-    fn judge<T, E>(
-        &self,
-        operation: Operation,
-        target: &str,
-        answer: std::result::Result<T, SdkError<E, HttpResponse>>,
-    ) -> Result<T>
-    where
-        T: RequestId,
-        E: ProvideErrorMetadata + std::error::Error + 'static,
-    {
-        let signed = match &answer {
+        let answer = request.await;
+        self.saw_request_id(match &answer {
             Ok(answer) => answer.request_id().is_some(),
             Err(SdkError::ServiceError(error)) => error.err().meta().request_id().is_some(),
             Err(_) => false,
-        };
-        if signed {
+        });
+        answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, self.signs()))
+    }
+
+    async fn read(&self, operation: Operation, read: Read) -> Result<Answer> {
+        let key = read.key.clone();
+        match self.reads.send(read).await {
+            Ok(answer) => {
+                self.saw_request_id(answer.has_request_id);
+                Ok(answer)
+            }
+            Err(SdkError::ServiceError(error)) => {
+                let refusal = error.err();
+                self.saw_request_id(refusal.request_id.is_some());
+                Err(ObjectError::from_refusal(operation, &key, refusal, self.signs()))
+            }
+            Err(error) => Err(ObjectError::from_failure(operation, &key, &error)),
+        }
+    }
+
+    fn saw_request_id(&self, saw: bool) {
+        if saw {
             self.signs.store(true, Ordering::Relaxed);
         }
-        let signs = self.signs.load(Ordering::Relaxed);
-        answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, signs))
+    }
+
+    fn signs(&self) -> bool {
+        self.signs.load(Ordering::Relaxed)
     }
 }
 
@@ -158,10 +161,6 @@ fn meta_of(
     })
 }
 
-fn unquoted(etag: &str) -> &str {
-    etag.trim().trim_start_matches("W/").trim_matches('"')
-}
-
 fn quoted(etag: &str) -> String {
     format!("\"{etag}\"")
 }
@@ -174,14 +173,21 @@ impl ObjectStore for S3 {
     fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
         let operation = Operation::Head;
         Box::pin(self.attempt(operation, key, deadline, async move {
-            let request = self.client.head_object().bucket(&self.bucket).key(key);
-            let answer = self.answer(operation, key, request.send()).await?;
+            let read = Read {
+                method: "HEAD",
+                key: key.to_owned(),
+                range: None,
+                if_match: None,
+                landing: None,
+            };
+            let answer = self.read(operation, read).await?;
+            let modified = answer.last_modified();
             meta_of(
                 operation,
                 key,
-                length(answer.content_length()),
-                answer.e_tag(),
-                answer.last_modified(),
+                answer.content_length,
+                answer.etag.as_deref(),
+                modified.as_ref(),
             )
         }))
     }
@@ -203,42 +209,36 @@ impl ObjectStore for S3 {
         }))
     }
 
-    fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
+    fn get<'a>(&'a self, get: GetRange<'a>, landing: Landing, deadline: Instant) -> GetFuture<'a> {
         let operation = Operation::Get;
+        let expect = Expect {
+            range: get.range.start as u64..get.range.end as u64,
+            object_len: get.object_len as u64,
+            etag: get.if_match.map(Into::into),
+        };
+        let cell = LandingCell::new(landing, expect);
         Box::pin(async move {
+            let read = Read {
+                method: "GET",
+                key: get.key.to_owned(),
+                range: Some(format!("bytes={}-{}", get.range.start, get.range.end - 1)),
+                if_match: get.if_match.map(quoted),
+                landing: Some(cell.clone()),
+            };
             let result = self.attempt(operation, get.key, deadline, async {
-                let request = self.client.get_object().bucket(&self.bucket).key(get.key);
-                let request = request.range(format!("bytes={}-{}", get.range.start, get.range.end - 1));
-                let request = request.set_if_match(get.if_match.map(quoted));
-                let answer = self
-                    .answer(operation, get.key, request.send())
-                    .await
-                    .map_err(|mut error| {
-                        if let ErrorKind::Length { expected, .. } = &mut error.kind {
-                            *expected = get.object_len;
-                        }
-                        error
-                    })?;
-                let total = landing::total_len(&get, &answer)?;
-                let meta = meta_of(
-                    operation,
-                    get.key,
-                    Some(total),
-                    answer.e_tag(),
-                    answer.last_modified(),
-                )?;
-                if get.if_match.is_some_and(|etag| etag != &*meta.version.etag) {
-                    // A server that ignores If-Match.
-                    return Err(ObjectError::new(
-                        operation,
-                        get.key,
-                        ErrorKind::Changed,
-                        "another ETag came",
-                    ));
-                }
-                landing::land(&get, meta, answer, &mut landing, self.read_timeout).await
+                let answer = self.read(operation, read).await.map_err(|mut error| {
+                    if let ErrorKind::Length { expected, .. } = &mut error.kind {
+                        *expected = get.object_len;
+                    }
+                    error
+                })?;
+                let modified = answer.last_modified();
+                let len = Some(get.object_len as u64);
+                meta_of(operation, get.key, len, answer.etag.as_deref(), modified.as_ref())
             });
             let result = result.await;
+            // The request is over or given up, so nothing else holds it.
+            let landing = cell.take().expect("a connector gives the landing back");
             (landing, result)
         })
     }
@@ -282,8 +282,8 @@ impl ObjectStore for S3 {
                 Condition::IfMatch(etag) => request.if_match(etag),
             };
             // The payload has digests of its own; hashing it for the signature would cost more than sending it.
-            let answer = request.customize().disable_payload_signing().send().await;
-            let answer = self.judge(operation, key, answer)?;
+            let answer = request.customize().disable_payload_signing().send();
+            let answer = self.answer(operation, key, answer).await?;
             Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
         }))
     }
@@ -377,13 +377,20 @@ impl ObjectStore for S3 {
             match request.send().await {
                 Ok(_) => Ok(()),
                 Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
-                answer => self.judge(operation, &self.bucket, answer).map(drop),
+                answer => self
+                    .answer(operation, &self.bucket, async { answer })
+                    .await
+                    .map(drop),
             }
         }))
     }
 
     fn requests(&self) -> RequestCounts {
         self.counters.read()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.http.traffic()
     }
 }
 
@@ -409,14 +416,8 @@ impl S3 {
         let batch = Delete::builder().set_objects(Some(objects)).quiet(true).build();
         let batch = batch.map_err(|error| refused(error.to_string()))?;
         self.attempt(operation, &self.bucket, deadline, async {
-            let answer = self
-                .client
-                .delete_objects()
-                .bucket(&self.bucket)
-                .delete(batch)
-                .send()
-                .await;
-            let answer = self.judge(operation, &self.bucket, answer)?;
+            let request = self.client.delete_objects().bucket(&self.bucket).delete(batch);
+            let answer = self.answer(operation, &self.bucket, request.send()).await?;
             match answer
                 .errors()
                 .iter()
@@ -459,6 +460,9 @@ mod tests {
                 connect_timeout: second,
                 read_timeout: second,
                 request_timeout: second,
+                idle_timeout: second,
+                connections_max: 1,
+                answer_bytes_max: 1 << 20,
                 credentials: Some(Credentials::from_keys("key", "secret", None)),
             };
             let s3 = S3::connect(&options).await.unwrap();

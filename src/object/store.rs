@@ -9,7 +9,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
-use crate::net::Landing;
+use crate::net::{Landing, Traffic};
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
 pub type GetFuture<'a> = Pin<Box<dyn Future<Output = (Landing, Result<ObjectMeta>)> + Send + 'a>>;
@@ -115,6 +115,9 @@ pub trait ObjectStore: Send + Sync + 'static {
 
     /// Requests sent so far.
     fn requests(&self) -> RequestCounts;
+
+    /// What the connections carried so far.
+    fn traffic(&self) -> Traffic;
 }
 
 /// HTTP requests by kind.

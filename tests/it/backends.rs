@@ -80,6 +80,9 @@ impl Backend {
             connect_timeout: Duration::from_secs(2),
             read_timeout: Duration::from_secs(10),
             request_timeout: Duration::from_secs(30),
+            idle_timeout: Duration::from_secs(50),
+            connections_max: 256,
+            answer_bytes_max: 1 << 24,
             credentials: Some(Credentials::from_keys(&self.access_key, &self.secret_key, None)),
         }
     }

@@ -9,7 +9,7 @@ use aws_credential_types::Credentials;
 use bytes::Bytes;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
-use kvgate::net::Landing;
+use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, RetryPolicy, Retrying, S3, S3Options, StoreFuture,
@@ -186,6 +186,10 @@ impl ObjectStore for Hooked {
 
     fn requests(&self) -> RequestCounts {
         self.inner.requests()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
     }
 }
 
@@ -550,6 +554,9 @@ async fn retries_are_bounded_by_count_budget_and_deadline() {
         connect_timeout: Duration::from_secs(1),
         read_timeout: Duration::from_secs(1),
         request_timeout: Duration::from_secs(1),
+        idle_timeout: Duration::from_secs(50),
+        connections_max: 4,
+        answer_bytes_max: 1 << 20,
         credentials: Some(Credentials::from_keys("key", "secret", None)),
     };
     let nowhere: Arc<dyn ObjectStore> = Arc::new(S3::connect(&nowhere).await.unwrap());

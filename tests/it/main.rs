@@ -10,6 +10,7 @@ mod damage;
 mod demo;
 mod faults;
 mod fixture;
+mod hostile;
 mod lookups;
 mod outage;
 mod vectors;

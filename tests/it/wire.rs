@@ -52,6 +52,9 @@ async fn answering_each(answers: Vec<String>, body_len: usize) -> S3 {
         connect_timeout: STALL,
         read_timeout: STALL,
         request_timeout: Duration::from_secs(10),
+        idle_timeout: Duration::from_secs(50),
+        connections_max: 256,
+        answer_bytes_max: 1 << 24,
         credentials: Some(Credentials::from_keys("key", "secret", None)),
     };
     S3::connect(&options).await.unwrap()

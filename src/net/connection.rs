@@ -1,0 +1,298 @@
+//! One connection: a request out, the answer's head in, its body into a slot or a buffer.
+
+use std::future::{Future, poll_fn};
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, BufMut, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, Sleep};
+
+use super::error::NetError;
+use super::head::{self, Head};
+use super::landing::Landing;
+use super::tls::TlsStream;
+
+/// Read at once while a head is expected: bytes of a body that come with it are copied, so not more.
+const HEAD_READ_BYTES: usize = 4096;
+/// Read at once of a body that is buffered.
+const READ_BYTES: usize = 64 << 10;
+/// Interim answers (100 Continue, 103 Early Hints) before the real one.
+const INTERIM_MAX: usize = 8;
+
+pub(super) enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream>),
+}
+
+pub(super) struct Connection {
+    stream: Stream,
+    /// Read, and not yet used.
+    ahead: BytesMut,
+    stall: Stall,
+    /// The answer came before the whole request was sent.
+    cut_off: bool,
+}
+
+/// A request as it goes over the wire.
+pub(super) struct Outgoing<'a> {
+    pub head: &'a [u8],
+    pub body: &'a [u8],
+    /// It is a HEAD: its answer has no body.
+    pub bodyless: bool,
+}
+
+impl Connection {
+    /// `stall` limits the time in which not a byte is sent or received.
+    pub fn new(stream: Stream, stall: Duration) -> Self {
+        Self {
+            stream,
+            ahead: BytesMut::new(),
+            stall: Stall::new(stall),
+            cut_off: false,
+        }
+    }
+
+    /// Whether another request may be sent: nothing more came, and nobody closed it.
+    pub fn is_open(&mut self) -> bool {
+        match &mut self.stream {
+            Stream::Plain(tcp) => {
+                matches!(tcp.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+            }
+            Stream::Tls(tls) => tls.is_idle_and_open(),
+        }
+    }
+
+    /// Whether it may be kept, after an answer that was read to its end.
+    pub fn is_reusable(&self, head: &Head) -> bool {
+        head.keep_alive && !self.cut_off && self.ahead.is_empty()
+    }
+
+    /// Whether bytes that land are copied on their way.
+    pub fn copies(&self) -> bool {
+        matches!(self.stream, Stream::Tls(_))
+    }
+
+    /// Sends the request and reads the answer's head. An answer that comes before the request is sent whole (a refusal)
+    /// ends the sending.
+    pub async fn exchange(&mut self, request: &Outgoing<'_>) -> Result<Head, NetError> {
+        self.stall.progress();
+        let mut sending = Sending {
+            left: [request.head, request.body],
+            flushed: false,
+            failed: None,
+        };
+        let mut interim = 0;
+        poll_fn(|cx| {
+            loop {
+                if let Some(head) = self.next_head(request.bodyless, &mut interim)? {
+                    self.cut_off = !sending.is_done();
+                    return Poll::Ready(Ok(head));
+                }
+                if !sending.is_done() && sending.poll(cx, &mut self.stream).is_ready() {
+                    self.stall.progress();
+                    continue;
+                }
+                let read = match self.poll_ahead(cx, HEAD_READ_BYTES) {
+                    Poll::Ready(read) => read,
+                    Poll::Pending => return self.stall.poll(cx, "answer").map(Err),
+                };
+                match (read, sending.failed.take()) {
+                    (Ok(1..), failed) => sending.failed = failed,
+                    // It was closed for reading, too: what failed first says more.
+                    (_, Some(error)) | (Err(NetError::Io(error)), None) if self.ahead.is_empty() => {
+                        return Poll::Ready(Err(NetError::Io(error)));
+                    }
+                    (Ok(0), _) if self.ahead.is_empty() => return Poll::Ready(Err(NetError::Closed)),
+                    _ => return Poll::Ready(Err(NetError::Head("its head ends early"))),
+                }
+            }
+        })
+        .await
+    }
+
+    /// The next head that is not an interim one, if all of it is here.
+    fn next_head(&mut self, bodyless: bool, interim: &mut usize) -> Result<Option<Head>, NetError> {
+        while !self.ahead.is_empty() {
+            let Some((head, len)) = head::parse(&self.ahead, bodyless)? else {
+                break;
+            };
+            self.ahead.advance(len);
+            if head.status >= 200 {
+                return Ok(Some(head));
+            }
+            *interim += 1;
+            if *interim > INTERIM_MAX {
+                return Err(NetError::Head("it has too many interim answers"));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Reads the body into the slot, of whose length it is. What came with the head is copied; answers how much.
+    pub async fn land(&mut self, landing: &mut Landing) -> Result<usize, NetError> {
+        let len = landing.slot.len();
+        let copied = self.ahead.len().min(len);
+        landing.slot[..copied].copy_from_slice(&self.ahead[..copied]);
+        self.ahead.advance(copied);
+        landing.arrived(0, copied);
+        let mut landed = copied;
+        while landed < len {
+            // All the room that is left: smaller reads cost more system calls.
+            let read = self.read(&mut landing.slot[landed..]).await?;
+            if read == 0 {
+                return Err(NetError::Cut { got: landed, len });
+            }
+            landing.arrived(landed, read);
+            landed += read;
+        }
+        Ok(copied)
+    }
+
+    async fn read(&mut self, into: &mut [u8]) -> Result<usize, NetError> {
+        poll_fn(|cx| {
+            let mut buf = ReadBuf::new(into);
+            let read = match &mut self.stream {
+                Stream::Plain(tcp) => Pin::new(tcp).poll_read(cx, &mut buf),
+                Stream::Tls(tls) => Pin::new(&mut **tls).poll_read(cx, &mut buf),
+            };
+            match read {
+                Poll::Ready(read) => {
+                    self.stall.progress();
+                    Poll::Ready(read.map(|()| buf.filled().len()).map_err(NetError::Io))
+                }
+                Poll::Pending => self.stall.poll(cx, "byte of the body").map(Err),
+            }
+        })
+        .await
+    }
+
+    /// Reads ahead until `len` bytes are there.
+    pub async fn fill(&mut self, len: usize) -> Result<(), NetError> {
+        while self.ahead.len() < len {
+            if self.more(len - self.ahead.len()).await? == 0 {
+                return Err(NetError::Cut {
+                    got: self.ahead.len(),
+                    len,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads ahead at least one byte and at most `most`; 0 at the end.
+    pub async fn more(&mut self, most: usize) -> Result<usize, NetError> {
+        poll_fn(|cx| match self.poll_ahead(cx, most) {
+            Poll::Pending => self.stall.poll(cx, "byte of the body").map(Err),
+            Poll::Ready(read) => Poll::Ready(read),
+        })
+        .await
+    }
+
+    pub fn ahead(&mut self) -> &mut BytesMut {
+        &mut self.ahead
+    }
+
+    fn poll_ahead(&mut self, cx: &mut Context<'_>, most: usize) -> Poll<Result<usize, NetError>> {
+        let most = most.min(READ_BYTES);
+        self.ahead.reserve(most);
+        let mut room = (&mut self.ahead).limit(most);
+        let read = match &mut self.stream {
+            Stream::Plain(tcp) => ready!(pin!(tcp.read_buf(&mut room)).poll(cx)),
+            Stream::Tls(tls) => ready!(pin!(tls.read_buf(&mut room)).poll(cx)),
+        };
+        self.stall.progress();
+        Poll::Ready(read.map_err(NetError::Io))
+    }
+}
+
+/// A request on its way out.
+struct Sending<'a> {
+    /// Of head and body.
+    left: [&'a [u8]; 2],
+    flushed: bool,
+    failed: Option<io::Error>,
+}
+
+impl Sending<'_> {
+    fn is_done(&self) -> bool {
+        self.flushed || self.failed.is_some()
+    }
+
+    /// Sends some. A failure is kept: the server may have answered before it closed.
+    fn poll(&mut self, cx: &mut Context<'_>, stream: &mut Stream) -> Poll<()> {
+        let [head, body] = self.left;
+        let sent = match stream {
+            _ if head.is_empty() && body.is_empty() => match Pin::new(&mut *stream).poll_flush(cx) {
+                Poll::Ready(Ok(())) => {
+                    self.flushed = true;
+                    return Poll::Ready(());
+                }
+                other => other.map_ok(|()| 0),
+            },
+            Stream::Plain(tcp) => {
+                Pin::new(tcp).poll_write_vectored(cx, &[IoSlice::new(head), IoSlice::new(body)])
+            }
+            Stream::Tls(tls) => {
+                Pin::new(&mut **tls).poll_write(cx, if head.is_empty() { body } else { head })
+            }
+        };
+        match sent {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(Ok(0)) => self.failed = Some(io::ErrorKind::WriteZero.into()),
+            Poll::Ready(Ok(sent)) => {
+                let of_head = sent.min(head.len());
+                self.left = [&head[of_head..], &body[sent - of_head..]];
+            }
+            Poll::Ready(Err(error)) => self.failed = Some(error),
+        }
+        Poll::Ready(())
+    }
+}
+
+impl Stream {
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            // TCP has nothing to flush.
+            Self::Plain(_) => Poll::Ready(Ok(())),
+            Self::Tls(tls) => Pin::new(&mut **tls).poll_flush(cx),
+        }
+    }
+}
+
+/// Ends a wait in which not a byte moves for too long. Cheap while bytes move: the timer is set anew only when it fires.
+struct Stall {
+    limit: Duration,
+    last: Instant,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl Stall {
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            last: Instant::now(),
+            timer: Box::pin(tokio::time::sleep(limit)),
+        }
+    }
+
+    fn progress(&mut self) {
+        self.last = Instant::now();
+    }
+
+    /// Ready when the limit has passed.
+    fn poll(&mut self, cx: &mut Context<'_>, what: &'static str) -> Poll<NetError> {
+        loop {
+            ready!(self.timer.as_mut().poll(cx));
+            let due = self.last + self.limit;
+            if Instant::now() >= due {
+                let limit = self.limit;
+                return Poll::Ready(NetError::Timeout { what, limit });
+            }
+            self.timer.as_mut().reset(due);
+        }
+    }
+}

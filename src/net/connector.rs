@@ -1,0 +1,312 @@
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_smithy_runtime_api::client::http::{
+    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+};
+use aws_smithy_runtime_api::client::orchestrator::{HttpRequest, HttpResponse};
+use aws_smithy_runtime_api::client::result::ConnectorError;
+use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
+use aws_smithy_runtime_api::http::StatusCode;
+use aws_smithy_types::body::SdkBody;
+use dashmap::DashMap;
+
+use super::body;
+use super::connection::{Connection, Outgoing};
+use super::error::NetError;
+use super::head::Head;
+use super::landing::LandingCell;
+use super::pool::{Origin, Pool};
+use super::stats::{Counters, Traffic, add};
+
+/// Limits, and whom to trust.
+#[derive(Debug, Clone)]
+pub struct ConnectorOptions {
+    pub tls: Arc<rustls::ClientConfig>,
+    /// To connect, TLS included, where the SDK's settings don't say.
+    pub connect_timeout: Duration,
+    /// Longest time in which not a byte is sent or received.
+    pub stall_timeout: Duration,
+    /// Connections are kept for so long after a request.
+    pub idle_timeout: Duration,
+    /// Connections in use at a time, to one origin.
+    pub connections_max: usize,
+    /// Bytes of a body that does not land.
+    pub answer_bytes_max: usize,
+}
+
+/// The SDK's HTTP client. Clones share their connections.
+#[derive(Clone)]
+pub struct Connector(Arc<Inner>);
+
+struct Inner {
+    options: Arc<ConnectorOptions>,
+    pools: DashMap<Origin, Arc<Pool>>,
+    counters: Arc<Counters>,
+}
+
+impl Connector {
+    pub fn new(options: ConnectorOptions) -> Self {
+        Self(Arc::new(Inner {
+            options: Arc::new(options),
+            pools: DashMap::new(),
+            counters: Arc::default(),
+        }))
+    }
+
+    pub fn traffic(&self) -> Traffic {
+        self.0.counters.read()
+    }
+
+    fn pool(&self, origin: &Origin) -> Arc<Pool> {
+        if let Some(pool) = self.0.pools.get(origin) {
+            return Arc::clone(&pool);
+        }
+        let new = || {
+            Pool::new(
+                origin.clone(),
+                Arc::clone(&self.0.options),
+                Arc::clone(&self.0.counters),
+            )
+        };
+        Arc::clone(
+            &self
+                .0
+                .pools
+                .entry(origin.clone())
+                .or_insert_with(|| Arc::new(new())),
+        )
+    }
+
+    async fn call(&self, request: HttpRequest, connect_timeout: Duration) -> Result<HttpResponse, NetError> {
+        let target = Target::parse(request.uri())?;
+        let pool = self.pool(&target.origin);
+        let _turn = pool.turn().await;
+        let head = request_head(&request, &target)?;
+        let outgoing = Outgoing {
+            head: head.as_bytes(),
+            body: request.body().bytes().ok_or(NetError::Body)?,
+            bodyless: request.method() == "HEAD",
+        };
+        let (mut connection, head) = self.exchange(&pool, &outgoing, connect_timeout).await?;
+        let cell = request.extension::<LandingCell>().filter(|_| head.is_success());
+        let body = if let Some(cell) = cell {
+            self.land(&mut connection, &head, cell).await?;
+            SdkBody::empty()
+        } else {
+            let limit = self.0.options.answer_bytes_max;
+            SdkBody::from(body::collect(&mut connection, head.framing, limit).await?)
+        };
+        if connection.is_reusable(&head) {
+            pool.keep(connection);
+        }
+        response(&head, body, cell.is_some())
+    }
+
+    /// Sends the request, over a kept connection if there is one; should that turn out to be closed, over a new one.
+    async fn exchange(
+        &self,
+        pool: &Pool,
+        outgoing: &Outgoing<'_>,
+        connect_timeout: Duration,
+    ) -> Result<(Connection, Head), NetError> {
+        if let Some(mut kept) = pool.kept() {
+            match kept.exchange(outgoing).await {
+                Err(error) if error.before_answer() => add(&self.0.counters.stale, 1),
+                answer => return answer.map(|head| (kept, head)),
+            }
+        }
+        let mut new = pool.connect(connect_timeout).await?;
+        let head = new.exchange(outgoing).await?;
+        Ok((new, head))
+    }
+
+    async fn land(
+        &self,
+        connection: &mut Connection,
+        head: &Head,
+        cell: &LandingCell,
+    ) -> Result<(), NetError> {
+        cell.expect().check(head)?;
+        let mut landing = cell.borrow().ok_or(NetError::Landing)?;
+        let copied = connection.land(&mut landing).await?;
+        let landed = landing.slot.len();
+        add(&self.0.counters.landed_bytes, landed);
+        add(
+            &self.0.counters.copied_bytes,
+            if connection.copies() { landed } else { copied },
+        );
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Connector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Connector({:?})", self.traffic())
+    }
+}
+
+/// The SDK's view: one for each set of time limits.
+#[derive(Debug)]
+struct Timed {
+    connector: Connector,
+    connect_timeout: Duration,
+}
+
+impl HttpClient for Connector {
+    fn http_connector(&self, settings: &HttpConnectorSettings, _: &RuntimeComponents) -> SharedHttpConnector {
+        SharedHttpConnector::new(Timed {
+            connector: self.clone(),
+            connect_timeout: settings
+                .connect_timeout()
+                .unwrap_or(self.0.options.connect_timeout),
+        })
+    }
+}
+
+impl HttpConnector for Timed {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let (connector, limit) = (self.connector.clone(), self.connect_timeout);
+        HttpConnectorFuture::new(async move { connector.call(request, limit).await.map_err(for_sdk) })
+    }
+}
+
+/// As the SDK sorts errors; the [`NetError`] stays inside.
+fn for_sdk(error: NetError) -> ConnectorError {
+    match error {
+        NetError::Timeout { .. } => ConnectorError::timeout(error.into()),
+        NetError::Connect { .. } => ConnectorError::io(error.into()).never_connected(),
+        NetError::Url(_) | NetError::Body => ConnectorError::user(error.into()),
+        _ => ConnectorError::io(error.into()),
+    }
+}
+
+/// A URL, taken apart.
+pub struct Target<'a> {
+    pub(super) origin: Origin,
+    /// For the Host header: without the port where it is the scheme's own, as it is signed.
+    pub authority: &'a str,
+    /// With the query.
+    pub path: &'a str,
+}
+
+impl<'a> Target<'a> {
+    pub fn parse(url: &'a str) -> Result<Self, NetError> {
+        let bad = || NetError::Url(url.to_owned());
+        let (scheme, rest) = url.split_once("://").ok_or_else(bad)?;
+        let (tls, own_port) = match scheme {
+            "http" => (false, 80),
+            "https" => (true, 443),
+            _ => return Err(bad()),
+        };
+        let end = rest.find(['/', '?']).unwrap_or(rest.len());
+        let (authority, path) = rest.split_at(end);
+        // `[::1]:80` has colons in the brackets.
+        let (host, port) = match authority.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') => (host, port.parse().map_err(|_| bad())?),
+            _ => (authority, own_port),
+        };
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let name = bare.unwrap_or(host);
+        if name.is_empty() || authority.contains('@') || (bare.is_none() && host.contains(':')) {
+            return Err(bad());
+        }
+        Ok(Self {
+            origin: Origin {
+                tls,
+                host: name.to_owned(),
+                port,
+            },
+            authority: if port == own_port { host } else { authority },
+            path: if path.is_empty() { "/" } else { path },
+        })
+    }
+}
+
+fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, NetError> {
+    let mut head = String::with_capacity(1024);
+    let slash = if target.path.starts_with('/') { "" } else { "/" };
+    let _ = write!(head, "{} {slash}{} HTTP/1.1\r\n", request.method(), target.path);
+    let headers = request.headers();
+    if !headers.contains_key("host") {
+        let _ = write!(head, "host: {}\r\n", target.authority);
+    }
+    for (name, value) in headers {
+        let _ = write!(head, "{name}: {value}\r\n");
+    }
+    let len = request.body().bytes().ok_or(NetError::Body)?.len();
+    let has_body = len > 0 || matches!(request.method(), "PUT" | "POST");
+    if has_body && !headers.contains_key("content-length") {
+        let _ = write!(head, "content-length: {len}\r\n");
+    }
+    head.push_str("\r\n");
+    Ok(head)
+}
+
+/// `landed`: the body is in its slot, so the SDK sees an empty one.
+fn response(head: &Head, body: SdkBody, landed: bool) -> Result<HttpResponse, NetError> {
+    let odd = || NetError::Head("a header is none");
+    let status = StatusCode::try_from(head.status).map_err(|_| odd())?;
+    let mut response = HttpResponse::new(status, body);
+    for (name, value) in &head.headers {
+        let value = match &**name {
+            // The SDK would wait for the bytes.
+            "content-length" if landed => "0",
+            _ => value,
+        };
+        let (name, value) = (name.clone(), value.to_owned());
+        response
+            .headers_mut()
+            .try_append(name, value)
+            .map_err(|_| odd())?;
+    }
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_taken_apart() {
+        for (url, host, port, authority, path) in [
+            ("http://rgw:8000/b/k?x=1", "rgw", 8000, "rgw:8000", "/b/k?x=1"),
+            ("https://rgw/b", "rgw", 443, "rgw", "/b"),
+            ("https://rgw:443/b", "rgw", 443, "rgw", "/b"),
+            ("http://rgw:443", "rgw", 443, "rgw:443", "/"),
+            (
+                "http://127.0.0.1?list-type=2",
+                "127.0.0.1",
+                80,
+                "127.0.0.1",
+                "?list-type=2",
+            ),
+            ("http://[::1]:8000/", "::1", 8000, "[::1]:8000", "/"),
+            ("http://[::1]/", "::1", 80, "[::1]", "/"),
+        ] {
+            let target = Target::parse(url).unwrap();
+            let origin = Origin {
+                tls: url.starts_with("https"),
+                host: host.into(),
+                port,
+            };
+            assert_eq!(
+                (target.origin, target.authority, target.path),
+                (origin, authority, path),
+                "{url}"
+            );
+        }
+        for bad in [
+            "rgw:8000/b",
+            "ftp://rgw/",
+            "http:///b",
+            "http://rgw:x/",
+            "http://a@rgw/",
+            "http://::1/",
+            "",
+        ] {
+            assert!(Target::parse(bad).is_err(), "{bad}");
+        }
+    }
+}

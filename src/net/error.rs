@@ -1,0 +1,47 @@
+use std::io;
+use std::time::Duration;
+
+use super::landing::Mismatch;
+
+/// Why a request got no answer that can be used.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    #[error("the URL {0:?} can't be used: it must be http(s)://host[:port]/...")]
+    Url(String),
+    #[error("the request's body is a stream; only bodies in memory can be sent")]
+    Body,
+    #[error("no connection to {to}: {cause}")]
+    Connect { to: String, cause: io::Error },
+    #[error("no {what} for {limit:?}")]
+    Timeout { what: &'static str, limit: Duration },
+    #[error("the connection was closed before an answer")]
+    Closed,
+    #[error("the connection broke: {0}")]
+    Io(#[from] io::Error),
+    #[error("the answer is not HTTP: {0}")]
+    Head(&'static str),
+    #[error("the answer's body is not well-formed: {0}")]
+    Framing(&'static str),
+    #[error("the answer ended after {got} of {len} bytes")]
+    Cut { got: usize, len: usize },
+    #[error("the answer has more than {limit} bytes")]
+    TooLong { limit: usize },
+    #[error("the slot is in use already")]
+    Landing,
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
+}
+
+impl NetError {
+    /// Nothing of an answer came: on a kept connection, the server had closed it.
+    pub(super) fn before_answer(&self) -> bool {
+        match self {
+            Self::Closed => true,
+            Self::Io(error) => matches!(
+                error.kind(),
+                io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted | io::ErrorKind::BrokenPipe
+            ),
+            _ => false,
+        }
+    }
+}

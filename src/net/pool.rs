@@ -1,0 +1,105 @@
+//! The connections to one origin: kept while they are good, at most so many in use.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::time::Instant;
+
+use super::connection::{Connection, Stream};
+use super::connector::ConnectorOptions;
+use super::error::NetError;
+use super::stats::{Counters, add};
+use super::tls::TlsStream;
+
+/// Where requests go: the part of a URL that a connection depends on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Origin {
+    pub tls: bool,
+    /// Without brackets.
+    pub host: String,
+    pub port: u16,
+}
+
+pub(super) struct Pool {
+    origin: Origin,
+    options: Arc<ConnectorOptions>,
+    counters: Arc<Counters>,
+    in_use: Semaphore,
+    /// The one used last is taken first, so that the others can grow old.
+    idle: Mutex<Vec<(Connection, Instant)>>,
+}
+
+impl Pool {
+    pub fn new(origin: Origin, options: Arc<ConnectorOptions>, counters: Arc<Counters>) -> Self {
+        Self {
+            in_use: Semaphore::new(options.connections_max),
+            origin,
+            options,
+            counters,
+            idle: Mutex::default(),
+        }
+    }
+
+    /// Waits until one more connection may be used.
+    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        self.in_use.acquire().await.ok()
+    }
+
+    /// A kept connection that is still good.
+    pub fn kept(&self) -> Option<Connection> {
+        let mut idle = self.lock();
+        while let Some((mut connection, since)) = idle.pop() {
+            if since.elapsed() >= self.options.idle_timeout {
+                // So are all that were used before it.
+                idle.clear();
+            } else if connection.is_open() {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    /// Keeps a connection for the next request.
+    pub fn keep(&self, connection: Connection) {
+        let now = Instant::now();
+        let mut idle = self.lock();
+        let old = idle.partition_point(|(_, since)| now - *since >= self.options.idle_timeout);
+        idle.drain(..old);
+        idle.push((connection, now));
+    }
+
+    pub async fn connect(&self, limit: Duration) -> Result<Connection, NetError> {
+        let Origin { tls, host, port } = &self.origin;
+        let connect = async {
+            let tcp = TcpStream::connect((host.as_str(), *port)).await?;
+            tcp.set_nodelay(true)?;
+            if !tls {
+                return Ok(Stream::Plain(tcp));
+            }
+            let name = ServerName::try_from(host.clone())
+                .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+            let tls = TlsStream::connect(tcp, Arc::clone(&self.options.tls), name).await?;
+            Ok(Stream::Tls(Box::new(tls)))
+        };
+        let error = |cause| NetError::Connect {
+            to: format!("{host}:{port}"),
+            cause,
+        };
+        let late = |_| NetError::Timeout {
+            what: "connection",
+            limit,
+        };
+        let connected = tokio::time::timeout(limit, connect).await.map_err(late)?;
+        let stream = connected.map_err(error)?;
+        add(&self.counters.connections, 1);
+        Ok(Connection::new(stream, self.options.stall_timeout))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(Connection, Instant)>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,5 @@
+mod handshake;
+mod hostile;
+mod idle;
+mod server;
+mod streaming;

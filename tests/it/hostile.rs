@@ -1,0 +1,596 @@
+//! A server that does its worst: no wrong byte is delivered, no slot is used again too early, nothing hangs or panics,
+//! and memory stays bounded.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use aws_credential_types::Credentials;
+use bytes::Bytes;
+use kvgate::arena::Arena;
+use kvgate::net::{Landing, Watch};
+use kvgate::object::{Condition, ErrorKind, GetRange, ObjectMeta, ObjectStore, Result, S3, S3Options};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
+
+use crate::fixture::{arena, soon};
+
+const STALL: Duration = Duration::from_millis(300);
+const ANSWER_MAX: usize = 1 << 20;
+const ETAG: &str = "e";
+const OBJECT_LEN: usize = 100_000;
+/// What a slot holds before.
+const POISON: u8 = 0xee;
+
+/// What the server does once it has a request.
+#[derive(Clone)]
+enum Step {
+    Send(Vec<u8>),
+    /// One byte at a time, with pauses.
+    Drip(Vec<u8>, Duration),
+    /// Again and again, until nobody listens.
+    Forever(Vec<u8>),
+    Pause(Duration),
+    Close,
+    /// With a RST.
+    Reset,
+}
+
+struct Hostile {
+    endpoint: String,
+    connections: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
+}
+
+impl Hostile {
+    /// `script`: from the number of the request (from 0) and its head to what is done. `reads_body`: before that.
+    async fn new(
+        reads_body: bool,
+        script: impl Fn(usize, &str) -> Vec<Step> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let (connections, requests) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (accepted, asked, script) = (Arc::clone(&connections), Arc::clone(&requests), Arc::new(script));
+        tokio::spawn(async move {
+            while let Ok((mut socket, _)) = listener.accept().await {
+                accepted.fetch_add(1, Ordering::SeqCst);
+                let (asked, script) = (Arc::clone(&asked), Arc::clone(&script));
+                tokio::spawn(async move {
+                    while let Some(head) = read_request(&mut socket, reads_body).await {
+                        let number = asked.fetch_add(1, Ordering::SeqCst);
+                        for step in script(number, &head) {
+                            perform(&mut socket, step).await?;
+                        }
+                    }
+                    std::io::Result::Ok(())
+                });
+            }
+        });
+        Self {
+            endpoint,
+            connections,
+            requests,
+        }
+    }
+
+    async fn always(steps: Vec<Step>) -> Self {
+        Self::new(true, move |_, _| steps.clone()).await
+    }
+
+    async fn store(&self) -> S3 {
+        S3::connect(&S3Options {
+            endpoint: Some(self.endpoint.clone()),
+            bucket: "kv".into(),
+            region: "us-east-1".into(),
+            path_style: true,
+            ca_file: None,
+            connect_timeout: STALL,
+            read_timeout: STALL,
+            request_timeout: Duration::from_secs(3),
+            idle_timeout: Duration::from_secs(50),
+            connections_max: 4,
+            answer_bytes_max: ANSWER_MAX,
+            credentials: Some(Credentials::from_keys("key", "secret", None)),
+        })
+        .await
+        .unwrap()
+    }
+}
+
+async fn read_request(socket: &mut TcpStream, reads_body: bool) -> Option<String> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(socket.read_u8().await.ok()?);
+    }
+    let head = String::from_utf8(head).unwrap().to_lowercase();
+    if reads_body && let Some((_, rest)) = head.split_once("content-length: ") {
+        let len = rest.split_once("\r\n").unwrap().0.parse().unwrap();
+        socket.read_exact(&mut vec![0; len]).await.ok()?;
+    }
+    Some(head)
+}
+
+async fn perform(socket: &mut TcpStream, step: Step) -> std::io::Result<()> {
+    match step {
+        Step::Send(bytes) => socket.write_all(&bytes).await,
+        Step::Drip(bytes, pause) => {
+            for byte in bytes {
+                socket.write_all(&[byte]).await?;
+                tokio::time::sleep(pause).await;
+            }
+            Ok(())
+        }
+        Step::Forever(bytes) => loop {
+            socket.write_all(&bytes).await?;
+        },
+        Step::Pause(pause) => {
+            tokio::time::sleep(pause).await;
+            Ok(())
+        }
+        Step::Close => Err(std::io::ErrorKind::ConnectionAborted.into()),
+        Step::Reset => {
+            socket.set_zero_linger()?;
+            Err(std::io::ErrorKind::ConnectionReset.into())
+        }
+    }
+}
+
+/// Byte `i` of the object.
+fn object_byte(i: usize) -> u8 {
+    u8::try_from(i % 251).unwrap()
+}
+
+fn object(range: std::ops::Range<usize>) -> Vec<u8> {
+    range.map(object_byte).collect()
+}
+
+/// The right answer to a ranged GET, for a request's head in lower case.
+fn right_answer(head: &str) -> Vec<u8> {
+    let range = head
+        .split_once("range: bytes=")
+        .unwrap()
+        .1
+        .split_once("\r\n")
+        .unwrap()
+        .0;
+    let (first, last) = range.split_once('-').unwrap();
+    let range = first.parse().unwrap()..last.parse::<usize>().unwrap() + 1;
+    answer_to(range)
+}
+
+fn answer_to(range: std::ops::Range<usize>) -> Vec<u8> {
+    let mut answer = format!(
+        "HTTP/1.1 206 Partial Content\r\nETag: \"{ETAG}\"\r\nContent-Length: {}\r\nContent-Range: bytes {}-{}/{OBJECT_LEN}\r\n\r\n",
+        range.len(),
+        range.start,
+        range.end - 1
+    )
+    .into_bytes();
+    answer.extend(object(range));
+    answer
+}
+
+/// Keeps a copy of what arrived.
+#[derive(Clone, Default)]
+struct Seen(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl Watch for Seen {
+    fn arrived(&mut self, at: usize, bytes: &[u8]) {
+        let mut seen = self.0.lock().unwrap();
+        if at == 0 {
+            seen.clear();
+        }
+        assert_eq!(seen.len(), at, "in order and without gaps");
+        seen.extend_from_slice(bytes);
+    }
+}
+
+/// GETs a range; the bytes only if it succeeded. Checks that nothing was delivered that is not the object's, that the
+/// slot came back, and that the watch saw what the slot holds.
+async fn get(store: &S3, arena: &Arena, range: std::ops::Range<usize>) -> Result<ObjectMeta> {
+    let mut slot = arena
+        .try_reserve(range.len())
+        .expect("the slots before came back");
+    slot.fill(POISON);
+    let seen = Seen::default();
+    let landing = Landing {
+        slot,
+        watch: Some(Box::new(seen.clone())),
+    };
+    let get = GetRange {
+        key: "k",
+        range: range.clone(),
+        object_len: OBJECT_LEN,
+        if_match: Some(ETAG),
+    };
+    let (landing, got) = store.get(get, landing, soon()).await;
+    let seen = seen.0.lock().unwrap();
+    assert!(landing.slot.starts_with(&seen), "the watch saw what landed");
+    match &got {
+        Ok(meta) => {
+            assert!(
+                landing.slot[..] == object(range)[..],
+                "wrong bytes were delivered"
+            );
+            assert_eq!(seen.len(), landing.slot.len());
+            assert_eq!((meta.len, &*meta.version.etag), (OBJECT_LEN as u64, ETAG));
+        }
+        Err(error)
+            if matches!(
+                error.kind,
+                ErrorKind::Broken | ErrorKind::Timeout | ErrorKind::Deadline
+            ) => {}
+        Err(error) => assert!(
+            landing.slot.iter().all(|&byte| byte == POISON),
+            "{error}: not a byte may land"
+        ),
+    }
+    got
+}
+
+async fn get_kind(steps: Vec<Step>) -> ErrorKind {
+    let server = Hostile::always(steps).await;
+    let arena = arena(1 << 16);
+    let store = server.store().await;
+    let kind = get(&store, &arena, 10..20).await.expect_err("refused").kind;
+    assert_eq!(arena.stats().used_bytes, 0);
+    kind
+}
+
+fn text(text: &str) -> Vec<Step> {
+    vec![Step::Send(text.replace('\n', "\r\n").into_bytes())]
+}
+
+#[tokio::test]
+async fn the_right_answer_lands_and_the_connection_is_kept() {
+    let server = Hostile::new(true, |_, head| vec![Step::Send(right_answer(head))]).await;
+    let (store, arena) = (server.store().await, arena(1 << 20));
+    for range in [
+        0..1,
+        10..20,
+        0..OBJECT_LEN,
+        5000..90_000,
+        OBJECT_LEN - 1..OBJECT_LEN,
+    ] {
+        let before = store.traffic();
+        get(&store, &arena, range.clone()).await.unwrap();
+        let after = store.traffic();
+        assert_eq!(after.landed_bytes - before.landed_bytes, range.len() as u64);
+        assert!(
+            after.copied_bytes - before.copied_bytes <= 4096,
+            "only what comes with the head is copied: {after:?}"
+        );
+    }
+    assert_eq!(server.connections.load(Ordering::SeqCst), 1);
+    assert_eq!(store.traffic().stale, 0);
+}
+
+/// Head and body in pieces of every size: what came with the head, and what comes after it.
+#[tokio::test]
+async fn an_answer_may_come_in_any_pieces() {
+    let whole = answer_to(10..40);
+    let len = whole.len();
+    let server = Hostile::new(true, move |number, _| {
+        let (a, b) = whole.split_at(number.min(len));
+        vec![
+            Step::Send(a.to_vec()),
+            Step::Pause(Duration::from_millis(2)),
+            Step::Send(b.to_vec()),
+        ]
+    })
+    .await;
+    let (store, arena) = (server.store().await, arena(1 << 16));
+    for _ in 0..=len {
+        get(&store, &arena, 10..40).await.unwrap();
+    }
+    assert_eq!(server.connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn cut_off_after_every_possible_number_of_bytes() {
+    for ending in [Step::Close, Step::Reset] {
+        let whole = answer_to(10..60);
+        let len = whole.len();
+        let server = Hostile::new(true, move |number, _| {
+            vec![Step::Send(whole[..number.min(len)].to_vec()), ending.clone()]
+        })
+        .await;
+        let (store, arena) = (server.store().await, arena(1 << 16));
+        for sent in 0..=len {
+            match get(&store, &arena, 10..60).await {
+                Ok(_) => assert_eq!(sent, len),
+                // A RST may overtake the last bytes.
+                Err(error) => assert_eq!(error.kind, ErrorKind::Broken, "after {sent}: {error}"),
+            }
+        }
+        assert_eq!(
+            server.requests.load(Ordering::SeqCst),
+            len + 1,
+            "each is one attempt"
+        );
+    }
+}
+
+#[tokio::test]
+async fn what_was_not_asked_for_does_not_land() {
+    let ten = "HTTP/1.1 206 Partial Content\nETag: \"e\"\nContent-Length: 10\nContent-Range: bytes";
+    let body = "0123456789";
+    for (head, kind) in [
+        (format!("{ten} 0-9/{OBJECT_LEN}"), ErrorKind::Protocol),
+        (format!("{ten} 10-18/{OBJECT_LEN}"), ErrorKind::Protocol),
+        (format!("{ten} 10-19/*"), ErrorKind::Protocol),
+        (
+            format!("{ten} 10-19/20"),
+            ErrorKind::Length {
+                expected: OBJECT_LEN,
+                actual: Some(20),
+            },
+        ),
+        (
+            format!("{ten} 10-19/{OBJECT_LEN}").replace("\"e\"", "\"f\""),
+            ErrorKind::Changed,
+        ),
+        (
+            format!("{ten} 10-19/{OBJECT_LEN}").replace(": 10", ": 11"),
+            ErrorKind::Protocol,
+        ),
+        (
+            format!("{ten} 10-19/{OBJECT_LEN}").replace(": 10", ": 9"),
+            ErrorKind::Protocol,
+        ),
+        (
+            "HTTP/1.1 200 OK\nETag: \"e\"\nContent-Length: 10".into(),
+            ErrorKind::Protocol,
+        ),
+        (
+            "HTTP/1.1 206 Partial Content\nETag: \"e\"\nTransfer-Encoding: chunked".into(),
+            ErrorKind::Protocol,
+        ),
+        (
+            "HTTP/1.1 206 Partial Content\nETag: \"e\"".into(),
+            ErrorKind::Protocol,
+        ),
+    ] {
+        assert_eq!(get_kind(text(&format!("{head}\n\n{body}"))).await, kind, "{head}");
+    }
+    // Without an ETag what came can't be told from another version.
+    let no_etag = format!("{ten} 10-19/{OBJECT_LEN}\n\n{body}").replace("ETag: \"e\"\n", "");
+    let server = Hostile::always(text(&no_etag)).await;
+    let (store, arena) = (server.store().await, arena(1 << 16));
+    let mut slot = arena.try_reserve(10).unwrap();
+    slot.fill(POISON);
+    let wanted = GetRange {
+        key: "k",
+        range: 10..20,
+        object_len: OBJECT_LEN,
+        if_match: Some(ETAG),
+    };
+    let (landing, got) = store.get(wanted, Landing::new(slot), soon()).await;
+    assert_eq!(got.unwrap_err().kind, ErrorKind::Protocol);
+    assert!(landing.slot.iter().all(|&byte| byte == POISON));
+}
+
+#[tokio::test]
+async fn bytes_after_a_body_end_the_connection() {
+    let server = Hostile::new(true, |_, head| {
+        let mut answer = right_answer(head);
+        answer.extend(b"HTTP/1.1 200 OK\r\nETag: \"smuggled\"\r\nContent-Length: 7\r\n\r\n");
+        vec![Step::Send(answer), Step::Pause(Duration::from_millis(20))]
+    })
+    .await;
+    let (store, arena) = (server.store().await, arena(1 << 20));
+    for _ in 0..5 {
+        get(&store, &arena, 0..20_000).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(30)).await;
+    }
+    assert_eq!(server.connections.load(Ordering::SeqCst), 5, "none is used again");
+}
+
+#[tokio::test]
+async fn heads_that_are_none() {
+    let many = format!("HTTP/1.1 200 OK\n{}\n", "a: b\n".repeat(5000));
+    let long = format!("HTTP/1.1 200 OK\nx: {}\n\n", "x".repeat(1 << 20));
+    for head in [
+        "SSH-2.0-OpenSSH_9.2\n\n",
+        "<html>\n\n",
+        "HTTP/1.1 206 Partial\nETag: \"e\"\n folded: yes\n\n",
+        "HTTP/1.1 206 Partial\nContent-Length: 10\nContent-Length: 11\n\n",
+        "HTTP/1.1 206 Partial\nContent-Length: 10\nTransfer-Encoding: chunked\n\n",
+        "HTTP/1.1 206 Partial\nContent-Length: ten\n\n",
+        "HTTP/1.1 101 Switching Protocols\n\n",
+        "HTTP/1.1 2000 OK\n\n",
+        "\n\n\n\n\n",
+        "\0\0\0\0\0\0\0\0",
+        &many,
+        &long,
+        &"HTTP/1.1 100 Continue\n\n".repeat(100),
+    ] {
+        let kind = get_kind(text(head)).await;
+        assert!(
+            matches!(kind, ErrorKind::Broken | ErrorKind::Timeout),
+            "{kind:?}: {}",
+            &head[..head.len().min(60)]
+        );
+    }
+    let endless = get_kind(vec![Step::Forever(b"HTTP/1.1 100 Continue\r\n\r\n".to_vec())]).await;
+    assert_eq!(endless, ErrorKind::Broken);
+    let endless = get_kind(vec![Step::Forever(b"HTTP".to_vec())]).await;
+    assert_eq!(endless, ErrorKind::Broken);
+}
+
+#[tokio::test]
+async fn interim_answers_are_passed_over() {
+    let server = Hostile::new(true, |_, head| {
+        let mut answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n".to_vec();
+        answer.extend(right_answer(head));
+        vec![Step::Send(answer)]
+    })
+    .await;
+    let (store, arena) = (server.store().await, arena(1 << 16));
+    get(&store, &arena, 10..20).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_hangs_times_out_and_what_drips_ends_with_the_attempt() {
+    let answer = answer_to(10..20);
+    let almost = answer[..answer.len() - 1].to_vec();
+    let began = Instant::now();
+    for steps in [
+        vec![Step::Pause(Duration::from_secs(20))],
+        vec![
+            Step::Send(b"HTTP/1.1 20".to_vec()),
+            Step::Pause(Duration::from_secs(20)),
+        ],
+        vec![Step::Send(almost), Step::Pause(Duration::from_secs(20))],
+    ] {
+        assert_eq!(get_kind(steps).await, ErrorKind::Timeout);
+    }
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let drip = vec![Step::Drip(answer, STALL / 3)];
+    assert_eq!(
+        get_kind(drip).await,
+        ErrorKind::Timeout,
+        "the attempt's own limit"
+    );
+}
+
+/// A server that closes connections without a word after each answer, or after a while.
+#[tokio::test]
+async fn stale_connections_cost_no_attempt() {
+    let server = Hostile::new(true, |_, head| vec![Step::Send(right_answer(head)), Step::Close]).await;
+    let (store, arena) = (server.store().await, arena(1 << 20));
+    for _ in 0..50 {
+        get(&store, &arena, 10..20).await.unwrap();
+    }
+    // One that reads the next request and closes then: the client can't know before.
+    let server = Hostile::new(true, |number, head| match number % 2 {
+        0 => vec![Step::Send(right_answer(head))],
+        _ => vec![Step::Close],
+    })
+    .await;
+    let store = server.store().await;
+    for _ in 0..10 {
+        get(&store, &arena, 10..20).await.unwrap();
+    }
+    assert_eq!(store.traffic().stale, 9);
+    assert_eq!(store.requests().get, 10, "no attempt more");
+}
+
+#[tokio::test]
+async fn a_refusal_while_the_body_is_sent() {
+    let refusal = "HTTP/1.1 403 Forbidden\nx-amz-request-id: 1\nContent-Length: 0\n\n";
+    for ending in [Step::Pause(Duration::from_millis(500)), Step::Close] {
+        let mut steps = text(refusal);
+        steps.push(ending);
+        let server = Hostile::new(false, move |_, _| steps.clone()).await;
+        let store = server.store().await;
+        let body = Bytes::from(vec![7; 32 << 20]);
+        let error = store.put("k", body, Condition::Always, soon()).await.unwrap_err();
+        assert!(
+            matches!(error.kind, ErrorKind::Denied | ErrorKind::Broken),
+            "a RST may overtake the answer: {error}"
+        );
+    }
+    // One that never reads: the time without a byte ends it.
+    let server = Hostile::new(false, |_, _| vec![Step::Pause(Duration::from_secs(20))]).await;
+    let body = Bytes::from(vec![7; 32 << 20]);
+    let error = server
+        .store()
+        .await
+        .put("k", body, Condition::Always, soon())
+        .await
+        .unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+}
+
+#[tokio::test]
+async fn other_bodies_are_read_in_every_framing_up_to_a_limit() {
+    let xml = "<Error><Code>NoSuchKey</Code></Error>";
+    let chunks = format!(
+        "{:x};ext=1\n{}\n{:x}\n{}\n0\nTrailer: x\n\n",
+        10,
+        &xml[..10],
+        xml.len() - 10,
+        &xml[10..]
+    );
+    for good in [
+        format!("HTTP/1.1 404 Not Found\nContent-Length: {}\n\n{xml}", xml.len()),
+        format!("HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n{chunks}"),
+    ] {
+        assert_eq!(get_kind(text(&good)).await, ErrorKind::NotFound, "{good}");
+    }
+    let mut until_close = text(&format!("HTTP/1.1 404 Not Found\n\n{xml}"));
+    until_close.push(Step::Close);
+    assert_eq!(get_kind(until_close).await, ErrorKind::NotFound);
+    for bad in [
+        format!("HTTP/1.1 404 Not Found\nContent-Length: {}\n\n", usize::MAX),
+        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\nffffffffffffffff\n".into(),
+        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\nzz\n".into(),
+        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n2\nabcdef\n".into(),
+        format!(
+            "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n{}",
+            "1".repeat(10_000)
+        ),
+        format!(
+            "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n0\n{}\n",
+            "a: b\n".repeat(1000)
+        ),
+    ] {
+        let kind = get_kind(text(&bad)).await;
+        assert!(
+            matches!(kind, ErrorKind::Broken | ErrorKind::Protocol),
+            "{kind:?}: {bad:.99}"
+        );
+    }
+    for endless in [
+        "HTTP/1.1 500 Oh\n\n".to_owned(),
+        "HTTP/1.1 500 Oh\nTransfer-Encoding: chunked\n\n".to_owned(),
+    ] {
+        let mut steps = text(&endless);
+        steps.push(Step::Forever(b"4\r\nabcd\r\n".repeat(1000)));
+        assert_eq!(get_kind(steps).await, ErrorKind::Protocol, "{endless}");
+    }
+}
+
+/// The bytes of a GET that was given up don't end in a slot that is used again.
+#[tokio::test]
+async fn a_get_that_is_dropped_writes_nothing_more() {
+    let server = Hostile::new(true, |_, head| {
+        let answer = right_answer(head);
+        let (a, b) = answer.split_at(answer.len() / 2);
+        vec![
+            Step::Send(a.to_vec()),
+            Step::Pause(Duration::from_millis(60)),
+            Step::Send(b.to_vec()),
+        ]
+    })
+    .await;
+    let (store, arena) = (server.store().await, arena(1 << 17));
+    for wait_ms in [0, 1, 5, 20, 50] {
+        let slot = arena
+            .try_reserve(OBJECT_LEN)
+            .expect("the one before is free again");
+        let wanted = GetRange {
+            key: "k",
+            range: 0..OBJECT_LEN,
+            object_len: OBJECT_LEN,
+            if_match: None,
+        };
+        let get = store.get(wanted, Landing::new(slot), soon());
+        assert!(
+            tokio::time::timeout(Duration::from_millis(wait_ms), get)
+                .await
+                .is_err()
+        );
+        let mut again = arena.try_reserve(OBJECT_LEN).expect("free at once");
+        again.fill(POISON);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(
+            again.iter().all(|&byte| byte == POISON),
+            "written after {wait_ms} ms"
+        );
+    }
+    get(&store, &arena, 0..OBJECT_LEN).await.unwrap();
+}
