@@ -1,7 +1,7 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
 //! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
-//! cli, demo -> inventory -> gateway -> existence, object -> net, arena -> chunk.
+//! cli, demo, bench -> inventory -> gateway -> existence, object -> net, arena -> chunk.
 
 #![cfg_attr(
     test,
@@ -9,6 +9,7 @@
 )]
 
 pub mod arena;
+pub mod bench;
 pub mod chunk;
 pub mod cli;
 pub mod config;
@@ -17,6 +18,7 @@ pub mod demo;
 pub mod embedded;
 pub mod existence;
 pub mod gateway;
+mod host;
 pub mod inventory;
 pub mod net;
 pub mod object;

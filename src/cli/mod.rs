@@ -4,6 +4,7 @@
 //! Exit status: 0 done, 1 failed (also: damage found, something unknown), 2 usage or configuration.
 
 mod args;
+mod bench;
 mod bucket;
 mod config;
 mod demo;
@@ -41,6 +42,7 @@ pub struct Cli {
 const AFTER_HELP: &str = "\
 Examples:
   kvgate demo
+  kvgate bench
   kvgate size --model qwen3-32b --tp 4
   kvgate config check --config kvgate.toml
   kvgate ls --endpoint http://rgw:8000 --bucket kv
@@ -52,6 +54,7 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 #[derive(Debug, Subcommand)]
 enum Command {
     Demo(demo::DemoCommand),
+    Bench(bench::BenchArgs),
     Lookup(lookup::LookupArgs),
     Ls(ls::LsArgs),
     Stat(stat::StatArgs),
@@ -101,6 +104,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
     let verbose = cli.verbose;
     match cli.command {
         Command::Demo(args) => demo::run(args, verbose).await,
+        Command::Bench(args) => bench::run(args, verbose, out).await,
         Command::Lookup(args) => lookup::run(args, verbose, out).await,
         Command::Ls(args) => ls::run(args, verbose, out).await,
         Command::Stat(args) => stat::run(args, verbose, out).await,

@@ -40,6 +40,11 @@ impl Progress {
             .set_message(format!("{what}: {objects} objects, {}", HumanBytes(bytes)));
     }
 
+    /// For spinners: anything else.
+    pub fn say(&self, text: String) {
+        self.0.set_message(text);
+    }
+
     /// Takes the line away while something else is written.
     pub fn pause<T>(&self, write: impl FnOnce() -> T) -> T {
         self.0.suspend(write)

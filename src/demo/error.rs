@@ -2,6 +2,7 @@ use std::sync::Arc;
 
 use crate::chunk::{HashError, SpaceError};
 use crate::gateway::OpenError;
+use crate::host::HostError;
 use crate::object::{ErrorKind, ObjectError};
 use crate::units::ByteSize;
 
@@ -31,17 +32,12 @@ pub enum DemoError {
         object_bytes.div_ceil(1 << 20)
     )]
     Arena { object_bytes: usize, arena: ByteSize },
-    #[error("this kvgate was built without the embedded S3 server: give --endpoint URL and --bucket NAME")]
-    NoServer,
+    #[error(transparent)]
+    Host(#[from] HostError),
     #[error(transparent)]
     Space(#[from] SpaceError),
     #[error(transparent)]
     Hash(#[from] HashError),
-    #[cfg(feature = "embedded")]
-    #[error(transparent)]
-    Embedded(#[from] crate::embedded::EmbeddedError),
-    #[error("can't make a folder for the objects that --keep keeps: {0}. Set TMPDIR to a writable folder")]
-    Folder(std::io::Error),
     #[error("can't write --save-tokens {}: {source}. Give a file in a folder that is there", path.display())]
     SaveTokens {
         path: std::path::PathBuf,
@@ -74,12 +70,12 @@ impl DemoError {
                 )
             }
             Self::Open(error) => matches!(error, OpenError::NoBucket | OpenError::Client(_)),
+            Self::Host(error) => error.is_usage(),
             Self::Model { .. }
             | Self::Tokens { .. }
             | Self::Blocks { .. }
             | Self::Cache { .. }
             | Self::Arena { .. }
-            | Self::NoServer
             | Self::SaveTokens { .. }
             | Self::Space(_)
             | Self::Hash(_) => true,

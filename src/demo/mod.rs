@@ -19,7 +19,6 @@
 //! | `plan`      | conversations, their tokens, turns and chunk hashes        |
 //! | `synthetic` | KV bytes from a prefix                                     |
 //! | `paged`     | the paged cache: gather and scatter                        |
-//! | `host`      | the S3 server: the configured one or our own               |
 //! | `session`   | open, forget, remove: what the phases share                |
 //! | `prefill`   | the phases lookup, generate and store                      |
 //! | `reuse`     | the phases lookup, load and compare                        |
@@ -27,7 +26,6 @@
 
 mod args;
 mod error;
-mod host;
 mod paged;
 mod plan;
 mod prefill;

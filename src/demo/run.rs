@@ -3,11 +3,11 @@ use std::path::Path;
 
 use super::args::DemoArgs;
 use super::error::DemoError;
-use super::host::Host;
 use super::plan::Plan;
 use super::session::Demo;
 use crate::chunk::Space;
 use crate::config::Config;
+use crate::host::Host;
 
 /// Runs the demo and prints what happened; answers whether every byte came back as it was. The objects are removed
 /// also after a failure or Ctrl-C, unless they are to be kept.
@@ -17,7 +17,7 @@ pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
     if let Some(path) = &args.save_tokens {
         save_tokens(path, &plan)?;
     }
-    let host = Host::start(&config, args.keep).await?;
+    let host = Host::start(&config, "kvgate-demo", args.keep).await?;
     let done = run_on(&host, space, plan, config, args).await;
     let (embedded, folder) = (host.is_embedded(), host.folder.clone());
     host.stop().await;

@@ -23,7 +23,7 @@ const SPACE_JSON: &str = r#"{"model":"tiny","revision":"abc123","chunk_tokens":1
     "mha":{"layers":2,"heads":2,"head_dim":8}}"#;
 
 /// A command without the environment's credentials and configuration.
-fn kvgate(home: &Path, args: &[&str]) -> Command {
+pub fn kvgate(home: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvgate"));
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -44,14 +44,14 @@ fn kvgate(home: &Path, args: &[&str]) -> Command {
 
 /// What a command said.
 #[derive(Debug)]
-struct Said {
-    status: i32,
-    out: String,
-    err: String,
+pub struct Said {
+    pub status: i32,
+    pub out: String,
+    pub err: String,
 }
 
 impl Said {
-    fn new(output: Output) -> Self {
+    pub fn new(output: Output) -> Self {
         Self {
             status: output.status.code().unwrap_or(-1),
             out: String::from_utf8(output.stdout).unwrap(),
@@ -60,20 +60,20 @@ impl Said {
     }
 
     #[track_caller]
-    fn exits(self, status: i32) -> Self {
+    pub fn exits(self, status: i32) -> Self {
         assert_eq!(self.status, status, "{self:?}");
         assert!(!self.err.contains("panicked"), "{self:?}");
         self
     }
 
     #[track_caller]
-    fn json(&self) -> Value {
+    pub fn json(&self) -> Value {
         serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
     /// Both outputs, for messages that may stand in either.
     #[track_caller]
-    fn says(self, parts: &[&str]) -> Self {
+    pub fn says(self, parts: &[&str]) -> Self {
         for part in parts {
             assert!(
                 self.out.contains(part) || self.err.contains(part),
@@ -84,7 +84,7 @@ impl Said {
     }
 }
 
-async fn say(args: &[&str]) -> Said {
+pub async fn say(args: &[&str]) -> Said {
     let home = TempDir::new().unwrap();
     Said::new(kvgate(home.path(), args).output().await.unwrap())
 }

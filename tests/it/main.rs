@@ -4,6 +4,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::too_many_lines)]
 
 mod backends;
+mod bench;
 mod cli;
 mod conformance;
 mod damage;

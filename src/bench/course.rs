@@ -1,0 +1,462 @@
+//! What all phases share: turns, pace, the end, and the tallies of what was done.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::histogram::Histogram;
+use super::report::Mark;
+use super::settings::Phase;
+use crate::object::{ErrorKind, ObjectError};
+
+/// Requests that may fail before a phase gives up: what fails that often won't get better.
+const ERRORS_MAX: u64 = 1000;
+/// For requests under way when the phase is interrupted.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Counts interruptions.
+pub type Interrupts = watch::Receiver<u32>;
+
+/// One phase under way.
+pub(super) struct Course {
+    phase: Phase,
+    /// Turns in all; None: until the time is over.
+    total: Option<u64>,
+    until: Option<Instant>,
+    pace: Option<Pace>,
+    next: AtomicU64,
+    stopped: AtomicBool,
+    /// A task's tally each: nobody else locks it, except to look.
+    lanes: Box<[Mutex<Tally>]>,
+    started: Instant,
+    first_done: OnceLock<Mark>,
+    fatal: Mutex<Option<ObjectError>>,
+}
+
+/// When the next request may start.
+struct Pace {
+    /// Of a turn: how long it keeps the next one waiting.
+    cost: Box<dyn Fn(u64) -> Duration + Send + Sync>,
+    free_at: tokio::sync::Mutex<Instant>,
+}
+
+/// What was done, by kind.
+#[derive(Default, Clone)]
+pub(super) struct Tally {
+    pub main: Done,
+    /// Reads that are mixed into writes.
+    pub mixed: Done,
+    pub errors: u64,
+    pub first_error: Option<String>,
+}
+
+#[derive(Default, Clone)]
+pub(super) struct Done {
+    pub ops: u64,
+    pub bytes: u64,
+    pub latency: Histogram,
+}
+
+/// A request that succeeded.
+pub(super) struct Op {
+    pub bytes: u64,
+    pub latency: Duration,
+    /// Mixed into the phase's own requests.
+    pub mixed: bool,
+}
+
+/// A request that failed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+    /// It was answered, with something wrong.
+    #[error("{0}")]
+    Wrong(String),
+}
+
+/// Makes one request after the other.
+pub(super) trait Worker: Send + 'static {
+    /// None: there was nothing to do in this turn.
+    fn turn(&mut self, turn: u64) -> impl Future<Output = Result<Option<Op>, Failure>> + Send;
+}
+
+/// How a course ends, and how fast it goes.
+#[derive(Default)]
+pub(super) struct Limits {
+    pub total: Option<u64>,
+    pub time: Option<Duration>,
+    /// See [`Pace::cost`].
+    pub cost: Option<Box<dyn Fn(u64) -> Duration + Send + Sync>>,
+}
+
+impl Course {
+    /// The clock starts now.
+    pub fn start(phase: Phase, limits: Limits, lanes: usize) -> Self {
+        let started = Instant::now();
+        let pace = limits.cost.map(|cost| Pace {
+            cost,
+            free_at: tokio::sync::Mutex::new(started),
+        });
+        Self {
+            phase,
+            total: limits.total,
+            until: limits.time.map(|time| started + time),
+            pace,
+            next: AtomicU64::new(0),
+            stopped: AtomicBool::new(false),
+            lanes: (0..lanes).map(|_| Mutex::default()).collect(),
+            started,
+            first_done: OnceLock::new(),
+            fatal: Mutex::default(),
+        }
+    }
+
+    /// Runs a task for each worker until nothing is left to do. Answers whether it was interrupted.
+    pub async fn run<W: Worker>(self: &Arc<Self>, workers: Vec<W>, interrupts: &mut Interrupts) -> bool {
+        let mut tasks = JoinSet::new();
+        for (lane, worker) in workers.into_iter().enumerate() {
+            let course = Arc::clone(self);
+            tasks.spawn(async move { course.work(lane, worker).await });
+        }
+        let all = async { while tasks.join_next().await.is_some() {} };
+        if self.interruptible(all, interrupts).await {
+            return false;
+        }
+        let all = async { while tasks.join_next().await.is_some() {} };
+        if tokio::time::timeout(GRACE, all).await.is_err() {
+            tasks.shutdown().await;
+        }
+        true
+    }
+
+    /// Whether `work` was done before an interruption. Then no turn is given any more.
+    pub async fn interruptible(&self, work: impl Future<Output = ()>, interrupts: &mut Interrupts) -> bool {
+        tokio::select! {
+            () = work => true,
+            () = interrupted(interrupts) => {
+                self.stop();
+                false
+            }
+        }
+    }
+
+    async fn work(&self, lane: usize, mut worker: impl Worker) {
+        while let Some(turn) = self.turn().await {
+            let result = worker.turn(turn).await;
+            self.count(lane, result);
+        }
+        self.first_done.get_or_init(|| self.mark());
+    }
+
+    /// The next turn; None when there is none any more.
+    pub async fn turn(&self) -> Option<u64> {
+        let Some(pace) = &self.pace else {
+            return self.take();
+        };
+        // Whoever waits for the time to come also keeps the others waiting, in order.
+        let mut free_at = pace.free_at.lock().await;
+        match self.until {
+            Some(until) => tokio::time::sleep_until((*free_at).min(until)).await,
+            None => tokio::time::sleep_until(*free_at).await,
+        }
+        let turn = self.take()?;
+        *free_at = (*free_at).max(Instant::now()) + (pace.cost)(turn);
+        Some(turn)
+    }
+
+    /// The same without waiting for its time.
+    fn take(&self) -> Option<u64> {
+        if self.is_over() {
+            return None;
+        }
+        let turn = self.next.fetch_add(1, Ordering::Relaxed);
+        self.total.is_none_or(|total| turn < total).then_some(turn)
+    }
+
+    /// Called after a request by tasks that are not the course's own.
+    pub fn was_it_the_last_turn(&self) {
+        if self
+            .total
+            .is_some_and(|total| self.next.load(Ordering::Relaxed) >= total)
+        {
+            self.first_done.get_or_init(|| self.mark());
+        }
+    }
+
+    pub fn count(&self, lane: usize, result: Result<Option<Op>, Failure>) {
+        let mut tally = lock(&self.lanes[lane]);
+        match result {
+            Ok(None) => {}
+            Ok(Some(op)) => {
+                let done = if op.mixed {
+                    &mut tally.mixed
+                } else {
+                    &mut tally.main
+                };
+                done.ops += 1;
+                done.bytes += op.bytes;
+                done.latency.record(op.latency);
+            }
+            Err(failure) => {
+                tally.errors += 1;
+                if tally.first_error.is_none() {
+                    tally.first_error = Some(failure.to_string());
+                }
+                drop(tally);
+                self.failed(failure);
+            }
+        }
+    }
+
+    fn failed(&self, failure: Failure) {
+        match failure {
+            // Every other request will meet it too.
+            Failure::Object(error)
+                if matches!(
+                    error.kind,
+                    ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
+                ) =>
+            {
+                self.stop();
+                lock(&self.fatal).get_or_insert(error);
+            }
+            Failure::Object(_) | Failure::Wrong(_) => {
+                if self.lanes.iter().map(|lane| lock(lane).errors).sum::<u64>() >= ERRORS_MAX {
+                    self.stop();
+                }
+            }
+        }
+    }
+
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether turns are given still.
+    pub fn is_over(&self) -> bool {
+        let late = self.until.is_some_and(|until| Instant::now() >= until);
+        late || self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// What makes the whole command fail.
+    pub fn take_fatal(&self) -> Option<ObjectError> {
+        lock(&self.fatal).take()
+    }
+
+    /// Turns that were given.
+    pub fn issued(&self) -> u64 {
+        let next = self.next.load(Ordering::Relaxed);
+        self.total.map_or(next, |total| next.min(total))
+    }
+
+    /// When the first task found nothing left to do, if one did.
+    pub fn first_done(&self) -> Option<Mark> {
+        self.first_done.get().copied()
+    }
+
+    /// What is done by now.
+    pub fn mark(&self) -> Mark {
+        let (ops, bytes, _) = self.sums();
+        Mark::new(self.started.elapsed(), ops, bytes)
+    }
+
+    fn sums(&self) -> (u64, u64, u64) {
+        let sum = |(ops, bytes, errors): (u64, u64, u64), lane: &Mutex<Tally>| {
+            let tally = lock(lane);
+            (
+                ops + tally.main.ops + tally.mixed.ops,
+                bytes + tally.main.bytes + tally.mixed.bytes,
+                errors + tally.errors,
+            )
+        };
+        self.lanes.iter().fold((0, 0, 0), sum)
+    }
+
+    /// All tasks' tallies together.
+    pub fn tally(&self) -> Tally {
+        let mut all = Tally::default();
+        for lane in &self.lanes {
+            let tally = lock(lane);
+            for (sum, more) in [(&mut all.main, &tally.main), (&mut all.mixed, &tally.mixed)] {
+                sum.ops += more.ops;
+                sum.bytes += more.bytes;
+                sum.latency.add(&more.latency);
+            }
+            all.errors += tally.errors;
+            if all.first_error.is_none() {
+                all.first_error.clone_from(&tally.first_error);
+            }
+        }
+        all
+    }
+
+    /// For the line that shows what goes on.
+    pub fn live(&self) -> Live {
+        let (ops, bytes, errors) = self.sums();
+        Live {
+            phase: self.phase,
+            seconds: self.started.elapsed().as_secs_f64(),
+            total: self.total,
+            ops,
+            bytes,
+            errors,
+        }
+    }
+}
+
+/// What goes on.
+#[derive(Debug, Clone, Copy)]
+pub struct Live {
+    pub phase: Phase,
+    pub seconds: f64,
+    /// Requests in all, if that is known.
+    pub total: Option<u64>,
+    pub ops: u64,
+    pub bytes: u64,
+    pub errors: u64,
+}
+
+/// The next interruption; never where nobody is left to interrupt.
+pub(super) async fn interrupted(interrupts: &mut Interrupts) {
+    if interrupts.changed().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// No panic can leave a tally half-changed, so a poisoned lock is as good.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes some time for each turn.
+    struct Sleeper(Duration);
+
+    impl Worker for Sleeper {
+        async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+            tokio::time::sleep(self.0).await;
+            match turn % 10 {
+                9 => Err(Failure::Wrong(format!("turn {turn}"))),
+                _ => Ok(Some(Op {
+                    bytes: 100,
+                    latency: self.0,
+                    mixed: false,
+                })),
+            }
+        }
+    }
+
+    async fn run(limits: Limits, workers: usize, each: Duration) -> (Arc<Course>, Duration) {
+        let (_keep, mut interrupts) = watch::channel(0);
+        let course = Arc::new(Course::start(Phase::Read, limits, workers));
+        let workers = (0..workers).map(|_| Sleeper(each)).collect();
+        assert!(!course.run(workers, &mut interrupts).await);
+        let took = course.started.elapsed();
+        (course, took)
+    }
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn every_turn_is_taken_once_and_the_first_done_is_earlier() {
+        let limits = Limits {
+            total: Some(10),
+            ..Limits::default()
+        };
+        let (course, took) = run(limits, 4, 100 * MS).await;
+        assert_eq!(took, 300 * MS, "4, 4 and 2");
+        let tally = course.tally();
+        assert_eq!((tally.main.ops, tally.main.bytes, tally.errors), (9, 900, 1));
+        assert_eq!(tally.first_error.as_deref(), Some("turn 9"));
+        let first = course.first_done().unwrap();
+        assert!((first.seconds - 0.2).abs() < 1e-6, "{first:?}");
+        assert_eq!((first.ops, course.mark().ops, course.issued()), (8, 9, 10));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_time_limit_ends_turns_not_requests() {
+        let limits = Limits {
+            time: Some(250 * MS),
+            ..Limits::default()
+        };
+        let (course, took) = run(limits, 2, 100 * MS).await;
+        assert_eq!((took, course.issued()), (300 * MS, 6));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pace_is_kept_whatever_the_requests_take() {
+        for (workers, each) in [(1, Duration::ZERO), (8, 15 * MS), (3, 5 * MS)] {
+            let limits = Limits {
+                total: Some(101),
+                cost: Some(Box::new(|_| 10 * MS)),
+                ..Limits::default()
+            };
+            let (course, took) = run(limits, workers, each).await;
+            assert_eq!(
+                took,
+                1000 * MS + each,
+                "{workers} workers: the first starts at once"
+            );
+            assert_eq!(course.issued(), 101);
+        }
+        // Slower than the pace: that has no credit to catch up with.
+        let limits = Limits {
+            total: Some(10),
+            cost: Some(Box::new(|_| 10 * MS)),
+            ..Limits::default()
+        };
+        assert_eq!(run(limits, 1, 50 * MS).await.1, 500 * MS);
+        let limits = Limits {
+            time: Some(95 * MS),
+            cost: Some(Box::new(|turn| if turn == 3 { 1000 * MS } else { 10 * MS })),
+            ..Limits::default()
+        };
+        let (course, took) = run(limits, 1, Duration::ZERO).await;
+        assert_eq!(
+            (took, course.issued()),
+            (95 * MS, 4),
+            "nobody sleeps past the end"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_interruption_ends_it_also_when_requests_hang() {
+        let (interrupt, mut interrupts) = watch::channel(0);
+        let course = Arc::new(Course::start(Phase::Read, Limits::default(), 2));
+        let workers = vec![Sleeper(10 * MS), Sleeper(3600 * 1000 * MS)];
+        tokio::spawn(async move {
+            tokio::time::sleep(95 * MS).await;
+            interrupt.send_replace(1);
+            tokio::time::sleep(GRACE * 2).await;
+        });
+        assert!(course.run(workers, &mut interrupts).await);
+        assert_eq!(course.started.elapsed(), 95 * MS + GRACE);
+        assert_eq!(course.tally().main.ops + course.tally().errors, 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn too_many_errors_end_it() {
+        struct Failing;
+        impl Worker for Failing {
+            async fn turn(&mut self, _: u64) -> Result<Option<Op>, Failure> {
+                Err(Failure::Wrong("no".into()))
+            }
+        }
+        let (_keep, mut interrupts) = watch::channel(0);
+        let course = Arc::new(Course::start(Phase::Read, Limits::default(), 1));
+        course.run(vec![Failing], &mut interrupts).await;
+        assert_eq!(course.tally().errors, ERRORS_MAX);
+    }
+}

@@ -1,0 +1,30 @@
+use crate::arena::ArenaError;
+use crate::chunk::{HashError, SpaceError};
+use crate::object::ObjectError;
+use crate::units::ByteSize;
+
+/// The bench can't run, or can't go on. Requests that fail by themselves are in the report.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    #[error("{0}")]
+    Settings(String),
+    #[error(
+        "{slots} slots of {} need {} of memory, and {} are available: lower --concurrency or {lower}",
+        ByteSize(*slot_bytes), ByteSize(slots * slot_bytes), ByteSize(*available)
+    )]
+    Memory {
+        slots: u64,
+        slot_bytes: u64,
+        available: u64,
+        lower: &'static str,
+    },
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error(transparent)]
+    Space(#[from] SpaceError),
+    #[error(transparent)]
+    Hash(#[from] HashError),
+    /// What every request would meet: no bucket, no credentials, no right.
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+}

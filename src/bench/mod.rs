@@ -1,0 +1,48 @@
+//! `kvgate bench`: how fast is this S3, seen through kvgate's own request path.
+//!
+//! **Mechanism.** A phase is many requests of one kind. As many tasks as requests may be in flight take turns from a
+//! [`Course`](course::Course), which counts, paces and ends them. Everything that a request needs is there before the
+//! clock starts: keys, slots in a prefaulted arena, the digest that each part must have. Reads land in slots as those of
+//! loads do and are digested by a [`Watch`](crate::net::Watch) on the way; writes go out of slots that were filled once,
+//! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::object::ObjectStore) that the
+//! gateway uses, retries included; only `lookup` and prompts go through a [`Gateway`](crate::gateway::Gateway).
+//!
+//! **Why.** Two times for each phase, as elbencho has them: *first done*, when the first task found nothing left to do,
+//! and *last done*. Between them fewer requests were in flight than were asked for. CPU time and page faults are the
+//! process's, so what a byte or a request costs can be compared with any other client on the same server. The content
+//! names itself: a wrong part is not only noticed, the report says whose bytes came instead.
+//!
+//! **Not for** measuring an engine's copies, and not for the cost of a server: the embedded one runs in this process, so
+//! its work is in the CPU figures.
+//!
+//! | file        | what                                                         |
+//! |-------------|--------------------------------------------------------------|
+//! | `settings`  | what is asked for, and what can't be                         |
+//! | `content`   | the objects' bytes and their digests                         |
+//! | `check`     | the watch that digests a read                                |
+//! | `course`    | turns, pace, time limit, tallies: what all phases share      |
+//! | `raw`       | the requests of write, read, head and delete                 |
+//! | `absent`    | lookup of chunks that nobody has                             |
+//! | `histogram` | latencies                                                    |
+//! | `usage`     | CPU time and page faults                                     |
+//! | `report`    | what happened, as `--json` has it                            |
+//! | `session`   | the phases one after the other                               |
+
+mod absent;
+mod check;
+mod content;
+mod course;
+mod error;
+mod histogram;
+mod raw;
+mod report;
+mod session;
+mod settings;
+mod usage;
+
+pub use course::{Interrupts, Live};
+pub use error::BenchError;
+pub use histogram::{Bucket, Histogram};
+pub use report::{Endpoint, Errors, Latency, Mark, MixReport, PhaseReport, Report, Share};
+pub use session::{Bench, UnderWay};
+pub use settings::{Phase, Settings};

@@ -1,0 +1,389 @@
+//! The requests of the phases that know nothing of chunks.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::check::{self, Seen};
+use super::content::Content;
+use super::course::{Failure, Op, Worker};
+use super::settings::Settings;
+use crate::arena::{Arena, SlotMut};
+use crate::net::{Landing, Watch};
+use crate::object::{Condition, ErrorKind, GetRange, ObjectStore};
+
+/// What all requests of a bench share.
+pub(super) struct Target {
+    pub store: Arc<dyn ObjectStore>,
+    pub settings: Settings,
+    /// Of every object.
+    pub keys: Vec<String>,
+    pub content: Content,
+    /// Limits for one request, its retries included.
+    pub read_limit: Duration,
+    pub write_limit: Duration,
+}
+
+impl Target {
+    fn key(&self, object: u64) -> &str {
+        &self.keys[usize::try_from(object).unwrap_or(usize::MAX)]
+    }
+
+    fn object_len(&self) -> usize {
+        usize::try_from(self.settings.object_bytes).unwrap_or(usize::MAX)
+    }
+
+    /// Bytes of one of an object's parts.
+    pub fn part_len(&self, part: u64) -> u64 {
+        let settings = &self.settings;
+        settings
+            .part_bytes
+            .min(settings.object_bytes - part * settings.part_bytes)
+    }
+
+    /// The digests of all parts, object after object.
+    pub fn part_crcs(&self) -> Vec<u64> {
+        let (parts, part_bytes) = (self.settings.parts(), self.settings.part_bytes);
+        let crc = |index: u64| {
+            let (object, part) = (index / parts, index % parts);
+            let start = part * part_bytes;
+            self.content.crc(object, start..start + self.part_len(part))
+        };
+        (0..self.settings.objects * parts).map(crc).collect()
+    }
+}
+
+/// A slot as soon as there is one: a request that is over may still hold its own for a moment.
+async fn slot(arena: &Arena, len: usize) -> SlotMut {
+    match arena.try_reserve(len) {
+        Some(slot) => slot,
+        None => arena.ticket().await.reserve(len).await,
+    }
+}
+
+/// Reads parts into one slot.
+pub(super) struct Reader {
+    target: Arc<Target>,
+    /// Objects that are there.
+    objects: u64,
+    /// Away while a request is under way, and lost with one that was given up.
+    slot: Option<SlotMut>,
+    check: Option<Check>,
+}
+
+struct Check {
+    crcs: Arc<[u64]>,
+    watch: Option<Box<dyn Watch>>,
+    seen: Arc<Seen>,
+}
+
+impl Reader {
+    /// Without `crcs` nothing is verified.
+    pub async fn new(target: &Arc<Target>, arena: &Arena, objects: u64, crcs: Option<&Arc<[u64]>>) -> Self {
+        let len = usize::try_from(target.settings.part_bytes).unwrap_or(usize::MAX);
+        let check = crcs.map(|crcs| {
+            let (watch, seen) = check::watch();
+            Check {
+                crcs: Arc::clone(crcs),
+                watch: Some(watch),
+                seen,
+            }
+        });
+        Self {
+            target: Arc::clone(target),
+            objects,
+            slot: Some(slot(arena, len).await),
+            check,
+        }
+    }
+
+    /// One part of one object.
+    async fn read(&mut self, object: u64, part: u64) -> Result<Op, Failure> {
+        let (target, key) = (&self.target, self.target.key(object));
+        let (start, len) = (part * target.settings.part_bytes, target.part_len(part));
+        let bytes = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        let Some(mut slot) = self.slot.take() else {
+            return Err(Failure::Wrong(format!("GET {key}: the slot did not come back")));
+        };
+        let rest = slot.split_off(bytes(len));
+        let mut landing = Landing::new(slot);
+        if let Some(check) = &mut self.check {
+            check.seen.clear();
+            landing.watch = check.watch.take();
+        }
+        let get = GetRange {
+            key,
+            range: bytes(start)..bytes(start + len),
+            object_len: target.object_len(),
+            if_match: None,
+        };
+        let began = Instant::now();
+        let (landing, result) = target.store.get(get, landing, began + target.read_limit).await;
+        let latency = began.elapsed();
+        let Landing { mut slot, watch, .. } = landing;
+        let judged = match (result, &mut self.check) {
+            (Err(error), _) => Err(explained(error, target)),
+            (Ok(_), Some(check))
+                if !check
+                    .seen
+                    .is(len, check.crcs[bytes(object * target.settings.parts() + part)]) =>
+            {
+                Err(Failure::Wrong(wrong(target, object, start, &slot)))
+            }
+            (Ok(_), _) => Ok(Op {
+                bytes: len,
+                latency,
+                mixed: false,
+            }),
+        };
+        if let Some(check) = &mut self.check {
+            check.watch = watch;
+        }
+        slot.join(rest);
+        self.slot = Some(slot);
+        judged
+    }
+}
+
+/// What a part has that it must not have.
+fn wrong(target: &Target, object: u64, start: u64, bytes: &[u8]) -> String {
+    let part = format!(
+        "GET {}: wrong bytes in the part at offset {start} of object {object}",
+        target.key(object)
+    );
+    match target.content.first_difference(object, start, bytes) {
+        None => format!("{part}: what arrived had another digest than what is in memory"),
+        Some((at, None)) => format!("{part}: byte {at} is the first"),
+        Some((at, Some((other, offset)))) => format!(
+            "{part}: byte {at} is the first; the block around it is stamped object {other}, offset {offset}"
+        ),
+    }
+}
+
+/// With what to do where the objects are not those that the settings say.
+fn explained(error: crate::object::ObjectError, target: &Target) -> Failure {
+    match error.kind {
+        ErrorKind::NotFound => Failure::Wrong(format!(
+            "{error}; write the objects first: kvgate bench write, with the same --prefix and --objects"
+        )),
+        ErrorKind::Length { .. } => Failure::Wrong(format!(
+            "{error}; was it written with another --object-size than {}?",
+            crate::units::ByteSize(target.settings.object_bytes)
+        )),
+        _ => error.into(),
+    }
+}
+
+impl Worker for Reader {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        let parts = self.target.settings.parts();
+        let at = turn % (self.objects * parts);
+        self.read(at / parts, at % parts).await.map(Some)
+    }
+}
+
+/// Writes objects from slots that hold everything but the stamps, and reads others in between.
+pub(super) struct Writer {
+    target: Arc<Target>,
+    arena: Arena,
+    mix: Option<(Reader, Arc<Written>)>,
+}
+
+/// The objects that can be read in between.
+pub(super) struct Written {
+    objects: Mutex<Vec<u64>>,
+    /// Whether a first write has ended, well or not.
+    begun: watch::Sender<bool>,
+}
+
+impl Written {
+    pub fn new() -> Self {
+        Self {
+            objects: Mutex::default(),
+            begun: watch::Sender::new(false),
+        }
+    }
+
+    fn add(&self, object: Option<u64>) {
+        if let Some(object) = object {
+            self.objects
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(object);
+        }
+        self.begun.send_replace(true);
+    }
+
+    /// Any one of them; None if the first write has failed.
+    async fn any(&self) -> Option<u64> {
+        // The sender is ours, so it can't be gone.
+        let _ = self.begun.subscribe().wait_for(|&begun| begun).await;
+        let objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
+        fastrand::choice(objects.iter()).copied()
+    }
+}
+
+impl Writer {
+    pub fn new(target: &Arc<Target>, arena: &Arena, mix: Option<(Reader, Arc<Written>)>) -> Self {
+        Self {
+            target: Arc::clone(target),
+            arena: arena.clone(),
+            mix,
+        }
+    }
+
+    /// What slots of the arena begin with, whoever gets which: they are all of one size.
+    pub fn fill(target: &Target, arena: &Arena) {
+        let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.try_reserve(target.object_len())).collect();
+        for mut slot in slots {
+            target.content.fill(&mut slot);
+        }
+    }
+
+    async fn write(&mut self, object: u64) -> Result<Op, Failure> {
+        let mut slot = slot(&self.arena, self.target.object_len()).await;
+        Content::stamp(object, &mut slot);
+        let (bytes, body) = (slot.len() as u64, Bytes::from_owner(slot.freeze()));
+        let began = Instant::now();
+        let deadline = began + self.target.write_limit;
+        let key = self.target.key(object);
+        self.target
+            .store
+            .put(key, body, Condition::Always, deadline)
+            .await?;
+        Ok(Op {
+            bytes,
+            latency: began.elapsed(),
+            mixed: false,
+        })
+    }
+}
+
+impl Worker for Writer {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        let (objects, percent) = (self.target.settings.objects, self.target.settings.mix_percent);
+        let object = writes(turn, percent) % objects;
+        if let Some((reader, written)) = self.mix.as_mut().filter(|_| is_read(turn, percent)) {
+            let Some(object) = written.any().await else {
+                return Ok(None);
+            };
+            let part = fastrand::u64(..self.target.settings.parts());
+            let op = reader.read(object, part).await?;
+            return Ok(Some(Op { mixed: true, ..op }));
+        }
+        let op = self.write(object).await;
+        if let Some((_, written)) = &self.mix {
+            let first = writes(turn, percent) < objects;
+            written.add((op.is_ok() && first).then_some(object));
+        }
+        op.map(Some)
+    }
+}
+
+/// Whether this turn is one of the reads, which are spread evenly.
+pub(super) fn is_read(turn: u64, percent: u64) -> bool {
+    reads(turn + 1, percent) > reads(turn, percent)
+}
+
+/// Reads among the first `turns`.
+fn reads(turns: u64, percent: u64) -> u64 {
+    turns / 100 * percent + turns % 100 * percent / 100
+}
+
+/// Writes among the first `turns`.
+pub(super) fn writes(turns: u64, percent: u64) -> u64 {
+    turns - reads(turns, percent)
+}
+
+/// The fewest turns that have this many writes.
+pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
+    let mut turns = (u128::from(count) * 100 / u128::from(100 - percent))
+        .try_into()
+        .unwrap_or(u64::MAX);
+    while writes(turns, percent) < count {
+        turns += 1;
+    }
+    while turns > 0 && writes(turns - 1, percent) >= count {
+        turns -= 1;
+    }
+    turns
+}
+
+/// Asks for objects.
+pub(super) struct Header {
+    pub target: Arc<Target>,
+    pub objects: u64,
+}
+
+impl Worker for Header {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        let target = &self.target;
+        let began = Instant::now();
+        let head = target
+            .store
+            .head(target.key(turn % self.objects), began + target.read_limit);
+        let meta = head.await.map_err(|error| explained(error, target))?;
+        let latency = began.elapsed();
+        if meta.len != target.settings.object_bytes {
+            return Err(Failure::Wrong(format!(
+                "HEAD {}: {} bytes, not {}; was it written with another --object-size?",
+                target.key(turn % self.objects),
+                meta.len,
+                target.settings.object_bytes
+            )));
+        }
+        Ok(Some(Op {
+            bytes: 0,
+            latency,
+            mixed: false,
+        }))
+    }
+}
+
+/// Removes objects, each with a request of its own.
+pub(super) struct Deleter {
+    pub target: Arc<Target>,
+}
+
+impl Worker for Deleter {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        let key = self.target.key(turn).to_owned();
+        let began = Instant::now();
+        self.target
+            .store
+            .delete(&[key], began + self.target.write_limit)
+            .await?;
+        Ok(Some(Op {
+            bytes: 0,
+            latency: began.elapsed(),
+            mixed: false,
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_are_the_share_that_was_asked_for() {
+        for percent in 0..=99 {
+            assert!(!is_read(0, percent), "there is nothing to read yet");
+            let read = (0..1000).filter(|&turn| is_read(turn, percent)).count() as u64;
+            assert_eq!(read, percent * 10);
+            for count in [0, 1, 7, 64, 100] {
+                let turns = turns_with_writes(count, percent);
+                assert_eq!(writes(turns, percent), count, "{percent}%");
+                assert!(turns == 0 || !is_read(turns - 1, percent), "ends with a write");
+                let written: Vec<u64> = (0..turns)
+                    .filter(|&turn| !is_read(turn, percent))
+                    .map(|turn| writes(turn, percent))
+                    .collect();
+                assert!(written.iter().copied().eq(0..count), "{percent}%: {written:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::course::{Course, Done};
+use super::histogram::{Bucket, Histogram};
+use super::settings::{Phase, Settings};
+use super::usage::Usage;
+use crate::object::RequestCounts;
+
+const MIB: f64 = (1_u64 << 20) as f64;
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// Everything that was measured.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Of kvgate.
+    pub version: &'static str,
+    pub settings: Settings,
+    pub phases: Vec<PhaseReport>,
+    /// Whether somebody ended it early.
+    pub interrupted: bool,
+}
+
+/// What one phase did. Figures of bytes are null where a phase moves none.
+#[derive(Debug, Clone, Serialize)]
+pub struct PhaseReport {
+    pub phase: Phase,
+    /// That it went over, again and again if asked to.
+    pub objects: u64,
+    /// Requests that succeeded.
+    pub ops: u64,
+    pub bytes: u64,
+    pub seconds: f64,
+    /// When the first task found nothing left to do.
+    pub first_done: Mark,
+    pub last_done: Mark,
+    pub iops: f64,
+    pub mib_per_s: f64,
+    /// User and system time of this process.
+    pub cpu_seconds: f64,
+    pub cpu_seconds_per_gib: Option<f64>,
+    pub cpu_us_per_op: Option<f64>,
+    pub minor_faults: u64,
+    pub minor_faults_per_gib: Option<f64>,
+    pub latency_us: Option<Latency>,
+    /// By octave.
+    pub histogram: Vec<Bucket>,
+    pub errors: Errors,
+    /// HTTP requests beyond one an operation.
+    pub retries: u64,
+    pub requests: RequestCounts,
+    pub endpoints: Vec<Endpoint>,
+    /// The two kinds of a mixed phase; their sum is above.
+    pub mix: Option<MixReport>,
+    pub interrupted: bool,
+}
+
+/// How far a phase was at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Mark {
+    pub seconds: f64,
+    pub ops: u64,
+    pub bytes: u64,
+    pub mib_per_s: f64,
+    pub iops: f64,
+}
+
+/// Of requests that succeeded, retries included.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Latency {
+    pub min: f64,
+    pub mean: f64,
+    pub p50: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub p999: f64,
+    pub max: f64,
+}
+
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Errors {
+    pub count: u64,
+    pub first: Option<String>,
+}
+
+/// What went to one address.
+#[derive(Debug, Clone, Serialize)]
+pub struct Endpoint {
+    pub endpoint: String,
+    pub requests: u64,
+    pub bytes: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct MixReport {
+    pub percent: u64,
+    pub writes: Share,
+    pub reads: Share,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Share {
+    pub ops: u64,
+    pub bytes: u64,
+    pub iops: f64,
+    pub mib_per_s: f64,
+    pub latency_us: Option<Latency>,
+}
+
+/// What a phase cost beside time.
+pub(super) struct Cost {
+    pub usage: Usage,
+    pub requests: RequestCounts,
+}
+
+impl Mark {
+    pub(super) fn new(elapsed: Duration, ops: u64, bytes: u64) -> Self {
+        // A phase without a request takes no time.
+        let seconds = elapsed.as_secs_f64().max(1e-9);
+        Self {
+            seconds,
+            ops,
+            bytes,
+            mib_per_s: bytes as f64 / MIB / seconds,
+            iops: ops as f64 / seconds,
+        }
+    }
+}
+
+impl Latency {
+    pub(super) fn of(histogram: &Histogram) -> Option<Self> {
+        (histogram.count() > 0).then(|| Self {
+            min: histogram.min_us(),
+            mean: histogram.mean_us(),
+            p50: histogram.quantile_us(0.5),
+            p90: histogram.quantile_us(0.9),
+            p99: histogram.quantile_us(0.99),
+            p999: histogram.quantile_us(0.999),
+            max: histogram.max_us(),
+        })
+    }
+}
+
+impl PhaseReport {
+    /// `ended`: what was done when the last request was.
+    pub(super) fn new(settings: &Settings, course: &Course, ended: Mark, cost: Cost) -> Self {
+        let (phase, tally) = (course.phase(), course.tally());
+        let first_done = course.first_done().unwrap_or(ended);
+        let mut latency = tally.main.latency.clone();
+        latency.add(&tally.mixed.latency);
+        let gib = ended.bytes as f64 / GIB;
+        let per_gib = |amount: f64| (ended.bytes > 0).then(|| amount / gib);
+        let share = |done: &Done| Share {
+            ops: done.ops,
+            bytes: done.bytes,
+            iops: done.ops as f64 / ended.seconds,
+            mib_per_s: done.bytes as f64 / MIB / ended.seconds,
+            latency_us: Latency::of(&done.latency),
+        };
+        Self {
+            phase,
+            objects: settings.objects,
+            ops: ended.ops,
+            bytes: ended.bytes,
+            seconds: ended.seconds,
+            first_done,
+            last_done: ended,
+            iops: ended.iops,
+            mib_per_s: ended.mib_per_s,
+            cpu_seconds: cost.usage.cpu_seconds,
+            cpu_seconds_per_gib: per_gib(cost.usage.cpu_seconds),
+            cpu_us_per_op: (ended.ops > 0).then(|| cost.usage.cpu_seconds * 1e6 / ended.ops as f64),
+            minor_faults: cost.usage.minor_faults,
+            minor_faults_per_gib: per_gib(cost.usage.minor_faults as f64),
+            latency_us: Latency::of(&latency),
+            histogram: latency.octaves(),
+            retries: cost.requests.total().saturating_sub(ended.ops + tally.errors),
+            endpoints: vec![Endpoint {
+                endpoint: settings.endpoint.clone().unwrap_or_else(|| "AWS".to_owned()),
+                requests: cost.requests.total(),
+                bytes: ended.bytes,
+            }],
+            requests: cost.requests,
+            mix: (phase == Phase::Write && settings.mix_percent > 0).then(|| MixReport {
+                percent: settings.mix_percent,
+                writes: share(&tally.main),
+                reads: share(&tally.mixed),
+            }),
+            errors: Errors {
+                count: tally.errors,
+                first: tally.first_error,
+            },
+            interrupted: false,
+        }
+    }
+}

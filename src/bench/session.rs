@@ -1,0 +1,358 @@
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::absent::{self, Asked};
+use super::content::Content;
+use super::course::{Course, Interrupts, Limits, Live, Worker};
+use super::error::BenchError;
+use super::raw::{Deleter, Header, Reader, Target, Writer, Written, is_read, turns_with_writes, writes};
+use super::report::{Cost, PhaseReport};
+use super::settings::{Phase, Settings};
+use super::usage::{Usage, memory_available};
+use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
+use crate::chunk::KeyPrefix;
+use crate::config::{Config, Probe, Strategy};
+use crate::gateway::{Gateway, GatewayOptions};
+use crate::object::{Capabilities, ObjectStore, RequestCounts};
+
+/// One bench, phase by phase.
+pub struct Bench {
+    config: Config,
+    target: Arc<Target>,
+    /// Objects that are there: after a write that was cut short, fewer than asked for.
+    objects: u64,
+    /// The digests that parts must have, once a phase needs them.
+    crcs: Option<Arc<[u64]>>,
+    /// For parts that are read, once a phase needs it.
+    parts: Option<Arena>,
+    interrupts: Interrupts,
+    under_way: UnderWay,
+}
+
+/// What goes on in a bench, for whoever shows it.
+#[derive(Clone, Default)]
+pub struct UnderWay(Arc<Mutex<Option<Arc<Course>>>>);
+
+impl UnderWay {
+    /// The phase under way, if one is.
+    pub fn live(&self) -> Option<Live> {
+        self.lock().as_deref().map(Course::live)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<Course>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Usage and requests since it was started.
+struct Clock {
+    usage: Usage,
+    requests: RequestCounts,
+}
+
+impl Clock {
+    fn start(store: &dyn ObjectStore) -> Self {
+        Self {
+            usage: Usage::now(),
+            requests: store.requests(),
+        }
+    }
+
+    fn read(&self, store: &dyn ObjectStore) -> Cost {
+        Cost {
+            usage: Usage::now().since(self.usage),
+            requests: store.requests().since(&self.requests),
+        }
+    }
+}
+
+impl Bench {
+    /// Sends nothing yet. Each change of `interrupts` ends the phase under way.
+    pub fn new(
+        store: Arc<dyn ObjectStore>,
+        config: Config,
+        settings: Settings,
+        interrupts: Interrupts,
+    ) -> Result<Self, BenchError> {
+        settings.check()?;
+        let prefix = KeyPrefix::new(&config.s3.prefix);
+        let key = |object| format!("{}bench-o{object:05}", prefix.as_str());
+        Ok(Self {
+            objects: settings.objects,
+            crcs: None,
+            parts: None,
+            target: Arc::new(Target {
+                store,
+                keys: (0..settings.objects).map(key).collect(),
+                content: Content::new(),
+                read_limit: config.load.deadline,
+                write_limit: config.store.deadline,
+                settings,
+            }),
+            config,
+            interrupts,
+            under_way: UnderWay::default(),
+        })
+    }
+
+    pub fn settings(&self) -> &Settings {
+        &self.target.settings
+    }
+
+    pub fn under_way(&self) -> UnderWay {
+        self.under_way.clone()
+    }
+
+    /// Runs one phase. Fails with what every request would meet; what single ones met is in the report.
+    pub async fn run(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
+        match phase {
+            Phase::Write => self.write().await,
+            Phase::Read => self.read().await,
+            Phase::Head => self.head().await,
+            Phase::Lookup => self.lookup().await,
+            Phase::Delete => self.delete().await,
+        }
+    }
+
+    async fn write(&mut self) -> Result<PhaseReport, BenchError> {
+        let settings = &self.target.settings;
+        let (objects, percent) = (settings.objects, settings.mix_percent);
+        let rounds = settings.rounds;
+        let total = rounds.map(|rounds| turns_with_writes(objects.saturating_mul(rounds), percent));
+        let lanes = self.lanes(total);
+        let arena = self.arena(lanes, settings.object_bytes, "--object-size")?;
+        Writer::fill(&self.target, &arena);
+        let written = Arc::new(Written::new());
+        let mut workers = Vec::with_capacity(lanes);
+        for _ in 0..lanes {
+            let mix = match percent {
+                0 => None,
+                _ => Some((self.reader().await?, Arc::clone(&written))),
+            };
+            workers.push(Writer::new(&self.target, &arena, mix));
+        }
+        let target = Arc::clone(&self.target);
+        let bytes = move |turn| match is_read(turn, percent) {
+            true => target.settings.part_bytes,
+            false => target.settings.object_bytes,
+        };
+        let limits = self.limits(total, bytes);
+        let (course, report) = self.course(Phase::Write, limits, workers).await?;
+        self.objects = objects.min(writes(course.issued(), percent));
+        Ok(report)
+    }
+
+    async fn read(&mut self) -> Result<PhaseReport, BenchError> {
+        let settings = &self.target.settings;
+        let (each, rounds, warm_up) = (self.objects * settings.parts(), settings.rounds, settings.warm_up);
+        let total = match each {
+            0 => Some(0),
+            _ => rounds.map(|rounds| each.saturating_mul(rounds)),
+        };
+        let lanes = self.lanes(total);
+        let mut readers = Vec::with_capacity(lanes);
+        for _ in 0..lanes {
+            readers.push(self.reader().await?);
+        }
+        if warm_up {
+            let limits = Limits {
+                total: Some(each),
+                ..Limits::default()
+            };
+            let (_, report) = self.course(Phase::Read, limits, readers).await?;
+            if report.interrupted || report.errors.count > 0 {
+                return Ok(report);
+            }
+            readers = Vec::with_capacity(lanes);
+            for _ in 0..lanes {
+                readers.push(self.reader().await?);
+            }
+        }
+        let target = Arc::clone(&self.target);
+        let parts = target.settings.parts();
+        let limits = self.limits(total, move |turn| target.part_len(turn % parts));
+        Ok(self.course(Phase::Read, limits, readers).await?.1)
+    }
+
+    async fn head(&mut self) -> Result<PhaseReport, BenchError> {
+        let objects = self.objects;
+        let total = match objects {
+            0 => Some(0),
+            _ => self
+                .target
+                .settings
+                .rounds
+                .map(|rounds| objects.saturating_mul(rounds)),
+        };
+        let worker = |_| Header {
+            target: Arc::clone(&self.target),
+            objects,
+        };
+        let workers = (0..self.lanes(total)).map(worker).collect();
+        let limits = self.limits(total, |_| 0);
+        Ok(self.course(Phase::Head, limits, workers).await?.1)
+    }
+
+    /// All objects once, whatever rounds and time limit are: nothing is left behind.
+    async fn delete(&mut self) -> Result<PhaseReport, BenchError> {
+        let total = Some(self.objects);
+        let worker = |_| Deleter {
+            target: Arc::clone(&self.target),
+        };
+        let workers = (0..self.lanes(total)).map(worker).collect();
+        let limits = Limits {
+            time: None,
+            ..self.limits(total, |_| 0)
+        };
+        Ok(self.course(Phase::Delete, limits, workers).await?.1)
+    }
+
+    /// Asks a gateway for chunks that nobody has.
+    async fn lookup(&mut self) -> Result<PhaseReport, BenchError> {
+        let (objects, rounds) = (self.target.settings.objects, self.target.settings.rounds);
+        let (space, chunks) = absent::chunks(objects)?;
+        let total = rounds.map(|rounds| objects.saturating_mul(rounds));
+        let limits = self.limits(total, |_| 0);
+        let clock = Clock::start(&*self.target.store);
+        let course = Arc::new(Course::start(Phase::Lookup, limits, 1));
+        *self.under_way.lock() = Some(Arc::clone(&course));
+        let asked = Asked {
+            inner: Arc::clone(&self.target.store),
+            course: Arc::clone(&course),
+            present: false,
+        };
+        let gateway = self.gateway(Arc::new(asked), self.arena_of(SLOT_ALIGN)?);
+        let all = async {
+            for _ in 0..rounds.unwrap_or(u64::MAX) {
+                for some in chunks.chunks(absent::LOOKUP_CHUNKS) {
+                    if course.is_over() {
+                        return;
+                    }
+                    let deadline = tokio::time::Instant::now() + absent::LOOKUP;
+                    gateway.lookup(&space, some, Strategy::Exact, deadline).await;
+                }
+                gateway.forget_existence();
+            }
+        };
+        let done = course.interruptible(all, &mut self.interrupts).await;
+        self.finish(&course, &clock, !done)
+    }
+
+    /// A gateway that knows nothing, with as many requests in flight as the other phases have.
+    fn gateway(&self, store: Arc<dyn ObjectStore>, arena: Arena) -> Gateway {
+        let settings = &self.target.settings;
+        let part_bytes = usize::try_from(settings.part_bytes).unwrap_or(usize::MAX);
+        let options = GatewayOptions {
+            part_bytes,
+            get_bytes_max: part_bytes.saturating_mul(settings.concurrency),
+            put_bytes_max: usize::MAX,
+            lookup_concurrency: settings.concurrency,
+            lookup_deadline: self.target.read_limit,
+            ..GatewayOptions::from(&self.config)
+        };
+        let capabilities = Capabilities {
+            attributes: self.config.s3.probe == Probe::Attributes,
+            ..Capabilities::default()
+        };
+        Gateway::new(store, arena, capabilities, options)
+    }
+
+    /// Tasks for a phase with this many turns.
+    fn lanes(&self, total: Option<u64>) -> usize {
+        let concurrency = self.target.settings.concurrency;
+        total
+            .and_then(|total| usize::try_from(total).ok())
+            .map_or(concurrency, |total| total.min(concurrency))
+    }
+
+    /// With the time limit, and with the limit of the rate for turns that move so many bytes.
+    fn limits(&self, total: Option<u64>, bytes: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Limits {
+        let settings = &self.target.settings;
+        let (by_bytes, by_requests) = (settings.bytes_per_second, settings.requests_per_second);
+        let cost = move |turn| {
+            let of = |amount: u64, rate: Option<u64>| {
+                rate.map_or(Duration::ZERO, |rate| {
+                    Duration::from_secs_f64(amount as f64 / rate.max(1) as f64)
+                })
+            };
+            of(bytes(turn), by_bytes).max(of(1, by_requests))
+        };
+        let paced = by_bytes.is_some() || by_requests.is_some();
+        Limits {
+            total,
+            time: settings.time_limit,
+            cost: paced.then(|| Box::new(cost) as _),
+        }
+    }
+
+    async fn course<W: Worker>(
+        &mut self,
+        phase: Phase,
+        limits: Limits,
+        workers: Vec<W>,
+    ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
+        let clock = Clock::start(&*self.target.store);
+        let course = Arc::new(Course::start(phase, limits, workers.len()));
+        *self.under_way.lock() = Some(Arc::clone(&course));
+        let interrupted = course.run(workers, &mut self.interrupts).await;
+        let report = self.finish(&course, &clock, interrupted)?;
+        Ok((course, report))
+    }
+
+    fn finish(&self, course: &Course, clock: &Clock, interrupted: bool) -> Result<PhaseReport, BenchError> {
+        let ended = course.mark();
+        let cost = clock.read(&*self.target.store);
+        *self.under_way.lock() = None;
+        if let Some(error) = course.take_fatal() {
+            return Err(error.into());
+        }
+        let mut report = PhaseReport::new(&self.target.settings, course, ended, cost);
+        report.objects = self.objects;
+        report.interrupted = interrupted;
+        Ok(report)
+    }
+
+    async fn reader(&mut self) -> Result<Reader, BenchError> {
+        let (settings, objects) = (&self.target.settings, self.objects);
+        if settings.verify && self.crcs.is_none() {
+            let target = Arc::clone(&self.target);
+            let crcs = tokio::task::spawn_blocking(move || target.part_crcs()).await;
+            // It only fails where it panics.
+            self.crcs = Some(crcs.unwrap_or_default().into());
+        }
+        let arena = match &self.parts {
+            Some(arena) => arena,
+            None => {
+                let arena = self.arena(settings.concurrency, settings.part_bytes, "--part-size")?;
+                self.parts.insert(arena)
+            }
+        };
+        Ok(Reader::new(&self.target, arena, objects, self.crcs.as_ref()).await)
+    }
+
+    /// Prefaulted, for so many slots.
+    fn arena(&self, slots: usize, slot_bytes: u64, lower: &'static str) -> Result<Arena, BenchError> {
+        let slot_bytes = slot_bytes.next_multiple_of(SLOT_ALIGN as u64);
+        let bytes = slot_bytes.saturating_mul(slots as u64);
+        if let Some(available) = memory_available().filter(|&available| bytes > available) {
+            return Err(BenchError::Memory {
+                slots: slots as u64,
+                slot_bytes,
+                available,
+                lower,
+            });
+        }
+        self.arena_of(usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
+
+    fn arena_of(&self, size: usize) -> Result<Arena, BenchError> {
+        Ok(Arena::new(&ArenaOptions {
+            size: size.max(SLOT_ALIGN),
+            // The configured file may be a running daemon's.
+            path: None,
+            huge_pages: self.config.arena.huge_pages,
+            mlock: self.config.arena.mlock,
+            prefault: true,
+        })?)
+    }
+}

@@ -1,0 +1,127 @@
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use super::error::BenchError;
+use crate::units::ByteSize;
+
+/// A kind of request, and the phase that makes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// PUT whole objects.
+    Write,
+    /// GET objects in parts.
+    Read,
+    /// HEAD objects.
+    Head,
+    /// Look up chunks through a gateway.
+    Lookup,
+    /// DELETE objects.
+    Delete,
+}
+
+impl Phase {
+    /// In the order in which they make sense.
+    pub const ALL: [Self; 5] = [Self::Write, Self::Read, Self::Head, Self::Lookup, Self::Delete];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Write => "write",
+            Self::Read => "read",
+            Self::Head => "head",
+            Self::Lookup => "lookup",
+            Self::Delete => "delete",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|phase| phase.name() == name)
+    }
+}
+
+/// What is measured. Part of the report.
+#[derive(Debug, Clone, Serialize)]
+pub struct Settings {
+    /// None: AWS.
+    pub endpoint: Option<String>,
+    pub bucket: String,
+    pub prefix: String,
+    /// The server is in this process, and its work in the CPU figures.
+    pub embedded: bool,
+    pub objects: u64,
+    pub object_bytes: u64,
+    /// Bytes that one GET asks for.
+    pub part_bytes: u64,
+    /// Requests in flight.
+    pub concurrency: usize,
+    /// Times that a phase goes over the objects; None: until the time limit.
+    pub rounds: Option<u64>,
+    #[serde(rename = "time_limit_seconds", serialize_with = "seconds")]
+    pub time_limit: Option<Duration>,
+    /// Of the write phase's requests, those that read.
+    pub mix_percent: u64,
+    /// Limit for writes and reads.
+    pub bytes_per_second: Option<u64>,
+    /// Limit for every phase.
+    pub requests_per_second: Option<u64>,
+    /// Digest every part that is read.
+    pub verify: bool,
+    /// Read everything once before the read phase.
+    pub warm_up: bool,
+}
+
+/// S3's own limit for one PUT.
+const OBJECT_BYTES_MAX: u64 = 5 << 30;
+/// The digests that are expected take 8 bytes each: 512 MiB.
+const PARTS_MAX: u64 = 64 << 20;
+
+impl Settings {
+    /// Fails with the flag that must change.
+    pub fn check(&self) -> Result<(), BenchError> {
+        let (object, part) = (ByteSize(self.object_bytes), ByteSize(self.part_bytes));
+        if self.objects == 0 || self.concurrency == 0 || self.object_bytes == 0 || self.part_bytes == 0 {
+            return Err(BenchError::Settings(
+                "--objects, --object-size, --part-size and --concurrency must be at least 1".into(),
+            ));
+        }
+        if self.object_bytes > OBJECT_BYTES_MAX {
+            return Err(BenchError::Settings(format!(
+                "--object-size {object} is more than S3 takes in one PUT: give at most {}",
+                ByteSize(OBJECT_BYTES_MAX)
+            )));
+        }
+        if self.part_bytes > self.object_bytes {
+            return Err(BenchError::Settings(format!(
+                "--part-size {part} is more than --object-size {object}: no GET can ask for that much"
+            )));
+        }
+        if self
+            .parts()
+            .checked_mul(self.objects)
+            .is_none_or(|parts| parts > PARTS_MAX)
+        {
+            return Err(BenchError::Settings(format!(
+                "--objects {} of --object-size {object} in parts of --part-size {part} are more than {PARTS_MAX} parts: \
+                 raise --part-size or lower --objects",
+                self.objects
+            )));
+        }
+        if self.mix_percent > 99 {
+            return Err(BenchError::Settings(format!(
+                "--mix {} leaves no writes: give 0 to 99",
+                self.mix_percent
+            )));
+        }
+        Ok(())
+    }
+
+    /// Parts of an object; the last may be shorter.
+    pub fn parts(&self) -> u64 {
+        self.object_bytes.div_ceil(self.part_bytes)
+    }
+}
+
+fn seconds<S: Serializer>(time: &Option<Duration>, to: S) -> Result<S::Ok, S::Error> {
+    time.map(|time| time.as_secs_f64()).serialize(to)
+}

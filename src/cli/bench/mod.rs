@@ -1,0 +1,295 @@
+mod csv;
+mod live;
+mod table;
+
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::args::ConnectArgs;
+use super::error::CliError;
+use super::logging;
+use super::output::Out;
+use crate::bench::{Bench, BenchError, Phase, PhaseReport, Report, Settings};
+use crate::config::Config;
+use crate::host::{Host, HostError};
+use crate::units::{ByteSize, MIB, parse_duration};
+use csv::Csv;
+use live::LiveLine;
+
+/// Measures how fast an S3 server is, through kvgate's own request path: MiB/s, requests, CPU time and latencies.
+///
+/// Needs nothing: without --endpoint and --bucket it starts an S3 server inside the process. Every byte that is read is
+/// verified.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate bench
+  kvgate bench --endpoint http://rgw:8000 --bucket kv --objects 1000 --object-size 64MiB -t 32
+  kvgate bench write --keep --bucket kv; kvgate bench read --bucket kv --time-limit 30s --warm-up --json
+  kvgate bench head lookup --bucket kv --objects 4096 -t 64
+  kvgate bench write --bucket kv --mix 70 --rate 200MiB --time-limit 1m
+
+First done is when the first of the tasks found nothing left to do, last done when all had.
+Exit status: 1 if any request failed or any byte was wrong.")]
+pub struct BenchArgs {
+    /// What to measure, in this order [default: all]. write: PUT objects; read: GET them in parts; head: HEAD them;
+    /// lookup: look up chunks that are not there; delete: DELETE the objects.
+    #[arg(value_name = "PHASE", value_parser = phase_parser())]
+    phases: Vec<Phase>,
+    /// Objects, and chunks of a lookup.
+    #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
+    objects: u64,
+    /// Bytes of an object.
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(16 * MIB), value_parser = some_bytes)]
+    object_size: ByteSize,
+    /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller].
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    part_size: Option<ByteSize>,
+    /// Requests in flight.
+    #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    concurrency: u32,
+    /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time].
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: Option<u64>,
+    /// Longest time for each phase, such as 10s; delete always goes to its end.
+    #[arg(long, value_name = "TIME", value_parser = some_time)]
+    time_limit: Option<Duration>,
+    /// Of the write phase's requests, those that read objects already written, in percent.
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=99))]
+    mix: u64,
+    /// Most bytes to write and to read in a second, such as 100MiB.
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    rate: Option<ByteSize>,
+    /// Most requests to make in a second.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
+    rate_iops: Option<u64>,
+    /// Don't check what is read.
+    #[arg(long)]
+    no_verify: bool,
+    /// Read everything once, untimed, before the read phase.
+    #[arg(long)]
+    warm_up: bool,
+    /// Leave the objects where they are, for a later run with the same --prefix. They are also left when phases are
+    /// given and delete is none of them.
+    #[arg(long)]
+    keep: bool,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Add a line for each phase to a CSV file, with a header if it is new; `-` writes them instead of the table.
+    #[arg(long, value_name = "FILE|-")]
+    csv: Option<String>,
+    /// Don't show what goes on, on a terminal either.
+    #[arg(long)]
+    no_live: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
+}
+
+fn phase_parser() -> impl TypedValueParser<Value = Phase> {
+    let names = PossibleValuesParser::new(Phase::ALL.map(Phase::name));
+    names.try_map(|name| Phase::from_name(&name).ok_or("no such phase"))
+}
+
+fn some_bytes(text: &str) -> Result<ByteSize, String> {
+    match text.parse::<ByteSize>() {
+        Ok(ByteSize(0)) => Err("must be more than nothing; write a size such as 16MiB".into()),
+        Ok(size) => Ok(size),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn some_time(text: &str) -> Result<Duration, String> {
+    match parse_duration(text) {
+        Ok(Duration::ZERO) => Err("must be more than nothing; write a duration such as 10s".into()),
+        Ok(time) => Ok(time),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let config = args.connect.load(Vec::new())?.config;
+    logging::init(&config.log, verbose);
+    let settings = args.settings(&config)?;
+    // Before anything is measured that could then not be told.
+    let csv = args.csv.as_deref().map(Csv::open).transpose()?;
+    let host = Host::start(&config, "kvgate-bench", false).await?;
+    let result = args.run_on(&host, config, settings, csv, out).await;
+    host.stop().await;
+    result
+}
+
+impl BenchArgs {
+    fn settings(&self, config: &Config) -> Result<Settings, CliError> {
+        let ours = config.s3.endpoint.is_none() && config.s3.bucket.is_none();
+        if self.keep && ours {
+            return Err(CliError::usage(
+                "--keep needs --bucket NAME (and --endpoint URL): the server in this process ends with it",
+            ));
+        }
+        if self.json && self.csv.as_deref() == Some("-") {
+            return Err(CliError::usage(
+                "--json and --csv - both write to the standard output",
+            ));
+        }
+        let part_bytes = match self.part_size {
+            Some(size) => size.bytes(),
+            None => config.s3.part_size.bytes().min(self.object_size.bytes()),
+        };
+        let settings = Settings {
+            endpoint: config.s3.endpoint.clone(),
+            bucket: config.s3.bucket.clone().unwrap_or_default(),
+            prefix: config.s3.prefix.clone(),
+            embedded: ours,
+            objects: self.objects,
+            object_bytes: self.object_size.bytes(),
+            part_bytes,
+            concurrency: self.concurrency as usize,
+            rounds: self.rounds.or(self.time_limit.is_none().then_some(1)),
+            time_limit: self.time_limit,
+            mix_percent: self.mix,
+            bytes_per_second: self.rate.map(ByteSize::bytes),
+            requests_per_second: self.rate_iops,
+            verify: !self.no_verify,
+            warm_up: self.warm_up,
+        };
+        settings.check()?;
+        Ok(settings)
+    }
+
+    /// The phases, and whether their last only tidies up.
+    fn phases(&self) -> (Vec<Phase>, bool) {
+        if !self.phases.is_empty() {
+            return (self.phases.clone(), false);
+        }
+        let kept = |phase: &Phase| !self.keep || *phase != Phase::Delete;
+        (Phase::ALL.into_iter().filter(kept).collect(), !self.keep)
+    }
+
+    async fn run_on(
+        &self,
+        host: &Host,
+        config: Config,
+        mut settings: Settings,
+        mut csv: Option<Csv>,
+        out: &mut Out,
+    ) -> Result<(), CliError> {
+        settings.endpoint.clone_from(&host.endpoint);
+        settings.bucket.clone_from(&host.bucket);
+        let soon = Instant::now() + 2 * config.s3.request_timeout;
+        match host.is_embedded() {
+            true => host.store.create_bucket(soon).await?,
+            false => host.store.check_bucket(soon).await?,
+        }
+        let bench = Bench::new(host.store.clone(), config, settings, interrupts())?;
+        let table = !self.json && !csv.as_ref().is_some_and(Csv::is_stdout);
+        let mut report = Report {
+            version: env!("CARGO_PKG_VERSION"),
+            settings: bench.settings().clone(),
+            phases: Vec::new(),
+            interrupted: false,
+        };
+        if table {
+            table::header(&report.settings, &host.place, out)?;
+        }
+        let outcome = self
+            .run_phases(bench, &mut report, |phase, settings| {
+                if let Some(csv) = &mut csv {
+                    csv.add(settings, phase, out)?;
+                }
+                if table {
+                    table::row(phase, out)?;
+                }
+                Ok(())
+            })
+            .await;
+        if self.json {
+            out.json(&report)?;
+        }
+        outcome.and_then(|()| verdict(&report))
+    }
+
+    /// What was measured before a failure is in the report, too.
+    async fn run_phases(
+        &self,
+        mut bench: Bench,
+        report: &mut Report,
+        mut tell: impl FnMut(&PhaseReport, &Settings) -> Result<(), CliError>,
+    ) -> Result<(), CliError> {
+        let (phases, tidies) = self.phases();
+        let live = LiveLine::start(!self.no_live, bench.under_way());
+        let mut outcome = Ok(());
+        for phase in phases {
+            // After a failure, and after an interruption, only what was written is removed.
+            let ends = outcome.is_err() || report.interrupted;
+            let wrote = report.phases.iter().any(|phase| phase.phase == Phase::Write);
+            if ends && !(tidies && wrote && phase == Phase::Delete) {
+                continue;
+            }
+            match bench.run(phase).await {
+                Ok(done) => {
+                    live.pause(|| tell(&done, &report.settings))?;
+                    report.interrupted |= done.interrupted;
+                    report.phases.push(done);
+                }
+                Err(error) if outcome.is_ok() => outcome = Err(error.into()),
+                Err(error) => tracing::warn!(%error, "the objects could not be removed"),
+            }
+        }
+        outcome
+    }
+}
+
+/// Fails where a request did, or somebody ended it early.
+fn verdict(report: &Report) -> Result<(), CliError> {
+    let failed = |phase: &PhaseReport| {
+        let (count, first) = (phase.errors.count, phase.errors.first.as_ref()?);
+        let tried = phase.ops + count;
+        Some(format!(
+            "{}: {count} of {tried} requests failed, the first: {first}",
+            phase.phase.name()
+        ))
+    };
+    let mut failures: Vec<String> = report.phases.iter().filter_map(failed).collect();
+    if report.interrupted {
+        failures.push("interrupted".into());
+    }
+    match failures.is_empty() {
+        true => Ok(()),
+        false => Err(CliError::Failed(failures.join("\n"))),
+    }
+}
+
+/// Counts Ctrl-C: each ends the phase under way.
+fn interrupts() -> watch::Receiver<u32> {
+    let (sender, receiver) = watch::channel(0);
+    tokio::spawn(async move {
+        while tokio::signal::ctrl_c().await.is_ok() {
+            sender.send_modify(|count| *count += 1);
+        }
+        // Nobody can interrupt; the receiver must not take that for an interruption.
+        std::future::pending::<()>().await;
+    });
+    receiver
+}
+
+impl From<BenchError> for CliError {
+    fn from(error: BenchError) -> Self {
+        match error {
+            BenchError::Object(error) => error.into(),
+            _ => Self::Usage(error.to_string()),
+        }
+    }
+}
+
+impl From<HostError> for CliError {
+    fn from(error: HostError) -> Self {
+        match error.is_usage() {
+            true => Self::Usage(error.to_string()),
+            false => Self::Failed(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! For people: a line a phase, written as soon as it is over.
+
+use crate::bench::{Latency, Mark, PhaseReport, Settings, Share};
+use crate::cli::error::CliError;
+use crate::cli::output::{Out, bytes, count};
+
+const WIDTHS: [usize; 13] = [9, 9, 8, 8, 9, 8, 8, 9, 9, 9, 8, 8, 8];
+
+pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), CliError> {
+    out.field("where", place)?;
+    out.field(
+        "objects",
+        format_args!(
+            "{} of {}, parts of {}, {} at a time{}",
+            settings.objects,
+            bytes(settings.object_bytes),
+            bytes(settings.part_bytes),
+            count(settings.concurrency as u64, "request"),
+            if settings.verify { "" } else { ", not verified" }
+        ),
+    )?;
+    if settings.embedded {
+        out.field("note", "that server's work is in the CPU figures, too")?;
+    }
+    out.line("")?;
+    let groups = ["", "first done", "", "", "last done"].map(str::to_owned);
+    out.line(line(&groups))?;
+    let titles = [
+        "phase", "seconds", "MiB/s", "IOPS", "seconds", "MiB/s", "IOPS", "ops", "us/op", "s/GiB", "p50 ms",
+        "p99 ms", "max ms",
+    ];
+    out.line(line(&titles.map(str::to_owned)))?;
+    out.flush()
+}
+
+pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
+    let mut cells = vec![phase.phase.name().to_owned()];
+    let moved = phase.bytes > 0;
+    cells.extend(mark(&phase.first_done, moved));
+    cells.extend(mark(&phase.last_done, moved));
+    cells.push(phase.ops.to_string());
+    cells.push(or_dash(phase.cpu_us_per_op));
+    cells.push(or_dash(phase.cpu_seconds_per_gib));
+    cells.extend(latency(phase.latency_us.as_ref()));
+    out.line(line(&cells))?;
+    if let Some(mix) = &phase.mix {
+        out.line(line(&share("- writes", &mix.writes)))?;
+        out.line(line(&share("- reads", &mix.reads)))?;
+    }
+    out.flush()
+}
+
+fn share(name: &str, share: &Share) -> Vec<String> {
+    let mut cells = vec![name.to_owned()];
+    cells.resize(5, String::new());
+    cells.extend([figure(share.mib_per_s), figure(share.iops), share.ops.to_string()]);
+    cells.resize(10, String::new());
+    cells.extend(latency(share.latency_us.as_ref()));
+    cells
+}
+
+fn mark(mark: &Mark, moved: bool) -> [String; 3] {
+    [
+        format!("{:.3}", mark.seconds),
+        or_dash(moved.then_some(mark.mib_per_s)),
+        figure(mark.iops),
+    ]
+}
+
+fn latency(latency: Option<&Latency>) -> [String; 3] {
+    let ms = |of: fn(&Latency) -> f64| or_dash(latency.map(|latency| of(latency) / 1e3));
+    [ms(|all| all.p50), ms(|all| all.p99), ms(|all| all.max)]
+}
+
+fn or_dash(number: Option<f64>) -> String {
+    number.map_or_else(|| "-".to_owned(), figure)
+}
+
+/// Three digits or more.
+fn figure(number: f64) -> String {
+    let decimals = match number {
+        100.0.. => 0,
+        10.0.. => 1,
+        1.0.. => 2,
+        _ => 3,
+    };
+    format!("{number:.decimals$}")
+}
+
+/// The first to the left, the others to the right.
+fn line(cells: &[String]) -> String {
+    let mut line = String::new();
+    for (index, (cell, width)) in cells.iter().zip(WIDTHS).enumerate() {
+        match index {
+            0 => line.push_str(&format!("{cell:<width$}")),
+            _ => line.push_str(&format!(" {cell:>width$}")),
+        }
+    }
+    line.trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_short() {
+        let shown = [0.0, 0.01234, 1.5, 12.345, 99.99, 123.4, 98_765.4].map(figure);
+        assert_eq!(shown, ["0.000", "0.012", "1.50", "12.3", "100.0", "123", "98765"]);
+    }
+}

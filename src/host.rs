@@ -1,0 +1,123 @@
+//! The S3 server of a command that needs nothing: the configured one, or one in this process that ends with it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::config::Config;
+use crate::gateway::{OpenError, open_store};
+use crate::object::{ErrorKind, ObjectStore};
+
+#[cfg(feature = "embedded")]
+use crate::embedded::EmbeddedS3;
+
+pub(crate) struct Host {
+    pub store: Arc<dyn ObjectStore>,
+    /// None: AWS.
+    pub endpoint: Option<String>,
+    pub bucket: String,
+    /// For people.
+    pub place: String,
+    /// Where the objects of a server of our own stay, if they are to be kept.
+    pub folder: Option<PathBuf>,
+    #[cfg(feature = "embedded")]
+    embedded: Option<EmbeddedS3>,
+}
+
+/// There is no server.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    #[error("this kvgate was built without the embedded S3 server: give --endpoint URL and --bucket NAME")]
+    NoServer,
+    #[cfg(feature = "embedded")]
+    #[error(transparent)]
+    Embedded(#[from] crate::embedded::EmbeddedError),
+    #[error("can't make a folder for the objects that --keep keeps: {0}. Set TMPDIR to a writable folder")]
+    Folder(std::io::Error),
+    #[error(transparent)]
+    Open(#[from] OpenError),
+}
+
+impl HostError {
+    /// Whether flags or configuration must change.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::NoServer => true,
+            Self::Open(OpenError::Object(error)) => matches!(
+                error.kind,
+                ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
+            ),
+            Self::Open(error) => matches!(error, OpenError::NoBucket | OpenError::Client(_)),
+            _ => false,
+        }
+    }
+}
+
+impl Host {
+    /// The configured server, else one of our own; then `name` is the bucket and the start of its folder's name.
+    /// Sends nothing yet.
+    pub async fn start(config: &Config, name: &str, keep: bool) -> Result<Self, HostError> {
+        if config.s3.endpoint.is_none() && config.s3.bucket.is_none() {
+            return Self::embedded(config, name, keep).await;
+        }
+        let store = open_store(config, None).await?;
+        let bucket = config.s3.bucket.clone().unwrap_or_default();
+        let endpoint = config.s3.endpoint.clone();
+        Ok(Self {
+            store,
+            place: format!("{}, bucket {bucket}", endpoint.as_deref().unwrap_or("AWS")),
+            endpoint,
+            bucket,
+            folder: None,
+            #[cfg(feature = "embedded")]
+            embedded: None,
+        })
+    }
+
+    #[cfg(not(feature = "embedded"))]
+    async fn embedded(_: &Config, _: &str, _: bool) -> Result<Self, HostError> {
+        Err(HostError::NoServer)
+    }
+
+    #[cfg(feature = "embedded")]
+    async fn embedded(config: &Config, name: &str, keep: bool) -> Result<Self, HostError> {
+        use aws_credential_types::Credentials;
+
+        let folder = match keep {
+            true => {
+                let folder = tempfile::Builder::new().prefix(&format!("{name}-")).tempdir();
+                Some(folder.map_err(HostError::Folder)?.keep())
+            }
+            false => None,
+        };
+        let server = EmbeddedS3::start(folder.as_deref(), None).await?;
+        let (access, secret) = (server.access_key(), server.secret_key());
+        let credentials = Credentials::new(access, secret, None, None, "a server of our own");
+        let mut config = config.clone();
+        config.s3.endpoint = Some(server.endpoint());
+        config.s3.bucket = Some(name.to_owned());
+        config.s3.path_style = true;
+        config.s3.ca_file = None;
+        Ok(Self {
+            store: open_store(&config, Some(credentials)).await?,
+            endpoint: config.s3.endpoint,
+            bucket: name.to_owned(),
+            place: format!("a server inside this process ({})", server.root().display()),
+            folder,
+            embedded: Some(server),
+        })
+    }
+
+    pub fn is_embedded(&self) -> bool {
+        #[cfg(feature = "embedded")]
+        return self.embedded.is_some();
+        #[cfg(not(feature = "embedded"))]
+        false
+    }
+
+    pub async fn stop(self) {
+        #[cfg(feature = "embedded")]
+        if let Some(server) = self.embedded {
+            server.stop().await;
+        }
+    }
+}

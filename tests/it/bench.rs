@@ -1,0 +1,368 @@
+//! `kvgate bench` as people type it: what it counts, what it finds wrong, and what it leaves behind.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvgate::embedded::EmbeddedS3;
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::process::Command;
+
+use crate::cli::{Said, kvgate, say};
+
+const BUCKET: &str = "kv-bench";
+
+/// A server with an empty bucket.
+struct Site {
+    s3: EmbeddedS3,
+    home: TempDir,
+}
+
+impl Site {
+    async fn new() -> Self {
+        let s3 = EmbeddedS3::start(None, None).await.unwrap();
+        std::fs::create_dir(s3.root().join(BUCKET)).unwrap();
+        let home = TempDir::new().unwrap();
+        Self { s3, home }
+    }
+
+    /// Small objects: 5 of 300,000 bytes in 3 parts, unless `args` say otherwise.
+    fn command(&self, args: &[&str]) -> Command {
+        let mut all = vec!["bench"];
+        all.extend(args);
+        for (flag, value) in [
+            ("--objects", "5"),
+            ("--object-size", "300000"),
+            ("--part-size", "100000"),
+        ] {
+            if !args.contains(&flag) {
+                all.extend([flag, value]);
+            }
+        }
+        let mut command = kvgate(self.home.path(), &all);
+        command
+            .current_dir(self.home.path())
+            .env("AWS_ACCESS_KEY_ID", self.s3.access_key())
+            .env("AWS_SECRET_ACCESS_KEY", self.s3.secret_key())
+            .env("KVGATE__S3__ENDPOINT", self.s3.endpoint())
+            .env("KVGATE__S3__BUCKET", BUCKET)
+            .env("KVGATE__S3__PREFIX", "t");
+        command
+    }
+
+    async fn say(&self, args: &[&str]) -> Said {
+        Said::new(self.command(args).output().await.unwrap())
+    }
+
+    /// The phases' reports.
+    async fn phases(&self, args: &[&str]) -> Vec<Value> {
+        let args = [args, &["--json"]].concat();
+        phases(&self.say(&args).await.exits(0))
+    }
+
+    fn file(&self, object: usize) -> PathBuf {
+        self.s3.root().join(format!("{BUCKET}/t/bench-o{object:05}"))
+    }
+
+    fn objects(&self) -> usize {
+        std::fs::read_dir(self.s3.root().join(BUCKET).join("t")).map_or(0, Iterator::count)
+    }
+}
+
+#[track_caller]
+fn phases(said: &Said) -> Vec<Value> {
+    said.json()["phases"].as_array().unwrap().clone()
+}
+
+fn names(phases: &[Value]) -> Vec<&str> {
+    phases
+        .iter()
+        .map(|phase| phase["phase"].as_str().unwrap())
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
+    let args = [
+        "bench",
+        "--objects",
+        "5",
+        "--object-size",
+        "2500001",
+        "--part-size",
+        "700001",
+        "-t",
+        "3",
+    ];
+    let said = say(&[&args[..], &["--json"]].concat()).await.exits(0);
+    let json = said.json();
+    assert_eq!(json["settings"]["embedded"], true);
+    assert_eq!(json["settings"]["part_bytes"], 700_001);
+    assert_eq!(json["version"], env!("CARGO_PKG_VERSION"));
+    let phases = phases(&said);
+    assert_eq!(names(&phases), ["write", "read", "head", "lookup", "delete"]);
+    let kinds = ["put", "get", "head", "head", "delete"];
+    for ((phase, kind), ops) in phases.iter().zip(kinds).zip([5, 20, 5, 5, 5]) {
+        assert_eq!(phase["ops"], ops, "{phase}");
+        assert_eq!(phase["errors"]["count"], 0, "{phase}");
+        assert_eq!(phase["requests"][kind], ops, "{phase}");
+        assert_eq!(phase["retries"], 0, "{phase}");
+        assert_eq!(phase["endpoints"][0]["requests"], ops, "{phase}");
+        let number = |path: &str| {
+            phase
+                .pointer(path)
+                .and_then(Value::as_f64)
+                .unwrap_or_else(|| panic!("{path}: {phase}"))
+        };
+        let (first, last) = (number("/first_done/seconds"), number("/last_done/seconds"));
+        assert!(
+            first > 0.0 && first <= last && last == number("/seconds"),
+            "{phase}"
+        );
+        assert!(number("/iops") > 0.0 && number("/cpu_seconds") > 0.0 && number("/cpu_us_per_op") > 0.0);
+        let quantiles =
+            ["min", "p50", "p90", "p99", "p999", "max"].map(|name| number(&format!("/latency_us/{name}")));
+        assert!(quantiles.is_sorted() && quantiles[0] > 0.0, "{phase}");
+        let counted: u64 = phase["histogram"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|bucket| bucket["count"].as_u64().unwrap())
+            .sum();
+        assert_eq!(counted, ops);
+    }
+    for phase in &phases[..2] {
+        assert_eq!(phase["bytes"], 5 * 2_500_001);
+        assert!(phase["mib_per_s"].as_f64() > Some(0.0) && phase["cpu_seconds_per_gib"].as_f64() > Some(0.0));
+    }
+    assert!(phases[2]["cpu_seconds_per_gib"].is_null());
+    // The same for people.
+    let said = say(&args).await.exits(0);
+    said.says(&[
+        "inside this process",
+        "first done",
+        "last done",
+        "\nwrite ",
+        "\nread ",
+        "\ndelete ",
+    ]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn named_phases_imply_nothing() {
+    let site = Site::new().await;
+    let written = site.phases(&["write", "-t", "9"]).await;
+    assert_eq!((names(&written), site.objects()), (vec!["write"], 5));
+    let again = site
+        .phases(&["head", "read", "head", "--rounds", "3", "--warm-up"])
+        .await;
+    assert_eq!(names(&again), ["head", "read", "head"]);
+    let ops: Vec<&Value> = again.iter().map(|phase| &phase["ops"]).collect();
+    assert_eq!(ops, [15, 45, 15], "the untimed pass is not counted");
+    assert_eq!(again[1]["requests"]["get"], 45);
+    site.phases(&["delete", "--rounds", "3"]).await;
+    assert_eq!(site.objects(), 0);
+    // Nothing is there any more.
+    let said = site.say(&["read"]).await.exits(1);
+    said.says(&["15 of 15 requests failed", "kvgate bench write"]);
+
+    site.say(&["--keep"])
+        .await
+        .exits(0)
+        .says(&["\nread ", "\nlookup "]);
+    assert_eq!(site.objects(), 5);
+    site.say(&[]).await.exits(0);
+    assert_eq!(site.objects(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_bytes_are_found_and_named() {
+    let site = Site::new().await;
+    site.say(&["write"]).await.exits(0);
+    let mut bytes = std::fs::read(site.file(3)).unwrap();
+    bytes[234_567] ^= 1;
+    std::fs::write(site.file(3), bytes).unwrap();
+    let said = site.say(&["read", "--json"]).await.exits(1);
+    let read = &phases(&said)[0];
+    assert_eq!((&read["ops"], &read["errors"]["count"]), (&14.into(), &1.into()));
+    said.says(&[
+        "t/bench-o00003",
+        "part at offset 200000 of object 3",
+        "byte 234567",
+    ]);
+    site.say(&["read", "--no-verify"]).await.exits(0);
+    // Another object's bytes, with whatever digest they have.
+    std::fs::copy(site.file(2), site.file(3)).unwrap();
+    let said = site.say(&["read"]).await.exits(1);
+    said.says(&["part at offset 0 of object 3", "stamped object 2, offset 0"]);
+    // And objects of another size.
+    let said = site
+        .say(&["head", "read", "--object-size", "300001"])
+        .await
+        .exits(1);
+    said.says(&["300000 bytes, not 300001", "another --object-size"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_limit_goes_round_until_it_is_over() {
+    let site = Site::new().await;
+    let args = [
+        "--time-limit",
+        "300ms",
+        "--object-size",
+        "10KiB",
+        "--part-size",
+        "4KiB",
+    ];
+    for phase in site.phases(&args).await {
+        let seconds = phase["seconds"].as_f64().unwrap();
+        let ops = phase["ops"].as_u64().unwrap();
+        match phase["phase"].as_str() {
+            Some("delete") => assert_eq!(ops, 5),
+            _ => assert!((0.29..5.0).contains(&seconds) && ops > 5, "{phase}"),
+        }
+    }
+    assert_eq!(site.objects(), 0);
+    // A write that is cut short leaves fewer objects to the phases after it.
+    let slow = ["--objects", "1000", "--rate-iops", "20", "--time-limit", "190ms"];
+    let phases = site.phases(&[&slow[..], &["write", "delete"]].concat()).await;
+    assert_eq!(phases[0]["ops"], 4);
+    assert_eq!((&phases[1]["objects"], &phases[1]["ops"]), (&4.into(), &4.into()));
+    assert_eq!(site.objects(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn writes_and_reads_are_mixed_and_paced() {
+    let site = Site::new().await;
+    let phases = site
+        .phases(&["write", "--objects", "20", "--mix", "60", "--rate", "15MB"])
+        .await;
+    let mix = &phases[0]["mix"];
+    assert_eq!(
+        (&mix["writes"]["ops"], &mix["writes"]["bytes"]),
+        (&20.into(), &6_000_000.into())
+    );
+    assert_eq!(
+        (&mix["reads"]["ops"], &mix["reads"]["bytes"]),
+        (&28.into(), &2_800_000.into())
+    );
+    assert_eq!(
+        (&phases[0]["ops"], &phases[0]["requests"]["get"]),
+        (&48.into(), &28.into())
+    );
+    // 8.8 MB, and the last one is not waited for.
+    let seconds = phases[0]["seconds"].as_f64().unwrap();
+    assert!(seconds > 8.5 / 15.0, "{seconds}");
+    site.say(&["write", "--mix", "60"])
+        .await
+        .exits(0)
+        .says(&["\n- reads"]);
+    let lookups = site
+        .phases(&["lookup", "--objects", "9", "--rounds", "2", "--rate-iops", "100"])
+        .await;
+    assert_eq!(lookups[0]["requests"]["head"], 18);
+    assert!(lookups[0]["seconds"].as_f64() > Some(0.17), "{}", lookups[0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn csv_has_a_line_a_phase() {
+    let site = Site::new().await;
+    let said = site.say(&["write", "head", "--csv", "-"]).await.exits(0);
+    let rows: Vec<Vec<&str>> = said.out.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!(rows.len(), 3, "{said:?}");
+    assert!(rows.iter().all(|row| row.len() == rows[0].len()), "{said:?}");
+    let cell = |row: usize, name: &str| rows[row][rows[0].iter().position(|column| *column == name).unwrap()];
+    assert_eq!(
+        [cell(1, "phase"), cell(1, "ops"), cell(1, "bytes")],
+        ["write", "5", "1500000"]
+    );
+    assert_eq!([cell(2, "phase"), cell(2, "cpu_seconds_per_gib")], ["head", ""]);
+    // A file is added to, and does not take the table's place.
+    for _ in 0..2 {
+        let said = site.say(&["head", "--csv", "all.csv"]).await.exits(0);
+        said.says(&["\nhead "]);
+    }
+    let file = std::fs::read_to_string(site.home.path().join("all.csv")).unwrap();
+    let starts: Vec<&str> = file.lines().map(|line| &line[..5]).collect();
+    assert_eq!(starts, ["phase", "head,", "head,"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_can_not_be_is_said_with_the_flag() {
+    let site = Site::new().await;
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["wriet"], &["'wriet'", "similar value exists: 'write'"]),
+        (&["--object-size", "0"], &["--object-size", "more than nothing"]),
+        (&["--object-size", "6GiB"], &["--object-size 6GiB", "5GiB"]),
+        (
+            &["--part-size", "300001"],
+            &["--part-size 300001B", "--object-size 300000B"],
+        ),
+        (
+            &["--part-size", "1", "--objects", "1000000"],
+            &["--part-size", "--objects"],
+        ),
+        (
+            &[
+                "--object-size",
+                "5GiB",
+                "--part-size",
+                "1GiB",
+                "-t",
+                "4096",
+                "--objects",
+                "4096",
+            ],
+            &["--concurrency", "--object-size"],
+        ),
+        (&["--objects", "0"], &["--objects"]),
+        (&["-t", "0"], &["--concurrency"]),
+        (&["--mix", "100"], &["--mix"]),
+        (&["--rounds", "0"], &["--rounds"]),
+        (&["--time-limit", "0"], &["--time-limit"]),
+        (&["--rate", "fast"], &["--rate", "a size such as"]),
+        (&["--json", "--csv", "-"], &["--json", "--csv"]),
+        (&["--csv", "no/such/folder"], &["--csv no/such/folder"]),
+        (
+            &["--bucket", "not-there"],
+            &["the bucket does not exist", "--bucket"],
+        ),
+    ];
+    for (args, parts) in cases {
+        site.say(args).await.exits(2).says(parts);
+    }
+    say(&["bench", "--keep"])
+        .await
+        .exits(2)
+        .says(&["--keep needs --bucket"]);
+}
+
+/// Ctrl-C.
+fn interrupt(child: &tokio::process::Child) {
+    let pid = child.id().unwrap().to_string();
+    let status = std::process::Command::new("kill")
+        .args(["-INT", &pid])
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
+    let site = Site::new().await;
+    let child = site
+        .command(&["--objects", "1000", "--rate-iops", "50", "--json"])
+        .spawn()
+        .unwrap();
+    while site.objects() < 3 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    interrupt(&child);
+    let said = Said::new(child.wait_with_output().await.unwrap()).exits(1);
+    assert_eq!(said.json()["interrupted"], true);
+    let phases = phases(&said);
+    assert_eq!(names(&phases), ["write", "delete"]);
+    assert!(phases[0]["ops"].as_u64() >= Some(3) && phases[0]["ops"].as_u64() < Some(1000));
+    assert_eq!(site.objects(), 0);
+    said.says(&["interrupted"]);
+}
