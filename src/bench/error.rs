@@ -18,6 +18,8 @@ pub enum BenchError {
         available: u64,
         lower: &'static str,
     },
+    #[error("--tokens {tokens} is less than one chunk: give at least {chunk_tokens}")]
+    Tokens { tokens: u32, chunk_tokens: u32 },
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error(transparent)]

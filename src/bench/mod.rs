@@ -22,18 +22,20 @@
 //! | `check`     | the watch that digests a read                                |
 //! | `course`    | turns, pace, time limit, tallies: what all phases share      |
 //! | `raw`       | the requests of write, read, head and delete                 |
-//! | `absent`    | lookup of chunks that nobody has                             |
+//! | `lookup`    | lookups of chunks, through a gateway                         |
+//! | `prompt`    | a prompt's chunks stored, and looked up and loaded together  |
 //! | `histogram` | latencies                                                    |
 //! | `usage`     | CPU time and page faults                                     |
 //! | `report`    | what happened, as `--json` has it                            |
 //! | `session`   | the phases one after the other                               |
 
-mod absent;
 mod check;
 mod content;
 mod course;
 mod error;
 mod histogram;
+mod lookup;
+mod prompt;
 mod raw;
 mod report;
 mod session;
@@ -43,6 +45,7 @@ mod usage;
 pub use course::{Interrupts, Live};
 pub use error::BenchError;
 pub use histogram::{Bucket, Histogram};
-pub use report::{Endpoint, Errors, Latency, Mark, MixReport, PhaseReport, Report, Share};
+pub use prompt::Prompt;
+pub use report::{Endpoint, Errors, Latency, Mark, MixReport, PhaseReport, PromptReport, Report, Share};
 pub use session::{Bench, UnderWay};
-pub use settings::{Phase, Settings};
+pub use settings::{Phase, PromptSettings, Settings};

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::check::{self, Seen};
 use super::content::Content;
 use super::course::{Failure, Op, Worker};
-use super::settings::Settings;
+use super::settings::{Settings, to_usize};
 use crate::arena::{Arena, SlotMut};
 use crate::net::{Landing, Watch};
 use crate::object::{Condition, ErrorKind, GetRange, ObjectStore};
@@ -29,11 +29,11 @@ pub(super) struct Target {
 
 impl Target {
     fn key(&self, object: u64) -> &str {
-        &self.keys[usize::try_from(object).unwrap_or(usize::MAX)]
+        &self.keys[to_usize(object)]
     }
 
     fn object_len(&self) -> usize {
-        usize::try_from(self.settings.object_bytes).unwrap_or(usize::MAX)
+        to_usize(self.settings.object_bytes)
     }
 
     /// Bytes of one of an object's parts.
@@ -83,7 +83,7 @@ struct Check {
 impl Reader {
     /// Without `crcs` nothing is verified.
     pub async fn new(target: &Arc<Target>, arena: &Arena, objects: u64, crcs: Option<&Arc<[u64]>>) -> Self {
-        let len = usize::try_from(target.settings.part_bytes).unwrap_or(usize::MAX);
+        let len = to_usize(target.settings.part_bytes);
         let check = crcs.map(|crcs| {
             let (watch, seen) = check::watch();
             Check {
@@ -104,11 +104,10 @@ impl Reader {
     async fn read(&mut self, object: u64, part: u64) -> Result<Op, Failure> {
         let (target, key) = (&self.target, self.target.key(object));
         let (start, len) = (part * target.settings.part_bytes, target.part_len(part));
-        let bytes = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let Some(mut slot) = self.slot.take() else {
             return Err(Failure::Wrong(format!("GET {key}: the slot did not come back")));
         };
-        let rest = slot.split_off(bytes(len));
+        let rest = slot.split_off(to_usize(len));
         let mut landing = Landing::new(slot);
         if let Some(check) = &mut self.check {
             check.seen.clear();
@@ -116,7 +115,7 @@ impl Reader {
         }
         let get = GetRange {
             key,
-            range: bytes(start)..bytes(start + len),
+            range: to_usize(start)..to_usize(start + len),
             object_len: target.object_len(),
             if_match: None,
         };
@@ -129,7 +128,7 @@ impl Reader {
             (Ok(_), Some(check))
                 if !check
                     .seen
-                    .is(len, check.crcs[bytes(object * target.settings.parts() + part)]) =>
+                    .is(len, check.crcs[to_usize(object * target.settings.parts() + part)]) =>
             {
                 Err(Failure::Wrong(wrong(target, object, start, &slot)))
             }

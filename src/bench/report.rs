@@ -47,12 +47,14 @@ pub struct PhaseReport {
     /// By octave.
     pub histogram: Vec<Bucket>,
     pub errors: Errors,
-    /// HTTP requests beyond one an operation.
-    pub retries: u64,
+    /// HTTP requests beyond one an operation; not known where an operation takes several.
+    pub retries: Option<u64>,
     pub requests: RequestCounts,
     pub endpoints: Vec<Endpoint>,
     /// The two kinds of a mixed phase; their sum is above.
     pub mix: Option<MixReport>,
+    /// Where whole prompts are read.
+    pub prompt: Option<PromptReport>,
     pub interrupted: bool,
 }
 
@@ -108,7 +110,21 @@ pub struct Share {
     pub latency_us: Option<Latency>,
 }
 
+/// Whole prompts, one after the other: lookup, then load. Times since the prompt's start; an operation is a chunk, and
+/// its latency the time since the load's start.
+#[derive(Debug, Clone, Serialize)]
+pub struct PromptReport {
+    pub prompts: u64,
+    pub chunks: u64,
+    pub lookup_us: Option<Latency>,
+    pub first_chunk_us: Option<Latency>,
+    /// Not known while loads go chunk by chunk: then it is there when the last chunk is.
+    pub first_layer_us: Option<Latency>,
+    pub last_chunk_us: Option<Latency>,
+}
+
 /// What a phase cost beside time.
+#[derive(Clone, Copy)]
 pub(super) struct Cost {
     pub usage: Usage,
     pub requests: RequestCounts,
@@ -175,7 +191,7 @@ impl PhaseReport {
             minor_faults_per_gib: per_gib(cost.usage.minor_faults as f64),
             latency_us: Latency::of(&latency),
             histogram: latency.octaves(),
-            retries: cost.requests.total().saturating_sub(ended.ops + tally.errors),
+            retries: Some(cost.requests.total().saturating_sub(ended.ops + tally.errors)),
             endpoints: vec![Endpoint {
                 endpoint: settings.endpoint.clone().unwrap_or_else(|| "AWS".to_owned()),
                 requests: cost.requests.total(),
@@ -191,6 +207,7 @@ impl PhaseReport {
                 count: tally.errors,
                 first: tally.first_error,
             },
+            prompt: None,
             interrupted: false,
         }
     }

@@ -1,31 +1,33 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::absent::{self, Asked};
 use super::content::Content;
 use super::course::{Course, Interrupts, Limits, Live, Worker};
 use super::error::BenchError;
+use super::prompt::Prompt;
 use super::raw::{Deleter, Header, Reader, Target, Writer, Written, is_read, turns_with_writes, writes};
 use super::report::{Cost, PhaseReport};
-use super::settings::{Phase, Settings};
+use super::settings::{Phase, Settings, to_usize};
 use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::chunk::KeyPrefix;
-use crate::config::{Config, Probe, Strategy};
+use crate::config::{Config, Probe};
 use crate::gateway::{Gateway, GatewayOptions};
 use crate::object::{Capabilities, ObjectStore, RequestCounts};
 
 /// One bench, phase by phase.
 pub struct Bench {
-    config: Config,
-    target: Arc<Target>,
+    pub(super) config: Config,
+    pub(super) target: Arc<Target>,
+    /// Whose chunks the objects are, if they are.
+    pub(super) prompt: Option<Prompt>,
     /// Objects that are there: after a write that was cut short, fewer than asked for.
-    objects: u64,
+    pub(super) objects: u64,
     /// The digests that parts must have, once a phase needs them.
     crcs: Option<Arc<[u64]>>,
     /// For parts that are read, once a phase needs it.
     parts: Option<Arena>,
-    interrupts: Interrupts,
+    pub(super) interrupts: Interrupts,
     under_way: UnderWay,
 }
 
@@ -45,13 +47,13 @@ impl UnderWay {
 }
 
 /// Usage and requests since it was started.
-struct Clock {
+pub(super) struct Clock {
     usage: Usage,
     requests: RequestCounts,
 }
 
 impl Clock {
-    fn start(store: &dyn ObjectStore) -> Self {
+    pub fn start(store: &dyn ObjectStore) -> Self {
         Self {
             usage: Usage::now(),
             requests: store.requests(),
@@ -72,18 +74,25 @@ impl Bench {
         store: Arc<dyn ObjectStore>,
         config: Config,
         settings: Settings,
+        prompt: Option<Prompt>,
         interrupts: Interrupts,
     ) -> Result<Self, BenchError> {
         settings.check()?;
         let prefix = KeyPrefix::new(&config.s3.prefix);
-        let key = |object| format!("{}bench-o{object:05}", prefix.as_str());
+        let keys = match &prompt {
+            Some(prompt) => prompt.keys(&prefix),
+            None => (0..settings.objects)
+                .map(|object| format!("{}bench-o{object:05}", prefix.as_str()))
+                .collect(),
+        };
         Ok(Self {
             objects: settings.objects,
+            prompt,
             crcs: None,
             parts: None,
             target: Arc::new(Target {
                 store,
-                keys: (0..settings.objects).map(key).collect(),
+                keys,
                 content: Content::new(),
                 read_limit: config.load.deadline,
                 write_limit: config.store.deadline,
@@ -106,6 +115,8 @@ impl Bench {
     /// Runs one phase. Fails with what every request would meet; what single ones met is in the report.
     pub async fn run(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
         match phase {
+            Phase::Write if self.prompt.is_some() => self.store_prompt().await,
+            Phase::Read if self.prompt.is_some() => self.load_prompts().await,
             Phase::Write => self.write().await,
             Phase::Read => self.read().await,
             Phase::Head => self.head().await,
@@ -204,44 +215,15 @@ impl Bench {
             time: None,
             ..self.limits(total, |_| 0)
         };
-        Ok(self.course(Phase::Delete, limits, workers).await?.1)
-    }
-
-    /// Asks a gateway for chunks that nobody has.
-    async fn lookup(&mut self) -> Result<PhaseReport, BenchError> {
-        let (objects, rounds) = (self.target.settings.objects, self.target.settings.rounds);
-        let (space, chunks) = absent::chunks(objects)?;
-        let total = rounds.map(|rounds| objects.saturating_mul(rounds));
-        let limits = self.limits(total, |_| 0);
-        let clock = Clock::start(&*self.target.store);
-        let course = Arc::new(Course::start(Phase::Lookup, limits, 1));
-        *self.under_way.lock() = Some(Arc::clone(&course));
-        let asked = Asked {
-            inner: Arc::clone(&self.target.store),
-            course: Arc::clone(&course),
-            present: false,
-        };
-        let gateway = self.gateway(Arc::new(asked), self.arena_of(SLOT_ALIGN)?);
-        let all = async {
-            for _ in 0..rounds.unwrap_or(u64::MAX) {
-                for some in chunks.chunks(absent::LOOKUP_CHUNKS) {
-                    if course.is_over() {
-                        return;
-                    }
-                    let deadline = tokio::time::Instant::now() + absent::LOOKUP;
-                    gateway.lookup(&space, some, Strategy::Exact, deadline).await;
-                }
-                gateway.forget_existence();
-            }
-        };
-        let done = course.interruptible(all, &mut self.interrupts).await;
-        self.finish(&course, &clock, !done)
+        let report = self.course(Phase::Delete, limits, workers).await?.1;
+        self.undeclare().await?;
+        Ok(report)
     }
 
     /// A gateway that knows nothing, with as many requests in flight as the other phases have.
-    fn gateway(&self, store: Arc<dyn ObjectStore>, arena: Arena) -> Gateway {
+    pub(super) fn gateway(&self, store: Arc<dyn ObjectStore>, arena: Arena) -> Gateway {
         let settings = &self.target.settings;
-        let part_bytes = usize::try_from(settings.part_bytes).unwrap_or(usize::MAX);
+        let part_bytes = to_usize(settings.part_bytes);
         let options = GatewayOptions {
             part_bytes,
             get_bytes_max: part_bytes.saturating_mul(settings.concurrency),
@@ -258,7 +240,7 @@ impl Bench {
     }
 
     /// Tasks for a phase with this many turns.
-    fn lanes(&self, total: Option<u64>) -> usize {
+    pub(super) fn lanes(&self, total: Option<u64>) -> usize {
         let concurrency = self.target.settings.concurrency;
         total
             .and_then(|total| usize::try_from(total).ok())
@@ -266,7 +248,11 @@ impl Bench {
     }
 
     /// With the time limit, and with the limit of the rate for turns that move so many bytes.
-    fn limits(&self, total: Option<u64>, bytes: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Limits {
+    pub(super) fn limits(
+        &self,
+        total: Option<u64>,
+        bytes: impl Fn(u64) -> u64 + Send + Sync + 'static,
+    ) -> Limits {
         let settings = &self.target.settings;
         let (by_bytes, by_requests) = (settings.bytes_per_second, settings.requests_per_second);
         let cost = move |turn| {
@@ -282,24 +268,36 @@ impl Bench {
             total,
             time: settings.time_limit,
             cost: paced.then(|| Box::new(cost) as _),
+            more_ops_a_turn: 0,
         }
     }
 
-    async fn course<W: Worker>(
+    pub(super) async fn course<W: Worker>(
         &mut self,
         phase: Phase,
         limits: Limits,
         workers: Vec<W>,
     ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
         let clock = Clock::start(&*self.target.store);
-        let course = Arc::new(Course::start(phase, limits, workers.len()));
-        *self.under_way.lock() = Some(Arc::clone(&course));
+        let course = self.start(phase, limits, workers.len());
         let interrupted = course.run(workers, &mut self.interrupts).await;
         let report = self.finish(&course, &clock, interrupted)?;
         Ok((course, report))
     }
 
-    fn finish(&self, course: &Course, clock: &Clock, interrupted: bool) -> Result<PhaseReport, BenchError> {
+    /// The clock starts now.
+    pub(super) fn start(&self, phase: Phase, limits: Limits, lanes: usize) -> Arc<Course> {
+        let course = Arc::new(Course::start(phase, limits, lanes));
+        *self.under_way.lock() = Some(Arc::clone(&course));
+        course
+    }
+
+    pub(super) fn finish(
+        &self,
+        course: &Course,
+        clock: &Clock,
+        interrupted: bool,
+    ) -> Result<PhaseReport, BenchError> {
         let ended = course.mark();
         let cost = clock.read(&*self.target.store);
         *self.under_way.lock() = None;
@@ -320,18 +318,22 @@ impl Bench {
             // It only fails where it panics.
             self.crcs = Some(crcs.unwrap_or_default().into());
         }
-        let arena = match &self.parts {
-            Some(arena) => arena,
-            None => {
-                let arena = self.arena(settings.concurrency, settings.part_bytes, "--part-size")?;
-                self.parts.insert(arena)
-            }
+        let arena = if let Some(arena) = &self.parts {
+            arena
+        } else {
+            let arena = self.arena(settings.concurrency, settings.part_bytes, "--part-size")?;
+            self.parts.insert(arena)
         };
         Ok(Reader::new(&self.target, arena, objects, self.crcs.as_ref()).await)
     }
 
     /// Prefaulted, for so many slots.
-    fn arena(&self, slots: usize, slot_bytes: u64, lower: &'static str) -> Result<Arena, BenchError> {
+    pub(super) fn arena(
+        &self,
+        slots: usize,
+        slot_bytes: u64,
+        lower: &'static str,
+    ) -> Result<Arena, BenchError> {
         let slot_bytes = slot_bytes.next_multiple_of(SLOT_ALIGN as u64);
         let bytes = slot_bytes.saturating_mul(slots as u64);
         if let Some(available) = memory_available().filter(|&available| bytes > available) {
@@ -342,10 +344,10 @@ impl Bench {
                 lower,
             });
         }
-        self.arena_of(usize::try_from(bytes).unwrap_or(usize::MAX))
+        self.arena_of(to_usize(bytes))
     }
 
-    fn arena_of(&self, size: usize) -> Result<Arena, BenchError> {
+    pub(super) fn arena_of(&self, size: usize) -> Result<Arena, BenchError> {
         Ok(Arena::new(&ArenaOptions {
             size: size.max(SLOT_ALIGN),
             // The configured file may be a running daemon's.

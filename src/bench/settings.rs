@@ -69,6 +69,17 @@ pub struct Settings {
     pub verify: bool,
     /// Read everything once before the read phase.
     pub warm_up: bool,
+    /// The objects are the chunks of a prompt.
+    pub prompt: Option<PromptSettings>,
+}
+
+/// A synthetic prompt.
+#[derive(Debug, Clone, Serialize)]
+pub struct PromptSettings {
+    pub model: String,
+    pub space: String,
+    pub tokens: u32,
+    pub chunk_tokens: u32,
 }
 
 /// S3's own limit for one PUT.
@@ -122,6 +133,12 @@ impl Settings {
     }
 }
 
+#[expect(clippy::ref_option, reason = "serde calls it so")]
 fn seconds<S: Serializer>(time: &Option<Duration>, to: S) -> Result<S::Ok, S::Error> {
     time.map(|time| time.as_secs_f64()).serialize(to)
+}
+
+/// Bytes and numbers of objects in memory.
+pub(super) fn to_usize(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }

@@ -110,7 +110,10 @@ fn columns(settings: &Settings, phase: &PhaseReport) -> Vec<(&'static str, Strin
         ("latency_p999_us", latency(|all| all.p999)),
         ("latency_max_us", latency(|all| all.max)),
         ("requests", phase.requests.total().to_string()),
-        ("retries", phase.retries.to_string()),
+        (
+            "retries",
+            phase.retries.map(|count| count.to_string()).unwrap_or_default(),
+        ),
         ("errors", phase.errors.count.to_string()),
         ("first_error", phase.errors.first.clone().unwrap_or_default()),
         ("interrupted", phase.interrupted.to_string()),

@@ -8,11 +8,11 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::args::ConnectArgs;
+use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use super::error::CliError;
 use super::logging;
 use super::output::Out;
-use crate::bench::{Bench, BenchError, Phase, PhaseReport, Report, Settings};
+use crate::bench::{Bench, BenchError, Phase, PhaseReport, Prompt, Report, Settings};
 use crate::config::Config;
 use crate::host::{Host, HostError};
 use crate::units::{ByteSize, MIB, parse_duration};
@@ -30,6 +30,7 @@ Examples:
   kvgate bench --endpoint http://rgw:8000 --bucket kv --objects 1000 --object-size 64MiB -t 32
   kvgate bench write --keep --bucket kv; kvgate bench read --bucket kv --time-limit 30s --warm-up --json
   kvgate bench head lookup --bucket kv --objects 4096 -t 64
+  kvgate bench --bucket kv --model qwen3-32b --tokens 32768 --rounds 3
   kvgate bench write --bucket kv --mix 70 --rate 200MiB --time-limit 1m
 
 First done is when the first of the tasks found nothing left to do, last done when all had.
@@ -40,10 +41,12 @@ pub struct BenchArgs {
     #[arg(value_name = "PHASE", value_parser = phase_parser())]
     phases: Vec<Phase>,
     /// Objects, and chunks of a lookup.
-    #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
+    #[arg(long, value_name = "NUMBER", default_value_t = 64, conflicts_with_all = PROMPT,
+          value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     objects: u64,
     /// Bytes of an object.
-    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(16 * MIB), value_parser = some_bytes)]
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(16 * MIB), conflicts_with_all = PROMPT,
+          value_parser = some_bytes)]
     object_size: ByteSize,
     /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller].
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
@@ -58,7 +61,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TIME", value_parser = some_time)]
     time_limit: Option<Duration>,
     /// Of the write phase's requests, those that read objects already written, in percent.
-    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=99))]
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, conflicts_with_all = PROMPT, value_parser = clap::value_parser!(u64).range(0..=99))]
     mix: u64,
     /// Most bytes to write and to read in a second, such as 100MiB.
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
@@ -67,7 +70,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
     rate_iops: Option<u64>,
     /// Don't check what is read.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = PROMPT)]
     no_verify: bool,
     /// Read everything once, untimed, before the read phase.
     #[arg(long)]
@@ -76,6 +79,26 @@ pub struct BenchArgs {
     /// given and delete is none of them.
     #[arg(long)]
     keep: bool,
+    /// Tokens of a synthetic prompt of --space or --model, whose chunks are the objects then: write stores them, read
+    /// looks up and loads the whole prompt [default: 4096].
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
+    tokens: Option<u32>,
+    #[command(flatten)]
+    output: OutputArgs,
+    #[command(flatten)]
+    connect: ConnectArgs,
+    #[command(flatten)]
+    space: SpaceArgs,
+}
+
+/// The flags that ask for a prompt.
+const PROMPT: [&str; 2] = ["space", "model"];
+const PROMPT_TOKENS: u32 = 4096;
+/// A model's weights do not matter here.
+const ANY_REVISION: &str = "kvgate-bench";
+
+#[derive(Debug, Args)]
+struct OutputArgs {
     /// Report as JSON.
     #[arg(long)]
     json: bool,
@@ -85,8 +108,6 @@ pub struct BenchArgs {
     /// Don't show what goes on, on a terminal either.
     #[arg(long)]
     no_live: bool,
-    #[command(flatten)]
-    connect: ConnectArgs,
 }
 
 fn phase_parser() -> impl TypedValueParser<Value = Phase> {
@@ -113,39 +134,87 @@ fn some_time(text: &str) -> Result<Duration, String> {
 pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
-    let settings = args.settings(&config)?;
+    let prompt = args.prompt()?;
+    let settings = args.settings(&config, prompt.as_ref())?;
     // Before anything is measured that could then not be told.
-    let csv = args.csv.as_deref().map(Csv::open).transpose()?;
+    let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
     let host = Host::start(&config, "kvgate-bench", false).await?;
-    let result = args.run_on(&host, config, settings, csv, out).await;
+    let result = args
+        .run_on(
+            &host,
+            Ready {
+                config,
+                settings,
+                prompt,
+            },
+            csv,
+            out,
+        )
+        .await;
     host.stop().await;
     result
 }
 
+/// What to measure.
+struct Ready {
+    config: Config,
+    settings: Settings,
+    prompt: Option<Prompt>,
+}
+
 impl BenchArgs {
-    fn settings(&self, config: &Config) -> Result<Settings, CliError> {
+    fn prompt(&self) -> Result<Option<Prompt>, CliError> {
+        let model = self.space.model.as_ref();
+        let given = SpaceArgs {
+            revision: self
+                .space
+                .revision
+                .clone()
+                .or(model.map(|_| ANY_REVISION.to_owned())),
+            ..self.space.clone()
+        };
+        match given.given()? {
+            None if self.tokens.is_some() => Err(CliError::usage(
+                "--tokens of what model? Give --model PRESET or --space FILE, too",
+            )),
+            None => Ok(None),
+            Some(SpaceRef::Known(space)) => {
+                let tokens = self.tokens.unwrap_or(PROMPT_TOKENS);
+                Ok(Some(Prompt::new(space, tokens)?))
+            }
+            Some(SpaceRef::Id(..)) => Err(CliError::usage(
+                "a space's id does not say what its chunks are: give --space FILE or --model PRESET",
+            )),
+        }
+    }
+
+    fn settings(&self, config: &Config, prompt: Option<&Prompt>) -> Result<Settings, CliError> {
         let ours = config.s3.endpoint.is_none() && config.s3.bucket.is_none();
         if self.keep && ours {
             return Err(CliError::usage(
                 "--keep needs --bucket NAME (and --endpoint URL): the server in this process ends with it",
             ));
         }
-        if self.json && self.csv.as_deref() == Some("-") {
+        if self.output.json && self.output.csv.as_deref() == Some("-") {
             return Err(CliError::usage(
                 "--json and --csv - both write to the standard output",
             ));
         }
+        let (objects, object_bytes) = match prompt {
+            Some(prompt) => (prompt.len(), prompt.object_bytes()),
+            None => (self.objects, self.object_size.bytes()),
+        };
         let part_bytes = match self.part_size {
-            Some(size) => size.bytes(),
-            None => config.s3.part_size.bytes().min(self.object_size.bytes()),
+            Some(size) if prompt.is_none() => size.bytes(),
+            size => size.unwrap_or(config.s3.part_size).bytes().min(object_bytes),
         };
         let settings = Settings {
             endpoint: config.s3.endpoint.clone(),
             bucket: config.s3.bucket.clone().unwrap_or_default(),
             prefix: config.s3.prefix.clone(),
             embedded: ours,
-            objects: self.objects,
-            object_bytes: self.object_size.bytes(),
+            objects,
+            object_bytes,
             part_bytes,
             concurrency: self.concurrency as usize,
             rounds: self.rounds.or(self.time_limit.is_none().then_some(1)),
@@ -155,6 +224,7 @@ impl BenchArgs {
             requests_per_second: self.rate_iops,
             verify: !self.no_verify,
             warm_up: self.warm_up,
+            prompt: prompt.map(Prompt::settings),
         };
         settings.check()?;
         Ok(settings)
@@ -172,11 +242,15 @@ impl BenchArgs {
     async fn run_on(
         &self,
         host: &Host,
-        config: Config,
-        mut settings: Settings,
+        ready: Ready,
         mut csv: Option<Csv>,
         out: &mut Out,
     ) -> Result<(), CliError> {
+        let Ready {
+            config,
+            mut settings,
+            prompt,
+        } = ready;
         settings.endpoint.clone_from(&host.endpoint);
         settings.bucket.clone_from(&host.bucket);
         let soon = Instant::now() + 2 * config.s3.request_timeout;
@@ -184,8 +258,8 @@ impl BenchArgs {
             true => host.store.create_bucket(soon).await?,
             false => host.store.check_bucket(soon).await?,
         }
-        let bench = Bench::new(host.store.clone(), config, settings, interrupts())?;
-        let table = !self.json && !csv.as_ref().is_some_and(Csv::is_stdout);
+        let bench = Bench::new(host.store.clone(), config, settings, prompt, interrupts())?;
+        let table = !self.output.json && !csv.as_ref().is_some_and(Csv::is_stdout);
         let mut report = Report {
             version: env!("CARGO_PKG_VERSION"),
             settings: bench.settings().clone(),
@@ -206,7 +280,7 @@ impl BenchArgs {
                 Ok(())
             })
             .await;
-        if self.json {
+        if self.output.json {
             out.json(&report)?;
         }
         outcome.and_then(|()| verdict(&report))
@@ -220,7 +294,7 @@ impl BenchArgs {
         mut tell: impl FnMut(&PhaseReport, &Settings) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
         let (phases, tidies) = self.phases();
-        let live = LiveLine::start(!self.no_live, bench.under_way());
+        let live = LiveLine::start(!self.output.no_live, bench.under_way());
         let mut outcome = Ok(());
         for phase in phases {
             // After a failure, and after an interruption, only what was written is removed.

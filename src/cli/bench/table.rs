@@ -1,6 +1,8 @@
 //! For people: a line a phase, written as soon as it is over.
 
-use crate::bench::{Latency, Mark, PhaseReport, Settings, Share};
+use std::fmt::Write;
+
+use crate::bench::{Latency, Mark, PhaseReport, PromptReport, Settings, Share};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, count};
 
@@ -8,6 +10,14 @@ const WIDTHS: [usize; 13] = [9, 9, 8, 8, 9, 8, 8, 9, 9, 9, 8, 8, 8];
 
 pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), CliError> {
     out.field("where", place)?;
+    if let Some(prompt) = &settings.prompt {
+        let tokens = prompt.tokens;
+        let each = prompt.chunk_tokens;
+        out.field(
+            "prompt",
+            format_args!("{tokens} tokens of {}, {each} a chunk", prompt.model),
+        )?;
+    }
     out.field(
         "objects",
         format_args!(
@@ -43,11 +53,34 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     cells.push(or_dash(phase.cpu_seconds_per_gib));
     cells.extend(latency(phase.latency_us.as_ref()));
     out.line(line(&cells))?;
+    if let Some(prompt) = &phase.prompt {
+        prompts(prompt, out)?;
+    }
     if let Some(mix) = &phase.mix {
         out.line(line(&share("- writes", &mix.writes)))?;
         out.line(line(&share("- reads", &mix.reads)))?;
     }
     out.flush()
+}
+
+/// Times since the prompt's start, half of the prompts within them.
+fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
+    let times = [
+        ("lookup", &report.lookup_us),
+        ("first chunk", &report.first_chunk_us),
+        ("first layer", &report.first_layer_us),
+        ("last chunk", &report.last_chunk_us),
+    ];
+    let known = times
+        .iter()
+        .filter_map(|(what, time)| Some(format!("{what} {} ms", figure(time.as_ref()?.p50 / 1e3))));
+    let known: Vec<String> = known.collect();
+    out.line(format_args!(
+        "- {} of {}: {}",
+        count(report.prompts, "prompt"),
+        count(report.chunks, "chunk"),
+        known.join(", ")
+    ))
 }
 
 fn share(name: &str, share: &Share) -> Vec<String> {
@@ -91,10 +124,11 @@ fn figure(number: f64) -> String {
 fn line(cells: &[String]) -> String {
     let mut line = String::new();
     for (index, (cell, width)) in cells.iter().zip(WIDTHS).enumerate() {
-        match index {
-            0 => line.push_str(&format!("{cell:<width$}")),
-            _ => line.push_str(&format!(" {cell:>width$}")),
-        }
+        // Writing to a string can't fail.
+        let _ = match index {
+            0 => write!(line, "{cell:<width$}"),
+            _ => write!(line, " {cell:>width$}"),
+        };
     }
     line.trim_end().to_owned()
 }

@@ -1,4 +1,4 @@
-//! Lookups through a gateway, one turn a question.
+//! Lookups through a gateway: each question that reaches the store is a turn.
 
 use std::sync::Arc;
 
@@ -7,7 +7,12 @@ use tokio::time::{Duration, Instant};
 
 use super::course::{Course, Failure, Op};
 use super::error::BenchError;
+use super::report::PhaseReport;
+use super::session::{Bench, Clock};
+use super::settings::{Phase, to_usize};
+use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, ChunkHasher, Space};
+use crate::config::Strategy;
 use crate::net::Landing;
 use crate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -18,8 +23,49 @@ use crate::object::{
 const SPACE: &str = r#"{"model": "kvgate/bench", "revision": "nobody-has-this", "chunk_tokens": 1,
     "mha": {"layers": 1, "heads": 1, "head_dim": 64}}"#;
 
+/// Longest time for a whole lookup or load; their requests have limits of their own.
+pub(super) const WHOLE: Duration = Duration::from_secs(3600);
+/// Chunks in one lookup: a prompt of a million tokens has as many.
+const LOOKUP_CHUNKS: usize = 4096;
+
+impl Bench {
+    /// Asks a gateway that knows nothing for each chunk: for those of the prompt, else for some that nobody has.
+    pub(super) async fn lookup(&mut self) -> Result<PhaseReport, BenchError> {
+        let (count, rounds) = (self.objects, self.settings().rounds);
+        let (space, chunks) = match &self.prompt {
+            Some(prompt) => (prompt.space.clone(), prompt.chunks[..to_usize(count)].to_vec()),
+            None => absent(self.settings().objects)?,
+        };
+        let total = rounds.map(|rounds| rounds.saturating_mul(chunks.len() as u64));
+        let limits = self.limits(total, |_| 0);
+        let arena = self.arena_of(SLOT_ALIGN)?;
+        let clock = Clock::start(&*self.target.store);
+        let course = self.start(Phase::Lookup, limits, 1);
+        let asked = Asked {
+            inner: Arc::clone(&self.target.store),
+            course: Arc::clone(&course),
+            present: self.prompt.is_some(),
+        };
+        let gateway = self.gateway(Arc::new(asked), arena);
+        let all = async {
+            for _ in 0..rounds.unwrap_or(u64::MAX) {
+                for some in chunks.chunks(LOOKUP_CHUNKS) {
+                    let deadline = Instant::now() + WHOLE;
+                    gateway.lookup(&space, some, Strategy::Exact, deadline).await;
+                    if course.is_over() {
+                        return;
+                    }
+                }
+                gateway.forget_existence();
+            }
+        };
+        let done = course.interruptible(all, &mut self.interrupts).await;
+        self.finish(&course, &clock, !done)
+    }
+}
+
 /// Chunks that nobody has.
-pub(super) fn chunks(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> {
+fn absent(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> {
     let space = Space::from_json(SPACE)?;
     let hasher = ChunkHasher::new(&space, None)?;
     let root = hasher.root(b"", b"")?;
@@ -29,11 +75,11 @@ pub(super) fn chunks(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> 
 }
 
 /// A store whose questions about existence take turns in a course, and are timed.
-pub(super) struct Asked {
-    pub inner: Arc<dyn ObjectStore>,
-    pub course: Arc<Course>,
+struct Asked {
+    inner: Arc<dyn ObjectStore>,
+    course: Arc<Course>,
     /// Whether what is asked for must be there; otherwise it must not.
-    pub present: bool,
+    present: bool,
 }
 
 impl Asked {
@@ -68,7 +114,7 @@ impl Asked {
             }
         };
         self.course.count(0, counted);
-        self.course.was_it_the_last_turn();
+        self.course.ended_one();
         answer
     }
 }
@@ -125,8 +171,3 @@ impl ObjectStore for Asked {
         self.inner.requests()
     }
 }
-
-/// Longest time for one lookup; the requests have their own limits.
-pub(super) const LOOKUP: Duration = Duration::from_secs(3600);
-/// Chunks in one lookup: a prompt of a million tokens has as many.
-pub(super) const LOOKUP_CHUNKS: usize = 4096;

@@ -1,0 +1,312 @@
+//! Objects that are a prompt's chunks: stored by a gateway, and read as an engine would have them: looked up together,
+//! then loaded in order. What is stored is synthetic and under a salt of its own, so no prompt ever finds it.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::content::Content;
+use super::course::{Failure, Limits, Op, Worker};
+use super::error::BenchError;
+use super::histogram::Histogram;
+use super::lookup::WHOLE;
+use super::raw::Target;
+use super::report::{Latency, PhaseReport, PromptReport};
+use super::session::{Bench, Clock};
+use super::settings::{Phase, PromptSettings, to_usize};
+use crate::arena::Arena;
+use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use crate::config::Strategy;
+use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome, StoreSlot};
+use crate::object::ErrorKind;
+
+const SALT: &[u8] = b"kvgate bench";
+const VOCABULARY: u32 = 100_003;
+
+/// A synthetic prompt, the same each time.
+pub struct Prompt {
+    pub space: Space,
+    pub tokens: u32,
+    pub(super) root: ChunkHash,
+    pub(super) chunks: Vec<ChunkHash>,
+    /// space.json was missing before, so it is ours to remove.
+    pub(super) declares: bool,
+}
+
+impl Prompt {
+    /// Tokens beyond the last full chunk count for nothing.
+    pub fn new(space: Space, tokens: u32) -> Result<Self, BenchError> {
+        let chunk_tokens = space.chunk_tokens();
+        if tokens < chunk_tokens {
+            return Err(BenchError::Tokens { tokens, chunk_tokens });
+        }
+        let hasher = ChunkHasher::new(&space, None)?;
+        let root = hasher.root(SALT, b"")?;
+        let words: Vec<u32> = (0..tokens).map(|at| at.wrapping_mul(7919) % VOCABULARY).collect();
+        Ok(Self {
+            chunks: hasher.chain(&root, &words, &[])?,
+            root,
+            tokens,
+            space,
+            declares: false,
+        })
+    }
+
+    /// How many chunks it has.
+    pub fn len(&self) -> u64 {
+        self.chunks.len() as u64
+    }
+
+    /// It has at least one.
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty()
+    }
+
+    /// Bytes of a chunk's object.
+    pub fn object_bytes(&self) -> u64 {
+        self.space.layout().object_len() as u64
+    }
+
+    pub fn settings(&self) -> PromptSettings {
+        PromptSettings {
+            model: self.space.model().to_owned(),
+            space: self.space.id().to_string(),
+            tokens: self.tokens,
+            chunk_tokens: self.space.chunk_tokens(),
+        }
+    }
+
+    pub(super) fn keys(&self, prefix: &KeyPrefix) -> Vec<String> {
+        let key = |chunk| prefix.chunk(self.space.key(), chunk);
+        self.chunks.iter().map(key).collect()
+    }
+}
+
+/// Stores chunks.
+struct Storer {
+    gateway: Gateway,
+    target: Arc<Target>,
+    space: Space,
+    root: ChunkHash,
+    chunks: Arc<[ChunkHash]>,
+}
+
+impl Storer {
+    /// Reserving never waits; a slot whose request is over may still be taken for a moment.
+    async fn slot(&self) -> StoreSlot {
+        loop {
+            if let Ok(slot) = self.gateway.reserve(&self.space) {
+                return slot;
+            }
+            let ticket = self.gateway.arena().ticket().await;
+            drop(ticket.reserve(self.space.layout().object_len()).await);
+        }
+    }
+}
+
+impl Worker for Storer {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        let index = to_usize(turn);
+        let mut slot = self.slot().await;
+        Content::stamp(turn, slot.payload_mut());
+        let (hash, parent) = (
+            self.chunks[index],
+            index
+                .checked_sub(1)
+                .map_or(self.root, |before| self.chunks[before]),
+        );
+        let began = Instant::now();
+        let deadline = began + self.target.write_limit;
+        let chunk = NewChunk { hash, parent, slot };
+        let bytes = match self.gateway.store(chunk, deadline).await {
+            StoreOutcome::Stored => self.target.settings.object_bytes,
+            // Left by a run that kept it: nothing was sent.
+            StoreOutcome::Present | StoreOutcome::Pending => 0,
+            StoreOutcome::Failed(error) => {
+                return Err(match Arc::try_unwrap(error) {
+                    Ok(error) => error.into(),
+                    Err(shared) => Failure::Wrong(shared.to_string()),
+                });
+            }
+        };
+        Ok(Some(Op {
+            bytes,
+            latency: began.elapsed(),
+            mixed: false,
+        }))
+    }
+}
+
+/// Times of whole prompts.
+#[derive(Default)]
+struct Times {
+    lookup: Histogram,
+    first_chunk: Histogram,
+    first_layer: Histogram,
+    last_chunk: Histogram,
+}
+
+impl Bench {
+    /// Stores every chunk once: what is stored is not stored again.
+    pub(super) async fn store_prompt(&mut self) -> Result<PhaseReport, BenchError> {
+        let Some(prompt) = &mut self.prompt else {
+            return Err(BenchError::Settings("no prompt was given".into()));
+        };
+        let space_json = KeyPrefix::new(&self.target.settings.prefix).space_json(prompt.space.key());
+        let soon = Instant::now() + self.target.read_limit;
+        prompt.declares = match self.target.store.head(&space_json, soon).await {
+            Err(error) if error.kind == ErrorKind::NotFound => true,
+            result => result.map(|_| false)?,
+        };
+        let (space, root, chunks) = (prompt.space.clone(), prompt.root, prompt.chunks.clone());
+        let total = Some(chunks.len() as u64);
+        let object_bytes = self.settings().object_bytes;
+        let lanes = self.lanes(total);
+        let arena = self.arena(lanes, object_bytes, "--chunk-tokens")?;
+        let gateway = self.gateway(Arc::clone(&self.target.store), arena);
+        // All at once, so that each place in the arena gets its share; only the stamps change later.
+        let slots: Vec<StoreSlot> = std::iter::from_fn(|| gateway.reserve(&space).ok()).collect();
+        for mut slot in slots {
+            self.target.content.fill(slot.payload_mut());
+        }
+        let chunks: Arc<[ChunkHash]> = chunks.into();
+        let worker = |_| Storer {
+            gateway: gateway.clone(),
+            target: Arc::clone(&self.target),
+            space: space.clone(),
+            root,
+            chunks: Arc::clone(&chunks),
+        };
+        let workers = (0..lanes).map(worker).collect();
+        let limits = self.limits(total, move |_| object_bytes);
+        let (course, mut report) = self.course(Phase::Write, limits, workers).await?;
+        self.objects = course.issued();
+        report.retries = None;
+        Ok(report)
+    }
+
+    /// Looks the whole prompt up and loads it, one time after the other.
+    pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
+        if self.settings().warm_up {
+            let once = Limits {
+                total: Some(1),
+                ..Limits::default()
+            };
+            let report = self.load_prompts_within(once).await?;
+            if report.interrupted || report.errors.count > 0 {
+                return Ok(report);
+            }
+        }
+        let bytes = self.objects * self.settings().object_bytes;
+        let limits = self.limits(self.settings().rounds, move |_| bytes);
+        self.load_prompts_within(limits).await
+    }
+
+    async fn load_prompts_within(&mut self, limits: Limits) -> Result<PhaseReport, BenchError> {
+        let Some(prompt) = &self.prompt else {
+            return Err(BenchError::Settings("no prompt was given".into()));
+        };
+        let count = to_usize(self.objects);
+        let (space, chunks) = (prompt.space.clone(), prompt.chunks[..count].to_vec());
+        let limits = Limits {
+            more_ops_a_turn: self.objects.saturating_sub(1),
+            ..limits
+        };
+        let gateway = self.gateway(Arc::clone(&self.target.store), self.load_arena()?);
+        let strategy = self.config.lookup.strategy;
+        let mut times = Times::default();
+        let clock = Clock::start(&*self.target.store);
+        let course = self.start(Phase::Read, limits, 1);
+        let all = async {
+            while course.turn().await.is_some() {
+                gateway.forget_existence();
+                let tell = |result| course.count(0, result);
+                load(&gateway, &space, &chunks, strategy, &mut times, tell).await;
+            }
+        };
+        let done = course.interruptible(all, &mut self.interrupts).await;
+        let mut report = self.finish(&course, &clock, !done)?;
+        report.retries = None;
+        report.prompt = Some(PromptReport {
+            prompts: times.last_chunk.count(),
+            chunks: chunks.len() as u64,
+            lookup_us: Latency::of(&times.lookup),
+            first_chunk_us: Latency::of(&times.first_chunk),
+            first_layer_us: Latency::of(&times.first_layer),
+            last_chunk_us: Latency::of(&times.last_chunk),
+        });
+        Ok(report)
+    }
+
+    /// For the bytes in flight, and for a chunk that is awaited and one that was just handed over.
+    fn load_arena(&self) -> Result<Arena, BenchError> {
+        let settings = self.settings();
+        let in_flight = settings.part_bytes.saturating_mul(settings.concurrency as u64);
+        let slots = in_flight.div_ceil(settings.object_bytes) + 2;
+        self.arena(to_usize(slots), settings.object_bytes, "--part-size")
+    }
+
+    /// Removes the space.json that a store of this run wrote.
+    pub(super) async fn undeclare(&mut self) -> Result<(), BenchError> {
+        if let Some(prompt) = self.prompt.as_mut().filter(|prompt| prompt.declares) {
+            let key = KeyPrefix::new(&self.target.settings.prefix).space_json(prompt.space.key());
+            let deadline = Instant::now() + self.target.write_limit;
+            self.target.store.delete(&[key], deadline).await?;
+            prompt.declares = false;
+        }
+        Ok(())
+    }
+}
+
+/// One prompt. Chunk by chunk, so the first layer is not whole before the last chunk: `first_layer` waits for loads that
+/// go layer by layer.
+async fn load(
+    gateway: &Gateway,
+    space: &Space,
+    chunks: &[ChunkHash],
+    strategy: Strategy,
+    times: &mut Times,
+    tell: impl Fn(Result<Option<Op>, Failure>),
+) {
+    let began = Instant::now();
+    let found = gateway.lookup(space, chunks, strategy, began + WHOLE).await;
+    times.lookup.record(began.elapsed());
+    if found.prefix < chunks.len() {
+        let why = match found.error {
+            Some(error) => error.to_string(),
+            None => "write them first: kvgate bench write, with the same space, --tokens and --prefix".into(),
+        };
+        let (there, all) = (found.prefix, chunks.len());
+        tell(Err(Failure::Wrong(format!(
+            "only the first {there} of the prompt's {all} chunks were found; {why}"
+        ))));
+        return;
+    }
+    let loading = Instant::now();
+    let mut stream = gateway.load(LoadRequest {
+        space: space.clone(),
+        chunks: chunks.to_vec(),
+        after_miss: AfterMiss::Stop,
+        deadline: loading + WHOLE,
+    });
+    while let Some((index, outcome)) = stream.next().await {
+        let chunk = match outcome {
+            Ok(chunk) => chunk,
+            Err(miss) => {
+                tell(Err(Failure::Wrong(format!(
+                    "chunk {index} of the prompt: {miss}"
+                ))));
+                return;
+            }
+        };
+        if index == 0 {
+            times.first_chunk.record(began.elapsed());
+        }
+        tell(Ok(Some(Op {
+            bytes: chunk.len() as u64,
+            latency: loading.elapsed(),
+            mixed: false,
+        })));
+    }
+    times.last_chunk.record(began.elapsed());
+}
