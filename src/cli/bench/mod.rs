@@ -54,7 +54,8 @@ pub struct BenchArgs {
     /// Requests in flight.
     #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: u32,
-    /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time].
+    /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes
+    /// once, and so does the write of a prompt.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
     /// Longest time for each phase, such as 10s; delete always goes to its end.
