@@ -27,11 +27,11 @@ use live::LiveLine;
 #[command(after_help = "\
 Examples:
   kvgate bench
-  kvgate bench --endpoint http://rgw:8000 --bucket kv --objects 1000 --object-size 64MiB -t 32
-  kvgate bench write --keep --bucket kv; kvgate bench read --bucket kv --time-limit 30s --warm-up --json
-  kvgate bench head lookup --bucket kv --objects 4096 -t 64
-  kvgate bench --bucket kv --model qwen3-32b --tokens 32768 --rounds 3
-  kvgate bench write --bucket kv --mix 70 --rate 200MiB --time-limit 1m
+  kvgate bench --endpoint http://rgw:8000 --bucket kv-cache --objects 1000 --object-size 64MiB -t 32
+  kvgate bench write --keep --bucket kv-cache; kvgate bench read --bucket kv-cache --time-limit 30s --warm-up --json
+  kvgate bench head lookup --bucket kv-cache --objects 4096 -t 64
+  kvgate bench --bucket kv-cache --model qwen3-32b --tokens 32768 --rounds 3
+  kvgate bench write --bucket kv-cache --mix 70 --rate 200MiB --time-limit 1m
 
 First done is when the first of the tasks found nothing left to do, last done when all had.
 Exit status: 1 if any request failed or any byte was wrong.")]
