@@ -46,7 +46,7 @@ impl Bench {
             course: Arc::clone(&course),
             present: self.prompt.is_some(),
         };
-        let gateway = self.gateway(Arc::new(asked), arena);
+        let gateway = self.gateway(Arc::new(asked), arena, self.reads_only());
         let all = async {
             for _ in 0..rounds.unwrap_or(u64::MAX) {
                 for some in chunks.chunks(LOOKUP_CHUNKS) {

@@ -18,7 +18,7 @@ use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::config::Strategy;
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome, StoreSlot};
-use crate::object::ErrorKind;
+use crate::object::{Capabilities, ErrorKind, ProbeMode};
 
 const SALT: &[u8] = b"kvgate bench";
 const VOCABULARY: u32 = 100_003;
@@ -158,12 +158,17 @@ impl Bench {
             Err(error) if error.kind == ErrorKind::NotFound => true,
             result => result.map(|_| false)?,
         };
+        // A conditional PUT is one request, without it a HEAD goes first.
+        let probe_key =
+            KeyPrefix::new(&self.target.settings.prefix).own(&format!("probe-{:016x}", fastrand::u64(..)));
+        let store = &*self.target.store;
+        let capabilities = Capabilities::probe(store, &probe_key, ProbeMode::Head, soon).await?;
         let (space, root, chunks) = (prompt.space.clone(), prompt.root, prompt.chunks.clone());
         let total = Some(chunks.len() as u64);
         let object_bytes = self.settings().object_bytes;
         let lanes = self.lanes(total);
         let arena = self.arena(lanes, object_bytes, "--chunk-tokens")?;
-        let gateway = self.gateway(Arc::clone(&self.target.store), arena);
+        let gateway = self.gateway(Arc::clone(&self.target.store), arena, capabilities);
         // All at once, so that each place in the arena gets its share; only the stamps change later.
         let slots: Vec<StoreSlot> = std::iter::from_fn(|| gateway.reserve(&space).ok()).collect();
         for mut slot in slots {
@@ -212,7 +217,8 @@ impl Bench {
             more_ops_a_turn: self.objects.saturating_sub(1),
             ..limits
         };
-        let gateway = self.gateway(Arc::clone(&self.target.store), self.load_arena()?);
+        let store = Arc::clone(&self.target.store);
+        let gateway = self.gateway(store, self.load_arena()?, self.reads_only());
         let strategy = self.config.lookup.strategy;
         let mut times = Times::default();
         let clock = Clock::start(&*self.target.store);

@@ -221,7 +221,12 @@ impl Bench {
     }
 
     /// A gateway that knows nothing, with as many requests in flight as the other phases have.
-    pub(super) fn gateway(&self, store: Arc<dyn ObjectStore>, arena: Arena) -> Gateway {
+    pub(super) fn gateway(
+        &self,
+        store: Arc<dyn ObjectStore>,
+        arena: Arena,
+        capabilities: Capabilities,
+    ) -> Gateway {
         let settings = &self.target.settings;
         let part_bytes = to_usize(settings.part_bytes);
         let options = GatewayOptions {
@@ -232,11 +237,15 @@ impl Bench {
             lookup_deadline: self.target.read_limit,
             ..GatewayOptions::from(&self.config)
         };
-        let capabilities = Capabilities {
+        Gateway::new(store, arena, capabilities, options)
+    }
+
+    /// For gateways that only read: finding out more would write to the bucket.
+    pub(super) fn reads_only(&self) -> Capabilities {
+        Capabilities {
             attributes: self.config.s3.probe == Probe::Attributes,
             ..Capabilities::default()
-        };
-        Gateway::new(store, arena, capabilities, options)
+        }
     }
 
     /// Tasks for a phase with this many turns.

@@ -417,10 +417,7 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     let time = |of: &str| read["prompt"][of]["p50"].as_f64().unwrap();
     assert!(time("lookup_us") < time("first_chunk_us") && time("first_chunk_us") <= time("last_chunk_us"));
     let again = bench(&["write", "--json"]).await.exits(0);
-    assert_eq!(
-        (&phases(&again)[0]["bytes"], &phases(&again)[0]["requests"]["put"]),
-        (&0.into(), &0.into())
-    );
+    assert_eq!(phases(&again)[0]["bytes"], 0, "all were there");
 
     // A damaged chunk ends the load.
     let mut chunks = files(&site.s3.root().join(BUCKET)).into_iter();

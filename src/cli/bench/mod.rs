@@ -27,11 +27,11 @@ use live::LiveLine;
 #[command(after_help = "\
 Examples:
   kvgate bench
-  kvgate bench --endpoint http://rgw:8000 --bucket kv --objects 1000 --object-size 64MiB -t 32
-  kvgate bench write --keep --bucket kv; kvgate bench read --bucket kv --time-limit 30s --warm-up --json
-  kvgate bench head lookup --bucket kv --objects 4096 -t 64
-  kvgate bench --bucket kv --model qwen3-32b --tokens 32768 --rounds 3
-  kvgate bench write --bucket kv --mix 70 --rate 200MiB --time-limit 1m
+  kvgate bench --endpoint http://rgw:8000 --bucket kv-cache --objects 1000 --object-size 64MiB -t 32
+  kvgate bench write --keep --bucket kv-cache; kvgate bench read --bucket kv-cache --time-limit 30s --warm-up --json
+  kvgate bench head lookup --bucket kv-cache --objects 4096 -t 64
+  kvgate bench --bucket kv-cache --model qwen3-32b --tokens 32768 --rounds 3
+  kvgate bench write --bucket kv-cache --mix 70 --rate 200MiB --time-limit 1m
 
 First done is when the first of the tasks found nothing left to do, last done when all had.
 Exit status: 1 if any request failed or any byte was wrong.")]
@@ -54,7 +54,8 @@ pub struct BenchArgs {
     /// Requests in flight.
     #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: u32,
-    /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time].
+    /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes
+    /// once, and so does the write of a prompt.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
     /// Longest time for each phase, such as 10s; delete always goes to its end.

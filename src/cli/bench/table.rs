@@ -6,7 +6,12 @@ use crate::bench::{Latency, Mark, PhaseReport, PromptReport, Settings, Share};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, count};
 
-const WIDTHS: [usize; 13] = [9, 9, 8, 8, 9, 8, 8, 9, 9, 9, 8, 8, 8];
+const WIDTHS: [usize; 13] = [9, 10, 8, 8, 10, 8, 8, 8, 8, 8, 9, 8, 8];
+
+const TITLES: [&str; 2] = [
+    ",first done,,,last done,,,,CPU,,latency",
+    "phase,seconds,MiB/s,IOPS,seconds,MiB/s,IOPS,ops,us/op,s/GiB,p50 ms,p99 ms,max ms",
+];
 
 pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), CliError> {
     out.field("where", place)?;
@@ -33,13 +38,10 @@ pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), Cli
         out.field("note", "that server's work is in the CPU figures, too")?;
     }
     out.line("")?;
-    let groups = ["", "first done", "", "", "last done"].map(str::to_owned);
-    out.line(line(&groups))?;
-    let titles = [
-        "phase", "seconds", "MiB/s", "IOPS", "seconds", "MiB/s", "IOPS", "ops", "us/op", "s/GiB", "p50 ms",
-        "p99 ms", "max ms",
-    ];
-    out.line(line(&titles.map(str::to_owned)))?;
+    for titles in TITLES {
+        let titles: Vec<String> = titles.split(',').map(str::to_owned).collect();
+        out.line(line(&titles))?;
+    }
     out.flush()
 }
 
