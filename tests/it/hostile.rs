@@ -14,7 +14,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 
-use crate::fixture::{arena, soon};
+use kvgate::gateway::AfterMiss;
+
+use crate::backends::{Backend, open};
+use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
 
 const STALL: Duration = Duration::from_millis(300);
 const ANSWER_MAX: usize = 1 << 20;
@@ -593,4 +596,65 @@ async fn a_get_that_is_dropped_writes_nothing_more() {
         );
     }
     get(&store, &arena, 0..OBJECT_LEN).await.unwrap();
+}
+
+/// A line to a good server on which bytes are flipped and connections cut, at random.
+async fn bad_line(upstream: String) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let upstream = upstream.trim_start_matches("http://").to_owned();
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.into_split();
+                let server = TcpStream::connect(upstream).await?;
+                let (mut from_server, mut to_server) = server.into_split();
+                tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
+                let mut buf = vec![0; 30_000];
+                loop {
+                    let len = from_server.read(&mut buf).await?;
+                    if len == 0 {
+                        return Ok(());
+                    }
+                    let bytes = &mut buf[..len];
+                    match fastrand::u32(..20) {
+                        0 => bytes[fastrand::usize(..len)] ^= 1 << fastrand::u32(..8),
+                        1 => return to_client.write_all(&bytes[..fastrand::usize(..len)]).await,
+                        2 => bytes.rotate_left(1),
+                        _ => {}
+                    }
+                    to_client.write_all(bytes).await?;
+                }
+            });
+        }
+    });
+    endpoint
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn loads_over_a_bad_line_are_right_or_misses() {
+    let backend = Backend::embedded().await;
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(12);
+    store_all(&site.gateway(), &prompt).await;
+    let options = S3Options {
+        endpoint: Some(bad_line(backend.endpoints[0].clone()).await),
+        read_timeout: STALL,
+        ..backend.options()
+    };
+    let gateway = site.gateway_over(open(&options).await);
+    let mut loaded = 0;
+    for _ in 0..20 {
+        // Whoever is loaded has its bytes compared.
+        let codes = load_codes(&gateway, &prompt, AfterMiss::Continue).await;
+        loaded += codes.iter().filter(|&&code| code == "ok").count();
+        gateway.forget_existence();
+    }
+    assert!(loaded > 0, "some come through");
+    arena_empties(&gateway).await;
+    assert_eq!(
+        load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
+        ["ok"; 12],
+        "nothing at the server was harmed"
+    );
 }
