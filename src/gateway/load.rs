@@ -6,6 +6,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::Gateway;
+use super::fetch::Wanted;
 use crate::arena::{Slot, SlotMut, Ticket};
 use crate::chunk::{ChunkHash, Header, HeaderError, Space};
 use crate::object::{ErrorKind, ObjectError, Operation};
@@ -205,10 +206,8 @@ impl Gateway {
                 Some(miss) => Err(miss),
                 None => self.slot(&mut ticket, object_bytes, deadline).await,
             };
-            let (gateway, space) = (self.clone(), space.clone());
-            let fetch = Task(tokio::spawn(async move {
-                gateway.fetch(&space, &chunk, slot?, deadline).await
-            }));
+            let wanted = Wanted::new(self, &space, &chunk, deadline);
+            let fetch = Task(tokio::spawn(async move { wanted.fetch(slot?).await }));
             if fetches.send(fetch).is_err() {
                 return;
             }

@@ -5,6 +5,7 @@
 //!
 //! Not here: tiers below the arena other than S3, sessions, and copies into an engine's memory.
 
+mod digests;
 mod fetch;
 mod load;
 mod lookup;

@@ -11,6 +11,7 @@ mod demo;
 mod faults;
 mod fixture;
 mod lookups;
+mod on_the_way;
 mod outage;
 mod vectors;
 mod wire;
