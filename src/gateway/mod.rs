@@ -11,6 +11,9 @@ mod load;
 mod lookup;
 mod options;
 mod store;
+// Used as soon as loads are planned.
+#[allow(dead_code)]
+mod turns;
 
 use std::sync::Arc;
 
