@@ -8,7 +8,7 @@ use std::time::Duration;
 use aws_credential_types::Credentials;
 use bytes::Bytes;
 use kvgate::config::Strategy;
-use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::net::Landing;
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -342,6 +342,7 @@ async fn a_cancelled_next_loses_nothing() {
     let request = LoadRequest {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
+        order: Order::Chunk,
         after_miss: AfterMiss::Stop,
         deadline: soon(),
     };
@@ -460,6 +461,7 @@ async fn dropped_loads_give_everything_back() {
         let request = LoadRequest {
             space: prompt.space.clone(),
             chunks: prompt.hashes.clone(),
+            order: Order::Chunk,
             after_miss: AfterMiss::Stop,
             deadline: soon(),
         };
@@ -528,6 +530,7 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
     let request = |deadline| LoadRequest {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
+        order: Order::Chunk,
         after_miss: AfterMiss::Stop,
         deadline,
     };

@@ -32,13 +32,15 @@ struct Seen {
 struct Watching(Arc<Mutex<Seen>>);
 
 impl Digests {
-    pub fn new(layout: &Layout, section: Section, kind: DigestKind) -> Self {
+    pub fn new(layout: &Layout, section: Section) -> Self {
         let start = section.bytes.start;
         let in_section = |plane| {
             let bytes = layout.plane(plane);
             bytes.start - start..bytes.end - start
         };
         let planes: Vec<_> = section.planes.clone().map(in_section).collect();
+        // Until there is a watch.
+        let kind = DigestKind::default();
         let seen = Seen {
             kind,
             ends: planes.iter().map(|plane| plane.end).collect(),
@@ -182,7 +184,7 @@ mod tests {
             for kind in KINDS {
                 let expected = of_all(layout, kind, &good);
                 for section in layout.sections(part) {
-                    let digests = Digests::new(layout, section.clone(), kind);
+                    let digests = Digests::new(layout, section.clone());
                     let bytes = &object[section.bytes.clone()];
                     let mut watch = digests.watch(kind);
                     // An attempt that breaks off, or the other bytes of one that was no good.
@@ -211,7 +213,7 @@ mod tests {
         let expected = of_all(layout, kind, &object);
         let junk = vec![0xff; object.len()];
         let check = |stretches: &[(usize, usize)]| {
-            let digests = Digests::new(layout, layout.sections(usize::MAX).remove(0), kind);
+            let digests = Digests::new(layout, layout.sections(usize::MAX).remove(0));
             let mut watch = digests.watch(kind);
             for &(from, to) in stretches {
                 watch.arrived(from, &junk[from..to]);
@@ -233,7 +235,7 @@ mod tests {
         let layout = space.layout();
         let object = vec![7; layout.object_len()];
         let section = layout.sections(usize::MAX).remove(0);
-        let digests = Digests::new(layout, section, DigestKind::Crc64Nvme);
+        let digests = Digests::new(layout, section);
         digests
             .watch(DigestKind::Crc64Nvme)
             .arrived(0, &vec![8; object.len()]);
