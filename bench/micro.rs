@@ -503,6 +503,7 @@ fn gateway(store: &Arc<Heads>) -> Gateway {
         keys: KeyPrefix::new("kv"),
         digest: DigestKind::default(),
         part_bytes: 8 << 20,
+        layer_part_bytes: 4 << 20,
         get_bytes_max: 64 << 20,
         put_bytes_max: 64 << 20,
         cache: limits(),

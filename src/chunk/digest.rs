@@ -1,3 +1,4 @@
+use crc_fast::CrcAlgorithm;
 use serde::{Deserialize, Serialize};
 
 /// How the planes of a chunk are digested. CRC-64/NVME costs about 1/28 s per GB, BLAKE3 seven times that.
@@ -39,20 +40,78 @@ impl DigestKind {
     /// The digest of `bytes`, at the left of 32 bytes, zeros after it.
     pub fn of(self, bytes: &[u8]) -> [u8; 32] {
         match self {
-            Self::Crc64Nvme => {
-                let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes);
-                let mut digest = [0; 32];
-                digest[..8].copy_from_slice(&crc.to_le_bytes());
-                digest
-            }
+            Self::Crc64Nvme => left(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)),
             Self::Blake3 => *blake3::hash(bytes).as_bytes(),
         }
     }
+
+    /// For bytes that come stretch by stretch.
+    pub fn digester(self) -> Digester {
+        Digester(match self {
+            Self::Crc64Nvme => State::Crc64Nvme(Box::new(crc_fast::Digest::new(CrcAlgorithm::Crc64Nvme))),
+            Self::Blake3 => State::Blake3(Box::default()),
+        })
+    }
+}
+
+/// Computes a digest of bytes that come one stretch after the other.
+#[derive(Debug)]
+pub struct Digester(State);
+
+#[derive(Debug)]
+enum State {
+    Crc64Nvme(Box<crc_fast::Digest>),
+    Blake3(Box<blake3::Hasher>),
+}
+
+impl Digester {
+    pub fn update(&mut self, bytes: &[u8]) {
+        match &mut self.0 {
+            State::Crc64Nvme(crc) => crc.update(bytes),
+            State::Blake3(hasher) => {
+                hasher.update(bytes);
+            }
+        }
+    }
+
+    /// What [`DigestKind::of`] says of all bytes since the last call; the next byte begins anew.
+    pub fn finish(&mut self) -> [u8; 32] {
+        match &mut self.0 {
+            State::Crc64Nvme(crc) => left(crc.finalize_reset()),
+            State::Blake3(hasher) => {
+                let digest = *hasher.finalize().as_bytes();
+                hasher.reset();
+                digest
+            }
+        }
+    }
+}
+
+fn left(crc: u64) -> [u8; 32] {
+    let mut digest = [0; 32];
+    digest[..8].copy_from_slice(&crc.to_le_bytes());
+    digest
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [DigestKind; 2] = [DigestKind::Crc64Nvme, DigestKind::Blake3];
+
+    proptest! {
+        #[test]
+        fn cuts_do_not_matter(stretches in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..3000), 0..6)) {
+            for kind in KINDS {
+                let mut digester = kind.digester();
+                for _twice in 0..2 {
+                    stretches.iter().for_each(|stretch| digester.update(stretch));
+                    prop_assert_eq!(digester.finish(), kind.of(&stretches.concat()));
+                }
+            }
+        }
+    }
 
     #[test]
     fn check_values() {
@@ -60,7 +119,7 @@ mod tests {
         assert_eq!(crc[..8], 0xAE8B_1486_0A79_9888_u64.to_le_bytes());
         assert_eq!(crc[8..], [0; 24]);
         assert_eq!(DigestKind::Blake3.of(b""), *blake3::hash(b"").as_bytes());
-        for kind in [DigestKind::Crc64Nvme, DigestKind::Blake3] {
+        for kind in KINDS {
             assert_eq!(DigestKind::from_code(kind.code()), Some(kind));
         }
     }

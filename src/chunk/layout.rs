@@ -29,6 +29,8 @@ pub struct Layout {
     header_len: usize,
     /// Start of each plane in the object, and the end of the last.
     bounds: Vec<usize>,
+    /// Number of planes up to the end of each layer.
+    layer_ends: Vec<usize>,
 }
 
 /// A byte range of an object that can be fetched and verified alone: whole planes, the first one with the header.
@@ -49,7 +51,19 @@ impl Layout {
             end += usize::try_from(plane.bytes(chunk_tokens)).expect("64-bit addresses");
             bounds.push(end);
         }
-        Self { header_len, bounds }
+        // They are in order of their layers.
+        let layer_ends = (1..=planes.len())
+            .filter(|&end| {
+                planes
+                    .get(end)
+                    .is_none_or(|next| next.layer != planes[end - 1].layer)
+            })
+            .collect();
+        Self {
+            header_len,
+            bounds,
+            layer_ends,
+        }
     }
 
     /// Bytes of the header, a multiple of 4096.
@@ -80,19 +94,32 @@ impl Layout {
     /// Cuts the object at plane boundaries into sections of at least one plane and, where that leaves a choice, at
     /// most `part_bytes`.
     pub fn sections(&self, part_bytes: usize) -> Vec<Section> {
+        self.cut(1..=self.planes(), part_bytes)
+    }
+
+    /// The same at layer boundaries: at least one layer, with all of its planes.
+    pub fn layer_groups(&self, part_bytes: usize) -> Vec<Section> {
+        self.cut(self.layer_ends.iter().copied(), part_bytes)
+    }
+
+    /// `ends`: numbers of planes after which it may be cut; the last is all.
+    fn cut(&self, ends: impl Iterator<Item = usize>, part_bytes: usize) -> Vec<Section> {
+        let start = |first| if first == 0 { 0 } else { self.bounds[first] };
+        let section = |first, end| Section {
+            bytes: start(first)..self.bounds[end],
+            planes: first..end,
+        };
         let mut sections = Vec::new();
-        let mut first = 0;
-        let mut start = 0;
-        for plane in 0..self.planes() {
-            let last = plane + 1 == self.planes();
-            if last || self.bounds[plane + 2] - start > part_bytes {
-                let end = self.bounds[plane + 1];
-                sections.push(Section {
-                    bytes: start..end,
-                    planes: first..plane + 1,
-                });
-                (first, start) = (plane + 1, end);
+        let (mut first, mut last) = (0, 0);
+        for end in ends {
+            if last > first && self.bounds[end] - start(first) > part_bytes {
+                sections.push(section(first, last));
+                first = last;
             }
+            last = end;
+        }
+        if last > first {
+            sections.push(section(first, last));
         }
         sections
     }
@@ -115,21 +142,42 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sections_tile_the_object(rows in prop::collection::vec(1_u32..5000, 1..200), part in 1_usize..2_000_000) {
-            let layout = Layout::new(&planes(&rows), 16);
-            let sections = layout.sections(part);
-            let mut at = 0;
-            let mut plane = 0;
-            for section in &sections {
-                prop_assert_eq!(section.bytes.start, at);
-                prop_assert_eq!(section.planes.start, plane);
-                prop_assert!(!section.planes.is_empty());
-                prop_assert!(section.bytes.len() <= part || section.planes.len() == 1);
-                prop_assert_eq!(section.bytes.end, layout.plane(section.planes.end - 1).end);
-                (at, plane) = (section.bytes.end, section.planes.end);
+        fn sections_tile_the_object(
+            rows in prop::collection::vec((1_u32..5000, any::<bool>()), 1..200),
+            part in 1_usize..2_000_000,
+        ) {
+            // Some planes are of the same layer as the one before.
+            let mut planes = planes(&rows.iter().map(|row| row.0).collect::<Vec<_>>());
+            for plane in 1..planes.len() {
+                planes[plane].layer = planes[plane - 1].layer + u32::from(rows[plane].1);
             }
-            prop_assert_eq!(at, layout.object_len());
-            prop_assert_eq!(plane, layout.planes());
+            let layout = Layout::new(&planes, 16);
+            let layer = |plane: usize| planes[plane].layer;
+            for (sections, by_layer) in [(layout.sections(part), false), (layout.layer_groups(part), true)] {
+                let mut at = 0;
+                let mut plane = 0;
+                for section in &sections {
+                    prop_assert_eq!(section.bytes.start, at);
+                    prop_assert_eq!(section.planes.start, plane);
+                    prop_assert!(!section.planes.is_empty());
+                    let last = section.planes.end - 1;
+                    let one = if by_layer { layer(plane) == layer(last) } else { plane == last };
+                    prop_assert!(section.bytes.len() <= part || one);
+                    prop_assert_eq!(section.bytes.end, layout.plane(last).end);
+                    prop_assert!(!by_layer || plane == 0 || layer(plane - 1) < layer(plane));
+                    (at, plane) = (section.bytes.end, section.planes.end);
+                }
+                prop_assert_eq!(at, layout.object_len());
+                prop_assert_eq!(plane, layout.planes());
+                for pair in sections.windows(2) {
+                    let next = pair[1].planes.clone();
+                    let next_end = next.clone().find(|&plane| {
+                        plane + 1 == layout.planes() || !by_layer || layer(plane) < layer(plane + 1)
+                    });
+                    let next_end = layout.plane(next_end.unwrap()).end;
+                    prop_assert!(next_end - pair[0].bytes.start > part, "no more would have gone in");
+                }
+            }
         }
     }
 

@@ -19,7 +19,7 @@ mod preset;
 mod space;
 mod space_input;
 
-pub use digest::DigestKind;
+pub use digest::{DigestKind, Digester};
 pub use dtype::DType;
 pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};

@@ -140,6 +140,8 @@ sections! {
         deadline: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Bytes that loads may have in flight.
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Bytes that one ranged GET asks for in layer order; it has whole layers, at least one.
+        layer_part_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(5 * GIB));
     }
 
     /// From slots into S3.

@@ -6,7 +6,7 @@ use super::report::{Difference, Missed, Phase};
 use super::session::{Demo, POISON, Watch};
 use super::synthetic::compare;
 use crate::config::Strategy;
-use crate::gateway::{AfterMiss, LoadRequest};
+use crate::gateway::{AfterMiss, LoadRequest, Order};
 
 impl Demo {
     /// Everything, three times: asked one by one, by searching for the end, and again with the answers known.
@@ -72,6 +72,7 @@ impl Demo {
         let mut stream = self.gateway.load(LoadRequest {
             space: self.space.clone(),
             chunks: self.plan.conversations[conversation].chunks.clone(),
+            order: Order::Chunk,
             after_miss: AfterMiss::Stop,
             deadline: Instant::now() + self.config.load.deadline,
         });

@@ -1,23 +1,51 @@
-//! One chunk from S3 into its slot, verified.
+//! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. Which
+//! section is asked for when is in `chunk_order.rs` and `layer_order.rs`.
+
+mod digests;
+mod verify;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use futures::future::join_all;
 use tokio::time::Instant;
 
-use super::load::{LoadedChunk, Miss};
-use super::{Gateway, kib};
-use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Header, HeaderError, Section, Space};
+use super::load::LoadedChunk;
+use super::turns::{Place, Turn, Waiting};
+use super::{Gateway, Miss};
+use crate::arena::SlotMut;
+use crate::chunk::{ChunkHash, DigestKind, Section, Space};
 use crate::existence::{CacheKey, Known};
 use crate::net::Landing;
 use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
+use self::digests::Digests;
+pub(super) use self::verify::Head;
+
+/// A chunk that is being fetched; shared by the tasks of its GETs.
+pub(super) struct Wanted {
+    gateway: Gateway,
+    space: Space,
+    chunk: ChunkHash,
+    key: String,
+    deadline: Instant,
+    /// What the answers say of the chunk's existence is dated by this.
+    asked: Instant,
+}
+
 /// One section on its way: its part of the slot and of the object.
-struct Part {
+pub(super) struct Part {
     slot: SlotMut,
-    bytes: Range<usize>,
+    digests: Digests,
+    /// Where it gets in line.
+    place: Place,
+    /// It was read a second time already.
+    again: bool,
+}
+
+impl Part {
+    fn bytes(&self) -> Range<usize> {
+        self.digests.section().bytes.clone()
+    }
 }
 
 impl Gateway {
@@ -30,198 +58,137 @@ impl Gateway {
             _ => None,
         }
     }
+}
 
-    /// Fetches and verifies a chunk, and remembers what that says of its existence.
-    pub(super) async fn fetch(
-        &self,
-        space: &Space,
-        chunk: &ChunkHash,
-        slot: SlotMut,
-        deadline: Instant,
-    ) -> Result<LoadedChunk, Miss> {
-        let cache_key = (space.key(), *chunk);
-        let asked = Instant::now();
-        let etag = match self.0.cache.get(&cache_key, asked) {
-            Some(Known::Present(etag)) => Some(etag),
-            _ => None,
-        };
-        let key = self.0.options.keys.chunk(space.key(), chunk);
-        let (object, version) = match self.land(space, &key, slot, etag, deadline).await {
-            Ok(landed) => landed,
-            Err(error) => return Err(self.missed(cache_key, error, asked)),
-        };
-        if self.0.cache.damaged(&cache_key).as_ref() == Some(&version) {
-            self.0.cache.learn(cache_key, Known::Absent, asked);
-            return Err(Miss::Quarantined);
-        }
-        match verify(space, chunk, &object) {
-            Ok(header) => {
-                self.0
-                    .cache
-                    .learn(cache_key, Known::Present(Arc::clone(&version.etag)), asked);
-                Ok(LoadedChunk {
-                    space: space.clone(),
-                    header,
-                    object,
-                })
-            }
-            Err(miss @ Miss::Unreadable(_)) => Err(miss),
-            Err(miss) => {
-                tracing::warn!(key, etag = &*version.etag, "a damaged chunk: {miss}");
-                self.0.cache.quarantine(cache_key, version, asked);
-                Err(miss)
-            }
+impl Wanted {
+    pub fn new(gateway: &Gateway, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Self {
+        Self {
+            gateway: gateway.clone(),
+            space: space.clone(),
+            chunk: *chunk,
+            key: gateway.0.options.keys.chunk(space.key(), chunk),
+            deadline,
+            asked: Instant::now(),
         }
     }
 
+    /// The slot, cut where the sections are. `place` tells each section's place by its number.
+    pub fn cut(&self, slot: SlotMut, sections: &[Section], place: impl Fn(usize) -> Place) -> Vec<Part> {
+        let mut slot = slot;
+        let cut = |(i, section): (usize, &Section)| {
+            let rest = slot.split_off(section.bytes.len());
+            Part {
+                slot: std::mem::replace(&mut slot, rest),
+                digests: Digests::new(self.space.layout(), section.clone()),
+                place: place(i),
+                again: false,
+            }
+        };
+        sections.iter().enumerate().map(cut).collect()
+    }
+
+    /// Gets in line for a section, now.
+    pub fn wait(&self, part: &Part) -> Waiting {
+        self.gateway.0.get_turns.wait(part.place, part.bytes().len())
+    }
+
+    /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute on the
+    /// way.
+    pub async fn get(
+        &self,
+        part: &mut Part,
+        if_match: Option<&str>,
+        kind: DigestKind,
+        waiting: Waiting,
+    ) -> Result<(Version, Turn), ObjectError> {
+        let Ok(turn) = tokio::time::timeout_at(self.deadline, waiting).await else {
+            return Err(self.error(ErrorKind::Deadline, "waiting for its turn"));
+        };
+        let get = GetRange {
+            key: &self.key,
+            range: part.bytes(),
+            object_len: self.space.layout().object_len(),
+            if_match,
+        };
+        let landing = Landing {
+            // The part has no bytes until the store gives them back.
+            slot: part.slot.split_off(0),
+            watch: Some(part.digests.watch(kind)),
+        };
+        let (landing, meta) = self.gateway.0.store.get(get, landing, self.deadline).await;
+        part.slot = landing.slot;
+        Ok((meta?.version, turn))
+    }
+
+    /// What may be handed out: neighbouring sections that were verified.
+    pub fn loaded(&self, head: &Head, parts: impl IntoIterator<Item = Part>) -> LoadedChunk {
+        let joined = parts.into_iter().map(|part| {
+            let planes = part.digests.section().planes.clone();
+            (part.slot, planes)
+        });
+        let joined = joined.reduce(|(mut slot, planes), (rest, more)| {
+            slot.join(rest);
+            (slot, planes.start..more.end)
+        });
+        let (slot, planes) = joined.expect("a layout has sections");
+        let slot = slot.freeze();
+        let header_len = match planes.start {
+            0 => self.space.layout().header_len(),
+            _ => 0,
+        };
+        LoadedChunk {
+            space: self.space.clone(),
+            header: Arc::clone(&head.header),
+            planes,
+            payload: slot.slice(header_len..slot.len()),
+        }
+    }
+
+    /// The object is a good one, as far as it was read.
+    pub fn present(&self, head: &Head) {
+        let known = Known::Present(Arc::clone(&head.version.etag));
+        self.gateway.0.cache.learn(self.cache_key(), known, self.asked);
+    }
+
     /// What a failed GET says of the chunk.
-    fn missed(&self, cache_key: CacheKey, error: ObjectError, asked: Instant) -> Miss {
+    pub fn missed(&self, error: ObjectError) -> Miss {
+        let cache = &self.gateway.0.cache;
         match error.kind {
             ErrorKind::NotFound => {
-                self.0.cache.learn(cache_key, Known::Absent, asked);
+                cache.learn(self.cache_key(), Known::Absent, self.asked);
                 Miss::Absent
             }
             ErrorKind::Changed => {
-                self.0.cache.forget(&cache_key);
+                cache.forget(&self.cache_key());
                 Miss::Replaced
             }
             // The next lookup's HEAD sees the length too, and the version to quarantine.
             ErrorKind::Length { .. } => {
-                self.0.cache.forget(&cache_key);
+                cache.forget(&self.cache_key());
                 Miss::WrongLength(Arc::new(error))
             }
             _ => Miss::Unknown(Arc::new(error)),
         }
     }
 
-    /// All of the object, of one version. With an ETag from a lookup all ranges start at once; without one, or when
-    /// that version is gone, the first range tells it.
-    async fn land(
-        &self,
-        space: &Space,
-        key: &str,
-        slot: SlotMut,
-        etag: Option<Arc<str>>,
-        deadline: Instant,
-    ) -> Result<(Slot, Version), ObjectError> {
-        let mut parts = cut(slot, space.layout().sections(self.0.options.part_bytes));
-        let get = async |parts, etag| {
-            self.get_all(key, space.layout().object_len(), parts, etag, deadline)
-                .await
-        };
-        if let Some(etag) = &etag {
-            let (back, version) = get(parts, Some(&**etag)).await;
-            match version {
-                Ok(version) => return Ok((join(back), version)),
-                // Stored anew since the lookup.
-                Err(error) if error.kind == ErrorKind::Changed => parts = back,
-                Err(error) => return Err(error),
-            }
-        }
-        let rest = parts.split_off(1);
-        let (mut parts, version) = get(parts, None).await;
-        let version = version?;
-        if !rest.is_empty() {
-            let (rest, same) = get(rest, Some(&*version.etag)).await;
-            same?;
-            parts.extend(rest);
-        }
-        Ok((join(parts), version))
+    pub fn error(&self, kind: ErrorKind, detail: &str) -> ObjectError {
+        ObjectError::new(Operation::Get, &self.key, kind, detail)
     }
 
-    /// Some ranges at once, to the end of each, since only then are their parts of the slot ours again.
-    async fn get_all(
-        &self,
-        key: &str,
-        object_len: usize,
-        parts: Vec<Part>,
-        if_match: Option<&str>,
-        deadline: Instant,
-    ) -> (Vec<Part>, Result<Version, ObjectError>) {
-        let gets = parts
-            .into_iter()
-            .map(|part| self.get(key, object_len, part, if_match, deadline));
-        let (parts, results): (Vec<Part>, Vec<_>) = join_all(gets).await.into_iter().unzip();
-        // Of several errors, one that is not "changed" says more.
-        let worst = |a: Result<Version, ObjectError>, b: Result<Version, ObjectError>| match (&a, &b) {
-            (Err(error), Err(_)) if error.kind == ErrorKind::Changed => b,
-            (Ok(_), Err(_)) => b,
-            _ => a,
-        };
-        let nothing = || ObjectError::new(Operation::Get, key, ErrorKind::Refused, "a space without planes");
-        (
-            parts,
-            results
-                .into_iter()
-                .reduce(worst)
-                .unwrap_or_else(|| Err(nothing())),
-        )
+    fn cache_key(&self) -> CacheKey {
+        (self.space.key(), self.chunk)
     }
 
-    async fn get(
-        &self,
-        key: &str,
-        object_len: usize,
-        part: Part,
-        if_match: Option<&str>,
-        deadline: Instant,
-    ) -> (Part, Result<Version, ObjectError>) {
-        let Part { slot, bytes } = part;
-        let most = kib(self.0.options.get_bytes_max);
-        let permits = self.0.get_kib.acquire_many(kib(bytes.len()).min(most));
-        let Ok(Ok(_permits)) = tokio::time::timeout_at(deadline, permits).await else {
-            let late = ObjectError::new(Operation::Get, key, ErrorKind::Deadline, "waiting for its turn");
-            return (Part { slot, bytes }, Err(late));
-        };
-        let get = GetRange {
-            key,
-            range: bytes.clone(),
-            object_len,
-            if_match,
-        };
-        let (landing, meta) = self.0.store.get(get, Landing::new(slot), deadline).await;
-        let slot = landing.slot;
-        (Part { slot, bytes }, meta.map(|meta| meta.version))
+    /// The digest that this gateway stores with: until a header tells, the best guess at what an object has.
+    pub fn kind(&self) -> DigestKind {
+        self.gateway.0.options.digest
     }
-}
 
-/// The slot, cut where the sections are.
-fn cut(mut slot: SlotMut, sections: Vec<Section>) -> Vec<Part> {
-    let cut = |section: Section| {
-        let rest = slot.split_off(section.bytes.len());
-        Part {
-            slot: std::mem::replace(&mut slot, rest),
-            bytes: section.bytes,
-        }
-    };
-    sections.into_iter().map(cut).collect()
-}
-
-/// The whole slot again, to be read only from here on.
-fn join(parts: Vec<Part>) -> Slot {
-    let whole = parts.into_iter().map(|part| part.slot).reduce(|mut slot, next| {
-        slot.join(next);
-        slot
-    });
-    whole.expect("a layout has sections").freeze()
-}
-
-/// Checks header and digests: nothing that fails here leaves the gateway.
-fn verify(space: &Space, chunk: &ChunkHash, object: &Slot) -> Result<Header, Miss> {
-    let header = Header::parse(object).map_err(|error| match error {
-        HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
-            Miss::Unreadable(error)
-        }
-        error => Miss::BadHeader(error),
-    })?;
-    header.expect(space, chunk).map_err(|error| match error {
-        HeaderError::OtherSpace(_) | HeaderError::OtherChunk(_) => Miss::Foreign(error),
-        error => Miss::BadHeader(error),
-    })?;
-    for (plane, digest) in header.digests.iter().enumerate() {
-        if header.digest_kind.of(&object[space.layout().plane(plane)]) != *digest {
-            return Err(Miss::BadDigest { plane });
+    /// Of the version that a lookup saw.
+    pub fn known_etag(&self) -> Option<Arc<str>> {
+        match self.gateway.0.cache.get(&self.cache_key(), self.asked) {
+            Some(Known::Present(etag)) => Some(etag),
+            _ => None,
         }
     }
-    Ok(header)
 }

@@ -5,11 +5,18 @@
 //!
 //! Not here: tiers below the arena other than S3, sessions, and copies into an engine's memory.
 
+mod chunk_order;
+mod drive;
 mod fetch;
+mod layer_order;
 mod load;
 mod lookup;
+mod miss;
 mod options;
 mod store;
+mod stream;
+mod task;
+mod turns;
 
 use std::sync::Arc;
 
@@ -17,11 +24,14 @@ use dashmap::DashMap;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-pub use load::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
+pub use load::{AfterMiss, LoadRequest, LoadedChunk, Order};
 pub use lookup::{Lookup, TierRun};
+pub use miss::Miss;
 pub use options::{GatewayOptions, OpenError, open_store};
 pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
+pub use stream::LoadStream;
 
+use self::turns::Turns;
 use crate::arena::Arena;
 use crate::chunk::SpaceKey;
 use crate::existence::{ExistenceCache, Prober};
@@ -38,8 +48,8 @@ struct Inner {
     capabilities: Capabilities,
     cache: Arc<ExistenceCache>,
     prober: Prober,
-    /// KiB that GETs and PUTs may have in flight.
-    get_kib: Semaphore,
+    get_turns: Turns,
+    /// KiB that PUTs may have in flight.
     put_kib: Semaphore,
     /// Chunks whose PUT is under way.
     storing: DashMap<(SpaceKey, crate::chunk::ChunkHash), ()>,
@@ -67,7 +77,7 @@ impl Gateway {
             options.lookup_deadline,
         );
         Self(Arc::new(Inner {
-            get_kib: Semaphore::new(kib(options.get_bytes_max) as usize),
+            get_turns: Turns::new(options.get_bytes_max),
             put_kib: Semaphore::new(kib(options.put_bytes_max) as usize),
             storing: DashMap::new(),
             spaces: DashMap::new(),

@@ -20,6 +20,8 @@ pub struct GatewayOptions {
     pub digest: DigestKind,
     /// Bytes that one ranged GET asks for, about.
     pub part_bytes: usize,
+    /// The same in layer order, where it asks for whole layers.
+    pub layer_part_bytes: usize,
     /// Bytes that all GETs together may have in flight; at least one part.
     pub get_bytes_max: usize,
     pub put_bytes_max: usize,
@@ -54,6 +56,7 @@ impl From<&Config> for GatewayOptions {
                 config::DigestName::Blake3 => DigestKind::Blake3,
             },
             part_bytes: bytes(config.s3.part_size),
+            layer_part_bytes: bytes(config.load.layer_part_size),
             get_bytes_max: bytes(config.load.in_flight),
             put_bytes_max: bytes(config.store.in_flight),
             cache: CacheLimits {

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 use super::{Inventory, StoredChunk};
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::Space;
-use crate::gateway::{AfterMiss, Gateway, LoadRequest, Miss};
+use crate::gateway::{AfterMiss, Gateway, LoadRequest, Miss, Order};
 use crate::object::{ErrorKind, ObjectError, Operation};
 
 /// Chunks that are checked at a time, if the arena has room for them; small ones need many to keep a link busy.
@@ -81,6 +81,7 @@ impl Inventory {
                     let request = LoadRequest {
                         space,
                         chunks: vec![chunk.hash],
+                        order: Order::Chunk,
                         after_miss: AfterMiss::Continue,
                         deadline: Instant::now() + limit,
                     };

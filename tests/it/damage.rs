@@ -252,7 +252,8 @@ async fn decay_that_keeps_the_etag_heals(backend: &Backend) {
     let site = Site::new(backend.store().await).await;
     let prompt = Prompt::new(N);
     store_all(&site.gateway(), &prompt).await;
-    let decaying = Hooked::flipping(Arc::clone(&site.store), site.key(&prompt, BAD));
+    let last = prompt.space.layout().object_len() - 1;
+    let decaying = Hooked::flipping(Arc::clone(&site.store), site.key(&prompt, BAD), last);
     let reader = site.gateway_over(Arc::clone(&decaying) as Arc<_>);
     assert_eq!(
         load_codes(&reader, &prompt, AfterMiss::Continue).await,
@@ -270,7 +271,7 @@ async fn decay_that_keeps_the_etag_heals(backend: &Backend) {
         store_chunk(&reader, &prompt, BAD).await,
         StoreOutcome::Stored
     ));
-    decaying.heal();
+    decaying.flip_times(0);
     tokio::time::sleep(ABSENT_TTL).await;
     for gateway in [&reader, &other, &site.gateway()] {
         assert_eq!(lookup(gateway, &prompt, Strategy::Exact).await.prefix, N);

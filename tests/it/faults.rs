@@ -1,14 +1,14 @@
 //! Faults put in front of a store: errors are unknown, never absent; nothing is kept, lost or asked twice.
 
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use aws_credential_types::Credentials;
 use bytes::Bytes;
 use kvgate::config::Strategy;
-use kvgate::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -27,9 +27,12 @@ pub struct Hooked {
     /// Run before GET number `.0`, counted from 0.
     before_get: Option<(usize, Hook)>,
     gets: AtomicUsize,
-    /// Flip a payload byte of this key.
-    flip: Option<String>,
-    healed: AtomicBool,
+    /// Flip this byte of this key's object on its way.
+    flip: Option<(String, usize)>,
+    /// So many times.
+    flips: AtomicUsize,
+    /// GETs that deliver junk for the first half and break off.
+    breaks: AtomicUsize,
     /// Calls that fail with this, as long as it is set.
     failing: Mutex<Option<ErrorKind>>,
     fail_next: AtomicUsize,
@@ -40,13 +43,14 @@ pub struct Hooked {
 }
 
 impl Hooked {
-    fn over(inner: Arc<dyn ObjectStore>) -> Self {
+    pub fn over(inner: Arc<dyn ObjectStore>) -> Self {
         Self {
             inner,
             before_get: None,
             gets: AtomicUsize::new(0),
             flip: None,
-            healed: AtomicBool::new(false),
+            flips: AtomicUsize::new(usize::MAX),
+            breaks: AtomicUsize::new(0),
             failing: Mutex::new(None),
             fail_next: AtomicUsize::new(0),
             delay: Duration::ZERO,
@@ -66,35 +70,49 @@ impl Hooked {
         }
     }
 
-    pub fn flipping(inner: Arc<dyn ObjectStore>, key: String) -> Arc<Self> {
+    pub fn flipping(inner: Arc<dyn ObjectStore>, key: String, byte: usize) -> Arc<Self> {
         Arc::new(Self {
-            flip: Some(key),
+            flip: Some((key, byte)),
             ..Self::over(inner)
         })
     }
 
-    pub fn heal(&self) {
-        self.healed.store(true, Ordering::SeqCst);
+    pub fn breaking(inner: Arc<dyn ObjectStore>, times: usize) -> Self {
+        Self {
+            breaks: AtomicUsize::new(times),
+            ..Self::over(inner)
+        }
     }
 
-    fn fail(&self, kind: Option<ErrorKind>) {
+    /// From here on so many GETs of the flipped byte are damaged; 0: it is healed.
+    pub fn flip_times(&self, times: usize) {
+        self.flips.store(times, Ordering::SeqCst);
+    }
+
+    fn flips(&self, get: &GetRange<'_>) -> Option<usize> {
+        let (key, byte) = self.flip.as_ref()?;
+        (key == get.key && get.range.contains(byte) && spend(&self.flips)).then(|| byte - get.range.start)
+    }
+
+    pub fn fail(&self, kind: Option<ErrorKind>) {
         *self.failing.lock().unwrap() = kind;
     }
 
     async fn enter(&self, operation: Operation, key: &str) -> Result<(), ObjectError> {
         self.entered.fetch_add(1, Ordering::SeqCst);
         tokio::time::sleep(self.delay).await;
-        let next = self
-            .fail_next
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
-        let kind = next
-            .ok()
-            .map(|_| ErrorKind::Unavailable)
+        let kind = spend(&self.fail_next)
+            .then_some(ErrorKind::Unavailable)
             .or(*self.failing.lock().unwrap());
         kind.map_or(Ok(()), |kind| {
             Err(ObjectError::new(operation, key, kind, "injected"))
         })
     }
+}
+
+fn spend(left: &AtomicUsize) -> bool {
+    left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1))
+        .is_ok()
 }
 
 impl ObjectStore for Hooked {
@@ -122,16 +140,21 @@ impl ObjectStore for Hooked {
             if let Err(error) = self.enter(Operation::Get, get.key).await {
                 return (landing, Err(error));
             }
-            let (key, last) = (get.key, get.range.end == get.object_len);
-            let flips = last && self.flip.as_deref() == Some(key) && !self.healed.load(Ordering::SeqCst);
+            if spend(&self.breaks) {
+                let half = landing.slot.len() / 2;
+                landing.slot[..half].fill(0xee);
+                landing.arrived(0, half);
+                let error = ObjectError::new(Operation::Get, get.key, ErrorKind::Broken, "injected");
+                return (landing, Err(error));
+            }
+            let flipped = self.flips(&get);
             // What watches must see the flipped byte.
-            let watch = landing.watch.take_if(|_| flips);
+            let watch = landing.watch.take_if(|_| flipped.is_some());
             let (mut landing, meta) = self.inner.get(get, landing, deadline).await;
-            if flips {
-                let end = landing.slot.len() - 1;
-                landing.slot[end] ^= 1;
+            if let Some(byte) = flipped {
+                landing.slot[byte] ^= 1;
                 landing.watch = watch;
-                landing.arrived(0, end + 1);
+                landing.arrived(0, landing.slot.len());
             }
             (landing, meta)
         })
@@ -323,6 +346,7 @@ async fn a_cancelled_next_loses_nothing() {
     let request = LoadRequest {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
+        order: Order::Chunk,
         after_miss: AfterMiss::Stop,
         deadline: soon(),
     };
@@ -441,6 +465,7 @@ async fn dropped_loads_give_everything_back() {
         let request = LoadRequest {
             space: prompt.space.clone(),
             chunks: prompt.hashes.clone(),
+            order: Order::Chunk,
             after_miss: AfterMiss::Stop,
             deadline: soon(),
         };
@@ -509,6 +534,7 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
     let request = |deadline| LoadRequest {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
+        order: Order::Chunk,
         after_miss: AfterMiss::Stop,
         deadline,
     };

@@ -10,7 +10,7 @@ use kvgate::chunk::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::config::Strategy;
 use kvgate::existence::CacheLimits;
 use kvgate::gateway::{
-    AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, StoreOutcome,
+    AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, Order, StoreOutcome,
 };
 use kvgate::object::{Capabilities, Condition, ObjectStore, ProbeMode};
 use tokio::time::Instant;
@@ -100,6 +100,7 @@ impl Site {
             keys: self.keys.clone(),
             digest: DigestKind::Crc64Nvme,
             part_bytes: 40_000,
+            layer_part_bytes: 40_000,
             get_bytes_max: 400_000,
             put_bytes_max: 400_000,
             cache: CacheLimits {
@@ -184,6 +185,7 @@ pub async fn load(
     let request = LoadRequest {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
+        order: Order::Chunk,
         after_miss,
         deadline: soon(),
     };

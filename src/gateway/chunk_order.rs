@@ -1,0 +1,140 @@
+//! Whole chunks, in the order of the prompt.
+
+use std::sync::Arc;
+
+use super::Miss;
+use super::drive::{Drive, Dropped};
+use super::fetch::{Part, Wanted};
+use super::load::LoadedChunk;
+use super::task::Task;
+use super::turns::{Place, Waiting};
+use crate::arena::SlotMut;
+use crate::chunk::Section;
+use crate::object::{ErrorKind, ObjectError, Version};
+
+/// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
+/// which tells it.
+struct Started {
+    wanted: Arc<Wanted>,
+    parts: Vec<Part>,
+    etag: Option<Arc<str>>,
+    line: Vec<Waiting>,
+}
+
+impl Drive {
+    pub async fn in_chunk_order(mut self) {
+        // Nobody is left to tell.
+        let _dropped = self.chunk_by_chunk().await;
+    }
+
+    async fn chunk_by_chunk(&mut self) -> Result<(), Dropped> {
+        let layout = self.space.layout();
+        let sections = layout.sections(self.gateway.0.options.part_bytes);
+        for index in 0..self.chunks.len() {
+            let slot = self.slot(index).await;
+            let place = |section| self.place(index * sections.len() + section);
+            // In line here and not in the task, which may run later than the next chunk's.
+            let started = slot.map(|slot| Started::new(self.wanted(index), slot, &sections, place));
+            self.send(index, true, async move { started?.fetch().await })?;
+        }
+        Ok(())
+    }
+}
+
+impl Started {
+    fn new(wanted: Arc<Wanted>, slot: SlotMut, sections: &[Section], place: impl Fn(usize) -> Place) -> Self {
+        let parts = wanted.cut(slot, sections, place);
+        let etag = wanted.known_etag();
+        let ready = if etag.is_some() { parts.len() } else { 1 };
+        let line = parts[..ready].iter().map(|part| wanted.wait(part)).collect();
+        Self {
+            wanted,
+            parts,
+            etag,
+            line,
+        }
+    }
+
+    /// Fetches and verifies the whole chunk, and remembers what that says of its existence.
+    async fn fetch(self) -> Result<LoadedChunk, Miss> {
+        let wanted = Arc::clone(&self.wanted);
+        let landed = self.land().await;
+        let (mut parts, version) = landed.map_err(|error| wanted.missed(error))?;
+        let head = wanted.head(&mut parts[0], version).await?;
+        for part in &mut parts {
+            wanted.check(part, &head).await?;
+        }
+        wanted.present(&head);
+        Ok(wanted.loaded(&head, parts))
+    }
+
+    /// All of the object, of one version.
+    async fn land(self) -> Result<(Vec<Part>, Version), ObjectError> {
+        let Self {
+            wanted,
+            mut parts,
+            etag,
+            mut line,
+        } = self;
+        if let Some(etag) = etag {
+            let (back, versions) = get_all(&wanted, parts, line, &etag).await;
+            match versions {
+                Ok(mut versions) => return Ok((back, versions.swap_remove(0))),
+                // Stored anew since the lookup.
+                Err(error) if error.kind == ErrorKind::Changed => {}
+                Err(error) => return Err(error),
+            }
+            parts = back;
+            line = vec![wanted.wait(&parts[0])];
+        }
+        let rest = parts.split_off(1);
+        let got = wanted
+            .get(&mut parts[0], None, wanted.kind(), line.remove(0))
+            .await;
+        let (version, turn) = got?;
+        let line = rest.iter().map(|part| wanted.wait(part)).collect();
+        // Not before the rest is in line, or a later chunk would slip in between.
+        drop(turn);
+        let (rest, same) = get_all(&wanted, rest, line, &version.etag).await;
+        same?;
+        parts.extend(rest);
+        Ok((parts, version))
+    }
+}
+
+/// Some ranges at once, each in a task of its own: digests are computed where bytes arrive, on as many cores as there are.
+/// Waits to the end of each, since only then are their parts of the slot ours again.
+async fn get_all(
+    wanted: &Arc<Wanted>,
+    parts: Vec<Part>,
+    line: Vec<Waiting>,
+    etag: &Arc<str>,
+) -> (Vec<Part>, Result<Vec<Version>, ObjectError>) {
+    let get = |(mut part, waiting): (Part, Waiting)| {
+        let (wanted, etag) = (Arc::clone(wanted), Arc::clone(etag));
+        Task::spawn(async move {
+            let got = wanted.get(&mut part, Some(&etag), wanted.kind(), waiting).await;
+            (part, got.map(|(version, _turn)| version))
+        })
+    };
+    let gets: Vec<_> = parts.into_iter().zip(line).map(get).collect();
+    let mut parts = Vec::with_capacity(gets.len());
+    let mut versions: Result<_, ObjectError> = Ok(Vec::with_capacity(gets.len()));
+    for mut get in gets {
+        let got = match get.join().await {
+            Some((part, got)) => {
+                parts.push(part);
+                got
+            }
+            None => Err(wanted.error(ErrorKind::Broken, "its task ended early")),
+        };
+        match (&mut versions, got) {
+            (Ok(versions), Ok(version)) => versions.push(version),
+            // Of several errors, one that is not "changed" says more.
+            (Err(error), Err(other)) if error.kind == ErrorKind::Changed => *error = other,
+            (Ok(_), Err(error)) => versions = Err(error),
+            (Err(_), _) => {}
+        }
+    }
+    (parts, versions)
+}

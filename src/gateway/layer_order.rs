@@ -1,0 +1,234 @@
+//! Groups of layers: the first ones of all chunks, then the next ones. What that guarantees is at
+//! [`Order`](super::Order).
+//!
+//! A chunk's first group tells its version and header, so the chunk's other groups wait for that one. The slots of a window
+//! are taken in its first step, in the order of the prompt and with the ticket, as in chunk order; what was started needs no
+//! more of them. So two loads can't wait for each other's. The next window's first step starts, like any, when the step
+//! before the last has landed.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::sync::{SetOnce, mpsc};
+
+use super::Miss;
+use super::drive::{Drive, Dropped};
+use super::fetch::{Head, Part, Wanted};
+use super::load::LoadedChunk;
+use super::stream::RunEnd;
+use super::turns::Waiting;
+use crate::arena::SLOT_ALIGN;
+use crate::chunk::{Section, Space};
+use crate::object::ErrorKind;
+
+/// Steps (one group of one window's chunks) that may be under way.
+const STEPS_MAX: usize = 2;
+
+/// How many of a load's chunks go together: those that have room in half of the arena. Then the first step of the next
+/// window finds room while the last of this one is under way; and the slots of one window always fit, however those that
+/// it has already lie: they leave a hole that is larger than the average, which is at least a slot.
+pub(super) fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize {
+    let slot_bytes = space.layout().object_len().next_multiple_of(SLOT_ALIGN);
+    (arena_bytes / 2 / slot_bytes).clamp(1, chunks.max(1))
+}
+
+/// A chunk with a slot, as the driver has it.
+struct Chunk {
+    shared: Arc<Shared>,
+    /// Of the groups that were not started.
+    parts: std::vec::IntoIter<Part>,
+}
+
+/// What the tasks of a chunk's groups share.
+struct Shared {
+    wanted: Arc<Wanted>,
+    /// From its first group; None if that is a miss.
+    head: SetOnce<Option<Head>>,
+    missed: AtomicBool,
+}
+
+impl Drive {
+    pub async fn in_layer_order(mut self, window: usize, run_end: RunEnd) {
+        // Nobody is left to tell.
+        let _dropped = self.window_by_window(window, &run_end).await;
+    }
+
+    async fn window_by_window(&mut self, window: usize, run_end: &RunEnd) -> Result<(), Dropped> {
+        let part_bytes = self.gateway.0.options.layer_part_bytes;
+        let groups = self.space.layout().layer_groups(part_bytes);
+        let mut gate = Gate::default();
+        for start in (0..self.chunks.len()).step_by(window) {
+            let indices = start..self.chunks.len().min(start + window);
+            let mut chunks = Vec::with_capacity(indices.len());
+            for group in 0..groups.len() {
+                let step = gate.pass().await;
+                for index in indices.clone() {
+                    if group == 0 {
+                        chunks.push(self.begin(index, &indices, &groups, run_end, &step).await?);
+                    } else if let Some(chunk) = &mut chunks[index - start] {
+                        let last = group + 1 == groups.len();
+                        self.go_on(index, last, chunk, run_end, &step)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a slot for a chunk and starts its first group. None if there is nothing to go on with.
+    async fn begin(
+        &mut self,
+        index: usize,
+        window: &Range<usize>,
+        groups: &[Section],
+        run_end: &RunEnd,
+        step: &StepToken,
+    ) -> Result<Option<Chunk>, Dropped> {
+        let slot = tokio::select! {
+            biased;
+            _ = run_end.clone().passes(index) => {
+                self.needs_no_more_slots();
+                return Ok(None);
+            }
+            slot = self.slot(index) => slot,
+        };
+        if index + 1 == self.chunks.len() {
+            self.needs_no_more_slots();
+        }
+        let slot = match slot {
+            Ok(slot) => slot,
+            Err(miss) => {
+                self.send(index, true, async { Err(miss) })?;
+                return Ok(None);
+            }
+        };
+        let before = window.start * groups.len() + (index - window.start);
+        let wanted = self.wanted(index);
+        let mut parts = wanted
+            .cut(slot, groups, |group| self.place(before + group * window.len()))
+            .into_iter();
+        let first = parts.next().expect("a layout has sections");
+        let waiting = wanted.wait(&first);
+        let shared = Arc::new(Shared {
+            wanted,
+            head: SetOnce::new(),
+            missed: AtomicBool::new(false),
+        });
+        let fetch = Arc::clone(&shared).first(first, waiting);
+        let fetch = Arc::clone(&shared).until(fetch, index, run_end.clone(), step.clone());
+        self.send(index, groups.len() == 1, fetch)?;
+        Ok(Some(Chunk { shared, parts }))
+    }
+
+    /// Starts a chunk's next group, if it is still wanted.
+    fn go_on(
+        &self,
+        index: usize,
+        last: bool,
+        chunk: &mut Chunk,
+        run_end: &RunEnd,
+        step: &StepToken,
+    ) -> Result<(), Dropped> {
+        if chunk.shared.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
+            // With them the slot is free as soon as nobody writes to it any more.
+            chunk.parts = Vec::new().into_iter();
+        }
+        let Some(part) = chunk.parts.next() else {
+            return Ok(());
+        };
+        let fetch = Arc::clone(&chunk.shared).further(part);
+        let fetch = Arc::clone(&chunk.shared).until(fetch, index, run_end.clone(), step.clone());
+        self.send(index, last, fetch)
+    }
+}
+
+impl Shared {
+    /// A fetch, up to the end of the run.
+    async fn until(
+        self: Arc<Self>,
+        fetch: impl Future<Output = Result<LoadedChunk, Miss>>,
+        index: usize,
+        run_end: RunEnd,
+        _step: StepToken,
+    ) -> Result<LoadedChunk, Miss> {
+        let outcome = tokio::select! {
+            biased;
+            at = run_end.passes(index) => Err(Miss::RunEnded { at }),
+            outcome = fetch => outcome,
+        };
+        if outcome.is_err() {
+            self.missed.store(true, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    async fn first(self: Arc<Self>, part: Part, waiting: Waiting) -> Result<LoadedChunk, Miss> {
+        let (head, outcome) = match self.land_first(part, waiting).await {
+            Ok((head, chunk)) => (Some(head), Ok(chunk)),
+            Err(miss) => (None, Err(miss)),
+        };
+        // Nobody else sets it.
+        let _ = self.head.set(head);
+        outcome
+    }
+
+    async fn land_first(&self, mut part: Part, waiting: Waiting) -> Result<(Head, LoadedChunk), Miss> {
+        let (wanted, kind) = (&self.wanted, self.wanted.kind());
+        let etag = wanted.known_etag();
+        let mut got = wanted.get(&mut part, etag.as_deref(), kind, waiting).await;
+        if etag.is_some() && matches!(&got, Err(error) if error.kind == ErrorKind::Changed) {
+            // Stored anew since the lookup.
+            let waiting = wanted.wait(&part);
+            got = wanted.get(&mut part, None, kind, waiting).await;
+        }
+        let (version, turn) = got.map_err(|error| wanted.missed(error))?;
+        // Should it have to be read again, it gets in line again.
+        drop(turn);
+        let head = wanted.head(&mut part, version).await?;
+        wanted.check(&mut part, &head).await?;
+        wanted.present(&head);
+        let chunk = wanted.loaded(&head, [part]);
+        Ok((head, chunk))
+    }
+
+    async fn further(self: Arc<Self>, mut part: Part) -> Result<LoadedChunk, Miss> {
+        let Some(head) = self.head.wait().await else {
+            // Nobody asks: the first group's miss was the chunk's last outcome.
+            return Err(Miss::Absent);
+        };
+        let wanted = &self.wanted;
+        let (etag, kind) = (&head.version.etag, head.header.digest_kind);
+        let waiting = wanted.wait(&part);
+        let got = wanted.get(&mut part, Some(etag), kind, waiting).await;
+        let (_, turn) = got.map_err(|error| wanted.missed(error))?;
+        drop(turn);
+        wanted.check(&mut part, head).await?;
+        Ok(wanted.loaded(head, [part]))
+    }
+}
+
+/// Held by everything that belongs to a step.
+type StepToken = mpsc::Sender<Infallible>;
+
+/// Lets a step start when the one before the last is over.
+#[derive(Default)]
+struct Gate {
+    under_way: VecDeque<mpsc::Receiver<Infallible>>,
+}
+
+impl Gate {
+    async fn pass(&mut self) -> StepToken {
+        if self.under_way.len() == STEPS_MAX
+            && let Some(mut oldest) = self.under_way.pop_front()
+        {
+            // Ends when the last of its tokens is gone.
+            oldest.recv().await;
+        }
+        let (token, receiver) = mpsc::channel(1);
+        self.under_way.push_back(receiver);
+        token
+    }
+}

@@ -1,0 +1,54 @@
+use std::sync::Arc;
+
+use crate::chunk::HeaderError;
+use crate::object::ObjectError;
+
+/// Why a chunk was not loaded. Nothing of it reaches the caller.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Miss {
+    #[error("there is no such chunk")]
+    Absent,
+    #[error("the object is damaged: its length is wrong ({0})")]
+    WrongLength(Arc<ObjectError>),
+    #[error("the object is damaged: {0}")]
+    BadHeader(HeaderError),
+    #[error("the object is not this chunk: {0}")]
+    Foreign(HeaderError),
+    #[error("this kvgate can't read the object: {0}. Another version wrote it; it is left as it is")]
+    Unreadable(HeaderError),
+    #[error("the object is damaged: the digest of plane {plane} does not match")]
+    BadDigest { plane: usize },
+    #[error("the object is known to be damaged")]
+    Quarantined,
+    #[error("the object was replaced while it was read")]
+    Replaced,
+    #[error("nobody can tell: {0}")]
+    Unknown(Arc<ObjectError>),
+    #[error("an object has {object_bytes} bytes, the arena {arena_bytes}: raise [arena] size")]
+    ArenaTooSmall { object_bytes: usize, arena_bytes: usize },
+    #[error("no slot became free before the deadline: release chunks earlier, or raise [arena] size")]
+    ArenaFull,
+    #[error("not tried, because chunk {at} of the prompt is missing")]
+    RunEnded { at: usize },
+}
+
+impl Miss {
+    /// Stable word for the reason.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::WrongLength(_) => "wrong_length",
+            Self::BadHeader(_) => "bad_header",
+            Self::Foreign(HeaderError::OtherSpace(_)) => "foreign_space",
+            Self::Foreign(_) => "foreign_chunk",
+            Self::Unreadable(_) => "unreadable",
+            Self::BadDigest { .. } => "bad_digest",
+            Self::Quarantined => "quarantined",
+            Self::Replaced => "replaced",
+            Self::Unknown(_) => "unknown",
+            Self::ArenaTooSmall { .. } => "arena_too_small",
+            Self::ArenaFull => "arena_full",
+            Self::RunEnded { .. } => "run_ended",
+        }
+    }
+}

@@ -1,0 +1,29 @@
+use std::future::Future;
+
+use tokio::task::JoinHandle;
+
+/// A task that ends with its handle.
+pub(super) struct Task<T>(JoinHandle<T>);
+
+impl<T: Send + 'static> Task<T> {
+    pub fn spawn(future: impl Future<Output = T> + Send + 'static) -> Self {
+        Self(tokio::spawn(future))
+    }
+
+    /// None if it panicked or was ended.
+    pub async fn join(&mut self) -> Option<T> {
+        (&mut self.0).await.ok()
+    }
+}
+
+impl<T> Task<T> {
+    pub fn end(&self) {
+        self.0.abort();
+    }
+}
+
+impl<T> Drop for Task<T> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
