@@ -13,7 +13,7 @@ use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, ChunkHasher, Space};
 use crate::config::Strategy;
-use crate::net::Landing;
+use crate::net::{Landing, Traffic};
 use crate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, StoreFuture,
@@ -169,5 +169,9 @@ impl ObjectStore for Asked {
 
     fn requests(&self) -> RequestCounts {
         self.inner.requests()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
     }
 }
