@@ -6,6 +6,7 @@ use super::course::{Course, Done};
 use super::histogram::{Bucket, Histogram};
 use super::settings::{Phase, Settings};
 use super::usage::Usage;
+use crate::net::Traffic;
 use crate::object::RequestCounts;
 
 const MIB: f64 = (1_u64 << 20) as f64;
@@ -50,6 +51,8 @@ pub struct PhaseReport {
     /// HTTP requests beyond one an operation; not known where an operation takes several.
     pub retries: Option<u64>,
     pub requests: RequestCounts,
+    /// What the connections carried.
+    pub traffic: Traffic,
     pub endpoints: Vec<Endpoint>,
     /// The two kinds of a mixed phase; their sum is above.
     pub mix: Option<MixReport>,
@@ -128,6 +131,7 @@ pub struct PromptReport {
 pub(super) struct Cost {
     pub usage: Usage,
     pub requests: RequestCounts,
+    pub traffic: Traffic,
 }
 
 impl Mark {
@@ -198,6 +202,7 @@ impl PhaseReport {
                 bytes: ended.bytes,
             }],
             requests: cost.requests,
+            traffic: cost.traffic,
             mix: (phase == Phase::Write && settings.mix_percent > 0).then(|| MixReport {
                 percent: settings.mix_percent,
                 writes: share(&tally.main),

@@ -13,6 +13,7 @@ use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::chunk::KeyPrefix;
 use crate::config::{Config, Probe};
 use crate::gateway::{Gateway, GatewayOptions};
+use crate::net::Traffic;
 use crate::object::{Capabilities, ObjectStore, RequestCounts};
 
 /// One bench, phase by phase.
@@ -46,10 +47,11 @@ impl UnderWay {
     }
 }
 
-/// Usage and requests since it was started.
+/// Usage, requests and traffic since it was started.
 pub(super) struct Clock {
     usage: Usage,
     requests: RequestCounts,
+    traffic: Traffic,
 }
 
 impl Clock {
@@ -57,6 +59,7 @@ impl Clock {
         Self {
             usage: Usage::now(),
             requests: store.requests(),
+            traffic: store.traffic(),
         }
     }
 
@@ -64,6 +67,7 @@ impl Clock {
         Cost {
             usage: Usage::now().since(self.usage),
             requests: store.requests().since(&self.requests),
+            traffic: store.traffic().since(&self.traffic),
         }
     }
 }

@@ -15,6 +15,19 @@ pub struct Traffic {
     pub copied_bytes: u64,
 }
 
+impl Traffic {
+    /// What came after `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            connections: self.connections - earlier.connections,
+            stale: self.stale - earlier.stale,
+            landed_bytes: self.landed_bytes - earlier.landed_bytes,
+            copied_bytes: self.copied_bytes - earlier.copied_bytes,
+        }
+    }
+}
+
 /// Counts [`Traffic`].
 #[derive(Debug, Default)]
 pub(super) struct Counters {

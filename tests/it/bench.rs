@@ -145,6 +145,7 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
         assert!(phase["mib_per_s"].as_f64() > Some(0.0) && phase["cpu_seconds_per_gib"].as_f64() > Some(0.0));
     }
     assert!(phases[2]["cpu_seconds_per_gib"].is_null());
+    assert_eq!(phases[1]["traffic"]["landed_bytes"], phases[1]["bytes"]);
     // The same for people.
     let said = say(&args).await.exits(0);
     said.says(&[

@@ -133,7 +133,9 @@ fn some_time(text: &str) -> Result<Duration, String> {
 }
 
 pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
-    let config = args.connect.load(Vec::new())?.config;
+    let mut config = args.connect.load(Vec::new())?.config;
+    // As many requests in flight as were asked for, not as the configuration has connections.
+    config.s3.connections = config.s3.connections.max(args.concurrency);
     logging::init(&config.log, verbose);
     let prompt = args.prompt()?;
     let settings = args.settings(&config, prompt.as_ref())?;
