@@ -31,7 +31,7 @@ pub struct Hooked {
     flip: Option<(String, usize)>,
     /// So many times.
     flips: AtomicUsize,
-    /// GETs that deliver junk for the first half and break off.
+    /// GETs that deliver junk, but for the last byte, and break off.
     breaks: AtomicUsize,
     /// Calls that fail with this, as long as it is set.
     failing: Mutex<Option<ErrorKind>>,
@@ -141,9 +141,9 @@ impl ObjectStore for Hooked {
                 return (landing, Err(error));
             }
             if spend(&self.breaks) {
-                let half = landing.slot.len() / 2;
-                landing.slot[..half].fill(0xee);
-                landing.arrived(0, half);
+                let almost = landing.slot.len() - 1;
+                landing.slot[..almost].fill(0xee);
+                landing.arrived(0, almost);
                 let error = ObjectError::new(Operation::Get, get.key, ErrorKind::Broken, "injected");
                 return (landing, Err(error));
             }
