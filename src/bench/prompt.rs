@@ -17,7 +17,7 @@ use super::settings::{Phase, PromptSettings, to_usize};
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::config::Strategy;
-use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome, StoreSlot};
+use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::object::{Capabilities, ErrorKind, ProbeMode};
 
 const SALT: &[u8] = b"kvgate bench";
@@ -27,6 +27,8 @@ const VOCABULARY: u32 = 100_003;
 pub struct Prompt {
     pub space: Space,
     pub tokens: u32,
+    /// In which it is loaded.
+    pub order: Order,
     pub(super) root: ChunkHash,
     pub(super) chunks: Vec<ChunkHash>,
     /// space.json was missing before, so it is ours to remove.
@@ -35,7 +37,7 @@ pub struct Prompt {
 
 impl Prompt {
     /// Tokens beyond the last full chunk count for nothing.
-    pub fn new(space: Space, tokens: u32) -> Result<Self, BenchError> {
+    pub fn new(space: Space, tokens: u32, order: Order) -> Result<Self, BenchError> {
         let chunk_tokens = space.chunk_tokens();
         if tokens < chunk_tokens {
             return Err(BenchError::Tokens { tokens, chunk_tokens });
@@ -47,6 +49,7 @@ impl Prompt {
             chunks: hasher.chain(&root, &words, &[])?,
             root,
             tokens,
+            order,
             space,
             declares: false,
         })
@@ -72,6 +75,7 @@ impl Prompt {
             model: self.space.model().to_owned(),
             space: self.space.id().to_string(),
             tokens: self.tokens,
+            order: self.order,
             chunk_tokens: self.space.chunk_tokens(),
         }
     }
@@ -219,7 +223,7 @@ impl Bench {
         };
         let store = Arc::clone(&self.target.store);
         let gateway = self.gateway(store, self.load_arena()?, self.reads_only());
-        let strategy = self.config.lookup.strategy;
+        let (strategy, order) = (self.config.lookup.strategy, prompt.order);
         let mut times = Times::default();
         let clock = Clock::start(&*self.target.store);
         let course = self.start(Phase::Read, limits, 1);
@@ -227,7 +231,7 @@ impl Bench {
             while course.turn().await.is_some() {
                 gateway.forget_existence();
                 let tell = |result| course.count(0, result);
-                load(&gateway, &space, &chunks, strategy, &mut times, tell).await;
+                load(&gateway, &space, &chunks, (strategy, order), &mut times, tell).await;
             }
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
@@ -244,11 +248,15 @@ impl Bench {
         Ok(report)
     }
 
-    /// For the bytes in flight, and for a chunk that is awaited and one that was just handed over.
+    /// For the bytes in flight, and for a chunk that is awaited and one that was just handed over. Layer by layer: for the
+    /// whole prompt in one window, which is half of an arena.
     fn load_arena(&self) -> Result<Arena, BenchError> {
         let settings = self.settings();
         let in_flight = settings.part_bytes.saturating_mul(settings.concurrency as u64);
-        let slots = in_flight.div_ceil(settings.object_bytes) + 2;
+        let slots = match self.prompt.as_ref().map(|prompt| prompt.order) {
+            Some(Order::Layer) => self.objects.saturating_mul(2),
+            _ => in_flight.div_ceil(settings.object_bytes) + 2,
+        };
         self.arena(to_usize(slots), settings.object_bytes, "--part-size")
     }
 
@@ -264,13 +272,12 @@ impl Bench {
     }
 }
 
-/// One prompt. Chunk by chunk, so the first layer is not whole before the last chunk: `first_layer` waits for loads that
-/// go layer by layer.
+/// One prompt. The first layer is there when every chunk's first planes are: with the last chunk in chunk order.
 async fn load(
     gateway: &Gateway,
     space: &Space,
     chunks: &[ChunkHash],
-    strategy: Strategy,
+    (strategy, order): (Strategy, Order),
     times: &mut Times,
     tell: impl Fn(Result<Option<Op>, Failure>),
 ) {
@@ -292,9 +299,12 @@ async fn load(
     let mut stream = gateway.load(LoadRequest {
         space: space.clone(),
         chunks: chunks.to_vec(),
+        order,
         after_miss: AfterMiss::Stop,
         deadline: loading + WHOLE,
     });
+    let layout = space.layout();
+    let mut first_layers = 0;
     while let Some((index, outcome)) = stream.next().await {
         let chunk = match outcome {
             Ok(chunk) => chunk,
@@ -305,11 +315,21 @@ async fn load(
                 return;
             }
         };
+        let planes = chunk.planes();
+        if planes.start == 0 {
+            first_layers += 1;
+            if first_layers == chunks.len() {
+                times.first_layer.record(began.elapsed());
+            }
+        }
+        if planes.end < layout.planes() {
+            continue;
+        }
         if index == 0 {
             times.first_chunk.record(began.elapsed());
         }
         tell(Ok(Some(Op {
-            bytes: chunk.len() as u64,
+            bytes: layout.object_len() as u64,
             latency: loading.elapsed(),
             mixed: false,
         })));

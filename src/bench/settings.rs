@@ -3,6 +3,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::error::BenchError;
+use crate::gateway::Order;
 use crate::units::ByteSize;
 
 /// A kind of request, and the phase that makes it.
@@ -79,6 +80,7 @@ pub struct PromptSettings {
     pub model: String,
     pub space: String,
     pub tokens: u32,
+    pub order: Order,
     pub chunk_tokens: u32,
 }
 

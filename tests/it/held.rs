@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::net::Landing;
+use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, StoreFuture, Version,
@@ -174,5 +174,9 @@ impl ObjectStore for Held {
             get: self.gets.load(Ordering::SeqCst),
             ..RequestCounts::default()
         }
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
     }
 }

@@ -14,6 +14,7 @@ use super::logging;
 use super::output::Out;
 use crate::bench::{Bench, BenchError, Phase, PhaseReport, Prompt, Report, Settings};
 use crate::config::Config;
+use crate::gateway::Order;
 use crate::host::{Host, HostError};
 use crate::units::{ByteSize, MIB, parse_duration};
 use csv::Csv;
@@ -84,6 +85,9 @@ pub struct BenchArgs {
     /// looks up and loads the whole prompt [default: 4096].
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
     tokens: Option<u32>,
+    /// Load the prompt layer by layer instead of chunk by chunk: the first layers of all chunks come first.
+    #[arg(long)]
+    layers_first: bool,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
@@ -180,10 +184,17 @@ impl BenchArgs {
             None if self.tokens.is_some() => Err(CliError::usage(
                 "--tokens of what model? Give --model PRESET or --space FILE, too",
             )),
+            None if self.layers_first => Err(CliError::usage(
+                "--layers-first is for prompts: give --model PRESET or --space FILE, too",
+            )),
             None => Ok(None),
             Some(SpaceRef::Known(space)) => {
                 let tokens = self.tokens.unwrap_or(PROMPT_TOKENS);
-                Ok(Some(Prompt::new(space, tokens)?))
+                let order = match self.layers_first {
+                    true => Order::Layer,
+                    false => Order::Chunk,
+                };
+                Ok(Some(Prompt::new(space, tokens, order)?))
             }
             Some(SpaceRef::Id(..)) => Err(CliError::usage(
                 "a space's id does not say what its chunks are: give --space FILE or --model PRESET",
