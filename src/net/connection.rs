@@ -38,7 +38,7 @@ pub(super) struct Connection {
 }
 
 /// A request as it goes over the wire.
-pub(super) struct Outgoing<'a> {
+pub(crate) struct Outgoing<'a> {
     pub head: &'a [u8],
     pub body: &'a [u8],
     /// It is a HEAD: its answer has no body.

@@ -10,6 +10,7 @@ use aws_smithy_runtime_api::client::result::ConnectorError;
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use aws_smithy_runtime_api::http::StatusCode;
 use aws_smithy_types::body::SdkBody;
+use bytes::Bytes;
 use dashmap::DashMap;
 
 use super::body;
@@ -81,27 +82,40 @@ impl Connector {
 
     async fn call(&self, request: HttpRequest, connect_timeout: Duration) -> Result<HttpResponse, NetError> {
         let target = Target::parse(request.uri())?;
-        let pool = self.pool(&target.origin);
-        let _turn = pool.turn().await;
         let head = request_head(&request, &target)?;
         let outgoing = Outgoing {
             head: head.as_bytes(),
             body: request.body().bytes().ok_or(NetError::Body)?,
             bodyless: request.method() == "HEAD",
         };
-        let (mut connection, head) = self.exchange(&pool, &outgoing, connect_timeout).await?;
-        let cell = request.extension::<LandingCell>().filter(|_| head.is_success());
-        let body = if let Some(cell) = cell {
+        let cell = request.extension::<LandingCell>();
+        let (head, body) = self
+            .send(&target.origin, &outgoing, cell, connect_timeout)
+            .await?;
+        response(&head, body, cell.is_some() && head.is_success())
+    }
+
+    /// One request. The body of a 2xx answer lands if there is a cell for it, and is empty then.
+    pub(crate) async fn send(
+        &self,
+        origin: &Origin,
+        outgoing: &Outgoing<'_>,
+        cell: Option<&LandingCell>,
+        connect_timeout: Duration,
+    ) -> Result<(Head, Bytes), NetError> {
+        let pool = self.pool(origin);
+        let _turn = pool.turn().await;
+        let (mut connection, head) = self.exchange(&pool, outgoing, connect_timeout).await?;
+        let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
             self.land(&mut connection, &head, cell).await?;
-            SdkBody::empty()
+            Bytes::new()
         } else {
-            let limit = self.0.options.answer_bytes_max;
-            SdkBody::from(body::collect(&mut connection, head.framing, limit).await?)
+            body::collect(&mut connection, head.framing, self.0.options.answer_bytes_max).await?
         };
         if connection.is_reusable(&head) {
             pool.keep(connection);
         }
-        response(&head, body, cell.is_some())
+        Ok((head, body))
     }
 
     /// Sends the request, over a kept connection if there is one; should that turn out to be closed, over a new one.
@@ -184,7 +198,7 @@ fn for_sdk(error: NetError) -> ConnectorError {
 
 /// A URL, taken apart.
 pub struct Target<'a> {
-    pub(super) origin: Origin,
+    pub(crate) origin: Origin,
     /// For the Host header: without the port where it is the scheme's own, as it is signed.
     pub authority: &'a str,
     /// With the query.
@@ -245,10 +259,10 @@ fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, Ne
 }
 
 /// `landed`: the body is in its slot, so the SDK sees an empty one.
-fn response(head: &Head, body: SdkBody, landed: bool) -> Result<HttpResponse, NetError> {
+fn response(head: &Head, body: Bytes, landed: bool) -> Result<HttpResponse, NetError> {
     let odd = || NetError::Head("a header is none");
     let status = StatusCode::try_from(head.status).map_err(|_| odd())?;
-    let mut response = HttpResponse::new(status, body);
+    let mut response = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in &head.headers {
         let value = match &**name {
             // The SDK would wait for the bytes.

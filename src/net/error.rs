@@ -10,6 +10,8 @@ pub enum NetError {
     Url(String),
     #[error("the request's body is a stream; only bodies in memory can be sent")]
     Body,
+    #[error("a header of the request has bytes that no header can have")]
+    Header,
     #[error("no connection to {to}: {cause}")]
     Connect { to: String, cause: io::Error },
     #[error("no {what} for {limit:?}")]

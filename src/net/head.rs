@@ -8,7 +8,7 @@ const HEADERS_MAX: usize = 100;
 
 /// Status and headers.
 #[derive(Debug, Clone)]
-pub(super) struct Head {
+pub(crate) struct Head {
     pub status: u16,
     /// Names in lower case.
     pub headers: Vec<(String, String)>,
@@ -19,7 +19,7 @@ pub(super) struct Head {
 
 /// How a body ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Framing {
+pub(crate) enum Framing {
     Length(usize),
     Chunked,
     /// With the connection.

@@ -21,10 +21,12 @@ mod pool;
 mod stats;
 mod tls;
 
+pub(crate) use connection::Outgoing;
 pub use connector::{Connector, ConnectorOptions, Target};
 pub use error::NetError;
 pub(crate) use landing::unquoted;
 pub use landing::{Expect, Landing, LandingCell, Mismatch, Watch};
+pub(crate) use pool::Origin;
 pub use stats::Traffic;
 pub use tls::{TlsError, client_config};
 

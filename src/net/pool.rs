@@ -17,7 +17,7 @@ use super::tls::TlsStream;
 
 /// Where requests go: the part of a URL that a connection depends on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Origin {
+pub struct Origin {
     pub tls: bool,
     /// Without brackets.
     pub host: String,

@@ -208,9 +208,9 @@ impl ObjectError {
         )
     }
 
-    fn from_net(operation: Operation, target: &str, error: &NetError) -> Self {
+    pub(super) fn from_net(operation: Operation, target: &str, error: &NetError) -> Self {
         let kind = match error {
-            NetError::Url(_) | NetError::Body | NetError::Landing => ErrorKind::Refused,
+            NetError::Url(_) | NetError::Body | NetError::Header | NetError::Landing => ErrorKind::Refused,
             NetError::Connect { .. } => ErrorKind::Connect,
             NetError::Timeout { .. } => ErrorKind::Timeout,
             NetError::Closed

@@ -1,7 +1,10 @@
-//! HEAD and ranged GET without the SDK's typed operations, which cost more than the requests: the same orchestrator, with
-//! our signer and nothing to serialise.
+//! HEAD and ranged GET without the SDK's typed operations, which cost more than the requests.
+//!
+//! The SDK's orchestrator resolves and renews the credentials: once a minute, or when they are about to expire, a request
+//! goes through it. All others are signed with what it used last and go straight to the connector.
 
-use std::time::SystemTime;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use aws_credential_types::Credentials;
 use aws_credential_types::provider::SharedCredentialsProvider;
@@ -29,14 +32,34 @@ use aws_smithy_types::date_time::Format;
 use aws_smithy_types::timeout::TimeoutConfig;
 
 use super::client::{ClientError, S3Options};
-use super::sign::Signer;
-use crate::net::{Connector, LandingCell};
+use super::sign::{Signable, Signer};
+use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 
 /// Makes HEADs and ranged GETs.
 pub(super) struct Reads {
     operation: Operation<Read, Answer, Refusal>,
+    http: Connector,
+    signer: Arc<Signer>,
+    bucket: Bucket,
+    connect_timeout: Duration,
+}
+
+/// Where the bucket is.
+struct Bucket {
+    origin: Origin,
+    host: String,
+    /// Before the slash that the key follows.
+    path: String,
+}
+
+/// No answer that can be used.
+pub(super) enum ReadError {
+    Refused(Refusal),
+    Net(NetError),
+    /// Not even sent: no credentials, mostly.
+    Sdk(SdkError<Refusal, HttpResponse>),
 }
 
 /// One request.
@@ -82,9 +105,20 @@ impl Reads {
         http: Connector,
         credentials: Option<SharedCredentialsProvider>,
     ) -> Result<Self, ClientError> {
+        let signer = Arc::new(Signer::new(options.region.clone()));
+        let url = bucket_url(options).await?;
+        let target = Target::parse(&url).map_err(|cause| ClientError::Endpoint {
+            endpoint: url.clone(),
+            cause: cause.into(),
+        })?;
+        let bucket = Bucket {
+            origin: target.origin,
+            host: target.authority.to_owned(),
+            path: target.path.trim_end_matches('/').to_owned(),
+        };
         let mut components = RuntimeComponentsBuilder::new("kvgate reads")
             .with_auth_scheme_option_resolver(Some(StaticAuthSchemeOptionResolver::new(vec![SCHEME])))
-            .with_auth_scheme(SigV4(Signer::new(options.region.clone())))
+            .with_auth_scheme(SigV4(Arc::clone(&signer)))
             .with_identity_cache(Some(IdentityCache::lazy().build()));
         if let Some(credentials) = credentials {
             components = components.with_identity_resolver(SCHEME, SharedIdentityResolver::new(credentials));
@@ -95,8 +129,8 @@ impl Reads {
             .service_name("S3")
             .operation_name("Read")
             .behavior_version(BehaviorVersion::latest())
-            .http_client(http)
-            .endpoint_url(&bucket_url(options).await?)
+            .http_client(http.clone())
+            .endpoint_url(&url)
             .no_retry()
             // `S3` and the connector keep the time.
             .timeout_config(
@@ -113,11 +147,68 @@ impl Reads {
             .serializer(serialize)
             .deserializer(deserialize)
             .build();
-        Ok(Self { operation })
+        Ok(Self {
+            operation,
+            http,
+            signer,
+            bucket,
+            connect_timeout: options.connect_timeout,
+        })
     }
 
-    pub async fn send(&self, read: Read) -> Result<Answer, SdkError<Refusal, HttpResponse>> {
-        self.operation.invoke(read).await
+    pub async fn send(&self, read: Read) -> Result<Answer, ReadError> {
+        let now = SystemTime::now();
+        let values = [&read.range, &read.if_match].into_iter().flatten();
+        if values
+            .into_iter()
+            .any(|value| value.bytes().any(|byte| byte.is_ascii_control()))
+        {
+            return Err(ReadError::Net(NetError::Header));
+        }
+        match self.signer.known(now) {
+            Some(credentials) => self.send_signed(&read, &credentials, now).await,
+            None => self.operation.invoke(read).await.map_err(|error| match error {
+                SdkError::ServiceError(error) => ReadError::Refused(error.into_err()),
+                error => ReadError::Sdk(error),
+            }),
+        }
+    }
+
+    async fn send_signed(
+        &self,
+        read: &Read,
+        credentials: &Credentials,
+        now: SystemTime,
+    ) -> Result<Answer, ReadError> {
+        let Bucket { origin, host, path } = &self.bucket;
+        let path = [path, "/", &encode_key(&read.key)].concat();
+        let mut headers = Vec::with_capacity(2);
+        headers.extend(read.if_match.as_deref().map(|etag| ("if-match", etag)));
+        headers.extend(read.range.as_deref().map(|range| ("range", range)));
+        let request = Signable {
+            method: read.method,
+            host,
+            path: &path,
+            headers: &headers,
+        };
+        let signed = self.signer.sign(credentials, now, &request);
+        let mut head = String::with_capacity(1024);
+        head.extend([read.method, " ", &path, " HTTP/1.1\r\nhost: ", host, "\r\n"]);
+        let signed = signed.iter().map(|(name, value)| (*name, value.as_str()));
+        for (name, value) in headers.into_iter().chain(signed) {
+            head.extend([name, ": ", value, "\r\n"]);
+        }
+        head.push_str("\r\n");
+        let outgoing = Outgoing {
+            head: head.as_bytes(),
+            body: &[],
+            bodyless: read.method == "HEAD",
+        };
+        let sent = self
+            .http
+            .send(origin, &outgoing, read.landing.as_ref(), self.connect_timeout);
+        let (head, body) = sent.await.map_err(ReadError::Net)?;
+        answer(head.status, |name| head.header(name), &body).map_err(ReadError::Refused)
     }
 }
 
@@ -160,8 +251,13 @@ fn serialize(read: Read) -> Result<HttpRequest, BoxError> {
 
 fn deserialize(response: &HttpResponse) -> Result<Answer, OrchestratorError<Refusal>> {
     let header = |name: &str| response.headers().get(name);
+    let body = response.body().bytes().unwrap_or_default();
+    answer(response.status().as_u16(), header, body).map_err(OrchestratorError::operation)
+}
+
+fn answer<'a>(status: u16, header: impl Fn(&str) -> Option<&'a str>, body: &[u8]) -> Result<Answer, Refusal> {
     let request_id = header("x-amz-request-id");
-    if response.status().is_success() {
+    if (200..300).contains(&status) {
         return Ok(Answer {
             content_length: header("content-length").and_then(|len| len.parse().ok()),
             etag: header("etag").map(Into::into),
@@ -169,21 +265,17 @@ fn deserialize(response: &HttpResponse) -> Result<Answer, OrchestratorError<Refu
             has_request_id: request_id.is_some(),
         });
     }
-    let body = response
-        .body()
-        .bytes()
-        .map(String::from_utf8_lossy)
-        .unwrap_or_default();
+    let body = String::from_utf8_lossy(body);
     let element = |name: &str| {
         let (_, rest) = body.split_once(&format!("<{name}>"))?;
         Some(rest.split_once("</")?.0.to_owned())
     };
-    Err(OrchestratorError::operation(Refusal {
-        status: response.status().as_u16(),
+    Err(Refusal {
+        status,
         code: element("Code"),
         message: element("Message").unwrap_or_default(),
         request_id: request_id.map(Into::into),
-    }))
+    })
 }
 
 /// Percent-encodes all but what S3's signature leaves alone.
@@ -206,7 +298,7 @@ fn encode_key(key: &str) -> String {
 }
 
 #[derive(Debug)]
-struct SigV4(Signer);
+struct SigV4(Arc<Signer>);
 
 impl AuthScheme for SigV4 {
     fn scheme_id(&self) -> AuthSchemeId {
@@ -232,8 +324,22 @@ impl Sign for SigV4 {
         _: &ConfigBag,
     ) -> Result<(), BoxError> {
         let credentials: &Credentials = identity.data().ok_or("the credentials are no keys")?;
-        self.0
-            .sign(credentials, SystemTime::now(), request)
-            .map_err(Into::into)
+        self.0.learn(credentials);
+        let Target { authority, path, .. } = Target::parse(request.uri())?;
+        let (host, path) = (authority.to_owned(), path.to_owned());
+        let headers: Vec<(&str, &str)> = request.headers().iter().collect();
+        let signable = Signable {
+            method: request.method(),
+            host: &host,
+            path: &path,
+            headers: &headers,
+        };
+        let signed = self.0.sign(credentials, SystemTime::now(), &signable);
+        let headers = request.headers_mut();
+        headers.insert("host", host);
+        for (name, value) in signed {
+            headers.insert(name, value);
+        }
+        Ok(())
     }
 }

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::client::{self, ClientError, S3Options};
 use super::error::{ErrorKind, ObjectError, Operation};
-use super::reads::{Answer, Read, Reads};
+use super::reads::{Answer, Read, ReadError, Reads};
 use super::store::{
     Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
@@ -112,12 +112,12 @@ impl S3 {
                 self.saw_request_id(answer.has_request_id);
                 Ok(answer)
             }
-            Err(SdkError::ServiceError(error)) => {
-                let refusal = error.err();
+            Err(ReadError::Refused(refusal)) => {
                 self.saw_request_id(refusal.request_id.is_some());
-                Err(ObjectError::from_refusal(operation, &key, refusal, self.signs()))
+                Err(ObjectError::from_refusal(operation, &key, &refusal, self.signs()))
             }
-            Err(error) => Err(ObjectError::from_failure(operation, &key, &error)),
+            Err(ReadError::Net(error)) => Err(ObjectError::from_net(operation, &key, &error)),
+            Err(ReadError::Sdk(error)) => Err(ObjectError::from_failure(operation, &key, &error)),
         }
     }
 

@@ -2,20 +2,33 @@
 //! request; this one keeps the day's key. Key derivation and HMAC are the crate's.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use aws_credential_types::Credentials;
 use aws_sigv4::sign::v4::{calculate_signature, generate_signing_key};
-use aws_smithy_runtime_api::client::orchestrator::HttpRequest;
 use aws_smithy_types::DateTime;
 use aws_smithy_types::date_time::Format;
 use sha2::{Digest, Sha256};
 
 use crate::chunk::hex;
-use crate::net::{NetError, Target};
 
-/// The payload has digests of its own, and these requests have none.
+/// These requests have no payload.
 const UNSIGNED: &str = "UNSIGNED-PAYLOAD";
+/// Credentials that were resolved are used again for so long: keys that are rotated in a file are noticed.
+const REUSED_FOR: Duration = Duration::from_secs(60);
+/// Not when they expire so soon; the SDK renews them 10 s before they do.
+const EXPIRES_SOON: Duration = Duration::from_secs(15);
+
+/// What is signed.
+pub(super) struct Signable<'a> {
+    pub method: &'a str,
+    /// As in the Host header.
+    pub host: &'a str,
+    /// Encoded, without a query.
+    pub path: &'a str,
+    /// The other headers, names in lower case.
+    pub headers: &'a [(&'a str, &'a str)],
+}
 
 pub(super) struct Signer {
     region: String,
@@ -25,9 +38,12 @@ pub(super) struct Signer {
 /// All that stays the same for a day with the same credentials.
 struct Day {
     credentials: Credentials,
+    resolved: Instant,
     /// Since 1970.
     number: u64,
     key: Vec<u8>,
+    /// `YYYYMMDD`.
+    date: String,
     /// `YYYYMMDD/REGION/s3/aws4_request`.
     scope: String,
 }
@@ -40,34 +56,56 @@ impl Signer {
         }
     }
 
-    /// Signs a request without a query: its method, path, host and all headers that it has.
+    /// Credentials of an earlier [`sign`](Self::sign), as long as they are fresh.
+    pub fn known(&self, now: SystemTime) -> Option<Credentials> {
+        let day = self.lock().clone()?;
+        let lasts = day
+            .credentials
+            .expiry()
+            .is_none_or(|expiry| expiry > now + EXPIRES_SOON);
+        (lasts && day.resolved.elapsed() < REUSED_FOR).then(|| day.credentials.clone())
+    }
+
+    /// Credentials were just resolved: they are known from here on.
+    pub fn learn(&self, credentials: &Credentials) {
+        let now = SystemTime::now();
+        let day = Arc::new(self.new_day(credentials, now));
+        *self.lock() = Some(day);
+    }
+
+    /// The headers to add, all but Host.
     pub fn sign(
         &self,
         credentials: &Credentials,
         now: SystemTime,
-        request: &mut HttpRequest,
-    ) -> Result<(), NetError> {
+        request: &Signable<'_>,
+    ) -> Vec<(&'static str, String)> {
         let day = self.day(credentials, now);
-        let stamp = stamp(now);
-        let Target { authority, path, .. } = Target::parse(request.uri())?;
-        let (host, path, method) = (authority.to_owned(), path.to_owned(), request.method().to_owned());
-        let headers = request.headers_mut();
-        headers.insert("host", host);
-        headers.insert("x-amz-content-sha256", UNSIGNED);
-        headers.insert("x-amz-date", stamp.clone());
-        if let Some(token) = credentials.session_token() {
-            headers.insert("x-amz-security-token", token.to_owned());
-        }
+        let stamp = stamp(&day.date, now);
+        let mut signed: Vec<(&str, &str)> = Vec::with_capacity(8);
+        signed.extend(request.headers);
+        signed.extend([
+            ("host", request.host),
+            ("x-amz-content-sha256", UNSIGNED),
+            ("x-amz-date", &stamp),
+        ]);
+        signed.extend(
+            credentials
+                .session_token()
+                .map(|token| ("x-amz-security-token", token)),
+        );
         // Canonical: names in lower case, in order.
-        let mut signed: Vec<(&str, &str)> = headers.iter().collect();
         signed.sort_unstable();
-        let mut canonical = String::with_capacity(512);
-        canonical.extend([&*method, "\n", &*path, "\n\n"]);
+        let mut canonical = String::with_capacity(1024);
+        canonical.extend([request.method, "\n", request.path, "\n\n"]);
+        let mut names = String::with_capacity(128);
         for (name, value) in &signed {
-            canonical.extend([*name, ":", value.trim(), "\n"]);
+            canonical.extend([name, ":", value.trim(), "\n"]);
+            if !names.is_empty() {
+                names.push(';');
+            }
+            names.push_str(name);
         }
-        let names: Vec<&str> = signed.iter().map(|(name, _)| *name).collect();
-        let names = names.join(";");
         canonical.extend(["\n", &names, "\n", UNSIGNED]);
         let digest = hex::encode(&Sha256::digest(canonical.as_bytes()));
         let to_sign = ["AWS4-HMAC-SHA256\n", &stamp, "\n", &day.scope, "\n", &digest].concat();
@@ -82,28 +120,52 @@ impl Signer {
             ", Signature=",
             &signature,
         ];
-        headers.insert("authorization", authorization.concat());
-        Ok(())
+        let mut headers = vec![
+            ("authorization", authorization.concat()),
+            ("x-amz-content-sha256", UNSIGNED.to_owned()),
+            ("x-amz-date", stamp),
+        ];
+        let token = credentials.session_token();
+        headers.extend(token.map(|token| ("x-amz-security-token", token.to_owned())));
+        headers
     }
 
     fn day(&self, credentials: &Credentials, now: SystemTime) -> Arc<Day> {
-        let number = since_1970(now).as_secs() / 86_400;
-        let mut kept = self.day.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.lock();
         if let Some(day) = &*kept
-            && day.number == number
+            && day.number == day_number(now)
             && day.credentials == *credentials
         {
             return Arc::clone(day);
         }
-        let key = generate_signing_key(credentials.secret_access_key(), now, &self.region, "s3");
-        let day = Arc::new(Day {
-            credentials: credentials.clone(),
-            number,
-            key: key.as_ref().to_vec(),
-            scope: format!("{}/{}/s3/aws4_request", &stamp(now)[..8], self.region),
-        });
+        let mut day = self.new_day(credentials, now);
+        if let Some(before) = kept.as_ref().filter(|before| before.credentials == *credentials) {
+            day.resolved = before.resolved;
+        }
+        let day = Arc::new(day);
         *kept = Some(Arc::clone(&day));
         day
+    }
+
+    fn new_day(&self, credentials: &Credentials, now: SystemTime) -> Day {
+        let seconds = i64::try_from(since_1970(now).as_secs()).unwrap_or_default();
+        let text = DateTime::from_secs(seconds)
+            .fmt(Format::DateTime)
+            .unwrap_or_default();
+        let date: String = text.chars().filter(char::is_ascii_digit).take(8).collect();
+        let key = generate_signing_key(credentials.secret_access_key(), now, &self.region, "s3");
+        Day {
+            credentials: credentials.clone(),
+            resolved: Instant::now(),
+            number: day_number(now),
+            key: key.as_ref().to_vec(),
+            scope: format!("{date}/{}/s3/aws4_request", self.region),
+            date,
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<Day>>> {
+        self.day.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -114,12 +176,23 @@ impl std::fmt::Debug for Signer {
 }
 
 /// `YYYYMMDDTHHMMSSZ`.
-fn stamp(now: SystemTime) -> String {
-    let seconds = i64::try_from(since_1970(now).as_secs()).unwrap_or_default();
-    let text = DateTime::from_secs(seconds)
-        .fmt(Format::DateTime)
-        .unwrap_or_default();
-    text.chars().filter(|c| !matches!(c, '-' | ':')).collect()
+fn stamp(date: &str, now: SystemTime) -> String {
+    let second = since_1970(now).as_secs() % 86_400;
+    let digits = [second / 3600, second / 60 % 60, second % 60].map(|n| [n / 10, n % 10]);
+    let mut stamp = String::with_capacity(16);
+    stamp.extend([date, "T"]);
+    stamp.extend(
+        digits
+            .iter()
+            .flatten()
+            .filter_map(|&digit| char::from_digit(u32::try_from(digit).ok()?, 10)),
+    );
+    stamp.push('Z');
+    stamp
+}
+
+fn day_number(now: SystemTime) -> u64 {
+    since_1970(now).as_secs() / 86_400
 }
 
 fn since_1970(now: SystemTime) -> Duration {
@@ -134,7 +207,6 @@ mod tests {
         UriPathNormalizationMode, sign,
     };
     use aws_sigv4::sign::v4::SigningParams;
-    use aws_smithy_types::body::SdkBody;
 
     /// The slow obvious twin: the crate's signer, told to sign the same headers.
     fn authorization_of_the_crate(
@@ -183,29 +255,45 @@ mod tests {
             for (key, token) in [("AKID", None), ("OTHER", Some("session/token=="))] {
                 let credentials =
                     Credentials::from_keys(key, format!("secret{round}"), token.map(Into::into));
-                for (method, url, headers) in [
-                    ("HEAD", "http://rgw:8000/kv/a/b%20c", vec![]),
+                for (method, host, path, headers) in [
+                    ("HEAD", "rgw:8000", "/kv/a/b%20c", vec![]),
                     (
                         "GET",
-                        "https://kv.rgw/k",
+                        "kv.rgw",
+                        "/k",
                         vec![("range", "bytes=0-9"), ("if-match", "\"e\"")],
                     ),
                 ] {
-                    let mut request = HttpRequest::new(SdkBody::empty());
-                    request.set_method(method).unwrap();
-                    request.set_uri(url).unwrap();
-                    for (name, value) in &headers {
-                        request.headers_mut().insert(*name, *value);
-                    }
-                    signer.sign(&credentials, now, &mut request).unwrap();
-                    let expected = authorization_of_the_crate(&credentials, now, method, url, &headers);
-                    assert_eq!(
-                        request.headers().get("authorization").unwrap(),
-                        expected,
-                        "{method} {url}"
-                    );
+                    let request = Signable {
+                        method,
+                        host,
+                        path,
+                        headers: &headers,
+                    };
+                    let signed = signer.sign(&credentials, now, &request);
+                    let url = format!("http://{host}{path}");
+                    let expected = authorization_of_the_crate(&credentials, now, method, &url, &headers);
+                    assert_eq!(signed[0], ("authorization", expected), "{method} {url}");
                 }
             }
         }
+    }
+
+    #[test]
+    fn credentials_are_known_while_they_are_fresh() {
+        let signer = Signer::new("eu-west-1".into());
+        let now = SystemTime::now();
+        assert_eq!(signer.known(now), None);
+        let lasting = Credentials::from_keys("a", "b", None);
+        signer.learn(&lasting);
+        assert_eq!(signer.known(now), Some(lasting));
+        let expiring = Credentials::new("a", "b", None, Some(now + Duration::from_secs(60)), "test");
+        signer.learn(&expiring);
+        assert_eq!(signer.known(now), Some(expiring));
+        assert_eq!(
+            signer.known(now + Duration::from_secs(50)),
+            None,
+            "they expire soon"
+        );
     }
 }

@@ -177,6 +177,6 @@ impl ObjectStore for Held {
     }
 
     fn traffic(&self) -> Traffic {
-        self.inner.traffic()
+        Traffic::default()
     }
 }
