@@ -46,4 +46,18 @@ impl NetError {
             _ => false,
         }
     }
+
+    /// The server's certificate is of a CA that nobody named.
+    pub fn is_untrusted(&self) -> bool {
+        let Self::Connect { cause, .. } = self else {
+            return false;
+        };
+        let tls = cause.get_ref().and_then(|inner| inner.downcast_ref());
+        matches!(
+            tls,
+            Some(rustls::Error::InvalidCertificate(
+                rustls::CertificateError::UnknownIssuer
+            ))
+        )
+    }
 }

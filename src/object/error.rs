@@ -225,7 +225,12 @@ impl ObjectError {
                 actual: Some(*actual),
             },
         };
-        Self::new(operation, target, kind, error.to_string())
+        let advice = if error.is_untrusted() {
+            "; give its CA as [s3] ca_file"
+        } else {
+            ""
+        };
+        Self::new(operation, target, kind, format!("{error}{advice}"))
     }
 }
 

@@ -182,6 +182,7 @@ async fn tls_with_a_ca_of_ones_own(backend: &Backend) {
     };
     let error = open(&untrusting).await.check_bucket(soon()).await.unwrap_err();
     assert_eq!(error.kind, ErrorKind::Connect, "{error}");
+    assert!(error.to_string().contains("[s3] ca_file"), "{error}");
 
     let site = Site::new(backend.store().await).await;
     let options = S3Options {
