@@ -59,7 +59,7 @@ pub(super) enum ReadError {
     Refused(Refusal),
     Net(NetError),
     /// Not even sent: no credentials, mostly.
-    Sdk(SdkError<Refusal, HttpResponse>),
+    Sdk(Box<SdkError<Refusal, HttpResponse>>),
 }
 
 /// One request.
@@ -169,7 +169,7 @@ impl Reads {
             Some(credentials) => self.send_signed(&read, &credentials, now).await,
             None => self.operation.invoke(read).await.map_err(|error| match error {
                 SdkError::ServiceError(error) => ReadError::Refused(error.into_err()),
-                error => ReadError::Sdk(error),
+                error => ReadError::Sdk(error.into()),
             }),
         }
     }

@@ -36,6 +36,7 @@ Examples:
 
 First done is when the first of the tasks found nothing left to do, last done when all had.
 Exit status: 1 if any request failed or any byte was wrong.")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct BenchArgs {
     /// What to measure, in this order [default: all]. write: PUT objects; read: GET them in parts; head: HEAD them;
     /// lookup: look up chunks that are not there; delete: DELETE the objects.
