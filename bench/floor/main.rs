@@ -1,0 +1,106 @@
+//! What kvgate is measured against: the *floor*, which is a socket and nothing else, and the AWS SDK as it comes.
+//!
+//! `bench/landing.py` starts it and `bench/README.md` says what for. Servers run until they are ended; each client
+//! runs once and prints one line of JSON, with the same names as `kvgate bench --json`. Both sides of the floor are
+//! as cheap as blocking sockets can be: the server sends with `sendfile` or throws away what it gets, the client
+//! receives into kvgate's own arena, asking for all that is missing in each call.
+//!
+//! Not for: anything that a client of S3 must do besides (heads, signatures, retries, time limits).
+
+mod measure;
+mod raw;
+mod sdk;
+mod server;
+mod sink;
+mod workload;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+use workload::Workload;
+
+pub type Error = Box<dyn std::error::Error + Send + Sync>;
+
+#[derive(Parser)]
+#[command(about = "Floors and the stock AWS SDK, for bench/landing.py")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Server: sends spans of the objects in a folder.
+    Serve {
+        #[arg(long)]
+        listen: SocketAddr,
+        #[arg(long)]
+        folder: PathBuf,
+    },
+    /// Server: throws away what it is sent, raw and as S3 PUTs.
+    Sink {
+        #[arg(long)]
+        raw: SocketAddr,
+        #[arg(long)]
+        http: SocketAddr,
+    },
+    /// Receives from `serve` into the arena.
+    Receive {
+        #[arg(long)]
+        server: SocketAddr,
+        #[command(flatten)]
+        workload: Workload,
+    },
+    /// Sends from the arena to `sink`.
+    Send {
+        #[arg(long)]
+        server: SocketAddr,
+        #[command(flatten)]
+        workload: Workload,
+    },
+    /// Puts every file of a folder into a new bucket.
+    Seed {
+        #[command(flatten)]
+        bucket: sdk::Bucket,
+        #[arg(long)]
+        folder: PathBuf,
+    },
+    /// GET by the SDK's typed operation, its body copied into the arena.
+    SdkGet {
+        #[command(flatten)]
+        bucket: sdk::Bucket,
+        #[command(flatten)]
+        workload: Workload,
+    },
+    /// HEAD by the SDK's typed operation.
+    SdkHead {
+        #[command(flatten)]
+        bucket: sdk::Bucket,
+        #[command(flatten)]
+        workload: Workload,
+    },
+    /// PUT by the SDK's typed operation, from the arena.
+    SdkPut {
+        #[command(flatten)]
+        bucket: sdk::Bucket,
+        #[command(flatten)]
+        workload: Workload,
+    },
+}
+
+fn main() -> Result<(), Error> {
+    let measured = match Cli::parse().command {
+        Command::Serve { listen, folder } => return server::run(listen, &folder),
+        Command::Sink { raw, http } => return sink::run(raw, http),
+        Command::Seed { bucket, folder } => return sdk::seed(&bucket, &folder),
+        Command::Receive { server, workload } => raw::receive(server, &workload),
+        Command::Send { server, workload } => raw::send(server, &workload),
+        Command::SdkGet { bucket, workload } => sdk::get(&bucket, &workload),
+        Command::SdkHead { bucket, workload } => sdk::head(&bucket, &workload),
+        Command::SdkPut { bucket, workload } => sdk::put(&bucket, &workload),
+    }?;
+    println!("{}", serde_json::to_string(&measured)?);
+    Ok(())
+}
