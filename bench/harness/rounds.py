@@ -1,0 +1,75 @@
+"""Who is measured when: every round measures everyone once, in an order of its own."""
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from . import tools
+from .clients import FailedError, Measured, Peer, Work
+
+
+class Client(Protocol):
+    """What `clients` has several of."""
+
+    version: str | None
+
+    def can(self, work: Work) -> bool: ...
+    def run(self, work: Work) -> Measured: ...
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: by these names it is found again."""
+
+    server: str
+    work: str
+    client: str
+
+
+@dataclass
+class Samples:
+    """What came out, by case and round."""
+
+    measured: dict[Case, dict[int, Measured]] = field(default_factory=dict)
+    failures: dict[Case, str] = field(default_factory=dict)
+
+    def as_json(self) -> list[dict]:
+        return [
+            {**asdict(case), "round": number, **asdict(measured)}
+            for case, rounds in self.measured.items()
+            for number, measured in sorted(rounds.items())
+        ]
+
+    def reason(self, case: Case) -> str:
+        return self.failures.get(case, "not asked for")
+
+
+def run(server: str, clients: dict[str, Client], works: list[Work], rounds: int, samples: Samples) -> None:
+    """Adds the samples of all clients with all that each of them can do."""
+    cases = [
+        (Case(server, work.name, name), client, work)
+        for work in works
+        for name, client in clients.items()
+        if client.can(work)
+    ]
+    # What lives through all rounds has its connections and its buffers before the first.
+    for case, client, work in cases:
+        if isinstance(client, Peer):
+            attempt(case, client, work, samples)
+    for number in range(1, rounds + 1):
+        tools.say(f"{server}: round {number} of {rounds}, {len(cases)} measurements")
+        for case, client, work in random.sample(cases, len(cases)):
+            measured = attempt(case, client, work, samples)
+            if measured:
+                samples.measured.setdefault(case, {})[number] = measured
+
+
+def attempt(case: Case, client: Client, work: Work, samples: Samples) -> Measured | None:
+    """One measurement; a failure is remembered, and what failed gets its turn in the next round all the same."""
+    try:
+        return client.run(work)
+    except FailedError as error:
+        tools.say(f"  {case.client}, {case.work}: {error}")
+        samples.failures[case] = str(error)
+        return None

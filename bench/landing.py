@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""kvgate's landing path against the floor, the AWS SDK and the peers, on nginx and on a real Ceph.
+
+    bench/landing.py                                      everything; minutes, after the first time's installing
+    bench/landing.py --rounds 3 --servers nginx --clients floor,kvgate,sdk
+
+Installs what is missing (a cache outside the checkout), starts its servers on loopback, ends them, and writes
+landing-DATE.md, .json and .svg. bench/README.md says how to read them.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness import clients, report, rounds, rows, servers, tools
+from harness.clients import Work
+from harness.rounds import Case, Client, Samples
+from harness.servers import Ports, Server
+from harness.workload import BUCKET, MIB, Workload, parse_size
+
+# What --clients takes, and what the tables say.
+NAMES = {
+    "floor": "floor",
+    "kvgate": "kvgate",
+    "sdk": rows.SDK,
+    "boto3": "boto3",
+    "awscrt": "awscrt",
+    "nixl": "NIXL",
+    "lmcache": "LMCache",
+    "s5cmd": "s5cmd",
+    "warp": "warp",
+}
+PEERS = [name for name in NAMES.values() if name not in ("floor", "kvgate")]
+PUT_SIZE = 64 * MIB
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--servers", default="nginx,ceph", help="nginx, ceph (default: both)")
+    add("--clients", default=",".join(NAMES), help=f"of {', '.join(NAMES)} (default: all)")
+    add("--works", default="read,write,head,lookup", help="of read, write, head, lookup (default: all)")
+    add("--rounds", type=int, default=7, help="how often everyone is measured (default: 7)")
+    add("--objects", type=int, default=64, help="default: 64")
+    add("--object-size", type=parse_size, default="16MiB", help="default: 16MiB")
+    add("--part-sizes", default="16MiB,8MiB", help="bytes of one GET (default: 16MiB,8MiB)")
+    add("--in-flight", type=int, default=16, help="GETs under way at a time (default: 16)")
+    add("--heads", type=int, default=4096, help="HEADs and lookups in one sample (default: 4096)")
+    add("--kvgate", type=Path, help="the program (default: this checkout's, built)")
+    add("--port-base", type=int, default=9021, help="8 ports from here on (default: 9021)")
+    add("--out", type=Path, default=tools.BENCH / "results", help="folder for what is written (default: bench/results)")
+    given = parser.parse_args()
+    for flag, known in (
+        ("servers", ["nginx", "ceph"]),
+        ("clients", list(NAMES)),
+        ("works", ["read", "write", "head", "lookup"]),
+    ):
+        chosen = getattr(given, flag).split(",")
+        if unknown := set(chosen) - set(known):
+            parser.error(f"--{flag}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        setattr(given, flag, chosen)
+    given.part_sizes = [parse_size(size) for size in given.part_sizes.split(",")]
+    return given
+
+
+@dataclass
+class Bench:
+    """One run of the command."""
+
+    given: argparse.Namespace
+    workload: Workload
+    folder: Path
+    samples: Samples = field(default_factory=Samples)
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def measure(self, server: Server) -> None:
+        """All clients on one server."""
+        self.versions.update(server.versions)
+        works = self.works(server.name)
+        with contextlib.ExitStack() as stack:
+            those: dict[str, Client] = {}
+            for word in self.given.clients:
+                name = NAMES[word]
+                try:
+                    made = self.make(word, server)
+                except (tools.MissingError, clients.FailedError) as error:
+                    tools.say(f"{name} is missing: {error}")
+                    self.missing[name] = str(error)
+                    self.never(server.name, name, str(error))
+                    continue
+                for client in made.values():
+                    stack.callback(client.stop)
+                those.update(made)
+            rounds.run(server.name, those, works, self.given.rounds, self.samples)
+
+    def works(self, server: str) -> list[Work]:
+        """What is measured there."""
+        works = [Work("read", size) for size in self.given.part_sizes if "read" in self.given.works]
+        if server == "nginx":
+            works += [Work(op) for op in ("write", "head", "lookup") if op in self.given.works]
+        return works
+
+    def never(self, server: str, name: str, reason: str) -> None:
+        """Says why there will be no samples of this client."""
+        names = [name, "kvgate CRC64", "kvgate TLS"] if name == "kvgate" else [name]
+        for work in self.works(server):
+            for each in names:
+                self.samples.failures[Case(server, work.name, each)] = reason
+
+    def make(self, word: str, server: Server) -> dict[str, Client]:
+        """The client, ready to be measured; kvgate in several ways."""
+        name, workload, log = NAMES[word], self.workload, self.folder / f"{word}.log"
+        scripts: dict[str, tuple[str, set[str]]] = {
+            "boto3": ("peers", {"read", "head"}),
+            "awscrt": ("peers", {"read"}),
+            "nixl": ("nixl", {"read"}),
+            "lmcache": ("lmcache", {"read", "lookup"}),
+        }
+        simple: dict[str, Callable[[], Client]] = {
+            "floor": lambda: clients.floor(server, workload),
+            "sdk": lambda: clients.sdk(server, workload),
+            "s5cmd": lambda: clients.S5cmd(server, workload, self.folder),
+            "warp": lambda: clients.Warp(server, workload, self.folder),
+        }
+        if word == "kvgate":
+            return self.make_kvgate(server)
+        if word in simple:
+            client = simple[word]()
+        else:
+            venv, ops = scripts[word]
+            client = clients.Peer(f"{word}_peer", venv, ops, server, workload, log, whole_only=word == "lmcache")
+        if word == "lmcache":
+            self.give_names(client.ask(op="names")["names"], server)
+        if client.version:
+            self.versions[name] = client.version
+        return {name: client}
+
+    def make_kvgate(self, server: Server) -> dict[str, Client]:
+        program = clients.kvgate_program(self.given.kvgate)
+        plain = clients.Kvgate(program, server, self.workload)
+        self.versions["kvgate"] = plain.version
+        plain.seed()
+        made = {"kvgate": plain, "kvgate CRC64": clients.Kvgate(program, server, self.workload, verify=True)}
+        if server.tls_endpoint:
+            made["kvgate TLS"] = clients.Kvgate(program, server, self.workload, tls=True)
+        return made
+
+    def give_names(self, names: list[str], server: Server) -> None:
+        """The same objects, as LMCache calls them."""
+        hosted = self.folder / "hosted"
+        self.workload.link(self.folder / "www" / BUCKET, hosted, names)
+        if server.name == "ceph":
+            servers.upload(server.endpoint, hosted)
+
+    def write(self) -> None:
+        """The three files; and the tables to the standard output."""
+        size = self.workload.object_size
+        wanted = rows.wanted(self.given.part_sizes, size, PEERS)
+        wanted.append(rows.best_peer(self.samples, size, PEERS))
+        results = [rows.evaluate(row, self.samples) for row in wanted]
+        title = f"landing-{datetime.date.today()}"
+        command = shlex.join(["bench/landing.py", *sys.argv[1:]])
+        tables = report.markdown(title, self.facts(command), results, self.samples, self.missing)
+        self.given.out.mkdir(parents=True, exist_ok=True)
+        raw = {
+            "command": command,
+            "hardware": hardware(),
+            "versions": self.versions,
+            "workload": asdict(self.workload),
+            "wanted": [{**asdict(result), "verdict": result.verdict} for result in results],
+            "missing": self.missing,
+            "failures": [{**asdict(case), "reason": why} for case, why in self.samples.failures.items()],
+            "samples": self.samples.as_json(),
+        }
+        (self.given.out / f"{title}.md").write_text(tables)
+        (self.given.out / f"{title}.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+        (self.given.out / f"{title}.svg").write_text(report.svg(title, self.samples))
+        print(tables)
+        tools.say(f"written: {self.given.out / title}.md, .json, .svg")
+
+    def facts(self, command: str) -> list[str]:
+        machine = hardware()
+        commit = tools.run(
+            "git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*", cwd=tools.ROOT
+        ).strip()
+        workload = self.workload
+        return [
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']};"
+            f" load average at the end {machine['load']}",
+            f"{workload.objects} objects of {workload.object_size >> 20} MiB, {workload.in_flight} in flight;"
+            " clients and servers on the same cores, over loopback",
+            f"commit {commit}; {', '.join(map(' '.join, self.versions.items()))}",
+            f"`{command}`",
+        ]
+
+
+def hardware() -> dict[str, object]:
+    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu.split(":")[1].strip(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "kernel": platform.release(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> int:
+    given = arguments()
+    # As Ctrl-C does it: the servers are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    random.seed()
+    workload = Workload(given.objects, given.object_size, given.in_flight, given.heads, PUT_SIZE)
+    with servers.memory_folder() as folder:
+        objects = folder / "www" / BUCKET
+        objects.mkdir(parents=True)
+        workload.write(objects)
+        bench = Bench(given, workload, folder)
+        ports = Ports(given.port_base)
+        start = {
+            "nginx": lambda: servers.nginx(folder, ports, workload),
+            "ceph": lambda: servers.ceph(folder, ports),
+        }
+        for name in given.servers:
+            try:
+                with start[name]() as server:
+                    bench.measure(server)
+            except tools.MissingError as error:
+                tools.say(f"{name} is missing: {error}")
+                bench.missing[name] = str(error)
+                for client in NAMES.values():
+                    bench.never(name, client, f"{name} is missing")
+    bench.write()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
