@@ -50,6 +50,9 @@ pub fn seed(bucket: &Bucket, folder: &Path) -> Result<(), Error> {
         client.create_bucket().bucket(&bucket.bucket).send().await?;
         for entry in std::fs::read_dir(folder)? {
             let entry = entry?;
+            if !entry.file_type()?.is_file() {
+                continue;
+            }
             let key = entry
                 .file_name()
                 .into_string()
