@@ -131,7 +131,8 @@ impl Connector {
                 answer => return answer.map(|head| (kept, head)),
             }
         }
-        let mut new = pool.connect(connect_timeout).await?;
+        // Boxed: rare, and its future is large.
+        let mut new = Box::pin(pool.connect(connect_timeout)).await?;
         let head = new.exchange(outgoing).await?;
         Ok((new, head))
     }
