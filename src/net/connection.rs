@@ -89,8 +89,11 @@ impl Connection {
         poll_fn(|cx| {
             loop {
                 if let Some(head) = self.next_head(request.bodyless, &mut interim)? {
-                    self.cut_off = !sending.is_done();
-                    return Poll::Ready(Ok(head));
+                    self.cut_off = !sending.flushed;
+                    return Poll::Ready(match self.cut_off && head.is_success() {
+                        true => Err(NetError::Head("it came before the request was sent whole")),
+                        false => Ok(head),
+                    });
                 }
                 if !sending.is_done() && sending.poll(cx, &mut self.stream).is_ready() {
                     self.stall.progress();

@@ -168,10 +168,12 @@ impl Reads {
         match self.signer.known(now) {
             Some(credentials) => self.send_signed(&read, &credentials, now).await,
             // Boxed: its future is large, and would be moved about with every request.
-            None => Box::pin(self.operation.invoke(read)).await.map_err(|error| match error {
-                SdkError::ServiceError(error) => ReadError::Refused(error.into_err()),
-                error => ReadError::Sdk(error.into()),
-            }),
+            None => Box::pin(self.operation.invoke(read))
+                .await
+                .map_err(|error| match error {
+                    SdkError::ServiceError(error) => ReadError::Refused(error.into_err()),
+                    error => ReadError::Sdk(error.into()),
+                }),
         }
     }
 

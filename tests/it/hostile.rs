@@ -496,6 +496,17 @@ async fn a_refusal_while_the_body_is_sent() {
             "a RST may overtake the answer: {error}"
         );
     }
+    // Nobody can have stored what was not sent.
+    let early = text("HTTP/1.1 200 OK\nETag: \"e\"\nContent-Length: 0\n\n");
+    let server = Hostile::new(false, move |_, _| early.clone()).await;
+    let body = Bytes::from(vec![7; 32 << 20]);
+    let error = server
+        .store()
+        .await
+        .put("k", body, Condition::Always, soon())
+        .await
+        .unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Broken, "{error}");
     // One that never reads: the time without a byte ends it.
     let server = Hostile::new(false, |_, _| vec![Step::Pause(Duration::from_secs(20))]).await;
     let body = Bytes::from(vec![7; 32 << 20]);
