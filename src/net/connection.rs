@@ -14,6 +14,7 @@ use tokio::time::{Instant, Sleep};
 use super::error::NetError;
 use super::head::{self, Head};
 use super::landing::Landing;
+use super::lowat::{self, LowWater};
 use super::tls::TlsStream;
 
 /// Read at once while a head is expected: bytes of a body that come with it are copied, so not more.
@@ -33,6 +34,7 @@ pub(super) struct Connection {
     /// Read, and not yet used.
     ahead: BytesMut,
     stall: Stall,
+    low_water: LowWater,
     /// The answer came before the whole request was sent.
     cut_off: bool,
 }
@@ -48,10 +50,15 @@ pub(crate) struct Outgoing<'a> {
 impl Connection {
     /// `stall` limits the time in which not a byte is sent or received.
     pub fn new(stream: Stream, stall: Duration) -> Self {
+        let wake = match stream {
+            Stream::Plain(_) => lowat::PLAIN_BYTES,
+            Stream::Tls(_) => lowat::TLS_BYTES,
+        };
         Self {
             stream,
             ahead: BytesMut::new(),
             stall: Stall::new(stall),
+            low_water: LowWater::new(wake),
             cut_off: false,
         }
     }
@@ -80,6 +87,7 @@ impl Connection {
     /// ends the sending.
     pub async fn exchange(&mut self, request: &Outgoing<'_>) -> Result<Head, NetError> {
         self.stall.progress();
+        self.expect(0)?;
         let mut sending = Sending {
             left: [request.head, request.body],
             flushed: false,
@@ -155,19 +163,31 @@ impl Connection {
         Ok(copied)
     }
 
+    /// Reads some of a body of which `into` is the rest.
     async fn read(&mut self, into: &mut [u8]) -> Result<usize, NetError> {
+        self.expect(into.len())?;
         poll_fn(|cx| {
-            let mut buf = ReadBuf::new(into);
-            let read = match &mut self.stream {
-                Stream::Plain(tcp) => Pin::new(tcp).poll_read(cx, &mut buf),
-                Stream::Tls(tls) => Pin::new(&mut **tls).poll_read(cx, &mut buf),
-            };
-            match read {
-                Poll::Ready(read) => {
+            loop {
+                let mut buf = ReadBuf::new(into);
+                let read = match &mut self.stream {
+                    Stream::Plain(tcp) => Pin::new(tcp).poll_read(cx, &mut buf),
+                    Stream::Tls(tls) => Pin::new(&mut **tls).poll_read(cx, &mut buf),
+                };
+                if let Poll::Ready(read) = read {
                     self.stall.progress();
-                    Poll::Ready(read.map(|()| buf.filled().len()).map_err(NetError::Io))
+                    return Poll::Ready(read.map(|()| buf.filled().len()).map_err(NetError::Io));
                 }
-                Poll::Pending => self.stall.poll(cx, "byte of the body").map(Err),
+                let late = ready!(self.stall.poll(cx, "byte of the body"));
+                // Bytes may be there that are too few to wake anybody.
+                match self.stream.read_now(into) {
+                    Ok((0, _)) | Err(_) => return Poll::Ready(Err(late)),
+                    Ok((_, read)) => {
+                        self.stall.progress();
+                        if read > 0 {
+                            return Poll::Ready(Ok(read));
+                        }
+                    }
+                }
             }
         })
         .await
@@ -193,6 +213,15 @@ impl Connection {
             Poll::Ready(read) => Poll::Ready(read),
         })
         .await
+    }
+
+    /// At least so many bytes will still come.
+    fn expect(&mut self, coming: usize) -> Result<(), NetError> {
+        let expected = match &mut self.stream {
+            Stream::Plain(tcp) => self.low_water.expect(tcp, coming),
+            Stream::Tls(tls) => tls.expect(&mut self.low_water, coming),
+        };
+        expected.map_err(NetError::Io)
     }
 
     pub fn ahead(&mut self) -> &mut BytesMut {
@@ -257,6 +286,14 @@ impl Sending<'_> {
 }
 
 impl Stream {
+    /// What the socket has, whatever tokio knows of it: how many bytes, and how many of them are in `into`.
+    fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
+        match self {
+            Self::Plain(tcp) => Ok(rustix::io::read(tcp, into).map(|len| (len, len))?),
+            Self::Tls(tls) => tls.read_now(into),
+        }
+    }
+
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             // TCP has nothing to flush.

@@ -17,6 +17,7 @@ mod connector;
 mod error;
 mod head;
 mod landing;
+mod lowat;
 mod pool;
 mod stats;
 mod tls;

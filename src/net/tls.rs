@@ -25,6 +25,7 @@ use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use super::lowat::LowWater;
 pub use config::{TlsError, client_config};
 use session::{Session, Step, ToSend, WRITE_LEN_MAX};
 
@@ -77,6 +78,23 @@ impl TlsStream {
             }
         }
         false
+    }
+
+    /// At least so many bytes of application data will still come, and so will their records.
+    pub fn expect(&self, low_water: &mut LowWater, coming: usize) -> io::Result<()> {
+        low_water.expect(
+            &self.tcp,
+            coming.saturating_sub(self.session.incoming.filled().len()),
+        )
+    }
+
+    /// What the socket has, whatever tokio knows of it: how many bytes, and how many came into `into`.
+    pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
+        let len = rustix::io::read(&self.tcp, self.session.room())?;
+        self.session.received(len);
+        let mut into = ReadBuf::new(into);
+        self.session.read(&mut into);
+        Ok((len, into.filled().len()))
     }
 
     fn poll_handshake(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -1,0 +1,47 @@
+//! Fewer wake-ups: the kernel says that a socket can be read once so many bytes are there, not at the first.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Where the kernel copies into the slot, more brings nothing: `bench/landing.py` has the cost of a GiB.
+pub(super) const PLAIN_BYTES: usize = 256 << 10;
+/// TLS is slower, so more bytes come while nobody waits for them.
+pub(super) const TLS_BYTES: usize = 2 << 20;
+
+/// `SO_RCVLOWAT` of one socket.
+pub(super) struct LowWater {
+    most: usize,
+    now: usize,
+}
+
+impl LowWater {
+    /// Of a new socket.
+    pub fn new(most: usize) -> Self {
+        Self { most, now: 1 }
+    }
+
+    /// At least `coming` bytes will still come: it is enough to wake up when many of them are there. 0: at the first byte.
+    /// Errors and the end wake up at once, whatever it is.
+    pub fn expect(&mut self, socket: &impl AsFd, coming: usize) -> io::Result<()> {
+        let bytes = coming.clamp(1, self.most);
+        if bytes == self.now {
+            return Ok(());
+        }
+        let value = libc::c_int::try_from(bytes).unwrap_or(1);
+        // SAFETY: the descriptor is open while it is borrowed, and the value is an int that lives through the call.
+        let done = unsafe {
+            libc::setsockopt(
+                socket.as_fd().as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_RCVLOWAT,
+                (&raw const value).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        self.now = bytes;
+        Ok(())
+    }
+}
