@@ -121,7 +121,7 @@ pub struct PromptReport {
     pub chunks: u64,
     pub lookup_us: Option<Latency>,
     pub first_chunk_us: Option<Latency>,
-    /// Not known while loads go chunk by chunk: then it is there when the last chunk is.
+    /// Until every chunk's first layer was there: in chunk order, when the last chunk was.
     pub first_layer_us: Option<Latency>,
     pub last_chunk_us: Option<Latency>,
 }
