@@ -44,7 +44,7 @@ mod usage;
 
 pub use course::{Interrupts, Live};
 pub use error::BenchError;
-pub use histogram::{Bucket, Histogram};
+pub use histogram::Bucket;
 pub use prompt::Prompt;
 pub use report::{Endpoint, Errors, Latency, Mark, MixReport, PhaseReport, PromptReport, Report, Share};
 pub use session::{Bench, UnderWay};

@@ -121,7 +121,7 @@ pub struct PromptReport {
     pub chunks: u64,
     pub lookup_us: Option<Latency>,
     pub first_chunk_us: Option<Latency>,
-    /// Not known while loads go chunk by chunk: then it is there when the last chunk is.
+    /// Until every chunk's first layer was there: in chunk order, when the last chunk was.
     pub first_layer_us: Option<Latency>,
     pub last_chunk_us: Option<Latency>,
 }
@@ -151,13 +151,13 @@ impl Mark {
 impl Latency {
     pub(super) fn of(histogram: &Histogram) -> Option<Self> {
         (histogram.count() > 0).then(|| Self {
-            min: histogram.min_us(),
+            min: histogram.quantile_us(0.0),
             mean: histogram.mean_us(),
             p50: histogram.quantile_us(0.5),
             p90: histogram.quantile_us(0.9),
             p99: histogram.quantile_us(0.99),
             p999: histogram.quantile_us(0.999),
-            max: histogram.max_us(),
+            max: histogram.quantile_us(1.0),
         })
     }
 }

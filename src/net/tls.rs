@@ -1,8 +1,8 @@
 //! TLS for connections whose bodies land in slots.
 //!
 //! Records are read from the socket into a window of fixed length, decrypted there in place, and what they hold goes
-//! into the caller's memory: many records for a system call. tokio-rustls reads the socket in pieces of 4 KiB, which
-//! costs 1.4 times as much CPU a GiB. `session.rs` is TLS without a socket; here is the socket.
+//! into the caller's memory: many records for a system call. tokio-rustls reads the socket in pieces of 4 KiB.
+//! `session.rs` is TLS without a socket; here is the socket.
 //!
 //! There is no time-out in here and nothing of HTTP. The server's certificate is checked against the roots of
 //! `config.rs`; there are no client certificates.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use aws_credential_types::Credentials;
 use kvgate::embedded::EmbeddedS3;
 use kvgate::object::{ObjectStore, RetryPolicy, Retrying, S3, S3Options};
+use tokio::net::TcpListener;
 
 /// A server, up for as long as this lives.
 pub struct Backend {
@@ -72,18 +73,8 @@ impl Backend {
 
     pub fn options(&self) -> S3Options {
         S3Options {
-            endpoint: Some(self.endpoints[0].clone()),
-            bucket: "kvgate-it".into(),
-            region: "us-east-1".into(),
-            path_style: true,
-            ca_file: None,
-            connect_timeout: Duration::from_secs(2),
-            read_timeout: Duration::from_secs(10),
-            request_timeout: Duration::from_secs(30),
-            idle_timeout: Duration::from_secs(50),
-            connections_max: 256,
-            answer_bytes_max: 1 << 24,
             credentials: Some(Credentials::from_keys(&self.access_key, &self.secret_key, None)),
+            ..options(&self.endpoints[0])
         }
     }
 
@@ -109,11 +100,36 @@ impl Backend {
     }
 }
 
+/// For a server that takes any credentials.
+pub fn options(endpoint: &str) -> S3Options {
+    S3Options {
+        endpoint: Some(endpoint.into()),
+        bucket: "kvgate-it".into(),
+        region: "us-east-1".into(),
+        path_style: true,
+        ca_file: None,
+        connect_timeout: Duration::from_secs(2),
+        read_timeout: Duration::from_secs(10),
+        request_timeout: Duration::from_secs(30),
+        idle_timeout: Duration::from_secs(50),
+        connections_max: 256,
+        answer_bytes_max: 1 << 24,
+        credentials: Some(Credentials::from_keys("key", "secret", None)),
+    }
+}
+
 pub async fn open(options: &S3Options) -> Arc<dyn ObjectStore> {
     Arc::new(Retrying::new(
         S3::connect(options).await.expect("good options"),
         RETRIES,
     ))
+}
+
+/// A server of the test's own, and its endpoint.
+pub async fn listen() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    (listener, endpoint)
 }
 
 /// Counts the test as skipped, or fails it where its server is required.

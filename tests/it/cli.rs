@@ -1,7 +1,7 @@
-//! The built program, as people type it: exit status, what it says, and what it leaves in the bucket.
+//! The commands that look at a bucket, and those that need none: exit status, what they say, and what they leave.
 
-use std::path::Path;
-use std::process::{Output, Stdio};
+use std::ops::Deref;
+use std::process::Stdio;
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
@@ -10,84 +10,17 @@ use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
 use kvgate::object::Capabilities;
-use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 use tokio::time::Instant;
 
-const BUCKET: &str = "kv-cli";
+use crate::program::{BUCKET, PREFIX, Place, Said, kvgate, say};
+
 const TOKENS_A_CHUNK: u32 = 16;
 const CHUNKS: u32 = 5;
 const SPACE_JSON: &str = r#"{"model":"tiny","revision":"abc123","chunk_tokens":16,
     "mha":{"layers":2,"heads":2,"head_dim":8}}"#;
-
-/// A command without the environment's credentials and configuration.
-pub fn kvgate(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvgate"));
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if text.starts_with("AWS_") || text.to_uppercase().starts_with("KVGATE__") {
-            command.env_remove(&name);
-        }
-    }
-    command
-        .env("AWS_EC2_METADATA_DISABLED", "true")
-        .env("HOME", home)
-        .args(args)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true);
-    command
-}
-
-/// What a command said.
-#[derive(Debug)]
-pub struct Said {
-    pub status: i32,
-    pub out: String,
-    pub err: String,
-}
-
-impl Said {
-    pub fn new(output: Output) -> Self {
-        Self {
-            status: output.status.code().unwrap_or(-1),
-            out: String::from_utf8(output.stdout).unwrap(),
-            err: String::from_utf8(output.stderr).unwrap(),
-        }
-    }
-
-    #[track_caller]
-    pub fn exits(self, status: i32) -> Self {
-        assert_eq!(self.status, status, "{self:?}");
-        assert!(!self.err.contains("panicked"), "{self:?}");
-        self
-    }
-
-    #[track_caller]
-    pub fn json(&self) -> Value {
-        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
-    }
-
-    /// Both outputs, for messages that may stand in either.
-    #[track_caller]
-    pub fn says(self, parts: &[&str]) -> Self {
-        for part in parts {
-            assert!(
-                self.out.contains(part) || self.err.contains(part),
-                "{part:?} is missing: {self:?}"
-            );
-        }
-        self
-    }
-}
-
-pub async fn say(args: &[&str]) -> Said {
-    let home = TempDir::new().unwrap();
-    Said::new(kvgate(home.path(), args).output().await.unwrap())
-}
 
 fn prompt() -> String {
     let words: Vec<String> = tokens().iter().map(ToString::to_string).collect();
@@ -96,8 +29,7 @@ fn prompt() -> String {
 
 /// A bucket with a tiny space of [`CHUNKS`] chunks.
 struct Stored {
-    s3: EmbeddedS3,
-    home: TempDir,
+    place: Place,
     space: Space,
     hashes: Vec<ChunkHash>,
 }
@@ -115,22 +47,28 @@ fn config_of(s3: &EmbeddedS3) -> Config {
     let flags = [
         flag("s3.endpoint", &s3.endpoint()),
         flag("s3.bucket", BUCKET),
-        flag("s3.prefix", "t"),
+        flag("s3.prefix", PREFIX),
     ];
     config::load(None, std::iter::empty(), &flags).unwrap().config
 }
 
+impl Deref for Stored {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
 impl Stored {
     async fn new() -> Self {
-        let s3 = EmbeddedS3::start(None, None).await.unwrap();
         let space = Space::from_json(SPACE_JSON).unwrap();
         let hasher = ChunkHasher::new(&space, None).unwrap();
         let root = hasher.root(b"", b"").unwrap();
         let stored = Self {
             hashes: hasher.chain(&root, &tokens(), &[]).unwrap(),
-            home: TempDir::new().unwrap(),
+            place: Place::new().await,
             space,
-            s3,
         };
         stored.store(root).await;
         std::fs::write(stored.home.path().join("space.json"), SPACE_JSON).unwrap();
@@ -140,7 +78,6 @@ impl Stored {
     /// Written by the library, with the server's well-known keys.
     async fn store(&self, root: ChunkHash) {
         let config = config_of(&self.s3);
-        let keys = KeyPrefix::new("t");
         let credentials = aws_credential_types::Credentials::new(
             self.s3.access_key(),
             self.s3.secret_key(),
@@ -150,14 +87,13 @@ impl Stored {
         );
         let store = open_store(&config, Some(credentials)).await.unwrap();
         let soon = || Instant::now() + Duration::from_secs(10);
-        store.create_bucket(soon()).await.unwrap();
         let arena = Arena::new(&ArenaOptions {
             size: 1 << 20,
             ..ArenaOptions::default()
         })
         .unwrap();
         let options = GatewayOptions {
-            keys,
+            keys: KeyPrefix::new(PREFIX),
             ..GatewayOptions::from(&config)
         };
         let gateway = Gateway::new(store, arena, Capabilities::default(), options);
@@ -170,22 +106,6 @@ impl Stored {
             assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
             parent = hash;
         }
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = kvgate(self.home.path(), args);
-        command
-            .current_dir(self.home.path())
-            .env("AWS_ACCESS_KEY_ID", self.s3.access_key())
-            .env("AWS_SECRET_ACCESS_KEY", self.s3.secret_key())
-            .env("KVGATE__S3__ENDPOINT", self.s3.endpoint())
-            .env("KVGATE__S3__BUCKET", BUCKET)
-            .env("KVGATE__S3__PREFIX", "t");
-        command
-    }
-
-    async fn say(&self, args: &[&str]) -> Said {
-        Said::new(self.command(args).output().await.unwrap())
     }
 
     async fn say_with(&self, args: &[&str], input: &str) -> Said {
@@ -203,7 +123,7 @@ impl Stored {
 
     /// The file behind an object.
     fn file(&self, name: &str) -> std::path::PathBuf {
-        self.s3.root().join(BUCKET).join("t").join(self.id()).join(name)
+        self.bucket().join(PREFIX).join(self.id()).join(name)
     }
 
     fn damage(&self, chunk: usize, at: usize) {
@@ -486,7 +406,7 @@ async fn wrong_bucket_credentials_space_or_server() {
 #[tokio::test(flavor = "multi_thread")]
 async fn ls_and_stat_show_spaces_chunks_and_headers() {
     let stored = Stored::new().await;
-    std::fs::write(stored.s3.root().join(BUCKET).join("t/notes.txt"), "mine").unwrap();
+    std::fs::write(stored.bucket().join("t/notes.txt"), "mine").unwrap();
     let json = stored.say(&["ls", "--json"]).await.exits(0).json();
     assert_eq!(json["spaces"][0]["space"], stored.space.id().to_string());
     assert_eq!(json["spaces"][0]["revision"], "abc123");
@@ -610,12 +530,7 @@ async fn verify_says_when_the_arena_is_smaller_than_a_chunk() {
         r#"{"model":"large","revision":"r1","chunk_tokens":256,"mha":{"layers":32,"heads":8,"head_dim":128}}"#,
     )
     .unwrap();
-    let folder = stored
-        .s3
-        .root()
-        .join(BUCKET)
-        .join("t")
-        .join(large.key().to_string());
+    let folder = stored.bucket().join(PREFIX).join(large.key().to_string());
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("space.json"), large.canonical_json()).unwrap();
     let mut command = stored.command(&["verify"]);

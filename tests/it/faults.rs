@@ -5,18 +5,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use aws_credential_types::Credentials;
 use bytes::Bytes;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
-    RequestCounts, RetryPolicy, Retrying, S3, S3Options, StoreFuture,
+    RequestCounts, RetryPolicy, Retrying, S3, StoreFuture,
 };
 use tokio::time::Instant;
 
-use crate::backends::{Backend, RETRIES};
+use crate::backends::{Backend, RETRIES, options};
 use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
 
 type Hook = Box<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
@@ -571,21 +570,7 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
 #[tokio::test(start_paused = true)]
 async fn retries_are_bounded_by_count_budget_and_deadline() {
     // Every call fails before it gets to this server.
-    let nowhere = S3Options {
-        endpoint: Some("http://127.0.0.1:9".into()),
-        bucket: "none".into(),
-        region: "us-east-1".into(),
-        path_style: true,
-        ca_file: None,
-        connect_timeout: Duration::from_secs(1),
-        read_timeout: Duration::from_secs(1),
-        request_timeout: Duration::from_secs(1),
-        idle_timeout: Duration::from_secs(50),
-        connections_max: 4,
-        answer_bytes_max: 1 << 20,
-        credentials: Some(Credentials::from_keys("key", "secret", None)),
-    };
-    let nowhere: Arc<dyn ObjectStore> = Arc::new(S3::connect(&nowhere).await.unwrap());
+    let nowhere: Arc<dyn ObjectStore> = Arc::new(S3::connect(&options("http://127.0.0.1:9")).await.unwrap());
     let failing = |kind, policy| {
         let inner = Hooked::over(Arc::clone(&nowhere));
         inner.fail(Some(kind));

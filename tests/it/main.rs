@@ -17,5 +17,6 @@ mod lookups;
 mod on_the_way;
 mod orders;
 mod outage;
+mod program;
 mod vectors;
 mod wire;

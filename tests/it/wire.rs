@@ -1,15 +1,13 @@
-//! Answers that no good S3 server gives, from a socket: none of them is taken for an absence, an end or a chunk.
+//! Answers that no good S3 server gives, from a socket: none of them is taken for an absence or an end.
 
 use std::time::Duration;
 
-use aws_credential_types::Credentials;
 use bytes::Bytes;
-use kvgate::net::Landing;
-use kvgate::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
+use kvgate::object::{Condition, ErrorKind, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
 
-use crate::fixture::{arena, soon};
+use crate::backends::{listen, options};
+use crate::fixture::soon;
 
 const STALL: Duration = Duration::from_millis(300);
 
@@ -20,8 +18,7 @@ async fn answering(answer: impl Into<String>, body_len: usize) -> S3 {
 /// A store behind which each connection gets the next of these answers (the last one again and again), once its
 /// request's body of `body_len` bytes was read slowly.
 async fn answering_each(answers: Vec<String>, body_len: usize) -> S3 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, endpoint) = listen().await;
     tokio::spawn(async move {
         let last = answers.last().cloned().into_iter().cycle();
         let mut answers = answers.into_iter().chain(last);
@@ -44,18 +41,8 @@ async fn answering_each(answers: Vec<String>, body_len: usize) -> S3 {
         }
     });
     let options = S3Options {
-        endpoint: Some(endpoint),
-        bucket: "kv".into(),
-        region: "us-east-1".into(),
-        path_style: true,
-        ca_file: None,
-        connect_timeout: STALL,
         read_timeout: STALL,
-        request_timeout: Duration::from_secs(10),
-        idle_timeout: Duration::from_secs(50),
-        connections_max: 256,
-        answer_bytes_max: 1 << 24,
-        credentials: Some(Credentials::from_keys("key", "secret", None)),
+        ..options(&endpoint)
     };
     S3::connect(&options).await.unwrap()
 }
@@ -110,50 +97,6 @@ async fn heads_that_say_nothing_are_errors_and_hanging_ones_time_out() {
         head_kind("HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n").await,
         ErrorKind::Denied
     );
-}
-
-/// Asks for bytes 10 to 19 of an object of 100.
-async fn get_kind(head: &str, body: &str) -> ErrorKind {
-    let answer = format!("HTTP/1.1 206 Partial Content\r\netag: \"e\"\r\n{head}\r\n\r\n{body}");
-    let store = answering(answer, 0).await;
-    let arena = arena(1 << 16);
-    let slot = arena.try_reserve(10).unwrap();
-    let get = GetRange {
-        key: "k",
-        range: 10..20,
-        object_len: 100,
-        if_match: Some("e"),
-    };
-    let (Landing { slot, .. }, got) = store.get(get, Landing::new(slot), soon()).await;
-    assert_eq!(slot.len(), 10, "the slot comes back");
-    got.map_or_else(|error| error.kind, |_| panic!("accepted"))
-}
-
-#[tokio::test]
-async fn ranges_that_were_not_asked_for_do_not_land() {
-    let ten = "content-length: 10\r\ncontent-range: bytes";
-    let digits = "0123456789";
-    assert_eq!(
-        get_kind(&format!("{ten} 0-9/100"), digits).await,
-        ErrorKind::Protocol
-    );
-    assert_eq!(
-        get_kind(&format!("{ten} 10-19/*"), digits).await,
-        ErrorKind::Protocol
-    );
-    assert_eq!(get_kind("content-length: 10", digits).await, ErrorKind::Protocol);
-    let length = ErrorKind::Length {
-        expected: 100,
-        actual: Some(99),
-    };
-    assert_eq!(get_kind(&format!("{ten} 10-19/99"), digits).await, length);
-    assert_eq!(
-        get_kind(&format!("{ten} 10-19/100"), "0123").await,
-        ErrorKind::Timeout,
-        "a body that stalls"
-    );
-    let more = "content-length: 11\r\ncontent-range: bytes 10-19/100";
-    assert_eq!(get_kind(more, "0123456789a").await, ErrorKind::Protocol);
 }
 
 #[tokio::test]
