@@ -14,6 +14,7 @@ pub mod chunk;
 pub mod cli;
 pub mod config;
 pub mod demo;
+pub mod dns;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod existence;

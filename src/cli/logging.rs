@@ -6,7 +6,7 @@ use crate::config::{Log, LogFormat, LogLevel};
 
 /// Libraries below us. They stay quiet, and even when asked are never as verbose as to log a request's headers:
 /// these hold session tokens.
-const LIBRARIES: [&str; 6] = ["s3s", "aws", "hyper", "rustls", "h2", "config"];
+const LIBRARIES: [&str; 7] = ["s3s", "aws", "hyper", "rustls", "h2", "config", "hickory"];
 
 /// Logs to the standard error. Once a process; a second call changes nothing.
 pub fn init(log: &Log, verbose: u8) {

@@ -9,6 +9,8 @@ mod cli;
 mod conformance;
 mod damage;
 mod demo;
+mod dns;
+mod dns_server;
 mod faults;
 mod fixture;
 mod held;

@@ -1,0 +1,21 @@
+//! A live list of socket addresses for a name: asked for in the background, so that no request ever waits for DNS.
+//!
+//! [`Resolver::watch`] starts a task for a [`Source`] that asks again whenever the shortest TTL of the records it used
+//! has passed, between a floor and a ceiling. While DNS fails the last good addresses stay, and the error is told
+//! beside them: a name that can't be resolved says nothing about the servers behind it.
+//!
+//! hickory carries the messages (`servers`): UDP with repetitions, TCP when truncated, ids and ports that can't be
+//! guessed. What an answer means is decided here, because its resolver merges what we need apart: it asks the next
+//! server after a time-out but not after SERVFAIL, can't tell a family that has no records from one that failed, and over
+//! TCP takes an answer to any question. So it has no cache here either, and every lookup begins anew, with
+//! `/etc/resolv.conf` and the hosts file as they are now.
+//!
+//! It never knows S3 or HTTP, nor which address is a good one.
+
+mod answer;
+mod error;
+mod lookup;
+mod servers;
+mod watch;
+
+pub use watch::{DnsOptions, Resolved, Resolver, Source};

@@ -1,0 +1,270 @@
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::error::DnsError;
+use super::lookup::{Found, Lookup};
+
+/// Between two lookups, whatever the options say.
+const WAIT_MIN: Duration = Duration::from_millis(10);
+
+/// Where addresses come from.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// A name and a port: all its A and AAAA records. A literal IP is its own address, with or without brackets.
+    Host { name: String, port: u16 },
+    /// A SRV name: the targets with the lowest priority number, each with its own port. Weights are not used: whoever
+    /// picks an address knows better how it fares.
+    Srv { name: String },
+}
+
+#[derive(Debug, Clone)]
+pub struct DnsOptions {
+    /// Asked in this order, each one when those before it failed. Empty: the system's (`/etc/resolv.conf`), with its
+    /// search list; these here take every name as it is.
+    pub servers: Vec<SocketAddr>,
+    /// The floor of TTLs, and the wait after a failure.
+    pub min_ttl: Duration,
+    /// The ceiling of TTLs. Where both disagree the floor wins.
+    pub max_ttl: Duration,
+    /// One lookup as a whole.
+    pub timeout: Duration,
+}
+
+/// Keeps lists of addresses up to date. Clones are cheap.
+#[derive(Debug, Clone)]
+pub struct Resolver {
+    options: Arc<DnsOptions>,
+}
+
+/// What is known of a [`Source`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Resolved {
+    /// Sorted, without duplicates. The last good answer: kept while DNS fails. Empty until there was one.
+    pub addresses: Arc<[SocketAddr]>,
+    /// Why the last lookup failed: a sentence with the name and what to check. None after a good one, and before the
+    /// first ended.
+    pub error: Option<Arc<str>>,
+}
+
+impl Resolver {
+    /// Sends nothing and reads no file: what is wrong with the system's configuration is an error of the lookups.
+    pub fn new(options: DnsOptions) -> Self {
+        Self {
+            options: Arc::new(options),
+        }
+    }
+
+    /// The addresses, refreshed in the background for as long as a receiver lives. It changes only when addresses or
+    /// error differ. Needs a tokio runtime.
+    ///
+    /// A literal IP needs no DNS and no task: it is there at once, and `changed` says that nothing will follow.
+    pub fn watch(&self, source: &Source) -> watch::Receiver<Resolved> {
+        let (tell, told) = watch::channel(Resolved::default());
+        if let Some(address) = source.literal() {
+            tell.send_replace(Resolved {
+                addresses: [address].into(),
+                error: None,
+            });
+            return told;
+        }
+        let lookup = Lookup::new(Arc::clone(&self.options), source.clone());
+        let refresh = Refresh {
+            options: Arc::clone(&self.options),
+            source: source.clone(),
+            tell,
+        };
+        tokio::spawn(async move {
+            tokio::select! {
+                () = refresh.tell.closed() => {}
+                () = refresh.run(lookup) => {}
+            }
+        });
+        told
+    }
+}
+
+impl Source {
+    pub(super) fn name(&self) -> &str {
+        match self {
+            Self::Host { name, .. } | Self::Srv { name } => name,
+        }
+    }
+
+    fn literal(&self) -> Option<SocketAddr> {
+        let Self::Host { name, port } = self else {
+            return None;
+        };
+        let bare = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
+        let ip: IpAddr = bare.unwrap_or(name).parse().ok()?;
+        Some(SocketAddr::new(ip, *port))
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host { name, port } => write!(f, "{name}:{port}"),
+            Self::Srv { name } => write!(f, "SRV {name}"),
+        }
+    }
+}
+
+struct Refresh {
+    options: Arc<DnsOptions>,
+    source: Source,
+    tell: watch::Sender<Resolved>,
+}
+
+impl Refresh {
+    async fn run(&self, mut lookup: Lookup) {
+        loop {
+            let result = lookup.run().await;
+            let wait = wait(&result, &self.options);
+            self.publish(result);
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    fn publish(&self, result: Result<Found, DnsError>) {
+        let last = self.tell.borrow().clone();
+        let next = match result {
+            Ok(found) => {
+                if let Some(failure) = found.failure {
+                    tracing::debug!(source = %self.source, "one family could not be resolved: {failure}");
+                }
+                Resolved {
+                    addresses: found.addresses.into(),
+                    error: None,
+                }
+            }
+            Err(error) => Resolved {
+                addresses: Arc::clone(&last.addresses),
+                error: Some(error.to_string().into()),
+            },
+        };
+        if next != last {
+            self.log(&last, &next);
+            self.tell.send_replace(next);
+        }
+    }
+
+    fn log(&self, last: &Resolved, next: &Resolved) {
+        let source = &self.source;
+        match (&last.error, &next.error) {
+            (None, Some(error)) => {
+                let kept = next.addresses.len();
+                tracing::warn!(%source, kept, "name resolution fails: {error}");
+            }
+            (Some(_), Some(error)) => tracing::debug!(%source, "name resolution still fails: {error}"),
+            (Some(_), None) => tracing::info!(%source, "name resolution works again"),
+            (None, None) => {}
+        }
+        let (added, removed) = difference(&last.addresses, &next.addresses);
+        if !(added.is_empty() && removed.is_empty()) {
+            let addresses = next.addresses.len();
+            tracing::info!(%source, addresses, ?added, ?removed, "addresses changed");
+        }
+    }
+}
+
+/// Until the next lookup.
+fn wait(result: &Result<Found, DnsError>, options: &DnsOptions) -> Duration {
+    let ttl = match result {
+        Ok(Found {
+            failure: None, ttl, ..
+        }) => (*ttl).min(options.max_ttl),
+        _ => Duration::ZERO,
+    };
+    ttl.max(options.min_ttl).max(WAIT_MIN)
+}
+
+/// What the second has more than the first, and the other way round. Both are sorted.
+fn difference(last: &[SocketAddr], next: &[SocketAddr]) -> (Vec<SocketAddr>, Vec<SocketAddr>) {
+    let without = |these: &[SocketAddr], others: &[SocketAddr]| {
+        let gone = these
+            .iter()
+            .filter(|address| others.binary_search(address).is_err());
+        gone.copied().collect()
+    };
+    (without(next, last), without(last, next))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPTIONS: DnsOptions = DnsOptions {
+        servers: Vec::new(),
+        min_ttl: Duration::from_secs(1),
+        max_ttl: Duration::from_secs(60),
+        timeout: Duration::from_secs(5),
+    };
+
+    fn host(name: &str) -> Source {
+        Source::Host {
+            name: name.into(),
+            port: 9000,
+        }
+    }
+
+    fn no_target() -> DnsError {
+        DnsError::NoTarget { name: "s3".into() }
+    }
+
+    fn found(ttl: u64) -> Found {
+        Found {
+            addresses: Vec::new(),
+            ttl: Duration::from_secs(ttl),
+            failure: None,
+        }
+    }
+
+    #[test]
+    fn a_literal_ip_needs_neither_dns_nor_a_runtime() {
+        for (name, address) in [
+            ("10.0.0.1", "10.0.0.1:9000"),
+            ("::1", "[::1]:9000"),
+            ("[2001:db8::1]", "[2001:db8::1]:9000"),
+        ] {
+            let told = Resolver::new(OPTIONS).watch(&host(name));
+            let resolved = told.borrow().clone();
+            assert_eq!(*resolved.addresses, [address.parse().unwrap()]);
+            assert_eq!(resolved.error, None);
+            assert!(told.has_changed().is_err(), "nothing will follow");
+        }
+        assert_eq!(host("10.0.0.1.example").literal(), None);
+    }
+
+    #[test]
+    fn the_wait_is_the_ttl_between_floor_and_ceiling() {
+        let seconds = |result| wait(&result, &OPTIONS).as_secs();
+        assert_eq!(
+            [0, 1, 30, 86400].map(|ttl| seconds(Ok(found(ttl)))),
+            [1, 1, 30, 60]
+        );
+        assert_eq!(seconds(Err(no_target())), 1);
+        let half = Found {
+            failure: Some(no_target()),
+            ..found(30)
+        };
+        assert_eq!(seconds(Ok(half)), 1, "what failed is asked for again soon");
+        let never = DnsOptions {
+            min_ttl: Duration::ZERO,
+            max_ttl: Duration::ZERO,
+            ..OPTIONS
+        };
+        assert!(wait(&Ok(found(30)), &never) > Duration::ZERO);
+    }
+
+    #[test]
+    fn the_difference_has_both_sides() {
+        let addresses =
+            |last: &[u8]| -> Vec<SocketAddr> { last.iter().map(|&n| ([10, 0, 0, n], 80).into()).collect() };
+        let (added, removed) = difference(&addresses(&[1, 2, 3]), &addresses(&[2, 4]));
+        assert_eq!((added, removed), (addresses(&[4]), addresses(&[1, 3])));
+    }
+}
