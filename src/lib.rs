@@ -18,6 +18,7 @@ pub mod dns;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod existence;
+pub mod fanout;
 pub mod gateway;
 mod host;
 pub mod inventory;

@@ -13,6 +13,7 @@ use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, ChunkHasher, Space};
 use crate::config::Strategy;
+use crate::fanout::EndpointState;
 use crate::net::{Landing, Traffic};
 use crate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -173,5 +174,13 @@ impl ObjectStore for Asked {
 
     fn traffic(&self) -> Traffic {
         self.inner.traffic()
+    }
+
+    fn endpoints(&self) -> Vec<EndpointState> {
+        self.inner.endpoints()
+    }
+
+    fn window_bytes(&self) -> usize {
+        self.inner.window_bytes()
     }
 }

@@ -6,15 +6,42 @@ use crate::units::show_duration;
 
 /// The key to blame, and the sentence.
 pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
-    let Config { s3, load, .. } = config;
+    let Config {
+        s3,
+        dns,
+        endpoints,
+        load,
+        ..
+    } = config;
     let mut problems = Vec::new();
 
-    if s3.retry_base > s3.retry_max {
-        let (base, max) = (show_duration(s3.retry_base), show_duration(s3.retry_max));
-        problems.push((
-            "s3.retry_base",
-            format!("{base} is longer than s3.retry_max, {max}; raise that or lower this"),
-        ));
+    for (key, least, greatest, most) in [
+        ("s3.retry_base", s3.retry_base, "s3.retry_max", s3.retry_max),
+        ("dns.min_ttl", dns.min_ttl, "dns.max_ttl", dns.max_ttl),
+        (
+            "endpoints.breaker_open",
+            endpoints.breaker_open,
+            "endpoints.breaker_open_max",
+            endpoints.breaker_open_max,
+        ),
+    ] {
+        if least > most {
+            let (least, most) = (show_duration(least), show_duration(most));
+            let message = format!("{least} is longer than {greatest}, {most}; raise that or lower this");
+            problems.push((key, message));
+        }
+    }
+    if !(endpoints.window_min..=endpoints.window_max).contains(&endpoints.window) {
+        let message = format!(
+            "{} is not between endpoints.window_min, {}, and endpoints.window_max, {}",
+            endpoints.window, endpoints.window_min, endpoints.window_max
+        );
+        problems.push(("endpoints.window", message));
+    }
+    if dns.srv.is_some() && s3.endpoint.as_ref().is_none_or(|urls| urls.contains(',')) {
+        let message = "is set, so s3.endpoint must be one URL: its scheme, and the name that requests \
+            are signed for and certificates have";
+        problems.push(("dns.srv", message.to_owned()));
     }
     // A part that is larger than the limit would be let through all the same, alone.
     if s3.part_size > load.in_flight {

@@ -4,14 +4,21 @@
 //! and by its key. An endpoint is never repeated in a message: one with a password in it would end
 //! up in a log.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use super::kinds::Text;
+use super::kinds::{Kind, Text};
 
-pub(super) const ENDPOINT: Text<String> = Text {
-    accepts: "http://host[:port] or https://host[:port], such as \"http://rgw.example:7480\"",
-    check: endpoint,
+pub(super) const ENDPOINTS: Text<String> = Text {
+    accepts: "http://host[:port] or https://host[:port], such as \"http://rgw.example:7480\", or several with commas",
+    check: endpoints,
+    show: String::clone,
+};
+
+pub(super) const DNS_NAME: Text<String> = Text {
+    accepts: "a DNS name, such as \"_s3._tcp.rgw.service.consul\"",
+    check: dns_name,
     show: String::clone,
 };
 
@@ -45,6 +52,63 @@ pub(super) const ABSOLUTE_PATH: Text<PathBuf> = Text {
     show: show_path,
 };
 
+/// Addresses of DNS servers.
+pub(super) struct Servers;
+
+impl Kind for Servers {
+    type Value = Vec<SocketAddr>;
+
+    fn parse(&self, text: &str) -> Result<Vec<SocketAddr>, String> {
+        let server = |text: &str| {
+            let text = text.trim();
+            let address = text.parse().ok();
+            let ip = || text.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, 53));
+            address.or_else(ip).ok_or_else(|| {
+                format!(
+                    "{text:?} is not the address of a DNS server; allowed is {}",
+                    self.accepts()
+                )
+            })
+        };
+        if text.trim().is_empty() {
+            return Ok(Vec::new());
+        }
+        text.split(',').map(server).collect()
+    }
+
+    fn show(&self, value: &Vec<SocketAddr>) -> String {
+        value
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(",")
+    }
+
+    fn accepts(&self) -> String {
+        "IP addresses with or without port, with commas, such as \"10.0.0.2,10.0.0.3:8600\"".to_owned()
+    }
+}
+
+fn dns_name(text: &str) -> Result<String, String> {
+    let name = text.strip_suffix('.').unwrap_or(text);
+    match name.len() <= 253 && name.split('.').all(is_label) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("{text:?} is not a DNS name")),
+    }
+}
+
+fn endpoints(text: &str) -> Result<String, String> {
+    let all: Vec<String> = text
+        .split(',')
+        .map(|text| endpoint(text.trim()))
+        .collect::<Result<_, _>>()?;
+    let schemes: BTreeSet<_> = all.iter().filter_map(|one| one.split("://").next()).collect();
+    match schemes.len() {
+        1 => Ok(all.join(",")),
+        _ => Err("some endpoints are http:// and some https://; write all alike".to_owned()),
+    }
+}
+
 fn endpoint(text: &str) -> Result<String, String> {
     let fault = |what: &str| Err(format!("the endpoint {what}"));
     if text.contains('@') {
@@ -68,12 +132,13 @@ fn endpoint(text: &str) -> Result<String, String> {
     Ok(format!("{scheme}://{authority}"))
 }
 
-/// The host of a valid endpoint, IPv6 in its brackets.
+/// The host of a valid endpoint, or of the first of several; IPv6 in its brackets.
 pub(super) fn host_of(endpoint: &str) -> &str {
     let authority = endpoint
         .split_once("://")
         .map_or(endpoint, |(_, authority)| authority);
-    split_port(authority).0
+    let first = authority.split(',').next().unwrap_or(authority);
+    split_port(first).0
 }
 
 pub(super) fn is_address(host: &str) -> bool {

@@ -1,12 +1,13 @@
 //! Every configuration key. To add one, add its line here.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use super::choice::choices;
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
-use super::names::{ABSOLUTE_PATH, BUCKET, ENDPOINT, FILE_PATH, PREFIX, REGION};
+use super::names::{ABSOLUTE_PATH, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, PREFIX, REGION, Servers};
 use crate::units::{ByteSize, GIB, KIB, MIB, TIB};
 
 choices! {
@@ -62,8 +63,8 @@ choices! {
 sections! {
     /// The S3 server and how it is spoken to.
     s3: S3 {
-        /// URL of the S3 server; not set: AWS, by region.
-        endpoint: Option<String> = "", Optional(ENDPOINT);
+        /// URL of the S3 server, or several with commas; not set: AWS, by region.
+        endpoint: Option<String> = "", Optional(ENDPOINTS);
         /// Bucket that holds the chunks.
         bucket: Option<String> = "", Optional(BUCKET);
         /// What the object keys begin with; empty: nothing.
@@ -88,18 +89,52 @@ sections! {
         request_timeout: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
         /// How long a connection is kept without a request; RGW closes one after 65 s.
         idle_timeout: Duration = "50s", Time { min_ms: 0, max_ms: 3_600_000 };
-        /// Connections in use at a time.
+        /// Connections in use at a time, to all endpoints together.
         connections: u32 = "256", Between(1, 65_536);
         /// Bytes of an answer that is no chunk, such as a page of a listing.
         answer_max: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(GIB));
         /// Attempts after the first.
         retries: u32 = "4", Between(0, 20);
-        /// Wait before the first retry; it doubles with each.
+        /// Wait before the first retry, where there is no other endpoint to go to; it doubles with each.
         retry_base: Duration = "50ms", Time { min_ms: 1, max_ms: 60_000 };
         /// Longest wait before a retry.
         retry_max: Duration = "2s", Time { min_ms: 1, max_ms: 300_000 };
-        /// Tokens that all retries share, so that a broken server is not flooded.
-        retry_budget: u32 = "64", Between(0, 100_000);
+        /// Retries that may be made in a burst, over all requests; ten successes earn one. Twice the ranges in flight.
+        retry_budget: u32 = "128", Between(0, 100_000);
+    }
+
+    /// How the server's name becomes addresses. Each is an endpoint.
+    dns: Dns {
+        /// DNS servers to ask, with commas; not set: the system's.
+        servers: Vec<SocketAddr> = "", Servers;
+        /// Name of SRV records that say where the server is, instead of A and AAAA records of its host.
+        srv: Option<String> = "", Optional(DNS_NAME);
+        /// Addresses are kept at least so long, and asked for again so long after a failure.
+        min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
+        /// Addresses are kept at most so long.
+        max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
+        /// Time for one lookup as a whole.
+        timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
+    }
+
+    /// Who of the server's addresses gets how much.
+    endpoints: Endpoints {
+        /// Bytes that one endpoint may have in flight at first; that grows while throughput does.
+        window: ByteSize = "64MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// It never shrinks below this.
+        window_min: ByteSize = "8MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// It never grows above this.
+        window_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Failures in a row after which an endpoint is left alone.
+        breaker_failures: u32 = "5", Between(1, 1000);
+        /// How long it is left alone; doubles with each probe that fails.
+        breaker_open: Duration = "1s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// It is left alone at most so long.
+        breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
+        hedges: u32 = "10", Between(0, 100);
+        /// No read is slow sooner than this.
+        hedge_min: Duration = "20ms", Time { min_ms: 1, max_ms: 60_000 };
     }
 
     /// Which chunks exist.

@@ -35,6 +35,7 @@ use self::turns::Turns;
 use crate::arena::Arena;
 use crate::chunk::SpaceKey;
 use crate::existence::{ExistenceCache, Prober};
+use crate::fanout::EndpointState;
 use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.
@@ -77,7 +78,10 @@ impl Gateway {
             options.lookup_deadline,
         );
         Self(Arc::new(Inner {
-            get_turns: Turns::new(options.get_bytes_max),
+            get_turns: Turns::new(options.get_bytes_max, {
+                let store = Arc::clone(&store);
+                move || store.window_bytes()
+            }),
             put_kib: Semaphore::new(kib(options.put_bytes_max) as usize),
             storing: DashMap::new(),
             spaces: DashMap::new(),
@@ -101,6 +105,11 @@ impl Gateway {
     /// HTTP requests sent so far.
     pub fn requests(&self) -> RequestCounts {
         self.0.store.requests()
+    }
+
+    /// What is known of the server's endpoints.
+    pub fn endpoints(&self) -> Vec<EndpointState> {
+        self.0.store.endpoints()
     }
 
     /// Forgets what is known to exist; the next lookup asks S3 again.

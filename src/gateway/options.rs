@@ -8,10 +8,11 @@ use super::Gateway;
 use crate::arena::{Arena, ArenaError, ArenaOptions};
 use crate::chunk::{DigestKind, KeyPrefix};
 use crate::config::{self, Config};
+use crate::dns::DnsOptions;
 use crate::existence::CacheLimits;
-use crate::object::{
-    Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, RetryPolicy, Retrying, S3, S3Options,
-};
+use crate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use crate::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
+use crate::units::ByteSize;
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]
@@ -48,7 +49,6 @@ pub enum OpenError {
 
 impl From<&Config> for GatewayOptions {
     fn from(config: &Config) -> Self {
-        let bytes = |size: crate::units::ByteSize| usize::try_from(size.bytes()).unwrap_or(usize::MAX);
         Self {
             keys: KeyPrefix::new(&config.s3.prefix),
             digest: match config.s3.digest {
@@ -71,7 +71,11 @@ impl From<&Config> for GatewayOptions {
     }
 }
 
-/// The configured bucket, with retries. Credentials come from the AWS chain unless given.
+fn bytes(size: ByteSize) -> usize {
+    usize::try_from(size.bytes()).unwrap_or(usize::MAX)
+}
+
+/// The configured bucket. Credentials come from the AWS chain unless given.
 pub async fn open_store(
     config: &Config,
     credentials: Option<Credentials>,
@@ -87,17 +91,38 @@ pub async fn open_store(
         request_timeout: config.s3.request_timeout,
         idle_timeout: config.s3.idle_timeout,
         connections_max: config.s3.connections as usize,
-        answer_bytes_max: usize::try_from(config.s3.answer_max.bytes()).unwrap_or(usize::MAX),
+        answer_bytes_max: bytes(config.s3.answer_max),
         credentials,
+        attempts: AttemptPolicy {
+            retries: config.s3.retries,
+            base: config.s3.retry_base,
+            max: config.s3.retry_max,
+            budget: config.s3.retry_budget,
+            hedges: config.endpoints.hedges,
+        },
+        endpoints: EndpointOptions {
+            window: WindowOptions {
+                start: bytes(config.endpoints.window),
+                min: bytes(config.endpoints.window_min),
+                max: bytes(config.endpoints.window_max),
+            },
+            breaker: BreakerOptions {
+                failures: config.endpoints.breaker_failures,
+                open: config.endpoints.breaker_open,
+                open_max: config.endpoints.breaker_open_max,
+            },
+            hedge_min: config.endpoints.hedge_min,
+        },
+        dns: DnsOptions {
+            servers: config.dns.servers.clone(),
+            min_ttl: config.dns.min_ttl,
+            max_ttl: config.dns.max_ttl,
+            timeout: config.dns.timeout,
+        },
+        srv: config.dns.srv.clone(),
     })
     .await?;
-    let policy = RetryPolicy {
-        retries: config.s3.retries,
-        base: config.s3.retry_base,
-        max: config.s3.retry_max,
-        budget: config.s3.retry_budget,
-    };
-    Ok(Arc::new(Retrying::new(s3, policy)))
+    Ok(Arc::new(s3))
 }
 
 impl Gateway {
@@ -122,7 +147,7 @@ impl Gateway {
         let capabilities = Capabilities::probe(&*store, &probe_key, mode, deadline).await?;
         tracing::debug!(?capabilities, "what the S3 server does");
         let arena = Arena::new(&ArenaOptions {
-            size: usize::try_from(config.arena.size.bytes()).unwrap_or(usize::MAX),
+            size: bytes(config.arena.size),
             path: config.arena.path.clone(),
             huge_pages: config.arena.huge_pages,
             prefault: config.arena.prefault,

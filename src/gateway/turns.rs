@@ -1,4 +1,6 @@
-//! Who may send a GET next: a limit on the bytes in flight of all loads together, and an order among those who wait.
+//! Who may send a GET next: a limit on the bytes in flight of all loads together, and an order among those who wait. The
+//! limit is the configured one, or what the endpoints that work can have in flight, whichever is less: so it is here that
+//! GETs wait, where the first in line is the one that is needed first.
 //!
 //! A GET gets in line by its *place*: the number of its load, then its position in the load's plan. So an earlier load goes
 //! before a later one, and within a load what is needed first goes first, whenever the GETs got in line. Nobody overtakes
@@ -18,10 +20,16 @@ use tokio::sync::oneshot;
 
 /// See the [module](self). Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Mutex<State>>);
+pub(super) struct Turns(Arc<Shared>);
+
+struct Shared {
+    limit_bytes: usize,
+    /// Another limit, which changes.
+    window_bytes: Box<dyn Fn() -> usize + Send + Sync>,
+    state: Mutex<State>,
+}
 
 struct State {
-    limit_bytes: usize,
     in_flight_bytes: usize,
     turns: usize,
     loads: u64,
@@ -60,15 +68,19 @@ pub(super) struct Turn {
 }
 
 impl Turns {
-    pub fn new(limit_bytes: usize) -> Self {
-        Self(Arc::new(Mutex::new(State {
-            limit_bytes,
+    pub fn new(limit_bytes: usize, window_bytes: impl Fn() -> usize + Send + Sync + 'static) -> Self {
+        let state = State {
             in_flight_bytes: 0,
             turns: 0,
             loads: 0,
             arrivals: 0,
             line: BTreeMap::new(),
-        })))
+        };
+        Self(Arc::new(Shared {
+            limit_bytes,
+            window_bytes: Box::new(window_bytes),
+            state: Mutex::new(state),
+        }))
     }
 
     /// The number of a new load, after all others.
@@ -95,10 +107,14 @@ impl Turns {
 
     /// Serves the first in line for as long as there is room.
     fn grant(&self, mut state: MutexGuard<'_, State>) {
+        if state.line.is_empty() {
+            return;
+        }
+        let limit_bytes = self.0.limit_bytes.min((self.0.window_bytes)());
         let mut granted = Vec::new();
         while let Some((_, first)) = state.line.first_key_value() {
             let in_flight_bytes = state.in_flight_bytes.saturating_add(first.bytes);
-            if state.turns > 0 && in_flight_bytes > state.limit_bytes {
+            if state.turns > 0 && in_flight_bytes > limit_bytes {
                 break;
             }
             state.in_flight_bytes = in_flight_bytes;
@@ -115,7 +131,7 @@ impl Turns {
 
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -156,6 +172,10 @@ mod tests {
 
     use super::*;
 
+    fn turns_of(limit_bytes: usize) -> Turns {
+        Turns::new(limit_bytes, || usize::MAX)
+    }
+
     fn place(load: u64, position: u64) -> Place {
         Place { load, position }
     }
@@ -166,7 +186,7 @@ mod tests {
 
     #[test]
     fn earlier_loads_and_earlier_parts_go_first() {
-        let turns = Turns::new(10);
+        let turns = turns_of(10);
         assert!(turns.load() < turns.load());
         let first = turns.wait(place(9, 0), 10).now_or_never().expect("free");
         let mut line: Vec<_> = [(2, 0), (1, 7), (2, 1), (1, 3), (1, 3)]
@@ -191,7 +211,7 @@ mod tests {
 
     #[test]
     fn nobody_overtakes_a_large_part_which_goes_alone() {
-        let turns = Turns::new(10);
+        let turns = turns_of(10);
         let small = turns.wait(place(1, 0), 4).now_or_never().expect("free");
         let mut large = turns.wait(place(1, 1), 11);
         let mut after = turns.wait(place(1, 2), 4);
@@ -202,12 +222,29 @@ mod tests {
         drop(alone);
         assert!((&mut after).now_or_never().is_some());
         assert_eq!(in_flight(&turns), 0);
-        assert!(Turns::new(0).wait(place(1, 0), 5).now_or_never().is_some());
+        assert!(turns_of(0).wait(place(1, 0), 5).now_or_never().is_some());
+    }
+
+    #[test]
+    fn what_the_endpoints_can_take_is_a_limit_too() {
+        let window = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let now = Arc::clone(&window);
+        let turns = Turns::new(10, move || now.load(std::sync::atomic::Ordering::Relaxed));
+        let first = turns
+            .wait(place(1, 0), 4)
+            .now_or_never()
+            .expect("one goes always");
+        let mut second = turns.wait(place(1, 1), 4);
+        let mut third = turns.wait(place(1, 2), 4);
+        assert!((&mut second).now_or_never().is_none());
+        window.store(8, std::sync::atomic::Ordering::Relaxed);
+        drop(first);
+        assert!((&mut second).now_or_never().is_some() && (&mut third).now_or_never().is_some());
     }
 
     #[test]
     fn who_leaves_lets_the_others_go() {
-        let turns = Turns::new(10);
+        let turns = turns_of(10);
         let held = turns.wait(place(1, 0), 5).now_or_never().expect("free");
         let large = turns.wait(place(1, 1), 10);
         let mut small = turns.wait(place(1, 2), 5);
@@ -225,7 +262,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_turn_wakes_who_waits_for_it() {
-        let turns = Turns::new(1);
+        let turns = turns_of(1);
         let served = Arc::new(Mutex::new(Vec::new()));
         // The last in line starts to wait first.
         let tasks: Vec<_> = (0..20)
@@ -278,7 +315,7 @@ mod tests {
                 limit in 0_usize..40,
                 acts in prop::collection::vec(act(), 1..120),
             ) {
-                let turns = Turns::new(limit);
+                let turns = turns_of(limit);
                 // Who waits, was granted, and took the turn.
                 let mut line: Vec<(Place, usize, Waiting)> = Vec::new();
                 let mut granted: Vec<(usize, Waiting)> = Vec::new();

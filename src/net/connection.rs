@@ -16,6 +16,7 @@ use super::head::{self, Head};
 use super::landing::Landing;
 use super::lowat::{self, LowWater};
 use super::tls::TlsStream;
+use crate::fanout::Held;
 
 /// Read at once while a head is expected: bytes of a body that come with it are copied, so not more.
 const HEAD_READ_BYTES: usize = 4096;
@@ -143,13 +144,18 @@ impl Connection {
         Ok(None)
     }
 
-    /// Reads the body into the slot, of whose length it is. What came with the head is copied; answers how much.
-    pub async fn land(&mut self, landing: &mut Landing) -> Result<usize, NetError> {
+    /// Reads the body into the slot, of whose length it is, and tells `arrived` of each stretch. What came with the head is
+    /// copied; answers how much.
+    pub async fn land(
+        &mut self,
+        landing: &mut Held<Landing>,
+        mut arrived: impl FnMut(&mut Held<Landing>, usize),
+    ) -> Result<usize, NetError> {
         let len = landing.slot.len();
         let copied = self.ahead.len().min(len);
         landing.slot[..copied].copy_from_slice(&self.ahead[..copied]);
         self.ahead.advance(copied);
-        landing.arrived(0, copied);
+        arrived(landing, copied);
         let mut landed = copied;
         while landed < len {
             // All the room that is left: smaller reads cost more system calls.
@@ -157,7 +163,7 @@ impl Connection {
             if read == 0 {
                 return Err(NetError::Cut { got: landed, len });
             }
-            landing.arrived(landed, read);
+            arrived(landing, read);
             landed += read;
         }
         Ok(copied)

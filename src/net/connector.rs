@@ -17,9 +17,12 @@ use super::body;
 use super::connection::{Connection, Outgoing};
 use super::error::NetError;
 use super::head::Head;
-use super::landing::LandingCell;
+use super::host::{Host, Place};
+use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{Counters, Traffic, add};
+use crate::dns::Resolver;
+use crate::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Lease, Loss, Outcome, Route};
 
 /// Limits, and whom to trust.
 #[derive(Debug, Clone)]
@@ -31,10 +34,14 @@ pub struct ConnectorOptions {
     pub stall_timeout: Duration,
     /// Connections are kept for so long after a request.
     pub idle_timeout: Duration,
-    /// Connections in use at a time, to one origin.
+    /// Connections in use at a time, to all endpoints of one origin.
     pub connections_max: usize,
     /// Bytes of a body that does not land.
     pub answer_bytes_max: usize,
+    pub endpoints: EndpointOptions,
+    pub dns: Resolver,
+    /// A host, and where it is, it and the buckets under its name, if DNS does not say it of the name itself.
+    pub places: Option<(String, Vec<Place>)>,
 }
 
 /// The SDK's HTTP client. Clones share their connections.
@@ -43,7 +50,7 @@ pub struct Connector(Arc<Inner>);
 
 struct Inner {
     options: Arc<ConnectorOptions>,
-    pools: DashMap<Origin, Arc<Pool>>,
+    hosts: DashMap<Origin, Arc<Host>>,
     counters: Arc<Counters>,
 }
 
@@ -51,7 +58,7 @@ impl Connector {
     pub fn new(options: ConnectorOptions) -> Self {
         Self(Arc::new(Inner {
             options: Arc::new(options),
-            pools: DashMap::new(),
+            hosts: DashMap::new(),
             counters: Arc::default(),
         }))
     }
@@ -60,24 +67,27 @@ impl Connector {
         self.0.counters.read()
     }
 
-    fn pool(&self, origin: &Origin) -> Arc<Pool> {
-        if let Some(pool) = self.0.pools.get(origin) {
-            return Arc::clone(&pool);
+    /// Bytes that the endpoints of an origin may have in flight.
+    pub fn window_bytes(&self, origin: &Origin) -> usize {
+        self.host(origin).endpoints().window_bytes()
+    }
+
+    pub fn endpoints(&self, origin: &Origin) -> Vec<EndpointState> {
+        self.host(origin).endpoints().states()
+    }
+
+    /// How requests that move `bytes` of body are hedged.
+    pub fn hedge(&self, origin: &Origin, bytes: usize) -> impl Hedge + use<> {
+        self.host(origin).endpoints().hedge(bytes)
+    }
+
+    fn host(&self, origin: &Origin) -> Arc<Host> {
+        if let Some(host) = self.0.hosts.get(origin) {
+            return Arc::clone(&host);
         }
-        let new = || {
-            Pool::new(
-                origin.clone(),
-                Arc::clone(&self.0.options),
-                Arc::clone(&self.0.counters),
-            )
-        };
-        Arc::clone(
-            &self
-                .0
-                .pools
-                .entry(origin.clone())
-                .or_insert_with(|| Arc::new(new())),
-        )
+        let entry = self.0.hosts.entry(origin.clone());
+        let new = || Host::new(origin.clone(), &self.0.options, &self.0.counters);
+        Arc::clone(&entry.or_insert_with(|| Arc::new(new())))
     }
 
     async fn call(&self, request: HttpRequest, connect_timeout: Duration) -> Result<HttpResponse, NetError> {
@@ -89,25 +99,54 @@ impl Connector {
             bodyless: request.method() == "HEAD",
         };
         let cell = request.extension::<LandingCell>();
+        let route = request.extension::<Route>().cloned().unwrap_or_default();
         let (head, body) = self
-            .send(&target.origin, &outgoing, cell, connect_timeout)
+            .send(&target.origin, &outgoing, cell, &route, connect_timeout)
             .await?;
         response(&head, body, cell.is_some() && head.is_success())
     }
 
-    /// One request. The body of a 2xx answer lands if there is a cell for it, and is empty then.
+    /// One request to one endpoint. The body of a 2xx answer lands if there is a cell for it, and is empty then.
     pub(crate) async fn send(
         &self,
         origin: &Origin,
         outgoing: &Outgoing<'_>,
         cell: Option<&LandingCell>,
+        route: &Route,
         connect_timeout: Duration,
     ) -> Result<(Head, Bytes), NetError> {
-        let pool = self.pool(origin);
-        let _turn = pool.turn().await;
+        let host = self.host(origin);
+        let class = match outgoing.body.is_empty() {
+            true => Class::Load,
+            false => Class::Store,
+        };
+        let bytes = outgoing.body.len() + cell.map_or(0, LandingCell::len);
+        let mut lease = host.lease(class, bytes, route, connect_timeout).await?;
+        let _turn = host.turn().await;
+        let sent = self
+            .send_over(&mut lease, outgoing, cell, route, connect_timeout)
+            .await;
+        match outcome(&sent) {
+            Some(outcome) => lease.end(outcome),
+            None => drop(lease),
+        }
+        sent
+    }
+
+    async fn send_over(
+        &self,
+        lease: &mut Lease<Pool>,
+        outgoing: &Outgoing<'_>,
+        cell: Option<&LandingCell>,
+        route: &Route,
+        connect_timeout: Duration,
+    ) -> Result<(Head, Bytes), NetError> {
+        let pool = Arc::clone(lease.payload());
         let (mut connection, head) = self.exchange(&pool, outgoing, connect_timeout).await?;
+        lease.moved(outgoing.body.len());
+        lease.answered();
         let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
-            self.land(&mut connection, &head, cell).await?;
+            self.land(&mut connection, &head, cell, route, lease).await?;
             Bytes::new()
         } else {
             body::collect(&mut connection, head.framing, self.0.options.answer_bytes_max).await?
@@ -142,17 +181,45 @@ impl Connector {
         connection: &mut Connection,
         head: &Head,
         cell: &LandingCell,
+        route: &Route,
+        lease: &mut Lease<Pool>,
     ) -> Result<(), NetError> {
         cell.expect().check(head)?;
-        let mut landing = cell.borrow().ok_or(NetError::Landing)?;
-        let copied = connection.land(&mut landing).await?;
-        let landed = landing.slot.len();
-        add(&self.0.counters.landed_bytes, landed);
+        let mut landing = cell.claim(route.start()).await;
+        let len = cell.len();
+        let mut landed = 0;
+        let progress = |landing: &mut Held<Landing>, bytes: usize| {
+            landing.arrived(landed, bytes);
+            landed += bytes;
+            landing.progress(landed, len);
+            lease.moved(bytes);
+        };
+        let copied = connection.land(&mut landing, progress).await?;
+        add(&self.0.counters.landed_bytes, len);
         add(
             &self.0.counters.copied_bytes,
-            if connection.copies() { landed } else { copied },
+            if connection.copies() { len } else { copied },
         );
         Ok(())
+    }
+}
+
+/// What a request that was sent says of its endpoint, if anything.
+fn outcome(sent: &Result<(Head, Bytes), NetError>) -> Option<Outcome> {
+    match sent {
+        Ok((head, _)) => Some(Outcome::Answered { status: head.status }),
+        // It works; what it sent is not what was asked for.
+        Err(NetError::Mismatch(_) | NetError::TooLong { .. }) => Some(Outcome::Answered { status: 400 }),
+        Err(NetError::Timeout { .. }) => Some(Outcome::Lost(Loss::Timeout)),
+        Err(
+            NetError::Connect { .. }
+            | NetError::Closed
+            | NetError::Io(_)
+            | NetError::Head(_)
+            | NetError::Framing(_)
+            | NetError::Cut { .. },
+        ) => Some(Outcome::Lost(Loss::Connection)),
+        Err(_) => None,
     }
 }
 
@@ -191,7 +258,9 @@ impl HttpConnector for Timed {
 fn for_sdk(error: NetError) -> ConnectorError {
     match error {
         NetError::Timeout { .. } => ConnectorError::timeout(error.into()),
-        NetError::Connect { .. } => ConnectorError::io(error.into()).never_connected(),
+        NetError::Connect { .. } | NetError::Resolve { .. } => {
+            ConnectorError::io(error.into()).never_connected()
+        }
         NetError::Url(_) | NetError::Body => ConnectorError::user(error.into()),
         _ => ConnectorError::io(error.into()),
     }

@@ -1,4 +1,6 @@
 use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::landing::Mismatch;
@@ -12,8 +14,11 @@ pub enum NetError {
     Body,
     #[error("a header of the request has bytes that no header can have")]
     Header,
+    /// The cause is a sentence of its own.
+    #[error("{host} has no address yet: {cause}")]
+    Resolve { host: String, cause: Arc<str> },
     #[error("no connection to {to}: {cause}")]
-    Connect { to: String, cause: io::Error },
+    Connect { to: SocketAddr, cause: io::Error },
     #[error("no {what} for {limit:?}")]
     Timeout { what: &'static str, limit: Duration },
     #[error("the connection was closed before an answer")]
@@ -28,8 +33,8 @@ pub enum NetError {
     Cut { got: usize, len: usize },
     #[error("the answer has more than {limit} bytes")]
     TooLong { limit: usize },
-    #[error("the slot is in use already")]
-    Landing,
+    #[error("no other endpoint has room for a hedge")]
+    NoRoom,
     #[error(transparent)]
     Mismatch(#[from] Mismatch),
 }

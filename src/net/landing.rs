@@ -1,10 +1,11 @@
 //! Where a body lands, and what must hold before it does.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::head::Head;
 use crate::arena::SlotMut;
+use crate::fanout::{Handover, Held, Start};
 
 /// Where the body of a ranged GET goes. It is handed over with the request and comes back when nothing writes to it any
 /// more.
@@ -124,78 +125,51 @@ fn parse_content_range(text: &str) -> Option<(Range<u64>, u64)> {
     Some((first..last.checked_add(1)?, total.trim().parse().ok()?))
 }
 
-/// Carries a [`Landing`] through the SDK to the connector, as a request's extension, and back. The connector takes it out
-/// for as long as it writes, and puts it back however that ends.
-#[derive(Clone)]
-pub struct LandingCell(Arc<Inner>);
-
-struct Inner {
-    expect: Expect,
-    landing: Mutex<Option<Landing>>,
+/// Carries a [`Landing`] through the SDK to the connector, as a request's extension, and back. The connector holds it for
+/// as long as it writes, and gives it back however that ends. Clones share it.
+#[derive(Debug, Clone)]
+pub struct LandingCell {
+    expect: Arc<Expect>,
+    landing: Handover<Landing>,
+    len: usize,
 }
 
 impl LandingCell {
     /// Panics if the slot has not the length of the range.
     pub fn new(landing: Landing, expect: Expect) -> Self {
+        let len = landing.slot.len();
         assert_eq!(
-            landing.slot.len() as u64,
+            len as u64,
             expect.range.end - expect.range.start,
             "slot and range differ in length"
         );
-        let landing = Mutex::new(Some(landing));
-        Self(Arc::new(Inner { expect, landing }))
+        Self {
+            expect: Arc::new(expect),
+            landing: Handover::new(landing),
+            len,
+        }
     }
 
     /// The landing, once nothing writes to it; None while something does.
     pub fn take(&self) -> Option<Landing> {
-        self.lock().take()
+        self.landing.take()
+    }
+
+    pub fn handover(&self) -> &Handover<Landing> {
+        &self.landing
     }
 
     pub(super) fn expect(&self) -> &Expect {
-        &self.0.expect
+        &self.expect
     }
 
-    /// Takes the landing out until the guard is dropped.
-    pub(super) fn borrow(&self) -> Option<Borrowed<'_>> {
-        let landing = self.take()?;
-        Some(Borrowed {
-            cell: self,
-            landing: Some(landing),
-        })
+    /// Bytes of the slot.
+    pub(super) fn len(&self) -> usize {
+        self.len
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Landing>> {
-        self.0.landing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl std::fmt::Debug for LandingCell {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "LandingCell({:?})", self.0.expect)
-    }
-}
-
-/// Puts the landing back when it is dropped.
-pub(super) struct Borrowed<'a> {
-    cell: &'a LandingCell,
-    landing: Option<Landing>,
-}
-
-impl std::ops::Deref for Borrowed<'_> {
-    type Target = Landing;
-    fn deref(&self) -> &Landing {
-        self.landing.as_ref().expect("there until it is dropped")
-    }
-}
-
-impl std::ops::DerefMut for Borrowed<'_> {
-    fn deref_mut(&mut self) -> &mut Landing {
-        self.landing.as_mut().expect("there until it is dropped")
-    }
-}
-
-impl Drop for Borrowed<'_> {
-    fn drop(&mut self) {
-        *self.cell.lock() = self.landing.take();
+    /// Waits until nothing else writes to it.
+    pub(super) async fn claim(&self, by: Start) -> Held<Landing> {
+        self.landing.claim(by).await
     }
 }

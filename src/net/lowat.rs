@@ -8,6 +8,9 @@ pub(super) const PLAIN_BYTES: usize = 256 << 10;
 /// TLS is slower, so more bytes come while nobody waits for them.
 pub(super) const TLS_BYTES: usize = 2 << 20;
 
+#[expect(clippy::cast_possible_truncation, reason = "4")]
+const VALUE_LEN: libc::socklen_t = size_of::<libc::c_int>() as libc::socklen_t;
+
 /// `SO_RCVLOWAT` of one socket.
 pub(super) struct LowWater {
     most: usize,
@@ -35,7 +38,7 @@ impl LowWater {
                 libc::SOL_SOCKET,
                 libc::SO_RCVLOWAT,
                 (&raw const value).cast(),
-                size_of::<libc::c_int>() as libc::socklen_t,
+                VALUE_LEN,
             )
         };
         if done != 0 {

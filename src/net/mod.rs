@@ -9,6 +9,8 @@
 //! It keeps time on connecting, sending, waiting and reading; the caller limits the whole. It tries nothing again, except
 //! a request on a kept connection that turns out to be closed: that costs nobody an attempt.
 //!
+//! A request goes to one of the endpoints of its host ([`fanout`](crate::fanout)); there is a pool of connections to each.
+//!
 //! It never knows chunks.
 
 mod body;
@@ -16,6 +18,7 @@ mod connection;
 mod connector;
 mod error;
 mod head;
+mod host;
 mod landing;
 mod lowat;
 mod pool;
@@ -25,6 +28,7 @@ mod tls;
 pub(crate) use connection::Outgoing;
 pub use connector::{Connector, ConnectorOptions, Target};
 pub use error::NetError;
+pub use host::Place;
 pub(crate) use landing::unquoted;
 pub use landing::{Expect, Landing, LandingCell, Mismatch, Watch};
 pub(crate) use pool::Origin;

@@ -1,12 +1,12 @@
-//! The connections to one origin: kept while they are good, at most so many in use.
+//! The connections to one address: kept while they are good.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::Instant;
 
 use super::connection::{Connection, Stream};
@@ -15,7 +15,7 @@ use super::error::NetError;
 use super::stats::{Counters, add};
 use super::tls::TlsStream;
 
-/// Where requests go: the part of a URL that a connection depends on.
+/// Where requests go: the part of a URL that connections depend on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Origin {
     pub tls: bool,
@@ -25,28 +25,29 @@ pub struct Origin {
 }
 
 pub(super) struct Pool {
-    origin: Origin,
+    address: SocketAddr,
+    /// The name that the certificate must have; None: without TLS.
+    tls: Option<String>,
     options: Arc<ConnectorOptions>,
     counters: Arc<Counters>,
-    in_use: Semaphore,
     /// The one used last is taken first, so that the others can grow old.
     idle: Mutex<Vec<(Connection, Instant)>>,
 }
 
 impl Pool {
-    pub fn new(origin: Origin, options: Arc<ConnectorOptions>, counters: Arc<Counters>) -> Self {
+    pub fn new(
+        address: SocketAddr,
+        tls: Option<String>,
+        options: Arc<ConnectorOptions>,
+        counters: Arc<Counters>,
+    ) -> Self {
         Self {
-            in_use: Semaphore::new(options.connections_max),
-            origin,
+            address,
+            tls,
             options,
             counters,
             idle: Mutex::default(),
         }
-    }
-
-    /// Waits until one more connection may be used.
-    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
-        self.in_use.acquire().await.ok()
     }
 
     /// A kept connection that is still good.
@@ -73,20 +74,19 @@ impl Pool {
     }
 
     pub async fn connect(&self, limit: Duration) -> Result<Connection, NetError> {
-        let Origin { tls, host, port } = &self.origin;
         let connect = async {
-            let tcp = TcpStream::connect((host.as_str(), *port)).await?;
+            let tcp = TcpStream::connect(self.address).await?;
             tcp.set_nodelay(true)?;
-            if !tls {
+            let Some(name) = &self.tls else {
                 return Ok(Stream::Plain(tcp));
-            }
-            let name = ServerName::try_from(host.clone())
+            };
+            let name = ServerName::try_from(name.clone())
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
             let tls = TlsStream::connect(tcp, Arc::clone(&self.options.tls), name).await?;
             Ok(Stream::Tls(Box::new(tls)))
         };
         let error = |cause| NetError::Connect {
-            to: format!("{host}:{port}"),
+            to: self.address,
             cause,
         };
         let late = |_| NetError::Timeout {

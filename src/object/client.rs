@@ -11,13 +11,15 @@ use aws_sdk_s3::config::{
 };
 use aws_smithy_runtime_api::box_error::BoxError;
 
-use crate::net::{self, Connector, ConnectorOptions, TlsError};
+use crate::dns::{DnsOptions, Resolver, Source};
+use crate::fanout::{AttemptPolicy, EndpointOptions};
+use crate::net::{self, Connector, ConnectorOptions, Origin, Place, Target, TlsError};
 
 /// How to reach a bucket. Credentials come from the AWS chain (environment, profile, web identity, container,
 /// instance) unless given.
 #[derive(Debug, Clone)]
 pub struct S3Options {
-    /// `http(s)://host[:port]`; None for AWS.
+    /// `http(s)://host[:port]`, several with commas: the first is what requests are signed for. None for AWS.
     pub endpoint: Option<String>,
     pub bucket: String,
     pub region: String,
@@ -36,6 +38,11 @@ pub struct S3Options {
     /// Bytes of an answer that is no chunk: an error, a page of a listing.
     pub answer_bytes_max: usize,
     pub credentials: Option<Credentials>,
+    pub attempts: AttemptPolicy,
+    pub endpoints: EndpointOptions,
+    pub dns: DnsOptions,
+    /// Name of SRV records that say where the server is, instead of its host name.
+    pub srv: Option<String>,
 }
 
 /// The options can't be used.
@@ -47,6 +54,46 @@ pub enum ClientError {
     Endpoint { endpoint: String, cause: BoxError },
 }
 
+impl S3Options {
+    /// The endpoint that requests are signed for.
+    pub(super) fn first_endpoint(&self) -> Option<&str> {
+        self.endpoint.as_deref().and_then(|urls| urls.split(',').next())
+    }
+
+    /// The server's host, and where it is, if that is not for DNS to say of its name.
+    fn places(&self) -> Result<Option<(String, Vec<Place>)>, ClientError> {
+        let Some(urls) = &self.endpoint else {
+            return Ok(None);
+        };
+        let mut targets = Vec::new();
+        for url in urls.split(',') {
+            let target = Target::parse(url).map_err(|cause| ClientError::Endpoint {
+                endpoint: url.to_owned(),
+                cause: cause.into(),
+            })?;
+            targets.push(target.origin);
+        }
+        let Some(host) = targets.first().map(|first| first.host.clone()) else {
+            return Ok(None);
+        };
+        let by_hand = |origin: Origin| Place {
+            server_name: origin.host.clone(),
+            source: Source::Host {
+                name: origin.host,
+                port: origin.port,
+            },
+        };
+        let places = match &self.srv {
+            Some(name) => vec![Place {
+                server_name: host.clone(),
+                source: Source::Srv { name: name.clone() },
+            }],
+            None => targets.into_iter().map(by_hand).collect(),
+        };
+        Ok((self.srv.is_some() || places.len() > 1).then_some((host, places)))
+    }
+}
+
 /// Our connector, as the options want it.
 pub(super) fn connector(options: &S3Options) -> Result<Connector, ClientError> {
     Ok(Connector::new(ConnectorOptions {
@@ -56,6 +103,9 @@ pub(super) fn connector(options: &S3Options) -> Result<Connector, ClientError> {
         idle_timeout: options.idle_timeout,
         connections_max: options.connections_max,
         answer_bytes_max: options.answer_bytes_max,
+        endpoints: options.endpoints,
+        dns: Resolver::new(options.dns.clone()),
+        places: options.places()?,
     }))
 }
 
@@ -82,8 +132,55 @@ pub(super) fn client(options: &S3Options, shared: &SdkConfig) -> Client {
         .timeout_config(timeouts.build())
         .request_checksum_calculation(RequestChecksumCalculation::WhenRequired)
         .response_checksum_validation(ResponseChecksumValidation::WhenRequired);
-    if let Some(endpoint) = &options.endpoint {
+    if let Some(endpoint) = options.first_endpoint() {
         config = config.endpoint_url(endpoint);
     }
     Client::from_conf(config.build())
+}
+
+#[cfg(test)]
+pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
+    use crate::fanout::{BreakerOptions, WindowOptions};
+    let second = Duration::from_secs(1);
+    S3Options {
+        endpoint: Some(endpoint.into()),
+        bucket: bucket.into(),
+        region: "us-east-1".into(),
+        path_style: true,
+        ca_file: None,
+        connect_timeout: second,
+        read_timeout: second,
+        request_timeout: second,
+        idle_timeout: second,
+        connections_max: 1,
+        answer_bytes_max: 1 << 20,
+        credentials: Some(Credentials::from_keys("key", "secret", None)),
+        attempts: AttemptPolicy {
+            retries: 0,
+            base: second,
+            max: second,
+            budget: 0,
+            hedges: 0,
+        },
+        endpoints: EndpointOptions {
+            window: WindowOptions {
+                start: 1 << 20,
+                min: 1 << 20,
+                max: 1 << 20,
+            },
+            breaker: BreakerOptions {
+                failures: 5,
+                open: second,
+                open_max: second,
+            },
+            hedge_min: second,
+        },
+        dns: DnsOptions {
+            servers: Vec::new(),
+            min_ttl: second,
+            max_ttl: second,
+            timeout: second,
+        },
+        srv: None,
+    }
 }

@@ -7,6 +7,7 @@ use aws_sdk_s3::operation::RequestId;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
 use super::reads::Refusal;
+use crate::fanout::{Failure, Verdict};
 use crate::net::{Mismatch, NetError};
 
 /// What was asked of S3; also the kinds that requests are counted by.
@@ -210,8 +211,9 @@ impl ObjectError {
 
     pub(super) fn from_net(operation: Operation, target: &str, error: &NetError) -> Self {
         let kind = match error {
-            NetError::Url(_) | NetError::Body | NetError::Header | NetError::Landing => ErrorKind::Refused,
-            NetError::Connect { .. } => ErrorKind::Connect,
+            NetError::Url(_) | NetError::Body | NetError::Header => ErrorKind::Refused,
+            NetError::Resolve { .. } | NetError::Connect { .. } => ErrorKind::Connect,
+            NetError::NoRoom => ErrorKind::Throttled,
             NetError::Timeout { .. } => ErrorKind::Timeout,
             NetError::Closed
             | NetError::Io(_)
@@ -259,6 +261,16 @@ impl fmt::Display for ObjectError {
 }
 
 impl StdError for ObjectError {}
+
+impl Failure for ObjectError {
+    fn verdict(&self) -> Verdict {
+        match self.kind {
+            ErrorKind::Connect | ErrorKind::Broken => Verdict::Lost,
+            kind if kind.retryable() => Verdict::Again,
+            _ => Verdict::Final,
+        }
+    }
+}
 
 /// `from_s3`: the answer looks like the S3 server's own.
 fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3: bool) -> ErrorKind {

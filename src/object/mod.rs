@@ -1,9 +1,9 @@
 //! Objects on S3: the few calls that kvgate needs, with errors that say what they mean.
 //!
-//! [`ObjectStore`] is the seam. [`S3`] makes one attempt a call, over the AWS SDK with its retries and checksums off
-//! (HEAD and ranged GET, made by the thousand, go round its typed layer: `reads`, `sign`) and our connections ([`net`](crate::net));
-//! [`Retrying`] wraps any store and is the only place where something is tried again. Tests wrap stores in the same
-//! way to inject faults. Bytes of a ranged GET go into the caller's slot (`landing`), bytes of a PUT come from it.
+//! [`ObjectStore`] is the seam; tests wrap stores to inject faults. [`S3`] makes its calls over the AWS SDK with its retries
+//! and checksums off (HEAD and ranged GET, made by the thousand, go round its typed layer: `reads`, `sign`), over our
+//! connections ([`net`](crate::net)), as often and where [`Attempts`](crate::fanout::Attempts) says. Bytes of a ranged GET go
+//! into the caller's slot, bytes of a PUT come from it.
 //!
 //! It knows keys and bytes, not chunks: whether an object is a good chunk is the gateway's question.
 
@@ -11,7 +11,6 @@ mod capabilities;
 mod client;
 mod error;
 mod reads;
-mod retry;
 mod s3;
 mod sign;
 mod store;
@@ -19,7 +18,6 @@ mod store;
 pub use capabilities::{Capabilities, ProbeMode};
 pub use client::{ClientError, S3Options};
 pub use error::{ErrorKind, ObjectError, Operation};
-pub use retry::{RetryPolicy, Retrying};
 pub use s3::S3;
 pub use store::{
     Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result,

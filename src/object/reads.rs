@@ -33,6 +33,7 @@ use aws_smithy_types::timeout::TimeoutConfig;
 
 use super::client::{ClientError, S3Options};
 use super::sign::{Signable, Signer};
+use crate::fanout::{EndpointState, Hedge, Route};
 use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
@@ -71,6 +72,7 @@ pub(super) struct Read {
     pub range: Option<String>,
     pub if_match: Option<String>,
     pub landing: Option<LandingCell>,
+    pub route: Route,
 }
 
 /// The head of a 2xx answer.
@@ -177,6 +179,19 @@ impl Reads {
         }
     }
 
+    /// How reads of so many bytes are hedged.
+    pub fn hedge(&self, bytes: usize) -> impl Hedge + use<> {
+        self.http.hedge(&self.bucket.origin, bytes)
+    }
+
+    pub fn endpoints(&self) -> Vec<EndpointState> {
+        self.http.endpoints(&self.bucket.origin)
+    }
+
+    pub fn window_bytes(&self) -> usize {
+        self.http.window_bytes(&self.bucket.origin)
+    }
+
     async fn send_signed(
         &self,
         read: &Read,
@@ -207,9 +222,10 @@ impl Reads {
             body: &[],
             bodyless: read.method == "HEAD",
         };
+        let landing = read.landing.as_ref();
         let sent = self
             .http
-            .send(origin, &outgoing, read.landing.as_ref(), self.connect_timeout);
+            .send(origin, &outgoing, landing, &read.route, self.connect_timeout);
         let (head, body) = sent.await.map_err(ReadError::Net)?;
         answer(head.status, |name| head.header(name), &body).map_err(ReadError::Refused)
     }
@@ -224,7 +240,7 @@ async fn bucket_url(options: &S3Options) -> Result<String, ClientError> {
     let params = Params::builder()
         .bucket(&options.bucket)
         .region(&options.region)
-        .set_endpoint(options.endpoint.clone())
+        .set_endpoint(options.first_endpoint().map(Into::into))
         .force_path_style(options.path_style)
         .build()
         .map_err(|cause| error(cause.into()))?;
@@ -246,6 +262,7 @@ fn serialize(read: Read) -> Result<HttpRequest, BoxError> {
     if let Some(etag) = read.if_match {
         headers.insert("if-match", etag);
     }
+    request.add_extension(read.route);
     if let Some(landing) = read.landing {
         request.add_extension(landing);
     }

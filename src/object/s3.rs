@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aws_sdk_s3::Client;
+use aws_sdk_s3::client::customize::CustomizableOperation;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::RequestId;
 use aws_sdk_s3::primitives::{ByteStream, DateTime};
@@ -20,13 +21,15 @@ use super::store::{
     Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
 };
+use crate::fanout::{Attempts, EndpointState, Handover, Route};
 use crate::net::{Connector, Expect, Landing, LandingCell, Traffic, unquoted};
 
-/// One bucket over the AWS SDK; each call is one attempt.
+/// One bucket over the AWS SDK.
 pub struct S3 {
     client: Client,
     reads: Reads,
     http: Connector,
+    attempts: Attempts,
     bucket: String,
     region: String,
     request_timeout: Duration,
@@ -44,12 +47,25 @@ impl S3 {
             client: client::client(options, &shared),
             reads: Reads::new(options, http.clone(), shared.credentials_provider()).await?,
             http,
+            attempts: Attempts::new(options.attempts),
             bucket: options.bucket.clone(),
             region: options.region.clone(),
             request_timeout: options.request_timeout,
             counters: Counters::default(),
             signs: AtomicBool::new(false),
         })
+    }
+
+    /// Makes attempts at a call. Each is given the route to send its request by.
+    async fn call<T, F: Future<Output = Result<T>>>(
+        &self,
+        operation: Operation,
+        target: &str,
+        deadline: Instant,
+        request: impl Fn(Route) -> F,
+    ) -> Result<T> {
+        let attempt = |route| self.attempt(operation, target, deadline, request(route));
+        self.attempts.run(deadline, attempt).await
     }
 
     /// Counts the request and ends it in time.
@@ -105,7 +121,7 @@ impl S3 {
         answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, self.signs()))
     }
 
-    async fn read(&self, operation: Operation, read: Read) -> Result<Answer> {
+    async fn send(&self, operation: Operation, read: Read) -> Result<Answer> {
         let key = read.key.clone();
         match self.reads.send(read).await {
             Ok(answer) => {
@@ -161,6 +177,11 @@ fn meta_of(
     })
 }
 
+/// The request goes by this route.
+fn by<T, E, B>(route: Route, request: CustomizableOperation<T, E, B>) -> CustomizableOperation<T, E, B> {
+    request.mutate_request(move |request| request.add_extension(route.clone()))
+}
+
 fn quoted(etag: &str) -> String {
     format!("\"{etag}\"")
 }
@@ -172,33 +193,43 @@ fn length(len: Option<i64>) -> Option<u64> {
 impl ObjectStore for S3 {
     fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
         let operation = Operation::Head;
-        Box::pin(self.attempt(operation, key, deadline, async move {
-            let read = Read {
-                method: "HEAD",
-                key: key.to_owned(),
-                range: None,
-                if_match: None,
-                landing: None,
+        Box::pin(async move {
+            let hedge = self.reads.hedge(0);
+            let attempt = |route| {
+                let read = Read {
+                    method: "HEAD",
+                    key: key.to_owned(),
+                    range: None,
+                    if_match: None,
+                    landing: None,
+                    route,
+                };
+                let request = async move {
+                    let answer = self.send(operation, read).await?;
+                    let modified = answer.last_modified();
+                    meta_of(
+                        operation,
+                        key,
+                        answer.content_length,
+                        answer.etag.as_deref(),
+                        modified.as_ref(),
+                    )
+                };
+                self.attempt(operation, key, deadline, request)
             };
-            let answer = self.read(operation, read).await?;
-            let modified = answer.last_modified();
-            meta_of(
-                operation,
-                key,
-                answer.content_length,
-                answer.etag.as_deref(),
-                modified.as_ref(),
-            )
-        }))
+            let nothing = None::<&Handover<()>>;
+            self.attempts.run_hedged(deadline, &hedge, nothing, attempt).await
+        })
     }
 
     fn attributes<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
         let operation = Operation::Attributes;
-        Box::pin(self.attempt(operation, key, deadline, async move {
+        Box::pin(self.call(operation, key, deadline, move |route| async move {
             let request = self.client.get_object_attributes().bucket(&self.bucket).key(key);
             let request = request.object_attributes(ObjectAttributes::ObjectSize);
             let request = request.object_attributes(ObjectAttributes::Etag);
-            let answer = self.answer(operation, key, request.send()).await?;
+            let request = by(route, request.customize()).send();
+            let answer = self.answer(operation, key, request).await?;
             meta_of(
                 operation,
                 key,
@@ -218,26 +249,34 @@ impl ObjectStore for S3 {
         };
         let cell = LandingCell::new(landing, expect);
         Box::pin(async move {
-            let read = Read {
-                method: "GET",
-                key: get.key.to_owned(),
-                range: Some(format!("bytes={}-{}", get.range.start, get.range.end - 1)),
-                if_match: get.if_match.map(quoted),
-                landing: Some(cell.clone()),
+            let hedge = self.reads.hedge(get.range.len());
+            let attempt = |route| {
+                let read = Read {
+                    method: "GET",
+                    key: get.key.to_owned(),
+                    range: Some(format!("bytes={}-{}", get.range.start, get.range.end - 1)),
+                    if_match: get.if_match.map(quoted),
+                    landing: Some(cell.clone()),
+                    route,
+                };
+                let (key, len) = (get.key, get.object_len);
+                let request = async move {
+                    let answer = self.send(operation, read).await.map_err(|mut error| {
+                        if let ErrorKind::Length { expected, .. } = &mut error.kind {
+                            *expected = len;
+                        }
+                        error
+                    })?;
+                    let modified = answer.last_modified();
+                    let len = Some(len as u64);
+                    meta_of(operation, key, len, answer.etag.as_deref(), modified.as_ref())
+                };
+                self.attempt(operation, key, deadline, request)
             };
-            let result = self.attempt(operation, get.key, deadline, async {
-                let answer = self.read(operation, read).await.map_err(|mut error| {
-                    if let ErrorKind::Length { expected, .. } = &mut error.kind {
-                        *expected = get.object_len;
-                    }
-                    error
-                })?;
-                let modified = answer.last_modified();
-                let len = Some(get.object_len as u64);
-                meta_of(operation, get.key, len, answer.etag.as_deref(), modified.as_ref())
-            });
+            let handover = Some(cell.handover());
+            let result = self.attempts.run_hedged(deadline, &hedge, handover, attempt);
             let result = result.await;
-            // The request is over or given up, so nothing else holds it.
+            // All requests are over or given up, so nothing else holds it.
             let landing = cell.take().expect("a connector gives the landing back");
             (landing, result)
         })
@@ -245,9 +284,10 @@ impl ObjectStore for S3 {
 
     fn read<'a>(&'a self, key: &'a str, limit: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
         let operation = Operation::Get;
-        Box::pin(self.attempt(operation, key, deadline, async move {
+        Box::pin(self.call(operation, key, deadline, move |route| async move {
             let request = self.client.get_object().bucket(&self.bucket).key(key);
-            let answer = self.answer(operation, key, request.send()).await?;
+            let request = by(route, request.customize()).send();
+            let answer = self.answer(operation, key, request).await?;
             let len = answer.content_length().and_then(|len| usize::try_from(len).ok());
             if len.is_none_or(|len| len > limit) {
                 let detail = format!("{len:?} bytes, at most {limit} were expected");
@@ -268,23 +308,21 @@ impl ObjectStore for S3 {
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
         let operation = Operation::Put;
-        Box::pin(self.attempt(operation, key, deadline, async move {
-            let request = self
-                .client
-                .put_object()
-                .bucket(&self.bucket)
-                .key(key)
-                .body(ByteStream::from(body));
-            let request = match when {
-                Condition::Always => request,
-                Condition::IfAbsent => request.if_none_match("*"),
-                // Without quotes: with them, RGW 16 never finds it equal; the others take both.
-                Condition::IfMatch(etag) => request.if_match(etag),
-            };
-            // The payload has digests of its own; hashing it for the signature would cost more than sending it.
-            let answer = request.customize().disable_payload_signing().send();
-            let answer = self.answer(operation, key, answer).await?;
-            Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
+        Box::pin(self.call(operation, key, deadline, move |route| {
+            let body = ByteStream::from(body.clone());
+            async move {
+                let request = self.client.put_object().bucket(&self.bucket).key(key).body(body);
+                let request = match when {
+                    Condition::Always => request,
+                    Condition::IfAbsent => request.if_none_match("*"),
+                    // Without quotes: with them, RGW 16 never finds it equal; the others take both.
+                    Condition::IfMatch(etag) => request.if_match(etag),
+                };
+                // The payload has digests of its own; hashing it for the signature would cost more than sending it.
+                let request = by(route, request.customize()).disable_payload_signing().send();
+                let answer = self.answer(operation, key, request).await?;
+                Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
+            }
         }))
     }
 
@@ -295,10 +333,11 @@ impl ObjectStore for S3 {
         deadline: Instant,
     ) -> StoreFuture<'a, ListPage> {
         let operation = Operation::List;
-        Box::pin(self.attempt(operation, prefix, deadline, async move {
+        Box::pin(self.call(operation, prefix, deadline, move |route| async move {
             let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(prefix);
             let request = request.set_continuation_token(from.map(Into::into));
-            let answer = self.answer(operation, prefix, request.send()).await?;
+            let request = by(route, request.customize()).send();
+            let answer = self.answer(operation, prefix, request).await?;
             // What can't be read must not look like an end, or like nothing.
             let odd = |what| ObjectError::new(operation, prefix, ErrorKind::Protocol, what);
             let next = match (answer.is_truncated, answer.next_continuation_token) {
@@ -351,38 +390,49 @@ impl ObjectStore for S3 {
     fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
         // Not HeadBucket: its errors have no body, so they can't tell wrong credentials from a missing right.
         let operation = Operation::Bucket;
-        Box::pin(self.attempt(operation, &self.bucket, deadline, async move {
-            let request = self.client.list_objects_v2().bucket(&self.bucket).max_keys(1);
-            self.answer(operation, &self.bucket, request.send())
-                .await
-                .map(drop)
-        }))
+        Box::pin(
+            self.call(operation, &self.bucket, deadline, move |route| async move {
+                let request = self.client.list_objects_v2().bucket(&self.bucket).max_keys(1);
+                let request = by(route, request.customize()).send();
+                self.answer(operation, &self.bucket, request).await.map(drop)
+            }),
+        )
     }
 
     fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
         let operation = Operation::Bucket;
-        Box::pin(self.attempt(operation, &self.bucket, deadline, async move {
-            // AWS wants the region here, except for the one that is the default.
-            let place = (self.region != "us-east-1").then(|| {
-                let region = BucketLocationConstraint::from(self.region.as_str());
-                CreateBucketConfiguration::builder()
-                    .location_constraint(region)
-                    .build()
-            });
-            let request = self
-                .client
-                .create_bucket()
-                .bucket(&self.bucket)
-                .set_create_bucket_configuration(place);
-            match request.send().await {
-                Ok(_) => Ok(()),
-                Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
-                answer => self
-                    .answer(operation, &self.bucket, async { answer })
-                    .await
-                    .map(drop),
-            }
-        }))
+        Box::pin(
+            self.call(operation, &self.bucket, deadline, move |route| async move {
+                // AWS wants the region here, except for the one that is the default.
+                let place = (self.region != "us-east-1").then(|| {
+                    let region = BucketLocationConstraint::from(self.region.as_str());
+                    CreateBucketConfiguration::builder()
+                        .location_constraint(region)
+                        .build()
+                });
+                let request = self
+                    .client
+                    .create_bucket()
+                    .bucket(&self.bucket)
+                    .set_create_bucket_configuration(place);
+                match by(route, request.customize()).send().await {
+                    Ok(_) => Ok(()),
+                    Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
+                    answer => self
+                        .answer(operation, &self.bucket, async { answer })
+                        .await
+                        .map(drop),
+                }
+            }),
+        )
+    }
+
+    fn endpoints(&self) -> Vec<EndpointState> {
+        self.reads.endpoints()
+    }
+
+    fn window_bytes(&self) -> usize {
+        self.reads.window_bytes()
     }
 
     fn requests(&self) -> RequestCounts {
@@ -397,9 +447,10 @@ impl ObjectStore for S3 {
 impl S3 {
     async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
         let operation = Operation::Delete;
-        self.attempt(operation, key, deadline, async {
+        self.call(operation, key, deadline, |route| async {
             let request = self.client.delete_object().bucket(&self.bucket).key(key);
-            match self.answer(operation, key, request.send()).await.map(drop) {
+            let request = by(route, request.customize()).send();
+            match self.answer(operation, key, request).await.map(drop) {
                 Err(error) if error.kind == ErrorKind::NotFound => Ok(()),
                 result => result,
             }
@@ -415,9 +466,14 @@ impl S3 {
         let objects = objects.map_err(|error| refused(error.to_string()))?;
         let batch = Delete::builder().set_objects(Some(objects)).quiet(true).build();
         let batch = batch.map_err(|error| refused(error.to_string()))?;
-        self.attempt(operation, &self.bucket, deadline, async {
-            let request = self.client.delete_objects().bucket(&self.bucket).delete(batch);
-            let answer = self.answer(operation, &self.bucket, request.send()).await?;
+        self.call(operation, &self.bucket, deadline, |route| async {
+            let request = self
+                .client
+                .delete_objects()
+                .bucket(&self.bucket)
+                .delete(batch.clone());
+            let request = by(route, request.customize()).send();
+            let answer = self.answer(operation, &self.bucket, request).await?;
             match answer
                 .errors()
                 .iter()
@@ -441,7 +497,6 @@ impl S3 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aws_sdk_s3::config::Credentials;
     use aws_sdk_s3::presigning::PresigningConfig;
 
     #[tokio::test]
@@ -452,18 +507,8 @@ mod tests {
         ] {
             let second = Duration::from_secs(1);
             let options = S3Options {
-                endpoint: Some("http://rgw.test:8000".into()),
-                bucket: "chunks".into(),
-                region: "us-east-1".into(),
                 path_style,
-                ca_file: None,
-                connect_timeout: second,
-                read_timeout: second,
-                request_timeout: second,
-                idle_timeout: second,
-                connections_max: 1,
-                answer_bytes_max: 1 << 20,
-                credentials: Some(Credentials::from_keys("key", "secret", None)),
+                ..client::for_tests("http://rgw.test:8000", "chunks")
             };
             let s3 = S3::connect(&options).await.unwrap();
             let request = s3.client.get_object().bucket(&s3.bucket).key("pre/key");

@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
+use crate::fanout::EndpointState;
 use crate::net::{Landing, Traffic};
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
@@ -118,6 +119,16 @@ pub trait ObjectStore: Send + Sync + 'static {
 
     /// What the connections carried so far.
     fn traffic(&self) -> Traffic;
+
+    /// What is known of the server's endpoints, if it has any.
+    fn endpoints(&self) -> Vec<EndpointState> {
+        Vec::new()
+    }
+
+    /// Bytes that may be in flight to all endpoints that work.
+    fn window_bytes(&self) -> usize {
+        usize::MAX
+    }
 }
 
 /// HTTP requests by kind.

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_credential_types::Credentials;
+use kvgate::dns::DnsOptions;
 use kvgate::embedded::EmbeddedS3;
-use kvgate::object::{ObjectStore, RetryPolicy, Retrying, S3, S3Options};
+use kvgate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use kvgate::object::{ObjectStore, S3, S3Options};
 use tokio::net::TcpListener;
 
 /// A server, up for as long as this lives.
@@ -26,11 +28,34 @@ const SERVERS: [(&str, &str, &str); 4] = [
     ("swift", "swift", "SWIFT"),
 ];
 
-pub const RETRIES: RetryPolicy = RetryPolicy {
+pub const RETRIES: AttemptPolicy = AttemptPolicy {
     retries: 4,
     base: Duration::from_millis(20),
     max: Duration::from_millis(200),
     budget: 1000,
+    hedges: 10,
+};
+
+/// One attempt a call.
+pub const ONCE: AttemptPolicy = AttemptPolicy {
+    retries: 0,
+    hedges: 0,
+    ..RETRIES
+};
+
+/// As configured by default.
+pub const ENDPOINTS: EndpointOptions = EndpointOptions {
+    window: WindowOptions {
+        start: 64 << 20,
+        min: 8 << 20,
+        max: 1 << 30,
+    },
+    breaker: BreakerOptions {
+        failures: 5,
+        open: Duration::from_secs(1),
+        open_max: Duration::from_secs(30),
+    },
+    hedge_min: Duration::from_millis(20),
 };
 
 impl Backend {
@@ -100,7 +125,7 @@ impl Backend {
     }
 }
 
-/// For a server that takes any credentials.
+/// For a server that takes any credentials: one attempt a call.
 pub fn options(endpoint: &str) -> S3Options {
     S3Options {
         endpoint: Some(endpoint.into()),
@@ -115,14 +140,25 @@ pub fn options(endpoint: &str) -> S3Options {
         connections_max: 256,
         answer_bytes_max: 1 << 24,
         credentials: Some(Credentials::from_keys("key", "secret", None)),
+        attempts: ONCE,
+        endpoints: ENDPOINTS,
+        dns: DnsOptions {
+            servers: Vec::new(),
+            min_ttl: Duration::from_secs(1),
+            max_ttl: Duration::from_secs(60),
+            timeout: Duration::from_secs(2),
+        },
+        srv: None,
     }
 }
 
+/// With retries.
 pub async fn open(options: &S3Options) -> Arc<dyn ObjectStore> {
-    Arc::new(Retrying::new(
-        S3::connect(options).await.expect("good options"),
-        RETRIES,
-    ))
+    let options = S3Options {
+        attempts: RETRIES,
+        ..options.clone()
+    };
+    Arc::new(S3::connect(&options).await.expect("good options"))
 }
 
 /// A server of the test's own, and its endpoint.

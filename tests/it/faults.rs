@@ -11,11 +11,11 @@ use kvgate::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::net::{Landing, Traffic};
 use kvgate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
-    RequestCounts, RetryPolicy, Retrying, S3, StoreFuture,
+    RequestCounts, StoreFuture,
 };
 use tokio::time::Instant;
 
-use crate::backends::{Backend, RETRIES, options};
+use crate::backends::Backend;
 use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
 
 type Hook = Box<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
@@ -30,14 +30,14 @@ pub struct Hooked {
     flip: Option<(String, usize)>,
     /// So many times.
     flips: AtomicUsize,
-    /// GETs that deliver junk, but for the last byte, and break off.
+    /// Attempts at a GET that deliver junk, but for the last byte, and break off; others follow.
     breaks: AtomicUsize,
     /// Calls that fail with this, as long as it is set.
     failing: Mutex<Option<ErrorKind>>,
     fail_next: AtomicUsize,
     delay: Duration,
     entered: Arc<AtomicUsize>,
-    /// PUTs until one is made but its answer is lost.
+    /// PUTs until one is made but its answer is lost, so that another attempt follows.
     puts_to_lost: AtomicUsize,
 }
 
@@ -139,12 +139,10 @@ impl ObjectStore for Hooked {
             if let Err(error) = self.enter(Operation::Get, get.key).await {
                 return (landing, Err(error));
             }
-            if spend(&self.breaks) {
+            while spend(&self.breaks) {
                 let almost = landing.slot.len() - 1;
                 landing.slot[..almost].fill(0xee);
                 landing.arrived(0, almost);
-                let error = ObjectError::new(Operation::Get, get.key, ErrorKind::Broken, "injected");
-                return (landing, Err(error));
             }
             let flipped = self.flips(&get);
             // What watches must see the flipped byte.
@@ -172,16 +170,10 @@ impl ObjectStore for Hooked {
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
             self.enter(Operation::Put, key).await?;
-            let put = self.inner.put(key, body, when, deadline).await;
-            match self.puts_to_lost.fetch_sub(1, Ordering::SeqCst) == 0 {
-                true => Err(ObjectError::new(
-                    Operation::Put,
-                    key,
-                    ErrorKind::Broken,
-                    "the answer was lost",
-                )),
-                false => put,
+            if self.puts_to_lost.fetch_sub(1, Ordering::SeqCst) == 0 {
+                self.inner.put(key, body.clone(), when, deadline).await?;
             }
+            self.inner.put(key, body, when, deadline).await
         })
     }
 
@@ -301,7 +293,7 @@ async fn a_store_whose_answer_was_lost_is_found_to_be_there() {
         puts_to_lost: AtomicUsize::new(2),
         ..Hooked::over(Arc::clone(&site.store))
     };
-    let gateway = site.gateway_over(Arc::new(Retrying::new(flaky, RETRIES)));
+    let gateway = site.gateway_over(Arc::new(flaky));
     assert!(matches!(
         store_chunk(&gateway, &prompt, 0).await,
         StoreOutcome::Stored
@@ -565,35 +557,4 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
             .contains("[arena] size")
     );
     assert!(small.reserve(&prompt.space).is_err());
-}
-
-#[tokio::test(start_paused = true)]
-async fn retries_are_bounded_by_count_budget_and_deadline() {
-    // Every call fails before it gets to this server.
-    let nowhere: Arc<dyn ObjectStore> = Arc::new(S3::connect(&options("http://127.0.0.1:9")).await.unwrap());
-    let failing = |kind, policy| {
-        let inner = Hooked::over(Arc::clone(&nowhere));
-        inner.fail(Some(kind));
-        let calls = Arc::clone(&inner.entered);
-        (Retrying::new(inner, policy), calls)
-    };
-    for (kind, expected) in [
-        (ErrorKind::Throttled, 5),
-        (ErrorKind::Denied, 1),
-        (ErrorKind::NotFound, 1),
-    ] {
-        let (retrying, calls) = failing(kind, RETRIES);
-        assert_eq!(retrying.head("k", soon()).await.unwrap_err().kind, kind);
-        assert_eq!(calls.load(Ordering::SeqCst), expected, "{kind:?}");
-    }
-    let (retrying, calls) = failing(ErrorKind::Timeout, RetryPolicy { budget: 3, ..RETRIES });
-    for _ in 0..10 {
-        assert!(retrying.head("k", soon()).await.is_err());
-    }
-    assert_eq!(calls.load(Ordering::SeqCst), 10 + 3, "the budget is spent");
-
-    let (retrying, _) = failing(ErrorKind::Connect, RETRIES);
-    let deadline = Instant::now() + Duration::from_millis(1);
-    assert!(retrying.head("k", deadline).await.is_err());
-    assert!(Instant::now() <= deadline, "never past the deadline");
 }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use kvgate::chunk::DigestKind;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::object::{ErrorKind, ObjectStore, Retrying};
+use kvgate::object::{ErrorKind, ObjectStore};
 
-use crate::backends::{Backend, RETRIES};
+use crate::backends::Backend;
 use crate::faults::Hooked;
 use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, lookup, store_all, store_chunk};
 
@@ -116,9 +116,7 @@ async fn what_can_t_be_read_again_is_unknown() {
 #[tokio::test]
 async fn an_attempt_that_broke_off_leaves_no_trace_in_the_digests() {
     let (_server, site, prompt) = stored().await;
-    let breaking = Hooked::breaking(Arc::clone(&site.store), 4);
-    let store: Arc<dyn ObjectStore> = Arc::new(Retrying::new(breaking, RETRIES));
-    let gateway = site.gateway_over(store);
+    let gateway = site.gateway_over(Arc::new(Hooked::breaking(Arc::clone(&site.store), 4)));
     let before = gateway.requests();
     assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; N]);
     assert_eq!(

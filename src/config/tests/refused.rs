@@ -15,7 +15,7 @@ fn many_problems_are_told_at_once() {
         "{text}"
     );
     assert!(
-        text.contains("nope.x (environment KVGATE__NOPE__X): unknown key; the sections are s3, lookup"),
+        text.contains("nope.x (environment KVGATE__NOPE__X): unknown key; the sections are s3, dns"),
         "{text}"
     );
     assert_problems(
@@ -179,6 +179,13 @@ fn values_that_do_not_go_together() {
         load_file("bad-together.toml"),
         &[
             ("s3.retry_base", "3s is longer than s3.retry_max, 2s"),
+            ("dns.min_ttl", "2m is longer than dns.max_ttl, 1m"),
+            (
+                "endpoints.breaker_open",
+                "2m is longer than endpoints.breaker_open_max, 30s",
+            ),
+            ("endpoints.window", "4MiB is not between endpoints.window_min, 8MiB"),
+            ("dns.srv", "s3.endpoint must be one URL"),
             (
                 "load.in_flight",
                 "256MiB is smaller than one part; write at least s3.part_size, 512MiB",

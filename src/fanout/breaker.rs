@@ -1,0 +1,191 @@
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::time::Instant;
+
+/// When an endpoint is left alone, and for how long.
+#[derive(Debug, Clone, Copy)]
+pub struct BreakerOptions {
+    /// Failures in a row that open it.
+    pub failures: u32,
+    /// How long it stays open at first; doubles each time a probe fails.
+    pub open: Duration,
+    pub open_max: Duration,
+}
+
+/// What a breaker does with requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Lets them through.
+    Closed,
+    /// Lets none through.
+    Open,
+    /// Lets one through, the probe, or waits for how it ends.
+    HalfOpen,
+}
+
+/// Keeps requests away from an endpoint that fails.
+#[derive(Debug)]
+pub(super) struct Breaker {
+    options: BreakerOptions,
+    state: State,
+    failures: u32,
+    /// Times in a row that it opened.
+    opened: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum State {
+    Closed,
+    Open { until: Instant },
+    Probing,
+}
+
+impl Breaker {
+    pub fn new(options: BreakerOptions) -> Self {
+        Self {
+            options,
+            state: State::Closed,
+            failures: 0,
+            opened: 0,
+        }
+    }
+
+    /// Whether a request may be sent now.
+    pub fn admits(&self, now: Instant) -> bool {
+        match self.state {
+            State::Closed => true,
+            State::Open { until } => now >= until,
+            State::Probing => false,
+        }
+    }
+
+    pub fn phase(&self, now: Instant) -> Phase {
+        match self.state {
+            State::Closed => Phase::Closed,
+            State::Open { until } if now < until => Phase::Open,
+            _ => Phase::HalfOpen,
+        }
+    }
+
+    /// When the next probe may be sent; None while everything may.
+    pub fn opens_again(&self) -> Option<Instant> {
+        match self.state {
+            State::Open { until } => Some(until),
+            _ => None,
+        }
+    }
+
+    /// A request is sent. Answers whether it is the probe.
+    pub fn begin(&mut self, now: Instant) -> bool {
+        let probe = matches!(self.state, State::Open { until } if now >= until);
+        if probe {
+            self.state = State::Probing;
+        }
+        probe
+    }
+
+    /// An answer came that shows that the endpoint works.
+    pub fn succeeded(&mut self) {
+        self.state = State::Closed;
+        self.failures = 0;
+        self.opened = 0;
+    }
+
+    /// `probe`: what failed was the probe. Others that were under way when it opened say nothing new.
+    pub fn failed(&mut self, probe: bool, now: Instant) {
+        self.failures = self.failures.saturating_add(1);
+        let opens = match self.state {
+            State::Closed => self.failures >= self.options.failures,
+            State::Open { .. } => false,
+            State::Probing => probe,
+        };
+        if opens {
+            let open = self.options.open.saturating_mul(1 << self.opened.min(16));
+            self.opened += 1;
+            self.state = State::Open {
+                until: now + open.min(self.options.open_max),
+            };
+        }
+    }
+
+    /// The probe was given up: another one may be sent.
+    pub fn probe_given_up(&mut self, now: Instant) {
+        if let State::Probing = self.state {
+            self.state = State::Open { until: now };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn breaker() -> Breaker {
+        Breaker::new(BreakerOptions {
+            failures: 3,
+            open: SECOND,
+            open_max: 3 * SECOND,
+        })
+    }
+
+    #[test]
+    fn failures_in_a_row_open_it_and_one_probe_closes_it() {
+        let (mut breaker, now) = (breaker(), Instant::now());
+        for _ in 0..5 {
+            breaker.failed(false, now);
+            breaker.failed(false, now);
+            breaker.succeeded();
+        }
+        assert_eq!(breaker.phase(now), Phase::Closed, "not in a row");
+        for _ in 0..3 {
+            assert!(breaker.admits(now));
+            breaker.failed(false, now);
+        }
+        assert_eq!((breaker.phase(now), breaker.admits(now)), (Phase::Open, false));
+        let later = now + SECOND;
+        assert_eq!(
+            (breaker.phase(later), breaker.admits(later)),
+            (Phase::HalfOpen, true)
+        );
+        assert!(breaker.begin(later));
+        assert!(!breaker.admits(later), "one probe at a time");
+        breaker.succeeded();
+        assert_eq!(breaker.phase(later), Phase::Closed);
+        assert!(!breaker.begin(later));
+    }
+
+    #[test]
+    fn it_stays_open_longer_each_time_the_probe_fails() {
+        let (mut breaker, mut now) = (breaker(), Instant::now());
+        for _ in 0..3 {
+            breaker.failed(false, now);
+        }
+        for open in [1, 2, 3, 3] {
+            // Those that were under way when it opened.
+            breaker.failed(false, now);
+            let until = breaker.opens_again().unwrap();
+            assert_eq!(until - now, open * SECOND);
+            now = until;
+            assert!(breaker.begin(now));
+            breaker.failed(false, now);
+            assert_eq!(breaker.phase(now), Phase::HalfOpen, "that was not the probe");
+            breaker.failed(true, now);
+        }
+    }
+
+    #[test]
+    fn a_probe_that_was_given_up_is_followed_by_another() {
+        let (mut breaker, now) = (breaker(), Instant::now());
+        for _ in 0..3 {
+            breaker.failed(false, now);
+        }
+        let later = now + SECOND;
+        breaker.begin(later);
+        breaker.probe_given_up(later);
+        assert!(breaker.admits(later));
+    }
+}

@@ -1,0 +1,336 @@
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::attempts::Hedge;
+use super::breaker::{BreakerOptions, Phase};
+use super::estimate::Estimate;
+use super::lease::{Class, Lease};
+use super::line::{Line, Waiter};
+use super::member::{Ending, Member};
+use super::route::{Route, Start};
+use super::state::EndpointState;
+use super::window::WindowOptions;
+
+/// Limits of each endpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct EndpointOptions {
+    pub window: WindowOptions,
+    pub breaker: BreakerOptions,
+    /// No request is hedged sooner.
+    pub hedge_min: Duration,
+}
+
+/// Of the requests, so many are done sooner than a hedge is sent.
+const HEDGE_QUANTILE: f64 = 0.95;
+/// How fast the quantile follows.
+const QUANTILE_STEP: f64 = 0.05;
+/// Times the typical duration, between which it stays.
+const HEDGE_BETWEEN: (f64, f64) = (1.5, 10.0);
+/// So many requests make typical what they have in common.
+const TYPICAL_AFTER: u32 = 8;
+
+/// The endpoints behind one name. Clones share them.
+pub struct Endpoints<T>(Arc<Shared<T>>);
+
+struct Shared<T> {
+    options: EndpointOptions,
+    set: Mutex<Set<T>>,
+}
+
+struct Set<T> {
+    members: Vec<Member<T>>,
+    line: Line<T>,
+    /// Of leases, and of those who got in line.
+    numbers: u64,
+    /// Over all endpoints.
+    typical: Estimate,
+    samples: u32,
+    /// The quantile of what requests take, in typical durations.
+    quantile: f64,
+}
+
+impl<T> Clone for Endpoints<T> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<T> Endpoints<T> {
+    /// None yet: who asks for a lease waits for the first.
+    pub fn new(options: EndpointOptions) -> Self {
+        let set = Set {
+            members: Vec::new(),
+            line: Line::new(),
+            numbers: 0,
+            typical: Estimate::default(),
+            samples: 0,
+            quantile: HEDGE_BETWEEN.0 * 2.0,
+        };
+        Self(Arc::new(Shared {
+            options,
+            set: Mutex::new(set),
+        }))
+    }
+
+    /// From here on these are the addresses. Those that stay keep what is known of them; requests to those that go are not
+    /// disturbed.
+    pub fn update(&self, addresses: &[SocketAddr], payload: impl Fn(SocketAddr) -> T) {
+        let now = Instant::now();
+        let mut set = self.lock();
+        set.members.retain(|member| addresses.contains(&member.address));
+        let known: BTreeSet<_> = set.members.iter().map(|member| member.address).collect();
+        let new = addresses.iter().filter(|address| !known.contains(address));
+        let new = new.map(|&address| Member::new(address, payload(address), &self.0.options, now));
+        set.members.extend(new);
+        self.grant(set);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.lock().members.is_empty()
+    }
+
+    /// An endpoint for a request that moves `bytes` of body; waits until one has room for them. With 0 bytes it waits only
+    /// while there is no endpoint at all.
+    pub async fn lease(&self, class: Class, bytes: usize, route: &Route) -> Lease<T> {
+        let waiting = {
+            let now = Instant::now();
+            let mut set = self.lock();
+            // Who brings no bytes takes nobody's room.
+            if (bytes == 0 || set.line.is_empty())
+                && let Some(chosen) = set.choose(bytes, route, now)
+            {
+                return self.begin(&mut set, chosen, bytes, route, now);
+            }
+            set.members.iter_mut().for_each(Member::is_full);
+            set.numbers += 1;
+            let number = set.numbers;
+            let (sender, lease) = oneshot::channel();
+            set.line.push(Waiter {
+                number,
+                class,
+                bytes,
+                route: route.clone(),
+                sender,
+            });
+            Waiting {
+                endpoints: self,
+                class,
+                number,
+                lease,
+            }
+        };
+        waiting.granted().await
+    }
+
+    /// The same for a hedge: another endpoint that has room now, or none.
+    pub fn try_lease(&self, bytes: usize, route: &Route) -> Option<Lease<T>> {
+        let now = Instant::now();
+        let mut set = self.lock();
+        if !set.line.is_empty() {
+            return None;
+        }
+        let chosen = set.choose_other(bytes, route, now)?;
+        Some(self.begin(&mut set, chosen, bytes, route, now))
+    }
+
+    fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Lease<T> {
+        set.numbers += 1;
+        let number = set.numbers;
+        let member = &mut set.members[at];
+        member.begin(number, bytes, route.start(), now);
+        let (payload, address) = (Arc::clone(&member.payload), member.address);
+        let others = set.members.iter().any(|member| {
+            member.address != address && member.breaker.admits(now) && !route.has_taken(&member.address)
+        });
+        route.take(address, others, now);
+        Lease::new(self.clone(), payload, address, number, now)
+    }
+
+    /// A request ended.
+    pub(super) fn end(&self, address: SocketAddr, ending: &Ending) {
+        let now = Instant::now();
+        let mut set = self.lock();
+        let member = set.members.iter_mut().find(|member| member.address == address);
+        if let Some((bytes, took)) = member.and_then(|member| member.end(ending, now)) {
+            set.learn(bytes, took, ending, now);
+        }
+        self.grant(set);
+    }
+
+    /// Serves those in line for as long as there is room.
+    fn grant(&self, mut set: MutexGuard<'_, Set<T>>) {
+        let now = Instant::now();
+        let mut granted = Vec::new();
+        while let Some(first) = set.line.first() {
+            let (bytes, route) = (first.bytes, first.route.clone());
+            let Some(chosen) = set.choose(bytes, &route, now) else {
+                set.members.iter_mut().for_each(Member::is_full);
+                break;
+            };
+            let Some(waiter) = set.line.pop() else { break };
+            let lease = self.begin(&mut set, chosen, bytes, &route, now);
+            granted.push((waiter.sender, lease));
+        }
+        drop(set);
+        for (sender, lease) in granted {
+            // One that nobody takes ends here.
+            drop(sender.send(lease));
+        }
+    }
+
+    /// Bytes that all endpoints that work may have in flight together.
+    pub fn window_bytes(&self) -> usize {
+        let now = Instant::now();
+        let set = self.lock();
+        let usable = set.members.iter().filter(|member| member.breaker.admits(now));
+        usable.map(Member::window_bytes).fold(0, usize::saturating_add)
+    }
+
+    pub fn states(&self) -> Vec<EndpointState> {
+        let now = Instant::now();
+        self.lock()
+            .members
+            .iter()
+            .map(|member| member.state(now))
+            .collect()
+    }
+
+    /// How requests for `bytes` are hedged.
+    pub fn hedge(&self, bytes: usize) -> HedgeTo<T> {
+        HedgeTo {
+            endpoints: self.clone(),
+            bytes,
+        }
+    }
+
+    /// No panic can leave the set half-changed, so a poisoned lock is as good.
+    fn lock(&self) -> MutexGuard<'_, Set<T>> {
+        self.0.set.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Set<T> {
+    /// The better of two that have room, picked at random; not one that this call has taken, if there is another that
+    /// works. With all breakers open, the one that opens again first.
+    fn choose(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+        let works = |member: &Member<T>| member.breaker.admits(now);
+        let fresh = |member: &Member<T>| works(member) && !route.has_taken(&member.address);
+        if self.members.iter().any(fresh) {
+            self.better_of_two(bytes, now, |member| fresh(member) && member.has_room(bytes))
+        } else if self.members.iter().any(works) {
+            self.better_of_two(bytes, now, |member| works(member) && member.has_room(bytes))
+        } else {
+            let opens = |at: &usize| self.members[*at].breaker.opens_again();
+            // Those whose probe is under way have no time, and come first.
+            let room = |at: &usize| self.members[*at].has_room(bytes);
+            (0..self.members.len()).filter(room).min_by_key(opens)
+        }
+    }
+
+    /// One that this call has not taken, with a closed breaker.
+    fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+        self.better_of_two(bytes, now, |member| {
+            member.breaker.phase(now) == Phase::Closed
+                && !route.has_taken(&member.address)
+                && member.has_room(bytes)
+        })
+    }
+
+    fn better_of_two(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
+        // Two of an unknown number, each pair as likely as any other.
+        let mut two = [None; 2];
+        let fitting = (0..self.members.len()).filter(|&at| fits(&self.members[at]));
+        for (seen, at) in fitting.enumerate() {
+            match seen {
+                0 | 1 => two[seen] = Some(at),
+                _ => {
+                    if let Some(replaced) = two.get_mut(fastrand::usize(..=seen)) {
+                        *replaced = Some(at);
+                    }
+                }
+            }
+        }
+        let typical = self.typical.seconds(bytes).unwrap_or(1.0);
+        let cost = |at: usize| self.members[at].cost(bytes, typical, now);
+        match two {
+            [Some(one), Some(other)] => {
+                let (a, b) = (cost(one), cost(other));
+                let first = a < b || (a <= b && fastrand::bool());
+                Some(if first { one } else { other })
+            }
+            [one, _] => one,
+        }
+    }
+
+    fn learn(&mut self, bytes: usize, took: Duration, ending: &Ending, now: Instant) {
+        if let Some(typical) = self.typical.seconds(bytes)
+            && typical > 0.0
+        {
+            let ratio = took.as_secs_f64() / typical;
+            let step = match ratio > self.quantile {
+                true => QUANTILE_STEP * HEDGE_QUANTILE,
+                false => -QUANTILE_STEP * (1.0 - HEDGE_QUANTILE),
+            };
+            self.quantile = (self.quantile * (1.0 + step)).clamp(HEDGE_BETWEEN.0, HEDGE_BETWEEN.1);
+        }
+        let answered = ending.answered.unwrap_or(now);
+        if bytes == 0 || answered < ending.moved_at {
+            self.typical.answered(answered - ending.began, now);
+            self.typical.transferred(bytes, now - answered, now);
+        }
+        self.samples = self.samples.saturating_add(1);
+    }
+}
+
+/// Somebody in line, until this is dropped.
+struct Waiting<'a, T> {
+    endpoints: &'a Endpoints<T>,
+    class: Class,
+    number: u64,
+    lease: oneshot::Receiver<Lease<T>>,
+}
+
+impl<T> Waiting<'_, T> {
+    async fn granted(mut self) -> Lease<T> {
+        // The sender stays in the line until it has sent, and the line is there as long as we are.
+        (&mut self.lease).await.expect("whoever waits is in line")
+    }
+}
+
+impl<T> Drop for Waiting<'_, T> {
+    fn drop(&mut self) {
+        let mut set = self.endpoints.lock();
+        if set.line.leave(self.class, self.number) {
+            // It may have been what the others waited for.
+            self.endpoints.grant(set);
+        }
+    }
+}
+
+/// When and whether a request for some bytes is hedged; see [`Endpoints::hedge`].
+pub struct HedgeTo<T> {
+    endpoints: Endpoints<T>,
+    bytes: usize,
+}
+
+impl<T: Send + Sync> Hedge for HedgeTo<T> {
+    fn after(&self) -> Option<Duration> {
+        let set = self.endpoints.lock();
+        if set.members.len() < 2 || set.samples < TYPICAL_AFTER {
+            return None;
+        }
+        let late = Duration::try_from_secs_f64(set.typical.seconds(self.bytes)? * set.quantile).ok()?;
+        Some(late.max(self.endpoints.0.options.hedge_min))
+    }
+
+    fn has_room(&self, route: &Route) -> bool {
+        let set = self.endpoints.lock();
+        let hedge = route.then(Start::Hedge);
+        set.line.is_empty() && set.choose_other(self.bytes, &hedge, Instant::now()).is_some()
+    }
+}

@@ -1,0 +1,98 @@
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::endpoints::Endpoints;
+use super::member::Ending;
+
+/// What waits for room goes by its class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    Load,
+    Store,
+}
+
+/// How a request ended, as far as it tells something of its endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The answer came whole.
+    Answered {
+        status: u16,
+    },
+    Lost(Loss),
+}
+
+/// Why there was no answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// None could be made, it broke, or what came was no answer.
+    Connection,
+    Timeout,
+}
+
+/// The right to send one request to one endpoint. It is given back with what came of it; dropping it says that the
+/// request was given up.
+pub struct Lease<T> {
+    endpoints: Endpoints<T>,
+    payload: Arc<T>,
+    address: SocketAddr,
+    ending: Ending,
+}
+
+impl<T> Lease<T> {
+    pub(super) fn new(
+        endpoints: Endpoints<T>,
+        payload: Arc<T>,
+        address: SocketAddr,
+        number: u64,
+        now: Instant,
+    ) -> Self {
+        let ending = Ending {
+            lease: number,
+            outcome: None,
+            began: now,
+            answered: None,
+            moved_at: now,
+            moved: 0,
+        };
+        Self {
+            endpoints,
+            payload,
+            address,
+            ending,
+        }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What goes with the endpoint.
+    pub fn payload(&self) -> &Arc<T> {
+        &self.payload
+    }
+
+    /// The answer begins.
+    pub fn answered(&mut self) {
+        let now = Instant::now();
+        self.ending.answered = Some(now);
+        self.ending.moved_at = now;
+    }
+
+    /// Bytes of a body moved, either way.
+    pub fn moved(&mut self, bytes: usize) {
+        self.ending.moved += bytes;
+        self.ending.moved_at = Instant::now();
+    }
+
+    pub fn end(mut self, outcome: Outcome) {
+        self.ending.outcome = Some(outcome);
+    }
+}
+
+impl<T> Drop for Lease<T> {
+    fn drop(&mut self) {
+        self.endpoints.end(self.address, &self.ending);
+    }
+}

@@ -1,0 +1,217 @@
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::breaker::Breaker;
+use super::endpoints::EndpointOptions;
+use super::estimate::Estimate;
+use super::lease::{Loss, Outcome};
+use super::route::Start;
+use super::state::{EndpointState, Requests};
+use super::window::Window;
+
+/// A request that is given up after so long without a byte counts as a failure of its endpoint.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// One endpoint, as the others see it under their lock.
+pub(super) struct Member<T> {
+    pub address: SocketAddr,
+    pub payload: Arc<T>,
+    pub breaker: Breaker,
+    window: Window,
+    estimate: Estimate,
+    in_flight_bytes: usize,
+    /// By the number of the lease: the oldest is the first.
+    flights: BTreeMap<u64, Flight>,
+    totals: Requests,
+}
+
+struct Flight {
+    since: Instant,
+    bytes: usize,
+    probe: bool,
+}
+
+/// How a lease ended.
+pub(super) struct Ending {
+    pub lease: u64,
+    /// None: given up.
+    pub outcome: Option<Outcome>,
+    pub began: Instant,
+    /// The answer's first byte.
+    pub answered: Option<Instant>,
+    /// The last byte that moved.
+    pub moved_at: Instant,
+    pub moved: usize,
+}
+
+impl<T> Member<T> {
+    pub fn new(address: SocketAddr, payload: T, options: &EndpointOptions, now: Instant) -> Self {
+        Self {
+            address,
+            payload: Arc::new(payload),
+            breaker: Breaker::new(options.breaker),
+            window: Window::new(options.window, now),
+            estimate: Estimate::default(),
+            in_flight_bytes: 0,
+            flights: BTreeMap::new(),
+            totals: Requests::default(),
+        }
+    }
+
+    /// Whether `bytes` more may be in flight. One that is larger than the window goes alone.
+    pub fn has_room(&self, bytes: usize) -> bool {
+        bytes == 0 || self.in_flight_bytes == 0 || self.in_flight_bytes + bytes <= self.window.bytes()
+    }
+
+    pub fn window_bytes(&self) -> usize {
+        self.window.bytes()
+    }
+
+    pub fn is_full(&mut self) {
+        self.window.is_full();
+    }
+
+    /// What a request for `bytes` costs here, in seconds: what one takes there lately, and more if the oldest under way
+    /// takes longer than that. What is in flight breaks ties, and counts before the estimate knows of it.
+    ///
+    /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
+    /// and gets one request that shows whether it has.
+    pub fn cost(&self, bytes: usize, typical: f64, now: Instant) -> f64 {
+        let forgotten = self.flights.is_empty() && self.estimate.is_stale(now);
+        let own = self.estimate.seconds(bytes).filter(|_| !forgotten);
+        let late = self.flights.first_key_value().map_or(1.0, |(_, oldest)| {
+            let expected = self.estimate.seconds(oldest.bytes).unwrap_or(typical);
+            ((now - oldest.since).as_secs_f64() / expected.max(1e-6)).max(1.0)
+        });
+        let load = match bytes {
+            0 => self.flights.len() as f64 + 1.0,
+            _ => ((self.in_flight_bytes + bytes) as f64 / bytes as f64)
+                .sqrt()
+                .sqrt(),
+        };
+        own.unwrap_or(typical) * late * load
+    }
+
+    pub fn begin(&mut self, lease: u64, bytes: usize, start: Start, now: Instant) {
+        let probe = self.breaker.begin(now);
+        if bytes > 0 {
+            self.window.works(now);
+        }
+        self.in_flight_bytes += bytes;
+        let flight = Flight {
+            since: now,
+            bytes,
+            probe,
+        };
+        self.flights.insert(lease, flight);
+        match start {
+            Start::First => {}
+            Start::Retry => self.totals.retries += 1,
+            Start::Hedge => self.totals.hedges += 1,
+        }
+    }
+
+    /// Learns from how a request ended. Answers the time that it took, if its answer came whole.
+    pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<(usize, Duration)> {
+        let Flight { bytes, probe, .. } = self.flights.remove(&ending.lease)?;
+        self.in_flight_bytes -= bytes;
+        self.totals.bytes += ending.moved as u64;
+        let silent = now - ending.moved_at >= SILENCE;
+        let took = match ending.outcome {
+            Some(Outcome::Answered { status }) => self.answered(ending, status, probe, now),
+            Some(Outcome::Lost(loss)) => {
+                match loss {
+                    Loss::Connection => self.totals.lost += 1,
+                    Loss::Timeout => {
+                        self.totals.timed_out += 1;
+                        self.window.shrink(now);
+                    }
+                }
+                self.breaker.failed(probe, now);
+                None
+            }
+            None => {
+                self.totals.given_up += 1;
+                let whole = now - ending.began;
+                let each = match ending.moved {
+                    0 => whole,
+                    moved => whole.mul_f64((bytes as f64 / moved as f64).max(1.0)),
+                };
+                self.estimate.gave_up(bytes, each, now);
+                match (silent, probe) {
+                    (true, _) => self.breaker.failed(probe, now),
+                    (false, true) => self.breaker.probe_given_up(now),
+                    (false, false) => {}
+                }
+                None
+            }
+        };
+        if self.in_flight_bytes == 0 {
+            self.window.idles(now);
+        }
+        took
+    }
+
+    fn answered(
+        &mut self,
+        ending: &Ending,
+        status: u16,
+        probe: bool,
+        now: Instant,
+    ) -> Option<(usize, Duration)> {
+        match status {
+            429 | 503 => {
+                self.totals.throttled += 1;
+                self.window.shrink(now);
+                self.breaker.failed(probe, now);
+                return None;
+            }
+            500.. => {
+                self.totals.failed += 1;
+                self.breaker.failed(probe, now);
+                return None;
+            }
+            400.. => self.totals.refused += 1,
+            _ => self.totals.ok += 1,
+        }
+        self.breaker.succeeded();
+        let first = ending.answered.unwrap_or(now);
+        let moved = ending.moved;
+        match first < ending.moved_at {
+            // An upload is through before its answer begins, and its time is all one.
+            false if moved > 0 => self.estimate.transferred(moved, now - ending.began, now),
+            _ => {
+                self.estimate.answered(first - ending.began, now);
+                self.estimate.transferred(moved, now - first, now);
+            }
+        }
+        if moved > 0 {
+            self.window.came(moved, now);
+        }
+        (status < 300).then_some((moved, now - ending.began))
+    }
+
+    pub fn state(&self, now: Instant) -> EndpointState {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a positive rate"
+        )]
+        let bytes_per_second = self.window.throughput() as u64;
+        let latency = self.estimate.latency();
+        EndpointState {
+            address: self.address,
+            breaker: self.breaker.phase(now),
+            window_bytes: self.window.bytes(),
+            in_flight_bytes: self.in_flight_bytes,
+            in_flight: self.flights.len(),
+            latency_us: latency.map(|latency| u64::try_from(latency.as_micros()).unwrap_or(u64::MAX)),
+            bytes_per_second,
+            totals: self.totals,
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! One name, many addresses: which of them gets the next request, how much each may have in flight, and what becomes of a
+//! request whose endpoint is slow or gone.
+//!
+//! [`Endpoints`] are the addresses behind one name. Whoever sends a request asks them for a [`Lease`] first, which says
+//! where it goes, and tells the lease what came of it; that is all they learn from. [`Attempts`] is the one place where
+//! something is tried again, moved to another endpoint, or hedged.
+//!
+//! It knows neither names nor sockets nor HTTP: `T` is whatever goes with an endpoint, and time is tokio's, so that all of
+//! it can be tested, and simulated, with a paused clock.
+
+mod attempts;
+mod breaker;
+mod bucket;
+mod endpoints;
+mod estimate;
+mod handover;
+mod lease;
+mod line;
+mod member;
+mod route;
+mod state;
+mod window;
+
+pub use attempts::{AttemptPolicy, Attempts, Failure, Hedge, Verdict};
+pub use breaker::{BreakerOptions, Phase};
+pub use endpoints::{EndpointOptions, Endpoints, HedgeTo};
+pub use handover::{Handover, Held};
+pub use lease::{Class, Lease, Loss, Outcome};
+pub use route::{Route, Start};
+pub use state::{EndpointState, Requests};
+pub use window::WindowOptions;

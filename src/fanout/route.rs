@@ -1,0 +1,84 @@
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::time::Instant;
+
+/// Why a request is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    First,
+    /// An earlier attempt failed.
+    Retry,
+    /// An earlier attempt is slow.
+    Hedge,
+}
+
+/// The way of one call through its attempts: where they went, so that the next goes elsewhere. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Route {
+    start: Start,
+    taken: Arc<Mutex<Taken>>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    addresses: Vec<SocketAddr>,
+    /// Of the last attempt that was sent.
+    sent: Option<Instant>,
+    /// There was another endpoint then.
+    others: bool,
+}
+
+impl Default for Route {
+    fn default() -> Self {
+        Self {
+            start: Start::First,
+            taken: Arc::default(),
+        }
+    }
+}
+
+impl Route {
+    /// For an attempt after this one.
+    #[must_use]
+    pub fn then(&self, start: Start) -> Self {
+        Self {
+            start,
+            taken: Arc::clone(&self.taken),
+        }
+    }
+
+    pub fn start(&self) -> Start {
+        self.start
+    }
+
+    /// When the last attempt got its endpoint; None while it waits for one.
+    pub fn sent(&self) -> Option<Instant> {
+        self.lock().sent
+    }
+
+    pub fn has_taken(&self, address: &SocketAddr) -> bool {
+        self.lock().addresses.contains(address)
+    }
+
+    /// Whether the next attempt has another endpoint to go to.
+    pub fn can_move(&self) -> bool {
+        self.lock().others
+    }
+
+    pub(super) fn take(&self, address: SocketAddr, others: bool, now: Instant) {
+        let mut taken = self.lock();
+        taken.addresses.push(address);
+        taken.sent = Some(now);
+        taken.others = others;
+    }
+
+    /// All endpoints may be taken again.
+    pub(super) fn forget(&self) {
+        self.lock().addresses.clear();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

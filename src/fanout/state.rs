@@ -1,0 +1,71 @@
+use std::net::SocketAddr;
+
+use serde::Serialize;
+
+use super::breaker::Phase;
+
+/// What is known of one endpoint; what `bench`, the status page and the metrics show.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct EndpointState {
+    pub address: SocketAddr,
+    pub breaker: Phase,
+    /// Bytes that it may have in flight.
+    pub window_bytes: usize,
+    pub in_flight_bytes: usize,
+    /// Requests.
+    pub in_flight: usize,
+    /// Until an answer begins, lately; None before the first.
+    pub latency_us: Option<u64>,
+    /// Of bodies and uploads, lately; 0 before the first.
+    pub bytes_per_second: u64,
+    #[serde(flatten)]
+    pub totals: Requests,
+}
+
+/// What an endpoint was asked, and how that ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Requests {
+    /// 2xx and 3xx.
+    pub ok: u64,
+    /// 4xx: it works, and said no.
+    pub refused: u64,
+    /// 429 and 503.
+    pub throttled: u64,
+    /// Other 5xx.
+    pub failed: u64,
+    /// No connection, a broken one, or an answer that was none.
+    pub lost: u64,
+    pub timed_out: u64,
+    /// Nobody waited for the answer any more.
+    pub given_up: u64,
+    /// Of all of them: sent here after an attempt had failed.
+    pub retries: u64,
+    /// Of all of them: sent here because another endpoint was slow.
+    pub hedges: u64,
+    /// Of bodies and uploads.
+    pub bytes: u64,
+}
+
+impl Requests {
+    /// All that have ended.
+    pub fn total(&self) -> u64 {
+        self.ok + self.refused + self.throttled + self.failed + self.lost + self.timed_out + self.given_up
+    }
+
+    /// What came after `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            ok: self.ok - earlier.ok,
+            refused: self.refused - earlier.refused,
+            throttled: self.throttled - earlier.throttled,
+            failed: self.failed - earlier.failed,
+            lost: self.lost - earlier.lost,
+            timed_out: self.timed_out - earlier.timed_out,
+            given_up: self.given_up - earlier.given_up,
+            retries: self.retries - earlier.retries,
+            hedges: self.hedges - earlier.hedges,
+            bytes: self.bytes - earlier.bytes,
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The endpoints of one origin: the addresses that DNS, or the operator, gives for it, and a pool of connections to each.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures::future::select_all;
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use tokio::task::AbortHandle;
+
+use super::connector::ConnectorOptions;
+use super::error::NetError;
+use super::pool::{Origin, Pool};
+use super::stats::Counters;
+use crate::dns::{Resolved, Source};
+use crate::fanout::{Class, Endpoints, Lease, Route, Start};
+
+/// A place to ask for addresses, and the name that their certificates have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    pub source: Source,
+    pub server_name: String,
+}
+
+pub(super) struct Host {
+    origin: Origin,
+    endpoints: Endpoints<Pool>,
+    in_use: Semaphore,
+    /// Why there are no addresses.
+    trouble: Arc<Mutex<Option<Arc<str>>>>,
+    follower: AbortHandle,
+}
+
+impl Host {
+    /// Needs a tokio runtime.
+    pub fn new(origin: Origin, options: &Arc<ConnectorOptions>, counters: &Arc<Counters>) -> Self {
+        let endpoints = Endpoints::new(options.endpoints);
+        let trouble = Arc::default();
+        let follow = Follow {
+            watched: places(&origin, options)
+                .into_iter()
+                .map(|place| (place.server_name, options.dns.watch(&place.source)))
+                .collect(),
+            fixed: Vec::new(),
+            endpoints: endpoints.clone(),
+            tls: origin.tls,
+            options: Arc::clone(options),
+            counters: Arc::clone(counters),
+            trouble: Arc::clone(&trouble),
+        };
+        // Addresses that need no DNS are there from the start.
+        let follower = follow.start();
+        Self {
+            origin,
+            endpoints,
+            in_use: Semaphore::new(options.connections_max),
+            trouble,
+            follower,
+        }
+    }
+
+    pub fn endpoints(&self) -> &Endpoints<Pool> {
+        &self.endpoints
+    }
+
+    /// An endpoint for a request that moves `bytes` of body. `limit` is for the time until the name is resolved.
+    pub async fn lease(
+        &self,
+        class: Class,
+        bytes: usize,
+        route: &Route,
+        limit: Duration,
+    ) -> Result<Lease<Pool>, NetError> {
+        if route.start() == Start::Hedge {
+            return self.endpoints.try_lease(bytes, route).ok_or(NetError::NoRoom);
+        }
+        let lease = self.endpoints.lease(class, bytes, route);
+        if !self.endpoints.is_empty() {
+            return Ok(lease.await);
+        }
+        // Boxed: rare.
+        let lease = Box::pin(tokio::time::timeout(limit, lease));
+        lease.await.map_err(|_| {
+            let trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            NetError::Resolve {
+                host: self.origin.host.clone(),
+                cause: trouble
+                    .clone()
+                    .unwrap_or_else(|| format!("no answer for {limit:?}").into()),
+            }
+        })
+    }
+
+    /// Waits until one more connection may be used.
+    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        self.in_use.acquire().await.ok()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.follower.abort();
+    }
+}
+
+/// Where the addresses of an origin come from: what the operator says for the S3 server's host and the buckets under it,
+/// otherwise the name itself.
+fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<Place> {
+    let under = |host: &str| {
+        let before = origin.host.strip_suffix(host);
+        before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+    };
+    match &options.places {
+        Some((host, places)) if under(host) => places
+            .iter()
+            .map(|place| match place.server_name == *host {
+                // The bucket may be in the name.
+                true => Place {
+                    server_name: origin.host.clone(),
+                    source: place.source.clone(),
+                },
+                false => place.clone(),
+            })
+            .collect(),
+        _ => vec![Place {
+            source: Source::Host {
+                name: origin.host.clone(),
+                port: origin.port,
+            },
+            server_name: origin.host.clone(),
+        }],
+    }
+}
+
+/// Brings what DNS says to the endpoints.
+struct Follow {
+    /// With the name that certificates have.
+    watched: Vec<(String, watch::Receiver<Resolved>)>,
+    /// Those that never change.
+    fixed: Vec<(String, watch::Receiver<Resolved>)>,
+    endpoints: Endpoints<Pool>,
+    tls: bool,
+    options: Arc<ConnectorOptions>,
+    counters: Arc<Counters>,
+    trouble: Arc<Mutex<Option<Arc<str>>>>,
+}
+
+impl Follow {
+    fn start(mut self) -> AbortHandle {
+        self.update();
+        let follow = async move {
+            while !self.watched.is_empty() {
+                let changes = self
+                    .watched
+                    .iter_mut()
+                    .map(|(_, watched)| Box::pin(watched.changed()));
+                let (changed, at, _) = select_all(changes).await;
+                if changed.is_err() {
+                    // Literal addresses never change.
+                    self.fixed.push(self.watched.remove(at));
+                }
+                self.update();
+            }
+        };
+        tokio::spawn(follow).abort_handle()
+    }
+
+    fn update(&mut self) {
+        let mut names: HashMap<SocketAddr, String> = HashMap::new();
+        let mut addresses = Vec::new();
+        let mut trouble = None;
+        for (name, watched) in self.fixed.iter_mut().chain(&mut self.watched) {
+            let resolved = watched.borrow_and_update();
+            trouble = trouble.or_else(|| resolved.error.clone());
+            for &address in &*resolved.addresses {
+                names.entry(address).or_insert_with(|| {
+                    addresses.push(address);
+                    name.clone()
+                });
+            }
+        }
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+        self.endpoints.update(&addresses, |address| {
+            Pool::new(
+                address,
+                self.tls.then(|| names[&address].clone()),
+                Arc::clone(&self.options),
+                Arc::clone(&self.counters),
+            )
+        });
+    }
+}
