@@ -280,8 +280,8 @@ impl<T> Set<T> {
         }
         let answered = ending.answered.unwrap_or(now);
         if bytes == 0 || answered < ending.moved_at {
-            self.typical.answered(answered - ending.began, now);
-            self.typical.transferred(bytes, now - answered, now);
+            self.typical
+                .answered(answered - ending.began, bytes, now - answered, now);
         }
         self.samples = self.samples.saturating_add(1);
     }

@@ -16,30 +16,39 @@ pub(super) struct Estimate {
 }
 
 impl Estimate {
-    /// An answer began.
-    pub fn answered(&mut self, after: Duration, now: Instant) {
-        blend(&mut self.latency, after.as_secs_f64());
+    /// An answer began after `latency`; its body of `bytes` took `time`.
+    pub fn answered(&mut self, latency: Duration, bytes: usize, time: Duration, now: Instant) {
+        let weight = self.weight(now);
+        blend(&mut self.latency, latency.as_secs_f64(), weight);
+        if bytes > 0 {
+            let each = time.as_secs_f64() / bytes as f64;
+            blend(&mut self.seconds_per_byte, each, weight);
+        }
         self.sampled = Some(now);
     }
 
-    /// A body of `bytes`, or an upload, took `time`.
-    pub fn transferred(&mut self, bytes: usize, time: Duration, now: Instant) {
-        if bytes > 0 {
-            blend(&mut self.seconds_per_byte, time.as_secs_f64() / bytes as f64);
-            self.sampled = Some(now);
-        }
+    /// `bytes` of an upload took `time`, answer included.
+    pub fn uploaded(&mut self, bytes: usize, time: Duration, now: Instant) {
+        let (weight, each) = (self.weight(now), time.as_secs_f64() / bytes as f64);
+        blend(&mut self.seconds_per_byte, each, weight);
+        self.sampled = Some(now);
     }
 
     /// A request for `bytes` was given up after `time`: it would have taken at least so long.
     pub fn gave_up(&mut self, bytes: usize, time: Duration, now: Instant) {
-        let least = time.as_secs_f64();
+        let (weight, least) = (self.weight(now), time.as_secs_f64());
         if self.seconds(bytes).is_none_or(|expected| expected < least) {
             match bytes {
-                0 => blend(&mut self.latency, least),
-                _ => self.transferred(bytes, time, now),
+                0 => blend(&mut self.latency, least, weight),
+                _ => blend(&mut self.seconds_per_byte, least / bytes as f64, weight),
             }
         }
         self.sampled = Some(now);
+    }
+
+    /// Old news don't count.
+    fn weight(&self, now: Instant) -> f64 {
+        if self.is_stale(now) { 1.0 } else { WEIGHT }
     }
 
     /// Seconds that a request for `bytes` takes. 0 bytes: until its answer begins.
@@ -62,26 +71,31 @@ impl Estimate {
     }
 }
 
-fn blend(kept: &mut Option<f64>, sample: f64) {
-    *kept = Some(kept.map_or(sample, |kept| kept + WEIGHT * (sample - kept)));
+fn blend(kept: &mut Option<f64>, sample: f64, weight: f64) {
+    *kept = Some(kept.map_or(sample, |kept| kept + weight * (sample - kept)));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn close(seconds: Option<f64>, to: f64) -> bool {
+        (seconds.unwrap() - to).abs() < to / 100.0
+    }
+
     #[test]
     fn it_follows_the_samples() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert_eq!((estimate.seconds(0), estimate.seconds(1)), (None, None));
-        estimate.answered(Duration::from_millis(10), now);
+        estimate.answered(Duration::from_millis(10), 0, Duration::ZERO, now);
         assert_eq!(estimate.seconds(1), None, "latency says nothing of throughput");
-        estimate.transferred(1000, Duration::from_secs(1), now);
-        let close = |seconds: Option<f64>, to: f64| (seconds.unwrap() - to).abs() < to / 100.0;
+        estimate.uploaded(1000, SECOND, now);
         assert!(close(estimate.seconds(2000), 2.01));
         for _ in 0..30 {
-            estimate.transferred(1000, Duration::from_secs(3), now);
+            estimate.answered(Duration::from_millis(10), 1000, 3 * SECOND, now);
         }
         assert!(close(estimate.seconds(1000), 3.01));
     }
@@ -90,19 +104,22 @@ mod tests {
     fn what_was_given_up_can_only_make_it_slower() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
-        estimate.transferred(1000, Duration::from_secs(2), now);
-        estimate.gave_up(1000, Duration::from_secs(1), now);
-        assert!((estimate.seconds(1000).unwrap() - 2.0).abs() < 0.01);
-        estimate.gave_up(1000, Duration::from_secs(10), now);
+        estimate.uploaded(1000, 2 * SECOND, now);
+        estimate.gave_up(1000, SECOND, now);
+        assert!(close(estimate.seconds(1000), 2.0));
+        estimate.gave_up(1000, 10 * SECOND, now);
         assert!(estimate.seconds(1000).unwrap() > 4.0);
     }
 
     #[test]
-    fn old_news_is_stale() {
+    fn old_news_is_forgotten() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert!(estimate.is_stale(now));
-        estimate.answered(Duration::ZERO, now);
-        assert!(!estimate.is_stale(now) && estimate.is_stale(now + 2 * STALE));
+        estimate.uploaded(1000, 10 * SECOND, now);
+        let later = now + 2 * STALE;
+        assert!(!estimate.is_stale(now) && estimate.is_stale(later));
+        estimate.uploaded(1000, SECOND, later);
+        assert!(close(estimate.seconds(1000), 1.0));
     }
 }

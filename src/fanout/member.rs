@@ -183,11 +183,10 @@ impl<T> Member<T> {
         let moved = ending.moved;
         match first < ending.moved_at {
             // An upload is through before its answer begins, and its time is all one.
-            false if moved > 0 => self.estimate.transferred(moved, now - ending.began, now),
-            _ => {
-                self.estimate.answered(first - ending.began, now);
-                self.estimate.transferred(moved, now - first, now);
-            }
+            false if moved > 0 => self.estimate.uploaded(moved, now - ending.began, now),
+            _ => self
+                .estimate
+                .answered(first - ending.began, moved, now - first, now),
         }
         if moved > 0 {
             self.window.came(moved, now);

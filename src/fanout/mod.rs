@@ -19,6 +19,8 @@ mod line;
 mod member;
 mod route;
 mod state;
+#[cfg(test)]
+mod tests;
 mod window;
 
 pub use attempts::{AttemptPolicy, Attempts, Failure, Hedge, Verdict};

@@ -184,7 +184,10 @@ fn values_that_do_not_go_together() {
                 "endpoints.breaker_open",
                 "2m is longer than endpoints.breaker_open_max, 30s",
             ),
-            ("endpoints.window", "4MiB is not between endpoints.window_min, 8MiB"),
+            (
+                "endpoints.window",
+                "4MiB is not between endpoints.window_min, 8MiB",
+            ),
             ("dns.srv", "s3.endpoint must be one URL"),
             (
                 "load.in_flight",

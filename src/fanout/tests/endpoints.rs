@@ -1,0 +1,169 @@
+use futures::FutureExt;
+
+use super::*;
+
+const EVEN: [Does; 4] = [Does::Serve(40); 4];
+
+#[tokio::test(start_paused = true)]
+async fn endpoints_that_are_alike_get_alike() {
+    let fleet = Fleet::new(&EVEN);
+    fleet.load_many(&attempts(POLICY), 400, 16).await;
+    for number in 0..4 {
+        let share = fleet.share(number);
+        assert!((0.15..=0.35).contains(&share), "{number}: {share}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_one_gets_little_and_holds_up_little() {
+    let fleet = Fleet::new(&EVEN);
+    let attempts = attempts(POLICY);
+    let even = fleet.load_many(&attempts, 400, 16).await;
+    fleet.set(2, Does::Serve(4));
+    fleet.load_many(&attempts, 50, 16).await;
+    fleet.came.lock().unwrap().clear();
+    let slowed = fleet.load_many(&attempts, 400, 16).await;
+    assert!(fleet.share(2) <= 0.1, "{}", fleet.share(2));
+    let p99 = |mut took: Vec<Duration>| {
+        took.sort_unstable();
+        took[took.len() * 99 / 100]
+    };
+    let (even, slowed) = (p99(even), p99(slowed));
+    assert!(slowed < 2 * even, "{slowed:?} where all alike take {even:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_recovers_is_used_again() {
+    let fleet = Fleet::new(&EVEN);
+    let attempts = attempts(POLICY);
+    fleet.set(1, Does::Serve(4));
+    fleet.load_many(&attempts, 200, 16).await;
+    fleet.set(1, Does::Serve(40));
+    // Its slowness is forgotten after a while.
+    fleet.load_many(&attempts, 600, 16).await;
+    fleet.came.lock().unwrap().clear();
+    fleet.load_many(&attempts, 200, 16).await;
+    assert!(fleet.share(1) >= 0.15, "{}", fleet.share(1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_refuses_is_left_alone_and_comes_back() {
+    let fleet = Fleet::new(&EVEN);
+    let attempts = attempts(POLICY);
+    fleet.set(3, Does::Refuse);
+    fleet.load_many(&attempts, 200, 8).await;
+    let state = fleet.state(3);
+    assert!(state.totals.lost <= 20, "the breaker opens: {state:?}");
+    assert_ne!(state.breaker, Phase::Closed);
+    fleet.set(3, Does::Serve(40));
+    fleet.load_many(&attempts, 400, 8).await;
+    assert_eq!(fleet.state(3).breaker, Phase::Closed);
+    assert!(fleet.share(3) > 0.05, "{}", fleet.share(3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_all_fail_they_are_tried_all_the_same() {
+    let fleet = Fleet::new(&[Does::Refuse; 2]);
+    let attempts = attempts(AttemptPolicy { retries: 0, ..POLICY });
+    for _ in 0..20 {
+        assert_eq!(fleet.load(&attempts, MIB).await, Err(Failed::Lost));
+    }
+    for number in 0..2 {
+        fleet.set(number, Does::Serve(40));
+    }
+    assert!(
+        fleet.load(&attempts, MIB).await.is_ok(),
+        "at once, not when the breakers close"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_overloaded_one_gets_a_smaller_window() {
+    let fleet = Fleet::new(&[Does::Serve(40), Does::Throttle]);
+    fleet.load_many(&attempts(POLICY), 100, 8).await;
+    let state = fleet.state(1);
+    assert!(state.totals.throttled > 0);
+    assert!(state.window_bytes < OPTIONS.window.start, "{state:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn addresses_come_and_go_under_load() {
+    let fleet = Fleet::new(&EVEN);
+    let attempts = attempts(POLICY);
+    let load = tokio::spawn({
+        let (fleet, attempts) = (fleet.clone(), Arc::clone(&attempts));
+        async move { fleet.load_many(&attempts, 400, 16).await }
+    });
+    sleep(SECOND).await;
+    fleet.set(4, Does::Serve(40));
+    fleet
+        .endpoints
+        .update(&[address(0), address(1), address(2), address(4)], |_| ());
+    let gone = fleet.came.lock().unwrap()[&address(3)];
+    load.await.unwrap();
+    assert!(fleet.share(4) > 0.1, "{}", fleet.share(4));
+    let after = fleet.came.lock().unwrap()[&address(3)];
+    assert!(
+        after - gone <= OPTIONS.window.start,
+        "what was under way ends, nothing else begins"
+    );
+    assert!(fleet.endpoints.states().iter().all(|state| state.in_flight == 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_before_there_is_an_address_waits_for_it() {
+    let fleet = Fleet::new(&[]);
+    let route = Route::default();
+    let mut head = Box::pin(fleet.endpoints.lease(Class::Load, 0, &route));
+    assert!((&mut head).now_or_never().is_none());
+    fleet.endpoints.update(&[address(0)], |_| ());
+    assert_eq!(head.await.address(), address(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn loads_go_first_and_stores_are_not_starved() {
+    let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
+    endpoints.update(&[address(0)], |_| ());
+    let all = OPTIONS.window.start;
+    let full = endpoints.lease(Class::Load, all, &Route::default()).await;
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let wait = |class: Class| {
+        let (endpoints, order) = (endpoints.clone(), Arc::clone(&order));
+        tokio::spawn(async move {
+            let lease = endpoints.lease(class, all, &Route::default()).await;
+            order.lock().unwrap().push(class);
+            sleep(SECOND).await;
+            drop(lease);
+        })
+    };
+    let mut tasks = vec![wait(Class::Store), wait(Class::Store)];
+    tokio::task::yield_now().await;
+    tasks.extend((0..8).map(|_| wait(Class::Load)));
+    tokio::task::yield_now().await;
+    // Who leaves the line is not missed.
+    let route = Route::default();
+    let left = Box::pin(endpoints.lease(Class::Load, all, &route)).now_or_never();
+    assert!(left.is_none());
+    drop(full);
+    for task in tasks {
+        task.await.unwrap();
+    }
+    use Class::{Load, Store};
+    let expected = [Load, Load, Load, Store, Load, Load, Load, Store, Load, Load];
+    assert_eq!(*order.lock().unwrap(), expected);
+    let state = &endpoints.states()[0];
+    assert_eq!((state.in_flight, state.in_flight_bytes), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn heads_wait_for_nobody() {
+    let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
+    endpoints.update(&[address(0)], |_| ());
+    let _full = endpoints
+        .lease(Class::Load, OPTIONS.window.start, &Route::default())
+        .await;
+    let route = Route::default();
+    let _waits = Box::pin(endpoints.lease(Class::Load, MIB, &route));
+    let head = endpoints.lease(Class::Load, 0, &Route::default()).now_or_never();
+    assert!(head.is_some());
+}

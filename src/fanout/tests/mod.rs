@@ -1,0 +1,225 @@
+//! Endpoints that do as they are told, under a paused clock.
+
+mod attempts;
+mod endpoints;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::*;
+
+const MIB: usize = 1 << 20;
+const SECOND: Duration = Duration::from_secs(1);
+
+const OPTIONS: EndpointOptions = EndpointOptions {
+    window: WindowOptions {
+        start: 32 * MIB,
+        min: 8 * MIB,
+        max: 256 * MIB,
+    },
+    breaker: BreakerOptions {
+        failures: 3,
+        open: SECOND,
+        open_max: Duration::from_secs(8),
+    },
+    hedge_min: Duration::from_millis(20),
+};
+
+const POLICY: AttemptPolicy = AttemptPolicy {
+    retries: 4,
+    base: Duration::from_millis(20),
+    max: Duration::from_millis(200),
+    budget: 1000,
+    hedges: 10,
+};
+
+/// What an endpoint does with requests.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Does {
+    /// Answers after 5 ms; what is in flight shares so many MiB a second.
+    Serve(usize),
+    /// Answers, and then so many bytes come, and no more.
+    StopAfter(usize),
+    Hang,
+    Refuse,
+    Throttle,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failed {
+    Lost,
+    Throttled,
+    NotFound,
+}
+
+impl Failure for Failed {
+    fn verdict(&self) -> Verdict {
+        match self {
+            Self::Lost => Verdict::Lost,
+            Self::Throttled => Verdict::Again,
+            Self::NotFound => Verdict::Final,
+        }
+    }
+}
+
+/// Endpoints 0, 1, 2, ...
+#[derive(Clone)]
+struct Fleet {
+    endpoints: Endpoints<()>,
+    script: Arc<Mutex<HashMap<SocketAddr, Does>>>,
+    /// Bytes that came from each.
+    came: Arc<Mutex<HashMap<SocketAddr, usize>>>,
+}
+
+fn address(number: usize) -> SocketAddr {
+    ([10, 0, 0, u8::try_from(number).unwrap()], 80).into()
+}
+
+impl Fleet {
+    fn new(script: &[Does]) -> Self {
+        fastrand::seed(7);
+        let fleet = Self {
+            endpoints: Endpoints::new(OPTIONS),
+            script: Arc::default(),
+            came: Arc::default(),
+        };
+        for (number, &does) in script.iter().enumerate() {
+            fleet.set(number, does);
+        }
+        let addresses: Vec<_> = (0..script.len()).map(address).collect();
+        fleet.endpoints.update(&addresses, |_| ());
+        fleet
+    }
+
+    fn set(&self, number: usize, does: Does) {
+        self.script.lock().unwrap().insert(address(number), does);
+    }
+
+    /// Part of all bytes.
+    fn share(&self, number: usize) -> f64 {
+        let came = self.came.lock().unwrap();
+        let all: usize = came.values().sum();
+        came.get(&address(number)).copied().unwrap_or(0) as f64 / all as f64
+    }
+
+    fn state(&self, number: usize) -> EndpointState {
+        let states = self.endpoints.states();
+        states
+            .into_iter()
+            .find(|state| state.address == address(number))
+            .unwrap()
+    }
+
+    fn totals(&self) -> Requests {
+        let mut sum = Requests::default();
+        for Requests {
+            retries, hedges, ok, ..
+        } in self.endpoints.states().iter().map(|state| state.totals)
+        {
+            sum.retries += retries;
+            sum.hedges += hedges;
+            sum.ok += ok;
+        }
+        sum
+    }
+
+    /// One attempt at a range, as the connector makes it.
+    async fn get(&self, bytes: usize, into: &Handover<()>, route: Route) -> Result<SocketAddr, Failed> {
+        let mut lease = match route.start() {
+            Start::Hedge => self.endpoints.try_lease(bytes, &route).ok_or(Failed::Throttled)?,
+            _ => self.endpoints.lease(Class::Load, bytes, &route).await,
+        };
+        let at = lease.address();
+        let does = || self.script.lock().unwrap()[&at];
+        let fits = |state: &EndpointState| {
+            state.in_flight_bytes <= state.window_bytes || state.in_flight_bytes == bytes
+        };
+        assert!(
+            does() == Does::Throttle || self.endpoints.states().iter().all(fits),
+            "a window overflows: {:#?}",
+            self.endpoints.states()
+        );
+        match does() {
+            Does::Refuse => {
+                lease.end(Outcome::Lost(Loss::Connection));
+                return Err(Failed::Lost);
+            }
+            Does::Throttle => {
+                sleep(Duration::from_millis(5)).await;
+                lease.end(Outcome::Answered { status: 503 });
+                return Err(Failed::Throttled);
+            }
+            Does::Hang => std::future::pending().await,
+            Does::Serve(_) | Does::StopAfter(_) => sleep(Duration::from_millis(5)).await,
+        }
+        lease.answered();
+        let held = into.claim(route.start()).await;
+        let (mut came, step) = (0, bytes.div_ceil(16).max(1));
+        while came < bytes {
+            match does() {
+                Does::Serve(mib) => {
+                    let number = self.endpoints.states();
+                    let sharing = number.iter().find(|state| state.address == at);
+                    let sharing = sharing.map_or(1, |state| state.in_flight.max(1));
+                    sleep(Duration::from_secs_f64(
+                        (step * sharing) as f64 / (mib * MIB) as f64,
+                    ))
+                    .await;
+                }
+                Does::StopAfter(most) if came < most => sleep(Duration::from_millis(5)).await,
+                Does::Refuse => {
+                    lease.end(Outcome::Lost(Loss::Connection));
+                    return Err(Failed::Lost);
+                }
+                _ => std::future::pending().await,
+            }
+            let more = step.min(bytes - came);
+            came += more;
+            lease.moved(more);
+            held.progress(came, bytes);
+            *self.came.lock().unwrap().entry(at).or_default() += more;
+        }
+        lease.end(Outcome::Answered { status: 206 });
+        Ok(at)
+    }
+
+    /// A range as a store gets it: with retries and hedges.
+    async fn load(&self, attempts: &Attempts, bytes: usize) -> Result<SocketAddr, Failed> {
+        let into = Handover::new(());
+        let hedge = self.endpoints.hedge(bytes);
+        let deadline = Instant::now() + 60 * SECOND;
+        let attempt = |route| self.get(bytes, &into, route);
+        let answer = attempts.run_hedged(deadline, &hedge, Some(&into), attempt).await;
+        assert!(into.take().is_some(), "it is given back");
+        answer
+    }
+
+    /// So many ranges, so many at a time.
+    async fn load_many(&self, attempts: &Arc<Attempts>, ranges: usize, at_a_time: usize) -> Vec<Duration> {
+        let turns = Arc::new(tokio::sync::Semaphore::new(at_a_time));
+        let tasks: Vec<_> = (0..ranges)
+            .map(|_| {
+                let (fleet, attempts, turns) = (self.clone(), Arc::clone(attempts), Arc::clone(&turns));
+                tokio::spawn(async move {
+                    let _turn = turns.acquire().await.unwrap();
+                    let began = Instant::now();
+                    fleet.load(&attempts, 4 * MIB).await.unwrap();
+                    began.elapsed()
+                })
+            })
+            .collect();
+        let mut took = Vec::new();
+        for task in tasks {
+            took.push(task.await.unwrap());
+        }
+        took
+    }
+}
+
+fn attempts(policy: AttemptPolicy) -> Arc<Attempts> {
+    Arc::new(Attempts::new(policy))
+}
