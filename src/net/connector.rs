@@ -1,4 +1,3 @@
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -308,24 +307,34 @@ impl<'a> Target<'a> {
     }
 }
 
-fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, NetError> {
+/// A request's head as it goes over the wire.
+pub(crate) fn head_of<'a>(
+    method: &str,
+    path: &str,
+    headers: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> String {
     let mut head = String::with_capacity(1024);
-    let slash = if target.path.starts_with('/') { "" } else { "/" };
-    let _ = write!(head, "{} {slash}{} HTTP/1.1\r\n", request.method(), target.path);
-    let headers = request.headers();
-    if !headers.contains_key("host") {
-        let _ = write!(head, "host: {}\r\n", target.authority);
-    }
+    let slash = if path.starts_with('/') { "" } else { "/" };
+    head.extend([method, " ", slash, path, " HTTP/1.1\r\n"]);
     for (name, value) in headers {
-        let _ = write!(head, "{name}: {value}\r\n");
-    }
-    let len = request.body().bytes().ok_or(NetError::Body)?.len();
-    let has_body = len > 0 || matches!(request.method(), "PUT" | "POST");
-    if has_body && !headers.contains_key("content-length") {
-        let _ = write!(head, "content-length: {len}\r\n");
+        head.extend([name, ": ", value, "\r\n"]);
     }
     head.push_str("\r\n");
-    Ok(head)
+    head
+}
+
+fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, NetError> {
+    let headers = request.headers();
+    let host = (!headers.contains_key("host")).then_some(("host", target.authority));
+    let len = request.body().bytes().ok_or(NetError::Body)?.len();
+    let has_body = len > 0 || matches!(request.method(), "PUT" | "POST");
+    let len = (has_body && !headers.contains_key("content-length")).then(|| len.to_string());
+    let len = len.as_deref().map(|len| ("content-length", len));
+    Ok(head_of(
+        request.method(),
+        target.path,
+        host.into_iter().chain(headers).chain(len),
+    ))
 }
 
 /// `landed`: the body is in its slot, so the SDK sees an empty one.

@@ -26,6 +26,7 @@ mod stats;
 mod tls;
 
 pub(crate) use connection::Outgoing;
+pub(crate) use connector::head_of;
 pub use connector::{Connector, ConnectorOptions, Target};
 pub use error::NetError;
 pub use host::Place;

@@ -3,6 +3,7 @@
 //! The SDK's orchestrator resolves and renews the credentials: once a minute, or when they are about to expire, a request
 //! goes through it. All others are signed with what it used last and go straight to the connector.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -10,7 +11,6 @@ use aws_credential_types::Credentials;
 use aws_credential_types::provider::SharedCredentialsProvider;
 use aws_sdk_s3::config::BehaviorVersion;
 use aws_sdk_s3::config::endpoint::{DefaultResolver, Params, ResolveEndpoint};
-use aws_smithy_async::rt::sleep::TokioSleep;
 use aws_smithy_runtime::client::identity::IdentityCache;
 use aws_smithy_runtime::client::orchestrator::operation::Operation;
 use aws_smithy_runtime_api::box_error::BoxError;
@@ -30,11 +30,12 @@ use aws_smithy_types::body::SdkBody;
 use aws_smithy_types::config_bag::{ConfigBag, Layer};
 use aws_smithy_types::date_time::Format;
 use aws_smithy_types::timeout::TimeoutConfig;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::client::{ClientError, S3Options};
-use super::sign::{Signable, Signer};
+use super::sign::{Day, Signable, Signer};
 use crate::fanout::{EndpointState, Hedge, Route};
-use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target};
+use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target, head_of};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 
@@ -140,7 +141,6 @@ impl Reads {
                     .connect_timeout(options.connect_timeout)
                     .build(),
             )
-            .sleep_impl(TokioSleep::new())
             .runtime_plugin(
                 StaticRuntimePlugin::new()
                     .with_config(config.freeze())
@@ -168,7 +168,7 @@ impl Reads {
             return Err(ReadError::Net(NetError::Header));
         }
         match self.signer.known(now) {
-            Some(credentials) => self.send_signed(&read, &credentials, now).await,
+            Some(day) => self.send_signed(&read, &day, now).await,
             // Boxed: its future is large, and would be moved about with every request.
             None => Box::pin(self.operation.invoke(read))
                 .await
@@ -192,12 +192,7 @@ impl Reads {
         self.http.window_bytes(&self.bucket.origin)
     }
 
-    async fn send_signed(
-        &self,
-        read: &Read,
-        credentials: &Credentials,
-        now: SystemTime,
-    ) -> Result<Answer, ReadError> {
+    async fn send_signed(&self, read: &Read, day: &Day, now: SystemTime) -> Result<Answer, ReadError> {
         let Bucket { origin, host, path } = &self.bucket;
         let path = [path, "/", &encode_key(&read.key)].concat();
         let mut headers = Vec::with_capacity(2);
@@ -209,14 +204,13 @@ impl Reads {
             path: &path,
             headers: &headers,
         };
-        let signed = self.signer.sign(credentials, now, &request);
-        let mut head = String::with_capacity(1024);
-        head.extend([read.method, " ", &path, " HTTP/1.1\r\nhost: ", host, "\r\n"]);
+        let signed = day.sign(now, &request);
         let signed = signed.iter().map(|(name, value)| (*name, value.as_str()));
-        for (name, value) in headers.into_iter().chain(signed) {
-            head.extend([name, ": ", value, "\r\n"]);
-        }
-        head.push_str("\r\n");
+        let head = head_of(
+            read.method,
+            &path,
+            [("host", host.as_str())].into_iter().chain(headers).chain(signed),
+        );
         let outgoing = Outgoing {
             head: head.as_bytes(),
             body: &[],
@@ -298,23 +292,16 @@ fn answer<'a>(status: u16, header: impl Fn(&str) -> Option<&'a str>, body: &[u8]
     })
 }
 
-/// Percent-encodes all but what S3's signature leaves alone.
-fn encode_key(key: &str) -> String {
-    const HEX: &[u8; 16] = b"0123456789ABCDEF";
-    let mut encoded = String::with_capacity(key.len());
-    for byte in key.bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-                encoded.push(byte.into());
-            }
-            _ => encoded.extend([
-                '%',
-                HEX[usize::from(byte >> 4)].into(),
-                HEX[usize::from(byte & 15)].into(),
-            ]),
-        }
-    }
-    encoded
+/// All but what S3's signature leaves alone.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'.')
+    .remove(b'_')
+    .remove(b'~')
+    .remove(b'/');
+
+fn encode_key(key: &str) -> Cow<'_, str> {
+    utf8_percent_encode(key, ENCODED).into()
 }
 
 #[derive(Debug)]
@@ -344,7 +331,8 @@ impl Sign for SigV4 {
         _: &ConfigBag,
     ) -> Result<(), BoxError> {
         let credentials: &Credentials = identity.data().ok_or("the credentials are no keys")?;
-        self.0.learn(credentials);
+        let now = SystemTime::now();
+        let day = self.0.learn(credentials, now);
         let Target { authority, path, .. } = Target::parse(request.uri())?;
         let (host, path) = (authority.to_owned(), path.to_owned());
         let headers: Vec<(&str, &str)> = request.headers().iter().collect();
@@ -354,7 +342,7 @@ impl Sign for SigV4 {
             path: &path,
             headers: &headers,
         };
-        let signed = self.0.sign(credentials, SystemTime::now(), &signable);
+        let signed = day.sign(now, &signable);
         let headers = request.headers_mut();
         headers.insert("host", host);
         for (name, value) in signed {

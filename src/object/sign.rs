@@ -36,7 +36,7 @@ pub(super) struct Signer {
 }
 
 /// All that stays the same for a day with the same credentials.
-struct Day {
+pub(super) struct Day {
     credentials: Credentials,
     resolved: Instant,
     /// Since 1970.
@@ -56,94 +56,20 @@ impl Signer {
         }
     }
 
-    /// Credentials of an earlier [`sign`](Self::sign), as long as they are fresh.
-    pub fn known(&self, now: SystemTime) -> Option<Credentials> {
+    /// What was learned last, as long as the credentials are fresh and it is the same day.
+    pub fn known(&self, now: SystemTime) -> Option<Arc<Day>> {
         let day = self.lock().clone()?;
         let lasts = day
             .credentials
             .expiry()
             .is_none_or(|expiry| expiry > now + EXPIRES_SOON);
-        (lasts && day.resolved.elapsed() < REUSED_FOR).then(|| day.credentials.clone())
+        (lasts && day.resolved.elapsed() < REUSED_FOR && day.number == day_number(now)).then_some(day)
     }
 
     /// Credentials were just resolved: they are known from here on.
-    pub fn learn(&self, credentials: &Credentials) {
-        let now = SystemTime::now();
+    pub fn learn(&self, credentials: &Credentials, now: SystemTime) -> Arc<Day> {
         let day = Arc::new(self.new_day(credentials, now));
-        *self.lock() = Some(day);
-    }
-
-    /// The headers to add, all but Host.
-    pub fn sign(
-        &self,
-        credentials: &Credentials,
-        now: SystemTime,
-        request: &Signable<'_>,
-    ) -> Vec<(&'static str, String)> {
-        let day = self.day(credentials, now);
-        let stamp = stamp(&day.date, now);
-        let mut signed: Vec<(&str, &str)> = Vec::with_capacity(8);
-        signed.extend(request.headers);
-        signed.extend([
-            ("host", request.host),
-            ("x-amz-content-sha256", UNSIGNED),
-            ("x-amz-date", &stamp),
-        ]);
-        signed.extend(
-            credentials
-                .session_token()
-                .map(|token| ("x-amz-security-token", token)),
-        );
-        // Canonical: names in lower case, in order.
-        signed.sort_unstable();
-        let mut canonical = String::with_capacity(1024);
-        canonical.extend([request.method, "\n", request.path, "\n\n"]);
-        let mut names = String::with_capacity(128);
-        for (name, value) in &signed {
-            canonical.extend([name, ":", value.trim(), "\n"]);
-            if !names.is_empty() {
-                names.push(';');
-            }
-            names.push_str(name);
-        }
-        canonical.extend(["\n", &names, "\n", UNSIGNED]);
-        let digest = hex::encode(&Sha256::digest(canonical.as_bytes()));
-        let to_sign = ["AWS4-HMAC-SHA256\n", &stamp, "\n", &day.scope, "\n", &digest].concat();
-        let signature = calculate_signature(&day.key, to_sign.as_bytes());
-        let authorization = [
-            "AWS4-HMAC-SHA256 Credential=",
-            credentials.access_key_id(),
-            "/",
-            &day.scope,
-            ", SignedHeaders=",
-            &names,
-            ", Signature=",
-            &signature,
-        ];
-        let mut headers = vec![
-            ("authorization", authorization.concat()),
-            ("x-amz-content-sha256", UNSIGNED.to_owned()),
-            ("x-amz-date", stamp),
-        ];
-        let token = credentials.session_token();
-        headers.extend(token.map(|token| ("x-amz-security-token", token.to_owned())));
-        headers
-    }
-
-    fn day(&self, credentials: &Credentials, now: SystemTime) -> Arc<Day> {
-        let mut kept = self.lock();
-        if let Some(day) = &*kept
-            && day.number == day_number(now)
-            && day.credentials == *credentials
-        {
-            return Arc::clone(day);
-        }
-        let mut day = self.new_day(credentials, now);
-        if let Some(before) = kept.as_ref().filter(|before| before.credentials == *credentials) {
-            day.resolved = before.resolved;
-        }
-        let day = Arc::new(day);
-        *kept = Some(Arc::clone(&day));
+        *self.lock() = Some(Arc::clone(&day));
         day
     }
 
@@ -166,6 +92,55 @@ impl Signer {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<Day>>> {
         self.day.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Day {
+    /// The headers to add, all but Host.
+    pub fn sign(&self, now: SystemTime, request: &Signable<'_>) -> Vec<(&'static str, String)> {
+        let token = self.credentials.session_token();
+        let stamp = stamp(&self.date, now);
+        let mut signed: Vec<(&str, &str)> = Vec::with_capacity(8);
+        signed.extend(request.headers);
+        signed.extend([
+            ("host", request.host),
+            ("x-amz-content-sha256", UNSIGNED),
+            ("x-amz-date", &stamp),
+        ]);
+        signed.extend(token.map(|token| ("x-amz-security-token", token)));
+        // Canonical: names in lower case, in order.
+        signed.sort_unstable();
+        let mut canonical = String::with_capacity(1024);
+        canonical.extend([request.method, "\n", request.path, "\n\n"]);
+        let mut names = String::with_capacity(128);
+        for (name, value) in &signed {
+            canonical.extend([name, ":", value.trim(), "\n"]);
+            if !names.is_empty() {
+                names.push(';');
+            }
+            names.push_str(name);
+        }
+        canonical.extend(["\n", &names, "\n", UNSIGNED]);
+        let digest = hex::encode(&Sha256::digest(canonical.as_bytes()));
+        let to_sign = ["AWS4-HMAC-SHA256\n", &stamp, "\n", &self.scope, "\n", &digest].concat();
+        let signature = calculate_signature(&self.key, to_sign.as_bytes());
+        let authorization = [
+            "AWS4-HMAC-SHA256 Credential=",
+            self.credentials.access_key_id(),
+            "/",
+            &self.scope,
+            ", SignedHeaders=",
+            &names,
+            ", Signature=",
+            &signature,
+        ];
+        let mut headers = vec![
+            ("authorization", authorization.concat()),
+            ("x-amz-content-sha256", UNSIGNED.to_owned()),
+            ("x-amz-date", stamp),
+        ];
+        headers.extend(token.map(|token| ("x-amz-security-token", token.to_owned())));
+        headers
     }
 }
 
@@ -270,7 +245,7 @@ mod tests {
                         path,
                         headers: &headers,
                     };
-                    let signed = signer.sign(&credentials, now, &request);
+                    let signed = signer.learn(&credentials, now).sign(now, &request);
                     let url = format!("http://{host}{path}");
                     let expected = authorization_of_the_crate(&credentials, now, method, &url, &headers);
                     assert_eq!(signed[0], ("authorization", expected), "{method} {url}");
@@ -282,18 +257,20 @@ mod tests {
     #[test]
     fn credentials_are_known_while_they_are_fresh() {
         let signer = Signer::new("eu-west-1".into());
-        let now = SystemTime::now();
-        assert_eq!(signer.known(now), None);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let known = |now| Some(signer.known(now)?.credentials.clone());
+        assert_eq!(known(now), None);
         let lasting = Credentials::from_keys("a", "b", None);
-        signer.learn(&lasting);
-        assert_eq!(signer.known(now), Some(lasting));
-        let expiring = Credentials::new("a", "b", None, Some(now + Duration::from_secs(60)), "test");
-        signer.learn(&expiring);
-        assert_eq!(signer.known(now), Some(expiring));
+        signer.learn(&lasting, now);
+        assert_eq!(known(now), Some(lasting));
         assert_eq!(
-            signer.known(now + Duration::from_secs(50)),
+            known(now + Duration::from_secs(86_400)),
             None,
-            "they expire soon"
+            "another day has another key"
         );
+        let expiring = Credentials::new("a", "b", None, Some(now + Duration::from_secs(60)), "test");
+        signer.learn(&expiring, now);
+        assert_eq!(known(now), Some(expiring));
+        assert_eq!(known(now + Duration::from_secs(50)), None, "they expire soon");
     }
 }

@@ -148,8 +148,9 @@ async fn loads_go_first_and_stores_are_not_starved() {
     for task in tasks {
         task.await.unwrap();
     }
-    use Class::{Load, Store};
-    let expected = [Load, Load, Load, Store, Load, Load, Load, Store, Load, Load];
+
+    let [load, store] = [Class::Load, Class::Store];
+    let expected = [load, load, load, store, load, load, load, store, load, load];
     assert_eq!(*order.lock().unwrap(), expected);
     let state = &endpoints.states()[0];
     assert_eq!((state.in_flight, state.in_flight_bytes), (0, 0));
