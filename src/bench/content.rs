@@ -15,6 +15,8 @@ pub(super) struct Content {
     block: Box<[u8]>,
     /// Of the block without its stamp.
     rest_crc: u64,
+    after_stamp: Append,
+    whole_block: Append,
 }
 
 impl Content {
@@ -26,6 +28,8 @@ impl Content {
             .fill(&mut block);
         Self {
             rest_crc: checksum(CRC, &block[STAMP..]),
+            after_stamp: Append::new(BLOCK - STAMP),
+            whole_block: Append::new(BLOCK),
             block,
         }
     }
@@ -51,16 +55,15 @@ impl Content {
         let mut crc = checksum(CRC, &[]);
         let mut piece = Vec::new();
         for (at, len) in pieces(range) {
-            let (next, len) = if at.is_multiple_of(BLOCK as u64) && len == BLOCK {
+            if at.is_multiple_of(BLOCK as u64) && len == BLOCK {
                 let stamp = checksum(CRC, &stamp(object, at));
-                let whole = checksum_combine(CRC, stamp, self.rest_crc, (BLOCK - STAMP) as u64);
-                (whole, BLOCK)
+                let whole = self.after_stamp.digest(stamp, self.rest_crc);
+                crc = self.whole_block.digest(crc, whole);
             } else {
                 piece.resize(len, 0);
                 self.generate(object, at, &mut piece);
-                (checksum(CRC, &piece), len)
-            };
-            crc = checksum_combine(CRC, crc, next, len as u64);
+                crc = checksum_combine(CRC, crc, checksum(CRC, &piece), len as u64);
+            }
         }
         crc
     }
@@ -91,6 +94,32 @@ impl Content {
             let len = bytes.len().min(STAMP - start);
             bytes[..len].copy_from_slice(&stamp[start..start + len]);
         }
+    }
+}
+
+/// Puts digests together like `checksum_combine`, always with the same length after: that is affine in the first digest,
+/// and its matrix is made once, not for each part that is read.
+struct Append {
+    /// Of two digests that are 0.
+    zero: u64,
+    /// What each bit of the first digest adds.
+    bits: [u64; 64],
+}
+
+impl Append {
+    fn new(len: usize) -> Self {
+        let len = len as u64;
+        let of = |first| checksum_combine(CRC, first, 0, len);
+        Self {
+            zero: of(0),
+            bits: std::array::from_fn(|bit| of(1 << bit) ^ of(0)),
+        }
+    }
+
+    fn digest(&self, first: u64, second: u64) -> u64 {
+        let bits = self.bits.iter().enumerate();
+        let set = bits.filter(|(bit, _)| first >> bit & 1 == 1);
+        set.fold(self.zero ^ second, |digest, (_, added)| digest ^ added)
     }
 }
 
