@@ -26,6 +26,7 @@
 //! | `prompt`    | a prompt's chunks stored, and looked up and loaded together  |
 //! | `histogram` | latencies                                                    |
 //! | `usage`     | CPU time and page faults                                     |
+//! | `split`     | what went to which address                                   |
 //! | `report`    | what happened, as `--json` has it                            |
 //! | `session`   | the phases one after the other                               |
 
@@ -40,12 +41,14 @@ mod raw;
 mod report;
 mod session;
 mod settings;
+mod split;
 mod usage;
 
 pub use course::{Interrupts, Live};
 pub use error::BenchError;
 pub use histogram::Bucket;
 pub use prompt::Prompt;
-pub use report::{Endpoint, Errors, Latency, Mark, MixReport, PhaseReport, PromptReport, Report, Share};
+pub use report::{Errors, Latency, Mark, MixReport, PhaseReport, PromptReport, Report, Share};
 pub use session::{Bench, UnderWay};
 pub use settings::{Phase, PromptSettings, Settings};
+pub use split::Endpoint;

@@ -188,9 +188,8 @@ impl Bench {
         };
         let workers = (0..lanes).map(worker).collect();
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, mut report) = self.course(Phase::Write, limits, workers).await?;
+        let (course, report) = self.course(Phase::Write, limits, workers).await?;
         self.objects = course.issued();
-        report.retries = None;
         Ok(report)
     }
 
@@ -236,7 +235,6 @@ impl Bench {
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
         let mut report = self.finish(&course, &clock, !done)?;
-        report.retries = None;
         report.prompt = Some(PromptReport {
             prompts: times.last_chunk.count(),
             chunks: chunks.len() as u64,

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::course::{Course, Done};
 use super::histogram::{Bucket, Histogram};
 use super::settings::{Phase, Settings};
+use super::split::{self, Endpoint};
 use super::usage::Usage;
 use crate::net::Traffic;
 use crate::object::RequestCounts;
@@ -48,11 +49,14 @@ pub struct PhaseReport {
     /// By octave.
     pub histogram: Vec<Bucket>,
     pub errors: Errors,
-    /// HTTP requests beyond one an operation; not known where an operation takes several.
-    pub retries: Option<u64>,
+    /// Requests that were sent because an earlier one had failed.
+    pub retries: u64,
+    /// Requests that were sent because an earlier one was slow.
+    pub hedges: u64,
     pub requests: RequestCounts,
     /// What the connections carried.
     pub traffic: Traffic,
+    /// Each address that the server's name has.
     pub endpoints: Vec<Endpoint>,
     /// The two kinds of a mixed phase; their sum is above.
     pub mix: Option<MixReport>,
@@ -89,14 +93,6 @@ pub struct Errors {
     pub first: Option<String>,
 }
 
-/// What went to one address.
-#[derive(Debug, Clone, Serialize)]
-pub struct Endpoint {
-    pub endpoint: String,
-    pub requests: u64,
-    pub bytes: u64,
-}
-
 #[derive(Debug, Clone, Serialize)]
 pub struct MixReport {
     pub percent: u64,
@@ -127,11 +123,11 @@ pub struct PromptReport {
 }
 
 /// What a phase cost beside time.
-#[derive(Clone, Copy)]
 pub(super) struct Cost {
     pub usage: Usage,
     pub requests: RequestCounts,
     pub traffic: Traffic,
+    pub endpoints: Vec<Endpoint>,
 }
 
 impl Mark {
@@ -171,6 +167,7 @@ impl PhaseReport {
         latency.add(&tally.mixed.latency);
         let gib = ended.bytes as f64 / GIB;
         let per_gib = |amount: f64| (ended.bytes > 0).then(|| amount / gib);
+        let sent = split::sum(cost.endpoints.iter().map(|endpoint| &endpoint.state));
         let share = |done: &Done| Share {
             ops: done.ops,
             bytes: done.bytes,
@@ -195,12 +192,9 @@ impl PhaseReport {
             minor_faults_per_gib: per_gib(cost.usage.minor_faults as f64),
             latency_us: Latency::of(&latency),
             histogram: latency.octaves(),
-            retries: Some(cost.requests.total().saturating_sub(ended.ops + tally.errors)),
-            endpoints: vec![Endpoint {
-                endpoint: settings.endpoint.clone().unwrap_or_else(|| "AWS".to_owned()),
-                requests: cost.requests.total(),
-                bytes: ended.bytes,
-            }],
+            retries: sent.retries,
+            hedges: sent.hedges,
+            endpoints: cost.endpoints,
             requests: cost.requests,
             traffic: cost.traffic,
             mix: (phase == Phase::Write && settings.mix_percent > 0).then(|| MixReport {

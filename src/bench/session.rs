@@ -8,10 +8,12 @@ use super::prompt::Prompt;
 use super::raw::{Deleter, Header, Reader, Target, Writer, Written, is_read, turns_with_writes, writes};
 use super::report::{Cost, PhaseReport};
 use super::settings::{Phase, Settings, to_usize};
+use super::split;
 use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::chunk::KeyPrefix;
 use crate::config::{Config, Probe};
+use crate::fanout::EndpointState;
 use crate::gateway::{Gateway, GatewayOptions};
 use crate::net::Traffic;
 use crate::object::{Capabilities, ObjectStore, RequestCounts};
@@ -47,11 +49,12 @@ impl UnderWay {
     }
 }
 
-/// Usage, requests and traffic since it was started.
+/// Usage, requests and traffic since it was started, and what went to whom.
 pub(super) struct Clock {
     usage: Usage,
     requests: RequestCounts,
     traffic: Traffic,
+    endpoints: Vec<EndpointState>,
 }
 
 impl Clock {
@@ -60,14 +63,17 @@ impl Clock {
             usage: Usage::now(),
             requests: store.requests(),
             traffic: store.traffic(),
+            endpoints: store.endpoints(),
         }
     }
 
-    fn read(&self, store: &dyn ObjectStore) -> Cost {
+    /// After so many seconds.
+    fn read(&self, store: &dyn ObjectStore, seconds: f64) -> Cost {
         Cost {
             usage: Usage::now().since(self.usage),
             requests: store.requests().since(&self.requests),
             traffic: store.traffic().since(&self.traffic),
+            endpoints: split::between(&self.endpoints, store.endpoints(), seconds),
         }
     }
 }
@@ -312,7 +318,7 @@ impl Bench {
         interrupted: bool,
     ) -> Result<PhaseReport, BenchError> {
         let ended = course.mark();
-        let cost = clock.read(&*self.target.store);
+        let cost = clock.read(&*self.target.store, ended.seconds);
         *self.under_way.lock() = None;
         if let Some(error) = course.take_fatal() {
             return Err(error.into());

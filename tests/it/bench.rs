@@ -1,9 +1,12 @@
 //! `kvgate bench` as people type it: what it counts, what it finds wrong, and what it leaves behind.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 
 use crate::program::{PREFIX, Place, Said, say};
@@ -93,12 +96,26 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
     let phases = phases(&said);
     assert_eq!(names(&phases), ["write", "read", "head", "lookup", "delete"]);
     let kinds = ["put", "get", "head", "head", "delete"];
-    for ((phase, kind), ops) in phases.iter().zip(kinds).zip([5, 20, 5, 5, 5]) {
+    for ((phase, kind), ops) in phases.iter().zip(kinds).zip([5_u64, 20, 5, 5, 5]) {
         assert_eq!(phase["ops"], ops, "{phase}");
         assert_eq!(phase["errors"]["count"], 0, "{phase}");
         assert_eq!(phase["requests"][kind], ops, "{phase}");
         assert_eq!(phase["retries"], 0, "{phase}");
-        assert_eq!(phase["endpoints"][0]["requests"], ops, "{phase}");
+        let endpoint = &phase["endpoints"][0];
+        // What is looked up is not there: 404.
+        let answers = if phase["phase"] == "lookup" {
+            "refused"
+        } else {
+            "ok"
+        };
+        let counted = (&endpoint["requests"], &endpoint[answers]);
+        assert_eq!(counted, (&ops.into(), &ops.into()), "{phase}");
+        assert_eq!(endpoint["share_percent"], 100.0, "{phase}");
+        assert_eq!(endpoint["bytes"], phase["bytes"], "{phase}");
+        assert!(
+            endpoint["latency_us"].as_u64() > Some(0) && endpoint["breaker"] == "closed",
+            "{phase}"
+        );
         let number = |path: &str| {
             phase
                 .pointer(path)
@@ -277,6 +294,98 @@ async fn csv_has_a_line_a_phase() {
     let file = std::fs::read_to_string(site.0.home.path().join("all.csv")).unwrap();
     let starts: Vec<&str> = file.lines().map(|line| &line[..5]).collect();
     assert_eq!(starts, ["phase", "head,", "head,"]);
+}
+
+/// Another address of the same server.
+async fn another_way_to(server: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut behind = TcpStream::connect(server).await.unwrap();
+            tokio::spawn(async move { copy_bidirectional(&mut client, &mut behind).await });
+        }
+    });
+    address
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_goes_to_which_address_is_told() {
+    let site = Site::new().await;
+    let url = site.0.s3.endpoint().to_owned();
+    let first: SocketAddr = url.strip_prefix("http://").unwrap().parse().unwrap();
+    let second = another_way_to(first).await;
+    // Nobody listens there any more.
+    let gone = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let urls = format!("{url},http://{second},http://{gone}");
+    let args = ["write", "read", "--objects", "40", "--keep", "--endpoint", &urls];
+    let phases = site.phases(&args).await;
+    for phase in &phases {
+        let of = |address: SocketAddr, name: &str| {
+            let endpoints = phase["endpoints"].as_array().unwrap();
+            let address = address.to_string();
+            let endpoint = endpoints.iter().find(|endpoint| endpoint["address"] == *address);
+            endpoint.unwrap_or_else(|| panic!("{address}: {phase}"))[name].clone()
+        };
+        let count = |name: &str| {
+            [first, second, gone]
+                .map(|address| of(address, name).as_u64().unwrap())
+                .iter()
+                .sum::<u64>()
+        };
+        assert_eq!(phase["errors"]["count"], 0, "{phase}");
+        for address in [first, second] {
+            assert!(of(address, "share_percent").as_f64() > Some(5.0), "{phase}");
+            assert!(of(address, "mib_per_s").as_f64() > Some(0.0), "{phase}");
+            assert_eq!(of(address, "breaker"), "closed", "{phase}");
+        }
+        assert!(Some(count("bytes")) >= phase["bytes"].as_u64(), "{phase}");
+        assert_eq!(
+            (of(gone, "bytes"), of(gone, "ok")),
+            (0.into(), 0.into()),
+            "{phase}"
+        );
+        assert_eq!(of(gone, "lost"), of(gone, "requests"), "{phase}");
+        assert_eq!(phase["retries"], count("retries"), "{phase}");
+        assert_eq!(phase["hedges"], count("hedges"), "{phase}");
+    }
+    let lost: u64 = phases[0]["endpoints"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|one| one["lost"].as_u64().unwrap())
+        .sum();
+    assert!(
+        lost > 0 && phases[0]["retries"].as_u64() >= Some(lost),
+        "{}",
+        phases[0]
+    );
+
+    // The same for people, and for spreadsheets.
+    let args = ["read", "--objects", "40", "--endpoint", &urls, "--csv", "all.csv"];
+    site.say(&args)
+        .await
+        .exits(0)
+        .says(&["  address ", &format!("\n  {second} "), " % ", "closed"]);
+    let file = std::fs::read_to_string(site.0.home.path().join("all.csv")).unwrap();
+    let rows: Vec<Vec<&str>> = file.lines().map(|line| line.split(',').collect()).collect();
+    // The URL of the server has commas itself.
+    assert_eq!(rows.len(), 1 + 1 + 3, "{file}");
+    let column = |name: &str| rows[0].iter().rev().position(|column| *column == name).unwrap();
+    let of_address = |row: usize, name: &str| rows[row][rows[row].len() - 1 - column(name)];
+    let addresses: Vec<&str> = (1..5).map(|row| of_address(row, "address")).collect();
+    assert!(
+        addresses[0].is_empty() && addresses[1..].contains(&&*second.to_string()),
+        "{file}"
+    );
+    let share: f64 = (2..5)
+        .map(|row| of_address(row, "share_percent").parse::<f64>().unwrap())
+        .sum();
+    assert!((share - 100.0).abs() < 0.1, "{file}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,11 +1,28 @@
-//! For spreadsheets: a line a phase.
+//! For spreadsheets: a line a phase; and where the server has several addresses, one for each of them below it, which has
+//! the same columns as far as they make sense for an address.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 
-use crate::bench::{Latency, Mark, PhaseReport, Settings};
+use super::endpoints::breaker;
+use crate::bench::{Endpoint, Latency, Mark, PhaseReport, Settings};
 use crate::cli::error::CliError;
 use crate::cli::output::Out;
+
+/// What lines of addresses have in common with their phase's.
+const SHARED: [&str; 11] = [
+    "phase",
+    "endpoint",
+    "bucket",
+    "prefix",
+    "embedded",
+    "object_bytes",
+    "part_bytes",
+    "concurrency",
+    "verify",
+    "mix_percent",
+    "last_done_seconds",
+];
 
 /// Where lines are added; the header is written with the first.
 pub struct Csv {
@@ -42,12 +59,15 @@ impl Csv {
 
     pub fn add(&mut self, settings: &Settings, phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
         let columns = columns(settings, phase);
-        let (names, values): (Vec<String>, Vec<String>) = columns
-            .iter()
-            .map(|(name, value)| (cell(name), cell(value)))
-            .unzip();
-        let header = std::mem::take(&mut self.header).then_some(names);
-        for line in header.into_iter().chain([values]).map(|cells| cells.join(",")) {
+        let line = |columns: &[Column]| columns.iter().map(|(_, value)| cell(value)).collect();
+        let names = || columns.iter().map(|(name, _)| cell(name)).collect();
+        let mut lines: Vec<Vec<String>> = std::mem::take(&mut self.header).then(names).into_iter().collect();
+        lines.push(line(&columns));
+        if phase.endpoints.len() > 1 {
+            let endpoint = |one| line(&endpoint_columns(&columns, phase, one));
+            lines.extend(phase.endpoints.iter().map(endpoint));
+        }
+        for line in lines.into_iter().map(|cells| cells.join(",")) {
             match &mut self.file {
                 None => out.line(line)?,
                 Some((file, name)) => writeln!(file, "{line}")
@@ -66,8 +86,14 @@ fn cell(text: &str) -> String {
     }
 }
 
-fn columns(settings: &Settings, phase: &PhaseReport) -> Vec<(&'static str, String)> {
-    let number = |number: f64| format!("{number:.6}");
+/// A name and a value.
+type Column = (&'static str, String);
+
+fn number(number: f64) -> String {
+    format!("{number:.6}")
+}
+
+fn columns(settings: &Settings, phase: &PhaseReport) -> Vec<Column> {
     let maybe = |some: Option<f64>| some.map(number).unwrap_or_default();
     let latency = |of: fn(&Latency) -> f64| maybe(phase.latency_us.as_ref().map(of));
     let mark = |of: fn(&PhaseReport) -> Mark| of(phase);
@@ -110,14 +136,59 @@ fn columns(settings: &Settings, phase: &PhaseReport) -> Vec<(&'static str, Strin
         ("latency_p999_us", latency(|all| all.p999)),
         ("latency_max_us", latency(|all| all.max)),
         ("requests", phase.requests.total().to_string()),
-        (
-            "retries",
-            phase.retries.map(|count| count.to_string()).unwrap_or_default(),
-        ),
+        ("retries", phase.retries.to_string()),
+        ("hedges", phase.hedges.to_string()),
         ("errors", phase.errors.count.to_string()),
         ("first_error", phase.errors.first.clone().unwrap_or_default()),
         ("interrupted", phase.interrupted.to_string()),
+        ("addresses", phase.endpoints.len().to_string()),
+        // Only where the line is of one address:
+        ("address", String::new()),
+        ("share_percent", String::new()),
+        ("ok", String::new()),
+        ("refused", String::new()),
+        ("throttled", String::new()),
+        ("failed", String::new()),
+        ("lost", String::new()),
+        ("timed_out", String::new()),
+        ("given_up", String::new()),
+        ("first_byte_us", String::new()),
+        ("window_bytes", String::new()),
+        ("breaker", String::new()),
     ]
+}
+
+/// The phase's columns with the figures of one address, empty where it has none.
+fn endpoint_columns(columns: &[Column], phase: &PhaseReport, endpoint: &Endpoint) -> Vec<Column> {
+    let (state, totals) = (&endpoint.state, &endpoint.state.totals);
+    let of_address = |name: &str| {
+        Some(match name {
+            "bytes" => totals.bytes.to_string(),
+            "last_done_mib_per_s" => number(endpoint.mib_per_s),
+            "last_done_iops" => number(endpoint.requests as f64 / phase.seconds),
+            "requests" => endpoint.requests.to_string(),
+            "retries" => totals.retries.to_string(),
+            "hedges" => totals.hedges.to_string(),
+            "address" => state.address.to_string(),
+            "share_percent" => number(endpoint.share_percent),
+            "ok" => totals.ok.to_string(),
+            "refused" => totals.refused.to_string(),
+            "throttled" => totals.throttled.to_string(),
+            "failed" => totals.failed.to_string(),
+            "lost" => totals.lost.to_string(),
+            "timed_out" => totals.timed_out.to_string(),
+            "given_up" => totals.given_up.to_string(),
+            "first_byte_us" => state.latency_us?.to_string(),
+            "window_bytes" => state.window_bytes.to_string(),
+            "breaker" => breaker(state.breaker).to_owned(),
+            _ => return None,
+        })
+    };
+    let value = |(name, of_phase): &Column| {
+        let shared = SHARED.contains(name).then(|| of_phase.clone());
+        (*name, of_address(name).or(shared).unwrap_or_default())
+    };
+    columns.iter().map(value).collect()
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 mod csv;
+mod endpoints;
 mod live;
 mod table;
 
@@ -108,7 +109,8 @@ struct OutputArgs {
     /// Report as JSON.
     #[arg(long)]
     json: bool,
-    /// Add a line for each phase to a CSV file, with a header if it is new; `-` writes them instead of the table.
+    /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
+    /// several; `-` writes them instead of the table.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.

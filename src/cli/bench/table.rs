@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::endpoints;
 use crate::bench::{Latency, Mark, PhaseReport, PromptReport, Settings, Share};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, count};
@@ -62,6 +63,7 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
         out.line(line(&share("- writes", &mix.writes)))?;
         out.line(line(&share("- reads", &mix.reads)))?;
     }
+    endpoints::table(&phase.endpoints, out)?;
     out.flush()
 }
 
@@ -112,7 +114,7 @@ fn or_dash(number: Option<f64>) -> String {
 }
 
 /// Three digits or more.
-fn figure(number: f64) -> String {
+pub fn figure(number: f64) -> String {
     let decimals = match number {
         100.0.. => 0,
         10.0.. => 1,

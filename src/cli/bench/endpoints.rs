@@ -1,0 +1,75 @@
+//! Below a phase's line, what went to each address.
+
+use crate::bench::Endpoint;
+use crate::cli::error::CliError;
+use crate::cli::output::{Out, bytes};
+use crate::fanout::{Phase, Requests};
+
+use super::table::figure;
+
+const HEADINGS: [&str; 10] = [
+    "  address",
+    ">share",
+    ">MiB/s",
+    ">first byte",
+    ">window",
+    "breaker",
+    ">requests",
+    ">retries",
+    ">hedges",
+    "not ok",
+];
+
+/// Nothing where there is only one: the phase's line says it.
+pub fn table(endpoints: &[Endpoint], out: &mut Out) -> Result<(), CliError> {
+    if endpoints.len() < 2 {
+        return Ok(());
+    }
+    let rows: Vec<Vec<String>> = endpoints.iter().map(row).collect();
+    out.table(&HEADINGS, &rows)
+}
+
+fn row(endpoint: &Endpoint) -> Vec<String> {
+    let (state, totals) = (&endpoint.state, &endpoint.state.totals);
+    vec![
+        format!("  {}", state.address),
+        format!("{:.1} %", endpoint.share_percent),
+        figure(endpoint.mib_per_s),
+        state
+            .latency_us
+            .map_or_else(|| "-".to_owned(), |us| format!("{} ms", figure(us as f64 / 1e3))),
+        bytes(state.window_bytes as u64),
+        breaker(state.breaker).to_owned(),
+        endpoint.requests.to_string(),
+        totals.retries.to_string(),
+        totals.hedges.to_string(),
+        failed(totals),
+    ]
+}
+
+/// Stable word.
+pub fn breaker(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Closed => "closed",
+        Phase::Open => "open",
+        Phase::HalfOpen => "half-open",
+    }
+}
+
+/// Those that did not end well, by kind.
+fn failed(totals: &Requests) -> String {
+    let kinds = [
+        (totals.refused, "refused"),
+        (totals.throttled, "throttled"),
+        (totals.failed, "failed"),
+        (totals.lost, "lost"),
+        (totals.timed_out, "timed out"),
+        (totals.given_up, "given up"),
+    ];
+    let some = kinds.iter().filter(|(count, _)| *count > 0);
+    let some: Vec<String> = some.map(|(count, kind)| format!("{count} {kind}")).collect();
+    match some.is_empty() {
+        true => "-".to_owned(),
+        false => some.join(", "),
+    }
+}
