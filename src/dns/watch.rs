@@ -164,7 +164,9 @@ impl Refresh {
             (None, None) => {}
         }
         let (added, removed) = difference(&last.addresses, &next.addresses);
-        if !(added.is_empty() && removed.is_empty()) {
+        if last.addresses.is_empty() {
+            tracing::debug!(%source, addresses = ?next.addresses, "resolved");
+        } else if !(added.is_empty() && removed.is_empty()) {
             let addresses = next.addresses.len();
             tracing::info!(%source, addresses, ?added, ?removed, "addresses changed");
         }
