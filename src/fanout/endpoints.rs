@@ -144,8 +144,9 @@ impl<T> Endpoints<T> {
         let member = &mut set.members[at];
         member.begin(number, bytes, route.start(), now);
         let (payload, address) = (Arc::clone(&member.payload), member.address);
+        let taken = route.taken();
         let others = set.members.iter().any(|member| {
-            member.address != address && member.breaker.admits(now) && !route.has_taken(&member.address)
+            member.address != address && member.breaker.admits(now) && !taken.contains(&member.address)
         });
         route.take(address, others, now);
         Lease::new(self.clone(), payload, address, number, now)
@@ -218,8 +219,9 @@ impl<T> Set<T> {
     /// The better of two that have room, picked at random; not one that this call has taken, if there is another that
     /// works. With all breakers open, the one that opens again first.
     fn choose(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+        let taken = route.taken();
         let works = |member: &Member<T>| member.breaker.admits(now);
-        let fresh = |member: &Member<T>| works(member) && !route.has_taken(&member.address);
+        let fresh = |member: &Member<T>| works(member) && !taken.contains(&member.address);
         if self.members.iter().any(fresh) {
             self.better_of_two(bytes, now, |member| fresh(member) && member.has_room(bytes))
         } else if self.members.iter().any(works) {
@@ -234,9 +236,10 @@ impl<T> Set<T> {
 
     /// One that this call has not taken, with a closed breaker.
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+        let taken = route.taken();
         self.better_of_two(bytes, now, |member| {
             member.breaker.phase(now) == Phase::Closed
-                && !route.has_taken(&member.address)
+                && !taken.contains(&member.address)
                 && member.has_room(bytes)
         })
     }

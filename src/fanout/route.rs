@@ -57,8 +57,9 @@ impl Route {
         self.lock().sent
     }
 
-    pub fn has_taken(&self, address: &SocketAddr) -> bool {
-        self.lock().addresses.contains(address)
+    /// Where the call has been.
+    pub(super) fn taken(&self) -> Vec<SocketAddr> {
+        self.lock().addresses.clone()
     }
 
     /// Whether the next attempt has another endpoint to go to.
