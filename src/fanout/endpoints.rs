@@ -192,6 +192,17 @@ impl<T> Endpoints<T> {
         usable.map(Member::window_bytes).fold(0, usize::saturating_add)
     }
 
+    /// For what goes with each endpoint.
+    pub fn each(&self, act: impl Fn(&T)) {
+        let payloads: Vec<_> = self
+            .lock()
+            .members
+            .iter()
+            .map(|member| Arc::clone(&member.payload))
+            .collect();
+        payloads.iter().for_each(|payload| act(payload));
+    }
+
     pub fn states(&self) -> Vec<EndpointState> {
         let now = Instant::now();
         self.lock()

@@ -16,6 +16,10 @@ use super::stats::Counters;
 use crate::dns::{Resolved, Source};
 use crate::fanout::{Class, Endpoints, Lease, Route, Start};
 
+/// Connections that are idle for too long are closed after at most this part of the time more.
+const SWEEPS: u32 = 8;
+const SWEEP_MIN: Duration = Duration::from_millis(50);
+
 /// A place to ask for addresses, and the name that their certificates have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
@@ -149,21 +153,32 @@ struct Follow {
 impl Follow {
     fn start(mut self) -> AbortHandle {
         self.update();
+        let sweep = (self.options.idle_timeout / SWEEPS).max(SWEEP_MIN);
         let follow = async move {
-            while !self.watched.is_empty() {
-                let changes = self
-                    .watched
-                    .iter_mut()
-                    .map(|(_, watched)| Box::pin(watched.changed()));
-                let (changed, at, _) = select_all(changes).await;
-                if changed.is_err() {
-                    // Literal addresses never change.
-                    self.fixed.push(self.watched.remove(at));
+            loop {
+                if tokio::time::timeout(sweep, self.change()).await.is_ok() {
+                    self.update();
                 }
-                self.update();
+                self.endpoints.each(Pool::sweep);
             }
         };
         tokio::spawn(follow).abort_handle()
+    }
+
+    /// Waits until something may have changed.
+    async fn change(&mut self) {
+        if self.watched.is_empty() {
+            return std::future::pending().await;
+        }
+        let changes = self
+            .watched
+            .iter_mut()
+            .map(|(_, watched)| Box::pin(watched.changed()));
+        let (changed, at, _) = select_all(changes).await;
+        if changed.is_err() {
+            // A literal address.
+            self.fixed.push(self.watched.remove(at));
+        }
     }
 
     fn update(&mut self) {

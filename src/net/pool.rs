@@ -66,11 +66,15 @@ impl Pool {
 
     /// Keeps a connection for the next request.
     pub fn keep(&self, connection: Connection) {
+        self.lock().push((connection, Instant::now()));
+    }
+
+    /// Closes connections that were idle for too long.
+    pub fn sweep(&self) {
         let now = Instant::now();
         let mut idle = self.lock();
         let old = idle.partition_point(|(_, since)| now - *since >= self.options.idle_timeout);
         idle.drain(..old);
-        idle.push((connection, now));
     }
 
     pub async fn connect(&self, limit: Duration) -> Result<Connection, NetError> {

@@ -135,3 +135,32 @@ async fn a_listing_that_breaks_off_is_an_error() {
     let no_size = "<Contents><Key>p1</Key></Contents><IsTruncated>false</IsTruncated>";
     assert_eq!(list(&page(no_size)).await.unwrap_err(), ErrorKind::Protocol);
 }
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_before_the_server_would() {
+    let (listener, endpoint) = listen().await;
+    let options = S3Options {
+        idle_timeout: Duration::from_millis(100),
+        ..options(&endpoint)
+    };
+    let store = S3::connect(&options).await.unwrap();
+    let server = tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        let mut bytes = [0; 4096];
+        assert!(socket.read(&mut bytes).await.unwrap() > 0, "the request");
+        let answer = "HTTP/1.1 404 Not Found\r\nx-amz-request-id: 1\r\nContent-Length: 0\r\n\r\n";
+        socket.write_all(answer.as_bytes()).await.unwrap();
+        socket.read(&mut bytes).await.unwrap()
+    });
+    assert_eq!(
+        store.head("k", soon()).await.unwrap_err().kind,
+        ErrorKind::NotFound
+    );
+    let end = tokio::time::timeout(Duration::from_secs(20), server);
+    assert_eq!(
+        end.await
+            .expect("it is closed, though nothing else is asked for")
+            .unwrap(),
+        0
+    );
+}
