@@ -36,6 +36,8 @@ pub enum Verdict {
     Again,
     /// The same, and its endpoint is not there: to go to another for the first time costs no token.
     Lost,
+    /// The same, and it never got there: to go to another is no retry, either.
+    Unreached,
 }
 
 /// An error of an attempt.
@@ -112,8 +114,11 @@ impl Attempts {
         so_far: &mut SoFar,
         deadline: Instant,
     ) -> Option<Result<T, E>> {
-        let error = match result {
-            Err(error) if error.verdict() != Verdict::Final => error,
+        let (error, verdict) = match result {
+            Err(error) if error.verdict() != Verdict::Final => {
+                let verdict = error.verdict();
+                (error, verdict)
+            }
             answer => {
                 // The servers work, whatever they said.
                 self.retries.earn(100 / CALLS_A_RETRY);
@@ -121,21 +126,26 @@ impl Attempts {
             }
         };
         let moves = so_far.route.can_move();
+        // Of many addresses many may be dead: all may be tried before a call fails.
+        let counts = !moves || verdict != Verdict::Unreached || self.policy.retries == 0;
         let wait = match moves {
             true => Duration::ZERO,
             false => self.pause(so_far.retries),
         };
         let late = Instant::now() + wait >= deadline;
-        let free = moves && so_far.retries == 0 && error.verdict() == Verdict::Lost;
-        if so_far.retries >= self.policy.retries || late || !(free || self.retries.spend()) {
+        let over = counts && so_far.retries >= self.policy.retries;
+        let free = moves && !so_far.again && matches!(verdict, Verdict::Lost | Verdict::Unreached);
+        if over || late || !(free || self.retries.spend()) {
             return Some(Err(error));
         }
         if !moves {
             so_far.route.forget();
             tokio::time::sleep(wait).await;
         }
+        so_far.route.ended();
         so_far.route = so_far.route.then(Start::Retry);
-        so_far.retries += 1;
+        so_far.retries += u32::from(counts);
+        so_far.again = true;
         None
     }
 
@@ -195,7 +205,10 @@ impl Attempts {
 #[derive(Default)]
 struct SoFar {
     route: Route,
+    /// Those that count.
     retries: u32,
+    /// It was tried more than once.
+    again: bool,
 }
 
 /// The first success of two, or the last error. The second takes over what the first holds as soon as its answer begins,

@@ -93,9 +93,12 @@ impl Pool {
             to: self.address,
             cause,
         };
-        let late = |_| NetError::Timeout {
-            what: "connection",
-            limit,
+        // A host that is gone answers nothing, and is as lost as one that refuses.
+        let late = |_| {
+            error(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("none for {limit:?}"),
+            ))
         };
         let connected = tokio::time::timeout(limit, connect).await.map_err(late)?;
         let stream = connected.map_err(error)?;

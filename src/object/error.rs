@@ -265,7 +265,8 @@ impl StdError for ObjectError {}
 impl Failure for ObjectError {
     fn verdict(&self) -> Verdict {
         match self.kind {
-            ErrorKind::Connect | ErrorKind::Broken => Verdict::Lost,
+            ErrorKind::Connect => Verdict::Unreached,
+            ErrorKind::Broken => Verdict::Lost,
             kind if kind.retryable() => Verdict::Again,
             _ => Verdict::Final,
         }

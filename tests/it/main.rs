@@ -5,12 +5,14 @@
 
 mod backends;
 mod bench;
+mod capped;
 mod cli;
 mod conformance;
 mod damage;
 mod demo;
 mod dns;
 mod dns_server;
+mod fanout;
 mod faults;
 mod fixture;
 mod held;
