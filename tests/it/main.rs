@@ -22,5 +22,6 @@ mod on_the_way;
 mod orders;
 mod outage;
 mod program;
+mod rig;
 mod vectors;
 mod wire;
