@@ -13,6 +13,7 @@ mod demo;
 mod dns;
 mod dns_server;
 mod fanout;
+mod fanout_rgw;
 mod faults;
 mod fixture;
 mod held;

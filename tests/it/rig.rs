@@ -252,12 +252,6 @@ pub fn carried(proxies: &[Capped]) -> Vec<u64> {
     proxies.iter().map(|proxy| proxy.carried().bytes).collect()
 }
 
-/// What each endpoint moved.
-pub fn moved(gateway: &Gateway) -> Vec<u64> {
-    let states = gateway.endpoints();
-    states.iter().map(|state| state.totals.bytes).collect()
-}
-
 /// What each proxy carried since, of a hundred.
 pub fn shares(what: &str, proxies: &[Capped], since: &[u64]) -> Vec<f64> {
     let carried = carried(proxies);
