@@ -4,7 +4,8 @@
 #   rgw.sh stop ADDRESS...     kill: connections are refused from now on
 #   rgw.sh pause ADDRESS...    SIGSTOP: accepts connections, answers nothing (a hung server)
 #   rgw.sh resume ADDRESS...   SIGCONT
-# The cluster is the one in KVGATE_CEPH_DIR; up.sh must have been run.
+# The cluster is the one in KVGATE_CEPH_DIR; up.sh must have been run. KVGATE_CEPH_RGW_ARGS: options of those that are
+# started, as --rgw-max-concurrent-requests=1.
 set -euo pipefail
 # shellcheck source=ceph/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -36,13 +37,14 @@ answers_or_died() {
 }
 
 start() {
-    local address pidfile
+    local address pidfile options
+    read -ra options <<<"${KVGATE_CEPH_RGW_ARGS:-}"
     for address in "$@"; do
         pidfile=$KVGATE_CEPH_DIR/pid/rgw-$address
         if pid_of "$pidfile" >/dev/null; then continue; fi
         daemon "$pidfile" "$KVGATE_CEPH_DIR/log/rgw-$address.out" \
             radosgw -n "client.rgw.${address//./-}" -f \
-            --rgw-frontends "$(frontend "$address")" --rgw-data "$KVGATE_CEPH_DIR/rgw"
+            --rgw-frontends "$(frontend "$address")" --rgw-data "$KVGATE_CEPH_DIR/rgw" "${options[@]}"
     done
     for address in "$@"; do
         pidfile=$KVGATE_CEPH_DIR/pid/rgw-$address

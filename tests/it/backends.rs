@@ -11,13 +11,14 @@ use kvgate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptio
 use kvgate::object::{ObjectStore, S3, S3Options};
 use tokio::net::TcpListener;
 
-/// A server, up for as long as this lives.
+/// A server, up for as long as this lives, or its last clone.
+#[derive(Clone)]
 pub struct Backend {
     pub name: &'static str,
     pub endpoints: Vec<String>,
     access_key: String,
     secret_key: String,
-    _embedded: Option<EmbeddedS3>,
+    _embedded: Option<Arc<EmbeddedS3>>,
 }
 
 /// What `tests/run.sh` calls a server, and how it names its variables.
@@ -68,7 +69,7 @@ impl Backend {
             endpoints: vec![server.endpoint()],
             access_key: server.access_key().into(),
             secret_key: server.secret_key().into(),
-            _embedded: Some(server),
+            _embedded: Some(Arc::new(server)),
         }
     }
 

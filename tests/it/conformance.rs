@@ -11,6 +11,7 @@ use kvgate::object::{Capabilities, Condition, ErrorKind, GetRange};
 
 use crate::backends::{Backend, on_backends};
 use crate::fixture::{self, Prompt, Site, arena, load_codes, lookup, soon, store_all, store_chunk};
+use crate::outage::ALL_RGW;
 
 on_backends! {
     capabilities_are_found_out: embedded, rgw, minio, rclone, swift;
@@ -270,6 +271,7 @@ async fn eight_gateways_store_the_same_chunk(backend: &Backend) {
 }
 
 async fn every_gateway_sees_what_one_stored(backend: &Backend) {
+    let _all_there = ALL_RGW.lock().await;
     assert!(backend.endpoints.len() > 1, "several radosgw");
     let site = Site::new(backend.store().await).await;
     let prompt = Prompt::new(3);

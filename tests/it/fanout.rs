@@ -1,273 +1,36 @@
 //! One name, many addresses, and what becomes of loads when some of them are slow, hung, gone, or new. Each address is a
-//! proxy with a cap of its own in front of the same S3 server; a scripted DNS server says which addresses there are.
+//! proxy with a cap of its own in front of the embedded server; a scripted DNS server says which addresses there are.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::chunk::Space;
-use kvgate::dns::DnsOptions;
-use kvgate::fanout::{
-    AttemptPolicy, Attempts, BreakerOptions, Class, EndpointOptions, EndpointState, Endpoints, Failure,
-    Handover, Lease, Loss, Outcome, Phase, Requests, Route, Start, Verdict, WindowOptions,
-};
-use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions, StoreOutcome};
+use kvgate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, Phase, WindowOptions};
+use kvgate::gateway::{AfterMiss, StoreOutcome};
 use kvgate::net::Landing;
 use kvgate::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout};
 
-use crate::backends::{Backend, RETRIES};
+use crate::backends::RETRIES;
 use crate::capped::Capped;
-use crate::dns_server::{A, AAAA, DnsServer, NXDOMAIN, Question, Record, Reply, SRV};
-use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all, store_chunk};
-
-const MIB: usize = 1 << 20;
-const MB: u64 = 1_000_000;
-const NAME: &str = "s3.test";
-/// As low as DNS can say, zero apart.
-const TTL: Duration = Duration::from_secs(1);
-
-/// As the defaults, but for a hundredth of the throughput.
-const ENDPOINTS: EndpointOptions = EndpointOptions {
-    window: WindowOptions {
-        start: 8 * MIB,
-        min: 2 * MIB,
-        max: 64 * MIB,
-    },
-    breaker: BreakerOptions {
-        failures: 5,
-        open: Duration::from_millis(500),
-        open_max: Duration::from_secs(30),
-    },
-    hedge_min: Duration::from_millis(20),
+use crate::dns_server::{A, AAAA, DnsServer, NXDOMAIN, Record, Reply, SRV};
+use crate::fixture::{Prompt, arena, load_codes, soon, store_chunk};
+use crate::rig::{
+    ENDPOINTS, MB, MIB, NAME, Rig, carried, has, shares, space, state, tiny_space, totals, until, upstream,
 };
 
-/// Chunks of 4 MiB, in parts of one.
-fn space() -> Space {
-    Space::from_json(
-        r#"{"model": "test/fan", "revision": "1", "dtype": "float16", "chunk_tokens": 256,
-            "mha": {"layers": 4, "heads": 8, "head_dim": 128}}"#,
-    )
-    .unwrap()
-}
-
-/// Chunks of one part of 64 KiB.
-fn tiny_space() -> Space {
-    Space::from_json(
-        r#"{"model": "test/fan-tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 64,
-            "mha": {"layers": 1, "heads": 4, "head_dim": 64}}"#,
-    )
-    .unwrap()
-}
-
-/// Addresses 127.0.x.1 and so on, of which a test has an x of its own.
-fn addresses(count: u8) -> Vec<Ipv4Addr> {
-    static BLOCKS: AtomicU8 = AtomicU8::new(100);
-    let block = BLOCKS.fetch_add(1, Ordering::Relaxed);
-    (1..=count).map(|n| Ipv4Addr::new(127, 0, block, n)).collect()
-}
-
-/// One proxy for each address, all at the same port.
-async fn proxies(addresses: &[Ipv4Addr], upstream: SocketAddr, rate: u64) -> Vec<Capped> {
-    'again: loop {
-        let mut proxies: Vec<Capped> = Vec::new();
-        for &address in addresses {
-            let port = proxies.first().map_or(0, |first| first.address().port());
-            match Capped::start((address, port).into(), upstream, rate).await {
-                Ok(proxy) => proxies.push(proxy),
-                Err(_) => continue 'again,
-            }
-        }
-        return proxies;
-    }
-}
-
-/// A DNS script: the name has these addresses, and nothing else.
-fn has(addresses: &[Ipv4Addr], ttl: u32) -> impl FnMut(&Question) -> Vec<Reply> + Send + use<> {
-    let records = addresses.iter().map(|&address| Record::a(NAME, ttl, address));
-    let records: Vec<_> = records.collect();
-    move |question| {
-        let records = match question.kind {
-            A => records.clone(),
-            _ => Vec::new(),
-        };
-        vec![Reply::new(records)]
-    }
-}
-
-fn upstream(backend: &Backend) -> SocketAddr {
-    let endpoint = backend.endpoints[0].trim_start_matches("http://");
-    endpoint.parse().unwrap()
-}
-
-/// A stored prompt behind proxies and a name.
-struct Rig {
-    backend: Backend,
-    site: Site,
-    prompt: Prompt,
-    addresses: Vec<Ipv4Addr>,
-    proxies: Vec<Capped>,
-    dns: DnsServer,
-}
-
-impl Rig {
-    /// `rate`: bytes a second of each address.
-    async fn new(addresses_count: u8, rate: u64, chunks: usize) -> Self {
-        Self::of(space(), addresses_count, rate, chunks).await
-    }
-
-    async fn of(space: Space, addresses_count: u8, rate: u64, chunks: usize) -> Self {
-        let backend = Backend::embedded().await;
-        let site = Site::new(backend.store().await).await;
-        let prompt = Prompt::of(space, chunks);
-        let direct = site.gateway_over(Arc::clone(&site.store));
-        let direct = Gateway::new(
-            Arc::clone(&site.store),
-            arena(16 * MIB),
-            direct.capabilities(),
-            gateway_options(&site),
-        );
-        store_all(&direct, &prompt).await;
-        let addresses = addresses(addresses_count);
-        let proxies = proxies(&addresses, upstream(&backend), rate).await;
-        let dns = DnsServer::start(has(&addresses, 1)).await;
-        Self {
-            backend,
-            site,
-            prompt,
-            addresses,
-            proxies,
-            dns,
-        }
-    }
-
-    fn options(&self) -> S3Options {
-        let port = self.proxies[0].address().port();
-        S3Options {
-            endpoint: Some(format!("http://{NAME}:{port}")),
-            attempts: RETRIES,
-            endpoints: ENDPOINTS,
-            dns: self.dns_options(),
-            ..self.backend.options()
-        }
-    }
-
-    fn dns_options(&self) -> DnsOptions {
-        DnsOptions {
-            servers: vec![self.dns.address],
-            min_ttl: Duration::from_millis(100),
-            max_ttl: Duration::from_secs(60),
-            timeout: Duration::from_secs(1),
-        }
-    }
-
-    async fn gateway(&self) -> Gateway {
-        self.gateway_with(&self.options()).await
-    }
-
-    async fn gateway_with(&self, options: &S3Options) -> Gateway {
-        let store = Arc::new(S3::connect(options).await.unwrap());
-        let loads = self.prompt.hashes.len() * self.prompt.space.layout().object_len();
-        Gateway::new(
-            store,
-            arena(loads + 64 * MIB),
-            self.site.capabilities,
-            gateway_options(&self.site),
-        )
-    }
-
-    /// Loads the whole prompt: every chunk must come, with its bytes.
-    async fn load(&self, gateway: &Gateway) {
-        let codes = load_codes(gateway, &self.prompt, AfterMiss::Continue).await;
-        assert_eq!(codes, vec!["ok"; codes.len()]);
-    }
-
-    /// Loads again and again until `done`, which must be before `deadline`.
-    async fn load_until(&self, gateway: &Gateway, deadline: Instant, done: impl Fn() -> bool) {
-        while !done() {
-            assert!(Instant::now() < deadline, "{:#?}", gateway.endpoints());
-            self.load(gateway).await;
-        }
-    }
-
-    fn carried(&self) -> Vec<u64> {
-        self.proxies.iter().map(|proxy| proxy.carried().bytes).collect()
-    }
-
-    /// What each address carried since, of a hundred.
-    fn shares(&self, since: &[u64]) -> Vec<f64> {
-        shares(&self.carried(), since)
-    }
-}
-
-fn shares(carried: &[u64], since: &[u64]) -> Vec<f64> {
-    let carried: Vec<_> = carried.iter().zip(since).map(|(now, then)| now - then).collect();
-    let all: u64 = carried.iter().sum();
-    let share = |bytes: u64| 100.0 * bytes as f64 / all as f64;
-    carried.into_iter().map(share).collect()
-}
-
-/// Sections of 1 MiB, and so many of them in flight that four endpoints have something to do.
-fn gateway_options(site: &Site) -> GatewayOptions {
-    GatewayOptions {
-        part_bytes: MIB,
-        layer_part_bytes: MIB,
-        get_bytes_max: 32 * MIB,
-        put_bytes_max: 32 * MIB,
-        ..site.options()
-    }
-}
-
-/// Waits until something holds.
-async fn until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = soon();
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
-fn totals(gateway: &Gateway) -> Requests {
-    let mut all = Requests::default();
-    for EndpointState { totals, .. } in gateway.endpoints() {
-        all.ok += totals.ok;
-        all.lost += totals.lost;
-        all.timed_out += totals.timed_out;
-        all.given_up += totals.given_up;
-        all.throttled += totals.throttled;
-        all.failed += totals.failed;
-        all.refused += totals.refused;
-        all.retries += totals.retries;
-        all.hedges += totals.hedges;
-        all.bytes += totals.bytes;
-    }
-    all
-}
-
-fn state(gateway: &Gateway, address: SocketAddr) -> EndpointState {
-    let mut states = gateway.endpoints().into_iter();
-    states
-        .find(|state| state.address == address)
-        .expect("an endpoint")
-}
-
-fn print(what: &str, shares: &[f64]) {
-    let shares: Vec<_> = shares.iter().map(|share| format!("{share:.1}")).collect();
-    eprintln!("{what}: {}", shares.join(" "));
-}
+/// As low as DNS can say, zero apart.
+const TTL: Duration = Duration::from_secs(1);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn even_addresses_get_even_shares() {
     let rig = Rig::new(4, 20 * MB, 32).await;
     let gateway = rig.gateway().await;
-    let before = rig.carried();
+    let before = carried(&rig.proxies);
     rig.load(&gateway).await;
-    let shares = rig.shares(&before);
-    print("even", &shares);
+    let shares = shares("even", &rig.proxies, &before);
     assert!(
         shares.iter().all(|share| (15.0..=35.0).contains(share)),
         "{shares:?}"
@@ -281,68 +44,11 @@ async fn a_slow_address_gets_little() {
     rig.proxies[2].set_rate(2 * MB);
     // What it learns from.
     rig.load(&gateway).await;
-    print("slow, learning", &rig.shares(&[0; 4]));
-    let before = rig.carried();
+    shares("slow, learning", &rig.proxies, &[0; 4]);
+    let before = carried(&rig.proxies);
     rig.load(&gateway).await;
-    let shares = rig.shares(&before);
-    print("slow", &shares);
+    let shares = shares("slow", &rig.proxies, &before);
     assert!(shares[2] <= 10.0, "{shares:?}");
-}
-
-/// What was slow is tried now and then, and is back with the others soon after it has recovered.
-#[tokio::test(start_paused = true)]
-async fn a_slow_address_that_recovers_gets_its_share_again() {
-    let endpoints = Endpoints::new(ENDPOINTS);
-    let slow = SocketAddr::from(([10, 0, 0, 1], 80));
-    let others = (2..=4).map(|n| SocketAddr::from(([10, 0, 0, n], 80)));
-    endpoints.update(&others.chain([slow]).collect::<Vec<_>>(), |_| ());
-    let began = Instant::now();
-    let after = |seconds| began + Duration::from_secs(seconds);
-    let ask = async |until: Instant| {
-        while Instant::now() < until {
-            let mut lease = endpoints.lease(Class::Load, MIB, &Route::default()).await;
-            let is_slow = lease.address() == slow && Instant::now() < after(30);
-            lease.answered();
-            tokio::time::sleep(Duration::from_millis(if is_slow { 500 } else { 50 })).await;
-            lease.moved(MIB);
-            lease.end(Outcome::Answered { status: 206 });
-        }
-    };
-    let share = async |until: Instant| {
-        let bytes = || {
-            let states = endpoints.states();
-            let of = |state: &EndpointState| state.totals.bytes;
-            let slow = states.iter().find(|state| state.address == slow).map_or(0, of);
-            [slow, states.iter().map(of).sum()]
-        };
-        let before = bytes();
-        futures::future::join_all((0..12).map(|_| ask(until))).await;
-        let after = bytes();
-        100.0 * (after[0] - before[0]) as f64 / (after[1] - before[1]) as f64
-    };
-    let at_first = share(after(30)).await;
-    assert!(at_first < 10.0, "{at_first}");
-    share(after(45)).await;
-    let again = share(after(60)).await;
-    assert!((15.0..=35.0).contains(&again), "{again}");
-}
-
-/// Loads, with something that happens once every address has carried some of it.
-async fn load_while(rig: &Rig, gateway: &Gateway, event: impl AsyncFnOnce()) {
-    let before = rig.carried();
-    let some = || {
-        let carried = rig.carried();
-        carried
-            .iter()
-            .zip(&before)
-            .all(|(now, then)| now - then > MIB as u64)
-    };
-    let meanwhile = async {
-        until("the load has begun", some).await;
-        event().await;
-    };
-    tokio::join!(rig.load(gateway), meanwhile);
-    arena_empties(gateway).await;
 }
 
 /// Of many ranges in flight there, none spends a token on its way elsewhere.
@@ -359,7 +65,8 @@ async fn killed_in_the_middle_of_a_load() {
             ..rig.options()
         })
         .await;
-    load_while(&rig, &gateway, async || rig.proxies[1].kill()).await;
+    rig.load_while(&gateway, || carried(&rig.proxies), async || rig.proxies[1].kill())
+        .await;
     let dead = rig.proxies[1].address();
     let lost = state(&gateway, dead).totals.lost;
     assert!(lost > 2, "{lost} ranges were lost: not enough to show anything");
@@ -397,7 +104,12 @@ async fn hung_in_the_middle_of_a_load() {
         rig.load(&gateway).await;
     }
     let began = Instant::now();
-    load_while(&rig, &gateway, async || rig.proxies[1].pause()).await;
+    rig.load_while(
+        &gateway,
+        || carried(&rig.proxies),
+        async || rig.proxies[1].pause(),
+    )
+    .await;
     assert!(
         began.elapsed() < Duration::from_secs(30),
         "hedges and not time-outs ended it"
@@ -428,7 +140,12 @@ async fn hung_without_hedges() {
             ..rig.options()
         })
         .await;
-    load_while(&rig, &gateway, async || rig.proxies[1].pause()).await;
+    rig.load_while(
+        &gateway,
+        || carried(&rig.proxies),
+        async || rig.proxies[1].pause(),
+    )
+    .await;
     assert_eq!(totals(&gateway).hedges, 0);
     rig.load(&gateway).await;
     assert_ne!(state(&gateway, rig.proxies[1].address()).breaker, Phase::Closed);
@@ -855,63 +572,4 @@ async fn full(address: SocketAddr) -> (TcpListener, Vec<TcpStream>) {
         waiting.push(connected.unwrap());
     }
     (listener, waiting)
-}
-
-/// An attempt that fails late leaves the next one its time: that is not hedged before it is slow itself.
-#[tokio::test(start_paused = true)]
-async fn a_retry_is_not_hedged_for_what_its_predecessor_took() {
-    let address = |n| SocketAddr::from(([10, 0, 0, n], 80));
-    let endpoints = Endpoints::new(ENDPOINTS);
-    endpoints.update(&[address(1), address(2), address(3)], |_| ());
-    let attempts = Attempts::new(AttemptPolicy {
-        hedges: 100,
-        ..RETRIES
-    });
-    let answered = |mut lease: Lease<()>| {
-        lease.answered();
-        lease.end(Outcome::Answered { status: 200 });
-    };
-    for _ in 0..50 {
-        let lease = endpoints.lease(Class::Load, 0, &Route::default()).await;
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        answered(lease);
-    }
-    let sent = AtomicU8::new(0);
-    let attempt = |route: Route| {
-        let (endpoints, number) = (&endpoints, sent.fetch_add(1, Ordering::Relaxed));
-        async move {
-            let lease = match route.start() {
-                Start::Hedge => endpoints.try_lease(0, &route).unwrap(),
-                _ => endpoints.lease(Class::Load, 0, &route).await,
-            };
-            // The first one is hedged, and both fail.
-            let (takes, lost) = match number {
-                0 | 1 => (Duration::from_secs(5), true),
-                _ => (Duration::from_millis(100), false),
-            };
-            tokio::time::sleep(takes).await;
-            match lost {
-                true => lease.end(Outcome::Lost(Loss::Connection)),
-                false => answered(lease),
-            }
-            if lost { Err(Broken) } else { Ok(()) }
-        }
-    };
-    let hedge = endpoints.hedge(0);
-    let nothing = None::<&Handover<()>>;
-    let deadline = Instant::now() + Duration::from_secs(60);
-    attempts
-        .run_hedged(deadline, &hedge, nothing, attempt)
-        .await
-        .unwrap();
-    assert_eq!(sent.load(Ordering::Relaxed), 3);
-}
-
-#[derive(Debug)]
-struct Broken;
-
-impl Failure for Broken {
-    fn verdict(&self) -> Verdict {
-        Verdict::Lost
-    }
 }

@@ -9,6 +9,7 @@ use aws_credential_types::Credentials;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::object::{ErrorKind, S3, S3Options};
+use tokio::sync::Mutex;
 
 use crate::backends::{Backend, on_backends, open};
 use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
@@ -20,20 +21,29 @@ on_backends! {
     killed_while_it_stores: rgw;
 }
 
-fn rgw(action: &str, address: &str) {
+/// Held by tests that stop one of the radosgw, and by those that need all of them.
+pub static ALL_RGW: Mutex<()> = Mutex::const_new(());
+
+pub fn rgw(action: &str, address: &str) {
+    rgw_with(action, address, "");
+}
+
+/// `options`: of the radosgw that is started.
+pub fn rgw_with(action: &str, address: &str, options: &str) {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/ceph/rgw.sh");
     let status = Command::new("bash")
         .args([script, action, address])
+        .env("KVGATE_CEPH_RGW_ARGS", options)
         .status()
         .unwrap();
     assert!(status.success(), "rgw.sh {action} {address}");
 }
 
 async fn a_stopped_rgw(backend: &Backend) {
+    let _alone = ALL_RGW.lock().await;
     let site = Site::new(backend.store().await).await;
     let prompt = Prompt::new(4);
     store_all(&site.gateway(), &prompt).await;
-    // The last one, which no other test asks alone.
     let endpoint = backend.endpoints.last().unwrap();
     let address = endpoint.trim_start_matches("http://").split(':').next().unwrap();
     let options = S3Options {

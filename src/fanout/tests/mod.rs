@@ -52,6 +52,7 @@ enum Does {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Failed {
     Lost,
+    Unreached,
     Throttled,
     NotFound,
 }
@@ -60,6 +61,7 @@ impl Failure for Failed {
     fn verdict(&self) -> Verdict {
         match self {
             Self::Lost => Verdict::Lost,
+            Self::Unreached => Verdict::Unreached,
             Self::Throttled => Verdict::Again,
             Self::NotFound => Verdict::Final,
         }
