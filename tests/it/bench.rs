@@ -312,7 +312,7 @@ async fn another_way_to(server: SocketAddr) -> SocketAddr {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_goes_to_which_address_is_told() {
     let site = Site::new().await;
-    let url = site.0.s3.endpoint().to_owned();
+    let url = site.0.s3.endpoint().clone();
     let first: SocketAddr = url.strip_prefix("http://").unwrap().parse().unwrap();
     let second = another_way_to(first).await;
     // Nobody listens there any more.
