@@ -12,8 +12,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import random
 import shlex
 import signal
@@ -175,7 +173,7 @@ class Bench:
         self.given.out.mkdir(parents=True, exist_ok=True)
         raw = {
             "command": command,
-            "hardware": hardware(),
+            "hardware": tools.hardware(),
             "versions": self.versions,
             "workload": asdict(self.workload),
             "wanted": [{**asdict(result), "verdict": result.verdict} for result in results],
@@ -190,31 +188,14 @@ class Bench:
         tools.say(f"written: {self.given.out / title}.md, .json, .svg")
 
     def facts(self, command: str) -> list[str]:
-        machine = hardware()
-        commit = tools.run(
-            "git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*", cwd=tools.ROOT
-        ).strip()
         workload = self.workload
         return [
-            f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']};"
-            f" load average at the end {machine['load']}",
+            tools.machine(),
             f"{workload.objects} objects of {workload.object_size >> 20} MiB, {workload.in_flight} in flight;"
             " clients and servers on the same cores, over loopback",
-            f"commit {commit}; {', '.join(map(' '.join, self.versions.items()))}",
+            f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
             f"`{command}`",
         ]
-
-
-def hardware() -> dict[str, object]:
-    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpu.split(":")[1].strip(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30),
-        "kernel": platform.release(),
-        "load": round(os.getloadavg()[0], 2),
-    }
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
 //! What kvgate is measured against: the *floor*, which is a socket and nothing else, and the AWS SDK as it comes.
 //!
-//! `bench/landing.py` starts it and `bench/README.md` says what for. Servers run until they are ended; each client
+//! `bench/landing.py` and `bench/fanout.py` start it and `bench/README.md` says what for. Servers run until they are ended; each client
 //! runs once and prints one line of JSON, with the same names as `kvgate bench --json`. Both sides of the floor are
 //! as cheap as blocking sockets can be: the server sends with `sendfile` or throws away what it gets, the client
 //! receives into kvgate's own arena, asking for all that is missing in each call.
 //!
 //! Not for: anything that a client of S3 must do besides (heads, signatures, retries, time limits).
 
+mod cap;
 mod measure;
 mod raw;
 mod sdk;
@@ -45,6 +46,16 @@ enum Command {
         raw: SocketAddr,
         #[arg(long)]
         http: SocketAddr,
+    },
+    /// Proxy: lets only so many bytes a second of the answers through.
+    Cap {
+        #[arg(long)]
+        listen: SocketAddr,
+        #[arg(long)]
+        to: SocketAddr,
+        /// Bytes a second, or a file that has the number and may change.
+        #[arg(long)]
+        rate: String,
     },
     /// Receives from `serve` into the arena.
     Receive {
@@ -94,6 +105,7 @@ fn main() -> Result<(), Error> {
     let measured = match Cli::parse().command {
         Command::Serve { listen, folder } => return server::run(listen, &folder),
         Command::Sink { raw, http } => return sink::run(raw, http),
+        Command::Cap { listen, to, rate } => return cap::run(listen, to, &rate),
         Command::Seed { bucket, folder } => return sdk::seed(&bucket, &folder),
         Command::Receive { server, workload } => raw::receive(server, &workload),
         Command::Send { server, workload } => raw::send(server, &workload),

@@ -10,14 +10,7 @@ OTHER_COLOUR = "#e8a33d"
 
 
 def markdown(title: str, facts: list[str], results: list[Result], samples: Samples, missing: dict[str, str]) -> str:
-    lines = [f"# {title}", "", *(f"- {fact}" for fact in facts), ""]
-    lines += [
-        "## Wanted",
-        "",
-        "| what | in | got | 10 % to 90 % | rounds | wanted | |",
-        "|---|---|---:|---:|---:|---|---|",
-    ]
-    lines += [wanted_line(result) for result in results]
+    lines = [f"# {title}", "", *(f"- {fact}" for fact in facts), "", *wanted_table(results)]
     lines += ["", "## Measured", "", "Medians over the rounds, of the client's process only.", ""]
     lines += ["| server | what | client | GB/s | CPU s/GiB | CPU µs/request | minor faults/GiB | rounds |"]
     lines += ["|---|---|---|---:|---:|---:|---:|---:|"]
@@ -32,6 +25,16 @@ def markdown(title: str, facts: list[str], results: list[Result], samples: Sampl
     if failed:
         lines += ["", "## Failed at least once", "", *failed]
     return "\n".join(lines) + "\n"
+
+
+def wanted_table(results: list[Result]) -> list[str]:
+    return [
+        "## Wanted",
+        "",
+        "| what | in | got | 10 % to 90 % | rounds | wanted | |",
+        "|---|---|---:|---:|---:|---|---|",
+        *(wanted_line(result) for result in results),
+    ]
 
 
 def wanted_line(result: Result) -> str:

@@ -7,7 +7,15 @@ from .clients import Work
 from .rounds import Case, Samples
 from .workload import show_size
 
-UNITS = {"cpu_per_gib": "CPU s/GiB", "gb_per_s": "GB/s", "faults_per_gib": "faults/GiB", "cpu_us_per_op": "CPU µs"}
+UNITS = {
+    "cpu_per_gib": "CPU s/GiB",
+    "gb_per_s": "GB/s",
+    "faults_per_gib": "faults/GiB",
+    "cpu_us_per_op": "CPU µs",
+    "mb_per_s": "MB/s",
+    "load_p99_ms": "ms",
+    "share": "%",
+}
 SDK = "AWS SDK"
 
 

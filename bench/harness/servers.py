@@ -49,10 +49,12 @@ class Ports:
 
 
 @contextlib.contextmanager
-def process(*command: str | Path, log: Path, port: int, env: dict[str, str] | None = None) -> Iterator[None]:
+def process(
+    *command: str | Path, log: Path, port: int, address: str = LOOPBACK, env: dict[str, str] | None = None
+) -> Iterator[None]:
     """A server in a session of its own, so that Ctrl-C is ours to handle; ready when its port answers."""
-    if answers(port):
-        raise tools.MissingError(f"something else listens on {LOOPBACK}:{port}; --port-base chooses other ports")
+    if answers(port, address):
+        raise tools.MissingError(f"something else listens on {address}:{port}; --port-base chooses other ports")
     words = [str(word) for word in command]
     with open(log, "wb") as out:
         child = subprocess.Popen(
@@ -60,7 +62,7 @@ def process(*command: str | Path, log: Path, port: int, env: dict[str, str] | No
         )
     try:
         end = time.monotonic() + START_SECONDS_MAX
-        while not answers(port):
+        while not answers(port, address):
             if child.poll() is not None or time.monotonic() > end:
                 raise tools.MissingError(f"{words[0]} does not start: {log.read_text().strip()[-500:]}")
             time.sleep(0.02)
@@ -74,10 +76,10 @@ def process(*command: str | Path, log: Path, port: int, env: dict[str, str] | No
             child.wait()
 
 
-def answers(port: int) -> bool:
+def answers(port: int, address: str = LOOPBACK) -> bool:
     """Whether something listens there."""
     with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0
+        return probe.connect_ex((address, port)) == 0
 
 
 @contextlib.contextmanager

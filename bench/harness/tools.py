@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -134,3 +135,39 @@ def ceph() -> None:
     """The programs that ceph/up.sh needs; by the tests' installer, since they are the tests' too."""
     if not all(map(shutil.which, ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin"))):
         run(ROOT / "tests" / "servers" / "install.sh", "ceph")
+
+
+def dnsmasq() -> str:
+    """It is not for everyone's PATH."""
+    return shutil.which("dnsmasq", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or "dnsmasq"
+
+
+def dns() -> None:
+    """The programs that tests/servers/dns.sh needs."""
+    if not shutil.which(dnsmasq()) or not shutil.which("dig"):
+        run(ROOT / "tests" / "servers" / "install.sh", "dns")
+
+
+def hardware() -> dict[str, object]:
+    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu.split(":")[1].strip(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "kernel": platform.release(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def machine() -> str:
+    """The same in words."""
+    known = hardware()
+    return (
+        f"{known['cpu']}, {known['cores']} cores, {known['memory_gib']} GiB, Linux {known['kernel']};"
+        f" load average at the end {known['load']}"
+    )
+
+
+def commit() -> str:
+    return run("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*", cwd=ROOT).strip()

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""kvgate's fan-out on a real Ceph: four radosgw behind one DNS name, each address capped; one of them slow.
+
+    bench/fanout.py                        everything; a quarter of an hour, most of it measuring
+    bench/fanout.py --rounds 1 --loads 10
+
+Installs what is missing, starts its servers on loopback, ends them, and writes fanout-DATE.md and .json.
+bench/README.md says how to read them.
+"""
+
+import argparse
+import datetime
+import json
+import random
+import shlex
+import signal
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness import clients, report, servers, tools
+from harness.fleet import ADDRESSES, Fleet, environment_of, fleet
+from harness.rounds import Case
+from harness.rows import Result, Row, spread
+from harness.servers import Ports
+from harness.workload import MIB, parse_size, show_size
+
+# Chunks of 16 MiB, in 32 layers of 512 KiB.
+CHUNK_TOKENS, CHUNK_SIZE = 128, 16 * MIB
+SPACE = {
+    "model": "kvgate/bench",
+    "revision": "fanout",
+    "chunk_tokens": CHUNK_TOKENS,
+    "mha": {"layers": 32, "heads": 8, "head_dim": 128},
+}
+PREFIX = "kvgate-bench"
+# Of the rate, when it is slow.
+SLOW = 0.1
+CASES = ("even", "one slow", "three alone")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="how often each case is measured (default: 5)")
+    add("--loads", type=int, default=40, help="of the prompt, in each measurement (default: 40)")
+    add("--prompt-size", type=parse_size, default="128MiB", help="in chunks of 16MiB (default: 128MiB)")
+    add("--part-size", type=parse_size, default="4MiB", help="bytes of one GET (default: 4MiB)")
+    add("--in-flight", type=int, default=16, help="GETs under way at a time (default: 16)")
+    add("--rate", type=int, default=40_000_000, help="bytes a second of an address (default: 40000000)")
+    add("--kvgate", type=Path, help="the program (default: this checkout's, built)")
+    add("--port-base", type=int, default=9041, help="3 ports from here on (default: 9041)")
+    add("--out", type=Path, default=tools.BENCH / "results", help="folder for what is written (default: bench/results)")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of `kvgate bench read`."""
+
+    case: str
+    round: int
+    slow: str
+    mb_per_s: float
+    load_p50_ms: float
+    load_p99_ms: float
+    loads: int
+    requests: int
+    retries: int
+    hedges: int
+    # Of the bytes, in percent.
+    shares: dict[str, float]
+    # As `kvgate bench --json` has them.
+    endpoints: list[dict]
+
+
+@dataclass
+class Bench:
+    """One run of the command."""
+
+    given: argparse.Namespace
+    folder: Path
+    samples: list[Measured] = field(default_factory=list)
+    failures: dict[Case, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def measure(self, running: Fleet) -> None:
+        program = clients.kvgate_program(self.given.kvgate)
+        self.versions = {"kvgate": tools.run(program, "--version").split()[-1], **running.versions}
+        (self.folder / "space.json").write_text(json.dumps(SPACE))
+        self.bench(program, running, "write", "--keep")
+        for number in range(1, self.given.rounds + 1):
+            # Each address has its turn.
+            slow = ADDRESSES[number % len(ADDRESSES)]
+            for case in random.sample(CASES, len(CASES)):
+                self.prepare(running, case, slow)
+                tools.say(f"round {number} of {self.given.rounds}: {case}")
+                try:
+                    phase = self.bench(program, running, "read", "--warm-up", "--rounds", self.given.loads)
+                except clients.FailedError as error:
+                    tools.say(f"  {error}")
+                    self.failures[Case("ceph", "loads", case)] = str(error)
+                    continue
+                self.samples.append(sample(case, number, slow, phase))
+                self.show(self.samples[-1])
+
+    def prepare(self, running: Fleet, case: str, slow: str) -> None:
+        rate = self.given.rate
+        rates = dict.fromkeys(ADDRESSES, rate)
+        if case == "one slow":
+            rates[slow] = int(rate * SLOW)
+        running.cap(rates)
+        running.name([address for address in ADDRESSES if case != "three alone" or address != slow])
+        # The proxies look five times a second.
+        time.sleep(0.5)
+
+    def bench(self, program: Path, running: Fleet, phase: str, *flags: object) -> dict:
+        """The phase's report."""
+        given = self.given
+        command = [program, "bench", phase, "--prefix", PREFIX, "--space", self.folder / "space.json"]
+        command += ["--tokens", given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS]
+        command += ["--part-size", show_size(given.part_size), "-t", given.in_flight, "--json", *flags]
+        said = clients.execute([str(word) for word in command], environment_of(running))
+        return json.loads(said)["phases"][0]
+
+    def show(self, measured: Measured) -> None:
+        shares = ", ".join(f"{share:.1f} %" for share in measured.shares.values())
+        tools.say(f"  {measured.mb_per_s:.0f} MB/s, p99 {measured.load_p99_ms:.0f} ms, shares {shares}")
+
+    def of(self, case: str) -> dict[int, Measured]:
+        return {measured.round: measured for measured in self.samples if measured.case == case}
+
+    def result(self, row: Row, values: dict[int, float]) -> Result:
+        if not values:
+            reason = next(iter(self.failures.values()), "not a round in which all of it ran")
+            return Result(row, None, None, None, 0, reason)
+        low, middle, high = spread(list(values.values()))
+        return Result(row, middle, low, high, len(values))
+
+    def results(self) -> list[Result]:
+        even, slow, three = (self.of(case) for case in CASES)
+
+        def row(what: str, metric: str, case: str, to: str | None = None, **limit: float) -> Row:
+            return Row(what, metric, Case("ceph", "loads", case), to and Case("ceph", "loads", to), **limit)
+
+        def ratio(of: dict[int, Measured], to: dict[int, Measured], metric: str) -> dict[int, float]:
+            return {n: getattr(of[n], metric) / getattr(to[n], metric) for n in of if n in to}
+
+        shares = {n: sorted(measured.shares.values()) for n, measured in even.items()}
+        of_slow = {n: measured.shares[measured.slow] for n, measured in slow.items()}
+        hedges = {n: measured.hedges * 100 / measured.requests for n, measured in slow.items()}
+        whole = {n: measured.mb_per_s * 1e6 / (self.given.rate * len(ADDRESSES)) for n, measured in even.items()}
+        result = self.result
+        return [
+            result(
+                row("even: smallest share of an address", "share", "even", at_least=15),
+                {n: share[0] for n, share in shares.items()},
+            ),
+            result(
+                row("even: largest share of an address", "share", "even", at_most=35),
+                {n: share[-1] for n, share in shares.items()},
+            ),
+            result(row("one slow: its share", "share", "one slow", at_most=10), of_slow),
+            result(
+                row(
+                    "throughput, one slow / the three others alone",
+                    "mb_per_s",
+                    "one slow",
+                    "three alone",
+                    at_least=0.85,
+                ),
+                ratio(slow, three, "mb_per_s"),
+            ),
+            result(
+                row("p99 of loads, one slow / even", "load_p99_ms", "one slow", "even", at_most=2),
+                ratio(slow, even, "load_p99_ms"),
+            ),
+            result(row("one slow: hedges, of all requests", "share", "one slow", at_most=10), hedges),
+            result(row("even: throughput / what the caps let through", "mb_per_s", "even", "even"), whole),
+        ]
+
+    def write(self) -> bool:
+        """The two files; and the table to the standard output. Whether everything wanted was kept."""
+        results = self.results()
+        title = f"fanout-{datetime.date.today()}"
+        command = shlex.join(["bench/fanout.py", *sys.argv[1:]])
+        tables = self.markdown(title, command, results)
+        raw = {
+            "command": command,
+            "hardware": tools.hardware(),
+            "versions": self.versions,
+            "wanted": [{**asdict(result), "verdict": result.verdict} for result in results],
+            "failures": [{**asdict(case), "reason": why} for case, why in self.failures.items()],
+            "samples": [asdict(measured) for measured in self.samples],
+        }
+        self.given.out.mkdir(parents=True, exist_ok=True)
+        (self.given.out / f"{title}.md").write_text(tables)
+        (self.given.out / f"{title}.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+        print(tables)
+        tools.say(f"written: {self.given.out / title}.md, .json")
+        return not self.failures
+
+    def markdown(self, title: str, command: str, results: list[Result]) -> str:
+        given = self.given
+        prompt = f"{given.loads} loads of {given.prompt_size >> 20} MiB in GETs of {given.part_size >> 20} MiB"
+        facts = [
+            tools.machine(),
+            f"{prompt}, one load after the other, {given.in_flight} GETs in flight; {len(ADDRESSES)} radosgw, each behind a"
+            f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s; client and servers on"
+            " the same cores, over loopback",
+            f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
+            f"`{command}`",
+        ]
+        lines = [f"# {title}", "", *(f"- {fact}" for fact in facts), "", *report.wanted_table(results)]
+        lines += ["", "## Measured", "", "Medians over the rounds. Shares from the largest to the smallest.", ""]
+        lines += [
+            "| case | MB/s | load p50 | load p99 | shares of the addresses | retries | hedges | requests | rounds |"
+        ]
+        lines += ["|---|---:|---:|---:|---|---:|---:|---:|---:|"]
+        lines += [self.measured_line(case) for case in CASES if self.of(case)]
+        if self.failures:
+            lines += [
+                "",
+                "## Failed at least once",
+                "",
+                *(f"- {case.client}: {why}" for case, why in self.failures.items()),
+            ]
+        return "\n".join(lines) + "\n"
+
+    def measured_line(self, case: str) -> str:
+        those = list(self.of(case).values())
+
+        def middle(of: str) -> float:
+            return statistics.median(getattr(measured, of) for measured in those)
+
+        ranked = zip(*(sorted(measured.shares.values(), reverse=True) for measured in those), strict=True)
+        shares = ", ".join(f"{statistics.median(rank):.1f} %" for rank in ranked)
+        cells = [
+            case,
+            f"{middle('mb_per_s'):.0f}",
+            f"{middle('load_p50_ms'):.0f} ms",
+            f"{middle('load_p99_ms'):.0f} ms",
+        ]
+        cells += [shares, *(f"{middle(name):.0f}" for name in ("retries", "hedges", "requests")), str(len(those))]
+        return f"| {' | '.join(cells)} |"
+
+
+def sample(case: str, number: int, slow: str, phase: dict) -> Measured:
+    if phase["errors"]["count"]:
+        raise clients.FailedError(f"{phase['errors']['count']} errors, the first: {phase['errors']['first']}")
+    load = phase["prompt"]["last_chunk_us"]
+    endpoints = phase["endpoints"]
+    return Measured(
+        case=case,
+        round=number,
+        slow=slow,
+        mb_per_s=phase["bytes"] / 1e6 / phase["seconds"],
+        load_p50_ms=load["p50"] / 1e3,
+        load_p99_ms=load["p99"] / 1e3,
+        loads=phase["prompt"]["prompts"],
+        requests=sum(endpoint["requests"] for endpoint in endpoints),
+        retries=phase["retries"],
+        hedges=phase["hedges"],
+        shares={endpoint["address"].rsplit(":", 1)[0]: endpoint["share_percent"] for endpoint in endpoints},
+        endpoints=endpoints,
+    )
+
+
+def main() -> int:
+    given = arguments()
+    # As Ctrl-C does it: the servers are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    random.seed()
+    with servers.memory_folder() as folder:
+        bench = Bench(given, folder)
+        with fleet(folder, Ports(given.port_base)) as running:
+            bench.measure(running)
+    return 0 if bench.write() else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

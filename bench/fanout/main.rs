@@ -1,0 +1,81 @@
+//! The fan-out against 64 scripted endpoints, beside round robin and beside a single endpoint.
+//!
+//! Nothing goes over the network and no time passes: endpoints are tasks that share their speed among what is on its way,
+//! and the clock is tokio's, paused, so that twenty seconds of 64 endpoints take one. What chooses, waits, retries and
+//! hedges is the very code that kvgate runs (`kvgate::fanout`). The same seed gives the same table.
+//!
+//! Not for: what a request costs in CPU, and how real servers behave when they are overloaded (`bench/fanout.py`).
+
+mod client;
+mod report;
+mod run;
+mod scenario;
+mod server;
+
+use std::sync::Mutex;
+use std::time::Instant;
+
+use client::Policy;
+use report::Report;
+use run::Row;
+use scenario::{Scenario, WORKLOADS, Workload};
+
+const SEED: u64 = 20_261_121;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let given = |flag: &str| arguments.iter().position(|argument| argument == flag);
+    let seed = given("--seed").and_then(|at| arguments.get(at + 1)?.parse().ok());
+    let seed = seed.unwrap_or(SEED);
+    let filter = arguments.first().filter(|word| !word.starts_with('-'));
+    let wanted = |scenario: &Scenario, policy: Policy| {
+        filter.is_none_or(|word| scenario.name.contains(&**word) || policy.name() == *word)
+    };
+    let scenarios = scenario::all();
+    let mut cases: Vec<(&Scenario, Workload, Policy)> = Vec::new();
+    for workload in WORKLOADS {
+        for scenario in &scenarios {
+            let policies = Policy::ALL.into_iter().filter(|&policy| wanted(scenario, policy));
+            cases.extend(policies.map(|policy| (scenario, workload, policy)));
+        }
+    }
+    if given("--bench").is_none() {
+        // `cargo test --benches` only wants to see it run.
+        cases.truncate(1);
+    }
+    let began = Instant::now();
+    let rows = all(&cases, seed);
+    let report = Report::new(seed, began.elapsed().as_secs_f64(), rows);
+    println!("{}", report.markdown());
+    if given("--save").is_some() {
+        report.save();
+    }
+}
+
+/// Each in a thread of its own, as many at a time as there are cores.
+fn all(cases: &[(&Scenario, Workload, Policy)], seed: u64) -> Vec<Row> {
+    let next = Mutex::new(0);
+    let rows = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                loop {
+                    let at = {
+                        let mut next = next.lock().expect("no panic");
+                        *next += 1;
+                        *next - 1
+                    };
+                    let Some(&(scenario, workload, policy)) = cases.get(at) else {
+                        break;
+                    };
+                    let row = run::run(scenario, workload, policy, seed);
+                    eprintln!("{}, {}", row.scenario, row.client);
+                    rows.lock().expect("no panic").push((at, row));
+                }
+            });
+        }
+    });
+    let mut rows = rows.into_inner().expect("no panic");
+    rows.sort_by_key(|(at, _)| *at);
+    rows.into_iter().map(|(_, row)| row).collect()
+}
