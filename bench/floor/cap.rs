@@ -71,7 +71,7 @@ fn forward(client: &TcpStream, to: SocketAddr, cap: &Cap) -> io::Result<()> {
 }
 
 fn answer(mut server: &TcpStream, mut client: &TcpStream, cap: &Cap) -> io::Result<()> {
-    let mut piece = [0; PIECE];
+    let mut piece = vec![0; PIECE];
     loop {
         let len = server.read(&mut piece)?;
         if len == 0 {
