@@ -201,7 +201,7 @@ impl Client {
         match sent {
             Ok(()) => lease.end(Outcome::Answered { status: 206 }),
             Err(Fault::Status(status)) => lease.end(Outcome::Answered { status }),
-            Err(Fault::Lost) => lease.end(Outcome::Lost(Loss::Connection)),
+            Err(Fault::Unreached | Fault::Lost) => lease.end(Outcome::Lost(Loss::Connection)),
             Err(Fault::Timeout) => lease.end(Outcome::Lost(Loss::Timeout)),
             Err(Fault::NoRoom | Fault::Deadline) => drop(lease),
         }

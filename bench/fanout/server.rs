@@ -43,6 +43,8 @@ pub enum Mood {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     Status(u16),
+    /// No connection.
+    Unreached,
     Lost,
     Timeout,
     /// A hedge found no endpoint that has room.
@@ -53,6 +55,7 @@ pub enum Fault {
 impl Failure for Fault {
     fn verdict(&self) -> Verdict {
         match self {
+            Self::Unreached => Verdict::Unreached,
             Self::Lost => Verdict::Lost,
             Self::Status(_) | Self::Timeout | Self::NoRoom => Verdict::Again,
             Self::Deadline => Verdict::Final,
@@ -127,7 +130,7 @@ impl Server {
     /// Until an answer's head is there. Whether its body will break off.
     pub async fn answer(&self) -> Result<bool, Fault> {
         let part = match self.lock().mood {
-            Mood::Gone => return Err(Fault::Lost),
+            Mood::Gone => return Err(Fault::Unreached),
             Mood::Serves(part) => part,
             _ => 1.0,
         };
