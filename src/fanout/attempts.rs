@@ -142,7 +142,6 @@ impl Attempts {
             so_far.route.forget();
             tokio::time::sleep(wait).await;
         }
-        so_far.route.ended();
         so_far.route = so_far.route.then(Start::Retry);
         so_far.retries += u32::from(counts);
         so_far.again = true;

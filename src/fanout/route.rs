@@ -74,11 +74,6 @@ impl Route {
         taken.others = others;
     }
 
-    /// The last attempt is over: the next one has yet to be sent.
-    pub(super) fn ended(&self) {
-        self.lock().sent = None;
-    }
-
     /// All endpoints may be taken again.
     pub(super) fn forget(&self) {
         self.lock().addresses.clear();

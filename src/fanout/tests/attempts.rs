@@ -114,7 +114,8 @@ async fn of_many_dead_endpoints_all_may_be_tried() {
     for _ in 0..50 {
         assert_eq!(Attempts::new(POLICY).run(soon, attempt).await, Ok(alive));
     }
-    // But for none, where there may be no retry; and each but the first costs a token.
+    // But none where there may be no retry; and each but the first costs a token.
+    let fleet = Fleet::new(&[Does::Refuse; 20]);
     for policy in [
         AttemptPolicy { retries: 0, ..POLICY },
         AttemptPolicy { budget: 0, ..POLICY },
@@ -132,41 +133,6 @@ async fn of_many_dead_endpoints_all_may_be_tried() {
         assert_eq!(all.run(soon, never).await, Err(Failed::Unreached));
         assert_eq!(made.load(Ordering::Relaxed), policy.retries.min(1) + 1);
     }
-}
-
-/// An attempt that fails late leaves the next one its time.
-#[tokio::test(start_paused = true)]
-async fn a_retry_is_not_hedged_for_what_came_before_it() {
-    let attempts = attempts(AttemptPolicy {
-        hedges: 100,
-        ..POLICY
-    });
-    let fleet = known(&attempts).await;
-    let made = AtomicU32::new(0);
-    let attempt = |route: Route| {
-        let (endpoints, number) = (&fleet.endpoints, made.fetch_add(1, Ordering::Relaxed));
-        async move {
-            let mut lease = match route.start() {
-                Start::Hedge => endpoints.try_lease(MIB, &route).unwrap(),
-                _ => endpoints.lease(Class::Load, MIB, &route).await,
-            };
-            // The first one is slow, so it is hedged; both fail.
-            if number < 2 {
-                sleep(10 * SECOND).await;
-                lease.end(Outcome::Lost(Loss::Connection));
-                return Err(Failed::Lost);
-            }
-            lease.answered();
-            sleep(Duration::from_millis(10)).await;
-            lease.moved(MIB);
-            lease.end(Outcome::Answered { status: 206 });
-            Ok(())
-        }
-    };
-    let (hedge, soon) = (fleet.endpoints.hedge(MIB), Instant::now() + 60 * SECOND);
-    let nothing = None::<&Handover<()>>;
-    attempts.run_hedged(soon, &hedge, nothing, attempt).await.unwrap();
-    assert_eq!(made.load(Ordering::Relaxed), 3);
 }
 
 #[tokio::test(start_paused = true)]
