@@ -129,13 +129,11 @@ impl<T> Endpoints<T> {
         waiting.granted().await
     }
 
-    /// The same for a hedge: another endpoint that has room now, or none.
+    /// The same for a hedge: another endpoint that has room now, or none. It does not get in line: what it is for has
+    /// waited already.
     pub fn try_lease(&self, bytes: usize, route: &Route) -> Option<Lease<T>> {
         let now = Instant::now();
         let mut set = self.lock();
-        if !set.line.is_empty() {
-            return None;
-        }
         let chosen = set.choose_other(bytes, route, now)?;
         Some(self.begin(&mut set, chosen, bytes, route, now))
     }
@@ -253,7 +251,7 @@ impl<T> Set<T> {
         self.better_of_two(bytes, now, |member| {
             member.breaker.phase(now) == Phase::Closed
                 && !taken.contains(&member.address)
-                && member.has_room(bytes)
+                && member.has_room_for_hedge(bytes)
         })
     }
 
@@ -353,6 +351,6 @@ impl<T: Send + Sync> Hedge for HedgeTo<T> {
     fn has_room(&self, route: &Route) -> bool {
         let set = self.endpoints.lock();
         let hedge = route.then(Start::Hedge);
-        set.line.is_empty() && set.choose_other(self.bytes, &hedge, Instant::now()).is_some()
+        set.choose_other(self.bytes, &hedge, Instant::now()).is_some()
     }
 }

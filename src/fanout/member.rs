@@ -20,6 +20,9 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// be chosen as soon as what was sent there is given up.
 const LOAD: f64 = 0.75;
 
+/// What may be in flight with hedges, in windows.
+const HEDGED_WINDOWS: usize = 2;
+
 /// One endpoint, as the others see it under their lock.
 pub(super) struct Member<T> {
     pub address: SocketAddr,
@@ -69,6 +72,12 @@ impl<T> Member<T> {
     /// Whether `bytes` more may be in flight. One that is larger than the window goes alone.
     pub fn has_room(&self, bytes: usize) -> bool {
         bytes == 0 || self.in_flight_bytes == 0 || self.in_flight_bytes + bytes <= self.window.bytes()
+    }
+
+    /// The same for a hedge, which may go beyond the window: it waits for nobody, or it would never go where all windows are
+    /// full, and that is where something hangs. There are few of them.
+    pub fn has_room_for_hedge(&self, bytes: usize) -> bool {
+        self.has_room(bytes) || self.in_flight_bytes + bytes <= HEDGED_WINDOWS * self.window.bytes()
     }
 
     pub fn window_bytes(&self) -> usize {
