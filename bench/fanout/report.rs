@@ -7,7 +7,7 @@ use std::process::Command;
 use serde::Serialize;
 
 use super::run::Row;
-use super::scenario::{BEGIN, END, ENDPOINTS, SPEED};
+use super::scenario::{BEGIN, CONNECTION_BYTES_PER_SECOND, END, ENDPOINTS, LATENCY};
 
 #[derive(Serialize)]
 pub struct Report {
@@ -60,11 +60,10 @@ impl Report {
         // Writing to a String can't fail.
         let _ = writeln!(
             text,
-            "{ENDPOINTS} endpoints of {:.0} MB/s, {:.0} MB/s a connection, {} ms to the first byte. {:.0} s are measured, after \
-             {BEGIN:.0} s to learn.",
-            SPEED.bytes_per_second / 1e6,
-            SPEED.connection_bytes_per_second / 1e6,
-            SPEED.latency.as_millis(),
+            "{ENDPOINTS} endpoints, {:.0} MB/s a connection, {} ms to the first byte. {:.0} s are measured, after {BEGIN:.0} s \
+             to learn.",
+            CONNECTION_BYTES_PER_SECOND / 1e6,
+            LATENCY.as_millis(),
             END - BEGIN,
         );
         let mut workload = "";

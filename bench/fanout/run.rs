@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use serde::Serialize;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::client::{Client, Policy};
-use super::scenario::{Act, BEGIN, END, SPEED, Scenario, Workload};
+use super::scenario::{Act, BEGIN, END, Scenario, Workload};
 use super::server::Server;
 
 /// What came of it, from [`BEGIN`] on.
@@ -35,6 +35,9 @@ pub struct Row {
     pub failed_loads: usize,
 }
 
+/// An engine that can't load computes.
+const COMPUTE: Duration = Duration::from_secs(1);
+
 struct Load {
     took: Duration,
     failed: bool,
@@ -55,7 +58,7 @@ async fn simulate(scenario: &Scenario, workload: Workload, policy: Policy) -> Ro
     let start = Instant::now();
     let at = move |seconds: f64| start + Duration::from_secs_f64(seconds);
     let servers: Vec<Arc<Server>> = (0..scenario.servers)
-        .map(|number| Server::start(address(number), SPEED))
+        .map(|number| Server::start(address(number), workload.speed))
         .collect();
     let client = Arc::new(Client::new(policy, workload));
     client.update(&servers);
@@ -78,6 +81,9 @@ async fn simulate(scenario: &Scenario, workload: Workload, policy: Policy) -> Ro
                 let took = began.elapsed();
                 if Instant::now() >= at(BEGIN) {
                     let _ = sender.send(Load { took, failed });
+                }
+                if failed {
+                    sleep(COMPUTE).await;
                 }
             }
         });

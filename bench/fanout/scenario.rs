@@ -10,11 +10,9 @@ pub const ENDPOINTS: usize = 64;
 pub const BEGIN: f64 = 2.0;
 /// From here on no load starts any more.
 pub const END: f64 = 22.0;
-pub const SPEED: Speed = Speed {
-    bytes_per_second: 500e6,
-    connection_bytes_per_second: 150e6,
-    latency: Duration::from_millis(5),
-};
+/// However fast an endpoint is.
+pub const CONNECTION_BYTES_PER_SECOND: f64 = 150e6;
+pub const LATENCY: Duration = Duration::from_millis(5);
 /// Of DNS: so much later a client hears of addresses that came or went.
 const TTL: f64 = 1.0;
 
@@ -47,24 +45,51 @@ pub struct Workload {
     pub loads: usize,
     /// Of all loads together.
     pub in_flight_bytes: usize,
+    /// Of an endpoint.
+    pub speed: Speed,
+    /// It runs with the first so many scenarios.
+    pub scenarios: usize,
 }
 
 const MIB: usize = 1 << 20;
+const GIB: usize = 1 << 30;
 
-pub const WORKLOADS: [Workload; 2] = [
+const fn endpoints_of(bytes_per_second: f64) -> Speed {
+    Speed {
+        bytes_per_second,
+        connection_bytes_per_second: CONNECTION_BYTES_PER_SECOND,
+        latency: LATENCY,
+    }
+}
+
+pub const WORKLOADS: [Workload; 3] = [
     Workload {
-        name: "1 GiB in 16 MiB, 16 loads at a time, 256 ranges in flight",
+        name: "1 GiB in 16 MiB, 16 loads at a time, 256 ranges in flight; endpoints of 500 MB/s",
         range_bytes: 16 * MIB,
         ranges: 64,
         loads: 16,
-        in_flight_bytes: 4096 * MIB,
+        in_flight_bytes: 4 * GIB,
+        speed: endpoints_of(500e6),
+        scenarios: usize::MAX,
     },
     Workload {
-        name: "256 MiB in 4 MiB, 2 loads at a time",
+        name: "256 MiB in 4 MiB, 2 loads at a time; endpoints of 500 MB/s",
         range_bytes: 4 * MIB,
         ranges: 64,
         loads: 2,
-        in_flight_bytes: 4096 * MIB,
+        in_flight_bytes: 4 * GIB,
+        speed: endpoints_of(500e6),
+        scenarios: usize::MAX,
+    },
+    // More than the windows are at first: they have to grow.
+    Workload {
+        name: "1 GiB in 16 MiB, 32 loads at a time, 1024 ranges in flight; endpoints of 2 GB/s",
+        range_bytes: 16 * MIB,
+        ranges: 64,
+        loads: 32,
+        in_flight_bytes: 16 * GIB,
+        speed: endpoints_of(2e9),
+        scenarios: 2,
     },
 ];
 

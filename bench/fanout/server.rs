@@ -11,6 +11,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 /// As `[s3] read_timeout`.
 const STALL: Duration = Duration::from_secs(10);
+/// After which a connection is refused.
+const ROUND_TRIP: Duration = Duration::from_millis(1);
 /// In which a body arrives. More cost time and tell nothing new.
 const PIECES: usize = 8;
 /// Bytes of rounding.
@@ -129,8 +131,12 @@ impl Server {
 
     /// Until an answer's head is there. Whether its body will break off.
     pub async fn answer(&self) -> Result<bool, Fault> {
-        let part = match self.lock().mood {
-            Mood::Gone => return Err(Fault::Unreached),
+        let mood = self.lock().mood;
+        let part = match mood {
+            Mood::Gone => {
+                sleep(ROUND_TRIP).await;
+                return Err(Fault::Unreached);
+            }
             Mood::Serves(part) => part,
             _ => 1.0,
         };

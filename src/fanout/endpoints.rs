@@ -25,6 +25,8 @@ pub struct EndpointOptions {
     pub hedge_min: Duration,
 }
 
+/// An endpoint that costs more than so many times what is typical is poor.
+const POOR: f64 = 2.0;
 /// Of the requests, so many are done sooner than a hedge is sent.
 const HEDGE_QUANTILE: f64 = 0.95;
 /// How fast the quantile follows.
@@ -127,13 +129,11 @@ impl<T> Endpoints<T> {
         waiting.granted().await
     }
 
-    /// The same for a hedge: another endpoint that has room now, or none.
+    /// The same for a hedge: another endpoint that has room now, or none. It does not get in line: what it is for has
+    /// waited already.
     pub fn try_lease(&self, bytes: usize, route: &Route) -> Option<Lease<T>> {
         let now = Instant::now();
         let mut set = self.lock();
-        if !set.line.is_empty() {
-            return None;
-        }
         let chosen = set.choose_other(bytes, route, now)?;
         Some(self.begin(&mut set, chosen, bytes, route, now))
     }
@@ -227,7 +227,7 @@ impl<T> Endpoints<T> {
 }
 
 impl<T> Set<T> {
-    /// The better of two that have room, picked at random; not one that this call has taken, if there is another that
+    /// The [better of two](Self::better_of_two) that have room, picked at random; not one that this call has taken, if there is another that
     /// works. With all breakers open, the one that opens again first.
     fn choose(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
@@ -251,34 +251,40 @@ impl<T> Set<T> {
         self.better_of_two(bytes, now, |member| {
             member.breaker.phase(now) == Phase::Closed
                 && !taken.contains(&member.address)
-                && member.has_room(bytes)
+                && member.has_room_for_hedge(bytes)
         })
     }
 
+    /// Of two, or of four if both are poor: where one in eight is slow, one pair in 64 has no other, and a load of many
+    /// ranges would meet one each time.
     fn better_of_two(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
-        // Two of an unknown number, each pair as likely as any other.
-        let mut two = [None; 2];
-        let fitting = (0..self.members.len()).filter(|&at| fits(&self.members[at]));
-        for (seen, at) in fitting.enumerate() {
-            match seen {
-                0 | 1 => two[seen] = Some(at),
-                _ => {
-                    if let Some(replaced) = two.get_mut(fastrand::usize(..=seen)) {
-                        *replaced = Some(at);
-                    }
-                }
+        // Four of an unknown number, each as likely as any other, in any order.
+        let mut drawn = [0; 4];
+        let mut count = 0;
+        for at in (0..self.members.len()).filter(|&at| fits(&self.members[at])) {
+            let place = if count < drawn.len() {
+                count
+            } else {
+                fastrand::usize(..=count)
+            };
+            if let Some(place) = drawn.get_mut(place) {
+                *place = at;
             }
+            count += 1;
         }
+        let drawn = &mut drawn[..count.min(4)];
+        fastrand::shuffle(drawn);
         let typical = self.typical.seconds(bytes).unwrap_or(1.0);
-        let cost = |at: usize| self.members[at].cost(bytes, typical, now);
-        match two {
-            [Some(one), Some(other)] => {
-                let (a, b) = (cost(one), cost(other));
-                let first = a < b || (a <= b && fastrand::bool());
-                Some(if first { one } else { other })
-            }
-            [one, _] => one,
-        }
+        let cost = |&at: &usize| (self.members[at].cost(bytes, typical, now), at);
+        let (two, more) = drawn.split_at(drawn.len().min(2));
+        // The first of equals.
+        let better = |one: (f64, usize), other: (f64, usize)| if other.0 < one.0 { other } else { one };
+        let first = two.iter().map(cost).reduce(better)?;
+        let (_, chosen) = match first.0 > POOR * typical {
+            true => more.iter().map(cost).fold(first, better),
+            false => first,
+        };
+        Some(chosen)
     }
 
     fn learn(&mut self, bytes: usize, took: Duration, ending: &Ending, now: Instant) {
@@ -345,6 +351,6 @@ impl<T: Send + Sync> Hedge for HedgeTo<T> {
     fn has_room(&self, route: &Route) -> bool {
         let set = self.endpoints.lock();
         let hedge = route.then(Start::Hedge);
-        set.line.is_empty() && set.choose_other(self.bytes, &hedge, Instant::now()).is_some()
+        set.choose_other(self.bytes, &hedge, Instant::now()).is_some()
     }
 }

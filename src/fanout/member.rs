@@ -16,6 +16,13 @@ use super::window::Window;
 /// A request that is given up after so long without a byte counts as a failure of its endpoint.
 const SILENCE: Duration = Duration::from_secs(2);
 
+/// The power by which what is in flight counts. The estimate knows of some of it; more than this, and one that hangs would
+/// be chosen as soon as what was sent there is given up.
+const LOAD: f64 = 0.75;
+
+/// What may be in flight with hedges, in windows.
+const HEDGED_WINDOWS: usize = 2;
+
 /// One endpoint, as the others see it under their lock.
 pub(super) struct Member<T> {
     pub address: SocketAddr,
@@ -67,6 +74,12 @@ impl<T> Member<T> {
         bytes == 0 || self.in_flight_bytes == 0 || self.in_flight_bytes + bytes <= self.window.bytes()
     }
 
+    /// The same for a hedge, which may go beyond the window: it waits for nobody, or it would never go where all windows are
+    /// full, and that is where something hangs. There are few of them.
+    pub fn has_room_for_hedge(&self, bytes: usize) -> bool {
+        self.has_room(bytes) || self.in_flight_bytes + bytes <= HEDGED_WINDOWS * self.window.bytes()
+    }
+
     pub fn window_bytes(&self) -> usize {
         self.window.bytes()
     }
@@ -76,7 +89,7 @@ impl<T> Member<T> {
     }
 
     /// What a request for `bytes` costs here, in seconds: what one takes there lately, and more if the oldest under way
-    /// takes longer than that. What is in flight breaks ties, and counts before the estimate knows of it.
+    /// takes longer than that. What is in flight counts before the estimate knows of it.
     ///
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
@@ -89,9 +102,7 @@ impl<T> Member<T> {
         });
         let load = match bytes {
             0 => self.flights.len() as f64 + 1.0,
-            _ => ((self.in_flight_bytes + bytes) as f64 / bytes as f64)
-                .sqrt()
-                .sqrt(),
+            _ => ((self.in_flight_bytes + bytes) as f64 / bytes as f64).powf(LOAD),
         };
         own.unwrap_or(typical) * late * load
     }

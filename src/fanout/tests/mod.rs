@@ -137,8 +137,9 @@ impl Fleet {
         };
         let at = lease.address();
         let does = || self.script.lock().unwrap()[&at];
+        // With hedges, twice the window.
         let fits = |state: &EndpointState| {
-            state.in_flight_bytes <= state.window_bytes || state.in_flight_bytes == bytes
+            state.in_flight_bytes <= 2 * state.window_bytes || state.in_flight_bytes == bytes
         };
         assert!(
             does() == Does::Throttle || self.endpoints.states().iter().all(fits),
