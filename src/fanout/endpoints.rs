@@ -141,6 +141,9 @@ impl<T> Endpoints<T> {
     fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Lease<T> {
         set.numbers += 1;
         let number = set.numbers;
+        // Those that it passes by for lack of room; for who limits what is in flight, it never happens to all at once.
+        let full = set.members.iter_mut().filter(|member| !member.has_room(bytes));
+        full.for_each(Member::is_full);
         let member = &mut set.members[at];
         member.begin(number, bytes, route.start(), now);
         let (payload, address) = (Arc::clone(&member.payload), member.address);

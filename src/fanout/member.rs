@@ -16,9 +16,9 @@ use super::window::Window;
 /// A request that is given up after so long without a byte counts as a failure of its endpoint.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// The power by which what is in flight counts. The estimate knows of some of it; more than this, and one that hangs would
-/// be chosen as soon as what was sent there is given up.
-const LOAD: f64 = 0.75;
+/// The power by which what is in flight counts. The estimate knows of most of it: with more than this, an idle slow endpoint
+/// looks better than busy fast ones.
+const LOAD: f64 = 0.25;
 
 /// What may be in flight with hedges, in windows.
 const HEDGED_WINDOWS: usize = 2;

@@ -87,6 +87,53 @@ async fn an_overloaded_one_gets_a_smaller_window() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn windows_grow_where_nobody_ever_waits_for_room() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1, 2, 3].map(address), |_| ());
+    let at_first = endpoints.window_bytes();
+    for _ in 0..100 {
+        // As loads do it: no more than all windows together.
+        let states = endpoints.states();
+        let ranges: usize = states.iter().map(|state| state.window_bytes / (4 * MIB)).sum();
+        let mut leases = Vec::new();
+        for _ in 0..ranges {
+            let route = Route::default();
+            let lease = endpoints.lease(Class::Load, 4 * MIB, &route).now_or_never();
+            leases.push(lease.expect("there is room"));
+        }
+        sleep(Duration::from_millis(100)).await;
+        for mut lease in leases {
+            lease.answered();
+            lease.moved(4 * MIB);
+            lease.end(Outcome::Answered { status: 206 });
+        }
+    }
+    let now = endpoints.window_bytes();
+    assert!(now > 2 * at_first, "{now}: the more is asked for, the more comes");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hedge_has_room_where_all_windows_are_full() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1].map(address), |_| ());
+    let route = Route::default();
+    let lease = |route: &Route| {
+        endpoints
+            .lease(Class::Load, OPTIONS.window.start, route)
+            .now_or_never()
+    };
+    let _full = (lease(&route).unwrap(), lease(&Route::default()).unwrap());
+    assert!(lease(&Route::default()).is_none());
+    let hedge = route.then(Start::Hedge);
+    let first = endpoints.try_lease(OPTIONS.window.start, &hedge);
+    assert!(first.is_some());
+    assert!(
+        endpoints.try_lease(MIB, &Route::default()).is_some() && endpoints.try_lease(MIB, &hedge).is_none(),
+        "elsewhere, and no more than two windows"
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn addresses_come_and_go_under_load() {
     let fleet = Fleet::new(&EVEN);
     let attempts = attempts(POLICY);
