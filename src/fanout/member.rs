@@ -15,6 +15,9 @@ use super::window::Window;
 
 /// A request that is given up after so long without a byte counts as a failure of its endpoint.
 const SILENCE: Duration = Duration::from_secs(2);
+/// The same for one whose answer had not even begun: a hedge ends most requests to an endpoint that hangs long before
+/// [`SILENCE`], and the next would go there again.
+const NO_ANSWER: Duration = Duration::from_millis(250);
 
 /// The power by which what is in flight counts. The estimate knows of most of it: with more than this, an idle slow endpoint
 /// looks better than busy fast ones.
@@ -131,7 +134,12 @@ impl<T> Member<T> {
         let Flight { bytes, probe, .. } = self.flights.remove(&ending.lease)?;
         self.in_flight_bytes -= bytes;
         self.totals.bytes += ending.moved as u64;
-        let silent = now - ending.moved_at >= SILENCE;
+        let patience = if ending.answered.is_some() {
+            SILENCE
+        } else {
+            NO_ANSWER
+        };
+        let silent = now - ending.moved_at >= patience;
         let took = match ending.outcome {
             Some(Outcome::Answered { status }) => self.answered(ending, status, probe, now),
             Some(Outcome::Lost(loss)) => {
