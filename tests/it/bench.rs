@@ -338,9 +338,11 @@ async fn what_goes_to_which_address_is_told() {
                 .sum::<u64>()
         };
         assert_eq!(phase["errors"]["count"], 0, "{phase}");
+        let shares = [first, second].map(|address| of(address, "share_percent").as_f64().unwrap());
+        assert!((shares.iter().sum::<f64>() - 100.0).abs() < 0.1, "{phase}");
         for address in [first, second] {
-            assert!(of(address, "share_percent").as_f64() > Some(5.0), "{phase}");
-            assert!(of(address, "mib_per_s").as_f64() > Some(0.0), "{phase}");
+            let moved = of(address, "bytes").as_u64() > Some(0);
+            assert_eq!(of(address, "mib_per_s").as_f64() > Some(0.0), moved, "{phase}");
             assert_eq!(of(address, "breaker"), "closed", "{phase}");
         }
         assert!(Some(count("bytes")) >= phase["bytes"].as_u64(), "{phase}");
@@ -353,12 +355,11 @@ async fn what_goes_to_which_address_is_told() {
         assert_eq!(phase["retries"], count("retries"), "{phase}");
         assert_eq!(phase["hedges"], count("hedges"), "{phase}");
     }
-    let lost: u64 = phases[0]["endpoints"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|one| one["lost"].as_u64().unwrap())
-        .sum();
+    // Both lead to one server on the same cores, so who is better later is chance; at first nobody is.
+    let endpoints = phases[0]["endpoints"].as_array().unwrap();
+    let used = endpoints.iter().filter(|one| one["bytes"].as_u64() > Some(0));
+    assert_eq!(used.count(), 2, "{}", phases[0]);
+    let lost: u64 = endpoints.iter().map(|one| one["lost"].as_u64().unwrap()).sum();
     assert!(
         lost > 0 && phases[0]["retries"].as_u64() >= Some(lost),
         "{}",

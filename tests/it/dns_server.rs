@@ -316,17 +316,21 @@ impl Dnsmasq {
             crate::backends::skip(test, "dns");
             return None;
         }
-        // A port that was free a moment ago.
-        let address = std::net::UdpSocket::bind("127.0.0.1:0")
-            .and_then(|socket| socket.local_addr())
-            .unwrap();
-        let dnsmasq = Self {
-            address,
-            name: "s3.kvgate.test",
-            folder: tempfile::tempdir().unwrap(),
-        };
-        dnsmasq.run("up", addresses);
-        Some(dnsmasq)
+        // A port that was free a moment ago need not be so now.
+        for _ in 0..5 {
+            let address = std::net::UdpSocket::bind("127.0.0.1:0")
+                .and_then(|socket| socket.local_addr())
+                .unwrap();
+            let dnsmasq = Self {
+                address,
+                name: "s3.kvgate.test",
+                folder: tempfile::tempdir().unwrap(),
+            };
+            if dnsmasq.command("up", addresses).status().unwrap().success() {
+                return Some(dnsmasq);
+            }
+        }
+        panic!("dns.sh up");
     }
 
     /// No address at all: the name does not exist.

@@ -117,6 +117,13 @@ impl Bed {
         Gateway::new(store, arena, self.site.capabilities, gateway_options(&self.site))
     }
 
+    /// Removes the prompt: a throw-away Ceph holds little.
+    pub async fn remove(&self) {
+        for i in 0..self.prompt.hashes.len() {
+            self.site.remove(self.site.key(&self.prompt, i)).await;
+        }
+    }
+
     /// Loads the whole prompt: every chunk must come, with its bytes.
     pub async fn load(&self, gateway: &Gateway) {
         let codes = load_codes(gateway, &self.prompt, AfterMiss::Continue).await;
@@ -131,25 +138,26 @@ impl Bed {
         }
     }
 
-    /// Loads, with something that happens once every endpoint has carried some of it.
-    pub async fn load_while(
+    /// Loads, with something that happens to the endpoint that `victim` finds in the middle of that.
+    pub async fn load_while<V>(
         &self,
         gateway: &Gateway,
-        carried: impl Fn() -> Vec<u64>,
-        event: impl AsyncFnOnce(),
+        victim: impl Fn() -> Option<V>,
+        event: impl AsyncFnOnce(V),
     ) {
-        let before = carried();
-        let some = || {
-            let carried = carried();
-            carried.len() == before.len()
-                && carried
-                    .iter()
-                    .zip(&before)
-                    .all(|(now, then)| now - then > MIB as u64)
-        };
         let meanwhile = async {
-            until("the load has begun", some).await;
-            event().await;
+            let deadline = soon();
+            loop {
+                if let Some(victim) = victim() {
+                    return event(victim).await;
+                }
+                assert!(
+                    Instant::now() < deadline,
+                    "nobody was busy: {:#?}",
+                    gateway.endpoints()
+                );
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
         };
         tokio::join!(self.load(gateway), meanwhile);
         arena_empties(gateway).await;
