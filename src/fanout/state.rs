@@ -52,20 +52,20 @@ impl Requests {
         self.ok + self.refused + self.throttled + self.failed + self.lost + self.timed_out + self.given_up
     }
 
-    /// What came after `earlier`.
+    /// What came after `earlier`. An address that went and came back counts from zero: then it may be less than there was.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {
-            ok: self.ok - earlier.ok,
-            refused: self.refused - earlier.refused,
-            throttled: self.throttled - earlier.throttled,
-            failed: self.failed - earlier.failed,
-            lost: self.lost - earlier.lost,
-            timed_out: self.timed_out - earlier.timed_out,
-            given_up: self.given_up - earlier.given_up,
-            retries: self.retries - earlier.retries,
-            hedges: self.hedges - earlier.hedges,
-            bytes: self.bytes - earlier.bytes,
+            ok: self.ok.saturating_sub(earlier.ok),
+            refused: self.refused.saturating_sub(earlier.refused),
+            throttled: self.throttled.saturating_sub(earlier.throttled),
+            failed: self.failed.saturating_sub(earlier.failed),
+            lost: self.lost.saturating_sub(earlier.lost),
+            timed_out: self.timed_out.saturating_sub(earlier.timed_out),
+            given_up: self.given_up.saturating_sub(earlier.given_up),
+            retries: self.retries.saturating_sub(earlier.retries),
+            hedges: self.hedges.saturating_sub(earlier.hedges),
+            bytes: self.bytes.saturating_sub(earlier.bytes),
         }
     }
 }
