@@ -31,12 +31,15 @@ fn main() {
     let wanted = |scenario: &Scenario, policy: Policy| {
         filter.is_none_or(|word| scenario.name.contains(&**word) || policy.name() == *word)
     };
-    let scenarios = scenario::all();
+    let all_scenarios: Vec<(Workload, Vec<Scenario>)> = WORKLOADS
+        .into_iter()
+        .map(|workload| (workload, (workload.scenarios)()))
+        .collect();
     let mut cases: Vec<(&Scenario, Workload, Policy)> = Vec::new();
-    for workload in WORKLOADS {
-        for scenario in scenarios.iter().take(workload.scenarios) {
+    for (workload, scenarios) in &all_scenarios {
+        for scenario in scenarios {
             let policies = Policy::ALL.into_iter().filter(|&policy| wanted(scenario, policy));
-            cases.extend(policies.map(|policy| (scenario, workload, policy)));
+            cases.extend(policies.map(|policy| (scenario, *workload, policy)));
         }
     }
     if given("--bench").is_none() {

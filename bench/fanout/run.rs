@@ -79,7 +79,7 @@ async fn simulate(scenario: &Scenario, workload: Workload, policy: Policy) -> Ro
                     .await
                     .is_err();
                 let took = began.elapsed();
-                if Instant::now() >= at(BEGIN) {
+                if began >= at(BEGIN) {
                     let _ = sender.send(Load { took, failed });
                 }
                 if failed {
