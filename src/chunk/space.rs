@@ -152,6 +152,11 @@ impl Space {
         self.0.fields.chunk_tokens
     }
 
+    /// Empty where there are no tenants.
+    pub fn tenant(&self) -> &str {
+        &self.0.fields.tenant
+    }
+
     pub fn hash(&self) -> HashScheme {
         self.0.fields.hash
     }
