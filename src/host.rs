@@ -1,6 +1,6 @@
 //! The S3 server of a command that needs nothing: the configured one, or one in this process that ends with it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::config::Config;
@@ -78,10 +78,22 @@ impl Host {
         Err(HostError::NoServer)
     }
 
+    /// A server of our own whose objects stay in `folder`.
+    #[cfg(feature = "embedded")]
+    pub async fn embedded_in(config: &Config, bucket: &str, folder: &Path) -> Result<Self, HostError> {
+        let host = Self::serve(config, bucket, Some(folder.to_owned())).await?;
+        let deadline = tokio::time::Instant::now() + config.s3.request_timeout;
+        host.store.create_bucket(deadline).await.map_err(OpenError::from)?;
+        Ok(host)
+    }
+
+    #[cfg(not(feature = "embedded"))]
+    pub async fn embedded_in(_: &Config, _: &str, _: &Path) -> Result<Self, HostError> {
+        Err(HostError::NoServer)
+    }
+
     #[cfg(feature = "embedded")]
     async fn embedded(config: &Config, name: &str, keep: bool) -> Result<Self, HostError> {
-        use aws_credential_types::Credentials;
-
         let folder = match keep {
             true => {
                 let folder = tempfile::Builder::new().prefix(&format!("{name}-")).tempdir();
@@ -89,6 +101,13 @@ impl Host {
             }
             false => None,
         };
+        Self::serve(config, name, folder).await
+    }
+
+    #[cfg(feature = "embedded")]
+    async fn serve(config: &Config, name: &str, folder: Option<PathBuf>) -> Result<Self, HostError> {
+        use aws_credential_types::Credentials;
+
         let server = EmbeddedS3::start(folder.as_deref(), None).await?;
         let (access, secret) = (server.access_key(), server.secret_key());
         let credentials = Credentials::new(access, secret, None, None, "a server of our own");

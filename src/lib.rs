@@ -8,11 +8,14 @@
     allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::float_cmp)
 )]
 
+pub mod api;
 pub mod arena;
 pub mod bench;
 pub mod chunk;
 pub mod cli;
+pub mod client;
 pub mod config;
+pub mod daemon;
 pub mod demo;
 pub mod dns;
 #[cfg(feature = "embedded")]
@@ -23,7 +26,9 @@ pub mod gateway;
 mod host;
 pub mod inventory;
 pub mod net;
+pub mod node;
 pub mod object;
+pub mod tier;
 pub mod units;
 
 /// The README's example compiles.

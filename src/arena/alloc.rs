@@ -1,21 +1,27 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use range_alloc::RangeAllocator;
 use tokio::sync::{Notify, OwnedMutexGuard};
 
 use super::SLOT_ALIGN;
+use super::front::{BootId, Front};
 use super::mapping::{ArenaError, Mapping};
 use super::slot::SlotMut;
 
 /// How the arena is made.
 #[derive(Debug, Clone, Default)]
 pub struct ArenaOptions {
-    /// Bytes, used in whole pages.
+    /// Bytes for slots, used in whole pages.
     pub size: usize,
+    /// Of these, bytes that only the holder of the [`Ticket`] may take.
+    pub ticket_bytes: usize,
     /// A named file that other processes can map; else an unnamed one.
     pub path: Option<PathBuf>,
+    /// Access to that file; 0: its owner alone.
+    pub mode: u32,
     pub huge_pages: bool,
     /// Touch every page now instead of at its first use.
     pub prefault: bool,
@@ -40,15 +46,38 @@ pub struct Arena(Arc<Shared>);
 
 pub(super) struct Shared {
     mapping: Mapping,
+    front: Front,
     state: Mutex<State>,
+    /// Frees a slot that nobody uses, if there is one.
+    pressure: OnceLock<Pressure>,
     /// Wakes the one ticket that waits.
     freed: Notify,
+    waiting: AtomicBool,
     turn: Arc<tokio::sync::Mutex<()>>,
 }
 
+type Pressure = Box<dyn Fn() -> bool + Send + Sync>;
+
 struct State {
-    free: RangeAllocator<usize>,
+    common: RangeAllocator<usize>,
+    /// For the ticket's holder.
+    reserve: RangeAllocator<usize>,
+    generation: u64,
     stats: ArenaStats,
+}
+
+impl State {
+    fn allocate(&mut self, len: usize, ticket: bool) -> Option<Range<usize>> {
+        let common = self.common.allocate_range(len).ok();
+        common.or_else(|| self.reserve.allocate_range(len).ok().filter(|_| ticket))
+    }
+
+    fn free(&mut self, range: Range<usize>) {
+        match range.start < self.common.initial_range().end {
+            true => self.common.free_range(range),
+            false => self.reserve.free_range(range),
+        }
+    }
 }
 
 /// The right to wait for slots. One at a time, in the order they were asked for.
@@ -59,46 +88,70 @@ pub struct Ticket {
 
 impl Arena {
     pub fn new(options: &ArenaOptions) -> Result<Self, ArenaError> {
-        let mapping = Mapping::new(options)?;
-        let size = mapping.len() / SLOT_ALIGN * SLOT_ALIGN;
+        let size = options.size / SLOT_ALIGN * SLOT_ALIGN;
+        if size == 0 {
+            return Err(ArenaError::TooSmall { size: options.size });
+        }
+        let front_len = Front::len(size);
+        let mapping = Mapping::new(options, front_len + size)?;
+        let front = Front::new(&mapping, size);
         let stats = ArenaStats {
             size_bytes: size,
             ..ArenaStats::default()
         };
+        let ticket_bytes = options.ticket_bytes.next_multiple_of(SLOT_ALIGN).min(size);
+        let middle = front_len + size - ticket_bytes;
         let state = Mutex::new(State {
-            free: RangeAllocator::new(0..size),
+            common: RangeAllocator::new(front_len..middle),
+            reserve: RangeAllocator::new(middle..front_len + size),
+            generation: 0,
             stats,
         });
         Ok(Self(Arc::new(Shared {
             mapping,
+            front,
             state,
+            pressure: OnceLock::new(),
             freed: Notify::new(),
+            waiting: AtomicBool::new(false),
             turn: Arc::default(),
         })))
     }
 
+    /// What frees a slot that is kept only because it may be useful; it answers whether it did. Called without locks
+    /// when there is no room. Only the first one counts.
+    pub fn on_pressure(&self, free_one: impl Fn() -> bool + Send + Sync + 'static) {
+        // A second one would be a second owner of the arena.
+        let _ = self.0.pressure.set(Box::new(free_one));
+    }
+
     /// A slot of `len` bytes, if there is room now. Its bytes are whatever was there before.
     pub fn try_reserve(&self, len: usize) -> Option<SlotMut> {
+        let slot = self.take(len, false);
+        if slot.is_none() {
+            self.0.lock().stats.refused += 1;
+        }
+        slot
+    }
+
+    fn take(&self, len: usize, ticket: bool) -> Option<SlotMut> {
         assert!(len > 0, "a slot of no bytes");
         let reserved_len = len.next_multiple_of(SLOT_ALIGN);
-        let mut state = self.0.lock();
-        let Ok(reserved) = state.free.allocate_range(reserved_len) else {
-            state.stats.refused += 1;
-            return None;
-        };
-        let stats = &mut state.stats;
-        stats.used_bytes += reserved_len;
-        stats.slots += 1;
-        stats.used_bytes_peak = stats.used_bytes_peak.max(stats.used_bytes);
-        stats.slots_peak = stats.slots_peak.max(stats.slots);
-        drop(state);
-        Some(SlotMut::new(
-            Lease {
-                arena: Arc::clone(&self.0),
-                reserved,
-            },
-            len,
-        ))
+        loop {
+            let taken = self.0.lock().take(reserved_len, ticket);
+            if let Some((reserved, generation)) = taken {
+                self.0.front.set_generation(reserved.start, generation);
+                let lease = Lease {
+                    arena: Arc::clone(&self.0),
+                    reserved,
+                    generation,
+                };
+                return Some(SlotMut::new(lease, len));
+            }
+            if !self.0.pressure.get().is_some_and(|free_one| free_one()) {
+                return None;
+            }
+        }
     }
 
     /// Waits for its turn to wait for slots.
@@ -118,8 +171,30 @@ impl Arena {
         self.stats().size_bytes
     }
 
+    /// The most that one slot can have.
+    pub fn slot_bytes_max(&self) -> usize {
+        let state = self.0.lock();
+        let len = |region: &RangeAllocator<usize>| region.initial_range().len();
+        len(&state.common).max(len(&state.reserve))
+    }
+
     pub fn path(&self) -> Option<&Path> {
         self.0.mapping.path()
+    }
+
+    /// Bytes of its file: the front, then the slots.
+    pub fn file_bytes(&self) -> usize {
+        self.0.mapping.len()
+    }
+
+    /// Tells this arena from every other one.
+    pub fn boot_id(&self) -> BootId {
+        self.0.front.boot_id()
+    }
+
+    /// A slot may be free for the ticket that waits, because something may be freed now.
+    pub fn nudge(&self) {
+        self.0.nudge();
     }
 }
 
@@ -127,8 +202,9 @@ impl Ticket {
     /// A slot of `len` bytes as soon as there is room; never if it is larger than the arena. Dropping the future
     /// gives up.
     pub async fn reserve(&self, len: usize) -> SlotMut {
+        let _waiting = Waiting::new(&self.arena.0);
         loop {
-            if let Some(slot) = self.arena.try_reserve(len) {
+            if let Some(slot) = self.arena.take(len, true) {
                 return slot;
             }
             // A release between the try and here has left its permit.
@@ -137,31 +213,73 @@ impl Ticket {
     }
 }
 
+/// The ticket's holder waits, so who gives something back wakes it.
+struct Waiting<'a>(&'a Shared);
+
+impl<'a> Waiting<'a> {
+    fn new(arena: &'a Shared) -> Self {
+        arena.waiting.store(true, Ordering::SeqCst);
+        Self(arena)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.store(false, Ordering::SeqCst);
+    }
+}
+
 /// Bytes of the arena that are taken, for as long as any handle to them lives.
 pub(super) struct Lease {
     arena: Arc<Shared>,
     /// Whole pages.
     pub reserved: Range<usize>,
+    /// No other lease of this arena ever has it.
+    pub generation: u64,
 }
 
 impl Lease {
     pub fn base(&self) -> *mut u8 {
         self.arena.mapping.base()
     }
+
+    pub fn arena(&self) -> Arc<Shared> {
+        Arc::clone(&self.arena)
+    }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        self.arena.front.set_generation(self.reserved.start, 0);
         let mut state = self.arena.lock();
-        state.free.free_range(self.reserved.clone());
+        state.free(self.reserved.clone());
         state.stats.used_bytes -= self.reserved.len();
         state.stats.slots -= 1;
         drop(state);
-        self.arena.freed.notify_one();
+        self.arena.nudge();
+    }
+}
+
+impl State {
+    fn take(&mut self, reserved_len: usize, ticket: bool) -> Option<(Range<usize>, u64)> {
+        let reserved = self.allocate(reserved_len, ticket)?;
+        self.generation += 1;
+        let stats = &mut self.stats;
+        stats.used_bytes += reserved_len;
+        stats.slots += 1;
+        stats.used_bytes_peak = stats.used_bytes_peak.max(stats.used_bytes);
+        stats.slots_peak = stats.slots_peak.max(stats.slots);
+        Some((reserved, self.generation))
     }
 }
 
 impl Shared {
+    pub fn nudge(&self) {
+        if self.waiting.load(Ordering::SeqCst) {
+            self.freed.notify_one();
+        }
+    }
+
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

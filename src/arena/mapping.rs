@@ -1,6 +1,6 @@
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
@@ -40,20 +40,18 @@ struct Named {
 }
 
 impl Mapping {
-    pub fn new(options: &ArenaOptions) -> Result<Self, ArenaError> {
-        if options.size < super::SLOT_ALIGN {
-            return Err(ArenaError::TooSmall { size: options.size });
-        }
+    /// At least `size` bytes.
+    pub fn new(options: &ArenaOptions, size: usize) -> Result<Self, ArenaError> {
         match &options.path {
-            Some(path) => Self::named(path, options),
-            None if options.huge_pages => Self::huge(options).or_else(|error| {
+            Some(path) => Self::named(path, options, size),
+            None if options.huge_pages => Self::huge(options, size).or_else(|error| {
                 tracing::warn!(
                     %error,
                     "no huge pages for the arena, going on with ordinary ones: reserve some with sysctl vm.nr_hugepages"
                 );
-                Self::unnamed(options, options.size, MemfdFlags::empty())
+                Self::unnamed(options, size, MemfdFlags::empty())
             }),
-            None => Self::unnamed(options, options.size, MemfdFlags::empty()),
+            None => Self::unnamed(options, size, MemfdFlags::empty()),
         }
     }
 
@@ -69,12 +67,8 @@ impl Mapping {
         self.named.as_ref().map(|named| named.path.as_path())
     }
 
-    fn huge(options: &ArenaOptions) -> Result<Self, ArenaError> {
-        Self::unnamed(
-            options,
-            options.size.next_multiple_of(HUGE_PAGE),
-            MemfdFlags::HUGETLB,
-        )
+    fn huge(options: &ArenaOptions, size: usize) -> Result<Self, ArenaError> {
+        Self::unnamed(options, size.next_multiple_of(HUGE_PAGE), MemfdFlags::HUGETLB)
     }
 
     fn unnamed(options: &ArenaOptions, size: usize, flags: MemfdFlags) -> Result<Self, ArenaError> {
@@ -87,12 +81,11 @@ impl Mapping {
         Ok(Self { map, named: None })
     }
 
-    fn named(path: &Path, options: &ArenaOptions) -> Result<Self, ArenaError> {
-        let size = options.size.next_multiple_of(if options.huge_pages {
-            HUGE_PAGE
-        } else {
-            super::SLOT_ALIGN
-        });
+    fn named(path: &Path, options: &ArenaOptions, size: usize) -> Result<Self, ArenaError> {
+        let size = match options.huge_pages {
+            true => size.next_multiple_of(HUGE_PAGE),
+            false => size,
+        };
         let file = |source: io::Error| ArenaError::File {
             path: path.into(),
             size,
@@ -116,6 +109,11 @@ impl Mapping {
             .open(path)
             .map_err(file)?;
         lock(&handle).map_err(file)?;
+        if options.mode != 0 {
+            // Not by `open`, which the umask would cut.
+            let mode = Permissions::from_mode(options.mode);
+            handle.set_permissions(mode).map_err(file)?;
+        }
         // Reserves the memory: a full tmpfs is an error here, not a SIGBUS at the first write.
         let reserved = rustix::fs::fallocate(&handle, FallocateFlags::empty(), 0, size as u64);
         let map = reserved

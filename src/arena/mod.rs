@@ -12,10 +12,14 @@
 //! Not for: deciding what stays (that is the tiers' business), and memory of a GPU.
 
 mod alloc;
+mod attached;
+mod front;
 mod mapping;
 mod slot;
 
 pub use alloc::{Arena, ArenaOptions, ArenaStats, Ticket};
+pub use attached::{AttachedArena, AttachedError};
+pub use front::BootId;
 pub use mapping::ArenaError;
 pub use slot::{Slot, SlotMut};
 

@@ -13,7 +13,8 @@ pub struct SlotMut {
 /// A shared, read-only handle to bytes of a slot. Cheap to clone.
 #[derive(Clone)]
 pub struct Slot {
-    lease: Arc<Lease>,
+    /// None only while it is dropped.
+    lease: Option<Arc<Lease>>,
     /// Disjoint from every [`SlotMut`]'s range.
     range: Range<usize>,
 }
@@ -52,13 +53,58 @@ impl SlotMut {
     /// Gives up writing, for good.
     pub fn freeze(self) -> Slot {
         Slot {
-            lease: self.lease,
+            lease: Some(self.lease),
             range: self.range,
         }
+    }
+
+    /// Where it starts in the arena's file, in bytes.
+    pub fn offset(&self) -> usize {
+        self.range.start
+    }
+
+    /// Where the whole slot starts.
+    pub fn slot_offset(&self) -> usize {
+        self.lease.reserved.start
+    }
+
+    /// Of the whole slot: no other slot of this arena ever has it.
+    pub fn generation(&self) -> u64 {
+        self.lease.generation
     }
 }
 
 impl Slot {
+    fn lease(&self) -> &Arc<Lease> {
+        self.lease.as_ref().expect("a slot that is not dropped")
+    }
+
+    /// Puts a part and the one that follows together. Panics if it is not what follows.
+    #[must_use]
+    pub fn join(&self, rest: &Self) -> Self {
+        let follows = Arc::ptr_eq(self.lease(), rest.lease()) && self.range.end == rest.range.start;
+        assert!(follows, "joined parts must be neighbours in one slot");
+        Self {
+            lease: self.lease.clone(),
+            range: self.range.start..rest.range.end,
+        }
+    }
+
+    /// Whether there is any handle to the slot besides the `own` ones that the caller has.
+    pub fn is_used_by_others(&self, own: usize) -> bool {
+        Arc::strong_count(self.lease()) > own
+    }
+
+    /// Where the whole slot starts.
+    pub fn slot_offset(&self) -> usize {
+        self.lease().reserved.start
+    }
+
+    /// Of the whole slot: no other slot of this arena ever has it.
+    pub fn generation(&self) -> u64 {
+        self.lease().generation
+    }
+
     /// A part of it. Panics past the end.
     #[must_use]
     pub fn slice(&self, part: Range<usize>) -> Self {
@@ -69,12 +115,12 @@ impl Slot {
         );
         let range = self.range.start + part.start..self.range.start + part.end;
         Self {
-            lease: Arc::clone(&self.lease),
+            lease: self.lease.clone(),
             range,
         }
     }
 
-    /// Where it starts in the arena, in bytes.
+    /// Where it starts in the arena's file, in bytes.
     pub fn offset(&self) -> usize {
         self.range.start
     }
@@ -101,7 +147,18 @@ impl Deref for Slot {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         // SAFETY: the range is inside the mapping, which the lease keeps alive, and no `SlotMut` overlaps a `Slot`.
-        unsafe { std::slice::from_raw_parts(self.lease.base().add(self.range.start), self.range.len()) }
+        unsafe { std::slice::from_raw_parts(self.lease().base().add(self.range.start), self.range.len()) }
+    }
+}
+
+/// Who waits for a slot may be able to take this one now: it may be the last handle but the one of who keeps it for later.
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            let arena = lease.arena();
+            drop(lease);
+            arena.nudge();
+        }
     }
 }
 

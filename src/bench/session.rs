@@ -374,6 +374,7 @@ impl Bench {
             huge_pages: self.config.arena.huge_pages,
             mlock: self.config.arena.mlock,
             prefault: true,
+            ..ArenaOptions::default()
         })?)
     }
 }

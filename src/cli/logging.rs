@@ -1,4 +1,5 @@
 use std::io::IsTerminal;
+use std::sync::OnceLock;
 
 use tracing_subscriber::EnvFilter;
 
@@ -13,9 +14,43 @@ pub fn init(log: &Log, verbose: u8) {
     init_without(log, verbose, None);
 }
 
+/// Logs from here on what this level says. Nothing happens before [`init`].
+pub fn set_level(level: LogLevel, verbose: u8) {
+    if let Some(set) = SET.get() {
+        set(EnvFilter::new(filter(level, verbose, None)));
+    }
+}
+
+/// Logging is the process's, not of one of its parts.
+static SET: OnceLock<Box<dyn Fn(EnvFilter) + Send + Sync>> = OnceLock::new();
+
 /// The same for a command that itself tells what the module `told` would warn of.
 pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
-    let ours = match (verbose, log.level) {
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new(filter(log.level, verbose, told)))
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
+    // An error: the first call's is in use.
+    match log.format {
+        LogFormat::Text => {
+            let builder = builder.with_filter_reloading();
+            let handle = builder.reload_handle();
+            if builder.try_init().is_ok() {
+                let _ = SET.set(Box::new(move |filter| drop(handle.reload(filter))));
+            }
+        }
+        LogFormat::Json => {
+            let builder = builder.json().with_filter_reloading();
+            let handle = builder.reload_handle();
+            if builder.try_init().is_ok() {
+                let _ = SET.set(Box::new(move |filter| drop(handle.reload(filter))));
+            }
+        }
+    }
+}
+
+fn filter(level: LogLevel, verbose: u8, told: Option<&str>) -> String {
+    let ours = match (verbose, level) {
         (0, level) => level,
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
         _ => LogLevel::Trace,
@@ -27,16 +62,9 @@ pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
         ("s3s", 0) => "s3s=off".to_owned(),
         _ => format!("{library}={theirs}"),
     });
-    let mut filter = format!("{ours},{}", theirs.join(","));
-    if let (0, Some(told)) = (verbose, told) {
-        filter = format!("{filter},{told}=error");
+    let filter = format!("{ours},{}", theirs.join(","));
+    match (verbose, told) {
+        (0, Some(told)) => format!("{filter},{told}=error"),
+        _ => filter,
     }
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(filter))
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr);
-    let _ = match log.format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().try_init(),
-    };
 }

@@ -17,6 +17,7 @@ mod output;
 mod picture;
 mod progress;
 mod rm;
+mod serve;
 mod size;
 mod stat;
 mod verify;
@@ -43,6 +44,7 @@ const AFTER_HELP: &str = "\
 Examples:
   kvgate demo
   kvgate bench
+  kvgate serve --embedded /tmp/kvgate-data --socket /tmp/kvgate.sock
   kvgate size --model qwen3-32b --tp 4
   kvgate config check --config kvgate.toml
   kvgate ls --endpoint http://rgw:8000 --bucket kv
@@ -53,6 +55,7 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Serve(serve::ServeArgs),
     Demo(demo::DemoCommand),
     Bench(bench::BenchArgs),
     Lookup(lookup::LookupArgs),
@@ -103,6 +106,7 @@ pub async fn run(cli: Cli) -> Result<(), CliError> {
 async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
     let verbose = cli.verbose;
     match cli.command {
+        Command::Serve(args) => serve::run(args, verbose, out).await,
         Command::Demo(args) => demo::run(args, verbose).await,
         Command::Bench(args) => bench::run(args, verbose, out).await,
         Command::Lookup(args) => lookup::run(args, verbose, out).await,

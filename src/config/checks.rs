@@ -11,6 +11,7 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
         dns,
         endpoints,
         load,
+        api,
         ..
     } = config;
     let mut problems = Vec::new();
@@ -50,6 +51,13 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
             load.in_flight, s3.part_size
         );
         problems.push(("load.in_flight", message));
+    }
+    if let Some(listen) = api.listen
+        && !listen.ip().is_loopback()
+        && api.token_file.is_none()
+    {
+        let message = format!("{listen} can be reached from elsewhere, so api.token_file must be set");
+        problems.push(("api.listen", message));
     }
     if let Some(endpoint) = &s3.endpoint {
         if s3.ca_file.is_some() && endpoint.starts_with("http://") {

@@ -89,6 +89,81 @@ impl Kind for Servers {
     }
 }
 
+/// Folders, one on each disk.
+pub(super) struct Folders;
+
+impl Kind for Folders {
+    type Value = Vec<PathBuf>;
+
+    fn parse(&self, text: &str) -> Result<Vec<PathBuf>, String> {
+        if text.trim().is_empty() {
+            return Ok(Vec::new());
+        }
+        let folders: Vec<PathBuf> = text
+            .split(',')
+            .map(|path| absolute_path(path.trim()))
+            .collect::<Result<_, _>>()?;
+        let mut seen = BTreeSet::new();
+        match folders.iter().find(|path| !seen.insert(path.as_path())) {
+            Some(twice) => Err(format!("{} is there twice", twice.display())),
+            None => Ok(folders),
+        }
+    }
+
+    fn show(&self, value: &Vec<PathBuf>) -> String {
+        value.iter().map(show_path).collect::<Vec<_>>().join(",")
+    }
+
+    fn accepts(&self) -> String {
+        "absolute paths of folders, with commas, such as \"/mnt/nvme0/kvgate,/mnt/nvme1/kvgate\"".to_owned()
+    }
+}
+
+/// An address and port to listen on.
+pub(super) struct Address;
+
+impl Kind for Address {
+    type Value = SocketAddr;
+
+    fn parse(&self, text: &str) -> Result<SocketAddr, String> {
+        let address = text.trim().parse();
+        address.map_err(|_| format!("{text:?} is not an address with a port; allowed is {}", self.accepts()))
+    }
+
+    fn show(&self, value: &SocketAddr) -> String {
+        value.to_string()
+    }
+
+    fn accepts(&self) -> String {
+        "an IP address with a port, such as \"127.0.0.1:9180\" or \"[::]:9180\"".to_owned()
+    }
+}
+
+/// Access rights of a file.
+pub(super) struct Mode;
+
+impl Kind for Mode {
+    type Value = u32;
+
+    fn parse(&self, text: &str) -> Result<u32, String> {
+        let mode = u32::from_str_radix(text.trim(), 8).ok();
+        let mode = mode.filter(|mode| mode & !0o777 == 0 && mode & 0o600 == 0o600);
+        mode.ok_or_else(|| format!("{text:?} can't be; allowed is {}", self.accepts()))
+    }
+
+    fn show(&self, value: &u32) -> String {
+        format!("{value:04o}")
+    }
+
+    fn accepts(&self) -> String {
+        "access rights in octal that let the owner read and write, such as \"0660\"".to_owned()
+    }
+
+    fn needs_quotes(&self) -> bool {
+        true
+    }
+}
+
 fn dns_name(text: &str) -> Result<String, String> {
     let name = text.strip_suffix('.').unwrap_or(text);
     match name.len() <= 253 && name.split('.').all(is_label) {

@@ -7,7 +7,9 @@ use std::time::Duration;
 use super::choice::choices;
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
-use super::names::{ABSOLUTE_PATH, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, PREFIX, REGION, Servers};
+use super::names::{
+    ABSOLUTE_PATH, Address, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Mode, PREFIX, REGION, Servers,
+};
 use crate::units::{ByteSize, GIB, KIB, MIB, TIB};
 
 choices! {
@@ -35,6 +37,34 @@ choices! {
         Exact = "exact",
         /// The end of the stored prefix is searched for, many positions a round.
         Prefix = "prefix",
+    }
+
+    /// What a tier does with what it does not have, or is given.
+    Lower {
+        /// It ends here.
+        Stop = "stop",
+        /// It goes on to the tier below.
+        Lower = "lower",
+    }
+
+    /// Which chunk leaves a tier first.
+    Policy {
+        /// The one that was not used for longest.
+        Lru = "lru",
+        /// The one that came first.
+        Fifo = "fifo",
+        /// The first that was not used since it was last looked at.
+        Sieve = "sieve",
+        /// New ones prove themselves in a small queue.
+        S3Fifo = "s3fifo",
+    }
+
+    /// What happens to new chunks while S3 is slower than the engines.
+    WhenFull {
+        /// They are refused.
+        Refuse = "refuse",
+        /// They come in, and the deepest descendants that wait are dropped.
+        Drop = "drop",
     }
 
     /// The least severe messages that are logged.
@@ -169,6 +199,52 @@ sections! {
         mlock: bool = "false", Flag;
     }
 
+    /// Chunks that stay in memory, in their slots.
+    memory: Memory {
+        /// Which chunk leaves first.
+        policy: Policy = "lru", OneOf(Policy::WORDS);
+        /// How long a chunk stays at most; not set: as long as there is room.
+        ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
+        /// Percent of the arena that chunks nobody uses may take.
+        watermark: u32 = "95", Between(1, 100);
+        /// Whether what is not in memory is looked for in the tiers below.
+        lookup: Lower = "lower", OneOf(Lower::WORDS);
+        /// Whether new chunks go to the tiers below.
+        store: Lower = "lower", OneOf(Lower::WORDS);
+        /// Loads of a new chunk after which it goes to the tiers below; 0: at once.
+        min_accesses: u32 = "0", Between(0, 1_000_000);
+        /// Bytes that one tenant may have; not set: no limit of its own.
+        tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(64 * TIB)));
+        /// Lookups and pins keep chunks in memory at most so long.
+        pin_max: Duration = "10m", Time { min_ms: 0, max_ms: 86_400_000 };
+    }
+
+    /// Chunks on local disks, between memory and S3.
+    disk: Disk {
+        /// Folders, one on each disk, with commas; not set: no disks.
+        paths: Vec<PathBuf> = "", Folders;
+        /// Bytes that each of them may take.
+        size: ByteSize = "100GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
+        /// Which chunk leaves first.
+        policy: Policy = "lru", OneOf(Policy::WORDS);
+        /// How long a chunk stays at most; not set: as long as there is room.
+        ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
+        /// Percent of the size that is used.
+        watermark: u32 = "95", Between(1, 100);
+        /// Whether what is not on the disks is looked for on S3.
+        lookup: Lower = "lower", OneOf(Lower::WORDS);
+        /// Whether new chunks go to S3 as well.
+        store: Lower = "lower", OneOf(Lower::WORDS);
+        /// Whether chunks that come from S3 are written to the disks.
+        promote: bool = "true", Flag;
+        /// Errors in a row after which a disk is taken out.
+        failures: u32 = "3", Between(1, 1000);
+        /// Reads and writes of each disk at a time.
+        depth: u32 = "16", Between(1, 1024);
+        /// Bytes that one tenant may have, on all disks together; not set: no limit of its own.
+        tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(1024 * TIB)));
+    }
+
     /// From S3 into slots.
     load: Load {
         /// Time for one load as a whole, retries included.
@@ -177,6 +253,12 @@ sections! {
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Bytes that one ranged GET asks for in layer order; it has whole layers, at least one.
         layer_part_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(5 * GIB));
+        /// Bytes of slots that one load may hold: on their way, or handed out and not released.
+        window: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Part of the arena that stores never take, so that the oldest load always goes on.
+        reserve: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Prefetches at a time.
+        prefetches: u32 = "2", Between(1, 1024);
     }
 
     /// From slots into S3.
@@ -185,6 +267,44 @@ sections! {
         deadline: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Bytes that stores may have in flight.
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Bytes that engines may have reserved or committed and that are not stored yet.
+        write_behind: ByteSize = "512MiB", Between(ByteSize(MIB), ByteSize(64 * TIB));
+        /// What happens to new chunks when that is used up.
+        when_full: WhenFull = "refuse", OneOf(WhenFull::WORDS);
+        /// Longest wait before a chunk that could not be stored is tried again.
+        retry_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Time for all ranks of an engine to commit a chunk, after which it is not stored.
+        commit_timeout: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Time to store what is left when `kvgate serve` is told to end.
+        drain: Duration = "30s", Time { min_ms: 0, max_ms: 3_600_000 };
+    }
+
+    /// How engines and people reach `kvgate serve`.
+    api: Api {
+        /// Unix socket to listen on.
+        socket: PathBuf = "/run/kvgate/kvgate.sock", ABSOLUTE_PATH;
+        /// Who may open the socket and the arena, in octal: 0600 the owner, 0660 the group as well.
+        socket_mode: u32 = "0600", Mode;
+        /// Address to listen on as well, such as 127.0.0.1:9180; not set: none.
+        listen: Option<SocketAddr> = "", Optional(Address);
+        /// File with the bearer token that calls by TCP must have; only loopback works without.
+        token_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// Connections at a time; beyond that, those that do nothing are closed, the oldest first.
+        connections: u32 = "4096", Between(8, 1_000_000);
+        /// Engine processes at a time.
+        sessions: u32 = "1024", Between(1, 100_000);
+        /// Spaces that may be declared.
+        spaces: u32 = "4096", Between(1, 1_000_000);
+        /// Bytes of a request's body.
+        body_max: ByteSize = "16MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
+        /// Chunks that one call may name.
+        hashes_max: u32 = "65536", Between(1, 10_000_000);
+        /// Time to send a request, and to take an answer's next part.
+        timeout: Duration = "30s", Time { min_ms: 100, max_ms: 3_600_000 };
+        /// How long an engine's leases outlive its attach stream while its process is there.
+        grace: Duration = "5s", Time { min_ms: 0, max_ms: 3_600_000 };
+        /// Whether the node counts as ready before S3 has answered.
+        degraded: bool = "false", Flag;
     }
 
     /// What is written to the log.

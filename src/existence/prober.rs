@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
@@ -7,7 +7,7 @@ use tokio::time::{Duration, Instant};
 
 use super::cache::{CacheKey, ExistenceCache, Known};
 use crate::chunk::{ChunkHash, KeyPrefix, Space};
-use crate::object::{ErrorKind, ObjectError, ObjectStore, Operation};
+use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ struct Inner {
     store: Arc<dyn ObjectStore>,
     cache: Arc<ExistenceCache>,
     keys: KeyPrefix,
-    attributes: bool,
+    capabilities: Arc<OnceLock<Capabilities>>,
     permits: Semaphore,
     /// Limit for a question that others may have joined.
     time_limit: Duration,
@@ -33,12 +33,12 @@ struct Inner {
 }
 
 impl Prober {
-    /// `attributes`: ask by `GetObjectAttributes` instead of HEAD.
+    /// Asks by `GetObjectAttributes` where the server is known to have them, else by HEAD.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         cache: Arc<ExistenceCache>,
         keys: KeyPrefix,
-        attributes: bool,
+        capabilities: Arc<OnceLock<Capabilities>>,
         concurrency: usize,
         time_limit: Duration,
     ) -> Self {
@@ -47,7 +47,7 @@ impl Prober {
             store,
             cache,
             keys,
-            attributes,
+            capabilities,
             permits,
             time_limit,
             flights: DashMap::new(),
@@ -111,7 +111,8 @@ impl Inner {
             return unknown(key, ErrorKind::Deadline, "waiting for its turn");
         };
         let asked = Instant::now();
-        let seen = match self.attributes {
+        let attributes = self.capabilities.get().is_some_and(|known| known.attributes);
+        let seen = match attributes {
             true => self.store.attributes(key, deadline).await,
             false => self.store.head(key, deadline).await,
         };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Miss;
-use super::drive::{Drive, Dropped};
+use super::drive::{Drive, Dropped, Source};
 use super::fetch::{Part, Wanted};
 use super::load::LoadedChunk;
 use super::task::Task;
@@ -14,7 +14,7 @@ use crate::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
 /// which tells it.
-struct Started {
+pub(super) struct Started {
     wanted: Arc<Wanted>,
     parts: Vec<Part>,
     etag: Option<Arc<str>>,
@@ -28,21 +28,42 @@ impl Drive {
     }
 
     async fn chunk_by_chunk(&mut self) -> Result<(), Dropped> {
-        let layout = self.space.layout();
-        let sections = layout.sections(self.gateway.0.options.part_bytes);
+        let sections = self.sections();
         for index in 0..self.chunks.len() {
-            let slot = self.slot(index).await;
-            let place = |section| self.place(index * sections.len() + section);
-            // In line here and not in the task, which may run later than the next chunk's.
-            let started = slot.map(|slot| Started::new(self.wanted(index), slot, &sections, place));
-            self.send(index, true, async move { started?.fetch().await })?;
+            let (credit, source) = self.source(index).await;
+            let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
+            match source {
+                Source::Missing(miss) => self.send(index, true, async { Err(miss) })?,
+                Source::Memory(chunk) => self.send(index, true, async { Ok(with_credit(chunk)) })?,
+                Source::Flight(flight) => {
+                    let joined = self.joined(index, flight);
+                    self.send(index, true, async { joined.await.map(with_credit) })?;
+                }
+                Source::S3(slot, announcement) => {
+                    let place = |section| self.place(index * sections.len() + section);
+                    // In line here and not in the task, which may run later than the next chunk's.
+                    let started = Started::new(self.wanted(index), slot, &sections, place);
+                    match announcement {
+                        None => self.send(index, true, started.fetch())?,
+                        Some(announcement) => {
+                            let joined = self.joined(index, announcement.fly(started.fetch()));
+                            self.send(index, true, async { joined.await.map(with_credit) })?;
+                        }
+                    }
+                }
+            }
         }
         Ok(())
     }
 }
 
 impl Started {
-    fn new(wanted: Arc<Wanted>, slot: SlotMut, sections: &[Section], place: impl Fn(usize) -> Place) -> Self {
+    pub fn new(
+        wanted: Arc<Wanted>,
+        slot: SlotMut,
+        sections: &[Section],
+        place: impl Fn(usize) -> Place,
+    ) -> Self {
         let parts = wanted.cut(slot, sections, place);
         let etag = wanted.known_etag();
         let ready = if etag.is_some() { parts.len() } else { 1 };
@@ -56,7 +77,7 @@ impl Started {
     }
 
     /// Fetches and verifies the whole chunk, and remembers what that says of its existence.
-    async fn fetch(self) -> Result<LoadedChunk, Miss> {
+    pub async fn fetch(self) -> Result<LoadedChunk, Miss> {
         let wanted = Arc::clone(&self.wanted);
         let landed = self.land().await;
         let (mut parts, version) = landed.map_err(|error| wanted.missed(error))?;
@@ -65,7 +86,9 @@ impl Started {
             wanted.check(part, &head).await?;
         }
         wanted.present(&head);
-        Ok(wanted.loaded(&head, parts))
+        let (chunk, _) = wanted.loaded(parts);
+        wanted.keep(&chunk);
+        Ok(chunk)
     }
 
     /// All of the object, of one version.

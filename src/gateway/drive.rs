@@ -7,13 +7,18 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::arriving::{Announcement, Flight};
+use super::chunk_order::Started;
+use super::credit::{Credit, Spent};
 use super::fetch::Wanted;
 use super::load::{LoadRequest, LoadedChunk};
 use super::task::Task;
+use super::tiers::Tiers;
 use super::turns::Place;
 use super::{Gateway, Miss};
 use crate::arena::{SlotMut, Ticket};
-use crate::chunk::{ChunkHash, Space};
+use crate::chunk::{ChunkHash, Section, Space};
+use crate::object::ErrorKind;
 
 /// A load under way.
 pub(super) struct Drive {
@@ -23,6 +28,7 @@ pub(super) struct Drive {
     deadline: Instant,
     number: u64,
     ticket: Option<Ticket>,
+    credit: Option<Credit>,
     steps: mpsc::UnboundedSender<Step>,
 }
 
@@ -34,11 +40,25 @@ pub(super) struct Step {
     pub fetch: Task<Result<LoadedChunk, Miss>>,
 }
 
+/// Where a chunk comes from.
+pub(super) enum Source {
+    Missing(Miss),
+    Memory(LoadedChunk),
+    /// It is on its way already, or from the disk.
+    Flight(Arc<Flight>),
+    /// S3, into this slot; others are told of it.
+    S3(SlotMut, Option<Announcement>),
+}
+
 /// Nobody wants the outcomes any more.
 pub(super) struct Dropped;
 
 impl Drive {
-    pub fn new(gateway: &Gateway, request: LoadRequest) -> (Self, mpsc::UnboundedReceiver<Step>) {
+    pub fn new(
+        gateway: &Gateway,
+        request: LoadRequest,
+        credit: Option<Credit>,
+    ) -> (Self, mpsc::UnboundedReceiver<Step>) {
         let (steps, receiver) = mpsc::unbounded_channel();
         let drive = Self {
             gateway: gateway.clone(),
@@ -47,20 +67,109 @@ impl Drive {
             deadline: request.deadline,
             number: gateway.0.get_turns.load(),
             ticket: None,
+            credit,
             steps,
         };
         (drive, receiver)
     }
 
-    /// A slot for a chunk, for which only the holder of the ticket may wait. The load keeps it until every chunk has its
-    /// slot, so of all loads only the oldest ever waits for one.
-    pub async fn slot(&mut self, index: usize) -> Result<SlotMut, Miss> {
-        if let Some(miss) = self.gateway.missing(&self.space, &self.chunks[index]) {
-            return Err(miss);
+    /// Finds out where a chunk comes from, with a slot where it needs one; also what it takes of the load's credit.
+    ///
+    /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of all
+    /// loads only the oldest ever waits for one. A load that waits for its own client to release something is not
+    /// among them.
+    pub async fn source(&mut self, index: usize) -> (Option<Spent>, Source) {
+        match self.spend().await {
+            Ok(credit) => match self.find(index).await {
+                Ok(source) => (credit, source),
+                Err(miss) => (None, Source::Missing(miss)),
+            },
+            Err(miss) => (None, Source::Missing(miss)),
         }
+    }
+
+    async fn spend(&mut self) -> Result<Option<Spent>, Miss> {
+        let Some(credit) = self.credit.clone() else {
+            return Ok(None);
+        };
+        let bytes = self.space.layout().object_len();
+        if let Some(spent) = credit.try_spend(bytes) {
+            return Ok(Some(spent));
+        }
+        self.ticket = None;
+        let spent = tokio::time::timeout_at(self.deadline, credit.spend(bytes)).await;
+        spent.map_err(|_| Miss::NotReleased)
+    }
+
+    async fn find(&mut self, index: usize) -> Result<Source, Miss> {
+        let gateway = self.gateway.clone();
+        let chunk = self.chunks[index];
+        let Some(tiers) = &gateway.0.tiers else {
+            self.may_be_there(&chunk)?;
+            return Ok(Source::S3(self.slot().await?, None));
+        };
+        let key = (self.space.key(), chunk);
+        if let Some(source) = self.here(&chunk, tiers) {
+            return Ok(source);
+        }
+        if tiers.on_disk(&key).is_none() {
+            if !tiers.asks_s3() {
+                return Err(Miss::Absent);
+            }
+            self.may_be_there(&chunk)?;
+        }
+        let slot = self.slot().await?;
+        // While it waited another load may have brought it.
+        if let Some(source) = self.here(&chunk, tiers) {
+            return Ok(source);
+        }
+        let announcement = match tiers.arriving.announce(key) {
+            Ok(announcement) => announcement,
+            Err(flight) => return Ok(Source::Flight(flight)),
+        };
+        // One that was on its way when we looked, and is here by now.
+        if let Some(chunk) = self.gateway.resident(&self.space, &chunk) {
+            return Ok(Source::Memory(chunk));
+        }
+        if tiers.on_disk(&key).is_none() {
+            return Ok(Source::S3(slot, Some(announcement)));
+        }
+        let asks_s3 = tiers.asks_s3();
+        let (wanted, sections) = (self.wanted(index), self.sections());
+        let place = self.place(index * sections.len());
+        let flight = announcement.fly(async move {
+            match wanted.from_disk(slot).await {
+                Ok(chunk) => Ok(chunk),
+                Err(slot) if asks_s3 => {
+                    let place = |section| Place {
+                        position: place.position + section as u64,
+                        ..place
+                    };
+                    Started::new(wanted, slot, &sections, place).fetch().await
+                }
+                Err(_) => Err(Miss::Absent),
+            }
+        });
+        Ok(Source::Flight(flight))
+    }
+
+    /// In memory, or on its way there.
+    fn here(&self, chunk: &ChunkHash, tiers: &Tiers) -> Option<Source> {
+        let resident = self.gateway.resident(&self.space, chunk);
+        resident.map(Source::Memory).or_else(|| {
+            let flight = tiers.arriving.join(&(self.space.key(), *chunk));
+            flight.map(Source::Flight)
+        })
+    }
+
+    fn may_be_there(&self, chunk: &ChunkHash) -> Result<(), Miss> {
+        self.gateway.missing(&self.space, chunk).map_or(Ok(()), Err)
+    }
+
+    async fn slot(&mut self) -> Result<SlotMut, Miss> {
         let object_bytes = self.space.layout().object_len();
         let arena = &self.gateway.0.arena;
-        let arena_bytes = arena.size();
+        let arena_bytes = arena.slot_bytes_max();
         if object_bytes > arena_bytes {
             return Err(Miss::ArenaTooSmall {
                 object_bytes,
@@ -84,9 +193,44 @@ impl Drive {
         self.ticket = None;
     }
 
+    /// The chunk of a flight. Where whoever flew it gave up, it is fetched anew if there is a slot; waiting for one here
+    /// would be waiting out of turn.
+    pub fn joined(
+        &self,
+        index: usize,
+        flight: Arc<Flight>,
+    ) -> impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static {
+        let (wanted, sections, place) = (self.wanted(index), self.sections(), self.place(index));
+        let (arena, deadline) = (self.gateway.0.arena.clone(), self.deadline);
+        let object_len = self.space.layout().object_len();
+        async move {
+            match tokio::time::timeout_at(deadline, flight.outcome()).await {
+                Ok(Some(outcome)) => return outcome,
+                Ok(None) => {}
+                Err(_) => {
+                    let late = wanted.error(ErrorKind::Deadline, "waiting for another load of the same chunk");
+                    return Err(wanted.missed(late));
+                }
+            }
+            match arena.try_reserve(object_len) {
+                Some(slot) => Started::new(wanted, slot, &sections, |_| place).fetch().await,
+                None => Err(Miss::ArenaFull),
+            }
+        }
+    }
+
+    pub fn sections(&self) -> Vec<Section> {
+        self.space.layout().sections(self.gateway.0.options.part_bytes)
+    }
+
     pub fn wanted(&self, index: usize) -> Arc<Wanted> {
         let chunk = &self.chunks[index];
-        Arc::new(Wanted::new(&self.gateway, &self.space, chunk, self.deadline))
+        let mut deadline = self.deadline;
+        if let Some(tiers) = &self.gateway.0.tiers {
+            // Others may wait for it, who have more time.
+            deadline = deadline.max(Instant::now() + tiers.options.load_deadline);
+        }
+        Arc::new(Wanted::new(&self.gateway, &self.space, chunk, deadline))
     }
 
     pub fn place(&self, position: usize) -> Place {

@@ -2,6 +2,7 @@
 //! section is asked for when is in `chunk_order.rs` and `layer_order.rs`.
 
 mod digests;
+mod from_disk;
 mod verify;
 
 use std::ops::Range;
@@ -12,11 +13,12 @@ use tokio::time::Instant;
 use super::load::LoadedChunk;
 use super::turns::{Place, Turn, Waiting};
 use super::{Gateway, Miss};
-use crate::arena::SlotMut;
+use crate::arena::{Slot, SlotMut};
 use crate::chunk::{ChunkHash, DigestKind, Section, Space};
 use crate::existence::{CacheKey, Known};
 use crate::net::Landing;
 use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
+use crate::tier::Tier;
 
 use self::digests::Digests;
 pub(super) use self::verify::Head;
@@ -120,8 +122,8 @@ impl Wanted {
         Ok((meta?.version, turn))
     }
 
-    /// What may be handed out: neighbouring sections that were verified.
-    pub fn loaded(&self, head: &Head, parts: impl IntoIterator<Item = Part>) -> LoadedChunk {
+    /// What may be handed out: neighbouring sections that were verified. Also their bytes with the header, if they have it.
+    pub fn loaded(&self, parts: impl IntoIterator<Item = Part>) -> (LoadedChunk, Slot) {
         let joined = parts.into_iter().map(|part| {
             let planes = part.digests.section().planes.clone();
             (part.slot, planes)
@@ -131,17 +133,43 @@ impl Wanted {
             (slot, planes.start..more.end)
         });
         let (slot, planes) = joined.expect("a layout has sections");
-        let slot = slot.freeze();
+        let (slot, layout) = (slot.freeze(), self.space.layout());
+        if planes == (0..layout.planes()) {
+            return (self.whole(slot.clone(), Tier::S3), slot);
+        }
         let header_len = match planes.start {
-            0 => self.space.layout().header_len(),
+            0 => layout.header_len(),
             _ => 0,
         };
-        LoadedChunk {
+        let chunk = LoadedChunk {
             space: self.space.clone(),
-            header: Arc::clone(&head.header),
+            chunk: self.chunk,
             planes,
             payload: slot.slice(header_len..slot.len()),
+            object: None,
+            tier: Tier::S3,
+            credit: None,
+        };
+        (chunk, slot)
+    }
+
+    /// A verified object.
+    pub fn whole(&self, object: Slot, tier: Tier) -> LoadedChunk {
+        let layout = self.space.layout();
+        LoadedChunk {
+            space: self.space.clone(),
+            chunk: self.chunk,
+            planes: 0..layout.planes(),
+            payload: object.slice(layout.header_len()..object.len()),
+            object: Some(object),
+            tier,
+            credit: None,
         }
+    }
+
+    /// Keeps a whole chunk in memory.
+    pub fn keep(&self, chunk: &LoadedChunk) {
+        self.gateway.keep(chunk);
     }
 
     /// The object is a good one, as far as it was read.

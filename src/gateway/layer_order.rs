@@ -9,20 +9,23 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{SetOnce, mpsc};
 
 use super::Miss;
-use super::drive::{Drive, Dropped};
+use super::arriving::Announcement;
+use super::credit::Spent;
+use super::drive::{Drive, Dropped, Source};
 use super::fetch::{Head, Part, Wanted};
 use super::load::LoadedChunk;
 use super::stream::RunEnd;
 use super::turns::Waiting;
-use crate::arena::SLOT_ALIGN;
+use crate::arena::{SLOT_ALIGN, Slot};
 use crate::chunk::{Section, Space};
 use crate::object::ErrorKind;
+use crate::tier::Tier;
 
 /// Steps (one group of one window's chunks) that may be under way.
 const STEPS_MAX: usize = 2;
@@ -35,11 +38,21 @@ pub(super) fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize 
     (arena_bytes / 2 / slot_bytes).clamp(1, chunks.max(1))
 }
 
-/// A chunk with a slot, as the driver has it.
-struct Chunk {
-    shared: Arc<Shared>,
-    /// Of the groups that were not started.
-    parts: std::vec::IntoIter<Part>,
+/// A chunk under way, as the driver has it.
+enum Chunk {
+    /// Its groups come from S3.
+    Fetched {
+        shared: Arc<Shared>,
+        /// Of the groups that were not started.
+        parts: std::vec::IntoIter<Part>,
+    },
+    /// It comes whole: from memory, from the disk, or because another load fetches it.
+    Whole(Arc<Whole>),
+}
+
+struct Whole {
+    outcome: SetOnce<Result<LoadedChunk, Miss>>,
+    missed: AtomicBool,
 }
 
 /// What the tasks of a chunk's groups share.
@@ -48,6 +61,15 @@ struct Shared {
     /// From its first group; None if that is a miss.
     head: SetOnce<Option<Head>>,
     missed: AtomicBool,
+    credit: Option<Spent>,
+    landed: Mutex<Landed>,
+}
+
+/// The groups that are here, to keep the chunk when all are.
+#[derive(Default)]
+struct Landed {
+    groups: Vec<Option<Slot>>,
+    announcement: Option<Announcement>,
 }
 
 impl Drive {
@@ -69,8 +91,7 @@ impl Drive {
                     if group == 0 {
                         chunks.push(self.begin(index, &indices, &groups, run_end, &step).await?);
                     } else if let Some(chunk) = &mut chunks[index - start] {
-                        let last = group + 1 == groups.len();
-                        self.go_on(index, last, chunk, run_end, &step)?;
+                        self.go_on(index, group, &groups, chunk, run_end, &step)?;
                     }
                 }
             }
@@ -87,23 +108,52 @@ impl Drive {
         run_end: &RunEnd,
         step: &StepToken,
     ) -> Result<Option<Chunk>, Dropped> {
-        let slot = tokio::select! {
+        let (credit, source) = tokio::select! {
             biased;
             _ = run_end.clone().passes(index) => {
                 self.needs_no_more_slots();
                 return Ok(None);
             }
-            slot = self.slot(index) => slot,
+            source = self.source(index) => source,
         };
         if index + 1 == self.chunks.len() {
             self.needs_no_more_slots();
         }
-        let slot = match slot {
-            Ok(slot) => slot,
-            Err(miss) => {
+        let (slot, announcement) = match source {
+            Source::Missing(miss) => {
                 self.send(index, true, async { Err(miss) })?;
                 return Ok(None);
             }
+            Source::Memory(chunk) => {
+                let whole = Arc::new(Whole::new());
+                // Nobody else sets it.
+                let _ = whole.outcome.set(Ok(chunk.with_credit(credit)));
+                let chunk = Chunk::Whole(Arc::clone(&whole));
+                self.group_of(index, 0, groups, whole, run_end, step)?;
+                return Ok(Some(chunk));
+            }
+            Source::Flight(flight) => {
+                let whole = Arc::new(Whole::new());
+                let (joined, told) = (self.joined(index, flight), Arc::clone(&whole));
+                let chunk = Chunk::Whole(Arc::clone(&whole));
+                let first = groups[0].planes.clone();
+                let last = groups.len() == 1;
+                let (run_end, step) = (run_end.clone(), step.clone());
+                self.send(index, last, async move {
+                    let outcome = tokio::select! {
+                        biased;
+                        at = run_end.passes(index) => Err(Miss::RunEnded { at }),
+                        outcome = joined => outcome.map(|chunk| chunk.with_credit(credit)),
+                    };
+                    drop(step);
+                    // Nobody else sets it.
+                    let _ = told.outcome.set(outcome.clone());
+                    told.missed.store(outcome.is_err(), Ordering::Relaxed);
+                    outcome.map(|chunk| chunk.group(first))
+                })?;
+                return Ok(Some(chunk));
+            }
+            Source::S3(slot, announcement) => (slot, announcement),
         };
         let before = window.start * groups.len() + (index - window.start);
         let wanted = self.wanted(index);
@@ -112,36 +162,80 @@ impl Drive {
             .into_iter();
         let first = parts.next().expect("a layout has sections");
         let waiting = wanted.wait(&first);
+        let landed = Landed {
+            groups: vec![None; groups.len()],
+            announcement,
+        };
         let shared = Arc::new(Shared {
             wanted,
             head: SetOnce::new(),
             missed: AtomicBool::new(false),
+            credit,
+            landed: Mutex::new(landed),
         });
         let fetch = Arc::clone(&shared).first(first, waiting);
         let fetch = Arc::clone(&shared).until(fetch, index, run_end.clone(), step.clone());
         self.send(index, groups.len() == 1, fetch)?;
-        Ok(Some(Chunk { shared, parts }))
+        Ok(Some(Chunk::Fetched { shared, parts }))
+    }
+
+    /// A group of a chunk that comes whole.
+    fn group_of(
+        &self,
+        index: usize,
+        group: usize,
+        groups: &[Section],
+        whole: Arc<Whole>,
+        run_end: &RunEnd,
+        step: &StepToken,
+    ) -> Result<(), Dropped> {
+        if whole.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
+            return Ok(());
+        }
+        let planes = groups[group].planes.clone();
+        let step = step.clone();
+        self.send(index, group + 1 == groups.len(), async move {
+            let outcome = whole.outcome.wait().await.clone();
+            drop(step);
+            outcome.map(|chunk| chunk.group(planes))
+        })
     }
 
     /// Starts a chunk's next group, if it is still wanted.
     fn go_on(
         &self,
         index: usize,
-        last: bool,
+        group: usize,
+        groups: &[Section],
         chunk: &mut Chunk,
         run_end: &RunEnd,
         step: &StepToken,
     ) -> Result<(), Dropped> {
-        if chunk.shared.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
+        let (shared, parts) = match chunk {
+            Chunk::Whole(whole) => {
+                return self.group_of(index, group, groups, Arc::clone(whole), run_end, step);
+            }
+            Chunk::Fetched { shared, parts } => (shared, parts),
+        };
+        if shared.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
             // With them the slot is free as soon as nobody writes to it any more.
-            chunk.parts = Vec::new().into_iter();
+            *parts = Vec::new().into_iter();
         }
-        let Some(part) = chunk.parts.next() else {
+        let Some(part) = parts.next() else {
             return Ok(());
         };
-        let fetch = Arc::clone(&chunk.shared).further(part);
-        let fetch = Arc::clone(&chunk.shared).until(fetch, index, run_end.clone(), step.clone());
-        self.send(index, last, fetch)
+        let fetch = Arc::clone(shared).further(part, group);
+        let fetch = Arc::clone(shared).until(fetch, index, run_end.clone(), step.clone());
+        self.send(index, group + 1 == groups.len(), fetch)
+    }
+}
+
+impl Whole {
+    fn new() -> Self {
+        Self {
+            outcome: SetOnce::new(),
+            missed: AtomicBool::new(false),
+        }
     }
 }
 
@@ -159,8 +253,17 @@ impl Shared {
             at = run_end.passes(index) => Err(Miss::RunEnded { at }),
             outcome = fetch => outcome,
         };
-        if outcome.is_err() {
+        if let Err(miss) = &outcome {
             self.missed.store(true, Ordering::Relaxed);
+            let announcement = {
+                let mut landed = self.lock();
+                landed.groups.clear();
+                landed.announcement.take()
+            };
+            // That the run ended is no news to those of other loads.
+            if let Some(announcement) = announcement.filter(|_| !matches!(miss, Miss::RunEnded { .. })) {
+                announcement.tell(Err(miss.clone()));
+            }
         }
         outcome
     }
@@ -190,11 +293,11 @@ impl Shared {
         let head = wanted.head(&mut part, version).await?;
         wanted.check(&mut part, &head).await?;
         wanted.present(&head);
-        let chunk = wanted.loaded(&head, [part]);
+        let chunk = self.landed(0, wanted.loaded([part]));
         Ok((head, chunk))
     }
 
-    async fn further(self: Arc<Self>, mut part: Part) -> Result<LoadedChunk, Miss> {
+    async fn further(self: Arc<Self>, mut part: Part, group: usize) -> Result<LoadedChunk, Miss> {
         let Some(head) = self.head.wait().await else {
             // Nobody asks: the first group's miss was the chunk's last outcome.
             return Err(Miss::Absent);
@@ -206,7 +309,33 @@ impl Shared {
         let (_, turn) = got.map_err(|error| wanted.missed(error))?;
         drop(turn);
         wanted.check(&mut part, head).await?;
-        Ok(wanted.loaded(head, [part]))
+        Ok(self.landed(group, wanted.loaded([part])))
+    }
+
+    /// With the last group the whole chunk is here, for others too.
+    fn landed(&self, group: usize, (chunk, slot): (LoadedChunk, Slot)) -> LoadedChunk {
+        let mut landed = self.lock();
+        if let Some(place) = landed.groups.get_mut(group) {
+            *place = Some(slot);
+        }
+        if !landed.groups.is_empty() && landed.groups.iter().all(Option::is_some) {
+            let groups = std::mem::take(&mut landed.groups).into_iter().flatten();
+            let object = groups.reduce(|slot, rest| slot.join(&rest));
+            let announcement = landed.announcement.take();
+            drop(landed);
+            if let Some(object) = object {
+                let whole = self.wanted.whole(object, Tier::S3);
+                self.wanted.keep(&whole);
+                if let Some(announcement) = announcement {
+                    announcement.tell(Ok(whole));
+                }
+            }
+        }
+        chunk.with_credit(self.credit.clone())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Landed> {
+        self.landed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

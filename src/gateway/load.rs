@@ -1,16 +1,17 @@
 use std::ops::Range;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Gateway;
+use super::credit::{Credit, Spent};
 use super::drive::Drive;
 use super::layer_order::window;
 use super::stream::LoadStream;
 use super::task::Task;
 use crate::arena::Slot;
-use crate::chunk::{ChunkHash, Header, Space};
+use crate::chunk::{ChunkHash, Space};
+use crate::tier::Tier;
 
 /// What a load does once a chunk is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,15 +73,30 @@ pub struct LoadRequest {
 #[derive(Debug, Clone)]
 pub struct LoadedChunk {
     pub(super) space: Space,
-    pub(super) header: Arc<Header>,
+    pub(super) chunk: ChunkHash,
     pub(super) planes: Range<usize>,
     /// Theirs, without the header.
     pub(super) payload: Slot,
+    /// Header and payload, if these are all planes and the header is written.
+    pub(super) object: Option<Slot>,
+    pub(super) tier: Tier,
+    /// Of the load that it was loaded for.
+    pub(super) credit: Option<Spent>,
 }
 
 impl LoadedChunk {
-    pub fn header(&self) -> &Header {
-        &self.header
+    pub fn hash(&self) -> ChunkHash {
+        self.chunk
+    }
+
+    /// Where it was found.
+    pub fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    /// Header and payload, if all planes are here and the header is written.
+    pub fn object(&self) -> Option<&Slot> {
+        self.object.as_ref()
     }
 
     /// Which planes these are.
@@ -107,13 +123,44 @@ impl LoadedChunk {
     }
 }
 
+impl LoadedChunk {
+    /// Some of its planes.
+    pub(super) fn group(&self, planes: Range<usize>) -> Self {
+        let layout = self.space.layout();
+        let start = layout.plane(self.planes.start).start;
+        let bytes = layout.plane(planes.start).start..layout.plane(planes.end - 1).end;
+        Self {
+            payload: self.payload.slice(bytes.start - start..bytes.end - start),
+            object: self.object.clone().filter(|_| planes == self.planes),
+            planes,
+            ..self.clone()
+        }
+    }
+
+    pub(super) fn with_credit(mut self, credit: Option<Spent>) -> Self {
+        self.credit = credit;
+        self
+    }
+}
+
 impl Gateway {
+    /// The same, with a limit on what it holds at a time.
+    pub fn load_on_credit(&self, request: LoadRequest, credit: Credit) -> LoadStream {
+        self.start(request, Some(credit))
+    }
+
     /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
     pub fn load(&self, request: LoadRequest) -> LoadStream {
+        self.start(request, None)
+    }
+
+    fn start(&self, request: LoadRequest, credit: Option<Credit>) -> LoadStream {
         let chunks = request.chunks.len();
+        // Half of either.
+        let most = credit.as_ref().map_or(usize::MAX, Credit::bytes).min(self.0.arena.size());
         let window = match request.order {
             Order::Chunk => 1,
-            Order::Layer => window(&request.space, chunks, self.0.arena.size()),
+            Order::Layer => window(&request.space, chunks, most),
         };
         let order = match window {
             // The whole load, however small the arena.
@@ -122,7 +169,7 @@ impl Gateway {
             _ => Order::Layer,
         };
         let after_miss = request.after_miss;
-        let (drive, steps) = Drive::new(self, request);
+        let (drive, steps) = Drive::new(self, request, credit);
         LoadStream::new(chunks, order, window, after_miss, steps, |run_end| {
             Task::spawn(async move {
                 match order {

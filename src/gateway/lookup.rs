@@ -2,14 +2,16 @@ use std::sync::Arc;
 
 use futures::StreamExt;
 use futures::stream;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Gateway;
+use super::tiers::Tiers;
 use crate::chunk::{ChunkHash, Mask, Space};
 use crate::config::Strategy;
 use crate::existence::{Answer, ChunkState, PrefixSearch};
 use crate::object::ObjectError;
+use crate::tier::Tier;
 
 /// Which chunks of a prompt exist.
 #[derive(Debug, Clone)]
@@ -29,9 +31,9 @@ pub struct Lookup {
 }
 
 /// A run of chunks that are in the same tier.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierRun {
-    pub tier: &'static str,
+    pub tier: Tier,
     pub from: usize,
     pub count: usize,
 }
@@ -47,16 +49,42 @@ impl Gateway {
     ) -> Lookup {
         let now = Instant::now();
         let space_key = space.key();
-        let cached = |chunk: &ChunkHash| match self.0.cache.is_present(&(space_key, *chunk), now) {
-            Some(true) => ChunkState::Present,
-            Some(false) => ChunkState::Absent,
-            None => ChunkState::NotAsked,
+        let local = self.local(space, chunks);
+        let asks_s3 = self.0.tiers.as_ref().is_none_or(Tiers::asks_s3);
+        let cached = |(i, chunk): (usize, &ChunkHash)| match &local {
+            Some(local) if local[i].is_some() => ChunkState::Present,
+            _ if !asks_s3 => ChunkState::Absent,
+            _ => match self.0.cache.is_present(&(space_key, *chunk), now) {
+                Some(true) => ChunkState::Present,
+                Some(false) => ChunkState::Absent,
+                None => ChunkState::NotAsked,
+            },
         };
-        let states: Vec<ChunkState> = chunks.iter().map(cached).collect();
-        match strategy {
+        let states: Vec<ChunkState> = chunks.iter().enumerate().map(cached).collect();
+        let mut lookup = match strategy {
             Strategy::Exact => self.exact(space, chunks, states, deadline).await,
             Strategy::Prefix => self.prefix(space, chunks, states, deadline).await,
+        };
+        lookup.tiers = runs(&lookup.mask, |i| {
+            let local = local.as_ref().and_then(|local| local[i]);
+            local.unwrap_or(Tier::S3)
+        });
+        lookup
+    }
+
+    /// The tier of this node that has each chunk; None if there are no tiers.
+    fn local(&self, space: &Space, chunks: &[ChunkHash]) -> Option<Vec<Option<Tier>>> {
+        let tiers = self.0.tiers.as_ref()?;
+        let mut local = vec![None; chunks.len()];
+        tiers
+            .memory
+            .find(space.key(), chunks, |i| local[i] = Some(Tier::Memory));
+        for (tier, chunk) in local.iter_mut().zip(chunks) {
+            if tier.is_none() && tiers.on_disk(&(space.key(), *chunk)).is_some() {
+                *tier = Some(Tier::Disk);
+            }
         }
+        Some(local)
     }
 
     async fn exact(
@@ -156,25 +184,31 @@ impl Gateway {
 
 impl Lookup {
     fn new(mask: Mask, unknown: Mask, inferred: Mask, error: Option<Arc<ObjectError>>) -> Self {
-        let mut tiers: Vec<TierRun> = Vec::new();
-        for i in (0..mask.len()).filter(|&i| mask.get(i)) {
-            match tiers.last_mut() {
-                Some(run) if run.from + run.count == i => run.count += 1,
-                _ => tiers.push(TierRun {
-                    tier: "s3",
-                    from: i,
-                    count: 1,
-                }),
-            }
-        }
         Self {
             chunks: mask.len(),
             prefix: mask.prefix(),
             mask,
             unknown,
             inferred,
-            tiers,
+            tiers: Vec::new(),
             error,
         }
     }
+}
+
+/// Those of the mask, in runs of one tier.
+fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
+    let mut runs: Vec<TierRun> = Vec::new();
+    for i in (0..mask.len()).filter(|&i| mask.get(i)) {
+        let tier = tier_of(i);
+        match runs.last_mut() {
+            Some(run) if run.from + run.count == i && run.tier == tier => run.count += 1,
+            _ => runs.push(TierRun {
+                tier,
+                from: i,
+                count: 1,
+            }),
+        }
+    }
+    runs
 }

@@ -3,9 +3,15 @@
 //! A [`Gateway`] is what one node runs, as a library. Everything is per chunk: an outcome with its reason, and one
 //! chunk's failure never fails its neighbours. Every call has a deadline, and the bytes in flight are bounded.
 //!
-//! Not here: tiers below the arena other than S3, sessions, and copies into an engine's memory.
+//! With [`TierOptions`] it is a node's: chunks stay in memory and on disks, and stores go to S3 behind the engine's back.
+//!
+//! Not here: sessions, and copies into an engine's memory.
 
+mod arriving;
+mod behind;
 mod chunk_order;
+mod commit;
+mod credit;
 mod drive;
 mod fetch;
 mod layer_order;
@@ -16,24 +22,30 @@ mod options;
 mod store;
 mod stream;
 mod task;
+mod tiers;
 mod turns;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+pub use behind::{BehindOptions, BehindStats, Flushed, WhenFull};
+pub use commit::{Reserved, Skip, TierStats};
+pub use credit::Credit;
 pub use load::{AfterMiss, LoadRequest, LoadedChunk, Order};
 pub use lookup::{Lookup, TierRun};
 pub use miss::Miss;
-pub use options::{GatewayOptions, OpenError, open_store};
+pub use options::{GatewayOptions, OpenError, open_store, probe_mode};
 pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
 pub use stream::LoadStream;
+pub use tiers::TierOptions;
 
+use self::tiers::Tiers;
 use self::turns::Turns;
 use crate::arena::Arena;
-use crate::chunk::SpaceKey;
+use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::{ExistenceCache, Prober};
 use crate::fanout::EndpointState;
 use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
@@ -46,14 +58,15 @@ struct Inner {
     store: Arc<dyn ObjectStore>,
     arena: Arena,
     options: GatewayOptions,
-    capabilities: Capabilities,
+    capabilities: Arc<OnceLock<Capabilities>>,
+    tiers: Option<Tiers>,
     cache: Arc<ExistenceCache>,
     prober: Prober,
     get_turns: Turns,
     /// KiB that PUTs may have in flight.
     put_kib: Semaphore,
     /// Chunks whose PUT is under way.
-    storing: DashMap<(SpaceKey, crate::chunk::ChunkHash), ()>,
+    storing: DashMap<(SpaceKey, ChunkHash), ()>,
     /// When each space's space.json was last seen to be there; locked while that is being found out.
     spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
 }
@@ -64,16 +77,30 @@ impl Gateway {
         store: Arc<dyn ObjectStore>,
         arena: Arena,
         capabilities: Capabilities,
+        options: GatewayOptions,
+    ) -> Self {
+        let gateway = Self::with_tiers(store, arena, options, None);
+        gateway.found_capabilities(capabilities);
+        gateway
+    }
+
+    /// With tiers above S3, or none. What the server can do need not be known yet: nothing is taken for granted until
+    /// [`found_capabilities`](Self::found_capabilities).
+    pub fn with_tiers(
+        store: Arc<dyn ObjectStore>,
+        arena: Arena,
         mut options: GatewayOptions,
+        tiers: Option<TierOptions>,
     ) -> Self {
         options.lookup_concurrency = options.lookup_concurrency.max(1);
         options.lookup_probes = options.lookup_probes.max(1);
         let cache = Arc::new(ExistenceCache::new(options.cache));
+        let capabilities: Arc<OnceLock<Capabilities>> = Arc::default();
         let prober = Prober::new(
             Arc::clone(&store),
             Arc::clone(&cache),
             options.keys.clone(),
-            capabilities.attributes,
+            Arc::clone(&capabilities),
             options.lookup_concurrency,
             options.lookup_deadline,
         );
@@ -86,6 +113,7 @@ impl Gateway {
             storing: DashMap::new(),
             spaces: DashMap::new(),
             store,
+            tiers: tiers.map(|tiers| Tiers::new(&arena, tiers)),
             arena,
             options,
             capabilities,
@@ -98,8 +126,15 @@ impl Gateway {
         &self.0.arena
     }
 
+    /// What the server can do, as far as is known.
     pub fn capabilities(&self) -> Capabilities {
-        self.0.capabilities
+        self.0.capabilities.get().copied().unwrap_or_default()
+    }
+
+    /// Only the first time counts.
+    pub fn found_capabilities(&self, capabilities: Capabilities) {
+        // Known already.
+        let _ = self.0.capabilities.set(capabilities);
     }
 
     /// HTTP requests sent so far.
@@ -110,6 +145,27 @@ impl Gateway {
     /// What is known of the server's endpoints.
     pub fn endpoints(&self) -> Vec<EndpointState> {
         self.0.store.endpoints()
+    }
+
+    /// How many chunks are known to exist or not.
+    pub fn existence_entries(&self) -> usize {
+        self.0.cache.entries().0
+    }
+
+    /// Removes a chunk from every tier. Whoever reads it goes on.
+    pub async fn remove(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Result<(), ObjectError> {
+        let key = (space.key(), *chunk);
+        if let Some(tiers) = &self.0.tiers {
+            tiers.memory.remove(&key);
+            if let Some(disk) = &tiers.disk {
+                disk.remove(&key).await;
+            }
+        }
+        let object = self.0.options.keys.chunk(key.0, chunk);
+        self.0.store.delete(&[object], deadline).await?;
+        self.0.cache.forget(&key);
+        self.0.cache.lift_quarantine(&key);
+        Ok(())
     }
 
     /// Forgets what is known to exist; the next lookup asks S3 again.

@@ -71,6 +71,15 @@ impl From<&Config> for GatewayOptions {
     }
 }
 
+/// How existence is to be asked.
+pub fn probe_mode(config: &Config) -> ProbeMode {
+    match config.s3.probe {
+        config::Probe::Auto => ProbeMode::Auto,
+        config::Probe::Head => ProbeMode::Head,
+        config::Probe::Attributes => ProbeMode::Attributes,
+    }
+}
+
 fn bytes(size: ByteSize) -> usize {
     usize::try_from(size.bytes()).unwrap_or(usize::MAX)
 }
@@ -138,13 +147,8 @@ impl Gateway {
         let deadline = Instant::now() + 2 * config.s3.request_timeout;
         store.check_bucket(deadline).await?;
         let options = GatewayOptions::from(config);
-        let mode = match config.s3.probe {
-            config::Probe::Auto => ProbeMode::Auto,
-            config::Probe::Head => ProbeMode::Head,
-            config::Probe::Attributes => ProbeMode::Attributes,
-        };
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
-        let capabilities = Capabilities::probe(&*store, &probe_key, mode, deadline).await?;
+        let capabilities = Capabilities::probe(&*store, &probe_key, probe_mode(config), deadline).await?;
         tracing::debug!(?capabilities, "what the S3 server does");
         let arena = Arena::new(&ArenaOptions {
             size: bytes(config.arena.size),
@@ -152,6 +156,7 @@ impl Gateway {
             huge_pages: config.arena.huge_pages,
             prefault: config.arena.prefault,
             mlock: config.arena.mlock,
+            ..ArenaOptions::default()
         })?;
         Ok(Self::new(store, arena, capabilities, options))
     }

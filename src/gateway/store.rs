@@ -2,10 +2,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::SemaphorePermit;
 use tokio::time::Instant;
 
 use super::{Gateway, kib};
-use crate::arena::SlotMut;
+use crate::arena::{Slot, SlotMut};
 use crate::chunk::{ChunkHash, Header, Space};
 use crate::existence::{Answer, CacheKey};
 use crate::object::{Condition, ErrorKind, ObjectError, Operation};
@@ -33,6 +34,31 @@ impl StoreSlot {
     pub fn payload_mut(&mut self) -> &mut [u8] {
         let header_len = self.space.layout().header_len();
         &mut self.slot[header_len..]
+    }
+
+    /// Where the whole slot starts in the arena's file.
+    pub fn slot_offset(&self) -> usize {
+        self.slot.slot_offset()
+    }
+
+    /// Where the payload starts there.
+    pub fn payload_offset(&self) -> usize {
+        self.slot.offset() + self.space.layout().header_len()
+    }
+
+    pub fn generation(&self) -> u64 {
+        self.slot.generation()
+    }
+
+    pub fn space(&self) -> &Space {
+        &self.space
+    }
+
+    /// Room for the header, and the payload.
+    pub(super) fn split(self) -> (SlotMut, Slot) {
+        let mut header = self.slot;
+        let payload = header.split_off(self.space.layout().header_len());
+        (header, payload.freeze())
     }
 }
 
@@ -84,45 +110,70 @@ impl Gateway {
     /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
     /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
     pub async fn store(&self, chunk: NewChunk, deadline: Instant) -> StoreOutcome {
-        let cache_key = (chunk.slot.space.key(), chunk.hash);
+        let (space, hash) = (chunk.slot.space.clone(), chunk.hash);
+        let cache_key = (space.key(), hash);
         if self.0.cache.is_present(&cache_key, Instant::now()) == Some(true) {
             return StoreOutcome::Present;
         }
+        let permits = self.put_permits(chunk.slot.slot.len());
+        let Ok(_permits) = tokio::time::timeout_at(deadline, permits).await else {
+            return StoreOutcome::Failed(Arc::new(self.no_turn(cache_key)));
+        };
+        let (header, payload) = chunk.slot.split();
+        let object = self.seal(&space, &hash, &chunk.parent, header, &payload);
+        self.store_object(&space, hash, object, deadline).await
+    }
+
+    /// The same for a whole object whose turn has come.
+    pub(super) async fn store_object(
+        &self,
+        space: &Space,
+        chunk: ChunkHash,
+        object: Slot,
+        deadline: Instant,
+    ) -> StoreOutcome {
+        let cache_key = (space.key(), chunk);
         if self.0.storing.insert(cache_key, ()).is_some() {
             return StoreOutcome::Pending;
         }
         let _mine = Storing(self, cache_key);
-        match self.put(chunk, deadline).await {
+        match self.put(space, chunk, Bytes::from_owner(object), deadline).await {
             Ok(outcome) => outcome,
             Err(error) => StoreOutcome::Failed(Arc::new(error)),
         }
     }
 
-    async fn put(&self, chunk: NewChunk, deadline: Instant) -> Result<StoreOutcome, ObjectError> {
-        let space = chunk.slot.space.clone();
-        let key = self.0.options.keys.chunk(space.key(), &chunk.hash);
-        let cache_key = (space.key(), chunk.hash);
-        self.declare(&space, deadline).await?;
+    /// The right to have so many bytes in flight. Who asked first is served first.
+    pub(super) async fn put_permits(&self, bytes: usize) -> Option<SemaphorePermit<'_>> {
         let most = kib(self.0.options.put_bytes_max);
-        let permits = self.0.put_kib.acquire_many(kib(chunk.slot.slot.len()).min(most));
-        let Ok(Ok(_permits)) = tokio::time::timeout_at(deadline, permits).await else {
-            return Err(ObjectError::new(
-                Operation::Put,
-                &key,
-                ErrorKind::Deadline,
-                "waiting for its turn",
-            ));
-        };
-        let body = self.seal(chunk);
+        // Nobody closes it.
+        self.0.put_kib.acquire_many(kib(bytes).min(most)).await.ok()
+    }
+
+    fn no_turn(&self, (space, chunk): CacheKey) -> ObjectError {
+        let key = self.0.options.keys.chunk(space, &chunk);
+        ObjectError::new(Operation::Put, &key, ErrorKind::Deadline, "waiting for its turn")
+    }
+
+    async fn put(
+        &self,
+        space: &Space,
+        chunk: ChunkHash,
+        body: Bytes,
+        deadline: Instant,
+    ) -> Result<StoreOutcome, ObjectError> {
+        let key = self.0.options.keys.chunk(space.key(), &chunk);
+        let cache_key = (space.key(), chunk);
+        self.declare(space, deadline).await?;
         for _ in 0..ROUNDS {
             let damaged = self.0.cache.damaged(&cache_key);
-            let capabilities = self.0.capabilities;
+            let capabilities = self.capabilities();
             let when = match &damaged {
                 Some(version) if capabilities.if_match => Condition::IfMatch(&version.etag),
                 Some(_) => Condition::Always,
                 None if capabilities.if_none_match => Condition::IfAbsent,
                 // This server overwrites, so look first.
-                None => match self.0.prober.ask(&space, &cache_key.1, deadline).await {
+                None => match self.0.prober.ask(space, &cache_key.1, deadline).await {
                     Answer::Present(_) => return Ok(StoreOutcome::Present),
                     Answer::Unknown(error) => {
                         return Err(ObjectError::new(
@@ -143,7 +194,7 @@ impl Gateway {
                 // Somebody else's object, or our own first attempt. Only a HEAD tells whether it is a good one; if
                 // not, the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
-                    match self.0.prober.ask(&space, &cache_key.1, deadline).await {
+                    match self.0.prober.ask(space, &cache_key.1, deadline).await {
                         Answer::Present(_) => return Ok(StoreOutcome::Present),
                         Answer::Absent => self.settle(&key, cache_key, deadline).await?,
                         Answer::Unknown(error) => {
@@ -178,28 +229,32 @@ impl Gateway {
         }
     }
 
-    /// Writes the header in front of the payload; from here on the slot is read-only.
-    fn seal(&self, chunk: NewChunk) -> Bytes {
-        let NewChunk {
-            hash,
-            parent,
-            slot: StoreSlot { mut slot, space },
-        } = chunk;
+    /// Writes the header in front of the payload; the whole object is read-only from here on.
+    pub(super) fn seal(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: &ChunkHash,
+        mut header: SlotMut,
+        payload: &Slot,
+    ) -> Slot {
         let layout = space.layout();
-        let digest_kind = self.0.options.digest;
-        let header = Header {
+        let (kind, start) = (self.0.options.digest, layout.header_len());
+        let digest = |plane| {
+            let bytes = layout.plane(plane);
+            kind.of(&payload[bytes.start - start..bytes.end - start])
+        };
+        let of = Header {
             space_id: space.id(),
-            chunk: hash,
-            parent,
+            chunk: *chunk,
+            parent: *parent,
             tokens: space.chunk_tokens(),
             payload_len: layout.payload_len() as u64,
-            digest_kind,
-            digests: (0..layout.planes())
-                .map(|plane| digest_kind.of(&slot[layout.plane(plane)]))
-                .collect(),
+            digest_kind: kind,
+            digests: (0..layout.planes()).map(digest).collect(),
         };
-        header.write(&mut slot);
-        Bytes::from_owner(slot.freeze())
+        of.write(&mut header);
+        header.freeze().join(payload)
     }
 
     /// Puts the space's readable form beside its chunks, once in a while, as it is the first that a bucket's lifecycle
@@ -229,7 +284,7 @@ impl Gateway {
                 .store
                 .put(key, Bytes::copy_from_slice(json.as_bytes()), when, deadline)
         };
-        if !self.0.capabilities.if_none_match {
+        if !self.capabilities().if_none_match {
             return put(Condition::Always).await.map(drop);
         }
         match put(Condition::IfAbsent).await {

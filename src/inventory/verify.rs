@@ -55,6 +55,7 @@ impl Verdict {
             | Miss::Unknown(_)
             | Miss::ArenaTooSmall { .. }
             | Miss::ArenaFull
+            | Miss::NotReleased
             | Miss::RunEnded { .. } => Self::Unknown(miss),
         }
     }

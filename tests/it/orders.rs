@@ -106,7 +106,7 @@ impl Setup {
                     );
                 }
                 assert!(loaded.payload()[..] == planes.clone().map(of).collect::<Vec<_>>().concat());
-                assert_eq!(loaded.header().chunk, self.prompt.hashes[chunk]);
+                assert_eq!(loaded.hash(), self.prompt.hashes[chunk]);
                 planes.start
             });
             outcomes.push((chunk, outcome.map_err(|miss| miss.code().to_owned())));
@@ -339,7 +339,7 @@ async fn a_load_that_is_dropped_gives_everything_back() {
             );
             let chunks: BTreeSet<_> = kept
                 .iter()
-                .map(|loaded| loaded.header().chunk.to_string())
+                .map(|loaded| loaded.hash().to_string())
                 .collect();
             assert_eq!(
                 gateway.arena().stats().slots,

@@ -1,0 +1,92 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::body::Incoming;
+use hyper::{Request, StatusCode};
+use tokio::time::Instant;
+
+use super::body::{Answer, json};
+use super::lookup::limited;
+use super::problem::Problem;
+use super::wire::{ChunksRequest, Count, FlushRequest};
+use super::{Api, body, spaces};
+use crate::chunk::Space;
+
+async fn chunks(api: &Api, request: Request<Incoming>) -> Result<(Space, ChunksRequest), Problem> {
+    let text = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let request: ChunksRequest = body::parse(&text)?;
+    api.check_count(request.hashes.len())?;
+    Ok((spaces::named(api, &request.space)?, request))
+}
+
+/// `POST /v1/prefetch`: goes on in the background.
+pub async fn prefetch(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let (space, request) = chunks(api, request).await?;
+    let count = request.hashes.len();
+    let until = Instant::now() + api.options.load_deadline;
+    api.node.prefetch(space, request.hashes, until);
+    let mut answer = json(&Count { chunks: count });
+    *answer.status_mut() = StatusCode::ACCEPTED;
+    Ok(answer)
+}
+
+/// `POST /v1/pin`: those that are in memory stay there.
+pub async fn pin(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let (space, request) = chunks(api, request).await?;
+    let most = api.node.options().pin_max;
+    let until = Instant::now() + limited(request.ms, most);
+    let chunks = api.node.gateway().pin(&space, &request.hashes, until);
+    Ok(json(&Count { chunks }))
+}
+
+/// `POST /v1/unpin`.
+pub async fn unpin(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let (space, request) = chunks(api, request).await?;
+    let chunks = api.node.gateway().unpin(&space, &request.hashes);
+    Ok(json(&Count { chunks }))
+}
+
+/// `POST /v1/flush`.
+pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let text = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let request: FlushRequest = body::parse(&text)?;
+    let time = limited(request.deadline_ms, FLUSH_MAX);
+    let flushed = api.node.flush(Instant::now() + time).await;
+    match flushed.pending {
+        0 => Ok(json(&flushed)),
+        pending => Err(Problem::new(
+            StatusCode::GATEWAY_TIMEOUT,
+            "not_flushed",
+            format!("{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"),
+        )),
+    }
+}
+
+/// A flush that is given no time waits so long.
+const FLUSH_MAX: Duration = Duration::from_mins(10);
+
+/// `POST /v1/reload`: what can be changed without a restart.
+pub fn reload(api: &Api) -> Result<Answer, Problem> {
+    let bad = |detail: String| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "not_reloaded", detail);
+    let reloaded = api.reload().map_err(bad)?;
+    Ok(json(&serde_json::json!({ "reloaded": reloaded })))
+}
+
+/// `GET /v1/status`.
+pub fn status(api: &Api) -> Answer {
+    json(&api.node.status())
+}
+
+/// `GET /healthz`: the process answers.
+pub fn healthz() -> Answer {
+    body::bytes(StatusCode::OK, "text/plain", Bytes::from_static(b"ok\n"))
+}
+
+/// `GET /readyz`.
+pub fn readyz(api: &Api) -> Result<Answer, Problem> {
+    match api.node.not_ready() {
+        None => Ok(body::bytes(StatusCode::OK, "text/plain", Bytes::from_static(b"ready\n"))),
+        Some(why) => Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", why)),
+    }
+}

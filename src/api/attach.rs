@@ -1,0 +1,106 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::Request;
+use hyper::body::Incoming;
+
+use super::body::{Answer, Lines, lines, push_line};
+use super::problem::Problem;
+use super::wire::{ArenaInfo, AttachRequest, Attached};
+use super::{Api, Caller, body};
+use crate::node::{Attach, Event, Has, Session};
+
+/// Also a line: so a connection that is dead is found out.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+const INSTANCE_BYTES_MAX: usize = 256;
+
+/// `POST /v1/attach`: a stream that lasts as long as the session.
+pub async fn attach(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let text = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let request: AttachRequest = body::parse(&text)?;
+    let (session, events) = api.node.attach(checked(request, caller)?)?;
+    let arena = api.node.gateway().arena();
+    let first = Attached {
+        session: session.name.clone(),
+        arena: ArenaInfo {
+            path: arena.path().map(|path| path.display().to_string()),
+            bytes: arena.file_bytes(),
+            boot_id: arena.boot_id().to_string(),
+        },
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let (lines, answer) = lines(api.options.timeout);
+    let api = Arc::clone(api);
+    tokio::spawn(async move {
+        tokio::select! {
+            () = tell(&lines, &first, events) => {}
+            () = lines.closed() => {}
+            () = session.over() => return,
+        }
+        closed(&api, &session);
+    });
+    Ok(answer)
+}
+
+fn closed(api: &Api, session: &Arc<Session>) {
+    api.node.stream_closed(session);
+}
+
+fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, Problem> {
+    let AttachRequest {
+        instance,
+        rank,
+        world_size,
+        layers,
+        heads,
+        replicated,
+    } = request;
+    if !(1..=INSTANCE_BYTES_MAX).contains(&instance.len()) {
+        return Err(Problem::bad(format!(
+            "`instance` must have 1 to {INSTANCE_BYTES_MAX} bytes: the same for all ranks of one engine, and no other engine's"
+        )));
+    }
+    if world_size == 0 {
+        return Err(Problem::bad("`world_size` must be 1 at least"));
+    }
+    for (name, range) in [("layers", layers), ("heads", heads)] {
+        if range.is_some_and(|(first, end)| first >= end) {
+            return Err(Problem::bad(format!("`{name}` is [first, end] with first < end")));
+        }
+    }
+    let part = layers.is_some() || heads.is_some();
+    if world_size > 1 && part == replicated {
+        return Err(Problem::bad(
+            "with several ranks, say what this one has: `layers`, `heads`, or else `replicated`: true",
+        ));
+    }
+    Ok(Attach {
+        instance,
+        rank,
+        world_size,
+        has: Has { layers, heads },
+        pid: match caller {
+            Caller::Unix { pid } => *pid,
+            Caller::Tcp { .. } => None,
+        },
+    })
+}
+
+async fn tell(lines: &Lines, first: &Attached, mut events: tokio::sync::mpsc::Receiver<Event>) {
+    let mut line = Vec::new();
+    push_line(&mut line, first);
+    if lines.send(line).await.is_err() {
+        return;
+    }
+    loop {
+        let mut line = Vec::new();
+        match tokio::time::timeout(HEARTBEAT, events.recv()).await {
+            Ok(Some(event)) => push_line(&mut line, &event),
+            Ok(None) => return,
+            Err(_) => line.extend_from_slice(b"{\"event\":\"heartbeat\"}\n"),
+        }
+        if lines.send(line).await.is_err() {
+            return;
+        }
+    }
+}

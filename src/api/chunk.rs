@@ -1,0 +1,148 @@
+//! `GET`, `HEAD` and `DELETE /v1/chunks/{space}/{hash}`: a chunk for people and tools, without the arena.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use hyper::body::Incoming;
+use hyper::header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, HeaderValue, RANGE};
+use hyper::{Method, Request, StatusCode};
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::body::{Answer, OCTETS};
+use super::problem::Problem;
+use super::{Api, body, routes, spaces};
+use crate::arena::Slot;
+use crate::chunk::{ChunkHash, Header, Space};
+use crate::gateway::{AfterMiss, LoadRequest, Miss, Order};
+
+pub async fn serve(
+    api: &Arc<Api>,
+    method: &Method,
+    space: &str,
+    hash: &str,
+    request: Request<Incoming>,
+) -> Result<Answer, Problem> {
+    routes::only(method, "GET, HEAD, DELETE")?;
+    let space = spaces::named(api, space)?;
+    let hash: ChunkHash = hash.parse().map_err(|error| Problem::bad(format!("{error}")))?;
+    if method == Method::DELETE {
+        return delete(api, &space, &hash).await;
+    }
+    let object = object(api, &space, hash).await?;
+    if request.uri().query() == Some("header") {
+        return header(&object, method);
+    }
+    let range = request.headers().get(RANGE).map(|value| range(value, object.len()));
+    let (status, range) = match range {
+        None => (StatusCode::OK, 0..object.len()),
+        Some(Ok(range)) => (StatusCode::PARTIAL_CONTENT, range),
+        Some(Err(problem)) => return Err(problem),
+    };
+    let (total, length) = (object.len(), range.len());
+    let content_range = format!("bytes {}-{}/{total}", range.start, range.end.saturating_sub(1));
+    let content = match method == Method::HEAD {
+        true => Bytes::new(),
+        false => Bytes::from_owner(object.slice(range)),
+    };
+    let mut answer = body::bytes(status, OCTETS, content);
+    let headers = answer.headers_mut();
+    headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
+    if status == StatusCode::PARTIAL_CONTENT
+        && let Ok(value) = HeaderValue::from_str(&content_range)
+    {
+        headers.insert(CONTENT_RANGE, value);
+    }
+    Ok(answer)
+}
+
+/// Header and payload, verified.
+async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, Problem> {
+    let request = LoadRequest {
+        space: space.clone(),
+        chunks: vec![hash],
+        order: Order::Chunk,
+        after_miss: AfterMiss::Stop,
+        deadline: Instant::now() + api.options.load_deadline,
+    };
+    let outcome = api.node.gateway().load(request).next().await;
+    match outcome {
+        Some((_, Ok(chunk))) => chunk.object().cloned().ok_or_else(|| {
+            // It was committed a moment ago.
+            Problem::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "not_sealed",
+                "its digests are being computed: ask again",
+            )
+        }),
+        Some((_, Err(miss))) => Err(missed(&miss)),
+        None => Err(Problem::not_found("there is no such chunk")),
+    }
+}
+
+fn missed(miss: &Miss) -> Problem {
+    let status = match miss.code() {
+        "unknown" => StatusCode::BAD_GATEWAY,
+        "arena_full" | "arena_too_small" | "not_released" => StatusCode::SERVICE_UNAVAILABLE,
+        _ => StatusCode::NOT_FOUND,
+    };
+    Problem::new(status, miss.code(), miss)
+}
+
+fn header(object: &Slot, method: &Method) -> Result<Answer, Problem> {
+    let header = Header::parse(object).map_err(|error| Problem::not_found(error.to_string()))?;
+    let kind = header.digest_kind;
+    let digests: Vec<String> = header
+        .digests
+        .iter()
+        .map(|digest| crate::chunk::hex::encode(&digest[..kind.width()]))
+        .collect();
+    let answer = body::json(&json!({
+        "space_id": header.space_id,
+        "chunk": header.chunk,
+        "parent": header.parent,
+        "tokens": header.tokens,
+        "payload_bytes": header.payload_len,
+        "digest": kind,
+        "digests": digests,
+    }));
+    match method == &Method::HEAD {
+        true => Ok(body::bytes(StatusCode::OK, body::JSON, Bytes::new())),
+        false => Ok(answer),
+    }
+}
+
+async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Answer, Problem> {
+    let deadline = Instant::now() + api.options.load_deadline;
+    let removed = api.node.gateway().remove(space, hash, deadline).await;
+    removed.map_err(|error| Problem::new(StatusCode::BAD_GATEWAY, "not_removed", error))?;
+    Ok(body::bytes(StatusCode::NO_CONTENT, OCTETS, Bytes::new()))
+}
+
+/// One range, as RFC 9110 has it.
+fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, Problem> {
+    let refused = || {
+        Problem::new(
+            StatusCode::RANGE_NOT_SATISFIABLE,
+            "bad_range",
+            format!("the object has {len} bytes: send one range `bytes=FIRST-LAST` within them"),
+        )
+    };
+    let text = value.to_str().map_err(|_| refused())?;
+    let (first, last) = text
+        .strip_prefix("bytes=")
+        .and_then(|range| range.split_once('-'))
+        .ok_or_else(refused)?;
+    let number = |text: &str| text.parse::<usize>().map_err(|_| refused());
+    let range = match (first, last) {
+        ("", last) => len.saturating_sub(number(last)?)..len,
+        (first, "") => number(first)?..len,
+        (first, last) => number(first)?..number(last)?.saturating_add(1).min(len),
+    };
+    match range.is_empty() {
+        true => Err(refused()),
+        false => Ok(range),
+    }
+}

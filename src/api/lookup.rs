@@ -1,0 +1,187 @@
+//! `POST /v1/lookup`, as JSON or as bytes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::body::Incoming;
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue};
+use hyper::{HeaderMap, Request, StatusCode};
+use percent_encoding::percent_decode_str;
+use tokio::time::Instant;
+
+use super::body::{Answer, OCTETS, json};
+use super::problem::Problem;
+use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
+use super::{Api, body, spaces};
+use crate::chunk::{ChunkHash, ChunkHasher, Space};
+use crate::gateway::Lookup;
+
+pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let is_binary = is(request.headers(), &CONTENT_TYPE, OCTETS);
+    let wants_binary = is(request.headers(), &ACCEPT, OCTETS);
+    let query = request.uri().query().unwrap_or_default().to_owned();
+    let body = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let (request, hashes) = match is_binary {
+        false => (body::parse::<LookupRequest>(&body)?, None),
+        true => {
+            let (request, what) = from_query(&query)?;
+            match what {
+                Items::Hashes => (request, Some(hashes_of(&body)?)),
+                Items::Tokens => {
+                    let tokens = Some(tokens_of(&body)?);
+                    (LookupRequest { tokens, ..request }, None)
+                }
+            }
+        }
+    };
+    let space = spaces::named(api, &request.space)?;
+    let hashes = match hashes {
+        Some(hashes) => hashes,
+        None => chunks(&space, &request)?,
+    };
+    api.check_count(hashes.len())?;
+    let options = &api.options;
+    let deadline = Instant::now() + limited(request.deadline_ms, options.lookup_deadline);
+    let strategy = request.strategy.map_or(options.strategy, Into::into);
+    let gateway = api.node.gateway();
+    let found = gateway.lookup(&space, &hashes, strategy, deadline).await;
+    if let Some(ms) = request.pin_ms {
+        let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
+        let local: Vec<ChunkHash> = (0..hashes.len())
+            .filter(|&i| found.mask.get(i))
+            .map(|i| hashes[i])
+            .collect();
+        gateway.pin(&space, &local, until);
+    }
+    if request.prefetch && found.prefix > 0 {
+        let until = Instant::now() + options.load_deadline;
+        let mut prefix = hashes;
+        prefix.truncate(found.prefix);
+        api.node.prefetch(space, prefix, until);
+    }
+    Ok(match wants_binary {
+        true => binary(&found),
+        false => json(&LookupAnswer {
+            chunks: found.chunks,
+            mask: found.mask.to_hex(),
+            unknown: found.unknown.to_hex(),
+            inferred: found.inferred.to_hex(),
+            prefix: found.prefix,
+            tiers: found.tiers,
+            error: found.error.as_ref().map(ToString::to_string),
+        }),
+    })
+}
+
+/// The masks one after the other: present, unknown, inferred. The header has the prefix.
+fn binary(found: &Lookup) -> Answer {
+    let masks = [&found.mask, &found.unknown, &found.inferred];
+    let bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
+    let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::from(bytes));
+    answer
+        .headers_mut()
+        .insert("x-kvgate-prefix", HeaderValue::from(found.prefix));
+    answer
+        .headers_mut()
+        .insert("x-kvgate-chunks", HeaderValue::from(found.chunks));
+    answer
+}
+
+fn is(headers: &HeaderMap, name: &HeaderName, kind: &str) -> bool {
+    let value = headers.get(name).and_then(|value| value.to_str().ok());
+    value.is_some_and(|value| value.split([',', ';']).any(|one| one.trim() == kind))
+}
+
+/// The time that was asked for, within the limit.
+pub fn limited(ms: Option<u64>, most: Duration) -> Duration {
+    ms.map_or(most, |ms| Duration::from_millis(ms).min(most))
+}
+
+enum Items {
+    Hashes,
+    Tokens,
+}
+
+fn from_query(query: &str) -> Result<(LookupRequest, Items), Problem> {
+    let mut request = LookupRequest::default();
+    let mut items = Items::Hashes;
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let value = value.replace('+', " ");
+        let value = percent_decode_str(&value)
+            .decode_utf8()
+            .map_err(|_| Problem::bad(format!("the query's {name} is not UTF-8")))?
+            .into_owned();
+        let number = || {
+            let bad = |_| Problem::bad(format!("the query's {name}={value} is not a number"));
+            value.parse::<u64>().map_err(bad)
+        };
+        match name {
+            "space" => request.space = value,
+            "salt" => request.salt = Some(value),
+            "adapter" => request.adapter = Some(value),
+            "strategy" => {
+                request.strategy = Some(match value.as_str() {
+                    "exact" => StrategyWord::Exact,
+                    "prefix" => StrategyWord::Prefix,
+                    _ => return Err(Problem::bad("the query's strategy is exact or prefix")),
+                });
+            }
+            "deadline_ms" => request.deadline_ms = Some(number()?),
+            "pin_ms" => request.pin_ms = Some(number()?),
+            "prefetch" => request.prefetch = value == "true" || value == "1",
+            "items" => match value.as_str() {
+                "hashes" => items = Items::Hashes,
+                "tokens" => items = Items::Tokens,
+                _ => return Err(Problem::bad("the query's items is hashes or tokens")),
+            },
+            _ => {
+                let name: String = name.chars().take(40).collect();
+                return Err(Problem::bad(format!(
+                    "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch"
+                )));
+            }
+        }
+    }
+    Ok((request, items))
+}
+
+fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, Problem> {
+    let (hashes, rest) = body.as_chunks::<32>();
+    match rest.is_empty() {
+        true => Ok(hashes.iter().map(|hash| ChunkHash(*hash)).collect()),
+        false => Err(Problem::bad(format!(
+            "hashes have 32 bytes each, and the body has {}",
+            body.len()
+        ))),
+    }
+}
+
+fn tokens_of(body: &[u8]) -> Result<Vec<u32>, Problem> {
+    let (tokens, rest) = body.as_chunks::<4>();
+    match rest.is_empty() {
+        true => Ok(tokens.iter().map(|token| u32::from_le_bytes(*token)).collect()),
+        false => Err(Problem::bad(format!(
+            "tokens are u32 little-endian, 4 bytes each, and the body has {}",
+            body.len()
+        ))),
+    }
+}
+
+fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, Problem> {
+    match (&request.hashes, &request.tokens) {
+        (Some(hashes), None) if request.salt.is_none() && request.adapter.is_none() => Ok(hashes.clone()),
+        (Some(_), None) => Err(Problem::bad("`salt` and `adapter` are in the hashes already: give them with tokens only")),
+        (None, Some(tokens)) => {
+            let bad = |error: crate::chunk::HashError| Problem::bad(error.to_string());
+            let hasher = ChunkHasher::new(space, None).map_err(bad)?;
+            let text = |text: &Option<String>| text.clone().unwrap_or_default().into_bytes();
+            let root = hasher
+                .root(&text(&request.salt), &text(&request.adapter))
+                .map_err(bad)?;
+            hasher.chain(&root, tokens, &[]).map_err(bad)
+        }
+        _ => Err(Problem::bad("give either `hashes` or `tokens`")),
+    }
+}

@@ -1,0 +1,130 @@
+//! The daemon's HTTP API, over a unix socket and TCP. `docs/API.md` describes it; `docs/openapi.json` does for machines.
+//!
+//! Mechanism: a task for each connection runs hyper's HTTP/1.1; each call is a file here that reads its body within limits,
+//! asks the [`Node`], and writes the answer. Streams (attach, load) are JSON lines that wait for their reader, and end when
+//! it takes nothing for `[api] timeout`.
+//!
+//! Who can open the unix socket may do everything that a call can, and who can map the arena can read and write every chunk
+//! in it: its file has the socket's access rights. Engines of tenants that must not see each other need nodes of their own.
+
+mod admin;
+mod attach;
+mod body;
+mod chunk;
+mod connections;
+mod load;
+mod lookup;
+mod metrics;
+mod page;
+mod problem;
+mod routes;
+mod server;
+mod spaces;
+mod store;
+pub mod wire;
+
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use hyper::StatusCode;
+
+pub use problem::Problem;
+pub use server::{ListenError, Listening, Server};
+
+use self::connections::Connections;
+use crate::config::Strategy;
+use crate::node::Node;
+
+/// Limits of the API.
+#[derive(Debug, Clone)]
+pub struct ApiOptions {
+    pub connections_max: usize,
+    pub body_max: usize,
+    pub hashes_max: usize,
+    /// For a request to come, and for each part of an answer to be taken.
+    pub timeout: Duration,
+    pub strategy: Strategy,
+    /// Calls can ask for less.
+    pub lookup_deadline: Duration,
+    pub load_deadline: Duration,
+    pub token_file: Option<PathBuf>,
+}
+
+/// What all connections share.
+pub struct Api {
+    pub node: Node,
+    pub options: ApiOptions,
+    connections: Arc<Connections>,
+    token: RwLock<Option<String>>,
+    reload: Reload,
+}
+
+/// Reloads what else can be: answers what that was, or why not.
+pub type Reload = Box<dyn Fn() -> Result<Vec<String>, String> + Send + Sync>;
+
+/// Who calls.
+#[derive(Debug, Clone, Copy)]
+pub enum Caller {
+    Unix {
+        /// None where the system does not tell.
+        pid: Option<i32>,
+    },
+    Tcp {
+        loopback: bool,
+    },
+}
+
+impl Api {
+    pub fn new(node: Node, options: ApiOptions, reload: Reload) -> Result<Arc<Self>, String> {
+        let api = Self {
+            node,
+            connections: Connections::new(options.connections_max),
+            options,
+            token: RwLock::new(None),
+            reload,
+        };
+        api.read_token()?;
+        Ok(Arc::new(api))
+    }
+
+    /// Reads again what may have changed; answers what that was.
+    pub fn reload(&self) -> Result<Vec<String>, String> {
+        let mut reloaded = (self.reload)()?;
+        if self.options.token_file.is_some() {
+            self.read_token()?;
+            reloaded.push("api.token_file".to_owned());
+        }
+        Ok(reloaded)
+    }
+
+    fn read_token(&self) -> Result<(), String> {
+        let Some(path) = &self.options.token_file else {
+            return Ok(());
+        };
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("can't read [api] token_file {}: {error}", path.display()))?;
+        let text = text.trim();
+        if text.is_empty() {
+            return Err(format!("[api] token_file {} is empty: write the token there", path.display()));
+        }
+        *self.token.write().unwrap_or_else(PoisonError::into_inner) = Some(text.to_owned());
+        Ok(())
+    }
+
+    fn token(&self) -> Option<String> {
+        self.token.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn check_count(&self, chunks: usize) -> Result<(), Problem> {
+        let most = self.options.hashes_max;
+        match chunks > most {
+            true => Err(Problem::new(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                "too_many_chunks",
+                format!("{chunks} chunks in one call; {most} may be ([api] hashes_max): make several calls"),
+            )),
+            false => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,56 @@
+use std::fmt::Display;
+
+use hyper::StatusCode;
+
+use super::wire;
+use crate::node::NodeError;
+
+/// Why a call is refused: what was wrong and what to do.
+#[derive(Debug, Clone)]
+pub struct Problem {
+    pub status: StatusCode,
+    /// Stable word.
+    pub code: &'static str,
+    pub detail: String,
+}
+
+impl Problem {
+    pub fn new(status: StatusCode, code: &'static str, detail: impl Display) -> Self {
+        Self {
+            status,
+            code,
+            detail: detail.to_string(),
+        }
+    }
+
+    /// What was sent can't be used.
+    pub fn bad(detail: impl Display) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "bad_request", detail)
+    }
+
+    pub fn not_found(detail: impl Display) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", detail)
+    }
+
+    pub fn wire(&self) -> wire::Problem {
+        wire::Problem {
+            kind: format!("urn:kvgate:problem:{}", self.code),
+            title: self.status.canonical_reason().unwrap_or("Error").to_owned(),
+            status: self.status.as_u16(),
+            detail: self.detail.clone(),
+            code: self.code.to_owned(),
+        }
+    }
+}
+
+impl From<NodeError> for Problem {
+    fn from(error: NodeError) -> Self {
+        let status = match error.code() {
+            "no_session" | "unknown_space" => StatusCode::NOT_FOUND,
+            "too_many" | "draining" => StatusCode::SERVICE_UNAVAILABLE,
+            "bad_rank" | "uncovered" => StatusCode::BAD_REQUEST,
+            _ => StatusCode::CONFLICT,
+        };
+        Self::new(status, error.code(), error)
+    }
+}

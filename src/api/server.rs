@@ -1,0 +1,239 @@
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_io_timeout::TimeoutStream;
+
+use super::{Api, Caller, routes};
+
+/// Where the API is to be reached.
+#[derive(Debug, Clone)]
+pub struct Listening {
+    pub socket: PathBuf,
+    pub socket_mode: u32,
+    pub listen: Option<SocketAddr>,
+}
+
+/// It can't be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    #[error("can't listen on {}: {source}. Give [api] socket a path in a folder that this user may write", path.display())]
+    Socket { path: PathBuf, source: io::Error },
+    #[error("another kvgate answers at {}: stop that one, or give another [api] socket", path.display())]
+    InUse { path: PathBuf },
+    #[error("can't listen on {address}: {source}. Give [api] listen a free port on an address of this machine")]
+    Tcp { address: SocketAddr, source: io::Error },
+}
+
+/// Listeners that are bound, and not yet served.
+pub struct Server {
+    unix: UnixListener,
+    tcp: Option<TcpListener>,
+    path: PathBuf,
+    address: Option<SocketAddr>,
+}
+
+/// Bytes of a request's head.
+const HEAD_BYTES_MAX: usize = 64 << 10;
+/// After an accept that failed, such as for want of file descriptors.
+const PAUSE: Duration = Duration::from_millis(50);
+
+impl Server {
+    pub async fn bind(listening: &Listening) -> Result<Self, ListenError> {
+        let path = listening.socket.clone();
+        let fail = |source| ListenError::Socket {
+            path: path.clone(),
+            source,
+        };
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(fail)?;
+        }
+        clear(&path).await?;
+        let unix = UnixListener::bind(&path).map_err(fail)?;
+        let mode = std::fs::Permissions::from_mode(listening.socket_mode);
+        std::fs::set_permissions(&path, mode).map_err(fail)?;
+        let (mut tcp, mut bound) = (None, None);
+        if let Some(address) = listening.listen {
+            let fail = |source| ListenError::Tcp { address, source };
+            let listener = TcpListener::bind(address).await.map_err(fail)?;
+            bound = Some(listener.local_addr().map_err(fail)?);
+            tcp = Some(listener);
+        }
+        Ok(Self {
+            unix,
+            tcp,
+            path,
+            address: bound,
+        })
+    }
+
+    /// Of TCP, with the port that the system chose.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    /// Serves until `stop`, then lets the calls that are under way end within `grace`.
+    pub async fn serve(self, api: Arc<Api>, mut stop: watch::Receiver<bool>, grace: Duration) {
+        let (end, ended) = watch::channel(false);
+        let mut calls = JoinSet::new();
+        loop {
+            // Those that ended.
+            while calls.try_join_next().is_some() {}
+            tokio::select! {
+                accepted = self.unix.accept() => match accepted {
+                    Ok((stream, _)) => {
+                        let pid = peer(&stream);
+                        accept(&api, stream, Caller::Unix { pid }, &mut calls, &ended);
+                    }
+                    Err(error) => pause(&error).await,
+                },
+                accepted = accept_tcp(self.tcp.as_ref()) => match accepted {
+                    Ok((stream, from)) => {
+                        // Lines of a stream are small.
+                        let _ = stream.set_nodelay(true);
+                        let loopback = from.ip().to_canonical().is_loopback();
+                        accept(&api, stream, Caller::Tcp { loopback }, &mut calls, &ended);
+                    }
+                    Err(error) => pause(&error).await,
+                },
+                () = stopped(&mut stop) => break,
+            }
+        }
+        end.send_replace(true);
+        let all = async { while calls.join_next().await.is_some() {} };
+        // What is left is cut.
+        let _ = tokio::time::timeout(grace, all).await;
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Removes a socket that nobody answers at: the one before was killed.
+async fn clear(path: &Path) -> Result<(), ListenError> {
+    let Ok(there) = std::fs::symlink_metadata(path) else {
+        return Ok(());
+    };
+    let fail = |source| ListenError::Socket {
+        path: path.into(),
+        source,
+    };
+    if !there.file_type().is_socket() {
+        return Err(fail(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is no socket")));
+    }
+    match UnixStream::connect(path).await {
+        Ok(_) => Err(ListenError::InUse { path: path.into() }),
+        Err(_) => std::fs::remove_file(path).map_err(fail),
+    }
+}
+
+fn peer(stream: &UnixStream) -> Option<i32> {
+    let pid = stream.peer_cred().ok()?.pid()?;
+    // 0: it is not in our PID namespace.
+    (pid > 0).then_some(pid)
+}
+
+async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::TcpStream, SocketAddr)> {
+    match listener {
+        Some(listener) => listener.accept().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn pause(error: &io::Error) {
+    tracing::warn!(%error, "a connection can't be accepted: raise ulimit -n (LimitNOFILE), or lower [api] connections");
+    tokio::time::sleep(PAUSE).await;
+}
+
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    // Whoever could say so is gone.
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    api: &Arc<Api>,
+    stream: S,
+    caller: Caller,
+    calls: &mut JoinSet<()>,
+    ended: &watch::Receiver<bool>,
+) {
+    let Some(connected) = api.connections.open() else {
+        // All others have calls under way. It is closed at once, and may come again.
+        return;
+    };
+    let connected = Arc::new(connected);
+    let (api, mut ended) = (Arc::clone(api), ended.clone());
+    calls.spawn(async move {
+        let timeout = api.options.timeout;
+        let mut stream = TimeoutStream::new(stream);
+        // A reader that takes nothing would keep what it is sent for ever.
+        stream.set_write_timeout(Some(timeout));
+        let of = Arc::clone(&connected);
+        let service = service_fn(move |request| {
+            let (api, busy) = (Arc::clone(&api), of.busy());
+            async move {
+                let answer = routes::serve(api, caller, request).await;
+                let answer = answer.map(|body| WhileSent { body, _busy: busy });
+                Ok::<_, Infallible>(answer)
+            }
+        });
+        let serve = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(timeout)
+            .max_buf_size(HEAD_BYTES_MAX)
+            .serve_connection(TokioIo::new(Box::pin(stream)), service);
+        tokio::pin!(serve);
+        tokio::select! {
+            // How it ended is the client's business.
+            _ = serve.as_mut() => {}
+            () = connected.must_close() => {}
+            () = stopped(&mut ended) => {
+                serve.as_mut().graceful_shutdown();
+                let _ = serve.await;
+            }
+        }
+    });
+}
+
+pin_project_lite::pin_project! {
+    /// The connection has a call until its answer was sent.
+    struct WhileSent<B> {
+        #[pin]
+        body: B,
+        _busy: super::connections::Busy,
+    }
+}
+
+impl<B: hyper::body::Body> hyper::body::Body for WhileSent<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<hyper::body::Frame<B::Data>, B::Error>>> {
+        self.project().body.poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> hyper::body::SizeHint {
+        self.body.size_hint()
+    }
+}

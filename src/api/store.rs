@@ -1,0 +1,88 @@
+use std::sync::Arc;
+
+use hyper::Request;
+use hyper::body::Incoming;
+
+use super::body::{Answer, json};
+use super::problem::Problem;
+use super::wire::{CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk};
+use super::{Api, body, spaces};
+use crate::node::{NodeError, Reservation, SlotError, ToStore};
+
+/// `POST /v1/store/reserve`.
+pub async fn reserve(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    let text = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let request: ReserveRequest = body::parse(&text)?;
+    let session = api.node.session(&request.session)?;
+    let space = spaces::named(api, &request.space)?;
+    api.check_count(request.chunks.len())?;
+    for (i, chunk) in request.chunks.iter().enumerate() {
+        if let Some(tokens) = chunk.tokens
+            && tokens != space.chunk_tokens()
+        {
+            let full = space.chunk_tokens();
+            return Err(Problem::bad(format!(
+                "chunk {i} has {tokens} tokens: only full chunks of {full} are stored"
+            )));
+        }
+    }
+    let chunks: Vec<ToStore> = request
+        .chunks
+        .iter()
+        .map(|chunk| ToStore {
+            hash: chunk.hash,
+            parent: chunk.parent,
+        })
+        .collect();
+    let reserved = api.node.reserve(&session, &space, &chunks)?;
+    let chunks = reserved.chunks.into_iter().map(|chunk| match chunk {
+        Reservation::Slot {
+            slot,
+            generation,
+            offset,
+        } => ReservedChunk::Slot {
+            slot,
+            generation,
+            offset,
+        },
+        Reservation::Skip(skip) => skipped(skip.word()),
+        Reservation::OtherRank => skipped("other_rank"),
+    });
+    Ok(json(&ReserveAnswer {
+        own: reserved.shares,
+        chunks: chunks.collect(),
+    }))
+}
+
+fn skipped(word: &str) -> ReservedChunk {
+    ReservedChunk::Skip { skip: word.to_owned() }
+}
+
+/// `POST /v1/store/commit`.
+pub async fn commit(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    each(api, request, |session, slot| api.node.commit(session, slot)).await
+}
+
+/// `POST /v1/store/abort`.
+pub async fn abort(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+    each(api, request, |session, slot| api.node.abort(session, slot).map(|()| false)).await
+}
+
+async fn each(
+    api: &Arc<Api>,
+    request: Request<Incoming>,
+    act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, SlotError>,
+) -> Result<Answer, Problem> {
+    let text = body::read(request, api.options.body_max, api.options.timeout).await?;
+    let request: CommitRequest = body::parse(&text)?;
+    let session = api.node.session(&request.session)?;
+    api.check_count(request.slots.len())?;
+    let slots = request.slots.iter().map(|slot| match act(&session, (slot.slot, slot.generation)) {
+        Ok(published) => CommitOutcome::Ok { published },
+        Err(error) => CommitOutcome::Refused {
+            code: NodeError::from(error).code().to_owned(),
+            detail: error.to_string(),
+        },
+    });
+    Ok(json(&CommitAnswer { slots: slots.collect() }))
+}

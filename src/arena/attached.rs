@@ -1,0 +1,105 @@
+use std::fs::OpenOptions;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use super::SLOT_ALIGN;
+use super::front::{BootId, HEADER_LEN, MAGIC, VERSION};
+
+/// An arena of another process, mapped into this one. What may be read or written there, and when, is for the slot
+/// protocol to say: nothing here can tell whose a slot is.
+#[derive(Debug)]
+pub struct AttachedArena {
+    map: MmapRaw,
+    slots: std::ops::Range<usize>,
+}
+
+/// The file is not the arena that was meant.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachedError {
+    #[error("can't map the arena {}: {source}. Its file has the access rights of [api] socket_mode", path.display())]
+    File { path: PathBuf, source: io::Error },
+    #[error("{} is not an arena that this kvgate can map: {what}", path.display())]
+    Other { path: PathBuf, what: String },
+    #[error("{at} and {len} bytes are not in the arena's slots")]
+    Outside { at: usize, len: usize },
+}
+
+impl AttachedArena {
+    /// Maps the arena at `path`, which must be the one with this boot id: a start makes a new one.
+    pub fn map(path: &Path, boot_id: BootId) -> Result<Self, AttachedError> {
+        let fail = |source| AttachedError::File {
+            path: path.into(),
+            source,
+        };
+        let other = |what: String| AttachedError::Other {
+            path: path.into(),
+            what,
+        };
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(fail)?;
+        let len = file.metadata().map_err(fail)?.len();
+        let len = usize::try_from(len).map_err(|_| other("it is too large".into()))?;
+        if len < SLOT_ALIGN {
+            return Err(other("it is too short".into()));
+        }
+        let map = MmapOptions::new().len(len).map_raw(&file).map_err(fail)?;
+        let mut header = [0; HEADER_LEN];
+        // SAFETY: the mapping has a page at least; the header was written before anybody was told of the file, and is
+        // never changed.
+        unsafe { std::ptr::copy_nonoverlapping(map.as_ptr(), header.as_mut_ptr(), HEADER_LEN) };
+        let u32_at = |at: usize| header[at..at + 4].try_into().map_or(0, u32::from_le_bytes);
+        let offset_at = |at: usize| {
+            let value = header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+            usize::try_from(value).unwrap_or(usize::MAX)
+        };
+        if &header[..8] != MAGIC || u32_at(8) != VERSION {
+            return Err(other("it has another format".into()));
+        }
+        let mut id = [0; 16];
+        id.copy_from_slice(&header[16..32]);
+        if BootId::from_bytes(id) != boot_id {
+            return Err(other(format!("it is of another start than {boot_id}; attach again")));
+        }
+        let slots = offset_at(40)..offset_at(48);
+        if slots.start > slots.end || slots.end > len || offset_at(32) != SLOT_ALIGN {
+            return Err(other("its header is damaged".into()));
+        }
+        Ok(Self { map, slots })
+    }
+
+    /// Copies out of a slot. Whoever has a lease on it reads what was verified.
+    pub fn copy_out(&self, at: usize, to: &mut [u8]) -> Result<(), AttachedError> {
+        self.check(at, to.len())?;
+        // SAFETY: the bytes are in the mapping, and `to` is memory of this process.
+        unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(at), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    /// Copies into a slot that was reserved.
+    pub fn copy_in(&self, at: usize, from: &[u8]) -> Result<(), AttachedError> {
+        self.check(at, from.len())?;
+        // SAFETY: as in `copy_out`, the other way round.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.map.as_mut_ptr().add(at), from.len()) };
+        Ok(())
+    }
+
+    /// Of the slot that starts there; 0 if none does. Who finds another one after a copy than it was told has copied
+    /// something else.
+    pub fn generation(&self, slot: usize) -> Result<u64, AttachedError> {
+        self.check(slot, SLOT_ALIGN)?;
+        let cell = SLOT_ALIGN + (slot - self.slots.start) / SLOT_ALIGN * size_of::<u64>();
+        // SAFETY: the table has a u64 for each page of the slots, and begins at a page.
+        let cell = unsafe { &*self.map.as_ptr().add(cell).cast::<AtomicU64>() };
+        Ok(cell.load(Ordering::Acquire))
+    }
+
+    fn check(&self, at: usize, len: usize) -> Result<(), AttachedError> {
+        let end = at.checked_add(len).ok_or(AttachedError::Outside { at, len })?;
+        match self.slots.start <= at && end <= self.slots.end {
+            true => Ok(()),
+            false => Err(AttachedError::Outside { at, len }),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+
+use super::args::ConnectArgs;
+use super::error::CliError;
+use super::logging;
+use super::output::{Out, tell};
+use crate::config::{Config, Override};
+use crate::daemon::Daemon;
+use crate::gateway::open_store;
+use crate::host::{Host, HostError};
+use crate::object::ObjectStore;
+
+/// Serves this node's engines: lookups, loads and stores over a unix socket, through a shared arena.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate serve --embedded /tmp/kvgate-data --socket /tmp/kvgate.sock
+  kvgate serve --config /etc/kvgate.toml
+  kvgate serve --endpoint http://rgw:8000 --bucket kv --listen 127.0.0.1:9180
+
+SIGTERM stores what is left and ends; SIGHUP reloads log level and token. The status page is at http://LISTEN/.")]
+pub struct ServeArgs {
+    /// Unix socket to listen on ([api] socket).
+    #[arg(long, value_name = "PATH")]
+    socket: Option<String>,
+    /// Address to listen on as well ([api] listen).
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<String>,
+    /// Memory for slots ([arena] size).
+    #[arg(long, value_name = "SIZE")]
+    arena_size: Option<String>,
+    /// File of the arena ([arena] path).
+    #[arg(long, value_name = "PATH")]
+    arena_path: Option<String>,
+    /// An S3 server inside the process instead of a real one, its data in this folder: for trying out.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["endpoint", "bucket"])]
+    embedded: Option<PathBuf>,
+    #[command(flatten)]
+    connect: ConnectArgs,
+}
+
+pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let config = args.config()?;
+    logging::init(&config.log, verbose);
+    let (store, host) = args.store(&config).await?;
+    let reload = args.reload(verbose);
+    let daemon = Daemon::start(&config, store, reload).await.map_err(|error| CliError::usage(error.to_string()))?;
+    out.line(format_args!("kvgate {} serves", env!("CARGO_PKG_VERSION")))?;
+    out.field("socket", config.api.socket.display())?;
+    if let Some(address) = daemon.address() {
+        out.field("status", format_args!("http://{address}/"))?;
+    }
+    let arena = daemon.node().gateway().arena();
+    if let Some(path) = arena.path() {
+        out.field("arena", format_args!("{} ({})", path.display(), config.arena.size))?;
+    }
+    if let Some(host) = &host {
+        out.field("S3", format_args!("{}, bucket {}", host.place, host.bucket))?;
+    }
+    // Whoever started it waits for these lines.
+    out.flush()?;
+    let ended = daemon.run(std::future::pending()).await;
+    if let Some(host) = host {
+        host.stop().await;
+    }
+    match ended.map_err(|error| CliError::Failed(error.to_string()))?.dropped {
+        0 => Ok(()),
+        dropped => {
+            tell(format_args!("{dropped} chunks were not stored and are lost: S3 did not take them within [store] drain"));
+            Err(CliError::Reported)
+        }
+    }
+}
+
+impl ServeArgs {
+    fn config(&self) -> Result<Config, CliError> {
+        let flags = [
+            ("api.socket", "--socket", &self.socket),
+            ("api.listen", "--listen", &self.listen),
+            ("arena.size", "--arena-size", &self.arena_size),
+            ("arena.path", "--arena-path", &self.arena_path),
+        ];
+        let given = flags.into_iter().filter_map(|(path, flag, value)| {
+            let value = value.clone()?;
+            Some(Override { path, value, flag })
+        });
+        let config = self.connect.load(given.collect())?.config;
+        check(&config)?;
+        Ok(config)
+    }
+
+    async fn store(&self, config: &Config) -> Result<(Arc<dyn ObjectStore>, Option<Host>), CliError> {
+        let Some(folder) = &self.embedded else {
+            return Ok((open_store(config, None).await?, None));
+        };
+        let host = Host::embedded_in(config, "kvgate", folder).await.map_err(|error: HostError| match error.is_usage() {
+            true => CliError::usage(error.to_string()),
+            false => CliError::Failed(error.to_string()),
+        })?;
+        Ok((Arc::clone(&host.store), Some(host)))
+    }
+
+    /// The log's level; all else needs a restart.
+    fn reload(&self, verbose: u8) -> crate::api::Reload {
+        let connect = self.connect.clone();
+        Box::new(move || {
+            let loaded = connect.load(Vec::new()).map_err(|error| error.to_string())?;
+            logging::set_level(loaded.config.log.level, verbose);
+            Ok(vec!["log.level".to_owned()])
+        })
+    }
+}
+
+/// What must hold for a daemon between keys.
+fn check(config: &Config) -> Result<(), CliError> {
+    let (arena, reserve, behind) = (config.arena.size, config.load.reserve, config.store.write_behind);
+    if reserve.bytes() + behind.bytes() > arena.bytes() {
+        return Err(CliError::usage(format!(
+            "[arena] size, {arena}, has no room for [load] reserve, {reserve}, and [store] write_behind, {behind}: raise it, or lower these"
+        )));
+    }
+    Ok(())
+}

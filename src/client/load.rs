@@ -1,0 +1,91 @@
+use bytes::{Buf, BytesMut};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use serde::de::DeserializeOwned;
+
+use super::connection::Connection;
+use super::{ClientError, check};
+use crate::api::wire::LoadLine;
+
+/// A stream of JSON lines; its connection ends with it.
+pub(super) struct Lines {
+    body: Incoming,
+    buffer: BytesMut,
+    connection: Connection,
+}
+
+impl Lines {
+    pub async fn new(
+        mut connection: Connection,
+        request: hyper::Request<http_body_util::Full<bytes::Bytes>>,
+    ) -> Result<Self, ClientError> {
+        let answer = connection.stream(request).await?;
+        let (head, body) = answer.into_parts();
+        if !head.status.is_success() {
+            let body = body.collect().await?.to_bytes();
+            check(head.status, &body)?;
+            return Err(ClientError::Answer(format!("status {}", head.status)));
+        }
+        Ok(Self {
+            body,
+            buffer: BytesMut::new(),
+            connection,
+        })
+    }
+
+    /// None at the stream's end.
+    pub async fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, ClientError> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
+                let line = self.buffer.split_to(end);
+                self.buffer.advance(1);
+                let parsed = serde_json::from_slice(&line);
+                return parsed.map(Some).map_err(|error| ClientError::Answer(error.to_string()));
+            }
+            match self.body.frame().await {
+                None => return Ok(None),
+                Some(frame) => {
+                    if let Ok(bytes) = frame?.into_data() {
+                        self.buffer.extend_from_slice(&bytes);
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn into_connection(self) -> Connection {
+        self.connection
+    }
+}
+
+/// The outcomes of a load, as they come.
+pub struct LoadLines {
+    pub(super) lines: Option<Lines>,
+    pub(super) client: super::Client,
+}
+
+impl LoadLines {
+    /// None after the last one. A stream that is cut before its end is an error.
+    pub async fn next(&mut self) -> Result<Option<LoadLine>, ClientError> {
+        let Some(lines) = &mut self.lines else {
+            return Ok(None);
+        };
+        match lines.next().await? {
+            Some(LoadLine::End { .. }) => {
+                // What follows is the end of the body.
+                let rest: Option<LoadLine> = lines.next().await?;
+                if rest.is_none()
+                    && let Some(lines) = self.lines.take()
+                {
+                    let connection = lines.into_connection();
+                    if connection.is_open() {
+                        self.client.kept().push(connection);
+                    }
+                }
+                Ok(None)
+            }
+            Some(line) => Ok(Some(line)),
+            None => Err(ClientError::Answer("the load was cut before its end".into())),
+        }
+    }
+}

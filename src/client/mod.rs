@@ -1,0 +1,264 @@
+//! A client of `kvgate serve`: for the command line, for tests, and for the engines' connectors.
+//!
+//! Calls go over kept connections, a new one for each that is under way at the same time. A call on a kept connection that
+//! turns out to be closed is made once more on a new one.
+
+mod connection;
+mod load;
+mod session;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::{HeaderMap, Method, Request, StatusCode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use load::LoadLines;
+pub use session::Session;
+
+use self::connection::Connection;
+use crate::api::wire::{
+    ChunksRequest, Count, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
+};
+use crate::arena::AttachedError;
+use crate::chunk::{ChunkHash, Mask, Space};
+use crate::gateway::Flushed;
+
+/// Where a kvgate answers.
+#[derive(Debug, Clone)]
+pub enum Target {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+/// See the [module](self). Cheap to clone; clones share the connections.
+#[derive(Clone)]
+pub struct Client(Arc<Inner>);
+
+struct Inner {
+    target: Target,
+    token: Option<HeaderValue>,
+    kept: Mutex<Vec<Connection>>,
+}
+
+/// A call that was not answered, or refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    #[error("can't reach kvgate at {at}: {source}. Is `kvgate serve` running, and is this its [api] socket?")]
+    Connect { at: String, source: std::io::Error },
+    #[error("the call broke off: {0}")]
+    Http(#[from] hyper::Error),
+    #[error("{} ({})", .0.detail, .0.code)]
+    Refused(Problem),
+    #[error("the answer can't be understood: {0}")]
+    Answer(String),
+    #[error(transparent)]
+    Arena(#[from] AttachedError),
+}
+
+/// Which chunks exist, as [`Client::lookup_hashes`] answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    pub mask: Mask,
+    pub unknown: Mask,
+    pub inferred: Mask,
+    /// Length of the leading run in `mask`.
+    pub prefix: usize,
+}
+
+const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+
+impl Client {
+    pub fn new(target: Target) -> Self {
+        Self::with_token(target, None)
+    }
+
+    pub fn with_token(target: Target, token: Option<&str>) -> Self {
+        let token = token.and_then(|token| HeaderValue::from_str(&format!("Bearer {token}")).ok());
+        Self(Arc::new(Inner {
+            target,
+            token,
+            kept: Mutex::default(),
+        }))
+    }
+
+    /// Makes a space known there.
+    pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
+        let body = Bytes::copy_from_slice(space.canonical_json().as_bytes());
+        let (_, answer) = self.call(Method::PUT, "/v1/spaces", JSON, body, JSON).await?;
+        parse(&answer)
+    }
+
+    pub async fn lookup(&self, request: &LookupRequest) -> Result<LookupAnswer, ClientError> {
+        self.post("/v1/lookup", request).await
+    }
+
+    /// The same with hashes, as bytes both ways: the quickest. `query` is what follows `space`, such as
+    /// `strategy=exact&pin_ms=1000`.
+    pub async fn lookup_hashes(
+        &self,
+        space: &str,
+        hashes: &[ChunkHash],
+        query: &str,
+    ) -> Result<Found, ClientError> {
+        let mut body = Vec::with_capacity(hashes.len() * 32);
+        hashes.iter().for_each(|hash| body.extend_from_slice(hash.as_bytes()));
+        let path = format!("/v1/lookup?space={space}&{query}");
+        let (headers, answer) = self.call(Method::POST, &path, OCTETS, body.into(), OCTETS).await?;
+        let chunks = hashes.len();
+        let bytes = chunks.div_ceil(8);
+        let mask = |number: usize| {
+            let bytes = answer.get(number * bytes..(number + 1) * bytes).unwrap_or_default();
+            Mask::from_bytes(chunks, bytes).map_err(|error| ClientError::Answer(error.to_string()))
+        };
+        let prefix = headers.get("x-kvgate-prefix").and_then(|value| value.to_str().ok()?.parse().ok());
+        Ok(Found {
+            mask: mask(0)?,
+            unknown: mask(1)?,
+            inferred: mask(2)?,
+            prefix: prefix.ok_or_else(|| ClientError::Answer("it has no x-kvgate-prefix".into()))?,
+        })
+    }
+
+    pub async fn prefetch(&self, space: &str, hashes: &[ChunkHash]) -> Result<Count, ClientError> {
+        self.chunks("/v1/prefetch", space, hashes, None).await
+    }
+
+    pub async fn pin(&self, space: &str, hashes: &[ChunkHash], ms: u64) -> Result<Count, ClientError> {
+        self.chunks("/v1/pin", space, hashes, Some(ms)).await
+    }
+
+    pub async fn unpin(&self, space: &str, hashes: &[ChunkHash]) -> Result<Count, ClientError> {
+        self.chunks("/v1/unpin", space, hashes, None).await
+    }
+
+    async fn chunks(
+        &self,
+        path: &str,
+        space: &str,
+        hashes: &[ChunkHash],
+        ms: Option<u64>,
+    ) -> Result<Count, ClientError> {
+        let request = ChunksRequest {
+            space: space.to_owned(),
+            hashes: hashes.to_vec(),
+            ms,
+        };
+        self.post(path, &request).await
+    }
+
+    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over.
+    pub async fn flush(&self, deadline_ms: Option<u64>) -> Result<Flushed, ClientError> {
+        self.post("/v1/flush", &FlushRequest { deadline_ms }).await
+    }
+
+    /// As JSON: what there is grows with every version.
+    pub async fn status(&self) -> Result<serde_json::Value, ClientError> {
+        let (_, answer) = self.call(Method::GET, "/v1/status", JSON, Bytes::new(), JSON).await?;
+        parse(&answer)
+    }
+
+    /// Any GET, such as `/metrics`.
+    pub async fn get(&self, path: &str) -> Result<Bytes, ClientError> {
+        let (_, answer) = self.call(Method::GET, path, JSON, Bytes::new(), JSON).await?;
+        Ok(answer)
+    }
+
+    pub async fn delete(&self, path: &str) -> Result<(), ClientError> {
+        self.call(Method::DELETE, path, JSON, Bytes::new(), JSON).await.map(drop)
+    }
+
+    pub(crate) async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        request: &impl Serialize,
+    ) -> Result<T, ClientError> {
+        let body = to_body(request)?;
+        let (_, answer) = self.call(Method::POST, path, JSON, body, JSON).await?;
+        parse(&answer)
+    }
+
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        kind: HeaderValue,
+        body: Bytes,
+        accept: HeaderValue,
+    ) -> Result<(HeaderMap, Bytes), ClientError> {
+        let request = || self.request(&method, path, &kind, body.clone(), &accept);
+        let kept = self.kept().pop();
+        let mut answered = None;
+        if let Some(mut connection) = kept
+            && let Ok(answer) = connection.call(request()?).await
+        {
+            answered = Some((connection, answer));
+        }
+        let (connection, (status, headers, body)) = match answered {
+            Some(answered) => answered,
+            None => {
+                let mut connection = self.connect().await?;
+                let answer = connection.call(request()?).await?;
+                (connection, answer)
+            }
+        };
+        if connection.is_open() {
+            self.kept().push(connection);
+        }
+        check(status, &body)?;
+        Ok((headers, body))
+    }
+
+    fn request(
+        &self,
+        method: &Method,
+        path: &str,
+        kind: &HeaderValue,
+        body: Bytes,
+        accept: &HeaderValue,
+    ) -> Result<Request<http_body_util::Full<Bytes>>, ClientError> {
+        let mut request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(HOST, "kvgate")
+            .header(CONTENT_TYPE, kind)
+            .header(ACCEPT, accept);
+        if let Some(token) = &self.0.token {
+            request = request.header(AUTHORIZATION, token);
+        }
+        let request = request.body(http_body_util::Full::new(body));
+        request.map_err(|error| ClientError::Answer(error.to_string()))
+    }
+
+    async fn connect(&self) -> Result<Connection, ClientError> {
+        Connection::open(&self.0.target).await
+    }
+
+    fn kept(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn check(status: StatusCode, body: &[u8]) -> Result<(), ClientError> {
+    match status.is_success() {
+        true => Ok(()),
+        false => Err(match serde_json::from_slice(body) {
+            Ok(problem) => ClientError::Refused(problem),
+            Err(_) => ClientError::Answer(format!("status {status}, and no problem with it")),
+        }),
+    }
+}
+
+fn to_body(request: &impl Serialize) -> Result<Bytes, ClientError> {
+    let text = serde_json::to_vec(request).map_err(|error| ClientError::Answer(error.to_string()))?;
+    Ok(text.into())
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ClientError> {
+    serde_json::from_slice(body).map_err(|error| ClientError::Answer(error.to_string()))
+}

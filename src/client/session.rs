@@ -1,0 +1,128 @@
+use std::path::Path;
+use std::sync::Arc;
+
+use hyper::Method;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use super::load::{Lines, LoadLines};
+use super::{Client, ClientError, JSON, to_body};
+use crate::api::wire::{
+    AttachRequest, Attached, CommitAnswer, CommitRequest, LoadRequest, ReleaseAnswer, ReleaseRequest,
+    ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
+};
+use crate::arena::{AttachedArena, BootId};
+
+/// This process as the node knows it, and the arena that both share. Over when it is dropped.
+pub struct Session {
+    client: Client,
+    pub name: String,
+    pub arena: Arc<AttachedArena>,
+    over: watch::Receiver<bool>,
+    stream: JoinHandle<()>,
+}
+
+impl Client {
+    /// Attaches this process, and maps the arena.
+    pub async fn attach(&self, request: &AttachRequest) -> Result<Session, ClientError> {
+        let mut lines = self.lines("/v1/attach", request).await?;
+        let attached: Option<Attached> = lines.next().await?;
+        let attached = attached.ok_or_else(|| ClientError::Answer("the attach ended at once".into()))?;
+        let (path, boot_id) = (&attached.arena.path, &attached.arena.boot_id);
+        let boot_id = BootId::from_hex(boot_id)
+            .ok_or_else(|| ClientError::Answer(format!("{boot_id:?} is not a boot id")))?;
+        let path = path
+            .as_deref()
+            .ok_or_else(|| ClientError::Answer("the arena has no file".into()))?;
+        let arena = Arc::new(AttachedArena::map(Path::new(path), boot_id)?);
+        let (tell, over) = watch::channel(false);
+        let stream = tokio::spawn(async move {
+            // Revocations and the like: the calls say it too.
+            while let Ok(Some(event)) = lines.next::<serde_json::Value>().await {
+                tracing::debug!(%event, "told by the node");
+            }
+            tell.send_replace(true);
+        });
+        Ok(Session {
+            client: self.clone(),
+            name: attached.session,
+            arena,
+            over,
+            stream,
+        })
+    }
+
+    async fn lines(&self, path: &str, request: &impl serde::Serialize) -> Result<Lines, ClientError> {
+        let body = to_body(request)?;
+        let request = || self.request(&Method::POST, path, &JSON, body.clone(), &JSON);
+        let kept = self.kept().pop();
+        if let Some(connection) = kept {
+            match Lines::new(connection, request()?).await {
+                Err(ClientError::Http(_)) => {}
+                answered => return answered,
+            }
+        }
+        Lines::new(self.connect().await?, request()?).await
+    }
+}
+
+impl Session {
+    /// The node is gone, or has ended the session: attach again.
+    pub fn is_over(&self) -> bool {
+        *self.over.borrow()
+    }
+
+    /// Loads chunks into slots. The request's session is filled in.
+    pub async fn load(&self, request: LoadRequest) -> Result<LoadLines, ClientError> {
+        let request = LoadRequest {
+            session: self.name.clone(),
+            ..request
+        };
+        Ok(LoadLines {
+            lines: Some(self.client.lines("/v1/load", &request).await?),
+            client: self.client.clone(),
+        })
+    }
+
+    /// Gives back slots of a load; None: all of them.
+    pub async fn release(&self, load_id: &str, slots: Option<Vec<SlotName>>) -> Result<usize, ClientError> {
+        let request = ReleaseRequest {
+            session: self.name.clone(),
+            load_id: load_id.to_owned(),
+            slots,
+        };
+        let answer: ReleaseAnswer = self.client.post("/v1/release", &request).await?;
+        Ok(answer.released)
+    }
+
+    pub async fn reserve(&self, space: &str, chunks: Vec<ReserveChunk>) -> Result<ReserveAnswer, ClientError> {
+        let request = ReserveRequest {
+            session: self.name.clone(),
+            space: space.to_owned(),
+            chunks,
+        };
+        self.client.post("/v1/store/reserve", &request).await
+    }
+
+    pub async fn commit(&self, slots: Vec<SlotName>) -> Result<CommitAnswer, ClientError> {
+        self.slots("/v1/store/commit", slots).await
+    }
+
+    pub async fn abort(&self, slots: Vec<SlotName>) -> Result<CommitAnswer, ClientError> {
+        self.slots("/v1/store/abort", slots).await
+    }
+
+    async fn slots(&self, path: &str, slots: Vec<SlotName>) -> Result<CommitAnswer, ClientError> {
+        let request = CommitRequest {
+            session: self.name.clone(),
+            slots,
+        };
+        self.client.post(path, &request).await
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.stream.abort();
+    }
+}

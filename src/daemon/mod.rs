@@ -1,0 +1,212 @@
+//! `kvgate serve`: from a configuration to a node that serves, and to its end.
+//!
+//! It starts without S3: what is on the disks is served at once, and what S3 can do is asked for until it answers. Told to
+//! end (SIGTERM, SIGINT), it takes no new work, stores what is left within `[store] drain`, and says what it dropped.
+//! SIGHUP reloads what can be.
+
+mod notify;
+mod options;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use self::notify::Notify;
+use crate::api::{Api, ListenError, Reload, Server};
+use crate::arena::{Arena, ArenaError};
+use crate::config::Config;
+use crate::gateway::{Gateway, GatewayOptions, probe_mode};
+use crate::node::Node;
+use crate::object::{Capabilities, ObjectStore};
+use crate::tier::{Disk, DiskError};
+
+/// The daemon can't start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error("{0}")]
+    Token(String),
+    #[error("can't start: {0}")]
+    System(String),
+}
+
+/// A node that can be reached.
+pub struct Daemon {
+    config: Config,
+    node: Node,
+    api: Arc<Api>,
+    server: Server,
+    store: Arc<dyn ObjectStore>,
+}
+
+/// What was not stored when it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ended {
+    pub dropped: u64,
+}
+
+/// Between attempts to reach S3 at the start.
+const S3_PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+/// For calls under way, after the drain.
+const CALLS_GRACE: Duration = Duration::from_secs(1);
+
+impl Daemon {
+    /// Opens disks, arena and sockets. Nothing is asked of S3 yet.
+    pub async fn start(config: &Config, store: Arc<dyn ObjectStore>, reload: Reload) -> Result<Self, StartError> {
+        raise_file_limit();
+        // First, so that two daemons don't work on the same files.
+        let server = Server::bind(&options::listening(config)).await?;
+        let disk = match options::disk(config) {
+            None => None,
+            Some(disk) => {
+                let opened = tokio::task::spawn_blocking(move || Disk::open(&disk)).await;
+                Some(opened.map_err(|error| StartError::System(error.to_string()))??)
+            }
+        };
+        let arena = Arena::new(&options::arena(config))?;
+        let tiers = options::tiers(config, disk);
+        let gateway = Gateway::with_tiers(
+            Arc::clone(&store),
+            arena,
+            GatewayOptions::from(config),
+            Some(tiers),
+        );
+        let node = Node::new(gateway, options::node(config));
+        let api = Api::new(node.clone(), options::api(config), reload).map_err(StartError::Token)?;
+        Ok(Self {
+            config: config.clone(),
+            node,
+            api,
+            server,
+            store,
+        })
+    }
+
+    pub fn node(&self) -> &Node {
+        &self.node
+    }
+
+    /// Of TCP, with the port that the system chose.
+    pub fn address(&self) -> Option<std::net::SocketAddr> {
+        self.server.address()
+    }
+
+    /// Serves until `stop`, or a signal; then drains.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<Ended, StartError> {
+        let Self {
+            config,
+            node,
+            api,
+            server,
+            store,
+        } = self;
+        let notify = Arc::new(Notify::from_env());
+        let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
+        let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
+        if config.api.degraded {
+            notify.tell("READY=1");
+        }
+        let (end, ended) = watch::channel(false);
+        let serving = tokio::spawn(server.serve(Arc::clone(&api), ended, CALLS_GRACE));
+        signals(&api, stop).await.map_err(|error| StartError::System(error.to_string()))?;
+        notify.tell("STOPPING=1");
+        let dropped = drain(&node, config.store.drain).await;
+        end.send_replace(true);
+        // A panic of a connection's task is its own.
+        let _ = serving.await;
+        reach.abort();
+        watchdog.abort();
+        Ok(Ended { dropped })
+    }
+}
+
+/// Waits for what ends the daemon, and reloads meanwhile.
+async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<()> {
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut hup = signal(SignalKind::hangup())?;
+    tokio::pin!(stop);
+    loop {
+        tokio::select! {
+            () = &mut stop => return Ok(()),
+            _ = term.recv() => return Ok(()),
+            _ = int.recv() => return Ok(()),
+            _ = hup.recv() => match api.reload() {
+                Ok(what) => tracing::info!(?what, "reloaded"),
+                Err(error) => tracing::error!("not reloaded: {error}"),
+            },
+        }
+    }
+}
+
+/// Answers how many chunks were not stored.
+async fn drain(node: &Node, time: Duration) -> u64 {
+    node.drain();
+    let flushed = node.flush(Instant::now() + time).await;
+    let dropped = match flushed.pending {
+        0 => 0,
+        _ => node.gateway().give_up(),
+    };
+    match dropped {
+        0 => tracing::info!("everything committed is stored"),
+        _ => tracing::error!(
+            dropped,
+            "chunks were not stored within [store] drain, {time:?}: they are lost"
+        ),
+    }
+    dropped
+}
+
+/// Asks S3 what it can do until it answers.
+async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: Arc<Notify>) {
+    let options = GatewayOptions::from(&config);
+    let mut pause = S3_PAUSE.0;
+    loop {
+        let deadline = Instant::now() + 2 * config.s3.request_timeout;
+        let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
+        let found = async {
+            store.check_bucket(deadline).await?;
+            Capabilities::probe(&*store, &probe_key, probe_mode(&config), deadline).await
+        };
+        match found.await {
+            Ok(capabilities) => {
+                node.gateway().found_capabilities(capabilities);
+                node.s3_answered();
+                tracing::info!(?capabilities, "S3 answers");
+                notify.tell("READY=1");
+                return;
+            }
+            Err(error) => tracing::warn!(%error, "S3 does not answer; serving what is here"),
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(S3_PAUSE.1);
+    }
+}
+
+async fn watchdog(notify: Arc<Notify>) {
+    let Some(pause) = Notify::watchdog() else { return };
+    loop {
+        notify.tell("WATCHDOG=1");
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Every connection is a file. What can't be raised is told when files run out.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            maximum: limit.maximum,
+        },
+    );
+}

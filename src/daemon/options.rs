@@ -1,0 +1,126 @@
+//! The daemon's limits, from the configuration.
+
+use std::time::Duration;
+
+use crate::api::{ApiOptions, Listening};
+use crate::arena::ArenaOptions;
+use crate::config::{self, Config};
+use crate::gateway::{BehindOptions, TierOptions, WhenFull};
+use crate::node::NodeOptions;
+use crate::tier::policy::EvictionPolicy;
+use crate::tier::{Disk, DiskOptions, MemoryOptions};
+use crate::units::ByteSize;
+
+/// Where the arena's file is if the configuration does not say.
+const ARENA_PATH: &str = "/dev/shm/kvgate.arena";
+/// Before a chunk that could not be stored is tried again for the first time.
+const RETRY_BASE: Duration = Duration::from_millis(250);
+
+pub fn arena(config: &Config) -> ArenaOptions {
+    ArenaOptions {
+        size: bytes(config.arena.size),
+        ticket_bytes: bytes(config.load.reserve),
+        path: Some(config.arena.path.clone().unwrap_or_else(|| ARENA_PATH.into())),
+        // Who may open the socket may map the arena.
+        mode: config.api.socket_mode,
+        huge_pages: config.arena.huge_pages,
+        prefault: config.arena.prefault,
+        mlock: config.arena.mlock,
+    }
+}
+
+pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
+    let lower = |what: config::Lower| what == config::Lower::Lower;
+    TierOptions {
+        memory: MemoryOptions {
+            policy: policy(config.memory.policy),
+            ttl: config.memory.ttl,
+            watermark_percent: config.memory.watermark,
+            tenant_bytes: config.memory.tenant_max.map(bytes),
+            min_accesses: config.memory.min_accesses,
+        },
+        disk,
+        memory_asks_lower: lower(config.memory.lookup),
+        disk_asks_lower: lower(config.disk.lookup),
+        memory_stores_lower: lower(config.memory.store),
+        disk_stores_lower: lower(config.disk.store),
+        disk_promotes: config.disk.promote,
+        behind: BehindOptions {
+            bytes_max: bytes(config.store.write_behind),
+            when_full: match config.store.when_full {
+                config::WhenFull::Refuse => WhenFull::Refuse,
+                config::WhenFull::Drop => WhenFull::Drop,
+            },
+            deadline: config.store.deadline,
+            retry_base: RETRY_BASE.min(config.store.retry_max),
+            retry_max: config.store.retry_max,
+        },
+        promote_bytes_max: bytes(config.store.in_flight),
+        load_deadline: config.load.deadline,
+    }
+}
+
+/// None: there are no disks.
+pub fn disk(config: &Config) -> Option<DiskOptions> {
+    let disk = &config.disk;
+    if disk.paths.is_empty() {
+        return None;
+    }
+    Some(DiskOptions {
+        paths: disk.paths.clone(),
+        size_bytes: disk.size.bytes(),
+        watermark_percent: u8::try_from(disk.watermark).unwrap_or(100),
+        policy: policy(disk.policy),
+        ttl: disk.ttl,
+        failures: disk.failures,
+        depth: disk.depth as usize,
+        tenant_bytes: disk.tenant_max.map(ByteSize::bytes),
+    })
+}
+
+pub fn node(config: &Config) -> NodeOptions {
+    NodeOptions {
+        sessions_max: config.api.sessions as usize,
+        spaces_max: config.api.spaces as usize,
+        load_window_bytes: bytes(config.load.window),
+        commit_timeout: config.store.commit_timeout,
+        grace: config.api.grace,
+        pin_max: config.memory.pin_max,
+        prefetches: config.load.prefetches as usize,
+        may_start_without_s3: config.api.degraded,
+    }
+}
+
+pub fn api(config: &Config) -> ApiOptions {
+    ApiOptions {
+        connections_max: config.api.connections as usize,
+        body_max: bytes(config.api.body_max),
+        hashes_max: config.api.hashes_max as usize,
+        timeout: config.api.timeout,
+        strategy: config.lookup.strategy,
+        lookup_deadline: config.lookup.deadline,
+        load_deadline: config.load.deadline,
+        token_file: config.api.token_file.clone(),
+    }
+}
+
+pub fn listening(config: &Config) -> Listening {
+    Listening {
+        socket: config.api.socket.clone(),
+        socket_mode: config.api.socket_mode,
+        listen: config.api.listen,
+    }
+}
+
+fn policy(policy: config::Policy) -> EvictionPolicy {
+    match policy {
+        config::Policy::Lru => EvictionPolicy::Lru,
+        config::Policy::Fifo => EvictionPolicy::Fifo,
+        config::Policy::Sieve => EvictionPolicy::Sieve,
+        config::Policy::S3Fifo => EvictionPolicy::S3Fifo,
+    }
+}
+
+fn bytes(size: ByteSize) -> usize {
+    usize::try_from(size.bytes()).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,405 @@
+//! What was committed and is not on the lower tiers yet. It goes there in the order in which it was committed, and is
+//! tried again until it is there: the engine that committed it is long gone on.
+//!
+//! The bytes are bounded, those that engines only reserved included. When they are used up, new chunks are refused, or the
+//! deepest descendants whose turn has not come are given up: what is left of a chain is of use without them, and never
+//! the other way round. Heads of chains are not given up.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Notify, oneshot};
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::{Gateway, StoreOutcome};
+use crate::arena::Slot;
+use crate::chunk::{ChunkHash, Space};
+use crate::existence::CacheKey;
+use crate::object::{ErrorKind, ObjectError, Operation};
+use crate::tier::Wrote;
+
+/// What happens to new chunks when the write-behind is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhenFull {
+    /// They are refused.
+    Refuse,
+    /// The deepest descendants that wait are dropped for them.
+    Drop,
+}
+
+/// Limits of the write-behind.
+#[derive(Debug, Clone, Copy)]
+pub struct BehindOptions {
+    /// Bytes committed and not stored, or reserved.
+    pub bytes_max: usize,
+    pub when_full: WhenFull,
+    /// For one attempt to store a chunk, after which it waits and tries again.
+    pub deadline: Duration,
+    /// The first wait; it doubles up to `retry_max`.
+    pub retry_base: Duration,
+    pub retry_max: Duration,
+}
+
+pub(super) struct Behind {
+    options: BehindOptions,
+    state: Mutex<State>,
+    /// Something ended.
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    entries: BTreeMap<u64, Entry>,
+    chunks: HashMap<CacheKey, u64>,
+    committed: u64,
+    room_bytes: usize,
+    stats: BehindStats,
+}
+
+struct Entry {
+    key: CacheKey,
+    bytes: usize,
+    /// Chunks before it in the chain that wait as well.
+    depth: u32,
+    /// Its turn has come.
+    started: bool,
+    task: Option<AbortHandle>,
+}
+
+/// Figures of the write-behind; totals since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct BehindStats {
+    /// Committed and not on the lower tiers yet.
+    pub waiting_chunks: u64,
+    pub waiting_bytes: u64,
+    /// Reserved by engines, not committed.
+    pub reserved_bytes: u64,
+    pub stored: u64,
+    /// Were there already.
+    pub present: u64,
+    /// Given up because the write-behind was full, or at the end.
+    pub dropped: u64,
+    pub failed_attempts: u64,
+}
+
+/// What a flush found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Flushed {
+    /// Chunks that still wait: 0 when the flush is complete.
+    pub pending: u64,
+    /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
+    pub dropped: u64,
+}
+
+/// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.
+pub(super) struct Room {
+    behind: Arc<Behind>,
+    bytes: usize,
+}
+
+/// The whole object, now or as soon as its header is written.
+pub(super) enum Sealed {
+    Now(Slot),
+    Soon(oneshot::Receiver<Slot>),
+}
+
+impl Behind {
+    pub fn new(options: BehindOptions) -> Self {
+        Self {
+            options,
+            state: Mutex::default(),
+            changed: Notify::new(),
+        }
+    }
+
+    /// Room for a chunk, if need be that of others which are dropped.
+    pub fn room(self: &Arc<Self>, bytes: usize) -> Option<Room> {
+        let mut dropped = Vec::new();
+        let mut state = self.lock();
+        while state.room_bytes + bytes > self.options.bytes_max {
+            let entry = match self.options.when_full {
+                WhenFull::Refuse => None,
+                WhenFull::Drop => state.drop_deepest(),
+            };
+            let Some(entry) = entry else {
+                drop(state);
+                self.dropped(dropped);
+                return None;
+            };
+            dropped.push(entry);
+        }
+        state.room_bytes += bytes;
+        drop(state);
+        self.dropped(dropped);
+        Some(Room {
+            behind: Arc::clone(self),
+            bytes,
+        })
+    }
+
+    /// Without the lock: what the tasks hold goes back to the arena.
+    fn dropped(&self, entries: Vec<Entry>) {
+        for entry in &entries {
+            if let Some(task) = &entry.task {
+                task.abort();
+            }
+        }
+        if !entries.is_empty() {
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// A chunk waits from here on, with its room. Answers its number.
+    fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>) -> u64 {
+        let mut state = self.lock();
+        state.committed += 1;
+        let number = state.committed;
+        let before = parent.and_then(|parent| state.chunks.get(&parent)).copied();
+        let depth = before
+            .and_then(|before| state.entries.get(&before))
+            .map_or(0, |before| before.depth + 1);
+        let entry = Entry {
+            key,
+            bytes: room.keep(),
+            depth,
+            started: false,
+            task: None,
+        };
+        state.chunks.insert(key, number);
+        state.entries.insert(number, entry);
+        number
+    }
+
+    fn began(&self, number: u64, task: AbortHandle) {
+        match self.lock().entries.get_mut(&number) {
+            Some(entry) => entry.task = Some(task),
+            // Dropped already, or done.
+            None => task.abort(),
+        }
+    }
+
+    /// Its turn has come; false if it was dropped.
+    fn starts(&self, number: u64) -> bool {
+        self.lock()
+            .entries
+            .get_mut(&number)
+            .map(|entry| entry.started = true)
+            .is_some()
+    }
+
+    fn ends(&self, number: u64, outcome: &StoreOutcome) {
+        let mut state = self.lock();
+        match outcome {
+            StoreOutcome::Stored => state.stats.stored += 1,
+            StoreOutcome::Present | StoreOutcome::Pending => state.stats.present += 1,
+            StoreOutcome::Failed(_) => state.stats.dropped += 1,
+        }
+        state.remove(number);
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    fn failed(&self) {
+        self.lock().stats.failed_attempts += 1;
+    }
+
+    /// Waits until all that was committed before this call is stored or dropped, at most until the deadline.
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        let upto = self.lock().committed;
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            // From here on nothing is missed.
+            changed.as_mut().enable();
+            let flushed = {
+                let state = self.lock();
+                Flushed {
+                    pending: state.entries.range(..=upto).count() as u64,
+                    dropped: state.stats.dropped,
+                }
+            };
+            if flushed.pending == 0 || tokio::time::timeout_at(deadline, changed).await.is_err() {
+                return flushed;
+            }
+        }
+    }
+
+    /// Gives up all that waits; answers how many chunks that were.
+    pub fn give_up(&self) -> u64 {
+        let mut state = self.lock();
+        let numbers: Vec<u64> = state.entries.keys().copied().collect();
+        let entries: Vec<_> = numbers
+            .into_iter()
+            .filter_map(|number| state.remove(number))
+            .collect();
+        let count = entries.len() as u64;
+        state.stats.dropped += count;
+        drop(state);
+        self.dropped(entries);
+        count
+    }
+
+    pub fn stats(&self) -> BehindStats {
+        let state = self.lock();
+        let waiting_bytes: usize = state.entries.values().map(|entry| entry.bytes).sum();
+        BehindStats {
+            waiting_chunks: state.entries.len() as u64,
+            waiting_bytes: waiting_bytes as u64,
+            reserved_bytes: (state.room_bytes - waiting_bytes) as u64,
+            ..state.stats
+        }
+    }
+
+    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The last of the deepest whose turn has not come; never a head.
+    fn drop_deepest(&mut self) -> Option<Entry> {
+        let waiting = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| !entry.started && entry.depth > 0);
+        let (&number, _) = waiting.max_by_key(|(number, entry)| (entry.depth, **number))?;
+        self.stats.dropped += 1;
+        self.remove(number)
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Entry> {
+        let entry = self.entries.remove(&number)?;
+        if self.chunks.get(&entry.key) == Some(&number) {
+            self.chunks.remove(&entry.key);
+        }
+        self.room_bytes -= entry.bytes;
+        Some(entry)
+    }
+}
+
+impl Room {
+    /// The bytes are an entry's from here on.
+    fn keep(mut self) -> usize {
+        std::mem::take(&mut self.bytes)
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.behind.lock().room_bytes -= self.bytes;
+    }
+}
+
+impl Gateway {
+    /// Brings a chunk that is in memory to the lower tiers, some time.
+    pub(super) fn write_behind(
+        &self,
+        room: Room,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: Option<&ChunkHash>,
+        object: Sealed,
+    ) {
+        let Some(tiers) = &self.0.tiers else { return };
+        let key = (space.key(), *chunk);
+        let parent = parent.map(|parent| (space.key(), *parent));
+        let behind = Arc::clone(&tiers.behind);
+        let number = behind.push(room, key, parent);
+        // However it ends, also when it is dropped, the chunk may leave memory from then on.
+        let clean = Clean(self.clone(), key);
+        let (gateway, space) = (self.clone(), space.clone());
+        let task = tokio::spawn(async move {
+            let clean = clean;
+            let outcome = gateway.lower(&space, key.1, number, object).await;
+            drop(clean);
+            if let (Some(outcome), Some(tiers)) = (outcome, &gateway.0.tiers) {
+                tiers.behind.ends(number, &outcome);
+            }
+        });
+        behind.began(number, task.abort_handle());
+    }
+
+    /// None if it was dropped meanwhile.
+    async fn lower(&self, space: &Space, chunk: ChunkHash, number: u64, object: Sealed) -> Option<StoreOutcome> {
+        let tiers = self.0.tiers.as_ref()?;
+        let object = match object {
+            Sealed::Now(object) => object,
+            Sealed::Soon(object) => match object.await {
+                Ok(object) => object,
+                Err(_) => return Some(StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk)))),
+            },
+        };
+        let options = &tiers.behind.options;
+        let mut wait = options.retry_base;
+        let mut on_disk = None;
+        loop {
+            let permits = self.put_permits(object.len()).await;
+            if !tiers.behind.starts(number) {
+                return None;
+            }
+            let written = match on_disk {
+                Some(written) => written,
+                None => *on_disk.insert(self.write_to_disk(space, &chunk, &object).await),
+            };
+            if tiers.disk.is_some() && !tiers.options.disk_stores_lower {
+                drop(permits);
+                return Some(match written {
+                    true => StoreOutcome::Stored,
+                    false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
+                });
+            }
+            let outcome = self
+                .store_object(space, chunk, object.clone(), Instant::now() + options.deadline)
+                .await;
+            drop(permits);
+            match outcome {
+                StoreOutcome::Failed(error) => {
+                    tiers.behind.failed();
+                    tracing::warn!(%error, "a chunk waits to be stored; trying again in {wait:?}");
+                }
+                outcome => return Some(outcome),
+            }
+            // Not all at once when the server is back.
+            tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
+            wait = (wait * 2).min(options.retry_max);
+        }
+    }
+
+    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot) -> bool {
+        let Some(disk) = self.0.tiers.as_ref().and_then(|tiers| tiers.disk.as_ref()) else {
+            return false;
+        };
+        match disk.write(space, chunk, object.clone()).await {
+            Ok(wrote) => wrote != Wrote::NoRoom,
+            Err(error) => {
+                tracing::debug!(%error, "a chunk was not written to the disk");
+                false
+            }
+        }
+    }
+
+    fn unsealed(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
+        let key = self.0.options.keys.chunk(space.key(), chunk);
+        ObjectError::new(Operation::Put, &key, ErrorKind::Broken, "its digests were not computed")
+    }
+
+    fn not_on_disk(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
+        let key = self.0.options.keys.chunk(space.key(), chunk);
+        ObjectError::new(Operation::Put, &key, ErrorKind::Broken, "no disk had room for it")
+    }
+}
+
+/// Lets a chunk leave memory.
+struct Clean(Gateway, CacheKey);
+
+impl Drop for Clean {
+    fn drop(&mut self) {
+        if let Some(tiers) = &self.0.0.tiers {
+            tiers.memory.clean(&self.1);
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Stores of engines that don't wait: a chunk is a hit on this node as soon as it is committed, and goes to the lower tiers
+//! behind their back.
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::behind::{BehindStats, Flushed, Room, Sealed};
+use super::{Gateway, StoreSlot};
+use crate::chunk::{ChunkHash, Space};
+use crate::tier::{DiskStats, MemoryStats};
+
+/// A slot that an engine may fill, and its place in the write-behind.
+pub struct Reserved {
+    pub slot: StoreSlot,
+    room: Room,
+}
+
+/// Why a chunk need not, or can't, be stored now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Skip {
+    /// It is there already.
+    Present,
+    /// Somebody else is about to bring it.
+    Pending,
+    /// There is no room: in the arena, in the write-behind, or in the tenant's share.
+    Full,
+}
+
+impl Skip {
+    /// Stable word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Present => "present",
+            Self::Pending => "pending",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// Figures of the tiers of this node.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+pub struct TierStats {
+    pub memory: MemoryStats,
+    pub disk: Option<DiskStats>,
+    pub write_behind: BehindStats,
+}
+
+impl Gateway {
+    /// A slot for a new chunk. Never waits.
+    pub fn reserve_behind(&self, space: &Space, chunk: &ChunkHash) -> Result<Reserved, Skip> {
+        // Without tiers nobody would keep it.
+        let tiers = self.0.tiers.as_ref().ok_or(Skip::Full)?;
+        let key = (space.key(), *chunk);
+        let known = || self.0.cache.is_present(&key, Instant::now()) == Some(true);
+        if tiers.memory.has(&key) || tiers.on_disk(&key).is_some() || known() {
+            return Err(Skip::Present);
+        }
+        if tiers.arriving.join(&key).is_some() {
+            return Err(Skip::Pending);
+        }
+        let bytes = space.layout().object_len();
+        if !tiers.memory.tenant_has_room(space.tenant(), bytes) {
+            return Err(Skip::Full);
+        }
+        let room = tiers.behind.room(bytes).ok_or(Skip::Full)?;
+        let slot = self.reserve(space).map_err(|_| Skip::Full)?;
+        Ok(Reserved { slot, room })
+    }
+
+    /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.
+    pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
+        let Some(tiers) = &self.0.tiers else { return false };
+        let Reserved { slot, room } = reserved;
+        let space = slot.space().clone();
+        let key = (space.key(), chunk);
+        let (header, payload) = slot.split();
+        let lower = tiers.options.memory_stores_lower && tiers.options.memory.min_accesses == 0;
+        if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
+            return false;
+        }
+        let (tell, sealed) = oneshot::channel();
+        let (gateway, of) = (self.clone(), space.clone());
+        // Digests take a millisecond and more.
+        tokio::task::spawn_blocking(move || {
+            let object = gateway.seal(&of, &chunk, &parent, header, &payload);
+            if let Some(tiers) = &gateway.0.tiers {
+                tiers.memory.sealed(&key, object.clone());
+            }
+            // Nobody listens where the chunk goes no lower, or was dropped.
+            let _ = tell.send(object);
+        });
+        if lower {
+            self.write_behind(room, &space, &chunk, Some(&parent), Sealed::Soon(sealed));
+        }
+        true
+    }
+
+    /// Waits until all that was committed before is on the lower tiers, at most until the deadline.
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        match &self.0.tiers {
+            Some(tiers) => tiers.behind.flush(deadline).await,
+            None => Flushed {
+                pending: 0,
+                dropped: 0,
+            },
+        }
+    }
+
+    /// Gives up what is not on the lower tiers yet; answers how many chunks.
+    pub fn give_up(&self) -> u64 {
+        self.0.tiers.as_ref().map_or(0, |tiers| tiers.behind.give_up())
+    }
+
+    /// Keeps those of the chunks that are in memory there until `until`; answers how many.
+    pub fn pin(&self, space: &Space, chunks: &[ChunkHash], until: Instant) -> usize {
+        let tiers = self.0.tiers.as_ref();
+        tiers.map_or(0, |tiers| tiers.memory.pin(space.key(), chunks, until))
+    }
+
+    pub fn unpin(&self, space: &Space, chunks: &[ChunkHash]) -> usize {
+        let tiers = self.0.tiers.as_ref();
+        tiers.map_or(0, |tiers| tiers.memory.unpin(space.key(), chunks))
+    }
+
+    pub fn tier_stats(&self) -> TierStats {
+        self.0.tiers.as_ref().map_or_else(TierStats::default, |tiers| TierStats {
+            memory: tiers.memory.stats(),
+            disk: tiers.disk.as_ref().map(crate::tier::Disk::stats),
+            write_behind: tiers.behind.stats(),
+        })
+    }
+}

@@ -1,0 +1,51 @@
+//! A chunk from the disk: whole, and verified like one from S3. What does not verify is removed there.
+
+use super::Wanted;
+use crate::arena::SlotMut;
+use crate::chunk::{Header, HeaderError};
+use crate::gateway::LoadedChunk;
+use crate::tier::Tier;
+
+/// Why a file is not this chunk.
+#[derive(Debug, thiserror::Error)]
+enum Bad {
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    #[error("the digest of plane {0} does not match")]
+    Digest(usize),
+}
+
+impl Wanted {
+    /// Gives the slot back if the disk does not have the chunk, or has something else.
+    pub async fn from_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
+        let disk = self.gateway.0.tiers.as_ref().and_then(|tiers| tiers.disk.as_ref());
+        let Some(disk) = disk else { return Err(slot) };
+        let (slot, read) = disk.read(&self.space, &self.chunk, slot).await;
+        if let Err(error) = read {
+            tracing::warn!(key = self.key, %error, "a chunk can't be read from the disk");
+            return Err(slot);
+        }
+        if let Err(bad) = self.verify(&slot).await {
+            tracing::warn!(key = self.key, %bad, "a damaged file on the disk is removed");
+            disk.remove(&self.cache_key()).await;
+            return Err(slot);
+        }
+        let chunk = self.whole(slot.freeze(), Tier::Disk);
+        self.keep(&chunk);
+        Ok(chunk)
+    }
+
+    async fn verify(&self, object: &SlotMut) -> Result<(), Bad> {
+        let header = Header::parse(object)?;
+        header.expect(&self.space, &self.chunk)?;
+        let layout = self.space.layout();
+        for plane in 0..layout.planes() {
+            if header.digest_kind.of(&object[layout.plane(plane)]) != header.digests[plane] {
+                return Err(Bad::Digest(plane));
+            }
+            // Others want the thread too.
+            tokio::task::yield_now().await;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,130 @@
+//! The tiers of a node above S3, and what goes up and down between them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use super::arriving::Arriving;
+use super::behind::{Behind, BehindOptions};
+use super::load::LoadedChunk;
+use super::Gateway;
+use crate::arena::{Arena, Slot};
+use crate::chunk::{ChunkHash, Space};
+use crate::existence::CacheKey;
+use crate::tier::{Disk, Memory, MemoryOptions, Tier};
+
+/// How the tiers of a node work together.
+#[derive(Clone)]
+pub struct TierOptions {
+    pub memory: MemoryOptions,
+    /// Opened already: reading its index takes a while.
+    pub disk: Option<Disk>,
+    /// A lookup or load that does not find a chunk in memory asks the tiers below.
+    pub memory_asks_lower: bool,
+    /// The same for the disk.
+    pub disk_asks_lower: bool,
+    /// New chunks go from memory to the tiers below.
+    pub memory_stores_lower: bool,
+    /// New chunks go to S3 and not only to the disk.
+    pub disk_stores_lower: bool,
+    /// What comes from S3 is written to the disk as well.
+    pub disk_promotes: bool,
+    pub behind: BehindOptions,
+    /// Bytes that may be on their way from memory to the disk because they came from S3.
+    pub promote_bytes_max: usize,
+    /// A load's time limit, for what others may wait for as well.
+    pub load_deadline: Duration,
+}
+
+pub(super) struct Tiers {
+    pub memory: Arc<Memory>,
+    pub disk: Option<Disk>,
+    pub arriving: Arc<Arriving>,
+    pub behind: Arc<Behind>,
+    pub options: TierOptions,
+    promote_kib: Arc<Semaphore>,
+}
+
+impl Tiers {
+    pub fn new(arena: &Arena, options: TierOptions) -> Self {
+        Self {
+            memory: Memory::new(arena, options.memory),
+            disk: options.disk.clone(),
+            arriving: Arc::default(),
+            behind: Arc::new(Behind::new(options.behind)),
+            promote_kib: Arc::new(Semaphore::new(super::kib(options.promote_bytes_max) as usize)),
+            options,
+        }
+    }
+
+    /// Whether S3 may be asked for what is neither in memory nor on the disk.
+    pub fn asks_s3(&self) -> bool {
+        self.options.memory_asks_lower && (self.disk.is_none() || self.options.disk_asks_lower)
+    }
+
+    /// Whether the disk may be asked, and has the chunk.
+    pub fn on_disk(&self, key: &CacheKey) -> Option<&Disk> {
+        let disk = self.disk.as_ref().filter(|_| self.options.memory_asks_lower)?;
+        disk.has(key).then_some(disk)
+    }
+}
+
+impl Gateway {
+    /// The chunk, if it is in memory.
+    pub(super) fn resident(&self, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
+        let tiers = self.0.tiers.as_ref()?;
+        let key = (space.key(), *chunk);
+        let found = tiers.memory.get(&key, space)?;
+        if found.is_due
+            && let Some(object) = &found.object
+        {
+            self.goes_lower(space, chunk, object);
+        }
+        Some(LoadedChunk {
+            space: space.clone(),
+            chunk: *chunk,
+            planes: 0..space.layout().planes(),
+            payload: found.payload,
+            object: found.object,
+            tier: Tier::Memory,
+            credit: None,
+        })
+    }
+
+    /// A chunk that was stored here has been asked for often enough.
+    fn goes_lower(&self, space: &Space, chunk: &ChunkHash, object: &Slot) {
+        let Some(tiers) = self.0.tiers.as_ref() else { return };
+        let key = (space.key(), *chunk);
+        let now = tokio::time::Instant::now();
+        if !tiers.options.memory_stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
+            return;
+        }
+        if let Some(room) = tiers.behind.room(object.len()) {
+            tiers.memory.soil(&key);
+            self.write_behind(room, space, chunk, None, super::behind::Sealed::Now(object.clone()));
+        }
+    }
+
+    /// Keeps a chunk that was loaded, as far as there is room.
+    pub(super) fn keep(&self, chunk: &LoadedChunk) {
+        let (Some(tiers), Some(object)) = (self.0.tiers.as_ref(), &chunk.object) else {
+            return;
+        };
+        let key = (chunk.space.key(), chunk.chunk);
+        tiers.memory.insert(key, &chunk.space, object.clone());
+        let to_disk = tiers.options.disk_promotes && chunk.tier == Tier::S3;
+        if let Some(disk) = tiers.disk.as_ref().filter(|_| to_disk)
+            && let Ok(permit) = Arc::clone(&tiers.promote_kib).try_acquire_many_owned(super::kib(object.len()))
+        {
+            let (disk, space, hash, object) =
+                (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
+            tokio::spawn(async move {
+                if let Err(error) = disk.write(&space, &hash, object).await {
+                    tracing::debug!(%error, "a chunk was not written to the disk");
+                }
+                drop(permit);
+            });
+        }
+    }
+}

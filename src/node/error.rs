@@ -1,0 +1,48 @@
+use super::ledger::{AttachError, SlotError};
+use super::owners::Uncovered;
+
+/// A call that can't be served, with what to do.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum NodeError {
+    #[error("there is no session {0:?}: attach first, and attach again after the stream of an attach ended")]
+    NoSession(String),
+    #[error("space {0} was not declared here: PUT /v1/spaces first")]
+    UnknownSpace(String),
+    #[error("there are {most} {what} already, which is the limit ([api] {key})")]
+    TooMany {
+        what: &'static str,
+        key: &'static str,
+        most: usize,
+    },
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error("{0}")]
+    Rank(String),
+    #[error(transparent)]
+    Uncovered(#[from] Uncovered),
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    #[error("load {0:?} is under way already, of other chunks or of this rank: give each load an id of its own")]
+    LoadTaken(String),
+    #[error("this kvgate is going down and takes no new work")]
+    Draining,
+}
+
+impl NodeError {
+    /// Stable word.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NoSession(_) | Self::Slot(SlotError::NoSession) => "no_session",
+            Self::UnknownSpace(_) => "unknown_space",
+            Self::TooMany { .. } => "too_many",
+            Self::Attach(AttachError::RankTaken { .. }) => "rank_taken",
+            Self::Attach(AttachError::OtherWorld { .. }) => "other_world_size",
+            Self::Rank(_) => "bad_rank",
+            Self::Uncovered(_) => "uncovered",
+            Self::Slot(SlotError::NotYours) => "not_yours",
+            Self::Slot(SlotError::Spoilt) => "spoilt",
+            Self::LoadTaken(_) => "load_taken",
+            Self::Draining => "draining",
+        }
+    }
+}

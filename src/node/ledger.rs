@@ -1,0 +1,332 @@
+//! The slot protocol: who fills which slot, when a chunk may be published, and who may read what.
+//!
+//! Shared memory can't be revoked, so the rules are about what may never happen: a slot is not used anew while anybody who
+//! was told of it may still write or read it, and a chunk is published only when every byte of it was committed by its
+//! owner, all of one engine. Pure: no clock, no I/O, no arena. What the slots really are is `R` (a reservation) and `L` (a
+//! lease); to let go of one is to drop it. So `tests/it/protocol.rs` can walk through all that may happen.
+//!
+//! - A *filling* is a slot that the ranks of one engine instance write one chunk into. Each rank that was told of it is one
+//!   of its *writers* until it commits, aborts, or is gone.
+//! - A filling that can't be published any more (a rank gave it up, is gone, or time passed) stays *spoilt* for as long as it
+//!   has writers: only then its slot is free.
+//! - A *lease* belongs to a session and a load; it ends when that is released, or with the session.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+pub type SessionId = u64;
+pub type Rank = u32;
+/// An engine instance: all ranks of one engine, under a name of its own.
+pub type Instance = String;
+/// Where a slot is, and which of those that were ever there.
+pub type SlotId = (usize, u64);
+/// A load, as its session calls it.
+pub type LoadId = String;
+
+/// See the [module](self). `K` names a chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Ledger<K, R, L> {
+    sessions: BTreeMap<SessionId, Attached>,
+    fillings: BTreeMap<SlotId, Filling<K, R>>,
+    /// The filling of a chunk that may still be published.
+    chunks: BTreeMap<K, SlotId>,
+    leases: BTreeMap<(SessionId, LoadId, SlotId), Vec<L>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Attached {
+    instance: Instance,
+    rank: Rank,
+    world: u32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Filling<K, R> {
+    chunk: K,
+    instance: Instance,
+    reserved: R,
+    owners: BTreeSet<Rank>,
+    committed: BTreeSet<Rank>,
+    /// Sessions that may still write.
+    writers: BTreeSet<SessionId>,
+    spoilt: bool,
+}
+
+/// Why a session can't be attached.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AttachError {
+    #[error("rank {rank} of {instance:?} is attached already: let that one end first, or use another instance name")]
+    RankTaken { instance: Instance, rank: Rank },
+    #[error("{instance:?} has {there} ranks as others of it say, not {world}")]
+    OtherWorld {
+        instance: Instance,
+        there: u32,
+        world: u32,
+    },
+}
+
+/// What a rank that wants to store a chunk is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Offer {
+    /// Nobody stores it: reserve a slot, then [`Ledger::fill`].
+    New,
+    /// The engine fills this slot already; the rank does its share.
+    Join(SlotId),
+    /// Somebody else stores it, or this rank's share is done.
+    Pending,
+}
+
+/// What a commit led to.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Committed<K, R> {
+    /// Other ranks are still to commit.
+    Waits,
+    /// All of it is there: publish it.
+    Whole { chunk: K, reserved: R },
+}
+
+/// Why a slot can't be committed or given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SlotError {
+    #[error("there is no such session")]
+    NoSession,
+    #[error("the slot is not this session's to write: it was never reserved by it, or is committed already")]
+    NotYours,
+    #[error("the chunk can't be stored any more: another rank gave it up or is gone, or it took too long. Reserve it again")]
+    Spoilt,
+}
+
+impl<K, R, L> Default for Ledger<K, R, L> {
+    fn default() -> Self {
+        Self {
+            sessions: BTreeMap::new(),
+            fillings: BTreeMap::new(),
+            chunks: BTreeMap::new(),
+            leases: BTreeMap::new(),
+        }
+    }
+}
+
+impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
+    pub fn attach(
+        &mut self,
+        session: SessionId,
+        instance: &str,
+        rank: Rank,
+        world: u32,
+    ) -> Result<(), AttachError> {
+        for other in self.sessions.values().filter(|other| other.instance == instance) {
+            let instance = instance.to_owned();
+            if other.rank == rank {
+                return Err(AttachError::RankTaken { instance, rank });
+            }
+            if other.world != world {
+                let there = other.world;
+                return Err(AttachError::OtherWorld {
+                    instance,
+                    there,
+                    world,
+                });
+            }
+        }
+        let attached = Attached {
+            instance: instance.to_owned(),
+            rank,
+            world,
+        };
+        self.sessions.insert(session, attached);
+        Ok(())
+    }
+
+    /// Whether all ranks of the session's engine are attached.
+    pub fn is_complete(&self, session: SessionId) -> bool {
+        self.sessions.get(&session).is_some_and(|of| {
+            let ranks = self.sessions.values().filter(|other| other.instance == of.instance);
+            ranks.count() == of.world as usize
+        })
+    }
+
+    /// The sessions of the session's engine, by rank.
+    pub fn ranks(&self, session: SessionId) -> BTreeMap<Rank, SessionId> {
+        let Some(of) = self.sessions.get(&session) else {
+            return BTreeMap::new();
+        };
+        let ranks = self
+            .sessions
+            .iter()
+            .filter(|(_, other)| other.instance == of.instance);
+        ranks.map(|(session, other)| (other.rank, *session)).collect()
+    }
+
+    /// A rank wants to store a chunk. With `Join` it is a writer from here on.
+    pub fn offer(&mut self, session: SessionId, chunk: &K) -> Result<Offer, SlotError> {
+        let of = self.sessions.get(&session).ok_or(SlotError::NoSession)?;
+        let Some(slot) = self.chunks.get(chunk) else {
+            return Ok(Offer::New);
+        };
+        let filling = self.fillings.get_mut(slot).ok_or(SlotError::NotYours)?;
+        let shares = filling.owners.contains(&of.rank) && !filling.committed.contains(&of.rank);
+        if filling.instance != of.instance || !shares {
+            return Ok(Offer::Pending);
+        }
+        filling.writers.insert(session);
+        Ok(Offer::Join(*slot))
+    }
+
+    /// The chunk's slot, after [`Offer::New`]. The session is its first writer. `owners` are the ranks that have some of
+    /// the chunk's bytes to write, this one among them.
+    pub fn fill(
+        &mut self,
+        session: SessionId,
+        chunk: K,
+        slot: SlotId,
+        reserved: R,
+        owners: BTreeSet<Rank>,
+    ) -> Result<(), SlotError> {
+        let of = self.sessions.get(&session).ok_or(SlotError::NoSession)?;
+        let filling = Filling {
+            chunk: chunk.clone(),
+            instance: of.instance.clone(),
+            reserved,
+            owners,
+            committed: BTreeSet::new(),
+            writers: BTreeSet::from([session]),
+            spoilt: false,
+        };
+        self.fillings.insert(slot, filling);
+        self.chunks.insert(chunk, slot);
+        Ok(())
+    }
+
+    /// A rank has written its share, and writes no more.
+    pub fn commit(&mut self, session: SessionId, slot: SlotId) -> Result<Committed<K, R>, SlotError> {
+        let rank = self.sessions.get(&session).ok_or(SlotError::NoSession)?.rank;
+        let filling = self.fillings.get_mut(&slot).ok_or(SlotError::NotYours)?;
+        if !filling.writers.remove(&session) {
+            return Err(SlotError::NotYours);
+        }
+        if filling.spoilt {
+            self.let_go(slot);
+            return Err(SlotError::Spoilt);
+        }
+        filling.committed.insert(rank);
+        if !filling.owners.is_subset(&filling.committed) {
+            return Ok(Committed::Waits);
+        }
+        // Its owners are all that ever were writers, and each has committed.
+        let filling = self.fillings.remove(&slot).ok_or(SlotError::NotYours)?;
+        self.chunks.remove(&filling.chunk);
+        Ok(Committed::Whole {
+            chunk: filling.chunk,
+            reserved: filling.reserved,
+        })
+    }
+
+    /// A rank gives its share up, and writes no more.
+    pub fn abort(&mut self, session: SessionId, slot: SlotId) -> Result<(), SlotError> {
+        let filling = self.fillings.get_mut(&slot).ok_or(SlotError::NotYours)?;
+        if !filling.writers.remove(&session) {
+            return Err(SlotError::NotYours);
+        }
+        self.spoil(slot);
+        Ok(())
+    }
+
+    /// It took too long: it will not be published. Its slot is free when nobody may write to it any more.
+    pub fn spoil(&mut self, slot: SlotId) {
+        if let Some(filling) = self.fillings.get_mut(&slot)
+            && !filling.spoilt
+        {
+            filling.spoilt = true;
+            let chunk = filling.chunk.clone();
+            self.chunks.remove(&chunk);
+        }
+        self.let_go(slot);
+    }
+
+    /// Spoils those that `late` says; answers them with those who may still write there.
+    pub fn spoil_where(&mut self, late: impl Fn(&R) -> bool) -> Vec<(SlotId, BTreeSet<SessionId>)> {
+        let open = self.fillings.iter().filter(|(_, filling)| !filling.spoilt);
+        let late: Vec<_> = open
+            .filter(|(_, filling)| late(&filling.reserved))
+            .map(|(slot, filling)| (*slot, filling.writers.clone()))
+            .collect();
+        late.iter().for_each(|(slot, _)| self.spoil(*slot));
+        late
+    }
+
+    fn let_go(&mut self, slot: SlotId) {
+        let free = |filling: &Filling<K, R>| filling.spoilt && filling.writers.is_empty();
+        if self.fillings.get(&slot).is_some_and(free) {
+            self.fillings.remove(&slot);
+        }
+    }
+
+    /// The session may read a slot from here on. False if it is gone, and the lease with it.
+    pub fn lend(&mut self, session: SessionId, load: &str, slot: SlotId, lease: L) -> bool {
+        if !self.sessions.contains_key(&session) {
+            return false;
+        }
+        let leases = self.leases.entry((session, load.to_owned(), slot)).or_default();
+        leases.push(lease);
+        true
+    }
+
+    /// The session reads a slot no more, for one of its loads. Answers the leases that end with it.
+    pub fn release(&mut self, session: SessionId, load: &str, slot: SlotId) -> Vec<L> {
+        let lent = self.leases.remove(&(session, load.to_owned(), slot));
+        lent.unwrap_or_default()
+    }
+
+    /// The same for all slots of a load.
+    pub fn release_load(&mut self, session: SessionId, load: &str) -> Vec<L> {
+        let of = |key: &(SessionId, LoadId, SlotId)| key.0 == session && key.1 == load;
+        self.end_leases(of)
+    }
+
+    fn end_leases(&mut self, of: impl Fn(&(SessionId, LoadId, SlotId)) -> bool) -> Vec<L> {
+        let ended = self.leases.extract_if(.., |key, _| of(key));
+        ended.flat_map(|(_, leases)| leases).collect()
+    }
+
+    /// The process is gone, and with it all that it might write or read.
+    pub fn end(&mut self, session: SessionId) -> Vec<L> {
+        if self.sessions.remove(&session).is_none() {
+            return Vec::new();
+        }
+        let written: Vec<SlotId> = self
+            .fillings
+            .iter()
+            .filter(|(_, filling)| filling.writers.contains(&session))
+            .map(|(slot, _)| *slot)
+            .collect();
+        for slot in written {
+            // It is one of the writers.
+            let _ = self.abort(session, slot);
+        }
+        self.end_leases(|key| key.0 == session)
+    }
+
+    pub fn sessions(&self) -> usize {
+        self.sessions.len()
+    }
+
+    /// Slots that are being filled, those that are spoilt, and leases.
+    pub fn counts(&self) -> (usize, usize, usize) {
+        let spoilt = self.fillings.values().filter(|filling| filling.spoilt).count();
+        (self.fillings.len() - spoilt, spoilt, self.leases.len())
+    }
+
+    /// Of a session: slots that it may write, and leases.
+    pub fn counts_of(&self, session: SessionId) -> (usize, usize) {
+        let writes = |filling: &&Filling<K, R>| filling.writers.contains(&session);
+        let of = |key: &&(SessionId, LoadId, SlotId)| key.0 == session;
+        (
+            self.fillings.values().filter(writes).count(),
+            self.leases.keys().filter(of).count(),
+        )
+    }
+
+    pub fn reserved(&self, slot: SlotId) -> Option<&R> {
+        self.fillings.get(&slot).map(|filling| &filling.reserved)
+    }
+}

@@ -1,0 +1,176 @@
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::shared_load::{Participant, SharedLoad};
+use super::{Node, NodeError, Session};
+use crate::chunk::{ChunkHash, Space};
+use crate::gateway::{AfterMiss, Credit, LoadRequest, LoadStream, LoadedChunk, Miss, Order};
+use crate::tier::Tier;
+
+/// What an engine wants to have in slots.
+#[derive(Debug, Clone)]
+pub struct LoadCall {
+    /// The same for all ranks of one request, and of no other load meanwhile.
+    pub load_id: String,
+    pub space: Space,
+    /// In the order of the prompt.
+    pub chunks: Vec<ChunkHash>,
+    pub order: Order,
+    pub after_miss: AfterMiss,
+    pub deadline: Instant,
+}
+
+/// Planes of a chunk that the session may read from now on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lent {
+    /// Where the slot starts in the arena's file, and its generation: what a release names.
+    pub slot: usize,
+    pub generation: u64,
+    /// Where the first of the planes starts in the arena's file.
+    pub offset: usize,
+    /// Half-open.
+    pub planes: (usize, usize),
+    pub tier: Tier,
+}
+
+/// A load under way; dropped, it gives up what has not come. What was lent stays lent.
+pub struct Load {
+    node: Node,
+    session: Arc<Session>,
+    load_id: String,
+    from: From,
+}
+
+enum From {
+    Alone(Box<LoadStream>),
+    Shared(Participant),
+}
+
+impl Node {
+    /// Starts a load, or joins the one that another rank of the same engine started under this id.
+    pub fn load(&self, session: &Arc<Session>, call: LoadCall) -> Result<Load, NodeError> {
+        self.takes_work()?;
+        let load_id = call.load_id.clone();
+        let from = match session.world_size {
+            1 => From::Alone(Box::new(self.stream(call))),
+            _ => From::Shared(self.join(session, call)?),
+        };
+        Ok(Load {
+            node: self.clone(),
+            session: Arc::clone(session),
+            load_id,
+            from,
+        })
+    }
+
+    fn stream(&self, call: LoadCall) -> LoadStream {
+        let request = LoadRequest {
+            space: call.space,
+            chunks: call.chunks,
+            order: call.order,
+            after_miss: call.after_miss,
+            deadline: call.deadline,
+        };
+        let credit = Credit::new(self.0.options.load_window_bytes);
+        self.0.gateway.load_on_credit(request, credit)
+    }
+
+    fn join(&self, session: &Session, call: LoadCall) -> Result<Participant, NodeError> {
+        let taken = || NodeError::LoadTaken(call.load_id.clone());
+        let key = (session.instance.clone(), call.load_id.clone());
+        let entry = self.0.shared_loads.entry(key.clone());
+        let shared = match entry {
+            dashmap::Entry::Occupied(entry) => {
+                let shared = Arc::clone(entry.get());
+                if shared.chunks != call.chunks || shared.order != call.order {
+                    return Err(taken());
+                }
+                shared
+            }
+            dashmap::Entry::Vacant(entry) => {
+                let ranks = 0..session.world_size;
+                let (chunks, order, deadline) = (call.chunks.clone(), call.order, call.deadline);
+                let stream = self.stream(call.clone());
+                let shared = SharedLoad::new(chunks, order, stream.order(), ranks);
+                entry.insert(Arc::clone(&shared));
+                let (node, load) = (self.clone(), Arc::clone(&shared));
+                tokio::spawn(async move {
+                    // A rank that never comes keeps the others' chunks no longer than this.
+                    let end = deadline + node.0.options.commit_timeout;
+                    let _ = tokio::time::timeout_at(end, load.drive(stream)).await;
+                    node.0.shared_loads.remove(&key);
+                });
+                shared
+            }
+        };
+        shared.join(session.rank).ok_or_else(taken)
+    }
+
+    /// Takes a session's rank out of all loads of its engine.
+    pub(super) fn leave_loads(&self, session: &Session) {
+        let of: Vec<Arc<SharedLoad>> = self
+            .0
+            .shared_loads
+            .iter()
+            .filter(|entry| entry.key().0 == session.instance)
+            .map(|entry| Arc::clone(entry.value()))
+            .collect();
+        of.iter().for_each(|load| load.leave(session.rank));
+    }
+
+    fn lend(&self, session: &Session, load_id: &str, chunk: LoadedChunk) -> Option<Lent> {
+        let payload = chunk.payload();
+        let planes = chunk.planes();
+        let lent = Lent {
+            slot: payload.slot_offset(),
+            generation: payload.generation(),
+            offset: payload.offset(),
+            planes: (planes.start, planes.end),
+            tier: chunk.tier(),
+        };
+        let slot = (lent.slot, lent.generation);
+        self.ledger().lend(session.id, load_id, slot, chunk).then_some(lent)
+    }
+
+    /// The session reads these slots no more, for this load. Answers how many it had.
+    pub fn release(&self, session: &Session, load_id: &str, slots: &[(usize, u64)]) -> usize {
+        let released: Vec<_> = {
+            let mut ledger = self.ledger();
+            let release = |slot: &(usize, u64)| ledger.release(session.id, load_id, *slot);
+            slots.iter().map(release).filter(|of| !of.is_empty()).collect()
+        };
+        released.len()
+    }
+
+    /// The same for all slots of a load.
+    pub fn release_load(&self, session: &Session, load_id: &str) -> usize {
+        let released = self.ledger().release_load(session.id, load_id);
+        released.len()
+    }
+}
+
+impl Load {
+    /// In which order it is done.
+    pub fn order(&self) -> Order {
+        match &self.from {
+            From::Alone(stream) => stream.order(),
+            From::Shared(participant) => participant.order(),
+        }
+    }
+
+    /// The next outcome, with the chunk's place in the call; None after the last, and when the session is over.
+    pub async fn next(&mut self) -> Option<(usize, Result<Lent, Miss>)> {
+        let (index, outcome) = match &mut self.from {
+            From::Alone(stream) => stream.next().await?,
+            From::Shared(participant) => participant.next().await?,
+        };
+        match outcome {
+            Ok(chunk) => {
+                let lent = self.node.lend(&self.session, &self.load_id, chunk)?;
+                Some((index, Ok(lent)))
+            }
+            Err(miss) => Some((index, Err(miss))),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! What runs on a GPU node: a [`Gateway`] with its tiers, and the engine processes that are attached to it.
+//!
+//! Engines share the arena, so what one of them does must never harm another: which slot is whose is kept by the
+//! [`ledger`], what a rank writes of a chunk is said in [`owners`], and a load that several ranks take part in is one
+//! load (`shared_load`). A session ends when its process is gone; until then nothing takes its slots away.
+//!
+//! Not for: HTTP (that is `api`), and what is in a chunk.
+
+mod error;
+pub mod ledger;
+mod load;
+pub mod owners;
+mod peer;
+mod session;
+mod shared_load;
+mod status;
+mod store;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::Instant;
+
+pub use error::NodeError;
+pub use ledger::{AttachError, SlotError};
+pub use load::{Lent, Load, LoadCall};
+pub use owners::{Has, Share};
+pub use session::{Attach, Event, Session};
+pub use status::Status;
+pub use store::{Reservation, Reservations, ToStore};
+
+use self::ledger::{Ledger, SessionId};
+use self::peer::Peer;
+use self::shared_load::SharedLoad;
+use self::store::Filled;
+use crate::chunk::{ChunkHash, Space, SpaceKey};
+use crate::existence::CacheKey;
+use crate::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
+
+/// Limits of a node.
+#[derive(Debug, Clone, Copy)]
+pub struct NodeOptions {
+    pub sessions_max: usize,
+    pub spaces_max: usize,
+    /// Bytes of slots that one load may hold.
+    pub load_window_bytes: usize,
+    /// For all ranks to commit a chunk, after which it is not stored.
+    pub commit_timeout: Duration,
+    /// How long a session outlives its stream, while its process is there.
+    pub grace: Duration,
+    /// How long a lookup or pin keeps chunks in memory at most.
+    pub pin_max: Duration,
+    /// Prefetches at a time.
+    pub prefetches: usize,
+    /// Readiness does not wait for S3.
+    pub may_start_without_s3: bool,
+}
+
+/// See the [module](self). Cheap to clone; clones share everything.
+#[derive(Clone)]
+pub struct Node(Arc<Inner>);
+
+struct Inner {
+    gateway: Gateway,
+    options: NodeOptions,
+    started: Instant,
+    spaces: DashMap<SpaceKey, Space>,
+    ledger: Mutex<Ledger<CacheKey, Filled, LoadedChunk>>,
+    sessions: DashMap<String, Arc<Session>>,
+    by_id: DashMap<SessionId, Arc<Session>>,
+    ids: AtomicU64,
+    shared_loads: DashMap<(String, String), Arc<SharedLoad>>,
+    prefetches: Arc<Semaphore>,
+    draining: AtomicBool,
+    s3_answered: AtomicBool,
+}
+
+/// How often processes and fillings are looked at.
+const TICK: Duration = Duration::from_millis(100);
+
+impl Node {
+    /// Needs a tokio runtime.
+    pub fn new(gateway: Gateway, options: NodeOptions) -> Self {
+        let node = Self(Arc::new(Inner {
+            gateway,
+            options,
+            started: Instant::now(),
+            spaces: DashMap::new(),
+            ledger: Mutex::default(),
+            sessions: DashMap::new(),
+            by_id: DashMap::new(),
+            ids: AtomicU64::new(1),
+            shared_loads: DashMap::new(),
+            prefetches: Arc::new(Semaphore::new(options.prefetches.max(1))),
+            draining: AtomicBool::new(false),
+            s3_answered: AtomicBool::new(false),
+        }));
+        let weak = Arc::downgrade(&node.0);
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(TICK).await;
+                let Some(inner) = weak.upgrade() else { return };
+                let node = Node(inner);
+                node.end_gone();
+                node.spoil_late();
+            }
+        });
+        node
+    }
+
+    pub fn gateway(&self) -> &Gateway {
+        &self.0.gateway
+    }
+
+    pub fn options(&self) -> &NodeOptions {
+        &self.0.options
+    }
+
+    /// Makes a space known. Idempotent.
+    pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
+        if let Some(known) = self.0.spaces.get(&space.key()) {
+            return Ok(known.clone());
+        }
+        let most = self.0.options.spaces_max;
+        if self.0.spaces.len() >= most {
+            let (what, key) = ("spaces", "spaces");
+            return Err(NodeError::TooMany { what, key, most });
+        }
+        self.0.spaces.insert(space.key(), space.clone());
+        Ok(space)
+    }
+
+    pub fn space(&self, key: SpaceKey) -> Result<Space, NodeError> {
+        let space = self.0.spaces.get(&key).map(|space| space.clone());
+        space.ok_or_else(|| NodeError::UnknownSpace(key.to_string()))
+    }
+
+    /// A process is attached from here on, until it is gone. Also what it will be told.
+    pub fn attach(&self, attach: Attach) -> Result<(Arc<Session>, mpsc::Receiver<Event>), NodeError> {
+        self.takes_work()?;
+        if attach.rank >= attach.world_size {
+            return Err(NodeError::Rank(format!(
+                "rank {} of {} can't be: ranks count from 0",
+                attach.rank, attach.world_size
+            )));
+        }
+        let most = self.0.options.sessions_max;
+        if self.0.sessions.len() >= most {
+            let (what, key) = ("sessions", "sessions");
+            return Err(NodeError::TooMany { what, key, most });
+        }
+        let id = self.0.ids.fetch_add(1, Ordering::Relaxed);
+        let (session, events) = Session::new(id, attach);
+        self.0.by_id.insert(id, Arc::clone(&session));
+        let attached = self
+            .ledger()
+            .attach(id, &session.instance, session.rank, session.world_size);
+        if let Err(error) = attached {
+            self.0.by_id.remove(&id);
+            return Err(error.into());
+        }
+        self.0.sessions.insert(session.name.clone(), Arc::clone(&session));
+        tracing::info!(
+            instance = session.instance,
+            rank = session.rank,
+            pid = session.pid,
+            "attached"
+        );
+        Ok((session, events))
+    }
+
+    /// The stream of the session's attach is closed: it has `[api] grace` to end what it does. A process that hangs does
+    /// not close its stream.
+    pub fn stream_closed(&self, session: &Arc<Session>) {
+        let (node, session) = (self.clone(), Arc::clone(session));
+        tokio::spawn(async move {
+            tokio::select! {
+                () = tokio::time::sleep(node.0.options.grace) => node.end(&session, "its stream is closed"),
+                () = session.over() => {}
+            }
+        });
+    }
+
+    fn end_gone(&self) {
+        let sessions = self.0.sessions.iter();
+        let gone = sessions.filter(|session| session.peer.as_ref().is_some_and(Peer::is_gone));
+        let gone: Vec<Arc<Session>> = gone.map(|session| Arc::clone(&session)).collect();
+        for session in gone {
+            self.end(&session, "its process is gone");
+        }
+    }
+
+    fn end(&self, session: &Session, why: &str) {
+        if self.0.sessions.remove(&session.name).is_none() {
+            return;
+        }
+        session.end();
+        self.leave_loads(session);
+        let leases = self.ledger().end(session.id);
+        self.0.by_id.remove(&session.id);
+        tracing::info!(
+            instance = session.instance,
+            rank = session.rank,
+            leases = leases.len(),
+            "detached: {why}"
+        );
+    }
+
+    pub fn session(&self, name: &str) -> Result<Arc<Session>, NodeError> {
+        let session = self.0.sessions.get(name).map(|session| Arc::clone(&session));
+        session.ok_or_else(|| NodeError::NoSession(name.chars().take(64).collect()))
+    }
+
+    /// Brings chunks up to memory, in the background, as far as there is room.
+    pub fn prefetch(&self, space: Space, chunks: Vec<ChunkHash>, deadline: Instant) {
+        let node = self.clone();
+        tokio::spawn(async move {
+            let permits = Arc::clone(&node.0.prefetches);
+            let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, permits.acquire()).await else {
+                return;
+            };
+            let request = LoadRequest {
+                space,
+                chunks,
+                order: Order::Chunk,
+                after_miss: AfterMiss::Stop,
+                deadline,
+            };
+            let credit = Credit::new(node.0.options.load_window_bytes);
+            let mut load = node.0.gateway.load_on_credit(request, credit);
+            while load.next().await.is_some() {}
+        });
+    }
+
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        self.0.gateway.flush(deadline).await
+    }
+
+    /// S3 answered, and what it can do is known.
+    pub fn s3_answered(&self) {
+        self.0.s3_answered.store(true, Ordering::Relaxed);
+    }
+
+    /// No new work from here on; whoever is attached is told.
+    pub fn drain(&self) {
+        self.0.draining.store(true, Ordering::Relaxed);
+        for session in &self.0.sessions {
+            session.tell(Event::Draining);
+        }
+    }
+
+    /// Why this node should get no traffic, if so.
+    pub fn not_ready(&self) -> Option<&'static str> {
+        let s3 = self.0.s3_answered.load(Ordering::Relaxed) || self.0.options.may_start_without_s3;
+        match (self.0.draining.load(Ordering::Relaxed), s3) {
+            (true, _) => Some("it is going down"),
+            (false, false) => Some("S3 has not answered yet"),
+            (false, true) => None,
+        }
+    }
+
+    fn takes_work(&self) -> Result<(), NodeError> {
+        match self.0.draining.load(Ordering::Relaxed) {
+            true => Err(NodeError::Draining),
+            false => Ok(()),
+        }
+    }
+
+    /// No panic can leave the ledger half-changed, so a poisoned lock is as good.
+    fn ledger(&self) -> MutexGuard<'_, Ledger<CacheKey, Filled, LoadedChunk>> {
+        self.0.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,85 @@
+use std::sync::Arc;
+
+use serde::Serialize;
+use tokio::sync::{mpsc, watch};
+
+use super::ledger::{Rank, SessionId};
+use super::owners::Has;
+use super::peer::Peer;
+
+/// What an engine process says of itself when it attaches.
+#[derive(Debug, Clone)]
+pub struct Attach {
+    /// Of the engine: the same for all of its ranks, and no other engine's.
+    pub instance: String,
+    pub rank: Rank,
+    pub world_size: u32,
+    pub has: Has,
+    /// The process at the other end, where the system tells.
+    pub pid: Option<i32>,
+}
+
+/// An engine process that is attached.
+#[derive(Debug)]
+pub struct Session {
+    pub(super) id: SessionId,
+    /// What its calls name it by; nobody else can guess it.
+    pub name: String,
+    pub instance: String,
+    pub rank: Rank,
+    pub world_size: u32,
+    pub(super) has: Has,
+    pub pid: Option<i32>,
+    pub(super) peer: Option<Peer>,
+    pub(super) events: mpsc::Sender<Event>,
+    ended: watch::Sender<bool>,
+}
+
+/// What the stream of an attach tells.
+#[derive(Debug, Clone, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// A slot that it fills will not be published any more: it took too long.
+    Revoked { slot: usize, generation: u64 },
+    /// This kvgate is going down: no new loads and stores.
+    Draining,
+}
+
+/// Events that wait for a client that does not read; later ones are lost, the calls say it too.
+const EVENTS_MAX: usize = 64;
+
+impl Session {
+    pub(super) fn new(id: SessionId, attach: Attach) -> (Arc<Self>, mpsc::Receiver<Event>) {
+        let (events, receiver) = mpsc::channel(EVENTS_MAX);
+        let name = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
+        let session = Self {
+            id,
+            name,
+            instance: attach.instance,
+            rank: attach.rank,
+            world_size: attach.world_size,
+            has: attach.has,
+            peer: attach.pid.and_then(Peer::new),
+            pid: attach.pid,
+            events,
+            ended: watch::Sender::new(false),
+        };
+        (Arc::new(session), receiver)
+    }
+
+    pub(super) fn tell(&self, event: Event) {
+        // A full stream is the client's own doing.
+        let _ = self.events.try_send(event);
+    }
+
+    pub(super) fn end(&self) {
+        self.ended.send_replace(true);
+    }
+
+    /// Waits until the session is over.
+    pub async fn over(&self) {
+        let mut ended = self.ended.subscribe();
+        // The sender is in here.
+        let _ = ended.wait_for(|ended| *ended).await;
+    }
+}

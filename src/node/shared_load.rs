@@ -1,0 +1,164 @@
+//! A load that all ranks of an engine take part in: each chunk comes once, and stays until every rank had it.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+
+use super::ledger::Rank;
+use crate::chunk::ChunkHash;
+use crate::gateway::{LoadStream, LoadedChunk, Miss, Order};
+
+type Outcome = (usize, Result<LoadedChunk, Miss>);
+
+pub(super) struct SharedLoad {
+    /// What all must ask for.
+    pub chunks: Vec<ChunkHash>,
+    pub order: Order,
+    /// As it is done.
+    pub done_in: Order,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+struct State {
+    /// Those that not every rank had yet, and how many went before.
+    outcomes: VecDeque<Outcome>,
+    gone: usize,
+    over: bool,
+    /// How many each rank had; one that is done, or gone, is not here.
+    ranks: BTreeMap<Rank, usize>,
+    joined: BTreeSet<Rank>,
+}
+
+/// One rank's part; ends when it is dropped.
+pub(super) struct Participant {
+    load: Arc<SharedLoad>,
+    rank: Rank,
+}
+
+impl SharedLoad {
+    pub fn new(
+        chunks: Vec<ChunkHash>,
+        order: Order,
+        done_in: Order,
+        ranks: impl IntoIterator<Item = Rank>,
+    ) -> Arc<Self> {
+        let state = State {
+            outcomes: VecDeque::new(),
+            gone: 0,
+            over: false,
+            ranks: ranks.into_iter().map(|rank| (rank, 0)).collect(),
+            joined: BTreeSet::new(),
+        };
+        Arc::new(Self {
+            chunks,
+            order,
+            done_in,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+        })
+    }
+
+    /// Takes what comes, to the end; done when every rank had all of it.
+    pub async fn drive(&self, mut stream: LoadStream) {
+        loop {
+            let all_left = self.changed.notified();
+            if self.lock().ranks.is_empty() {
+                return;
+            }
+            tokio::select! {
+                outcome = stream.next() => match outcome {
+                    Some(outcome) => self.lock().outcomes.push_back(outcome),
+                    None => break,
+                },
+                () = all_left => continue,
+            }
+            self.changed.notify_waiters();
+        }
+        self.lock().over = true;
+        self.changed.notify_waiters();
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if self.lock().ranks.is_empty() {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// None if the rank had its part, or has none.
+    pub fn join(self: &Arc<Self>, rank: Rank) -> Option<Participant> {
+        let mut state = self.lock();
+        if !state.ranks.contains_key(&rank) || !state.joined.insert(rank) {
+            return None;
+        }
+        Some(Participant {
+            load: Arc::clone(self),
+            rank,
+        })
+    }
+
+    /// A rank takes no part any more.
+    pub fn leave(&self, rank: Rank) {
+        let mut state = self.lock();
+        state.ranks.remove(&rank);
+        let gone = state.prune();
+        drop(state);
+        drop(gone);
+        self.changed.notify_waiters();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes out what every rank had.
+    fn prune(&mut self) -> Vec<Outcome> {
+        let end = self.gone + self.outcomes.len();
+        let had = self.ranks.values().min().copied().unwrap_or(end);
+        let count = had.saturating_sub(self.gone).min(self.outcomes.len());
+        self.gone += count;
+        self.outcomes.drain(..count).collect()
+    }
+}
+
+impl Participant {
+    pub async fn next(&self) -> Option<Outcome> {
+        loop {
+            let changed = self.load.changed.notified();
+            tokio::pin!(changed);
+            // From here on nothing is missed.
+            changed.as_mut().enable();
+            {
+                let mut state = self.load.lock();
+                let had = *state.ranks.get(&self.rank)?;
+                if let Some(outcome) = state.outcomes.get(had - state.gone).cloned() {
+                    state.ranks.insert(self.rank, had + 1);
+                    let gone = state.prune();
+                    drop(state);
+                    drop(gone);
+                    return Some(outcome);
+                }
+                if state.over {
+                    return None;
+                }
+            }
+            changed.await;
+        }
+    }
+
+    pub fn order(&self) -> Order {
+        self.load.done_in
+    }
+}
+
+impl Drop for Participant {
+    fn drop(&mut self) {
+        self.load.leave(self.rank);
+    }
+}

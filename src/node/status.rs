@@ -1,0 +1,130 @@
+use std::sync::atomic::Ordering;
+
+use serde::Serialize;
+
+use super::Node;
+use crate::arena::ArenaStats;
+use crate::fanout::EndpointState;
+use crate::gateway::TierStats;
+use crate::object::{Capabilities, RequestCounts};
+
+/// All that an operator may want to see of a node.
+#[derive(Debug, Clone, Serialize)]
+pub struct Status {
+    pub version: &'static str,
+    pub uptime_seconds: u64,
+    /// Why it should get no traffic.
+    pub not_ready: Option<&'static str>,
+    pub arena: ArenaStatus,
+    pub tiers: TierStats,
+    pub s3: S3Status,
+    pub sessions: Vec<SessionStatus>,
+    pub slots: SlotStatus,
+    pub spaces: Vec<SpaceStatus>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ArenaStatus {
+    pub path: Option<String>,
+    pub boot_id: String,
+    #[serde(flatten)]
+    pub stats: ArenaStats,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct S3Status {
+    pub answered: bool,
+    pub capabilities: Capabilities,
+    pub requests: RequestCounts,
+    pub endpoints: Vec<EndpointState>,
+    /// What is known to exist or not.
+    pub existence_entries: usize,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct SessionStatus {
+    pub instance: String,
+    pub rank: u32,
+    pub world_size: u32,
+    pub pid: Option<i32>,
+    /// Slots that it may write.
+    pub writes: usize,
+    pub leases: usize,
+}
+
+/// What the slot protocol has under way.
+#[derive(Debug, Clone, Serialize)]
+pub struct SlotStatus {
+    pub filling: usize,
+    /// Will not be published, and wait for those who may still write there.
+    pub spoilt: usize,
+    pub leases: usize,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct SpaceStatus {
+    pub space_id: String,
+    pub model: String,
+    pub revision: String,
+    pub tenant: String,
+    pub chunk_tokens: u32,
+    pub object_bytes: usize,
+}
+
+impl Node {
+    pub fn status(&self) -> Status {
+        let gateway = &self.0.gateway;
+        let arena = gateway.arena();
+        let mut sessions: Vec<SessionStatus> = Vec::new();
+        for session in &self.0.sessions {
+            let (writes, leases) = self.ledger().counts_of(session.id);
+            sessions.push(SessionStatus {
+                instance: session.instance.clone(),
+                rank: session.rank,
+                world_size: session.world_size,
+                pid: session.pid,
+                writes,
+                leases,
+            });
+        }
+        sessions.sort_by(|a, b| (&a.instance, a.rank).cmp(&(&b.instance, b.rank)));
+        let mut spaces: Vec<SpaceStatus> = Vec::new();
+        for space in &self.0.spaces {
+            spaces.push(SpaceStatus {
+                space_id: space.id().to_string(),
+                model: space.model().to_owned(),
+                revision: space.revision().to_owned(),
+                tenant: space.tenant().to_owned(),
+                chunk_tokens: space.chunk_tokens(),
+                object_bytes: space.layout().object_len(),
+            });
+        }
+        spaces.sort_by(|a, b| (&a.model, &a.space_id).cmp(&(&b.model, &b.space_id)));
+        let (filling, spoilt, leases) = self.ledger().counts();
+        Status {
+            version: env!("CARGO_PKG_VERSION"),
+            uptime_seconds: self.0.started.elapsed().as_secs(),
+            not_ready: self.not_ready(),
+            arena: ArenaStatus {
+                path: arena.path().map(|path| path.display().to_string()),
+                boot_id: arena.boot_id().to_string(),
+                stats: arena.stats(),
+            },
+            tiers: gateway.tier_stats(),
+            s3: S3Status {
+                answered: self.0.s3_answered.load(Ordering::Relaxed),
+                capabilities: gateway.capabilities(),
+                requests: gateway.requests(),
+                endpoints: gateway.endpoints(),
+                existence_entries: gateway.existence_entries(),
+            },
+            sessions,
+            slots: SlotStatus {
+                filling,
+                spoilt,
+                leases,
+            },
+            spaces,
+        }
+    }
+}

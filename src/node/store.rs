@@ -1,0 +1,164 @@
+use std::collections::BTreeMap;
+
+use tokio::time::Instant;
+
+use super::ledger::{Committed, Offer, Rank, SlotError, SlotId};
+use super::owners::{Has, Share, shares};
+use super::session::Event;
+use super::{Node, NodeError, Session};
+use crate::chunk::{ChunkHash, Space};
+use crate::gateway::{Reserved, Skip};
+
+/// A chunk that an engine wants to store.
+#[derive(Debug, Clone, Copy)]
+pub struct ToStore {
+    pub hash: ChunkHash,
+    /// The chunk before, or the root.
+    pub parent: ChunkHash,
+}
+
+/// A slot that is being filled.
+pub(super) struct Filled {
+    pub reserved: Reserved,
+    pub parent: ChunkHash,
+    pub since: Instant,
+}
+
+/// What a rank is told of a chunk that it wants to store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reservation {
+    /// Where to write.
+    Slot {
+        /// Where the slot starts in the arena's file, and its generation: what a commit names.
+        slot: usize,
+        generation: u64,
+        /// Where the payload starts in the arena's file.
+        offset: usize,
+    },
+    Skip(Skip),
+    /// Other ranks have all of it.
+    OtherRank,
+}
+
+/// What a reserve answers.
+#[derive(Debug, Clone)]
+pub struct Reservations {
+    /// Of every chunk, what this rank writes; the whole, if nothing else is said.
+    pub shares: Vec<Share>,
+    /// One for each chunk.
+    pub chunks: Vec<Reservation>,
+}
+
+impl Node {
+    /// Slots for chunks to store. Never waits.
+    pub fn reserve(
+        &self,
+        session: &Session,
+        space: &Space,
+        chunks: &[ToStore],
+    ) -> Result<Reservations, NodeError> {
+        self.takes_work()?;
+        let mut ledger = self.ledger();
+        if !ledger.is_complete(session.id) {
+            // Nobody can tell yet who owns what.
+            return Ok(Reservations {
+                shares: Vec::new(),
+                chunks: vec![Reservation::Skip(Skip::Pending); chunks.len()],
+            });
+        }
+        let ranks: BTreeMap<Rank, Has> = {
+            let ranks = ledger.ranks(session.id).into_iter();
+            let has = |id| self.0.by_id.get(&id).map(|session| session.has.clone());
+            ranks.filter_map(|(rank, id)| Some((rank, has(id)?))).collect()
+        };
+        let shares = shares(space, &ranks)?;
+        let Some(own) = shares.get(&session.rank) else {
+            return Ok(Reservations {
+                shares: Vec::new(),
+                chunks: vec![Reservation::OtherRank; chunks.len()],
+            });
+        };
+        let mut answers = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let key = (space.key(), chunk.hash);
+            let slot = match ledger.offer(session.id, &key)? {
+                Offer::Join(slot) => slot,
+                Offer::Pending => {
+                    answers.push(Reservation::Skip(Skip::Pending));
+                    continue;
+                }
+                Offer::New => match self.0.gateway.reserve_behind(space, &chunk.hash) {
+                    Err(skip) => {
+                        answers.push(Reservation::Skip(skip));
+                        continue;
+                    }
+                    Ok(reserved) => {
+                        let slot = (reserved.slot.slot_offset(), reserved.slot.generation());
+                        let filled = Filled {
+                            reserved,
+                            parent: chunk.parent,
+                            since: Instant::now(),
+                        };
+                        let owners = shares.keys().copied().collect();
+                        ledger.fill(session.id, key, slot, filled, owners)?;
+                        slot
+                    }
+                },
+            };
+            let offset = ledger.reserved(slot).map(|filled| filled.reserved.slot.payload_offset());
+            answers.push(match offset {
+                Some(offset) => Reservation::Slot {
+                    slot: slot.0,
+                    generation: slot.1,
+                    offset,
+                },
+                None => Reservation::Skip(Skip::Pending),
+            });
+        }
+        Ok(Reservations {
+            shares: own.clone(),
+            chunks: answers,
+        })
+    }
+
+    /// The rank has written its share of a slot. True if the chunk is a hit from now on.
+    pub fn commit(&self, session: &Session, slot: SlotId) -> Result<bool, SlotError> {
+        let mut ledger = self.ledger();
+        match ledger.commit(session.id, slot)? {
+            Committed::Waits => Ok(false),
+            Committed::Whole { chunk, reserved } => {
+                // Under the lock, so that nobody reserves it between.
+                self.0.gateway.commit(chunk.1, reserved.parent, reserved.reserved);
+                Ok(true)
+            }
+        }
+    }
+
+    /// The rank gives a slot up, and with it the chunk.
+    pub fn abort(&self, session: &Session, slot: SlotId) -> Result<(), SlotError> {
+        self.ledger().abort(session.id, slot)
+    }
+
+    /// Spoils what is being filled for too long; whoever still writes there is told.
+    pub(super) fn spoil_late(&self) {
+        let most = self.0.options.commit_timeout;
+        let late = {
+            let mut ledger = self.ledger();
+            ledger.spoil_where(|filled| filled.since.elapsed() > most)
+        };
+        for (slot, writers) in late {
+            tracing::warn!(
+                slot = slot.0,
+                "a chunk was not committed by all ranks within {most:?}: it is not stored"
+            );
+            for writer in writers {
+                if let Some(session) = self.0.by_id.get(&writer) {
+                    session.tell(Event::Revoked {
+                        slot: slot.0,
+                        generation: slot.1,
+                    });
+                }
+            }
+        }
+    }
+}

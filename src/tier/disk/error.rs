@@ -1,0 +1,35 @@
+use std::io;
+use std::path::PathBuf;
+
+/// What the disk tier can't do.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    #[error("there is no disk to use: give [disk] paths at least one folder")]
+    NoPaths,
+    #[error("{} belongs to a kvgate that runs: give another folder in [disk] paths, or stop that one", path.display())]
+    InUse { path: PathBuf },
+    #[error(
+        "none of the disks can be used: {}. Give [disk] paths folders that this user may write to",
+        .reasons.join("; ")
+    )]
+    Unusable { reasons: Vec<String> },
+    #[error("an object of this space has {expected} bytes, not {actual}: give a slot of that length")]
+    Length { expected: usize, actual: usize },
+    /// Not there, or not any more.
+    #[error("it is not on a disk: load it from the tier below")]
+    Absent,
+    /// It has been removed.
+    #[error(
+        "the file had {actual} bytes where {expected} were expected, and was removed: load it from the tier below"
+    )]
+    Damaged { expected: u64, actual: u64 },
+    #[error(
+        "can't {what} on {}: {source}. Check the disk (dmesg, smartctl); after some failures in a row it is taken out",
+        path.display()
+    )]
+    Io {
+        what: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
+}

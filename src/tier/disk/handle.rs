@@ -1,0 +1,147 @@
+use std::panic::resume_unwind;
+use std::sync::Arc;
+
+use tokio::task::spawn_blocking;
+
+use super::error::DiskError;
+use super::index::{Gone, Placed};
+use super::open::open;
+use super::options::DiskOptions;
+use super::shared::Shared;
+use super::stats::DiskStats;
+use crate::arena::{Slot, SlotMut};
+use crate::chunk::{ChunkHash, Space};
+use crate::existence::CacheKey;
+
+/// The disk tier; see the [module](super). Cheap to clone.
+///
+/// A read or write goes on when its future is dropped, and keeps its slot until then.
+#[derive(Clone)]
+pub struct Disk(pub(super) Arc<Shared>);
+
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wrote {
+    Stored,
+    /// It is there, or another write of it is under way.
+    Present,
+    /// What is there may not go, or it is larger than a disk or its tenant's share.
+    NoRoom,
+}
+
+impl Disk {
+    /// Locks the folders and reads what is in them. Blocks. A disk that can't be used is left out if another can.
+    pub fn open(options: &DiskOptions) -> Result<Self, DiskError> {
+        open(options).map(Self)
+    }
+
+    /// Whether a chunk is there, and not past its time. No I/O.
+    pub fn has(&self, key: &CacheKey) -> bool {
+        self.0.index.has(key)
+    }
+
+    /// The chunk was used, though not read from here.
+    pub fn touch(&self, key: &CacheKey) {
+        self.0.index.touch(key);
+    }
+
+    /// Writes a whole object, header and payload. It is a hit when this returns.
+    pub async fn write(&self, space: &Space, chunk: &ChunkHash, object: Slot) -> Result<Wrote, DiskError> {
+        let object_len = length(space, &object)?;
+        let key = (space.key(), *chunk);
+        let reservation = loop {
+            let someone_left = self.0.index.someone_left();
+            match self.0.index.place(key, space.tenant(), object_len) {
+                Placed::On(reservation) => break reservation,
+                Placed::Present => return Ok(Wrote::Present),
+                Placed::NoRoom => return Ok(Wrote::NoRoom),
+                Placed::Leaving => someone_left.await,
+                Placed::Expired(gone) => self.leave(Some(gone)).await,
+            }
+        };
+        let turn = self.0.turn(reservation.disk).await;
+        let (shared, space) = (Arc::clone(&self.0), space.clone());
+        blocking(move || {
+            let _turn = turn;
+            shared.write(reservation, &space, &object)
+        })
+        .await
+    }
+
+    /// Fills the slot with a whole object, which the caller must verify, and [`remove`](Self::remove) if it is damaged.
+    /// Counts as a use. After an error the slot may hold anything.
+    pub async fn read(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        mut slot: SlotMut,
+    ) -> (SlotMut, Result<(), DiskError>) {
+        if let Err(error) = length(space, &slot) {
+            return (slot, Err(error));
+        }
+        let key = (space.key(), *chunk);
+        let Some(entry) = self.0.index.find(&key) else {
+            return (slot, Err(DiskError::Absent));
+        };
+        let turn = self.0.turn(entry.disk).await;
+        let shared = Arc::clone(&self.0);
+        blocking(move || {
+            let _turn = turn;
+            let read = shared.read(&key, &entry, &mut slot);
+            (slot, read)
+        })
+        .await
+    }
+
+    /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped.
+    pub async fn remove(&self, key: &CacheKey) {
+        self.leave(self.0.index.take(key, None)).await;
+    }
+
+    /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.
+    pub fn pin(&self, key: &CacheKey) {
+        self.0.index.pin(key);
+    }
+
+    /// Ends one [`pin`](Self::pin).
+    pub fn unpin(&self, key: &CacheKey) {
+        self.0.index.unpin(key);
+    }
+
+    /// Removes the files of chunks that are past their time. Writes do so too; this is for a tier that has none for long.
+    pub async fn expire(&self) {
+        self.leave(self.0.index.expire(usize::MAX)).await;
+    }
+
+    pub fn stats(&self) -> DiskStats {
+        self.0.stats()
+    }
+
+    /// Removes the files of what is out of the index, even if this is dropped.
+    async fn leave(&self, gone: impl IntoIterator<Item = Gone>) {
+        let leaving = self.0.leave(gone);
+        if !leaving.is_empty() {
+            blocking(move || drop(leaving)).await;
+        }
+    }
+}
+
+fn length(space: &Space, object: &[u8]) -> Result<usize, DiskError> {
+    let (expected, actual) = (space.layout().object_len(), object.len());
+    match expected == actual {
+        true => Ok(expected),
+        false => Err(DiskError::Length { expected, actual }),
+    }
+}
+
+/// Runs what blocks, to its end even if nobody waits for it.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            // The runtime goes down, and whoever waits here with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}

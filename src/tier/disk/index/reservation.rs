@@ -1,0 +1,157 @@
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::state::State;
+use super::{Entry, Gone, Index};
+use crate::existence::CacheKey;
+use crate::tier::disk::direct::BLOCK;
+
+/// Where a chunk is to be written.
+pub(in crate::tier::disk) enum Placed {
+    On(Reservation),
+    /// It is there, or being written.
+    Present,
+    /// An older file of that name is not gone yet: ask again when [someone left](Index::someone_left).
+    Leaving,
+    /// One that is past its time must go first.
+    Expired(Gone),
+    /// No disk works, or it would not fit if there were nothing else.
+    NoRoom,
+}
+
+/// A write, until its entry is in or this is dropped: nobody else writes that chunk.
+pub(in crate::tier::disk) struct Reservation {
+    index: Arc<Index>,
+    pub key: CacheKey,
+    pub disk: usize,
+    tenant: usize,
+    bytes: u64,
+    /// Whether its bytes count as taken; else they only wait.
+    is_taken: bool,
+}
+
+impl Index {
+    /// Chooses a disk for an object.
+    pub fn place(self: &Arc<Self>, key: CacheKey, tenant: &str, object_len: usize) -> Placed {
+        let bytes = file_bytes(object_len);
+        let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
+        let mut state = self.lock();
+        if let Some(entry) = self.entry(&key).filter(|entry| entry.is_live(Instant::now)) {
+            state.hit(&key, &entry);
+            return Placed::Present;
+        }
+        if state.writing.contains(&key) {
+            return Placed::Present;
+        }
+        if state.leaving.contains(&key) {
+            return Placed::Leaving;
+        }
+        if let Some(gone) = self.take_out(&mut state, &key) {
+            state.disks[gone.disk].expired += 1;
+            return Placed::Expired(gone);
+        }
+        if bytes > self.limits.disk_bytes.min(quota) {
+            return Placed::NoRoom;
+        }
+        let Some(disk) = state.choose(bytes) else {
+            return Placed::NoRoom;
+        };
+        state.writing.insert(key);
+        state.disks[disk].queued_bytes += bytes;
+        let tenant = state.tenants.number(tenant);
+        drop(state);
+        Placed::On(Reservation {
+            index: Arc::clone(self),
+            key,
+            disk,
+            tenant,
+            bytes,
+            is_taken: false,
+        })
+    }
+}
+
+impl Reservation {
+    /// Takes the room. False if there is none, as far as what is there may go.
+    pub fn take_room(&mut self) -> (bool, Vec<Gone>) {
+        let index = Arc::clone(&self.index);
+        let mut state = index.lock();
+        let mut gone = Vec::new();
+        state.disks[self.disk].queued_bytes -= self.bytes;
+        state.disks[self.disk].bytes += self.bytes;
+        state.tenants.take_bytes(self.tenant, self.bytes);
+        self.is_taken = true;
+        let has_room = self.make_room(&mut state, &mut gone);
+        if !has_room {
+            state.disks[self.disk].regrow(self.bytes);
+        }
+        (has_room, gone)
+    }
+
+    fn make_room(&self, state: &mut State, gone: &mut Vec<Gone>) -> bool {
+        let (index, limits) = (&self.index, &self.index.limits);
+        if state.disks[self.disk].failed.is_some() {
+            return false;
+        }
+        let quota = limits.tenant_bytes.unwrap_or(u64::MAX);
+        while state.tenants.bytes(self.tenant) > quota {
+            let Some(one) = index.evict_of_tenant(state, self.tenant) else {
+                return false;
+            };
+            gone.push(one);
+        }
+        while state.disks[self.disk].is_over() {
+            let Some(one) = index.evict_of_disk(state, self.disk) else {
+                return false;
+            };
+            gone.push(one);
+        }
+        true
+    }
+
+    /// The file is in place: from here on it is a hit.
+    pub fn commit(mut self) {
+        let index = Arc::clone(&self.index);
+        let mut state = index.lock();
+        let shelf = &mut state.disks[self.disk];
+        shelf.writes += 1;
+        if shelf.failed.is_some() {
+            // It is found at the next start.
+            return;
+        }
+        shelf.failures = 0;
+        shelf.regrow(self.bytes);
+        let entry = Entry {
+            disk: self.disk,
+            tenant: self.tenant,
+            bytes: std::mem::take(&mut self.bytes),
+            expires: index.limits.ttl.and_then(|ttl| Instant::now().checked_add(ttl)),
+            serial: state.serial(),
+        };
+        index.put(&mut state, self.key, entry);
+        let is_live = |key: &CacheKey, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
+        let live: u64 = state.disks.iter().map(|shelf| shelf.chunks).sum();
+        state
+            .expiry
+            .trim(usize::try_from(live).unwrap_or(usize::MAX), is_live);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut state = self.index.lock();
+        state.writing.remove(&self.key);
+        if self.is_taken {
+            state.disks[self.disk].bytes -= self.bytes;
+            state.tenants.give_bytes(self.tenant, self.bytes);
+        } else {
+            state.disks[self.disk].queued_bytes -= self.bytes;
+        }
+    }
+}
+
+/// What the file of an object takes on a disk.
+pub(super) fn file_bytes(object_len: usize) -> u64 {
+    object_len.next_multiple_of(BLOCK) as u64
+}

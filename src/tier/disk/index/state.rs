@@ -1,0 +1,81 @@
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+
+use foldhash::fast::RandomState;
+
+use super::Entry;
+use super::expiry::Expiry;
+use super::shelf::Shelf;
+use super::tenants::Tenants;
+use crate::existence::CacheKey;
+use crate::tier::policy::EvictionPolicy;
+
+type KeySet = HashSet<CacheKey, RandomState>;
+
+/// All that changes, under one lock.
+pub(super) struct State {
+    pub disks: Vec<Shelf>,
+    pub tenants: Tenants,
+    /// Being written: whoever comes second is told that it is there.
+    pub writing: KeySet,
+    /// Out of the index while their files are still there.
+    pub leaving: KeySet,
+    /// How often each is pinned; one need not be there.
+    pub pins: HashMap<CacheKey, u32, RandomState>,
+    pub expiry: Expiry,
+    serials: u64,
+}
+
+impl State {
+    /// `tenant_policy`: if tenants are limited.
+    pub fn new(disks: Vec<Shelf>, tenant_policy: Option<EvictionPolicy>) -> Self {
+        Self {
+            disks,
+            tenants: Tenants::new(tenant_policy),
+            writing: KeySet::default(),
+            leaving: KeySet::default(),
+            pins: HashMap::default(),
+            expiry: Expiry::default(),
+            serials: 0,
+        }
+    }
+
+    pub fn serial(&mut self) -> u64 {
+        self.serials += 1;
+        self.serials
+    }
+
+    pub fn hit(&mut self, key: &CacheKey, entry: &Entry) {
+        self.disks[entry.disk].queue.hit(key);
+        self.tenants.hit(entry.tenant, key);
+    }
+
+    /// True if nobody pins it any more.
+    pub fn unpin(&mut self, key: &CacheKey) -> bool {
+        let Some(pins) = self.pins.get_mut(key) else {
+            return false;
+        };
+        *pins -= 1;
+        let is_last = *pins == 0;
+        if is_last {
+            self.pins.remove(key);
+        }
+        is_last
+    }
+
+    /// The disk for a new object: of those that work, the one with the most room. Where none has room without evicting
+    /// something, they take turns; else one of them would evict all the time, and what is on the others never age.
+    pub fn choose(&mut self, object_bytes: u64) -> Option<usize> {
+        let useful_room = |shelf: &Shelf| Some(shelf.room()).filter(|&room| room >= object_bytes);
+        let working = self
+            .disks
+            .iter()
+            .enumerate()
+            .filter(|(_, shelf)| shelf.failed.is_none());
+        // All have the same size, so the most room is the most free share.
+        let best = working.max_by_key(|(_, shelf)| (useful_room(shelf), Reverse(shelf.chosen)));
+        let (disk, _) = best?;
+        self.disks[disk].chosen = self.serial();
+        Some(disk)
+    }
+}

@@ -1,0 +1,43 @@
+//! The disk tier: objects as files on one or more local disks, straight between file and slot.
+//!
+//! A disk is a folder: `{space}/{chunk hash}` for each object, `{space}/space.json` beside them, `tmp/` for what is being
+//! written, `kvgate.lock` against a second kvgate. The files are the index: at start it is read from their names, lengths
+//! and times (`scan.rs`), and there is no journal that could disagree with them.
+//!
+//! - **A file under its name is whole.** An object is written to a temporary file and renamed. Whatever moment the process
+//!   is killed at, what is left is a whole file, or a temporary one that the next start removes.
+//! - **No fsync of objects.** After a power loss a file may have its length and not its bytes. Whoever reads one verifies
+//!   header and digests before a byte is used, and has it removed. Only `space.json` is synced, once for each space:
+//!   without it every chunk of the space would be lost.
+//! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
+//!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
+//!   panic leaves nothing behind.
+//! - **A disk fails alone.** After some failures in a row it is taken out: nothing of it is there any more, and the other
+//!   disks go on. A full file system is no failure: some objects are evicted, and this one is not stored.
+//!
+//! Where things are: `handle.rs` is what callers see, `shared.rs` what of it may block; `index/` knows what is where and
+//! who goes next, without I/O; `folder.rs` does everything to files, `direct.rs` the transfer itself.
+//!
+//! Not for: verifying (whoever reads does), deciding what is worth keeping, and more than one process at a folder.
+
+mod direct;
+mod error;
+mod fault;
+mod folder;
+mod handle;
+mod index;
+mod open;
+mod options;
+mod scan;
+mod shared;
+mod space_folder;
+mod stats;
+mod temp;
+
+pub use error::DiskError;
+pub use handle::{Disk, Wrote};
+pub use options::DiskOptions;
+pub use stats::{DiskState, DiskStats, PathStats};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,105 @@
+use std::io;
+use std::panic::resume_unwind;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use super::error::DiskError;
+use super::folder::{Folder, OpenError};
+use super::index::{Index, Restored};
+use super::options::DiskOptions;
+use super::scan::{Scan, scan};
+use super::shared::Shared;
+use super::stats::{DiskState, PathStats};
+
+/// Locks and reads all disks.
+pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
+    if options.paths.is_empty() {
+        return Err(DiskError::NoPaths);
+    }
+    let mut unusable = Vec::new();
+    let mut left_out = |path: &Path, error: &io::Error| {
+        tracing::warn!(path = %path.display(), %error, "this disk can't be used, going on without it");
+        unusable.push(PathStats {
+            path: path.to_owned(),
+            state: DiskState::Failed(error.to_string()),
+            size_bytes: options.size_bytes,
+            ..PathStats::default()
+        });
+    };
+    let mut folders = Vec::new();
+    for path in &options.paths {
+        match Folder::open(path) {
+            Ok(folder) => folders.push(folder),
+            // Not the disk's fault, and not to be passed over: two would remove each other's files.
+            Err(OpenError::InUse(error)) => return Err(error),
+            Err(OpenError::Io(error)) => left_out(path, &error),
+        }
+    }
+    let scans = scan_all(&folders, options);
+    let mut found = Vec::new();
+    let mut working = Vec::new();
+    for (folder, scan) in folders.into_iter().zip(scans) {
+        match scan {
+            Ok(scan) => {
+                tell(&folder, &scan);
+                found.push(scan);
+                working.push(folder);
+            }
+            Err(error) => left_out(folder.path(), &error),
+        }
+    }
+    if working.is_empty() {
+        let reason = |disk: PathStats| match disk.state {
+            DiskState::Failed(reason) => format!("{}: {reason}", disk.path.display()),
+            DiskState::Ok => disk.path.display().to_string(),
+        };
+        let reasons = unusable.into_iter().map(reason).collect();
+        return Err(DiskError::Unusable { reasons });
+    }
+    let paths = working.iter().map(|folder| folder.path().to_owned()).collect();
+    let index = Index::new(options, paths);
+    let gone = index.restore(found.iter().enumerate().flat_map(restored).collect());
+    let shared = Arc::new(Shared::new(index, working, options.depth, unusable));
+    drop(shared.leave(gone));
+    Ok(shared)
+}
+
+/// All at the same time.
+fn scan_all(folders: &[Folder], options: &DiskOptions) -> Vec<io::Result<Scan>> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = folders
+            .iter()
+            .map(|folder| scope.spawn(|| scan(folder, options.ttl)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
+            .collect()
+    })
+}
+
+fn restored((disk, scan): (usize, &Scan)) -> impl Iterator<Item = Restored<'_>> {
+    scan.spaces.iter().flat_map(move |(space, chunks)| {
+        chunks.iter().map(move |chunk| Restored {
+            key: (space.key(), chunk.chunk),
+            disk,
+            tenant: space.tenant(),
+            object_len: space.layout().object_len(),
+            used: chunk.used,
+            written: chunk.written,
+        })
+    })
+}
+
+fn tell(folder: &Folder, scan: &Scan) {
+    let chunks: usize = scan.spaces.iter().map(|(_, chunks)| chunks.len()).sum();
+    tracing::info!(
+        path = %folder.path().display(),
+        spaces = scan.spaces.len(),
+        chunks,
+        expired = scan.expired,
+        removed = scan.removed,
+        "disk read"
+    );
+}

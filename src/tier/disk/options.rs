@@ -1,0 +1,32 @@
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::tier::policy::EvictionPolicy;
+
+/// What the disk tier may use.
+#[derive(Debug, Clone)]
+pub struct DiskOptions {
+    /// A folder on each disk; made if missing.
+    pub paths: Vec<PathBuf>,
+    /// For each path.
+    pub size_bytes: u64,
+    /// Eviction keeps each disk at or below this share of its size, in a hundred.
+    pub watermark_percent: u8,
+    pub policy: EvictionPolicy,
+    /// How long an object is there after it was written.
+    pub ttl: Option<Duration>,
+    /// Failures of I/O in a row after which a disk is taken out; at least one.
+    pub failures: u32,
+    /// Reads and writes at a time for each disk; at least one.
+    pub depth: usize,
+    /// The most that one tenant may have, over all disks together.
+    pub tenant_bytes: Option<u64>,
+}
+
+impl DiskOptions {
+    /// What eviction leaves on each disk at most.
+    pub(super) fn watermark_bytes(&self) -> u64 {
+        let percent = u64::from(self.watermark_percent.min(100));
+        self.size_bytes / 100 * percent + self.size_bytes % 100 * percent / 100
+    }
+}

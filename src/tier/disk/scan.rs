@@ -1,0 +1,135 @@
+//! What is on a disk at start: from names, lengths and times alone, no file of a chunk is opened.
+//!
+//! Only names that kvgate gives are touched; whatever else is in the folder stays as it is.
+
+use std::fs::{DirEntry, FileType, remove_dir, remove_file};
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use super::folder::Folder;
+use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
+use crate::chunk::{ChunkHash, Space, SpaceKey};
+
+/// The chunks of a disk.
+#[derive(Default)]
+pub(super) struct Scan {
+    pub spaces: Vec<(Space, Vec<ScannedChunk>)>,
+    /// Files that were no whole chunk of a known space, and temporary ones.
+    pub removed: u64,
+    /// Chunks that were too old.
+    pub expired: u64,
+}
+
+pub(super) struct ScannedChunk {
+    pub chunk: ChunkHash,
+    pub written: SystemTime,
+    /// The last use that the file knows of.
+    pub used: SystemTime,
+}
+
+/// Reads a disk, and removes what is of no use.
+pub(super) fn scan(folder: &Folder, ttl: Option<Duration>) -> io::Result<Scan> {
+    let mut scan = Scan::default();
+    for entry in entries(&folder.path().join(TEMP_FOLDER))? {
+        let (entry, kind) = entry?;
+        if kind.is_file() && name(&entry).ends_with(TEMP_SUFFIX) {
+            scan.remove(&entry)?;
+        }
+    }
+    let now = SystemTime::now();
+    for entry in entries(folder.path())? {
+        let (entry, kind) = entry?;
+        let Some(key) = space_of(&name(&entry)).filter(|_| kind.is_dir()) else {
+            continue;
+        };
+        match folder.spaces().read(folder, key)? {
+            Some(space) => scan.read_space(space, &entry.path(), now, ttl)?,
+            None => scan.remove_space(&entry.path())?,
+        }
+    }
+    Ok(scan)
+}
+
+impl Scan {
+    fn read_space(
+        &mut self,
+        space: Space,
+        path: &Path,
+        now: SystemTime,
+        ttl: Option<Duration>,
+    ) -> io::Result<()> {
+        let object_len = space.layout().object_len() as u64;
+        let mut chunks = Vec::new();
+        for entry in entries(path)? {
+            let (entry, kind) = entry?;
+            let Some(chunk) = chunk_of(&name(&entry)).filter(|_| kind.is_file()) else {
+                continue;
+            };
+            let metadata = entry.metadata()?;
+            if metadata.len() != object_len {
+                self.remove(&entry)?;
+                continue;
+            }
+            let written = metadata.modified()?;
+            // A clock that went back makes a chunk no older than new.
+            let age = now.duration_since(written).unwrap_or_default();
+            if ttl.is_some_and(|ttl| age >= ttl) {
+                remove_file(entry.path())?;
+                self.expired += 1;
+                continue;
+            }
+            let used = written.max(metadata.accessed()?);
+            chunks.push(ScannedChunk { chunk, written, used });
+        }
+        self.spaces.push((space, chunks));
+        Ok(())
+    }
+
+    /// Its chunks can't be checked.
+    fn remove_space(&mut self, path: &Path) -> io::Result<()> {
+        for entry in entries(path)? {
+            let (entry, kind) = entry?;
+            let name = name(&entry);
+            if kind.is_file() && (chunk_of(&name).is_some() || name == "space.json") {
+                self.remove(&entry)?;
+            }
+        }
+        match remove_dir(path) {
+            // There is something of someone else's in it.
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
+            result => result,
+        }
+    }
+
+    fn remove(&mut self, entry: &DirEntry) -> io::Result<()> {
+        remove_file(entry.path())?;
+        self.removed += 1;
+        Ok(())
+    }
+}
+
+fn entries(path: &Path) -> io::Result<impl Iterator<Item = io::Result<(DirEntry, FileType)>>> {
+    let with_kind = |entry: DirEntry| {
+        let kind = entry.file_type()?;
+        Ok((entry, kind))
+    };
+    Ok(std::fs::read_dir(path)?.map(move |entry| entry.and_then(with_kind)))
+}
+
+fn name(entry: &DirEntry) -> String {
+    entry.file_name().into_string().unwrap_or_default()
+}
+
+fn space_of(name: &str) -> Option<SpaceKey> {
+    SpaceKey::from_hex(name).filter(|_| is_lower(name))
+}
+
+fn chunk_of(name: &str) -> Option<ChunkHash> {
+    name.parse().ok().filter(|_| is_lower(name))
+}
+
+/// As kvgate writes hex.
+fn is_lower(name: &str) -> bool {
+    !name.bytes().any(|byte| byte.is_ascii_uppercase())
+}

@@ -1,0 +1,399 @@
+//! The memory tier: chunks that stay in their slots of the arena because they may be wanted again.
+//!
+//! Nothing is copied: a chunk that was loaded or committed is here with the slot it is in. A slot that anybody else has a
+//! handle to is in use and stays; so does one that is pinned, or *dirty*: not yet on a lower tier. When the arena has no room,
+//! it asks for the next one that may go ([`Arena::on_pressure`]), and the tier keeps its share below the watermark by itself.
+//!
+//! With several tenants the one that has the most gives first, and each may have its quota.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::policy::{EvictionPolicy, Queue};
+use crate::arena::{Arena, Slot};
+use crate::chunk::{ChunkHash, Space, SpaceKey};
+use crate::existence::CacheKey;
+
+/// What the tier may keep.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryOptions {
+    pub policy: EvictionPolicy,
+    /// How long a chunk stays after it came.
+    pub ttl: Option<Duration>,
+    /// Share of the arena that the tier keeps at most, unless more is in use.
+    pub watermark_percent: u32,
+    /// Bytes that one tenant may have.
+    pub tenant_bytes: Option<usize>,
+    /// Loads of a chunk after which it goes to the lower tiers; 0: at once.
+    pub min_accesses: u32,
+}
+
+/// See the [module](self).
+pub struct Memory {
+    options: MemoryOptions,
+    bytes_max: usize,
+    arena: Arena,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    chunks: HashMap<CacheKey, Resident, foldhash::fast::RandomState>,
+    tenants: HashMap<Arc<str>, Tenant>,
+    bytes: usize,
+    stats: MemoryStats,
+}
+
+struct Tenant {
+    queue: Queue<CacheKey>,
+    bytes: usize,
+}
+
+struct Resident {
+    tenant: Arc<str>,
+    held: Held,
+    bytes: usize,
+    dirty: bool,
+    pinned_until: Option<Instant>,
+    accesses: u32,
+    since: Instant,
+}
+
+/// What is in the slot.
+#[derive(Clone)]
+enum Held {
+    /// The header is not written yet.
+    Payload(Slot),
+    /// Header and payload.
+    Object(Slot),
+}
+
+/// A chunk that is here.
+pub struct Found {
+    pub payload: Slot,
+    /// Header and payload, where the header is written.
+    pub object: Option<Slot>,
+    /// This access was the one after which it goes to the lower tiers.
+    pub is_due: bool,
+}
+
+/// Figures of the tier; totals since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct MemoryStats {
+    pub chunks: u64,
+    pub bytes: u64,
+    pub dirty_bytes: u64,
+    pub pinned_chunks: u64,
+    pub hits: u64,
+    pub misses: u64,
+    pub inserted: u64,
+    pub evicted: u64,
+    pub expired: u64,
+}
+
+impl Memory {
+    pub fn new(arena: &Arena, options: MemoryOptions) -> Arc<Self> {
+        let memory = Arc::new(Self {
+            options,
+            bytes_max: arena.size() / 100 * options.watermark_percent as usize,
+            arena: arena.clone(),
+            state: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&memory);
+        arena.on_pressure(move || weak.upgrade().is_some_and(|memory| memory.evict_one()));
+        memory
+    }
+
+    /// Calls `found` with the position of each chunk that is here. Is no access.
+    pub fn find(&self, space: SpaceKey, chunks: &[ChunkHash], mut found: impl FnMut(usize)) {
+        let (now, state) = (Instant::now(), self.lock());
+        for (i, chunk) in chunks.iter().enumerate() {
+            if state
+                .chunks
+                .get(&(space, *chunk))
+                .is_some_and(|resident| !self.is_expired(resident, now))
+            {
+                found(i);
+            }
+        }
+    }
+
+    pub fn has(&self, key: &CacheKey) -> bool {
+        let mut has = false;
+        self.find(key.0, &[key.1], |_| has = true);
+        has
+    }
+
+    /// The chunk, which is in use from now on for as long as the answer lives.
+    pub fn get(&self, key: &CacheKey, space: &Space) -> Option<Found> {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let State {
+            chunks,
+            tenants,
+            stats,
+            ..
+        } = &mut *state;
+        let Some(resident) = chunks
+            .get_mut(key)
+            .filter(|resident| !self.is_expired(resident, now))
+        else {
+            stats.misses += 1;
+            return None;
+        };
+        stats.hits += 1;
+        resident.accesses = resident.accesses.saturating_add(1);
+        if let Some(tenant) = tenants.get_mut(&resident.tenant) {
+            tenant.queue.hit(key);
+        }
+        Some(resident.found(space, resident.accesses == self.options.min_accesses))
+    }
+
+    /// Keeps a chunk whose header is written. False if it is here already, or has no room.
+    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot) -> bool {
+        self.keep(key, space, Held::Object(object), false)
+    }
+
+    /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
+    pub fn insert_new(&self, key: CacheKey, space: &Space, payload: Slot, dirty: bool) -> bool {
+        self.keep(key, space, Held::Payload(payload), dirty)
+    }
+
+    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool) -> bool {
+        let now = Instant::now();
+        let bytes = space.layout().object_len();
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        if let Some(resident) = state.chunks.get(&key) {
+            if !self.is_expired(resident, now) {
+                return false;
+            }
+            gone.extend(state.take(&key).map(|resident| resident.held));
+            state.stats.expired += 1;
+        }
+        if let Some(most) = self.options.tenant_bytes {
+            while state.tenant_bytes(space.tenant()) + bytes > most {
+                let Some(held) = state.evict_of(space.tenant(), now) else {
+                    break;
+                };
+                gone.push(held);
+            }
+            // What was committed stays until it is stored; reserve looked at the quota.
+            if state.tenant_bytes(space.tenant()) + bytes > most && !dirty {
+                drop(state);
+                return false;
+            }
+        }
+        let policy = self.options.policy;
+        let tenant: Arc<str> = match state.tenants.get_key_value(space.tenant()) {
+            Some((name, _)) => Arc::clone(name),
+            None => space.tenant().into(),
+        };
+        let of = state.tenants.entry(Arc::clone(&tenant)).or_insert_with(|| Tenant {
+            queue: Queue::new(policy),
+            bytes: 0,
+        });
+        of.queue.insert(key);
+        of.bytes += bytes;
+        state.bytes += bytes;
+        state.stats.inserted += 1;
+        let resident = Resident {
+            tenant,
+            held,
+            bytes,
+            dirty,
+            pinned_until: None,
+            accesses: 0,
+            since: now,
+        };
+        state.chunks.insert(key, resident);
+        while state.bytes > self.bytes_max {
+            let Some(held) = state.evict(now) else { break };
+            gone.push(held);
+        }
+        // Slots are given back without the lock.
+        drop(state);
+        true
+    }
+
+    /// The header is in front of the payload now.
+    pub fn sealed(&self, key: &CacheKey, object: Slot) {
+        let mut state = self.lock();
+        let before = state
+            .chunks
+            .get_mut(key)
+            .filter(|resident| resident.held.slot().generation() == object.generation())
+            .map(|resident| std::mem::replace(&mut resident.held, Held::Object(object)));
+        drop(state);
+        drop(before);
+    }
+
+    /// A lower tier has the chunk, or it was decided that none needs it.
+    pub fn clean(&self, key: &CacheKey) {
+        if let Some(resident) = self.lock().chunks.get_mut(key) {
+            resident.dirty = false;
+        }
+        self.arena.nudge();
+    }
+
+    /// It is on its way to a lower tier.
+    pub fn soil(&self, key: &CacheKey) {
+        if let Some(resident) = self.lock().chunks.get_mut(key) {
+            resident.dirty = true;
+        }
+    }
+
+    /// Whoever uses it goes on with its slot. False if it is not here.
+    pub fn remove(&self, key: &CacheKey) -> bool {
+        // Given back without the lock.
+        let removed = self.lock().take(key);
+        removed.is_some()
+    }
+
+    /// Keeps those that are here until `until`. Answers how many are.
+    pub fn pin(&self, space: SpaceKey, chunks: &[ChunkHash], until: Instant) -> usize {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let mut pinned = 0;
+        for chunk in chunks {
+            if let Some(resident) = state.chunks.get_mut(&(space, *chunk))
+                && !self.is_expired(resident, now)
+            {
+                resident.pinned_until = resident.pinned_until.max(Some(until));
+                pinned += 1;
+            }
+        }
+        pinned
+    }
+
+    pub fn unpin(&self, space: SpaceKey, chunks: &[ChunkHash]) -> usize {
+        let mut state = self.lock();
+        let mut unpinned = 0;
+        for chunk in chunks {
+            if let Some(resident) = state.chunks.get_mut(&(space, *chunk)) {
+                unpinned += usize::from(resident.pinned_until.take().is_some());
+            }
+        }
+        drop(state);
+        self.arena.nudge();
+        unpinned
+    }
+
+    /// Whether a tenant may have so many bytes more, once those that may go have gone.
+    pub fn tenant_has_room(&self, tenant: &str, bytes: usize) -> bool {
+        let Some(most) = self.options.tenant_bytes else {
+            return true;
+        };
+        let now = Instant::now();
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        while state.tenant_bytes(tenant) + bytes > most {
+            let Some(held) = state.evict_of(tenant, now) else {
+                return false;
+            };
+            gone.push(held);
+        }
+        true
+    }
+
+    /// Makes the arena a slot freer, if it can.
+    pub fn evict_one(&self) -> bool {
+        let evicted = self.lock().evict(Instant::now());
+        evicted.is_some()
+    }
+
+    pub fn stats(&self) -> MemoryStats {
+        let now = Instant::now();
+        let state = self.lock();
+        let of = |is: &dyn Fn(&Resident) -> bool| state.chunks.values().filter(|one| is(one)).count() as u64;
+        let dirty = state.chunks.values().filter(|resident| resident.dirty);
+        MemoryStats {
+            chunks: state.chunks.len() as u64,
+            bytes: state.bytes as u64,
+            dirty_bytes: dirty.map(|resident| resident.bytes as u64).sum(),
+            pinned_chunks: of(&|resident| resident.pinned_until > Some(now)),
+            ..state.stats
+        }
+    }
+
+    fn is_expired(&self, resident: &Resident, now: Instant) -> bool {
+        !resident.dirty && self.options.ttl.is_some_and(|ttl| now - resident.since >= ttl)
+    }
+
+    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn tenant_bytes(&self, tenant: &str) -> usize {
+        self.tenants.get(tenant).map_or(0, |tenant| tenant.bytes)
+    }
+
+    /// The next that may go: of the tenant that has the most, else of any.
+    fn evict(&mut self, now: Instant) -> Option<Held> {
+        let mut tenants: Vec<_> = self
+            .tenants
+            .iter()
+            .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
+            .collect();
+        tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        tenants.iter().find_map(|(_, name)| self.evict_of(name, now))
+    }
+
+    fn evict_of(&mut self, tenant: &str, now: Instant) -> Option<Held> {
+        let chunks = &self.chunks;
+        let may_go = |key: &CacheKey| chunks.get(key).is_none_or(|resident| resident.may_go(now));
+        let key = self.tenants.get_mut(tenant)?.queue.evict(may_go)?;
+        self.stats.evicted += 1;
+        self.take(&key).map(|resident| resident.held)
+    }
+
+    fn take(&mut self, key: &CacheKey) -> Option<Resident> {
+        let resident = self.chunks.remove(key)?;
+        self.bytes -= resident.bytes;
+        if let Some(tenant) = self.tenants.get_mut(&resident.tenant) {
+            tenant.queue.remove(key);
+            tenant.bytes -= resident.bytes;
+            if tenant.bytes == 0 {
+                self.tenants.remove(&resident.tenant);
+            }
+        }
+        Some(resident)
+    }
+}
+
+impl Resident {
+    /// Nobody uses it. While the lock is held nobody can begin to.
+    fn may_go(&self, now: Instant) -> bool {
+        let pinned = self.pinned_until.is_some_and(|until| until > now);
+        !self.dirty && !pinned && !self.held.slot().is_used_by_others(1)
+    }
+
+    fn found(&self, space: &Space, is_due: bool) -> Found {
+        match &self.held {
+            Held::Payload(payload) => Found {
+                payload: payload.clone(),
+                object: None,
+                is_due,
+            },
+            Held::Object(object) => Found {
+                payload: object.slice(space.layout().header_len()..object.len()),
+                object: Some(object.clone()),
+                is_due,
+            },
+        }
+    }
+}
+
+impl Held {
+    fn slot(&self) -> &Slot {
+        let (Self::Payload(slot) | Self::Object(slot)) = self;
+        slot
+    }
+}

@@ -1,0 +1,34 @@
+//! What a node keeps itself, above S3: chunks in memory, in the slots they came in, and on local disks.
+//!
+//! The tiers keep and find; what goes up and down between them is the gateway's business. What they hand out was verified
+//! by whoever put it there (memory), or is still to be verified (disk).
+
+pub mod disk;
+mod memory;
+pub mod policy;
+
+use serde::{Deserialize, Serialize};
+
+pub use disk::{Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Wrote};
+pub use memory::{Found, Memory, MemoryOptions, MemoryStats};
+pub use policy::EvictionPolicy;
+
+/// Where a chunk was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    Memory,
+    Disk,
+    S3,
+}
+
+impl Tier {
+    /// Stable word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Disk => "disk",
+            Self::S3 => "s3",
+        }
+    }
+}

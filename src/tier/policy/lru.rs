@@ -1,0 +1,46 @@
+use super::Order;
+use super::list::{At, List, Nodes};
+
+/// Least recently used: a use makes a key the newest.
+pub(super) struct Lru(List);
+
+impl Lru {
+    pub fn new() -> Self {
+        Self(List::new())
+    }
+}
+
+impl<K> Order<K> for Lru {
+    fn insert(&mut self, nodes: &mut Nodes<K>, at: At) {
+        self.0.push(nodes, at);
+    }
+
+    fn hit(&mut self, nodes: &mut Nodes<K>, at: At) {
+        self.0.renew(nodes, at);
+    }
+
+    fn remove(&mut self, nodes: &mut Nodes<K>, at: At) {
+        self.0.remove(nodes, at);
+    }
+
+    fn evict(&mut self, nodes: &mut Nodes<K>, may_go: &mut dyn FnMut(&K) -> bool) -> Option<At> {
+        evict_oldest(&mut self.0, nodes, may_go)
+    }
+}
+
+/// Removes the oldest that may go; those that may not become the newest, so each is asked for once.
+pub(super) fn evict_oldest<K>(
+    list: &mut List,
+    nodes: &mut Nodes<K>,
+    may_go: &mut dyn FnMut(&K) -> bool,
+) -> Option<At> {
+    for _ in 0..list.len() {
+        let at = list.oldest()?;
+        if may_go(nodes.key(at)) {
+            list.remove(nodes, at);
+            return Some(at);
+        }
+        list.renew(nodes, at);
+    }
+    None
+}

@@ -1,0 +1,280 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const POLICIES: [EvictionPolicy; 4] = [
+    EvictionPolicy::Lru,
+    EvictionPolicy::Fifo,
+    EvictionPolicy::Sieve,
+    EvictionPolicy::S3Fifo,
+];
+
+/// A slow obvious twin: plain lists from oldest to newest, of keys and their uses.
+struct Twin {
+    policy: EvictionPolicy,
+    /// S3-FIFO's small queue.
+    small: Vec<(u8, u8)>,
+    /// S3-FIFO's main queue; everything for the others.
+    main: Vec<(u8, u8)>,
+    ghosts: Vec<u8>,
+    hand: Option<u8>,
+}
+
+impl Twin {
+    fn new(policy: EvictionPolicy) -> Self {
+        Self {
+            policy,
+            small: Vec::new(),
+            main: Vec::new(),
+            ghosts: Vec::new(),
+            hand: None,
+        }
+    }
+
+    fn keys(&self) -> BTreeSet<u8> {
+        self.small.iter().chain(&self.main).map(|node| node.0).collect()
+    }
+
+    fn insert(&mut self, key: u8) {
+        if self.keys().contains(&key) {
+            return self.hit(key);
+        }
+        let is_back = self.ghosts.contains(&key);
+        self.ghosts.retain(|&ghost| ghost != key);
+        match self.policy == EvictionPolicy::S3Fifo && !is_back {
+            true => self.small.push((key, 0)),
+            false => self.main.push((key, 0)),
+        }
+    }
+
+    fn hit(&mut self, key: u8) {
+        let uses_max = match self.policy {
+            EvictionPolicy::S3Fifo => 3,
+            EvictionPolicy::Sieve => 1,
+            EvictionPolicy::Lru | EvictionPolicy::Fifo => 0,
+        };
+        for node in self.small.iter_mut().chain(&mut self.main) {
+            if node.0 == key {
+                node.1 = uses_max.min(node.1 + 1);
+            }
+        }
+        if self.policy == EvictionPolicy::Lru
+            && let Some(at) = self.main.iter().position(|node| node.0 == key)
+        {
+            self.main[at..].rotate_left(1);
+        }
+    }
+
+    fn remove(&mut self, key: u8) {
+        if self.hand == Some(key) {
+            self.hand = self.newer(key);
+        }
+        self.small.retain(|node| node.0 != key);
+        self.main.retain(|node| node.0 != key);
+    }
+
+    fn newer(&self, key: u8) -> Option<u8> {
+        let mut from_key = self.main.iter().skip_while(|node| node.0 != key);
+        from_key.nth(1).map(|node| node.0)
+    }
+
+    fn evict(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
+        if self.keys().is_subset(held) {
+            // Nobody goes, but all are looked at.
+            self.search(held);
+            return None;
+        }
+        Some(self.search(held).expect("one may go"))
+    }
+
+    fn search(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
+        match self.policy {
+            EvictionPolicy::Lru | EvictionPolicy::Fifo => {
+                let goes = self.main.iter().position(|node| !held.contains(&node.0));
+                self.main.rotate_left(goes.unwrap_or(0));
+                goes.map(|_| self.main.remove(0).0)
+            }
+            EvictionPolicy::Sieve => (0..2 * self.main.len()).find_map(|_| self.sieve(held)),
+            EvictionPolicy::S3Fifo => {
+                let len = self.small.len() + self.main.len();
+                let (mut small_left, mut main_left) = (self.small.len(), 4 * len);
+                let mut try_small = false;
+                while small_left > 0 || (main_left > 0 && !self.main.is_empty()) {
+                    let has_main = main_left > 0 && !self.main.is_empty();
+                    if small_left > 0 && (try_small || !has_main || self.small.len() * 10 >= len) {
+                        (small_left, try_small) = (small_left - 1, false);
+                        if let Some(key) = self.sift_small(held) {
+                            return Some(key);
+                        }
+                    } else {
+                        main_left -= 1;
+                        let (key, uses) = self.main[0];
+                        try_small = uses == 0 && held.contains(&key);
+                        if let Some(key) = self.sift_main(held) {
+                            return Some(key);
+                        }
+                    }
+                }
+                None
+            }
+        }
+    }
+
+    fn sieve(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
+        let key = self.hand.unwrap_or(self.main[0].0);
+        self.hand = self.newer(key);
+        let node = self.main.iter_mut().find(|node| node.0 == key).unwrap();
+        if node.1 == 0 && !held.contains(&key) {
+            self.main.retain(|node| node.0 != key);
+            return Some(key);
+        }
+        node.1 = 1 - node.1;
+        None
+    }
+
+    fn sift_small(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
+        let len = self.small.len() + self.main.len();
+        let (key, uses) = self.small.remove(0);
+        if uses > 1 || held.contains(&key) {
+            self.main.push((key, 0));
+            return None;
+        }
+        self.ghosts.push(key);
+        let too_many = self.ghosts.len().saturating_sub(len - len.div_ceil(10));
+        self.ghosts.drain(..too_many);
+        Some(key)
+    }
+
+    fn sift_main(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
+        let (key, uses) = self.main.remove(0);
+        if uses == 0 && !held.contains(&key) {
+            return Some(key);
+        }
+        self.main.push((key, uses.saturating_sub(1)));
+        None
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Act {
+    Insert(u8),
+    Hit(u8),
+    Remove(u8),
+    /// Nobody may take it.
+    Hold(u8),
+    LetGo(u8),
+    Evict,
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    prop_oneof![
+        6 => (0_u8..40).prop_map(Act::Insert),
+        8 => (0_u8..40).prop_map(Act::Hit),
+        1 => (0_u8..40).prop_map(Act::Remove),
+        1 => (0_u8..40).prop_map(Act::Hold),
+        2 => (0_u8..40).prop_map(Act::LetGo),
+        4 => Just(Act::Evict),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn every_policy_does_as_its_twin(acts in prop::collection::vec(act(), 1..400)) {
+        for policy in POLICIES {
+            let (mut queue, mut twin) = (Queue::new(policy), Twin::new(policy));
+            let mut held = BTreeSet::new();
+            for act in &acts {
+                match *act {
+                    Act::Insert(key) => {
+                        queue.insert(key);
+                        twin.insert(key);
+                    }
+                    Act::Hit(key) => {
+                        queue.hit(&key);
+                        twin.hit(key);
+                    }
+                    Act::Remove(key) => {
+                        prop_assert_eq!(queue.remove(&key), twin.keys().contains(&key));
+                        twin.remove(key);
+                    }
+                    Act::Hold(key) => drop(held.insert(key)),
+                    Act::LetGo(key) => drop(held.remove(&key)),
+                    Act::Evict => {
+                        prop_assert_eq!(queue.evict(|key| !held.contains(key)), twin.evict(&held), "{:?}", policy);
+                    }
+                }
+                prop_assert_eq!(queue.len(), twin.keys().len());
+            }
+            // What is in is in once, and all of it comes out.
+            let mut rest: Vec<u8> = std::iter::from_fn(|| queue.evict(|_| true)).collect();
+            rest.sort_unstable();
+            prop_assert!(rest.iter().eq(&twin.keys()), "{policy:?}: {rest:?}");
+            prop_assert!(queue.is_empty() && queue.nodes_in_use() == 0);
+        }
+    }
+}
+
+/// Keeps at most `most` keys.
+fn insert_within(queue: &mut Queue<u32>, key: u32, most: usize) {
+    queue.insert(key);
+    while queue.len() > most {
+        queue.evict(|_| true);
+    }
+}
+
+/// How many of a hot set of 50 are still there after a scan of 2000 keys that are used once, where 100 have room.
+fn hot_after_scan(policy: EvictionPolicy) -> usize {
+    let mut queue = Queue::new(policy);
+    // The hot ones are used again and again, among others.
+    for round in 0..6 {
+        for hot in 0..50 {
+            insert_within(&mut queue, hot, 100);
+            insert_within(&mut queue, 10_000 + 50 * round + hot, 100);
+        }
+    }
+    (0..2000).for_each(|i| insert_within(&mut queue, 20_000 + i, 100));
+    (0..50).filter(|hot| queue.remove(hot)).count()
+}
+
+#[test]
+fn a_scan_flushes_lru_but_neither_sieve_nor_s3fifo() {
+    assert_eq!(hot_after_scan(EvictionPolicy::Lru), 0);
+    assert_eq!(hot_after_scan(EvictionPolicy::Fifo), 0);
+    assert_eq!(hot_after_scan(EvictionPolicy::Sieve), 50);
+    assert_eq!(hot_after_scan(EvictionPolicy::S3Fifo), 50);
+}
+
+#[test]
+fn who_comes_back_soon_is_kept_by_s3fifo() {
+    let mut queue = Queue::new(EvictionPolicy::S3Fifo);
+    (0..100).for_each(|key| queue.insert(key));
+    assert_eq!(queue.evict(|_| true), Some(0));
+    queue.insert(0);
+    let gone: Vec<u32> = (0..99).filter_map(|_| queue.evict(|_| true)).collect();
+    assert_eq!(gone.len(), 99);
+    assert!(!gone[..80].contains(&0), "its ghost told that it is wanted");
+}
+
+#[test]
+fn those_in_use_are_passed_over_and_not_asked_for_again() {
+    for policy in POLICIES {
+        let mut queue = Queue::new(policy);
+        (0..1000_u32).for_each(|key| queue.insert(key));
+        let mut asked = 0;
+        let mut evict = |queue: &mut Queue<u32>| {
+            queue.evict(|key| {
+                asked += 1;
+                *key >= 500
+            })
+        };
+        for _ in 0..500 {
+            assert!(evict(&mut queue).is_some_and(|key| key >= 500), "{policy:?}");
+        }
+        assert_eq!(evict(&mut queue), None);
+        assert_eq!(queue.len(), 500);
+        // Each key that went; those that may not once or twice meanwhile, and at the end once more for each round.
+        assert!(asked <= 4 * 1000, "{policy:?} asked {asked} times");
+    }
+}
