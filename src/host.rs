@@ -83,7 +83,10 @@ impl Host {
     pub async fn embedded_in(config: &Config, bucket: &str, folder: &Path) -> Result<Self, HostError> {
         let host = Self::serve(config, bucket, Some(folder.to_owned())).await?;
         let deadline = tokio::time::Instant::now() + config.s3.request_timeout;
-        host.store.create_bucket(deadline).await.map_err(OpenError::from)?;
+        host.store
+            .create_bucket(deadline)
+            .await
+            .map_err(OpenError::from)?;
         Ok(host)
     }
 

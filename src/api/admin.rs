@@ -58,7 +58,9 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer,
         pending => Err(Problem::new(
             StatusCode::GATEWAY_TIMEOUT,
             "not_flushed",
-            format!("{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"),
+            format!(
+                "{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"
+            ),
         )),
     }
 }
@@ -86,7 +88,11 @@ pub fn healthz() -> Answer {
 /// `GET /readyz`.
 pub fn readyz(api: &Api) -> Result<Answer, Problem> {
     match api.node.not_ready() {
-        None => Ok(body::bytes(StatusCode::OK, "text/plain", Bytes::from_static(b"ready\n"))),
+        None => Ok(body::bytes(
+            StatusCode::OK,
+            "text/plain",
+            Bytes::from_static(b"ready\n"),
+        )),
         Some(why) => Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", why)),
     }
 }

@@ -34,7 +34,8 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
         let mut first: Option<Bytes> = None;
         let mut rest = BytesMut::new();
         while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|error| Problem::bad(format!("the body did not come whole: {error}")))?;
+            let frame =
+                frame.map_err(|error| Problem::bad(format!("the body did not come whole: {error}")))?;
             let Ok(bytes) = frame.into_data() else { continue };
             if rest.len() + bytes.len() + first.as_ref().map_or(0, Bytes::len) > most {
                 return Err(too_large());
@@ -63,7 +64,8 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
         true => b"{}",
         false => body,
     };
-    serde_json::from_slice(body).map_err(|error| Problem::bad(format!("the body is not what this call takes: {error}")))
+    serde_json::from_slice(body)
+        .map_err(|error| Problem::bad(format!("the body is not what this call takes: {error}")))
 }
 
 pub fn json(value: &impl Serialize) -> Answer {
@@ -74,7 +76,9 @@ pub fn json(value: &impl Serialize) -> Answer {
 pub fn bytes(status: StatusCode, kind: &'static str, bytes: Bytes) -> Answer {
     let mut answer = Response::new(Full::new(bytes).boxed());
     *answer.status_mut() = status;
-    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    answer
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     answer
 }
 
@@ -129,4 +133,3 @@ pub fn push_line(lines: &mut Vec<u8>, value: &impl Serialize) {
     let _ = serde_json::to_writer(&mut *lines, value);
     lines.push(b'\n');
 }
-

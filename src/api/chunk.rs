@@ -34,7 +34,10 @@ pub async fn serve(
     if request.uri().query() == Some("header") {
         return header(&object, method);
     }
-    let range = request.headers().get(RANGE).map(|value| range(value, object.len()));
+    let range = request
+        .headers()
+        .get(RANGE)
+        .map(|value| range(value, object.len()));
     let (status, range) = match range {
         None => (StatusCode::OK, 0..object.len()),
         Some(Ok(range)) => (StatusCode::PARTIAL_CONTENT, range),

@@ -130,7 +130,9 @@ impl Drop for Busy {
 impl Drop for Connected {
     fn drop(&mut self) {
         let mut state = self.connections.lock();
-        state.idle.remove(&self.connection.idle_since.load(Ordering::Relaxed));
+        state
+            .idle
+            .remove(&self.connection.idle_since.load(Ordering::Relaxed));
         state.all.remove(&self.id);
     }
 }

@@ -25,7 +25,9 @@ pub async fn load(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, 
     let space = spaces::named(api, &request.space)?;
     api.check_count(request.hashes.len())?;
     if !(1..=LOAD_ID_BYTES_MAX).contains(&request.load_id.len()) {
-        return Err(Problem::bad(format!("`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes")));
+        return Err(Problem::bad(format!(
+            "`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes"
+        )));
     }
     let call = LoadCall {
         load_id: request.load_id,

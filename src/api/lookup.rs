@@ -172,7 +172,9 @@ fn tokens_of(body: &[u8]) -> Result<Vec<u32>, Problem> {
 fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, Problem> {
     match (&request.hashes, &request.tokens) {
         (Some(hashes), None) if request.salt.is_none() && request.adapter.is_none() => Ok(hashes.clone()),
-        (Some(_), None) => Err(Problem::bad("`salt` and `adapter` are in the hashes already: give them with tokens only")),
+        (Some(_), None) => Err(Problem::bad(
+            "`salt` and `adapter` are in the hashes already: give them with tokens only",
+        )),
         (None, Some(tokens)) => {
             let bad = |error: crate::chunk::HashError| Problem::bad(error.to_string());
             let hasher = ChunkHasher::new(space, None).map_err(bad)?;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use hyper::StatusCode;
 
-use super::body::{Answer, bytes};
 use super::Api;
+use super::body::{Answer, bytes};
 use crate::fanout::Phase;
 use crate::node::Status;
 
@@ -44,8 +44,16 @@ impl Text {
 pub fn metrics(api: &Arc<Api>) -> Answer {
     let mut text = Text::default();
     node(&mut text, &api.node.status());
-    text.gauge("kvgate_api_connections", "Connections now.", api.connections.count() as u64);
-    text.counter("kvgate_api_connections_total", "Connections ever.", api.connections.total());
+    text.gauge(
+        "kvgate_api_connections",
+        "Connections now.",
+        api.connections.count() as u64,
+    );
+    text.counter(
+        "kvgate_api_connections_total",
+        "Connections ever.",
+        api.connections.total(),
+    );
     text.counter(
         "kvgate_api_connections_closed_idle_total",
         "Connections closed because there were too many and they did nothing.",
@@ -55,59 +63,179 @@ pub fn metrics(api: &Arc<Api>) -> Answer {
 }
 
 fn node(text: &mut Text, status: &Status) {
-    text.gauge("kvgate_node_ready", "1 if the node takes traffic.", u64::from(status.not_ready.is_none()));
-    text.counter("kvgate_node_uptime_seconds_total", "Since the start.", status.uptime_seconds);
+    text.gauge(
+        "kvgate_node_ready",
+        "1 if the node takes traffic.",
+        u64::from(status.not_ready.is_none()),
+    );
+    text.counter(
+        "kvgate_node_uptime_seconds_total",
+        "Since the start.",
+        status.uptime_seconds,
+    );
     let arena = &status.arena.stats;
-    text.gauge("kvgate_arena_size_bytes", "Bytes for slots.", arena.size_bytes as u64);
-    text.gauge("kvgate_arena_used_bytes", "Of these, taken.", arena.used_bytes as u64);
+    text.gauge(
+        "kvgate_arena_size_bytes",
+        "Bytes for slots.",
+        arena.size_bytes as u64,
+    );
+    text.gauge(
+        "kvgate_arena_used_bytes",
+        "Of these, taken.",
+        arena.used_bytes as u64,
+    );
     text.gauge("kvgate_arena_slots", "Slots taken.", arena.slots as u64);
-    text.counter("kvgate_arena_refused_total", "Reservations that found no room.", arena.refused);
+    text.counter(
+        "kvgate_arena_refused_total",
+        "Reservations that found no room.",
+        arena.refused,
+    );
     let memory = &status.tiers.memory;
     text.gauge("kvgate_memory_chunks", "Chunks in memory.", memory.chunks);
     text.gauge("kvgate_memory_used_bytes", "Their bytes.", memory.bytes);
-    text.gauge("kvgate_memory_dirty_bytes", "Of these, not yet on a lower tier.", memory.dirty_bytes);
-    text.gauge("kvgate_memory_pinned_chunks", "Chunks that were pinned.", memory.pinned_chunks);
-    text.counter("kvgate_memory_hits_total", "Loads of a chunk that was in memory.", memory.hits);
-    text.counter("kvgate_memory_misses_total", "Loads of a chunk that was not.", memory.misses);
-    text.counter("kvgate_memory_evicted_total", "Chunks that made room.", memory.evicted);
-    text.counter("kvgate_memory_expired_total", "Chunks whose time was over.", memory.expired);
+    text.gauge(
+        "kvgate_memory_dirty_bytes",
+        "Of these, not yet on a lower tier.",
+        memory.dirty_bytes,
+    );
+    text.gauge(
+        "kvgate_memory_pinned_chunks",
+        "Chunks that were pinned.",
+        memory.pinned_chunks,
+    );
+    text.counter(
+        "kvgate_memory_hits_total",
+        "Loads of a chunk that was in memory.",
+        memory.hits,
+    );
+    text.counter(
+        "kvgate_memory_misses_total",
+        "Loads of a chunk that was not.",
+        memory.misses,
+    );
+    text.counter(
+        "kvgate_memory_evicted_total",
+        "Chunks that made room.",
+        memory.evicted,
+    );
+    text.counter(
+        "kvgate_memory_expired_total",
+        "Chunks whose time was over.",
+        memory.expired,
+    );
     let behind = &status.tiers.write_behind;
-    text.gauge("kvgate_behind_waiting_chunks", "Committed, not yet on the lower tiers.", behind.waiting_chunks);
-    text.gauge("kvgate_behind_waiting_bytes", "Their bytes.", behind.waiting_bytes);
-    text.gauge("kvgate_behind_reserved_bytes", "Reserved by engines, not committed.", behind.reserved_bytes);
-    text.counter("kvgate_behind_stored_total", "Chunks written to the lower tiers.", behind.stored);
-    text.counter("kvgate_behind_present_total", "Chunks that were there already.", behind.present);
+    text.gauge(
+        "kvgate_behind_waiting_chunks",
+        "Committed, not yet on the lower tiers.",
+        behind.waiting_chunks,
+    );
+    text.gauge(
+        "kvgate_behind_waiting_bytes",
+        "Their bytes.",
+        behind.waiting_bytes,
+    );
+    text.gauge(
+        "kvgate_behind_reserved_bytes",
+        "Reserved by engines, not committed.",
+        behind.reserved_bytes,
+    );
+    text.counter(
+        "kvgate_behind_stored_total",
+        "Chunks written to the lower tiers.",
+        behind.stored,
+    );
+    text.counter(
+        "kvgate_behind_present_total",
+        "Chunks that were there already.",
+        behind.present,
+    );
     text.counter("kvgate_behind_dropped_total", "Chunks given up.", behind.dropped);
-    text.counter("kvgate_behind_failed_attempts_total", "Attempts that failed, and were made again.", behind.failed_attempts);
+    text.counter(
+        "kvgate_behind_failed_attempts_total",
+        "Attempts that failed, and were made again.",
+        behind.failed_attempts,
+    );
     disk(text, status);
     s3(text, status);
     let slots = &status.slots;
-    text.gauge("kvgate_node_sessions", "Engine processes that are attached.", status.sessions.len() as u64);
-    text.gauge("kvgate_node_filling_slots", "Slots that engines fill.", slots.filling as u64);
-    text.gauge("kvgate_node_spoilt_slots", "Slots that wait for a writer that came too late.", slots.spoilt as u64);
-    text.gauge("kvgate_node_leases", "Slots that engines read.", slots.leases as u64);
-    text.gauge("kvgate_node_spaces", "Spaces that were declared.", status.spaces.len() as u64);
+    text.gauge(
+        "kvgate_node_sessions",
+        "Engine processes that are attached.",
+        status.sessions.len() as u64,
+    );
+    text.gauge(
+        "kvgate_node_filling_slots",
+        "Slots that engines fill.",
+        slots.filling as u64,
+    );
+    text.gauge(
+        "kvgate_node_spoilt_slots",
+        "Slots that wait for a writer that came too late.",
+        slots.spoilt as u64,
+    );
+    text.gauge(
+        "kvgate_node_leases",
+        "Slots that engines read.",
+        slots.leases as u64,
+    );
+    text.gauge(
+        "kvgate_node_spaces",
+        "Spaces that were declared.",
+        status.spaces.len() as u64,
+    );
 }
 
 fn disk(text: &mut Text, status: &Status) {
     let Some(disk) = &status.tiers.disk else { return };
     let mut of = |name: &str, kind: &str, help: &str, value: &dyn Fn(&crate::tier::PathStats) -> u64| {
-        let lines = disk.disks.iter().map(|path| (path.path.display().to_string(), value(path)));
+        let lines = disk
+            .disks
+            .iter()
+            .map(|path| (path.path.display().to_string(), value(path)));
         text.lines(name, kind, help, "path", &lines.collect::<Vec<_>>());
     };
-    of("kvgate_disk_up", "gauge", "1 if the disk is in use.", &|path| u64::from(path.state == crate::tier::DiskState::Ok));
-    of("kvgate_disk_chunks", "gauge", "Chunks on the disk.", &|path| path.chunks);
-    of("kvgate_disk_used_bytes", "gauge", "Their bytes.", &|path| path.bytes);
-    of("kvgate_disk_reads_total", "counter", "Chunks read.", &|path| path.reads);
-    of("kvgate_disk_writes_total", "counter", "Chunks written.", &|path| path.writes);
-    of("kvgate_disk_evicted_total", "counter", "Chunks that made room.", &|path| path.evicted);
-    of("kvgate_disk_expired_total", "counter", "Chunks whose time was over.", &|path| path.expired);
-    of("kvgate_disk_errors_total", "counter", "Errors.", &|path| path.errors);
+    of("kvgate_disk_up", "gauge", "1 if the disk is in use.", &|path| {
+        u64::from(path.state == crate::tier::DiskState::Ok)
+    });
+    of("kvgate_disk_chunks", "gauge", "Chunks on the disk.", &|path| {
+        path.chunks
+    });
+    of("kvgate_disk_used_bytes", "gauge", "Their bytes.", &|path| {
+        path.bytes
+    });
+    of("kvgate_disk_reads_total", "counter", "Chunks read.", &|path| {
+        path.reads
+    });
+    of(
+        "kvgate_disk_writes_total",
+        "counter",
+        "Chunks written.",
+        &|path| path.writes,
+    );
+    of(
+        "kvgate_disk_evicted_total",
+        "counter",
+        "Chunks that made room.",
+        &|path| path.evicted,
+    );
+    of(
+        "kvgate_disk_expired_total",
+        "counter",
+        "Chunks whose time was over.",
+        &|path| path.expired,
+    );
+    of("kvgate_disk_errors_total", "counter", "Errors.", &|path| {
+        path.errors
+    });
 }
 
 fn s3(text: &mut Text, status: &Status) {
     let s3 = &status.s3;
-    text.gauge("kvgate_s3_answered", "1 if S3 has answered since the start.", u64::from(s3.answered));
+    text.gauge(
+        "kvgate_s3_answered",
+        "1 if S3 has answered since the start.",
+        u64::from(s3.answered),
+    );
     let requests = &s3.requests;
     let kinds = [
         ("head", requests.head),
@@ -119,21 +247,76 @@ fn s3(text: &mut Text, status: &Status) {
         ("bucket", requests.bucket),
     ];
     let lines = kinds.map(|(kind, count)| (kind.to_owned(), count));
-    text.lines("kvgate_s3_requests_total", "counter", "Requests sent.", "kind", &lines);
-    text.gauge("kvgate_existence_entries", "Chunks that are known to exist or not.", s3.existence_entries as u64);
-    let mut of = |name: &str, kind: &str, help: &str, value: &dyn Fn(&crate::fanout::EndpointState) -> u64| {
-        let lines: Vec<_> = s3.endpoints.iter().map(|one| (one.address.to_string(), value(one))).collect();
-        text.lines(name, kind, help, "address", &lines);
-    };
-    of("kvgate_endpoint_up", "gauge", "1 if its breaker is closed.", &|one| u64::from(one.breaker == Phase::Closed));
-    of("kvgate_endpoint_window_bytes", "gauge", "Bytes that may be in flight.", &|one| one.window_bytes as u64);
-    of("kvgate_endpoint_in_flight_bytes", "gauge", "Bytes in flight.", &|one| one.in_flight_bytes as u64);
-    of("kvgate_endpoint_throughput_bytes_per_second", "gauge", "What came lately.", &|one| one.bytes_per_second);
-    of("kvgate_endpoint_requests_total", "counter", "Requests.", &|one| one.totals.total());
-    of("kvgate_endpoint_failed_total", "counter", "Requests that failed there.", &|one| {
-        one.totals.failed + one.totals.lost + one.totals.timed_out + one.totals.throttled
+    text.lines(
+        "kvgate_s3_requests_total",
+        "counter",
+        "Requests sent.",
+        "kind",
+        &lines,
+    );
+    text.gauge(
+        "kvgate_existence_entries",
+        "Chunks that are known to exist or not.",
+        s3.existence_entries as u64,
+    );
+    let mut of =
+        |name: &str, kind: &str, help: &str, value: &dyn Fn(&crate::fanout::EndpointState) -> u64| {
+            let lines: Vec<_> = s3
+                .endpoints
+                .iter()
+                .map(|one| (one.address.to_string(), value(one)))
+                .collect();
+            text.lines(name, kind, help, "address", &lines);
+        };
+    of(
+        "kvgate_endpoint_up",
+        "gauge",
+        "1 if its breaker is closed.",
+        &|one| u64::from(one.breaker == Phase::Closed),
+    );
+    of(
+        "kvgate_endpoint_window_bytes",
+        "gauge",
+        "Bytes that may be in flight.",
+        &|one| one.window_bytes as u64,
+    );
+    of(
+        "kvgate_endpoint_in_flight_bytes",
+        "gauge",
+        "Bytes in flight.",
+        &|one| one.in_flight_bytes as u64,
+    );
+    of(
+        "kvgate_endpoint_throughput_bytes_per_second",
+        "gauge",
+        "What came lately.",
+        &|one| one.bytes_per_second,
+    );
+    of("kvgate_endpoint_requests_total", "counter", "Requests.", &|one| {
+        one.totals.total()
     });
-    of("kvgate_endpoint_retries_total", "counter", "Requests that were retries.", &|one| one.totals.retries);
-    of("kvgate_endpoint_hedges_total", "counter", "Requests that were hedges.", &|one| one.totals.hedges);
-    of("kvgate_endpoint_moved_bytes_total", "counter", "Bytes of bodies.", &|one| one.totals.bytes);
+    of(
+        "kvgate_endpoint_failed_total",
+        "counter",
+        "Requests that failed there.",
+        &|one| one.totals.failed + one.totals.lost + one.totals.timed_out + one.totals.throttled,
+    );
+    of(
+        "kvgate_endpoint_retries_total",
+        "counter",
+        "Requests that were retries.",
+        &|one| one.totals.retries,
+    );
+    of(
+        "kvgate_endpoint_hedges_total",
+        "counter",
+        "Requests that were hedges.",
+        &|one| one.totals.hedges,
+    );
+    of(
+        "kvgate_endpoint_moved_bytes_total",
+        "counter",
+        "Bytes of bodies.",
+        &|one| one.totals.bytes,
+    );
 }

@@ -106,7 +106,10 @@ impl Api {
             .map_err(|error| format!("can't read [api] token_file {}: {error}", path.display()))?;
         let text = text.trim();
         if text.is_empty() {
-            return Err(format!("[api] token_file {} is empty: write the token there", path.display()));
+            return Err(format!(
+                "[api] token_file {} is empty: write the token there",
+                path.display()
+            ));
         }
         *self.token.write().unwrap_or_else(PoisonError::into_inner) = Some(text.to_owned());
         Ok(())

@@ -10,7 +10,11 @@ const OPENAPI: &str = include_str!("../../docs/openapi.json");
 
 /// `GET /`: reads `/v1/status` once a second.
 pub fn page() -> Answer {
-    bytes(StatusCode::OK, "text/html; charset=utf-8", Bytes::from_static(PAGE.as_bytes()))
+    bytes(
+        StatusCode::OK,
+        "text/html; charset=utf-8",
+        Bytes::from_static(PAGE.as_bytes()),
+    )
 }
 
 /// `GET /v1/openapi.json`.

@@ -46,11 +46,16 @@ fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Result<()
     if probe {
         return Ok(());
     }
-    let given = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let given = request
+        .headers()
+        .get(AUTHORIZATION)
+        .and_then(|value| value.to_str().ok());
     let given = given.and_then(|text| text.strip_prefix("Bearer "));
     match given.is_some_and(|given| blake3::hash(given.trim().as_bytes()) == blake3::hash(token.as_bytes())) {
         true => Ok(()),
-        false => Err(unauthorized("send the header `Authorization: Bearer TOKEN`, with the token of [api] token_file")),
+        false => Err(unauthorized(
+            "send the header `Authorization: Bearer TOKEN`, with the token of [api] token_file",
+        )),
     }
 }
 
@@ -64,15 +69,35 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
     let method = request.method().clone();
     let get = method == Method::GET || method == Method::HEAD;
     match segments.as_slice() {
-        ["v1", "lookup"] => only(&method, "POST").map(|()| lookup::lookup(api, request))?.await,
+        ["v1", "lookup"] => {
+            only(&method, "POST")
+                .map(|()| lookup::lookup(api, request))?
+                .await
+        }
         ["v1", "load"] => only(&method, "POST").map(|()| load::load(api, request))?.await,
         ["v1", "release"] => only(&method, "POST").map(|()| load::release(api, request))?.await,
-        ["v1", "store", "reserve"] => only(&method, "POST").map(|()| store::reserve(api, request))?.await,
+        ["v1", "store", "reserve"] => {
+            only(&method, "POST")
+                .map(|()| store::reserve(api, request))?
+                .await
+        }
         ["v1", "store", "commit"] => only(&method, "POST").map(|()| store::commit(api, request))?.await,
         ["v1", "store", "abort"] => only(&method, "POST").map(|()| store::abort(api, request))?.await,
-        ["v1", "attach"] => only(&method, "POST").map(|()| attach::attach(api, caller, request))?.await,
-        ["v1", "spaces"] => only(&method, "PUT").map(|()| spaces::declare(api, request))?.await,
-        ["v1", "prefetch"] => only(&method, "POST").map(|()| admin::prefetch(api, request))?.await,
+        ["v1", "attach"] => {
+            only(&method, "POST")
+                .map(|()| attach::attach(api, caller, request))?
+                .await
+        }
+        ["v1", "spaces"] => {
+            only(&method, "PUT")
+                .map(|()| spaces::declare(api, request))?
+                .await
+        }
+        ["v1", "prefetch"] => {
+            only(&method, "POST")
+                .map(|()| admin::prefetch(api, request))?
+                .await
+        }
         ["v1", "pin"] => only(&method, "POST").map(|()| admin::pin(api, request))?.await,
         ["v1", "unpin"] => only(&method, "POST").map(|()| admin::unpin(api, request))?.await,
         ["v1", "flush"] => only(&method, "POST").map(|()| admin::flush(api, request))?.await,
@@ -84,7 +109,9 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
         ["healthz"] if get => Ok(admin::healthz()),
         ["readyz"] if get => admin::readyz(api),
         [""] if get => Ok(page::page()),
-        ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => only(&method, "GET, HEAD").map(|()| page::page()),
+        ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => {
+            only(&method, "GET, HEAD").map(|()| page::page())
+        }
         _ => Err(Problem::not_found(format!(
             "there is no {path}: GET /v1/openapi.json describes all calls"
         ))),

@@ -32,7 +32,9 @@ pub enum ListenError {
     Socket { path: PathBuf, source: io::Error },
     #[error("another kvgate answers at {}: stop that one, or give another [api] socket", path.display())]
     InUse { path: PathBuf },
-    #[error("can't listen on {address}: {source}. Give [api] listen a free port on an address of this machine")]
+    #[error(
+        "can't listen on {address}: {source}. Give [api] listen a free port on an address of this machine"
+    )]
     Tcp { address: SocketAddr, source: io::Error },
 }
 
@@ -133,7 +135,10 @@ async fn clear(path: &Path) -> Result<(), ListenError> {
         source,
     };
     if !there.file_type().is_socket() {
-        return Err(fail(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is no socket")));
+        return Err(fail(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "there is a file that is no socket",
+        )));
     }
     match UnixStream::connect(path).await {
         Ok(_) => Err(ListenError::InUse { path: path.into() }),

@@ -43,7 +43,9 @@ pub fn named(api: &Api, name: &str) -> Result<Space, Problem> {
     let key = id.map(SpaceKey::from).or_else(|| SpaceKey::from_hex(name));
     let key = key.ok_or_else(|| {
         let name: String = name.chars().take(80).collect();
-        Problem::bad(format!("{name:?} is not a space id: 64 hex digits, or its first 32"))
+        Problem::bad(format!(
+            "{name:?} is not a space id: 64 hex digits, or its first 32"
+        ))
     })?;
     let space = api.node.space(key)?;
     match id {

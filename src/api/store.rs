@@ -55,7 +55,9 @@ pub async fn reserve(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answe
 }
 
 fn skipped(word: &str) -> ReservedChunk {
-    ReservedChunk::Skip { skip: word.to_owned() }
+    ReservedChunk::Skip {
+        skip: word.to_owned(),
+    }
 }
 
 /// `POST /v1/store/commit`.
@@ -65,7 +67,10 @@ pub async fn commit(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer
 
 /// `POST /v1/store/abort`.
 pub async fn abort(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
-    each(api, request, |session, slot| api.node.abort(session, slot).map(|()| false)).await
+    each(api, request, |session, slot| {
+        api.node.abort(session, slot).map(|()| false)
+    })
+    .await
 }
 
 async fn each(
@@ -77,12 +82,17 @@ async fn each(
     let request: CommitRequest = body::parse(&text)?;
     let session = api.node.session(&request.session)?;
     api.check_count(request.slots.len())?;
-    let slots = request.slots.iter().map(|slot| match act(&session, (slot.slot, slot.generation)) {
-        Ok(published) => CommitOutcome::Ok { published },
-        Err(error) => CommitOutcome::Refused {
-            code: NodeError::from(error).code().to_owned(),
-            detail: error.to_string(),
-        },
-    });
-    Ok(json(&CommitAnswer { slots: slots.collect() }))
+    let slots = request
+        .slots
+        .iter()
+        .map(|slot| match act(&session, (slot.slot, slot.generation)) {
+            Ok(published) => CommitOutcome::Ok { published },
+            Err(error) => CommitOutcome::Refused {
+                code: NodeError::from(error).code().to_owned(),
+                detail: error.to_string(),
+            },
+        });
+    Ok(json(&CommitAnswer {
+        slots: slots.collect(),
+    }))
 }

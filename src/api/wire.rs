@@ -232,8 +232,13 @@ pub struct CommitAnswer {
 #[serde(untagged)]
 pub enum CommitOutcome {
     /// `published`: the chunk is a hit; else other ranks are still to commit.
-    Ok { published: bool },
-    Refused { code: String, detail: String },
+    Ok {
+        published: bool,
+    },
+    Refused {
+        code: String,
+        detail: String,
+    },
 }
 
 /// Body of `POST /v1/release`: the slots that are named, or all of the load.

@@ -38,7 +38,11 @@ impl AttachedArena {
             path: path.into(),
             what,
         };
-        let file = OpenOptions::new().read(true).write(true).open(path).map_err(fail)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(fail)?;
         let len = file.metadata().map_err(fail)?.len();
         let len = usize::try_from(len).map_err(|_| other("it is too large".into()))?;
         if len < SLOT_ALIGN {
@@ -60,7 +64,9 @@ impl AttachedArena {
         let mut id = [0; 16];
         id.copy_from_slice(&header[16..32]);
         if BootId::from_bytes(id) != boot_id {
-            return Err(other(format!("it is of another start than {boot_id}; attach again")));
+            return Err(other(format!(
+                "it is of another start than {boot_id}; attach again"
+            )));
         }
         let slots = offset_at(40)..offset_at(48);
         if slots.start > slots.end || slots.end > len || offset_at(32) != SLOT_ALIGN {

@@ -47,7 +47,9 @@ pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     logging::init(&config.log, verbose);
     let (store, host) = args.store(&config).await?;
     let reload = args.reload(verbose);
-    let daemon = Daemon::start(&config, store, reload).await.map_err(|error| CliError::usage(error.to_string()))?;
+    let daemon = Daemon::start(&config, store, reload)
+        .await
+        .map_err(|error| CliError::usage(error.to_string()))?;
     out.line(format_args!("kvgate {} serves", env!("CARGO_PKG_VERSION")))?;
     out.field("socket", config.api.socket.display())?;
     if let Some(address) = daemon.address() {
@@ -55,7 +57,10 @@ pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     }
     let arena = daemon.node().gateway().arena();
     if let Some(path) = arena.path() {
-        out.field("arena", format_args!("{} ({})", path.display(), config.arena.size))?;
+        out.field(
+            "arena",
+            format_args!("{} ({})", path.display(), config.arena.size),
+        )?;
     }
     if let Some(host) = &host {
         out.field("S3", format_args!("{}, bucket {}", host.place, host.bucket))?;
@@ -66,10 +71,15 @@ pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     if let Some(host) = host {
         host.stop().await;
     }
-    match ended.map_err(|error| CliError::Failed(error.to_string()))?.dropped {
+    match ended
+        .map_err(|error| CliError::Failed(error.to_string()))?
+        .dropped
+    {
         0 => Ok(()),
         dropped => {
-            tell(format_args!("{dropped} chunks were not stored and are lost: S3 did not take them within [store] drain"));
+            tell(format_args!(
+                "{dropped} chunks were not stored and are lost: S3 did not take them within [store] drain"
+            ));
             Err(CliError::Reported)
         }
     }
@@ -96,10 +106,13 @@ impl ServeArgs {
         let Some(folder) = &self.embedded else {
             return Ok((open_store(config, None).await?, None));
         };
-        let host = Host::embedded_in(config, "kvgate", folder).await.map_err(|error: HostError| match error.is_usage() {
-            true => CliError::usage(error.to_string()),
-            false => CliError::Failed(error.to_string()),
-        })?;
+        let host =
+            Host::embedded_in(config, "kvgate", folder)
+                .await
+                .map_err(|error: HostError| match error.is_usage() {
+                    true => CliError::usage(error.to_string()),
+                    false => CliError::Failed(error.to_string()),
+                })?;
         Ok((Arc::clone(&host.store), Some(host)))
     }
 

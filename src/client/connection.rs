@@ -23,7 +23,9 @@ pub(super) struct Connection {
 impl Connection {
     pub async fn open(target: &Target) -> Result<Self, ClientError> {
         let stream: std::io::Result<Pin<Box<dyn Stream>>> = match target {
-            Target::Unix(path) => UnixStream::connect(path).await.map(|stream| Box::pin(stream) as _),
+            Target::Unix(path) => UnixStream::connect(path)
+                .await
+                .map(|stream| Box::pin(stream) as _),
             Target::Tcp(address) => TcpStream::connect(address).await.map(|stream| {
                 // Calls are small.
                 let _ = stream.set_nodelay(true);
@@ -61,7 +63,10 @@ impl Connection {
     }
 
     /// An answer whose body comes bit by bit.
-    pub async fn stream(&mut self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, hyper::Error> {
+    pub async fn stream(
+        &mut self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, hyper::Error> {
         self.sender.ready().await?;
         self.sender.send_request(request).await
     }

@@ -40,7 +40,9 @@ impl Lines {
                 let line = self.buffer.split_to(end);
                 self.buffer.advance(1);
                 let parsed = serde_json::from_slice(&line);
-                return parsed.map(Some).map_err(|error| ClientError::Answer(error.to_string()));
+                return parsed
+                    .map(Some)
+                    .map_err(|error| ClientError::Answer(error.to_string()));
             }
             match self.body.frame().await {
                 None => return Ok(None),

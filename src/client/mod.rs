@@ -21,9 +21,7 @@ pub use load::LoadLines;
 pub use session::Session;
 
 use self::connection::Connection;
-use crate::api::wire::{
-    ChunksRequest, Count, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
-};
+use crate::api::wire::{ChunksRequest, Count, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo};
 use crate::arena::AttachedError;
 use crate::chunk::{ChunkHash, Mask, Space};
 use crate::gateway::Flushed;
@@ -107,16 +105,24 @@ impl Client {
         query: &str,
     ) -> Result<Found, ClientError> {
         let mut body = Vec::with_capacity(hashes.len() * 32);
-        hashes.iter().for_each(|hash| body.extend_from_slice(hash.as_bytes()));
+        hashes
+            .iter()
+            .for_each(|hash| body.extend_from_slice(hash.as_bytes()));
         let path = format!("/v1/lookup?space={space}&{query}");
-        let (headers, answer) = self.call(Method::POST, &path, OCTETS, body.into(), OCTETS).await?;
+        let (headers, answer) = self
+            .call(Method::POST, &path, OCTETS, body.into(), OCTETS)
+            .await?;
         let chunks = hashes.len();
         let bytes = chunks.div_ceil(8);
         let mask = |number: usize| {
-            let bytes = answer.get(number * bytes..(number + 1) * bytes).unwrap_or_default();
+            let bytes = answer
+                .get(number * bytes..(number + 1) * bytes)
+                .unwrap_or_default();
             Mask::from_bytes(chunks, bytes).map_err(|error| ClientError::Answer(error.to_string()))
         };
-        let prefix = headers.get("x-kvgate-prefix").and_then(|value| value.to_str().ok()?.parse().ok());
+        let prefix = headers
+            .get("x-kvgate-prefix")
+            .and_then(|value| value.to_str().ok()?.parse().ok());
         Ok(Found {
             mask: mask(0)?,
             unknown: mask(1)?,
@@ -159,7 +165,9 @@ impl Client {
 
     /// As JSON: what there is grows with every version.
     pub async fn status(&self) -> Result<serde_json::Value, ClientError> {
-        let (_, answer) = self.call(Method::GET, "/v1/status", JSON, Bytes::new(), JSON).await?;
+        let (_, answer) = self
+            .call(Method::GET, "/v1/status", JSON, Bytes::new(), JSON)
+            .await?;
         parse(&answer)
     }
 
@@ -170,7 +178,9 @@ impl Client {
     }
 
     pub async fn delete(&self, path: &str) -> Result<(), ClientError> {
-        self.call(Method::DELETE, path, JSON, Bytes::new(), JSON).await.map(drop)
+        self.call(Method::DELETE, path, JSON, Bytes::new(), JSON)
+            .await
+            .map(drop)
     }
 
     pub(crate) async fn post<T: DeserializeOwned>(

@@ -95,7 +95,11 @@ impl Session {
         Ok(answer.released)
     }
 
-    pub async fn reserve(&self, space: &str, chunks: Vec<ReserveChunk>) -> Result<ReserveAnswer, ClientError> {
+    pub async fn reserve(
+        &self,
+        space: &str,
+        chunks: Vec<ReserveChunk>,
+    ) -> Result<ReserveAnswer, ClientError> {
         let request = ReserveRequest {
             session: self.name.clone(),
             space: space.to_owned(),

@@ -127,7 +127,12 @@ impl Kind for Address {
 
     fn parse(&self, text: &str) -> Result<SocketAddr, String> {
         let address = text.trim().parse();
-        address.map_err(|_| format!("{text:?} is not an address with a port; allowed is {}", self.accepts()))
+        address.map_err(|_| {
+            format!(
+                "{text:?} is not an address with a port; allowed is {}",
+                self.accepts()
+            )
+        })
     }
 
     fn show(&self, value: &SocketAddr) -> String {

@@ -60,7 +60,11 @@ const CALLS_GRACE: Duration = Duration::from_secs(1);
 
 impl Daemon {
     /// Opens disks, arena and sockets. Nothing is asked of S3 yet.
-    pub async fn start(config: &Config, store: Arc<dyn ObjectStore>, reload: Reload) -> Result<Self, StartError> {
+    pub async fn start(
+        config: &Config,
+        store: Arc<dyn ObjectStore>,
+        reload: Reload,
+    ) -> Result<Self, StartError> {
         raise_file_limit();
         // First, so that two daemons don't work on the same files.
         let server = Server::bind(&options::listening(config)).await?;
@@ -116,7 +120,9 @@ impl Daemon {
         }
         let (end, ended) = watch::channel(false);
         let serving = tokio::spawn(server.serve(Arc::clone(&api), ended, CALLS_GRACE));
-        signals(&api, stop).await.map_err(|error| StartError::System(error.to_string()))?;
+        signals(&api, stop)
+            .await
+            .map_err(|error| StartError::System(error.to_string()))?;
         notify.tell("STOPPING=1");
         let dropped = drain(&node, config.store.drain).await;
         end.send_replace(true);

@@ -154,6 +154,7 @@ impl Behind {
 
     /// A chunk waits from here on, with its room. Answers its number.
     fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>) -> u64 {
+        let bytes = room.keep();
         let mut state = self.lock();
         state.committed += 1;
         let number = state.committed;
@@ -163,7 +164,7 @@ impl Behind {
             .map_or(0, |before| before.depth + 1);
         let entry = Entry {
             key,
-            bytes: room.keep(),
+            bytes,
             depth,
             started: false,
             task: None,
@@ -290,7 +291,9 @@ impl Room {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        self.behind.lock().room_bytes -= self.bytes;
+        if self.bytes > 0 {
+            self.behind.lock().room_bytes -= self.bytes;
+        }
     }
 }
 
@@ -324,7 +327,13 @@ impl Gateway {
     }
 
     /// None if it was dropped meanwhile.
-    async fn lower(&self, space: &Space, chunk: ChunkHash, number: u64, object: Sealed) -> Option<StoreOutcome> {
+    async fn lower(
+        &self,
+        space: &Space,
+        chunk: ChunkHash,
+        number: u64,
+        object: Sealed,
+    ) -> Option<StoreOutcome> {
         let tiers = self.0.tiers.as_ref()?;
         let object = match object {
             Sealed::Now(object) => object,
@@ -384,7 +393,12 @@ impl Gateway {
 
     fn unsealed(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
         let key = self.0.options.keys.chunk(space.key(), chunk);
-        ObjectError::new(Operation::Put, &key, ErrorKind::Broken, "its digests were not computed")
+        ObjectError::new(
+            Operation::Put,
+            &key,
+            ErrorKind::Broken,
+            "its digests were not computed",
+        )
     }
 
     fn not_on_disk(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {

@@ -123,10 +123,13 @@ impl Gateway {
     }
 
     pub fn tier_stats(&self) -> TierStats {
-        self.0.tiers.as_ref().map_or_else(TierStats::default, |tiers| TierStats {
-            memory: tiers.memory.stats(),
-            disk: tiers.disk.as_ref().map(crate::tier::Disk::stats),
-            write_behind: tiers.behind.stats(),
-        })
+        self.0
+            .tiers
+            .as_ref()
+            .map_or_else(TierStats::default, |tiers| TierStats {
+                memory: tiers.memory.stats(),
+                disk: tiers.disk.as_ref().map(crate::tier::Disk::stats),
+                write_behind: tiers.behind.stats(),
+            })
     }
 }

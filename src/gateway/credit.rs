@@ -36,7 +36,10 @@ impl Credit {
 
     pub(super) async fn spend(&self, bytes: usize) -> Option<Spent> {
         let kib = Arc::clone(&self.kib);
-        kib.acquire_many_owned(self.kib_of(bytes)).await.ok().map(Arc::new)
+        kib.acquire_many_owned(self.kib_of(bytes))
+            .await
+            .ok()
+            .map(Arc::new)
     }
 
     fn kib_of(&self, bytes: usize) -> u32 {

@@ -208,7 +208,8 @@ impl Drive {
                 Ok(Some(outcome)) => return outcome,
                 Ok(None) => {}
                 Err(_) => {
-                    let late = wanted.error(ErrorKind::Deadline, "waiting for another load of the same chunk");
+                    let late =
+                        wanted.error(ErrorKind::Deadline, "waiting for another load of the same chunk");
                     return Err(wanted.missed(late));
                 }
             }

@@ -157,7 +157,10 @@ impl Gateway {
     fn start(&self, request: LoadRequest, credit: Option<Credit>) -> LoadStream {
         let chunks = request.chunks.len();
         // Half of either.
-        let most = credit.as_ref().map_or(usize::MAX, Credit::bytes).min(self.0.arena.size());
+        let most = credit
+            .as_ref()
+            .map_or(usize::MAX, Credit::bytes)
+            .min(self.0.arena.size());
         let window = match request.order {
             Order::Chunk => 1,
             Order::Layer => window(&request.space, chunks, most),

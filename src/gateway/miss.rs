@@ -28,7 +28,9 @@ pub enum Miss {
     ArenaTooSmall { object_bytes: usize, arena_bytes: usize },
     #[error("no slot became free before the deadline: release chunks earlier, or raise [arena] size")]
     ArenaFull,
-    #[error("the load holds as much as it may, and nothing of it was released before the deadline: release chunks as they are copied, or raise [load] window")]
+    #[error(
+        "the load holds as much as it may, and nothing of it was released before the deadline: release chunks as they are copied, or raise [load] window"
+    )]
     NotReleased,
     #[error("not tried, because chunk {at} of the prompt is missing")]
     RunEnded { at: usize },

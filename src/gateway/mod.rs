@@ -153,7 +153,12 @@ impl Gateway {
     }
 
     /// Removes a chunk from every tier. Whoever reads it goes on.
-    pub async fn remove(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Result<(), ObjectError> {
+    pub async fn remove(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        deadline: Instant,
+    ) -> Result<(), ObjectError> {
         let key = (space.key(), *chunk);
         if let Some(tiers) = &self.0.tiers {
             tiers.memory.remove(&key);

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
+use super::Gateway;
 use super::arriving::Arriving;
 use super::behind::{Behind, BehindOptions};
 use super::load::LoadedChunk;
-use super::Gateway;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
@@ -94,7 +94,9 @@ impl Gateway {
 
     /// A chunk that was stored here has been asked for often enough.
     fn goes_lower(&self, space: &Space, chunk: &ChunkHash, object: &Slot) {
-        let Some(tiers) = self.0.tiers.as_ref() else { return };
+        let Some(tiers) = self.0.tiers.as_ref() else {
+            return;
+        };
         let key = (space.key(), *chunk);
         let now = tokio::time::Instant::now();
         if !tiers.options.memory_stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
@@ -102,7 +104,13 @@ impl Gateway {
         }
         if let Some(room) = tiers.behind.room(object.len()) {
             tiers.memory.soil(&key);
-            self.write_behind(room, space, chunk, None, super::behind::Sealed::Now(object.clone()));
+            self.write_behind(
+                room,
+                space,
+                chunk,
+                None,
+                super::behind::Sealed::Now(object.clone()),
+            );
         }
     }
 
@@ -115,7 +123,8 @@ impl Gateway {
         tiers.memory.insert(key, &chunk.space, object.clone());
         let to_disk = tiers.options.disk_promotes && chunk.tier == Tier::S3;
         if let Some(disk) = tiers.disk.as_ref().filter(|_| to_disk)
-            && let Ok(permit) = Arc::clone(&tiers.promote_kib).try_acquire_many_owned(super::kib(object.len()))
+            && let Ok(permit) =
+                Arc::clone(&tiers.promote_kib).try_acquire_many_owned(super::kib(object.len()))
         {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());

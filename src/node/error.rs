@@ -22,7 +22,9 @@ pub enum NodeError {
     Uncovered(#[from] Uncovered),
     #[error(transparent)]
     Slot(#[from] SlotError),
-    #[error("load {0:?} is under way already, of other chunks or of this rank: give each load an id of its own")]
+    #[error(
+        "load {0:?} is under way already, of other chunks or of this rank: give each load an id of its own"
+    )]
     LoadTaken(String),
     #[error("this kvgate is going down and takes no new work")]
     Draining,

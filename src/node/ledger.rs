@@ -54,7 +54,9 @@ struct Filling<K, R> {
 /// Why a session can't be attached.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
-    #[error("rank {rank} of {instance:?} is attached already: let that one end first, or use another instance name")]
+    #[error(
+        "rank {rank} of {instance:?} is attached already: let that one end first, or use another instance name"
+    )]
     RankTaken { instance: Instance, rank: Rank },
     #[error("{instance:?} has {there} ranks as others of it say, not {world}")]
     OtherWorld {
@@ -91,7 +93,9 @@ pub enum SlotError {
     NoSession,
     #[error("the slot is not this session's to write: it was never reserved by it, or is committed already")]
     NotYours,
-    #[error("the chunk can't be stored any more: another rank gave it up or is gone, or it took too long. Reserve it again")]
+    #[error(
+        "the chunk can't be stored any more: another rank gave it up or is gone, or it took too long. Reserve it again"
+    )]
     Spoilt,
 }
 
@@ -140,7 +144,10 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
     /// Whether all ranks of the session's engine are attached.
     pub fn is_complete(&self, session: SessionId) -> bool {
         self.sessions.get(&session).is_some_and(|of| {
-            let ranks = self.sessions.values().filter(|other| other.instance == of.instance);
+            let ranks = self
+                .sessions
+                .values()
+                .filter(|other| other.instance == of.instance);
             ranks.count() == of.world as usize
         })
     }

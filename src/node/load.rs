@@ -130,7 +130,9 @@ impl Node {
             tier: chunk.tier(),
         };
         let slot = (lent.slot, lent.generation);
-        self.ledger().lend(session.id, load_id, slot, chunk).then_some(lent)
+        self.ledger()
+            .lend(session.id, load_id, slot, chunk)
+            .then_some(lent)
     }
 
     /// The session reads these slots no more, for this load. Answers how many it had.

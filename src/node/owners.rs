@@ -30,7 +30,9 @@ pub struct Share {
 
 /// Some bytes would be nobody's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("no rank has head {head} of plane {plane} (layer {layer}): check the layers and heads that the ranks attached with")]
+#[error(
+    "no rank has head {head} of plane {plane} (layer {layer}): check the layers and heads that the ranks attached with"
+)]
 pub struct Uncovered {
     pub plane: usize,
     pub layer: u32,

@@ -105,7 +105,9 @@ impl Node {
                     }
                 },
             };
-            let offset = ledger.reserved(slot).map(|filled| filled.reserved.slot.payload_offset());
+            let offset = ledger
+                .reserved(slot)
+                .map(|filled| filled.reserved.slot.payload_offset());
             answers.push(match offset {
                 Some(offset) => Reservation::Slot {
                     slot: slot.0,

@@ -193,10 +193,13 @@ impl Memory {
             Some((name, _)) => Arc::clone(name),
             None => space.tenant().into(),
         };
-        let of = state.tenants.entry(Arc::clone(&tenant)).or_insert_with(|| Tenant {
-            queue: Queue::new(policy),
-            bytes: 0,
-        });
+        let of = state
+            .tenants
+            .entry(Arc::clone(&tenant))
+            .or_insert_with(|| Tenant {
+                queue: Queue::new(policy),
+                bytes: 0,
+            });
         of.queue.insert(key);
         of.bytes += bytes;
         state.bytes += bytes;

@@ -24,5 +24,7 @@ mod orders;
 mod outage;
 mod program;
 mod rig;
+mod serve;
+mod serving;
 mod vectors;
 mod wire;

@@ -337,10 +337,7 @@ async fn a_load_that_is_dropped_gives_everything_back() {
                 left.into_iter().all(|asked| asked.is_given_up()),
                 "and nobody waits for what was"
             );
-            let chunks: BTreeSet<_> = kept
-                .iter()
-                .map(|loaded| loaded.hash().to_string())
-                .collect();
+            let chunks: BTreeSet<_> = kept.iter().map(|loaded| loaded.hash().to_string()).collect();
             assert_eq!(
                 gateway.arena().stats().slots,
                 chunks.len(),

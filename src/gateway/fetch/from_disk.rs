@@ -18,7 +18,12 @@ enum Bad {
 impl Wanted {
     /// Gives the slot back if the disk does not have the chunk, or has something else.
     pub async fn from_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
-        let disk = self.gateway.0.tiers.as_ref().and_then(|tiers| tiers.disk.as_ref());
+        let disk = self
+            .gateway
+            .0
+            .tiers
+            .as_ref()
+            .and_then(|tiers| tiers.disk.as_ref());
         let Some(disk) = disk else { return Err(slot) };
         let (slot, read) = disk.read(&self.space, &self.chunk, slot).await;
         if let Err(error) = read {

@@ -180,15 +180,18 @@ impl Folder {
 
     fn write_file(&self, temp: &Temp<'_>, object: &[u8]) -> io::Result<()> {
         if self.is_direct() && direct::is_aligned(object) {
-            let written = self
-                .create(temp, OFlags::DIRECT)
-                .and_then(|file| direct::write(&file, object));
+            let written = self.create(temp, OFlags::DIRECT).and_then(|file| {
+                direct::write(&file, object)?;
+                note_written(&file)
+            });
             match written {
                 Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
                 result => return result,
             }
         }
-        self.create(temp, OFlags::empty())?.write_all_at(object, 0)
+        let file = self.create(temp, OFlags::empty())?;
+        file.write_all_at(object, 0)?;
+        note_written(&file)
     }
 
     fn create(&self, temp: &Temp<'_>, flags: OFlags) -> io::Result<File> {
@@ -242,4 +245,11 @@ impl Folder {
 /// The file of a chunk: its key on S3 without the prefix.
 fn name_of(key: &CacheKey) -> String {
     KeyPrefix::default().chunk(key.0, &key.1)
+}
+
+/// The kernel's own stamps are the same for all that is written within some milliseconds; order after a restart wants finer
+/// ones.
+fn note_written(file: &File) -> io::Result<()> {
+    let now = SystemTime::now();
+    file.set_times(FileTimes::new().set_accessed(now).set_modified(now))
 }

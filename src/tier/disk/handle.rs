@@ -2,6 +2,7 @@ use std::panic::resume_unwind;
 use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
+use tokio::time::Instant;
 
 use super::error::DiskError;
 use super::index::{Gone, Placed};
@@ -37,7 +38,12 @@ impl Disk {
 
     /// Whether a chunk is there, and not past its time. No I/O.
     pub fn has(&self, key: &CacheKey) -> bool {
-        self.0.index.has(key)
+        self.0.index.has(key, Instant::now)
+    }
+
+    /// The same for many keys: the clock costs as much as the rest.
+    pub fn has_at(&self, key: &CacheKey, now: Instant) -> bool {
+        self.0.index.has(key, || now)
     }
 
     /// The chunk was used, though not read from here.

@@ -105,10 +105,10 @@ impl Index {
         }
     }
 
-    /// Whether it is there at `now`, on a disk that works.
-    pub fn has(&self, key: &CacheKey) -> bool {
+    /// Whether it is there, on a disk that works. Asks for the time only if that matters.
+    pub fn has(&self, key: &CacheKey, now: impl FnOnce() -> Instant) -> bool {
         let entry = self.entries.get(key);
-        entry.is_some_and(|entry| entry.is_live(Instant::now) && self.works(entry.disk))
+        entry.is_some_and(|entry| entry.is_live(now) && self.works(entry.disk))
     }
 
     pub fn works(&self, disk: usize) -> bool {
@@ -289,11 +289,16 @@ impl Index {
         self.entries.insert(key, entry);
     }
 
+    #[cfg(test)]
+    pub fn is_at_rest(&self) -> bool {
+        let state = self.lock();
+        state.writing.is_empty() && state.leaving.is_empty()
+    }
+
     /// Everything there is, by disk, when nothing is under way.
     #[cfg(test)]
     pub fn entries_at_rest(&self) -> std::collections::BTreeMap<CacheKey, usize> {
         let state = self.lock();
-        assert!(state.writing.is_empty() && state.leaving.is_empty());
         assert!(state.disks.iter().all(|shelf| shelf.queued_bytes == 0));
         let disk_bytes: u64 = state.disks.iter().map(|shelf| shelf.bytes).sum();
         let tenants = 0..state.tenants.len();

@@ -1,0 +1,407 @@
+//! The daemon, as engines use it.
+
+use std::time::Duration;
+
+use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
+use kvgate::chunk::Space;
+use kvgate::client::ClientError;
+use kvgate::gateway::Order;
+
+use crate::fixture::{Prompt, space};
+use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store};
+
+fn code(error: &ClientError) -> String {
+    match error {
+        ClientError::Refused(problem) => problem.code.clone(),
+        other => panic!("{other}"),
+    }
+}
+
+async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::api::wire::LookupAnswer {
+    let request = LookupRequest {
+        space: id(&prompt.space),
+        hashes: Some(prompt.hashes.clone()),
+        strategy: Some(StrategyWord::Exact),
+        ..LookupRequest::default()
+    };
+    serving.client.lookup(&request).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_committed_is_a_hit_at_once_and_on_s3_after_a_flush() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(12);
+    let engine = serving.attach("one").await;
+    assert_eq!(store(&serving.client, &engine, &prompt).await, ["stored"; 12]);
+    let found = lookup(&serving, &prompt).await;
+    assert_eq!((found.prefix, found.tiers.len()), (12, 1), "{found:?}");
+    assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("memory", 12));
+    assert_eq!(load(&engine, &prompt, "b", Order::Layer).await, all("memory", 12));
+    assert_eq!(store(&serving.client, &engine, &prompt).await, ["present"; 12]);
+    serving.flush().await;
+    drop(engine);
+    assert_eq!(serving.end().await.dropped, 0);
+
+    // A node that knows nothing.
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let found = lookup(&serving, &prompt).await;
+    assert_eq!(serde_json::to_value(&found.tiers).unwrap()[0]["tier"], "s3");
+    let engine = serving.attach("two").await;
+    assert_eq!(load(&engine, &prompt, "c", Order::Layer).await, all("s3", 12));
+    assert_eq!(load(&engine, &prompt, "d", Order::Chunk).await, all("memory", 12));
+    let status = serving.client.status().await.unwrap();
+    assert_eq!(status["slots"]["leases"], 0, "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lookups_say_the_same_as_json_and_as_bytes() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(20);
+    let engine = serving.attach("one").await;
+    let some = Prompt {
+        space: prompt.space.clone(),
+        root: prompt.root,
+        hashes: prompt.hashes[..13].to_vec(),
+    };
+    store(&serving.client, &engine, &some).await;
+    let space = id(&prompt.space);
+    for strategy in ["exact", "prefix"] {
+        let query = format!("strategy={strategy}&pin_ms=500");
+        let found = serving
+            .client
+            .lookup_hashes(&space, &prompt.hashes, &query)
+            .await
+            .unwrap();
+        assert_eq!((found.prefix, found.mask.count()), (13, 13));
+        assert_eq!(found.unknown.count(), 0);
+    }
+    let json = lookup(&serving, &prompt).await;
+    assert_eq!((json.prefix, json.chunks), (13, 20));
+    // By the first half of the id, and by tokens.
+    let short = serving
+        .client
+        .lookup_hashes(&space[..32], &prompt.hashes, "")
+        .await;
+    assert_eq!(short.unwrap().prefix, 13);
+    let status = serving.client.status().await.unwrap();
+    assert_eq!(status["tiers"]["memory"]["pinned_chunks"], 13);
+    eventually(|| serving.node.status().tiers.memory.pinned_chunks == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    serving.client.declare(&prompt.space).await.unwrap();
+    let space = id(&prompt.space);
+    let first = serving.rank("engine", 0, 2, (0, 2)).await;
+    let reserve = || first.reserve(&space, chunks(&prompt));
+    let skip = |word: &str| ReservedChunk::Skip {
+        skip: word.to_owned(),
+    };
+    assert_eq!(
+        reserve().await.unwrap().chunks,
+        [skip("pending")],
+        "who owns what is not known yet"
+    );
+    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+
+    let one = reserve().await.unwrap();
+    assert_eq!(one.own[0].heads, (0, 2));
+    let two = second.reserve(&space, chunks(&prompt)).await.unwrap();
+    assert_eq!(
+        (two.own[0].heads, &two.chunks),
+        ((2, 4), &one.chunks),
+        "one slot for both"
+    );
+    let other = serving.attach("other").await;
+    let others = other.reserve(&space, chunks(&prompt)).await.unwrap();
+    assert_eq!(others.chunks, [skip("pending")]);
+
+    let ReservedChunk::Slot {
+        slot,
+        generation,
+        offset,
+    } = one.chunks[0]
+    else {
+        panic!("{one:?}");
+    };
+    let name = SlotName { slot, generation };
+    // Each writes its own heads of every plane.
+    let layout = prompt.space.layout();
+    let payload = prompt.payload(0);
+    let planes = (0..layout.planes()).map(|plane| layout.plane(plane));
+    for plane in planes {
+        let start = plane.start - layout.header_len();
+        let half = plane.len() / 2;
+        first
+            .arena
+            .copy_in(offset + start, &payload[start..start + half])
+            .unwrap();
+        second
+            .arena
+            .copy_in(offset + start + half, &payload[start + half..start + plane.len()])
+            .unwrap();
+    }
+    let refused = other.commit(vec![name]).await.unwrap();
+    assert!(matches!(&refused.slots[0], CommitOutcome::Refused { code, .. } if code == "not_yours"));
+    let committed = |published| vec![CommitOutcome::Ok { published }];
+    assert_eq!(first.commit(vec![name]).await.unwrap().slots, committed(false));
+    assert_eq!(lookup(&serving, &prompt).await.prefix, 0, "half of it is no hit");
+    let again = first.commit(vec![name]).await.unwrap();
+    assert!(matches!(&again.slots[0], CommitOutcome::Refused { code, .. } if code == "not_yours"));
+    assert_eq!(second.commit(vec![name]).await.unwrap().slots, committed(true));
+    assert_eq!(lookup(&serving, &prompt).await.prefix, 1);
+    assert_eq!(load(&other, &prompt, "x", Order::Chunk).await, all("memory", 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("store.commit_timeout", "300ms")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    serving.client.declare(&prompt.space).await.unwrap();
+    let space = id(&prompt.space);
+    let first = serving.rank("engine", 0, 2, (0, 2)).await;
+    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+    let slot_of = |answer: &kvgate::api::wire::ReserveAnswer| match answer.chunks[0] {
+        ReservedChunk::Slot { slot, generation, .. } => SlotName { slot, generation },
+        ReservedChunk::Skip { ref skip } => panic!("{skip}"),
+    };
+    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    assert_eq!(
+        name,
+        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap())
+    );
+    first.commit(vec![name]).await.unwrap();
+    // Too long; the second one may still write there.
+    eventually(|| serving.node.status().slots.spoilt == 1).await;
+    let anew = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    assert_ne!(
+        anew.slot, name.slot,
+        "nobody else gets a slot that may still be written"
+    );
+    let late = second.commit(vec![name]).await.unwrap();
+    assert!(matches!(&late.slots[0], CommitOutcome::Refused { code, .. } if code == "spoilt"));
+    eventually(|| serving.node.status().slots.spoilt <= 1).await;
+    first.abort(vec![anew]).await.unwrap();
+
+    // One that dies in the middle.
+    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    assert_eq!(
+        name,
+        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap())
+    );
+    drop(second);
+    eventually(|| serving.node.status().sessions.len() == 1).await;
+    let refused = first.commit(vec![name]).await.unwrap();
+    assert!(matches!(&refused.slots[0], CommitOutcome::Refused { code, .. } if code == "spoilt"));
+    assert_eq!(lookup(&serving, &prompt).await.prefix, 0);
+    drop(first);
+    eventually(|| serving.node.gateway().arena().stats().used_bytes == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_without_bytes_of_their_own_have_nothing_to_write() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    let latent = Space::from_json(
+        r#"{"model": "test/mla", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
+            "mla": {"layers": 3, "latent_dim": 64}}"#,
+    )
+    .unwrap();
+    let prompt = Prompt::of(latent, 2);
+    let first = serving.rank("engine", 0, 2, (0, 8)).await;
+    let second = serving.rank("engine", 1, 2, (8, 16)).await;
+    assert_eq!(store(&serving.client, &second, &prompt).await, ["other_rank"; 2]);
+    assert_eq!(store(&serving.client, &first, &prompt).await, ["stored"; 2]);
+    assert_eq!(load(&first, &prompt, "x", Order::Chunk).await.len(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_of_all_ranks_reads_s3_once() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(10);
+    {
+        let serving = site.serve(&[]).await;
+        serving.ready().await;
+        let engine = serving.attach("writer").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+    for order in [Order::Chunk, Order::Layer] {
+        // So small that a rank that is behind would find them gone.
+        let settings = [
+            ("arena.size", "2MiB"),
+            ("load.reserve", "1MiB"),
+            ("store.write_behind", "1MiB"),
+        ];
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let ranks = [
+            serving.rank("engine", 0, 3, (0, 2)).await,
+            serving.rank("engine", 1, 3, (2, 3)).await,
+            serving.rank("engine", 2, 3, (3, 4)).await,
+        ];
+        let before = serving.node.gateway().requests();
+        let loads = ranks.iter().map(|rank| load(rank, &prompt, "request-1", order));
+        for words in futures::future::join_all(loads).await {
+            assert_eq!(words, all("s3", 10));
+        }
+        let gets = serving.node.gateway().requests().since(&before).get;
+        // 100 KB a chunk, in parts of whole planes.
+        assert!(gets <= 10 * 6, "{gets} GETs");
+        let per_chunk = gets / 10;
+        assert_eq!(gets, per_chunk * 10, "each chunk once");
+        let taken = ranks[0].load(load_request(&prompt, "request-1", order)).await;
+        if let Err(error) = taken {
+            assert_eq!(code(&error), "load_taken");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_end_with_their_session_and_not_before() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(4);
+    let engine = serving.attach("one").await;
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let mut lines = engine
+        .load(load_request(&prompt, "kept", Order::Chunk))
+        .await
+        .unwrap();
+    let mut slots = Vec::new();
+    while let Some(line) = lines.next().await.unwrap() {
+        if let LoadLine::Here { slot, generation, .. } = line {
+            slots.push((slot, generation));
+        }
+    }
+    assert_eq!(serving.node.status().slots.leases, 4);
+    // Everything else may go, these may not.
+    let more = Prompt::new(400);
+    store(&serving.client, &engine, &more).await;
+    serving.flush().await;
+    for (slot, generation) in &slots {
+        assert_eq!(engine.arena.generation(*slot).unwrap(), *generation);
+    }
+    assert_eq!(
+        load(&engine, &prompt, "again", Order::Chunk).await,
+        all("memory", 4)
+    );
+    assert_eq!(
+        serving.node.status().slots.leases,
+        4,
+        "another load's release is its own"
+    );
+    assert_eq!(engine.release("kept", None).await.unwrap(), 4);
+    assert_eq!(serving.node.status().slots.leases, 0);
+
+    let mut lines = engine
+        .load(load_request(&prompt, "lost", Order::Chunk))
+        .await
+        .unwrap();
+    while lines.next().await.unwrap().is_some() {}
+    assert_eq!(serving.node.status().slots.leases, 4);
+    drop(engine);
+    eventually(|| serving.node.status().slots.leases == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_larger_than_its_window_goes_on_as_it_is_released() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("load.window", "1MiB")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(40);
+    let engine = serving.attach("one").await;
+    store(&serving.client, &engine, &prompt).await;
+    for order in [Order::Chunk, Order::Layer] {
+        assert_eq!(
+            load(&engine, &prompt, order.word(), order).await,
+            all("memory", 40)
+        );
+    }
+    // Nothing is released: what fits in the window comes, the rest is told at the deadline.
+    let mut request = load_request(&prompt, "hoarder", Order::Chunk);
+    request.deadline_ms = Some(500);
+    let mut lines = engine.load(request).await.unwrap();
+    let (mut here, mut missing) = (0, Vec::new());
+    while let Some(line) = lines.next().await.unwrap() {
+        match line {
+            LoadLine::Here { .. } => here += 1,
+            LoadLine::Missing { miss, .. } => missing.push(miss),
+            LoadLine::End { .. } => {}
+        }
+    }
+    assert_eq!(
+        here,
+        (1 << 20) / (prompt.space.layout().object_len().next_multiple_of(1024))
+    );
+    assert_eq!(missing, vec!["not_released"; 40 - here]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_may_not_attach_is_told_why() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.sessions", "2")]).await;
+    let _one = serving.rank("engine", 0, 2, (0, 2)).await;
+    let attach = async |mut request: kvgate::api::wire::AttachRequest,
+                        change: &dyn Fn(&mut kvgate::api::wire::AttachRequest)| {
+        change(&mut request);
+        let refused = serving.client.attach(&request).await;
+        code(&refused.err().expect("refused"))
+    };
+    let base = alone("engine");
+    assert_eq!(
+        attach(base.clone(), &|r| {
+            r.world_size = 2;
+            r.heads = Some((0, 2));
+        })
+        .await,
+        "rank_taken"
+    );
+    assert_eq!(
+        attach(base.clone(), &|r| {
+            r.world_size = 3;
+            r.rank = 1;
+            r.heads = Some((0, 2));
+        })
+        .await,
+        "other_world_size"
+    );
+    assert_eq!(
+        attach(base.clone(), &|r| {
+            r.world_size = 2;
+            r.rank = 2;
+            r.replicated = true;
+        })
+        .await,
+        "bad_rank"
+    );
+    assert_eq!(attach(base.clone(), &|r| r.world_size = 2).await, "bad_request");
+    assert_eq!(attach(base.clone(), &|r| r.world_size = 0).await, "bad_request");
+    assert_eq!(attach(base.clone(), &|r| r.instance.clear()).await, "bad_request");
+    let _two = serving.attach("another").await;
+    assert_eq!(attach(alone("third"), &|_| {}).await, "too_many");
+    let prompt = Prompt::new(1);
+    let unknown = serving
+        .client
+        .lookup_hashes(&id(&space()), &prompt.hashes, "")
+        .await;
+    assert_eq!(code(&unknown.unwrap_err()), "unknown_space");
+    tokio::time::sleep(Duration::from_millis(1)).await;
+}
