@@ -111,7 +111,7 @@ fn header(object: &Slot, method: &Method) -> Result<Answer, Problem> {
         "digest": kind,
         "digests": digests,
     }));
-    match method == &Method::HEAD {
+    match *method == Method::HEAD {
         true => Ok(body::bytes(StatusCode::OK, body::JSON, Bytes::new())),
         false => Ok(answer),
     }

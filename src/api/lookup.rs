@@ -22,18 +22,17 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer
     let wants_binary = is(request.headers(), &ACCEPT, OCTETS);
     let query = request.uri().query().unwrap_or_default().to_owned();
     let body = body::read(request, api.options.body_max, api.options.timeout).await?;
-    let (request, hashes) = match is_binary {
-        false => (body::parse::<LookupRequest>(&body)?, None),
-        true => {
-            let (request, what) = from_query(&query)?;
-            match what {
-                Items::Hashes => (request, Some(hashes_of(&body)?)),
-                Items::Tokens => {
-                    let tokens = Some(tokens_of(&body)?);
-                    (LookupRequest { tokens, ..request }, None)
-                }
+    let (request, hashes) = if is_binary {
+        let (request, what) = from_query(&query)?;
+        match what {
+            Items::Hashes => (request, Some(hashes_of(&body)?)),
+            Items::Tokens => {
+                let tokens = Some(tokens_of(&body)?);
+                (LookupRequest { tokens, ..request }, None)
             }
         }
+    } else {
+        (body::parse::<LookupRequest>(&body)?, None)
     };
     let space = spaces::named(api, &request.space)?;
     let hashes = match hashes {

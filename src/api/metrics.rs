@@ -123,6 +123,13 @@ fn node(text: &mut Text, status: &Status) {
         "Chunks whose time was over.",
         memory.expired,
     );
+    behind(text, status);
+    disk(text, status);
+    s3(text, status);
+    slots(text, status);
+}
+
+fn behind(text: &mut Text, status: &Status) {
     let behind = &status.tiers.write_behind;
     text.gauge(
         "kvgate_behind_waiting_chunks",
@@ -155,8 +162,9 @@ fn node(text: &mut Text, status: &Status) {
         "Attempts that failed, and were made again.",
         behind.failed_attempts,
     );
-    disk(text, status);
-    s3(text, status);
+}
+
+fn slots(text: &mut Text, status: &Status) {
     let slots = &status.slots;
     text.gauge(
         "kvgate_node_sessions",

@@ -12,8 +12,8 @@ use super::{Api, Caller, admin, attach, chunk, load, lookup, metrics, page, spac
 
 /// Serves one request; whatever is wrong becomes a problem of the answer.
 pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Answer {
-    let answer = match allowed(&api, &caller, &request) {
-        Ok(()) => route(&api, &caller, request).await,
+    let answer = match allowed(&api, caller, &request) {
+        Ok(()) => route(&api, caller, request).await,
         Err(problem) => Err(problem),
     };
     answer.unwrap_or_else(|error| {
@@ -32,7 +32,7 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
 }
 
 /// Who may open the unix socket may call. By TCP the token is needed, unless there is none and it is loopback.
-fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Result<(), Problem> {
+fn allowed(api: &Api, caller: Caller, request: &Request<Incoming>) -> Result<(), Problem> {
     let probe = matches!(request.uri().path(), "/healthz" | "/readyz");
     let Caller::Tcp { loopback } = caller else {
         return Ok(());
@@ -63,7 +63,7 @@ fn unauthorized(detail: &str) -> Problem {
     Problem::new(StatusCode::UNAUTHORIZED, "unauthorized", detail)
 }
 
-async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+async fn route(api: &Arc<Api>, caller: Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let path = request.uri().path().to_owned();
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     let method = request.method().clone();

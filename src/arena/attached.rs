@@ -95,9 +95,12 @@ impl AttachedArena {
     /// something else.
     pub fn generation(&self, slot: usize) -> Result<u64, AttachedError> {
         self.check(slot, SLOT_ALIGN)?;
-        let cell = SLOT_ALIGN + (slot - self.slots.start) / SLOT_ALIGN * size_of::<u64>();
         // SAFETY: the table has a u64 for each page of the slots, and begins at a page.
-        let cell = unsafe { &*self.map.as_ptr().add(cell).cast::<AtomicU64>() };
+        #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins at a page, and the table too")]
+        let table = self.map.as_ptr().wrapping_add(SLOT_ALIGN).cast::<AtomicU64>();
+        let index = (slot - self.slots.start) / SLOT_ALIGN;
+        // SAFETY: the table has a u64 for each page of the slots.
+        let cell = unsafe { &*table.add(index) };
         Ok(cell.load(Ordering::Acquire))
     }
 

@@ -92,10 +92,16 @@ impl Front {
         }
         // SAFETY: the mapping has at least a page, and nobody else knows of it yet.
         unsafe { std::ptr::copy_nonoverlapping(header.as_ptr(), mapping.base(), HEADER_LEN) };
+        // SAFETY: the table lies inside the mapping, behind the first page.
+        let table = unsafe { mapping.base().add(SLOT_ALIGN) };
+        #[expect(
+            clippy::cast_ptr_alignment,
+            reason = "a mapping begins at a page, and the table too"
+        )]
+        let generations = table.cast::<AtomicU64>();
         Self {
             boot_id,
-            // SAFETY: the table lies inside the mapping, at a multiple of 4096.
-            generations: unsafe { mapping.base().add(SLOT_ALIGN) }.cast::<AtomicU64>(),
+            generations,
             slots_at,
         }
     }

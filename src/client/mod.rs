@@ -209,13 +209,12 @@ impl Client {
         {
             answered = Some((connection, answer));
         }
-        let (connection, (status, headers, body)) = match answered {
-            Some(answered) => answered,
-            None => {
-                let mut connection = self.connect().await?;
-                let answer = connection.call(request()?).await?;
-                (connection, answer)
-            }
+        let (connection, (status, headers, body)) = if let Some(answered) = answered {
+            answered
+        } else {
+            let mut connection = self.connect().await?;
+            let answer = connection.call(request()?).await?;
+            (connection, answer)
         };
         if connection.is_open() {
             self.kept().push(connection);

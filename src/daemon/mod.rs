@@ -160,12 +160,13 @@ async fn drain(node: &Node, time: Duration) -> u64 {
         0 => 0,
         _ => node.gateway().give_up(),
     };
-    match dropped {
-        0 => tracing::info!("everything committed is stored"),
-        _ => tracing::error!(
+    if dropped == 0 {
+        tracing::info!("everything committed is stored");
+    } else {
+        tracing::error!(
             dropped,
             "chunks were not stored within [store] drain, {time:?}: they are lost"
-        ),
+        );
     }
     dropped
 }

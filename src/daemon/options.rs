@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::api::{ApiOptions, Listening};
 use crate::arena::ArenaOptions;
 use crate::config::{self, Config};
-use crate::gateway::{BehindOptions, TierOptions, WhenFull};
+use crate::gateway::{BehindOptions, DiskTier, Flow, TierOptions, WhenFull};
 use crate::node::NodeOptions;
 use crate::tier::policy::EvictionPolicy;
 use crate::tier::{Disk, DiskOptions, MemoryOptions};
@@ -30,7 +30,6 @@ pub fn arena(config: &Config) -> ArenaOptions {
 }
 
 pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
-    let lower = |what: config::Lower| what == config::Lower::Lower;
     TierOptions {
         memory: MemoryOptions {
             policy: policy(config.memory.policy),
@@ -39,12 +38,12 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
             tenant_bytes: config.memory.tenant_max.map(bytes),
             min_accesses: config.memory.min_accesses,
         },
-        disk,
-        memory_asks_lower: lower(config.memory.lookup),
-        disk_asks_lower: lower(config.disk.lookup),
-        memory_stores_lower: lower(config.memory.store),
-        disk_stores_lower: lower(config.disk.store),
-        disk_promotes: config.disk.promote,
+        memory_flow: flow(config.memory.lookup, config.memory.store),
+        disk: disk.map(|disk| DiskTier {
+            disk,
+            flow: flow(config.disk.lookup, config.disk.store),
+            promotes: config.disk.promote,
+        }),
         behind: BehindOptions {
             bytes_max: bytes(config.store.write_behind),
             when_full: match config.store.when_full {
@@ -109,6 +108,13 @@ pub fn listening(config: &Config) -> Listening {
         socket: config.api.socket.clone(),
         socket_mode: config.api.socket_mode,
         listen: config.api.listen,
+    }
+}
+
+fn flow(lookup: config::Lower, store: config::Lower) -> Flow {
+    Flow {
+        asks_lower: lookup == config::Lower::Lower,
+        stores_lower: store == config::Lower::Lower,
     }
 }
 

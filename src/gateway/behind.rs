@@ -126,14 +126,14 @@ impl Behind {
             };
             let Some(entry) = entry else {
                 drop(state);
-                self.dropped(dropped);
+                self.dropped(&dropped);
                 return None;
             };
             dropped.push(entry);
         }
         state.room_bytes += bytes;
         drop(state);
-        self.dropped(dropped);
+        self.dropped(&dropped);
         Some(Room {
             behind: Arc::clone(self),
             bytes,
@@ -141,8 +141,8 @@ impl Behind {
     }
 
     /// Without the lock: what the tasks hold goes back to the arena.
-    fn dropped(&self, entries: Vec<Entry>) {
-        for entry in &entries {
+    fn dropped(&self, entries: &[Entry]) {
+        for entry in entries {
             if let Some(task) = &entry.task {
                 task.abort();
             }
@@ -239,7 +239,7 @@ impl Behind {
         let count = entries.len() as u64;
         state.stats.dropped += count;
         drop(state);
-        self.dropped(entries);
+        self.dropped(&entries);
         count
     }
 
@@ -354,7 +354,12 @@ impl Gateway {
                 Some(written) => written,
                 None => *on_disk.insert(self.write_to_disk(space, &chunk, &object).await),
             };
-            if tiers.disk.is_some() && !tiers.options.disk_stores_lower {
+            if tiers
+                .options
+                .disk
+                .as_ref()
+                .is_some_and(|disk| !disk.flow.stores_lower)
+            {
                 drop(permits);
                 return Some(match written {
                     true => StoreOutcome::Stored,

@@ -74,7 +74,7 @@ impl Gateway {
         let space = slot.space().clone();
         let key = (space.key(), chunk);
         let (header, payload) = slot.split();
-        let lower = tiers.options.memory_stores_lower && tiers.options.memory.min_accesses == 0;
+        let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
         if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
             return false;
         }

@@ -138,7 +138,7 @@ impl Drive {
         let (wanted, sections) = (self.wanted(index), self.sections());
         let place = self.place(index * sections.len());
         let flight = announcement.fly(async move {
-            match wanted.from_disk(slot).await {
+            match wanted.read_disk(slot).await {
                 Ok(chunk) => Ok(chunk),
                 Err(slot) if asks_s3 => {
                     let place = |section| Place {

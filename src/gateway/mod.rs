@@ -40,7 +40,7 @@ pub use miss::Miss;
 pub use options::{GatewayOptions, OpenError, open_store, probe_mode};
 pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
 pub use stream::LoadStream;
-pub use tiers::TierOptions;
+pub use tiers::{DiskTier, Flow, TierOptions};
 
 use self::tiers::Tiers;
 use self::turns::Turns;

@@ -18,23 +18,32 @@ use crate::tier::{Disk, Memory, MemoryOptions, Tier};
 #[derive(Clone)]
 pub struct TierOptions {
     pub memory: MemoryOptions,
-    /// Opened already: reading its index takes a while.
-    pub disk: Option<Disk>,
-    /// A lookup or load that does not find a chunk in memory asks the tiers below.
-    pub memory_asks_lower: bool,
-    /// The same for the disk.
-    pub disk_asks_lower: bool,
-    /// New chunks go from memory to the tiers below.
-    pub memory_stores_lower: bool,
-    /// New chunks go to S3 and not only to the disk.
-    pub disk_stores_lower: bool,
-    /// What comes from S3 is written to the disk as well.
-    pub disk_promotes: bool,
+    pub memory_flow: Flow,
+    pub disk: Option<DiskTier>,
     pub behind: BehindOptions,
     /// Bytes that may be on their way from memory to the disk because they came from S3.
     pub promote_bytes_max: usize,
     /// A load's time limit, for what others may wait for as well.
     pub load_deadline: Duration,
+}
+
+/// What goes past a tier.
+#[derive(Debug, Clone, Copy)]
+pub struct Flow {
+    /// What is not here is looked for below.
+    pub asks_lower: bool,
+    /// New chunks go to the tiers below.
+    pub stores_lower: bool,
+}
+
+/// The disks between memory and S3.
+#[derive(Clone)]
+pub struct DiskTier {
+    /// Opened already: reading its index takes a while.
+    pub disk: Disk,
+    pub flow: Flow,
+    /// What comes from S3 is written here as well.
+    pub promotes: bool,
 }
 
 pub(super) struct Tiers {
@@ -50,7 +59,7 @@ impl Tiers {
     pub fn new(arena: &Arena, options: TierOptions) -> Self {
         Self {
             memory: Memory::new(arena, options.memory),
-            disk: options.disk.clone(),
+            disk: options.disk.as_ref().map(|tier| tier.disk.clone()),
             arriving: Arc::default(),
             behind: Arc::new(Behind::new(options.behind)),
             promote_kib: Arc::new(Semaphore::new(super::kib(options.promote_bytes_max) as usize)),
@@ -60,12 +69,16 @@ impl Tiers {
 
     /// Whether S3 may be asked for what is neither in memory nor on the disk.
     pub fn asks_s3(&self) -> bool {
-        self.options.memory_asks_lower && (self.disk.is_none() || self.options.disk_asks_lower)
+        let disk = self.options.disk.as_ref();
+        self.options.memory_flow.asks_lower && disk.is_none_or(|disk| disk.flow.asks_lower)
     }
 
     /// Whether the disk may be asked, and has the chunk.
     pub fn on_disk(&self, key: &CacheKey) -> Option<&Disk> {
-        let disk = self.disk.as_ref().filter(|_| self.options.memory_asks_lower)?;
+        let disk = self
+            .disk
+            .as_ref()
+            .filter(|_| self.options.memory_flow.asks_lower)?;
         disk.has(key).then_some(disk)
     }
 }
@@ -99,7 +112,7 @@ impl Gateway {
         };
         let key = (space.key(), *chunk);
         let now = tokio::time::Instant::now();
-        if !tiers.options.memory_stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
+        if !tiers.options.memory_flow.stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
             return;
         }
         if let Some(room) = tiers.behind.room(object.len()) {
@@ -121,7 +134,8 @@ impl Gateway {
         };
         let key = (chunk.space.key(), chunk.chunk);
         tiers.memory.insert(key, &chunk.space, object.clone());
-        let to_disk = tiers.options.disk_promotes && chunk.tier == Tier::S3;
+        let promotes = tiers.options.disk.as_ref().is_some_and(|disk| disk.promotes);
+        let to_disk = promotes && chunk.tier == Tier::S3;
         if let Some(disk) = tiers.disk.as_ref().filter(|_| to_disk)
             && let Ok(permit) =
                 Arc::clone(&tiers.promote_kib).try_acquire_many_owned(super::kib(object.len()))

@@ -54,7 +54,7 @@ impl Node {
         let load_id = call.load_id.clone();
         let from = match session.world_size {
             1 => From::Alone(Box::new(self.stream(call))),
-            _ => From::Shared(self.join(session, call)?),
+            _ => From::Shared(self.join(session, &call)?),
         };
         Ok(Load {
             node: self.clone(),
@@ -76,7 +76,7 @@ impl Node {
         self.0.gateway.load_on_credit(request, credit)
     }
 
-    fn join(&self, session: &Session, call: LoadCall) -> Result<Participant, NodeError> {
+    fn join(&self, session: &Session, call: &LoadCall) -> Result<Participant, NodeError> {
         let taken = || NodeError::LoadTaken(call.load_id.clone());
         let key = (session.instance.clone(), call.load_id.clone());
         let entry = self.0.shared_loads.entry(key.clone());
@@ -157,7 +157,7 @@ impl Load {
     pub fn order(&self) -> Order {
         match &self.from {
             From::Alone(stream) => stream.order(),
-            From::Shared(participant) => participant.order(),
+            From::Shared(participant) => participant.done_in(),
         }
     }
 

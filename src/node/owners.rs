@@ -98,7 +98,9 @@ mod tests {
         .unwrap()
     }
 
-    fn ranks(of: &[(Option<(u32, u32)>, Option<(u32, u32)>)]) -> BTreeMap<Rank, Has> {
+    type Part = Option<(u32, u32)>;
+
+    fn ranks(of: &[(Part, Part)]) -> BTreeMap<Rank, Has> {
         let has = of.iter().map(|&(layers, heads)| Has { layers, heads });
         (0..).zip(has).collect()
     }

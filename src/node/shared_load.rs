@@ -152,7 +152,7 @@ impl Participant {
         }
     }
 
-    pub fn order(&self) -> Order {
+    pub fn done_in(&self) -> Order {
         self.load.done_in
     }
 }

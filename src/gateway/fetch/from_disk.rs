@@ -17,7 +17,7 @@ enum Bad {
 
 impl Wanted {
     /// Gives the slot back if the disk does not have the chunk, or has something else.
-    pub async fn from_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
+    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
         let disk = self
             .gateway
             .0
