@@ -60,12 +60,14 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
 
 /// A body as JSON; an empty one counts as `{}`.
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
-    let body = match body.is_empty() {
-        true => b"{}",
-        false => body,
-    };
-    serde_json::from_slice(body)
-        .map_err(|error| Problem::bad(format!("the body is not what this call takes: {error}")))
+    let body = body.trim_ascii();
+    let bad = |detail: &str| Problem::bad(format!("the body is not what this call takes: {detail}"));
+    match body.first() {
+        // An array would do for a struct as well, by the order of its fields.
+        Some(b'{') => serde_json::from_slice(body).map_err(|error| bad(&error.to_string())),
+        None => serde_json::from_slice(b"{}").map_err(|error| bad(&error.to_string())),
+        Some(_) => Err(bad("it must be a JSON object")),
+    }
 }
 
 pub fn json(value: &impl Serialize) -> Answer {

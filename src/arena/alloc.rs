@@ -69,7 +69,10 @@ struct State {
 impl State {
     fn allocate(&mut self, len: usize, ticket: bool) -> Option<Range<usize>> {
         let common = self.common.allocate_range(len).ok();
-        common.or_else(|| self.reserve.allocate_range(len).ok().filter(|_| ticket))
+        match ticket {
+            true => common.or_else(|| self.reserve.allocate_range(len).ok()),
+            false => common,
+        }
     }
 
     fn free(&mut self, range: Range<usize>) {

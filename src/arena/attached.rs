@@ -96,7 +96,10 @@ impl AttachedArena {
     pub fn generation(&self, slot: usize) -> Result<u64, AttachedError> {
         self.check(slot, SLOT_ALIGN)?;
         // SAFETY: the table has a u64 for each page of the slots, and begins at a page.
-        #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins at a page, and the table too")]
+        #[expect(
+            clippy::cast_ptr_alignment,
+            reason = "a mapping begins at a page, and the table too"
+        )]
         let table = self.map.as_ptr().wrapping_add(SLOT_ALIGN).cast::<AtomicU64>();
         let index = (slot - self.slots.start) / SLOT_ALIGN;
         // SAFETY: the table has a u64 for each page of the slots.

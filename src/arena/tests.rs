@@ -15,6 +15,11 @@ fn arena(size: usize) -> Arena {
 
 const PAGE: usize = SLOT_ALIGN;
 
+/// Among those of an arena of so many.
+fn page_of(slot: &Slot, pages: usize) -> usize {
+    (slot.offset() - front::Front::len(pages * PAGE)) / PAGE
+}
+
 #[test]
 fn a_slot_is_free_again_when_its_last_handle_is_gone() {
     let arena = arena(2 * PAGE);
@@ -138,6 +143,81 @@ fn a_named_arena_is_a_new_private_file_and_goes_with_it() {
 }
 
 #[test]
+fn the_last_pages_are_the_tickets() {
+    let arena = Arena::new(&ArenaOptions {
+        size: 8 * PAGE,
+        ticket_bytes: 3 * PAGE,
+        ..ArenaOptions::default()
+    })
+    .unwrap();
+    let common: Vec<_> = std::iter::from_fn(|| arena.try_reserve(PAGE)).collect();
+    assert_eq!((common.len(), arena.slot_bytes_max()), (5, 5 * PAGE));
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let ticket = arena.ticket().await;
+        let slot = ticket.reserve(3 * PAGE).await;
+        assert_eq!(page_of(&slot.freeze(), 8), 5);
+    });
+}
+
+#[test]
+fn a_slot_that_nobody_uses_makes_room() {
+    let arena = arena(2 * PAGE);
+    let kept = std::sync::Arc::new(std::sync::Mutex::new(vec![
+        arena.try_reserve(2 * PAGE).unwrap().freeze(),
+    ]));
+    let of = std::sync::Arc::clone(&kept);
+    arena.on_pressure(move || {
+        of.lock()
+            .unwrap()
+            .pop_if(|slot| !slot.is_used_by_others(1))
+            .is_some()
+    });
+    let used = kept.lock().unwrap()[0].slice(0..10);
+    assert!(arena.try_reserve(PAGE).is_none());
+    drop(used);
+    assert!(arena.try_reserve(PAGE).is_some());
+}
+
+#[test]
+fn who_maps_the_file_sees_boot_id_and_generations() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("arena");
+    let options = ArenaOptions {
+        size: 4 * PAGE,
+        path: Some(path.clone()),
+        ..ArenaOptions::default()
+    };
+    let arena = Arena::new(&options).unwrap();
+    let attached = AttachedArena::map(&path, arena.boot_id()).unwrap();
+    let mut slot = arena.try_reserve(2 * PAGE).unwrap();
+    let (at, generation) = (slot.slot_offset(), slot.generation());
+    assert_eq!(attached.generation(at).unwrap(), generation);
+    attached.copy_in(at + 10, b"from there").unwrap();
+    assert_eq!(slot[10..20], *b"from there");
+    slot[..4].copy_from_slice(b"here");
+    let mut four = [0; 4];
+    attached.copy_out(at, &mut four).unwrap();
+    assert_eq!(four, *b"here");
+    drop(slot);
+    assert_eq!(attached.generation(at).unwrap(), 0);
+    let again = arena.try_reserve(PAGE).unwrap();
+    assert!(again.slot_offset() == at && again.generation() != generation);
+    for (at, len) in [(0, 1), (at + 4 * PAGE, 1), (at, 4 * PAGE + 1), (usize::MAX, 2)] {
+        assert!(attached.copy_in(at, &vec![0; len]).is_err(), "{at} {len}");
+    }
+    let other = Arena::new(&ArenaOptions {
+        path: None,
+        ..options
+    })
+    .unwrap();
+    assert!(
+        AttachedArena::map(&path, other.boot_id()).is_err(),
+        "another start's"
+    );
+}
+
+#[test]
 fn asking_for_huge_pages_works_with_and_without_them() {
     let arena = Arena::new(&ArenaOptions {
         size: 3 << 20,
@@ -185,7 +265,7 @@ proptest! {
         for (pages, take) in steps {
             if take {
                 let room = (0..PAGES).map(|page| !live.iter().any(|slot| {
-                    (slot.offset()..slot.offset() + slot.len()).contains(&(page * PAGE))
+                    (page_of(slot, PAGES)..page_of(slot, PAGES) + slot.len().div_ceil(PAGE)).contains(&page)
                 })).collect::<Vec<_>>();
                 let fits = room.windows(pages).any(|window| window.iter().all(|&free| free));
                 let got = arena.try_reserve(pages * PAGE);
@@ -230,7 +310,7 @@ fn slots_are_exclusive_under_threads() {
                         let slot = slot.freeze();
                         for page in 0..pages {
                             assert_eq!(
-                                owners[slot.offset() / PAGE + page].swap(thread, Ordering::SeqCst),
+                                owners[page_of(&slot, PAGES) + page].swap(thread, Ordering::SeqCst),
                                 0
                             );
                         }
@@ -239,14 +319,14 @@ fn slots_are_exclusive_under_threads() {
                         assert!(slot.iter().all(|&byte| u32::from(byte) == thread));
                         for page in 0..slot.len() / PAGE {
                             assert_eq!(
-                                owners[slot.offset() / PAGE + page].swap(0, Ordering::SeqCst),
+                                owners[page_of(&slot, PAGES) + page].swap(0, Ordering::SeqCst),
                                 thread
                             );
                         }
                     }
                 }
                 for slot in held {
-                    owners[slot.offset() / PAGE..][..slot.len() / PAGE]
+                    owners[page_of(&slot, PAGES)..][..slot.len() / PAGE]
                         .iter()
                         .for_each(|o| o.store(0, Ordering::SeqCst));
                 }

@@ -3,14 +3,15 @@
 //!
 //! The bytes are bounded, those that engines only reserved included. When they are used up, new chunks are refused, or the
 //! deepest descendants whose turn has not come are given up: what is left of a chain is of use without them, and never
-//! the other way round. Heads of chains are not given up.
+//! the other way round. Heads of chains are not given up. What was given up is remembered for a while, so that nothing is
+//! stored whose parent is not, and is taken up again when an engine wants to store it once more.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
@@ -19,7 +20,7 @@ use crate::arena::Slot;
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
 use crate::object::{ErrorKind, ObjectError, Operation};
-use crate::tier::Wrote;
+use crate::tier::{Memory, Wrote};
 
 /// What happens to new chunks when the write-behind is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,17 +57,39 @@ struct State {
     chunks: HashMap<CacheKey, u64>,
     committed: u64,
     room_bytes: usize,
+    dropped: Dropped,
+    /// A task starts those whose turn comes.
+    dispatching: bool,
     stats: BehindStats,
 }
+
+/// Chunks that were given up, the latest ones.
+#[derive(Default)]
+struct Dropped {
+    chunks: HashSet<CacheKey>,
+    order: VecDeque<CacheKey>,
+}
+
+/// How many are remembered.
+const DROPPED_MAX: usize = 1 << 16;
 
 struct Entry {
     key: CacheKey,
     bytes: usize,
     /// Chunks before it in the chain that wait as well.
     depth: u32,
-    /// Its turn has come.
-    started: bool,
+    /// What is to be done; None once its turn has come.
+    job: Option<Job>,
+    /// Whoever does it.
     task: Option<AbortHandle>,
+}
+
+/// A chunk on its way down.
+struct Job {
+    space: Space,
+    object: Sealed,
+    /// However it ends, also when it is dropped, the chunk may leave memory from then on.
+    _clean: Clean,
 }
 
 /// Figures of the write-behind; totals since the start.
@@ -152,11 +175,27 @@ impl Behind {
         }
     }
 
-    /// A chunk waits from here on, with its room. Answers its number.
-    fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>) -> u64 {
-        let bytes = room.keep();
+    /// The chunk was not even taken: what comes after it in the chain is of no use either.
+    pub fn refused(&self, key: CacheKey) {
+        self.lock().dropped.add(key);
+    }
+
+    /// Whether the chunk was given up or refused, and not taken since.
+    pub fn was_dropped(&self, key: &CacheKey) -> bool {
+        self.lock().dropped.chunks.contains(key)
+    }
+
+    /// A chunk waits from here on, with its room. False if it is given up because its parent was.
+    fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>, job: Job) -> bool {
         let mut state = self.lock();
+        if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
+            state.stats.dropped += 1;
+            state.dropped.add(key);
+            return false;
+        }
+        state.dropped.chunks.remove(&key);
         state.committed += 1;
+        let bytes = room.keep();
         let number = state.committed;
         let before = parent.and_then(|parent| state.chunks.get(&parent)).copied();
         let depth = before
@@ -166,29 +205,42 @@ impl Behind {
             key,
             bytes,
             depth,
-            started: false,
+            job: Some(job),
             task: None,
         };
         state.chunks.insert(key, number);
         state.entries.insert(number, entry);
-        number
+        true
+    }
+
+    /// Whether a dispatcher is to be started.
+    fn needs_dispatcher(&self) -> bool {
+        !std::mem::replace(&mut self.lock().dispatching, true)
+    }
+
+    /// Bytes of the first whose turn has not come. Without one, the dispatcher is done.
+    fn next_bytes(&self) -> Option<usize> {
+        let mut state = self.lock();
+        let next = state.entries.values().find(|entry| entry.job.is_some());
+        let bytes = next.map(|entry| entry.bytes);
+        state.dispatching = bytes.is_some();
+        bytes
+    }
+
+    /// The turn of the first has come, if it has no more than these bytes.
+    fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, Job)> {
+        let mut state = self.lock();
+        let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
+        let (number, entry) = waiting.next().filter(|(_, entry)| entry.bytes <= bytes)?;
+        Some((*number, entry.key.1, entry.job.take()?))
     }
 
     fn began(&self, number: u64, task: AbortHandle) {
         match self.lock().entries.get_mut(&number) {
             Some(entry) => entry.task = Some(task),
-            // Dropped already, or done.
+            // Given up already, or done.
             None => task.abort(),
         }
-    }
-
-    /// Its turn has come; false if it was dropped.
-    fn starts(&self, number: u64) -> bool {
-        self.lock()
-            .entries
-            .get_mut(&number)
-            .map(|entry| entry.started = true)
-            .is_some()
     }
 
     fn ends(&self, number: u64, outcome: &StoreOutcome) {
@@ -266,10 +318,12 @@ impl State {
         let waiting = self
             .entries
             .iter()
-            .filter(|(_, entry)| !entry.started && entry.depth > 0);
+            .filter(|(_, entry)| entry.job.is_some() && entry.depth > 0);
         let (&number, _) = waiting.max_by_key(|(number, entry)| (entry.depth, **number))?;
         self.stats.dropped += 1;
-        self.remove(number)
+        let entry = self.remove(number)?;
+        self.dropped.add(entry.key);
+        Some(entry)
     }
 
     fn remove(&mut self, number: u64) -> Option<Entry> {
@@ -279,6 +333,19 @@ impl State {
         }
         self.room_bytes -= entry.bytes;
         Some(entry)
+    }
+}
+
+impl Dropped {
+    fn add(&mut self, key: CacheKey) {
+        if self.chunks.insert(key) {
+            self.order.push_back(key);
+        }
+        while self.order.len() > DROPPED_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.chunks.remove(&oldest);
+        }
     }
 }
 
@@ -310,76 +377,64 @@ impl Gateway {
         let Some(tiers) = &self.0.tiers else { return };
         let key = (space.key(), *chunk);
         let parent = parent.map(|parent| (space.key(), *parent));
-        let behind = Arc::clone(&tiers.behind);
-        let number = behind.push(room, key, parent);
-        // However it ends, also when it is dropped, the chunk may leave memory from then on.
-        let clean = Clean(self.clone(), key);
-        let (gateway, space) = (self.clone(), space.clone());
-        let task = tokio::spawn(async move {
-            let clean = clean;
-            let outcome = gateway.lower(&space, key.1, number, object).await;
-            drop(clean);
-            if let (Some(outcome), Some(tiers)) = (outcome, &gateway.0.tiers) {
-                tiers.behind.ends(number, &outcome);
-            }
-        });
-        behind.began(number, task.abort_handle());
+        let job = Job {
+            space: space.clone(),
+            object,
+            _clean: Clean(Arc::clone(&tiers.memory), key),
+        };
+        if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
+            tokio::spawn(dispatch(self.clone(), Arc::clone(&tiers.behind)));
+        }
     }
 
-    /// None if it was dropped meanwhile.
+    /// Down to the lowest tier that is to have it.
     async fn lower(
         &self,
-        space: &Space,
         chunk: ChunkHash,
-        number: u64,
-        object: Sealed,
-    ) -> Option<StoreOutcome> {
-        let tiers = self.0.tiers.as_ref()?;
-        let object = match object {
-            Sealed::Now(object) => object,
+        job: &mut Job,
+        permits: Option<OwnedSemaphorePermit>,
+    ) -> StoreOutcome {
+        let space = &job.space;
+        let Some(tiers) = &self.0.tiers else {
+            return StoreOutcome::Pending;
+        };
+        let object = match &mut job.object {
+            Sealed::Now(object) => object.clone(),
             Sealed::Soon(object) => match object.await {
                 Ok(object) => object,
-                Err(_) => return Some(StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk)))),
+                Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
             },
         };
+        let written = self.write_to_disk(space, &chunk, &object).await;
+        if tiers
+            .options
+            .disk
+            .as_ref()
+            .is_some_and(|disk| !disk.flow.stores_lower)
+        {
+            return match written {
+                true => StoreOutcome::Stored,
+                false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
+            };
+        }
         let options = &tiers.behind.options;
         let mut wait = options.retry_base;
-        let mut on_disk = None;
+        let mut permits = permits;
         loop {
-            let permits = self.put_permits(object.len()).await;
-            if !tiers.behind.starts(number) {
-                return None;
-            }
-            let written = match on_disk {
-                Some(written) => written,
-                None => *on_disk.insert(self.write_to_disk(space, &chunk, &object).await),
-            };
-            if tiers
-                .options
-                .disk
-                .as_ref()
-                .is_some_and(|disk| !disk.flow.stores_lower)
-            {
-                drop(permits);
-                return Some(match written {
-                    true => StoreOutcome::Stored,
-                    false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
-                });
-            }
-            let outcome = self
-                .store_object(space, chunk, object.clone(), Instant::now() + options.deadline)
-                .await;
+            let deadline = Instant::now() + options.deadline;
+            let outcome = self.store_object(space, chunk, object.clone(), deadline).await;
             drop(permits);
             match outcome {
                 StoreOutcome::Failed(error) => {
                     tiers.behind.failed();
                     tracing::warn!(%error, "a chunk waits to be stored; trying again in {wait:?}");
                 }
-                outcome => return Some(outcome),
+                outcome => return outcome,
             }
             // Not all at once when the server is back.
             tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
             wait = (wait * 2).min(options.retry_max);
+            permits = self.put_permits(object.len()).await;
         }
     }
 
@@ -412,13 +467,30 @@ impl Gateway {
     }
 }
 
+/// Starts those that wait, in their order, as the bytes in flight allow.
+async fn dispatch(gateway: Gateway, behind: Arc<Behind>) {
+    while let Some(bytes) = behind.next_bytes() {
+        let permits = gateway.put_permits(bytes).await;
+        // The first may be another one by now.
+        let Some((number, chunk, mut job)) = behind.start(bytes) else {
+            continue;
+        };
+        let gateway = gateway.clone();
+        let of = Arc::clone(&behind);
+        let task = tokio::spawn(async move {
+            let outcome = gateway.lower(chunk, &mut job, permits).await;
+            drop(job);
+            of.ends(number, &outcome);
+        });
+        behind.began(number, task.abort_handle());
+    }
+}
+
 /// Lets a chunk leave memory.
-struct Clean(Gateway, CacheKey);
+struct Clean(Arc<Memory>, CacheKey);
 
 impl Drop for Clean {
     fn drop(&mut self) {
-        if let Some(tiers) = &self.0.0.tiers {
-            tiers.memory.clean(&self.1);
-        }
+        self.0.clean(&self.1);
     }
 }

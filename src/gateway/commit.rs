@@ -7,12 +7,14 @@ use tokio::time::Instant;
 use super::behind::{BehindStats, Flushed, Room, Sealed};
 use super::{Gateway, StoreSlot};
 use crate::chunk::{ChunkHash, Space};
-use crate::tier::{DiskStats, MemoryStats};
+use crate::existence::CacheKey;
+use crate::tier::{DiskStats, MemoryStats, Share};
 
 /// A slot that an engine may fill, and its place in the write-behind.
 pub struct Reserved {
     pub slot: StoreSlot,
     room: Room,
+    share: Share,
 }
 
 /// Why a chunk need not, or can't, be stored now.
@@ -47,33 +49,68 @@ pub struct TierStats {
 
 impl Gateway {
     /// A slot for a new chunk. Never waits.
-    pub fn reserve_behind(&self, space: &Space, chunk: &ChunkHash) -> Result<Reserved, Skip> {
+    pub fn reserve_behind(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: &ChunkHash,
+    ) -> Result<Reserved, Skip> {
         // Without tiers nobody would keep it.
         let tiers = self.0.tiers.as_ref().ok_or(Skip::Full)?;
         let key = (space.key(), *chunk);
         let known = || self.0.cache.is_present(&key, Instant::now()) == Some(true);
-        if tiers.memory.has(&key) || tiers.on_disk(&key).is_some() || known() {
+        if tiers.memory.has(&key) {
+            self.store_again(space, chunk, parent);
+            return Err(Skip::Present);
+        }
+        if tiers.on_disk(&key).is_some() || known() {
             return Err(Skip::Present);
         }
         if tiers.arriving.join(&key).is_some() {
             return Err(Skip::Pending);
         }
-        let bytes = space.layout().object_len();
-        if !tiers.memory.tenant_has_room(space.tenant(), bytes) {
-            return Err(Skip::Full);
+        self.take_room(space, &key, parent).ok_or_else(|| {
+            tiers.behind.refused(key);
+            Skip::Full
+        })
+    }
+
+    fn take_room(&self, space: &Space, key: &CacheKey, parent: &ChunkHash) -> Option<Reserved> {
+        let tiers = self.0.tiers.as_ref()?;
+        if tiers.behind.was_dropped(&(key.0, *parent)) {
+            return None;
         }
-        let room = tiers.behind.room(bytes).ok_or(Skip::Full)?;
-        let slot = self.reserve(space).map_err(|_| Skip::Full)?;
-        Ok(Reserved { slot, room })
+        let bytes = space.layout().object_len();
+        let share = tiers.memory.share(space.tenant(), bytes)?;
+        let room = tiers.behind.room(bytes)?;
+        let slot = self.reserve(space).ok()?;
+        Some(Reserved { slot, room, share })
+    }
+
+    /// A chunk that is in memory, but was given up on its way down, is sent there once more.
+    fn store_again(&self, space: &Space, chunk: &ChunkHash, parent: &ChunkHash) {
+        let Some(tiers) = &self.0.tiers else { return };
+        let key = (space.key(), *chunk);
+        if !tiers.behind.was_dropped(&key) || tiers.behind.was_dropped(&(key.0, *parent)) {
+            return;
+        }
+        let object = tiers.memory.get(&key, space).and_then(|found| found.object);
+        if let Some(object) = object
+            && let Some(room) = tiers.behind.room(object.len())
+        {
+            tiers.memory.soil(&key);
+            self.write_behind(room, space, chunk, Some(parent), Sealed::Now(object));
+        }
     }
 
     /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.
     pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
         let Some(tiers) = &self.0.tiers else { return false };
-        let Reserved { slot, room } = reserved;
+        let Reserved { slot, room, share } = reserved;
         let space = slot.space().clone();
         let key = (space.key(), chunk);
         let (header, payload) = slot.split();
+        drop(share);
         let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
         if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
             return false;

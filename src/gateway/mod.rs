@@ -64,7 +64,7 @@ struct Inner {
     prober: Prober,
     get_turns: Turns,
     /// KiB that PUTs may have in flight.
-    put_kib: Semaphore,
+    put_kib: Arc<Semaphore>,
     /// Chunks whose PUT is under way.
     storing: DashMap<(SpaceKey, ChunkHash), ()>,
     /// When each space's space.json was last seen to be there; locked while that is being found out.
@@ -109,7 +109,7 @@ impl Gateway {
                 let store = Arc::clone(&store);
                 move || store.window_bytes()
             }),
-            put_kib: Semaphore::new(kib(options.put_bytes_max) as usize),
+            put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
             storing: DashMap::new(),
             spaces: DashMap::new(),
             store,

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::SemaphorePermit;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::{Gateway, kib};
@@ -144,10 +144,11 @@ impl Gateway {
     }
 
     /// The right to have so many bytes in flight. Who asked first is served first.
-    pub(super) async fn put_permits(&self, bytes: usize) -> Option<SemaphorePermit<'_>> {
+    pub(super) async fn put_permits(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         let most = kib(self.0.options.put_bytes_max);
+        let permits = Arc::clone(&self.0.put_kib);
         // Nobody closes it.
-        self.0.put_kib.acquire_many(kib(bytes).min(most)).await.ok()
+        permits.acquire_many_owned(kib(bytes).min(most)).await.ok()
     }
 
     fn no_turn(&self, (space, chunk): CacheKey) -> ObjectError {

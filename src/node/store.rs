@@ -87,7 +87,7 @@ impl Node {
                     answers.push(Reservation::Skip(Skip::Pending));
                     continue;
                 }
-                Offer::New => match self.0.gateway.reserve_behind(space, &chunk.hash) {
+                Offer::New => match self.0.gateway.reserve_behind(space, &chunk.hash, &chunk.parent) {
                     Err(skip) => {
                         answers.push(Reservation::Skip(skip));
                         continue;

@@ -51,6 +51,25 @@ struct State {
 struct Tenant {
     queue: Queue<CacheKey>,
     bytes: usize,
+    /// For chunks that are about to come.
+    reserved: usize,
+}
+
+/// See [`Memory::share`].
+pub struct Share {
+    memory: Arc<Memory>,
+    tenant: Arc<str>,
+    bytes: usize,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut state = self.memory.lock();
+        if let Some(of) = state.tenants.get_mut(&self.tenant) {
+            of.reserved -= self.bytes;
+        }
+        state.forget_empty(&self.tenant);
+    }
 }
 
 struct Resident {
@@ -188,20 +207,11 @@ impl Memory {
                 return false;
             }
         }
-        let policy = self.options.policy;
-        let tenant: Arc<str> = match state.tenants.get_key_value(space.tenant()) {
-            Some((name, _)) => Arc::clone(name),
-            None => space.tenant().into(),
-        };
-        let of = state
-            .tenants
-            .entry(Arc::clone(&tenant))
-            .or_insert_with(|| Tenant {
-                queue: Queue::new(policy),
-                bytes: 0,
-            });
-        of.queue.insert(key);
-        of.bytes += bytes;
+        let tenant = state.tenant(space.tenant(), self.options.policy);
+        if let Some(of) = state.tenants.get_mut(&tenant) {
+            of.queue.insert(key);
+            of.bytes += bytes;
+        }
         state.bytes += bytes;
         state.stats.inserted += 1;
         let resident = Resident {
@@ -286,21 +296,26 @@ impl Memory {
         unpinned
     }
 
-    /// Whether a tenant may have so many bytes more, once those that may go have gone.
-    pub fn tenant_has_room(&self, tenant: &str, bytes: usize) -> bool {
-        let Some(most) = self.options.tenant_bytes else {
-            return true;
-        };
-        let now = Instant::now();
-        let mut gone = Vec::new();
+    /// Part of a tenant's quota for a chunk that is about to come; goes back when it is dropped. None if the tenant has no
+    /// room, once those that may go have gone.
+    pub fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Option<Share> {
+        let (now, mut gone) = (Instant::now(), Vec::new());
         let mut state = self.lock();
-        while state.tenant_bytes(tenant) + bytes > most {
-            let Some(held) = state.evict_of(tenant, now) else {
-                return false;
-            };
-            gone.push(held);
+        if let Some(most) = self.options.tenant_bytes {
+            while state.tenant_bytes(tenant) + bytes > most {
+                gone.push(state.evict_of(tenant, now)?);
+            }
         }
-        true
+        let tenant = state.tenant(tenant, self.options.policy);
+        if let Some(of) = state.tenants.get_mut(&tenant) {
+            of.reserved += bytes;
+        }
+        drop(state);
+        Some(Share {
+            memory: Arc::clone(self),
+            tenant,
+            bytes,
+        })
     }
 
     /// Makes the arena a slot freer, if it can.
@@ -335,7 +350,30 @@ impl Memory {
 
 impl State {
     fn tenant_bytes(&self, tenant: &str) -> usize {
-        self.tenants.get(tenant).map_or(0, |tenant| tenant.bytes)
+        let tenant = self.tenants.get(tenant);
+        tenant.map_or(0, |tenant| tenant.bytes + tenant.reserved)
+    }
+
+    /// The tenant's name as it is kept; it is known from here on.
+    fn tenant(&mut self, name: &str, policy: EvictionPolicy) -> Arc<str> {
+        if let Some((name, _)) = self.tenants.get_key_value(name) {
+            return Arc::clone(name);
+        }
+        let name: Arc<str> = name.into();
+        let tenant = Tenant {
+            queue: Queue::new(policy),
+            bytes: 0,
+            reserved: 0,
+        };
+        self.tenants.insert(Arc::clone(&name), tenant);
+        name
+    }
+
+    fn forget_empty(&mut self, tenant: &Arc<str>) {
+        let empty = |of: &Tenant| of.bytes + of.reserved == 0;
+        if self.tenants.get(tenant).is_some_and(empty) {
+            self.tenants.remove(tenant);
+        }
     }
 
     /// The next that may go: of the tenant that has the most, else of any.
@@ -363,10 +401,8 @@ impl State {
         if let Some(tenant) = self.tenants.get_mut(&resident.tenant) {
             tenant.queue.remove(key);
             tenant.bytes -= resident.bytes;
-            if tenant.bytes == 0 {
-                self.tenants.remove(&resident.tenant);
-            }
         }
+        self.forget_empty(&resident.tenant);
         Some(resident)
     }
 }

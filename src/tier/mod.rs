@@ -10,7 +10,7 @@ pub mod policy;
 use serde::{Deserialize, Serialize};
 
 pub use disk::{Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Wrote};
-pub use memory::{Found, Memory, MemoryOptions, MemoryStats};
+pub use memory::{Found, Memory, MemoryOptions, MemoryStats, Share};
 pub use policy::EvictionPolicy;
 
 /// Where a chunk was found.

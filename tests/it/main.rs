@@ -3,6 +3,7 @@
 
 #![allow(clippy::cast_possible_truncation, clippy::too_many_lines)]
 
+mod abuse;
 mod backends;
 mod bench;
 mod capped;
@@ -22,9 +23,11 @@ mod lookups;
 mod on_the_way;
 mod orders;
 mod outage;
+mod processes;
 mod program;
 mod rig;
 mod serve;
 mod serving;
+mod tiers;
 mod vectors;
 mod wire;

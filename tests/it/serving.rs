@@ -7,10 +7,11 @@ use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, Rese
 use kvgate::chunk::Space;
 use kvgate::client::{Client, Session, Target};
 use kvgate::config::{self, Config, Override};
-use kvgate::daemon::{Daemon, Ended};
+use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::gateway::Order;
 use kvgate::object::ObjectStore;
+use kvgate::tier::DiskError;
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -112,9 +113,17 @@ impl Site {
         settings: &[(&'static str, &str)],
     ) -> Serving {
         let config = self.config(settings);
-        let daemon = Daemon::start(&config, store, Box::new(|| Ok(Vec::new())))
-            .await
-            .unwrap();
+        let start = || Daemon::start(&config, Arc::clone(&store), Box::new(|| Ok(Vec::new())));
+        let mut daemon = start().await;
+        for _ in 0..100 {
+            // In one process, what the daemon before left under way keeps its disks for a while.
+            if !matches!(&daemon, Err(StartError::Disk(DiskError::InUse { .. }))) {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            daemon = start().await;
+        }
+        let daemon = daemon.unwrap();
         let client = Client::new(Target::Unix(config.api.socket.clone()));
         let (node, address) = (daemon.node().clone(), daemon.address());
         let (stop, stopped) = oneshot::channel::<()>();

@@ -46,7 +46,10 @@ fn many_problems_are_told_at_once() {
                 "lookup.concurrency",
                 "\"0\" is too small; allowed is a whole number from 1 to 4096",
             ),
-            ("lookup.size", "did you mean `size` in section `arena`?"),
+            (
+                "lookup.size",
+                "did you mean `size` in section `arena` or `size` in section `disk`?",
+            ),
             ("s3.retry_budget", "\"lots\" is not a whole number"),
             ("s3.region", "\"mars 1\" is not a region name"),
             ("nope.x", "the sections are"),

@@ -1,0 +1,158 @@
+//! A stand-in for an engine: a process of its own that stores and loads through the shared arena, for tests that kill it.
+//!
+//!     engine SOCKET store|load|hold|fill SEED CHUNKS
+//!
+//! `store` commits chunks whose bytes follow from the seed, `load` looks them up, loads them and compares every byte,
+//! `hold` loads and never releases, `fill` reserves and never commits. Each says what it did as a line of JSON; the last two
+//! wait to be killed then.
+
+use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use kvgate::chunk::{ChunkHash, ChunkHasher, Space};
+use kvgate::client::{Client, ClientError, Session, Target};
+use kvgate::gateway::Order;
+use serde_json::json;
+
+const SPACE: &str = r#"{"model": "test/engine", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
+    "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#;
+/// Chunks in one call.
+const CALL: usize = 8;
+
+struct Engine {
+    client: Client,
+    session: Session,
+    space: Space,
+    root: ChunkHash,
+    hashes: Vec<ChunkHash>,
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [socket, action, seed, chunks] = arguments.as_slice() else {
+        return Err("engine SOCKET store|load|hold|fill SEED CHUNKS".into());
+    };
+    let client = Client::new(Target::Unix(socket.into()));
+    let space = Space::from_json(SPACE)?;
+    let hasher = ChunkHasher::new(&space, None)?;
+    let root = hasher.root(seed.as_bytes(), b"")?;
+    let tokens: Vec<u32> = (0..).take(chunks.parse::<usize>()? * 16).collect();
+    let hashes = hasher.chain(&root, &tokens, &[])?;
+    client.declare(&space).await?;
+    let request = AttachRequest {
+        instance: format!("engine-{}", std::process::id()),
+        world_size: 1,
+        ..AttachRequest::default()
+    };
+    let session = client.attach(&request).await?;
+    let engine = Engine {
+        client,
+        session,
+        space,
+        root,
+        hashes,
+    };
+    let (done, waits) = match action.as_str() {
+        "store" => (engine.store(true).await?, false),
+        "fill" => (engine.store(false).await?, true),
+        "load" => (engine.load(true).await?, false),
+        "hold" => (engine.load(false).await?, true),
+        other => return Err(format!("{other}?").into()),
+    };
+    println!("{done}");
+    if waits {
+        std::future::pending::<()>().await;
+    }
+    Ok(())
+}
+
+impl Engine {
+    fn payload(&self, chunk: usize) -> Vec<u8> {
+        let mut payload = vec![0; self.space.layout().payload_len()];
+        let mut bytes = blake3::Hasher::new();
+        bytes
+            .update(self.hashes[chunk].as_bytes())
+            .finalize_xof()
+            .fill(&mut payload);
+        payload
+    }
+
+    async fn store(&self, commits: bool) -> Result<serde_json::Value, ClientError> {
+        let space = self.space.id().to_string();
+        let (mut stored, mut skipped) = (0, 0);
+        for start in (0..self.hashes.len()).step_by(CALL) {
+            let end = self.hashes.len().min(start + CALL);
+            let chunk = |i: usize| ReserveChunk {
+                hash: self.hashes[i],
+                parent: if i == 0 { self.root } else { self.hashes[i - 1] },
+                tokens: None,
+            };
+            let reserved = self
+                .session
+                .reserve(&space, (start..end).map(chunk).collect())
+                .await?;
+            let mut slots = Vec::new();
+            for (i, reserved) in (start..end).zip(reserved.chunks) {
+                let ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } = reserved
+                else {
+                    skipped += 1;
+                    continue;
+                };
+                self.session.arena.copy_in(offset, &self.payload(i))?;
+                slots.push(SlotName { slot, generation });
+                stored += 1;
+            }
+            if commits {
+                self.session.commit(slots).await?;
+            }
+        }
+        Ok(json!({ "stored": stored, "skipped": skipped }))
+    }
+
+    async fn load(&self, releases: bool) -> Result<serde_json::Value, ClientError> {
+        let found = self
+            .client
+            .lookup_hashes(&self.space.id().to_string(), &self.hashes, "strategy=exact")
+            .await?;
+        let request = LoadRequest {
+            session: String::new(),
+            load_id: "load".into(),
+            space: self.space.id().to_string(),
+            hashes: self.hashes.clone(),
+            order: Order::Chunk,
+            continue_after_miss: true,
+            deadline_ms: Some(20_000),
+        };
+        let mut lines = self.session.load(request).await?;
+        let (mut loaded, mut wrong, mut missing) = (0, 0, Vec::new());
+        while let Some(line) = lines.next().await? {
+            match line {
+                LoadLine::Here {
+                    i,
+                    slot,
+                    generation,
+                    offset,
+                    ..
+                } => {
+                    let expected = self.payload(i);
+                    let mut bytes = vec![0; expected.len()];
+                    self.session.arena.copy_out(offset, &mut bytes)?;
+                    let same = bytes == expected && self.session.arena.generation(slot)? == generation;
+                    loaded += 1;
+                    wrong += usize::from(!same);
+                    if releases {
+                        let slot = SlotName { slot, generation };
+                        self.session.release("load", Some(vec![slot])).await?;
+                    }
+                }
+                LoadLine::Missing { miss, .. } => missing.push(miss),
+                LoadLine::End { .. } => {}
+            }
+        }
+        let present = found.mask.count();
+        Ok(json!({ "present": present, "loaded": loaded, "wrong": wrong, "missing": missing }))
+    }
+}

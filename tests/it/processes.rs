@@ -1,0 +1,269 @@
+//! Daemon and engines as processes of their own, which are stopped and killed.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+use crate::program::Place;
+use crate::serving::eventually;
+use kvgate::client::{Client, Target};
+
+/// A daemon's place: its S3 server, which outlives it, its socket and disk.
+struct Home {
+    place: Place,
+    socket: PathBuf,
+    arena: PathBuf,
+}
+
+struct Daemon {
+    child: Child,
+    client: Client,
+}
+
+impl Home {
+    async fn new() -> Self {
+        let place = Place::new().await;
+        let socket = place.home.path().join("kvgate.sock");
+        let arena = format!(
+            "/dev/shm/kvgate-it-{}-{:016x}",
+            std::process::id(),
+            fastrand::u64(..)
+        );
+        Self {
+            place,
+            socket,
+            arena: arena.into(),
+        }
+    }
+
+    async fn serve(&self, settings: &[(&str, &str)]) -> Daemon {
+        let socket = self.socket.display().to_string();
+        let arena = self.arena.display().to_string();
+        let disk = self.place.home.path().join("disk").display().to_string();
+        let mut command = self
+            .place
+            .command(&["serve", "--socket", &socket, "--arena-path", &arena]);
+        command
+            .env("KVGATE__ARENA__SIZE", "32MiB")
+            .env("KVGATE__LOAD__RESERVE", "8MiB")
+            .env("KVGATE__LOAD__WINDOW", "4MiB")
+            .env("KVGATE__STORE__WRITE_BEHIND", "16MiB")
+            .env("KVGATE__DISK__PATHS", disk)
+            .env("KVGATE__DISK__SIZE", "64MiB")
+            .env("KVGATE__API__GRACE", "100ms")
+            .env("KVGATE__API__DEGRADED", "true")
+            .env("KVGATE__STORE__COMMIT_TIMEOUT", "300ms");
+        for (name, value) in settings {
+            command.env(name, value);
+        }
+        let mut child = command.spawn().unwrap();
+        let first = first_line(&mut child).await;
+        assert!(first.contains("serves"), "{first}");
+        Daemon {
+            child,
+            client: Client::new(Target::Unix(self.socket.clone())),
+        }
+    }
+
+    fn engine(&self, action: &str, seed: &str, chunks: usize) -> Child {
+        engine(&self.socket, action, seed, chunks)
+    }
+
+    async fn done(&self, action: &str, seed: &str, chunks: usize) -> Value {
+        let output = self
+            .engine(action, seed, chunks)
+            .wait_with_output()
+            .await
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        serde_json::from_str(&text).unwrap_or_else(|_| panic!("{action}: {text} {error}"))
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        // What a killed daemon leaves.
+        let _ = std::fs::remove_file(&self.arena);
+    }
+}
+
+/// Cargo builds examples with the tests.
+fn engine(socket: &Path, action: &str, seed: &str, chunks: usize) -> Child {
+    let program = Path::new(env!("CARGO_BIN_EXE_kvgate"))
+        .with_file_name("examples")
+        .join("engine");
+    Command::new(program)
+        .arg(socket)
+        .args([action, seed, &chunks.to_string()])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .expect("the engine stand-in is built")
+}
+
+async fn first_line(child: &mut Child) -> String {
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let line = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await;
+    let line = line.expect("it says something").unwrap().unwrap_or_default();
+    // Who writes to a closed pipe fails.
+    tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+    line
+}
+
+fn signal(child: &Child, signal: Signal) {
+    let pid = i32::try_from(child.id().expect("it runs")).unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+}
+
+async fn leases(daemon: &Daemon) -> u64 {
+    daemon.client.status().await.unwrap()["slots"]["leases"]
+        .as_u64()
+        .unwrap()
+}
+
+async fn until(is: impl AsyncFn() -> bool) {
+    for _ in 0..500 {
+        if is().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    panic!("it did not come to that");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_killed_engine_stored_another_one_loads() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let stored = home.done("store", "one", 20).await;
+    assert_eq!((&stored["stored"], &stored["skipped"]), (&20.into(), &0.into()));
+    let mut filler = home.engine("fill", "two", 4);
+    first_line(&mut filler).await;
+    let mut holder = home.engine("hold", "one", 20);
+    let held: Value = serde_json::from_str(&first_line(&mut holder).await).unwrap();
+    assert_eq!((&held["loaded"], &held["wrong"]), (&20.into(), &0.into()));
+    assert_eq!(leases(&daemon).await, 20);
+    for engine in [&filler, &holder] {
+        signal(engine, Signal::KILL);
+    }
+    until(async || leases(&daemon).await == 0).await;
+    let loaded = home.done("load", "one", 20).await;
+    assert_eq!(
+        (&loaded["loaded"], &loaded["wrong"]),
+        (&20.into(), &0.into()),
+        "{loaded}"
+    );
+    let half = home.done("load", "two", 4).await;
+    assert_eq!(half["loaded"], 0, "what was not committed is not there: {half}");
+    until(async || daemon.client.status().await.unwrap()["sessions"] == Value::Array(Vec::new())).await;
+}
+
+/// A process that is stopped can go on at any moment: what it may read or write stays as it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_hangs_keeps_its_slots() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    home.done("store", "one", 8).await;
+    let (mut holder, mut filler) = (home.engine("hold", "one", 8), home.engine("fill", "two", 3));
+    first_line(&mut holder).await;
+    first_line(&mut filler).await;
+    for engine in [&holder, &filler] {
+        signal(engine, Signal::STOP);
+    }
+    // Past the commit timeout and the grace, and with others that want all the room there is.
+    let slots = async || daemon.client.status().await.unwrap()["slots"].clone();
+    until(async || slots().await["spoilt"] == 3).await;
+    for seed in ["three", "four", "five"] {
+        home.done("store", seed, 120).await;
+        let loaded = home.done("load", seed, 120).await;
+        assert_eq!(loaded["wrong"], 0, "{loaded}");
+    }
+    let now = slots().await;
+    assert_eq!((&now["leases"], &now["spoilt"]), (&8.into(), &3.into()));
+    for engine in [&holder, &filler] {
+        signal(engine, Signal::KILL);
+    }
+    until(async || slots().await["leases"] == 0 && slots().await["spoilt"] == 0).await;
+}
+
+/// Whatever moment it is killed at: what it serves afterwards verifies, and what flush acknowledged is there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
+    let full = std::env::var_os("KVGATE_TEST_FULL").is_some();
+    let rounds = if full { 200 } else { 20 };
+    let home = Home::new().await;
+    let mut acknowledged: Option<String> = None;
+    for round in 0..rounds {
+        let mut daemon = home.serve(&[]).await;
+        let seed = format!("round {round}");
+        if round % 4 == 0 {
+            home.done("store", &seed, 10).await;
+            daemon.client.flush(Some(20_000)).await.unwrap();
+            acknowledged = Some(seed.clone());
+        }
+        let engines: Vec<Child> = (0..2)
+            .map(|i| {
+                home.engine(
+                    if i == 0 { "store" } else { "load" },
+                    &format!("{seed} under way"),
+                    60,
+                )
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..120))).await;
+        signal(&daemon.child, Signal::KILL);
+        daemon.child.wait().await.unwrap();
+        drop(engines);
+
+        let daemon = home.serve(&[]).await;
+        let seen = home.done("load", &format!("{seed} under way"), 60).await;
+        assert_eq!(seen["wrong"], 0, "{seen}");
+        if let Some(seed) = &acknowledged {
+            let there = home.done("load", seed, 10).await;
+            assert_eq!(
+                (&there["loaded"], &there["wrong"]),
+                (&10.into(), &0.into()),
+                "{there}"
+            );
+        }
+        drop(daemon);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn serve_says_what_is_wrong_and_what_to_type() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let socket = home.socket.display().to_string();
+    let say = async |args: &[&str]| {
+        let output = home.place.command(args).output().await.unwrap();
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let (code, error) = say(&["serve", "--socket", &socket]).await;
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("another kvgate answers"), "{error}");
+    let (code, error) = say(&["serve", "--socket", "/proc/nowhere/x"]).await;
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("[api] socket"), "{error}");
+    let (code, error) = say(&["serve", "--socket", "/tmp/x.sock", "--listen", "0.0.0.0:0"]).await;
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("token_file"), "{error}");
+    let (code, error) = say(&["serve", "--socket", "/tmp/x.sock", "--arena-size", "100MiB"]).await;
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("[load] reserve"), "{error}");
+    let mut daemon = daemon;
+    signal(&daemon.child, Signal::TERM);
+    let status = daemon.child.wait().await.unwrap();
+    assert_eq!(status.code(), Some(0));
+    eventually(|| !home.socket.exists() && !home.arena.exists()).await;
+}

@@ -1,0 +1,424 @@
+//! What a node keeps, and what goes up and down between its tiers.
+
+use std::time::{Duration, Instant};
+
+use kvgate::client::Client;
+use kvgate::gateway::Order;
+
+use crate::fixture::Prompt;
+use crate::serving::{Serving, Site, all, eventually, id, load, store};
+
+fn count(words: &[&str], word: &str) -> usize {
+    words.iter().filter(|one| **one == word).count()
+}
+
+async fn mask(client: &Client, prompt: &Prompt) -> usize {
+    let found = client
+        .lookup_hashes(&id(&prompt.space), &prompt.hashes, "strategy=exact")
+        .await;
+    found.unwrap().mask.count()
+}
+
+/// Chunks on S3.
+async fn on_s3(site: &Site, prompt: &Prompt) -> usize {
+    let store = site.store().await;
+    let mut there = 0;
+    for hash in &prompt.hashes {
+        let key = kvgate::chunk::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+        there += usize::from(store.head(&key, crate::fixture::soon()).await.is_ok());
+    }
+    there
+}
+
+fn dropped(serving: &Serving) -> u64 {
+    serving.node.status().tiers.write_behind.dropped
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stores_go_on_while_s3_is_away_until_they_are_refused() {
+    let mut site = Site::new().await;
+    let settings = [
+        ("arena.size", "16MiB"),
+        ("load.reserve", "4MiB"),
+        ("store.write_behind", "4MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    site.stop_s3().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(60);
+    let began = Instant::now();
+    let words = store(&serving.client, &engine, &prompt).await;
+    assert!(
+        began.elapsed() < Duration::from_secs(5),
+        "an engine waits for nobody"
+    );
+    let room = (4 << 20) / prompt.space.layout().object_len();
+    assert_eq!(count(&words, "stored"), room);
+    assert_eq!(count(&words, "full"), 60 - room);
+    assert!(
+        words[..room].iter().all(|word| *word == "stored"),
+        "the first ones"
+    );
+    assert_eq!(
+        mask(&serving.client, &prompt).await,
+        room,
+        "they are hits all the same"
+    );
+    let refused = serving.client.flush(Some(200)).await.unwrap_err().to_string();
+    assert!(refused.contains("not_flushed"), "{refused}");
+
+    site.start_s3().await;
+    serving.flush().await;
+    assert_eq!(on_s3(&site, &prompt).await, room);
+    assert_eq!(dropped(&serving), 0);
+    assert_eq!(
+        count(&store(&serving.client, &engine, &prompt).await, "present"),
+        room
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_deepest_descendants_make_room_and_never_a_head() {
+    let mut site = Site::new().await;
+    let settings = [
+        ("arena.size", "16MiB"),
+        ("load.reserve", "4MiB"),
+        ("store.write_behind", "4MiB"),
+        ("store.in_flight", "1MiB"),
+        ("store.when_full", "drop"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    site.stop_s3().await;
+    let engine = serving.attach("one").await;
+    let prompts: Vec<Prompt> = (0..4).map(|_| Prompt::new(30)).collect();
+    let mut stored = 0;
+    for prompt in &prompts {
+        stored += count(&store(&serving.client, &engine, prompt).await, "stored");
+    }
+    let room = (4 << 20) / prompts[0].space.layout().object_len();
+    assert!(stored > room, "{stored} came in where {room} have room");
+    site.start_s3().await;
+    serving.flush().await;
+    let mut there = 0;
+    for prompt in &prompts {
+        let mut run = true;
+        let store = site.store().await;
+        for (i, hash) in prompt.hashes.iter().enumerate() {
+            let key = kvgate::chunk::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+            let is_there = store.head(&key, crate::fixture::soon()).await.is_ok();
+            assert!(run || !is_there, "chunk {i} is there without those before it");
+            assert!(i > 0 || is_there, "a head was dropped");
+            run = is_there;
+            there += usize::from(is_there);
+        }
+    }
+    assert_eq!(
+        there as u64 + dropped(&serving),
+        stored as u64,
+        "what was dropped is counted"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_not_stored_at_the_end_is_told() {
+    let mut site = Site::new().await;
+    let serving = site.serve(&[("store.drain", "300ms")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let (kept, lost) = (Prompt::new(3), Prompt::new(5));
+    store(&serving.client, &engine, &kept).await;
+    serving.flush().await;
+    site.stop_s3().await;
+    store(&serving.client, &engine, &lost).await;
+    assert_eq!(serving.end().await.dropped, 5);
+    site.start_s3().await;
+    assert_eq!((on_s3(&site, &kept).await, on_s3(&site, &lost).await), (3, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn disks_serve_what_memory_has_not_also_without_s3() {
+    let mut site = Site::new().await;
+    let disks = [site.home.path().join("disk0"), site.home.path().join("disk1")];
+    let paths = format!("{},{}", disks[0].display(), disks[1].display());
+    let settings = [
+        ("disk.paths", paths.as_str()),
+        ("disk.size", "64MiB"),
+        ("api.degraded", "true"),
+    ];
+    let prompt = Prompt::new(16);
+    {
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        let stats = serving.node.status().tiers.disk.unwrap();
+        assert_eq!(stats.disks.iter().map(|disk| disk.chunks).sum::<u64>(), 16);
+        assert!(stats.disks.iter().all(|disk| disk.chunks > 0), "{stats:?}");
+        drop(engine);
+        serving.end().await;
+    }
+    site.stop_s3().await;
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    assert_eq!(mask(&serving.client, &prompt).await, 16);
+    let engine = serving.attach("two").await;
+    assert_eq!(load(&engine, &prompt, "a", Order::Layer).await, all("disk", 16));
+    assert_eq!(load(&engine, &prompt, "b", Order::Chunk).await, all("memory", 16));
+    drop(engine);
+    serving.end().await;
+
+    // A file that is not what it was is a miss, and goes.
+    let damaged = disks
+        .iter()
+        .map(|disk| {
+            disk.join(prompt.space.key().to_string())
+                .join(prompt.hashes[3].to_string())
+        })
+        .find(|path| path.exists())
+        .unwrap();
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    let serving = site.serve(&settings).await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let engine = serving.attach("three").await;
+    let words = load(&engine, &prompt, "a", Order::Chunk).await;
+    let unknown = words.iter().position(|word| word == "unknown");
+    assert_eq!(
+        (unknown, words.iter().filter(|word| *word == "disk").count()),
+        (Some(3), 15)
+    );
+    assert!(!damaged.exists());
+    site.start_s3().await;
+    eventually(|| serving.node.status().s3.answered).await;
+    let words = load(&engine, &prompt, "b", Order::Chunk).await;
+    assert_eq!(words[3], "s3");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_comes_from_s3_is_written_to_the_disks() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(8);
+    {
+        let serving = site.serve(&[]).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+    let disk = site.home.path().join("disk").display().to_string();
+    for promote in ["false", "true"] {
+        let settings = [
+            ("disk.paths", disk.as_str()),
+            ("disk.size", "64MiB"),
+            ("disk.promote", promote),
+        ];
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let engine = serving.attach("two").await;
+        assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("s3", 8));
+        let chunks = || serving.node.status().tiers.disk.unwrap().disks[0].chunks;
+        if promote == "true" {
+            eventually(|| chunks() == 8).await;
+        } else {
+            assert_eq!(chunks(), 0);
+        }
+        drop(engine);
+        serving.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tiers_that_stop_ask_and_store_no_lower() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(4);
+    let disk = site.home.path().join("disk").display().to_string();
+    let base = [("disk.paths", disk.as_str()), ("disk.size", "64MiB")];
+    {
+        let serving = site.serve(&[base[0], base[1], ("disk.store", "stop")]).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+    assert_eq!(on_s3(&site, &prompt).await, 0);
+    {
+        let serving = site
+            .serve(&[
+                base[0],
+                base[1],
+                ("memory.lookup", "stop"),
+                ("memory.store", "stop"),
+            ])
+            .await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        assert_eq!(mask(&serving.client, &prompt).await, 0);
+        let engine = serving.attach("one").await;
+        assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("absent", 4));
+        let own = Prompt::new(2);
+        store(&serving.client, &engine, &own).await;
+        serving.flush().await;
+        assert_eq!(
+            (mask(&serving.client, &own).await, on_s3(&site, &own).await),
+            (2, 0)
+        );
+        drop(engine);
+        serving.end().await;
+    }
+    let serving = site.serve(&base).await;
+    serving.ready().await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let engine = serving.attach("two").await;
+    assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("disk", 4));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_what_is_used_goes_lower() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("memory.min_accesses", "2")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(3);
+    store(&serving.client, &engine, &prompt).await;
+    for (id, there) in [("a", 0), ("b", 3)] {
+        serving.flush().await;
+        assert_eq!(on_s3(&site, &prompt).await, 0);
+        // Its digests are computed by then.
+        eventually(|| serving.node.gateway().arena().stats().slots == 3).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(load(&engine, &prompt, id, Order::Chunk).await, all("memory", 3));
+        serving.flush().await;
+        assert_eq!(on_s3(&site, &prompt).await, there);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_has_no_more_than_its_share_of_memory() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("memory.tenant_max", "1MiB")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let of = |tenant: &str| {
+        let space = format!(
+            r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "tenant": "{tenant}",
+                "mha": {{"layers": 6, "heads": 4, "head_dim": 64}}}}"#
+        );
+        Prompt::of(kvgate::chunk::Space::from_json(&space).unwrap(), 30)
+    };
+    let (one, other) = (of("one"), of("other"));
+    let words = store(&serving.client, &engine, &one).await;
+    assert_eq!(count(&words[..8], "stored"), 8);
+    serving.flush().await;
+    let small = Prompt {
+        space: other.space.clone(),
+        root: other.root,
+        hashes: other.hashes[..4].to_vec(),
+    };
+    store(&serving.client, &engine, &small).await;
+    serving.flush().await;
+    let memory = serving.node.status().tiers.memory;
+    assert!(
+        memory.bytes <= (1 << 20) + 4 * small.space.layout().object_len() as u64,
+        "{memory:?}"
+    );
+    assert_eq!(load(&engine, &small, "a", Order::Chunk).await, all("memory", 4));
+    // What was stored comes back, whoever stays in memory.
+    let loaded = load(&engine, &one, "b", Order::Chunk).await;
+    for (stored, loaded) in words.iter().zip(&loaded) {
+        assert_eq!(
+            *stored == "stored",
+            loaded == "s3" || loaded == "memory",
+            "{words:?} {loaded}"
+        );
+    }
+    assert_eq!(
+        load(&engine, &small, "c", Order::Chunk).await,
+        all("memory", 4),
+        "the other's are untouched"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefetched_and_pinned_chunks_are_in_memory() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(6);
+    {
+        let serving = site.serve(&[]).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let space = id(&prompt.space);
+    assert_eq!(
+        serving
+            .client
+            .prefetch(&space, &prompt.hashes)
+            .await
+            .unwrap()
+            .chunks,
+        6
+    );
+    eventually(|| serving.node.status().tiers.memory.chunks == 6).await;
+    assert_eq!(
+        serving
+            .client
+            .pin(&space, &prompt.hashes, 60_000)
+            .await
+            .unwrap()
+            .chunks,
+        6
+    );
+    let engine = serving.attach("one").await;
+    // More than the arena holds.
+    let more = Prompt::new(400);
+    store(&serving.client, &engine, &more).await;
+    serving.flush().await;
+    assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("memory", 6));
+    assert_eq!(
+        serving.client.unpin(&space, &prompt.hashes).await.unwrap().chunks,
+        6
+    );
+}
+
+/// A chunk as people and tools see it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_by_http() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.listen", "127.0.0.1:0")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(1);
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let path = format!("/v1/chunks/{}/{}", prompt.space.key(), prompt.hashes[0]);
+    let object = serving.client.get(&path).await.unwrap();
+    let layout = prompt.space.layout();
+    assert_eq!(object[layout.header_len()..], prompt.payload(0)[..]);
+    let header: serde_json::Value =
+        serde_json::from_slice(&serving.client.get(&format!("{path}?header")).await.unwrap()).unwrap();
+    assert_eq!(header["chunk"], prompt.hashes[0].to_string());
+    serving.client.delete(&path).await.unwrap();
+    assert_eq!(
+        (mask(&serving.client, &prompt).await, on_s3(&site, &prompt).await),
+        (0, 0)
+    );
+    let gone = serving.client.get(&path).await.unwrap_err().to_string();
+    assert!(gone.contains("absent"), "{gone}");
+}
