@@ -311,6 +311,7 @@ case $TIER in
         bring_up "${servers[@]}"
         rust_tests
         reference_tests
+        check "the API against its description" tests/api.sh
         demo
         if [ "$TIER" = full ]; then
             fuzz

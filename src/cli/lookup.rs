@@ -4,14 +4,16 @@ use clap::Args;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::args::{ConnectArgs, SpaceArgs};
+use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use super::bucket::Bucket;
 use super::error::CliError;
+use super::node::{self, NodeArgs};
 use super::output::{Out, count};
 use super::{input, logging, picture};
+use crate::api::wire::{LookupRequest, StrategyWord};
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, ChunkHasher, Space, TenantSecret};
-use crate::config::Override;
+use crate::config::{Config, Override, Strategy};
 use crate::gateway::{Lookup, TierRun};
 use crate::object::RequestCounts;
 use crate::units::{ByteSize, KIB, MIB};
@@ -24,6 +26,7 @@ const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
 Examples:
   kvgate lookup --bucket kv --model llama-3-8b --revision 62bd457 --tokens prompt.txt
   echo 1,2,3,4 | kvgate lookup --bucket kv --space space.json --strategy exact --json
+  kvgate lookup --socket /tmp/kvgate.sock --model llama-3-8b --revision 62bd457 --tokens prompt.txt
 
 Exit status: 0 also when nothing is found, 1 when something is unknown.")]
 pub struct LookupArgs {
@@ -51,6 +54,8 @@ pub struct LookupArgs {
     /// Report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    node: NodeArgs,
     #[command(flatten)]
     connect: ConnectArgs,
     #[command(flatten)]
@@ -86,6 +91,9 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     logging::init(&config.log, verbose);
     let space = args.space.required()?;
     let prompt = args.read()?;
+    if args.node.socket.is_some() {
+        return of_node(&args, &config, &space, prompt, out).await;
+    }
     let bucket = Bucket::open(config).await?;
     let space = bucket.space(space).await?;
     let (chunks, tokens) = prompt.hashes(&args, &space)?;
@@ -118,6 +126,56 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     match found.unknown.count() {
         0 => Ok(()),
         _ => Err(CliError::Reported),
+    }
+}
+
+/// What a node knows, its own tiers included.
+async fn of_node(
+    args: &LookupArgs,
+    config: &Config,
+    space: &SpaceRef,
+    prompt: Prompt,
+    out: &mut Out,
+) -> Result<(), CliError> {
+    let client = args.node.client(config);
+    let name = node::declared(&client, space).await?;
+    let hashes = match (prompt, space) {
+        (Prompt::Hashes(hashes), _) => hashes,
+        (prompt, SpaceRef::Known(space)) => prompt.hashes(args, space)?.0,
+        _ => {
+            return Err(CliError::usage(
+                "tokens need the space itself: give --space FILE or --model PRESET, or --hashes FILE",
+            ));
+        }
+    };
+    let request = LookupRequest {
+        space: name,
+        hashes: Some(hashes),
+        strategy: Some(match config.lookup.strategy {
+            Strategy::Exact => StrategyWord::Exact,
+            Strategy::Prefix => StrategyWord::Prefix,
+        }),
+        deadline_ms: Some(u64::try_from(config.lookup.deadline.as_millis()).unwrap_or(u64::MAX)),
+        ..LookupRequest::default()
+    };
+    let found = client.lookup(&request).await?;
+    if args.json {
+        out.json(&found)?;
+    } else {
+        out.field("chunks", found.chunks)?;
+        out.field("prefix", count(found.prefix as u64, "chunk"))?;
+        for run in &found.tiers {
+            let last = run.from + run.count - 1;
+            out.field(run.tier.word(), format_args!("chunks {} to {last}", run.from))?;
+        }
+        out.field("mask", &found.mask)?;
+        if let Some(error) = &found.error {
+            out.field("unknown", error)?;
+        }
+    }
+    match found.unknown.bytes().all(|digit| digit == b'0') {
+        true => Ok(()),
+        false => Err(CliError::Reported),
     }
 }
 

@@ -9,12 +9,15 @@ mod bucket;
 mod config;
 mod demo;
 mod error;
+mod flush;
 mod input;
 mod logging;
 mod lookup;
 mod ls;
+mod node;
 mod output;
 mod picture;
+mod prefetch;
 mod progress;
 mod rm;
 mod serve;
@@ -56,6 +59,8 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(serve::ServeArgs),
+    Flush(flush::FlushArgs),
+    Prefetch(prefetch::PrefetchArgs),
     Demo(demo::DemoCommand),
     Bench(bench::BenchArgs),
     Lookup(lookup::LookupArgs),
@@ -107,6 +112,8 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
     let verbose = cli.verbose;
     match cli.command {
         Command::Serve(args) => serve::run(args, verbose, out).await,
+        Command::Flush(args) => flush::run(args, verbose, out).await,
+        Command::Prefetch(args) => prefetch::run(args, verbose, out).await,
         Command::Demo(args) => demo::run(args, verbose).await,
         Command::Bench(args) => bench::run(args, verbose, out).await,
         Command::Lookup(args) => lookup::run(args, verbose, out).await,

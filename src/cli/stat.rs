@@ -5,8 +5,10 @@ use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use super::bucket::Bucket;
 use super::error::CliError;
 use super::logging;
+use super::node::{self, NodeArgs};
 use super::output::{Out, bytes, time};
 use crate::chunk::{ChunkHash, Header, Key, KeyPrefix, Space, SpaceKey};
+use crate::config::Config;
 use crate::inventory::{ChunkStat, HeaderState, SpaceJson};
 
 /// Shows one chunk: its object, and what its header says. `verify` checks its payload too.
@@ -15,15 +17,18 @@ use crate::inventory::{ChunkStat, HeaderState, SpaceJson};
 Examples:
   kvgate stat --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 HASH
   kvgate stat --bucket kv 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6/HASH
+  kvgate stat --socket /tmp/kvgate.sock
 
 Exit status: 1 if the chunk is missing or damaged.")]
 pub struct StatArgs {
     /// A chunk's hash (64 hex digits), with a space; or an object's whole key.
-    #[arg(value_name = "KEY|HASH")]
-    chunk: String,
+    #[arg(value_name = "KEY|HASH", required_unless_present = "socket")]
+    chunk: Option<String>,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    node: NodeArgs,
     #[command(flatten)]
     connect: ConnectArgs,
     #[command(flatten)]
@@ -33,6 +38,9 @@ pub struct StatArgs {
 pub async fn run(args: StatArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
+    if args.node.socket.is_some() {
+        return of_node(&args, &config, out).await;
+    }
     let (given, hash) = target(&args, &config.s3.prefix)?;
     let bucket = Bucket::open(config).await?;
     let key = given.key();
@@ -61,17 +69,78 @@ pub async fn run(args: StatArgs, verbose: u8, out: &mut Out) -> Result<(), CliEr
     }
 }
 
+/// A node's state; or, with a chunk, what the node says of that.
+async fn of_node(args: &StatArgs, config: &Config, out: &mut Out) -> Result<(), CliError> {
+    let client = args.node.client(config);
+    if args.chunk.is_some() {
+        let (space, hash) = target(args, &config.s3.prefix)?;
+        let space = node::declared(&client, &space).await?;
+        let header = client.get(&format!("/v1/chunks/{space}/{hash}?header")).await?;
+        let header: Value =
+            serde_json::from_slice(&header).map_err(|error| CliError::Failed(error.to_string()))?;
+        return out.json(&header);
+    }
+    let status = client.status().await?;
+    if args.json {
+        return out.json(&status);
+    }
+    let of = |path: &str| status.pointer(path).cloned().unwrap_or(Value::Null);
+    let size = |path: &str| bytes(of(path).as_u64().unwrap_or(0));
+    out.field("kvgate", of("/version").as_str().unwrap_or_default())?;
+    out.field("ready", of("/not_ready").as_str().unwrap_or("yes"))?;
+    out.field(
+        "arena",
+        format_args!("{} of {}", size("/arena/used_bytes"), size("/arena/size_bytes")),
+    )?;
+    out.field(
+        "memory",
+        format_args!(
+            "{} chunks, {}",
+            of("/tiers/memory/chunks"),
+            size("/tiers/memory/bytes")
+        ),
+    )?;
+    for disk in of("/tiers/disk/disks").as_array().into_iter().flatten() {
+        let path = disk["path"].as_str().unwrap_or_default();
+        let used = bytes(disk["bytes"].as_u64().unwrap_or(0));
+        out.field("disk", format_args!("{path}: {} chunks, {used}", disk["chunks"]))?;
+    }
+    let behind = |name: &str| of(&format!("/tiers/write_behind/{name}"));
+    out.field(
+        "to store",
+        format_args!(
+            "{} chunks, {}; {} stored, {} dropped",
+            behind("waiting_chunks"),
+            size("/tiers/write_behind/waiting_bytes"),
+            behind("stored"),
+            behind("dropped")
+        ),
+    )?;
+    let engines = of("/sessions").as_array().map_or(0, Vec::len);
+    out.field(
+        "engines",
+        format_args!("{engines}; {} leases", of("/slots/leases")),
+    )?;
+    let endpoints = of("/s3/endpoints");
+    let endpoints = endpoints.as_array().map(Vec::as_slice).unwrap_or_default();
+    let closed = endpoints.iter().filter(|one| one["breaker"] == "closed").count();
+    out.field(
+        "endpoints",
+        format_args!("{closed} of {} in use", endpoints.len()),
+    )
+}
+
 /// The chunk that is meant: by its hash and a space, or by its whole key.
 fn target(args: &StatArgs, prefix: &str) -> Result<(SpaceRef, ChunkHash), CliError> {
-    if let Ok(hash) = args.chunk.parse() {
+    let chunk = args.chunk.as_deref().unwrap_or_default();
+    if let Ok(hash) = chunk.parse() {
         return Ok((args.space.required()?, hash));
     }
     let given = args.space.given()?;
-    let Some(Key::Chunk(space, hash)) = KeyPrefix::new(prefix).parse(&args.chunk) else {
+    let Some(Key::Chunk(space, hash)) = KeyPrefix::new(prefix).parse(chunk) else {
         return Err(CliError::usage(format!(
-            "{:?} is neither a chunk's hash (64 hex digits) nor a chunk's key under prefix {prefix:?} (such as \
-             SPACE/HASH). `kvgate ls --space ID` lists hashes",
-            args.chunk
+            "{chunk:?} is neither a chunk's hash (64 hex digits) nor a chunk's key under prefix {prefix:?} (such as \
+             SPACE/HASH). `kvgate ls --space ID` lists hashes"
         )));
     };
     match given {

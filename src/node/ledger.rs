@@ -297,19 +297,19 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
 
     /// The process is gone, and with it all that it might write or read.
     pub fn end(&mut self, session: SessionId) -> Vec<L> {
-        if self.sessions.remove(&session).is_none() {
+        let Some(of) = self.sessions.remove(&session) else {
             return Vec::new();
+        };
+        let mut lost = Vec::new();
+        for (slot, filling) in &mut self.fillings {
+            filling.writers.remove(&session);
+            // Its share will not come any more. Nor may another process of that name bring it: the rest is this one's engine's.
+            let owes = filling.owners.contains(&of.rank) && !filling.committed.contains(&of.rank);
+            if filling.spoilt || (owes && filling.instance == of.instance) {
+                lost.push(*slot);
+            }
         }
-        let written: Vec<SlotId> = self
-            .fillings
-            .iter()
-            .filter(|(_, filling)| filling.writers.contains(&session))
-            .map(|(slot, _)| *slot)
-            .collect();
-        for slot in written {
-            // It is one of the writers.
-            let _ = self.abort(session, slot);
-        }
+        lost.into_iter().for_each(|slot| self.spoil(slot));
         self.end_leases(|key| key.0 == session)
     }
 

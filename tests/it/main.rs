@@ -25,6 +25,7 @@ mod orders;
 mod outage;
 mod processes;
 mod program;
+mod protocol;
 mod rig;
 mod serve;
 mod serving;

@@ -1,0 +1,289 @@
+//! What the daemon's socket costs beside a call in the process: lookups of known chunks, and loads of chunks in memory.
+//!
+//!     cargo bench --bench api               # the table
+//!     cargo bench --bench api -- --save     # also writes bench/results/api-<date>.md and .json
+//!
+//! Daemon and client share this process and its cores. Both are measured one after the other, in turn, each call by itself.
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use aws_credential_types::Credentials;
+use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use kvgate::chunk::{ChunkHash, ChunkHasher, Space};
+use kvgate::client::{Client, Session, Target};
+use kvgate::config::{self, Override, Strategy};
+use kvgate::daemon::{Daemon, Ended, StartError};
+use kvgate::embedded::EmbeddedS3;
+use kvgate::gateway::{self, AfterMiss, Gateway, Order, open_store};
+
+const CHUNKS: usize = 4096;
+const ROUNDS: usize = 400;
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), Failure> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let given = |flag: &str| arguments.iter().any(|argument| argument == flag);
+    let rounds = if given("--bench") { ROUNDS } else { 3 };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let rows = runtime.block_on(measure(rounds))?;
+    let mut text =
+        String::from("| what | median | p99 | rounds | wanted (median) |\n|---|---:|---:|---:|---|\n");
+    for row in &rows {
+        let (what, median, p99, wanted) = (&row.what, us(row.median()), us(row.at(0.99)), row.wanted);
+        writeln!(
+            text,
+            "| {what} | {median} | {p99} | {} | {wanted} |",
+            row.times.len()
+        )?;
+    }
+    print!("{text}");
+    if given("--save") {
+        save(&text, &rows)?;
+    }
+    Ok(())
+}
+
+struct Row {
+    what: String,
+    wanted: &'static str,
+    times: Vec<Duration>,
+}
+
+impl Row {
+    fn at(&self, share: f64) -> Duration {
+        let mut times = self.times.clone();
+        times.sort();
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
+        let index = ((times.len() - 1) as f64 * share) as usize;
+        times[index]
+    }
+
+    fn median(&self) -> Duration {
+        self.at(0.5)
+    }
+}
+
+fn us(time: Duration) -> String {
+    format!("{:.0} µs", time.as_secs_f64() * 1e6)
+}
+
+async fn measure(rounds: usize) -> Result<Vec<Row>, Failure> {
+    let bed = Bed::new().await?;
+    bed.fill().await?;
+    let row = |what: &str, wanted| Row {
+        what: what.into(),
+        wanted,
+        times: Vec::new(),
+    };
+    let mut rows = [
+        row("lookup of 4096 known chunks, in the process", ""),
+        row("lookup of 4096 known chunks, socket, as bytes", "≤ 500 µs"),
+        row("load of a chunk in memory, in the process", ""),
+        row(
+            "load of a chunk in memory, socket, until its line is here",
+            "≤ 100 µs",
+        ),
+    ];
+    for round in 0..rounds {
+        bed.lookups(&mut rows).await?;
+        bed.loads(&mut rows, bed.hashes[round * 7 % CHUNKS]).await?;
+    }
+    bed.end().await?;
+    Ok(rows.into())
+}
+
+/// A daemon on a server of its own, and an engine that is attached.
+struct Bed {
+    s3: EmbeddedS3,
+    _home: tempfile::TempDir,
+    gateway: Gateway,
+    stop: tokio::sync::oneshot::Sender<()>,
+    running: tokio::task::JoinHandle<Result<Ended, StartError>>,
+    client: Client,
+    session: Session,
+    space: Space,
+    /// The space's id.
+    name: String,
+    root: ChunkHash,
+    hashes: Vec<ChunkHash>,
+}
+
+impl Bed {
+    async fn new() -> Result<Self, Failure> {
+        let home = tempfile::tempdir()?;
+        let s3 = EmbeddedS3::start(None, None).await?;
+        std::fs::create_dir(s3.root().join("bench"))?;
+        let socket = home.path().join("kvgate.sock");
+        let settings = [
+            ("s3.endpoint", s3.endpoint()),
+            ("s3.bucket", "bench".to_owned()),
+            ("api.socket", socket.display().to_string()),
+            (
+                "arena.path",
+                format!("/dev/shm/kvgate-bench-{}", std::process::id()),
+            ),
+            ("arena.size", "256MiB".to_owned()),
+            ("load.reserve", "64MiB".to_owned()),
+            ("store.write_behind", "128MiB".to_owned()),
+        ];
+        let settings = settings.map(|(path, value)| Override {
+            path,
+            value,
+            flag: "the bench",
+        });
+        let config = config::load(None, std::iter::empty(), &settings)?.config;
+        let credentials = Credentials::from_keys(s3.access_key(), s3.secret_key(), None);
+        let store = open_store(&config, Some(credentials)).await?;
+        let daemon = Daemon::start(&config, store, Box::new(|| Ok(Vec::new()))).await?;
+        let gateway = daemon.node().gateway().clone();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let running = tokio::spawn(daemon.run(async { drop(stopped.await) }));
+        // 8 KiB a chunk, header included.
+        let space = Space::from_json(
+            r#"{"model": "kvgate/bench", "revision": "api", "dtype": "float16", "chunk_tokens": 16,
+                "mha": {"layers": 1, "heads": 1, "head_dim": 64}}"#,
+        )?;
+        let hasher = ChunkHasher::new(&space, None)?;
+        let root = hasher.root(b"api", b"")?;
+        let tokens: Vec<u32> = (0..).take(CHUNKS * 16).collect();
+        let client = Client::new(Target::Unix(socket));
+        client.declare(&space).await?;
+        let attach = AttachRequest {
+            instance: "bench".into(),
+            world_size: 1,
+            ..AttachRequest::default()
+        };
+        Ok(Self {
+            session: client.attach(&attach).await?,
+            hashes: hasher.chain(&root, &tokens, &[])?,
+            name: space.id().to_string(),
+            _home: home,
+            s3,
+            gateway,
+            stop,
+            running,
+            client,
+            space,
+            root,
+        })
+    }
+
+    /// Stores all chunks.
+    async fn fill(&self) -> Result<(), Failure> {
+        let chunk = |i: usize| ReserveChunk {
+            hash: self.hashes[i],
+            parent: if i == 0 { self.root } else { self.hashes[i - 1] },
+            tokens: None,
+        };
+        for start in (0..CHUNKS).step_by(256) {
+            let chunks = (start..start + 256).map(chunk).collect();
+            let reserved = self.session.reserve(&self.name, chunks).await?;
+            let slots = reserved.chunks.iter().filter_map(|chunk| match chunk {
+                ReservedChunk::Slot { slot, generation, .. } => Some(SlotName {
+                    slot: *slot,
+                    generation: *generation,
+                }),
+                ReservedChunk::Skip { .. } => None,
+            });
+            self.session.commit(slots.collect()).await?;
+        }
+        self.client.flush(Some(600_000)).await?;
+        Ok(())
+    }
+
+    async fn lookups(&self, rows: &mut [Row; 4]) -> Result<(), Failure> {
+        let began = Instant::now();
+        let found = self
+            .gateway
+            .lookup(&self.space, &self.hashes, Strategy::Exact, soon())
+            .await;
+        rows[0].times.push(began.elapsed());
+        let began = Instant::now();
+        let query = "strategy=exact";
+        let by_socket = self.client.lookup_hashes(&self.name, &self.hashes, query).await?;
+        rows[1].times.push(began.elapsed());
+        assert!(found.prefix == CHUNKS && by_socket.prefix == CHUNKS);
+        Ok(())
+    }
+
+    async fn loads(&self, rows: &mut [Row; 4], hash: ChunkHash) -> Result<(), Failure> {
+        let request = gateway::LoadRequest {
+            space: self.space.clone(),
+            chunks: vec![hash],
+            order: Order::Chunk,
+            after_miss: AfterMiss::Stop,
+            deadline: soon(),
+        };
+        let began = Instant::now();
+        let loaded = self.gateway.load(request).next().await;
+        rows[2].times.push(began.elapsed());
+        assert!(matches!(loaded, Some((_, Ok(_)))));
+        let request = LoadRequest {
+            session: String::new(),
+            load_id: "bench".into(),
+            space: self.name.clone(),
+            hashes: vec![hash],
+            order: Order::Chunk,
+            continue_after_miss: false,
+            deadline_ms: None,
+        };
+        let began = Instant::now();
+        let mut lines = self.session.load(request).await?;
+        let line = lines.next().await?;
+        rows[3].times.push(began.elapsed());
+        assert!(matches!(line, Some(LoadLine::Here { .. })));
+        while lines.next().await?.is_some() {}
+        self.session.release("bench", None).await?;
+        Ok(())
+    }
+
+    async fn end(self) -> Result<(), Failure> {
+        drop((self.stop, self.session));
+        self.running.await??;
+        self.s3.stop().await;
+        Ok(())
+    }
+}
+
+fn soon() -> tokio::time::Instant {
+    tokio::time::Instant::now() + Duration::from_secs(10)
+}
+
+fn save(table: &str, rows: &[Row]) -> Result<(), Failure> {
+    let say = |program: &str, arguments: &[&str]| {
+        let output = std::process::Command::new(program).args(arguments).output();
+        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+        text.unwrap_or_default()
+    };
+    let date = say("date", &["+%F"]);
+    let commit = say("git", &["describe", "--always", "--dirty", "--abbrev=12"]);
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let cpu = cpu
+        .lines()
+        .find_map(|line| line.strip_prefix("model name\t: "))
+        .unwrap_or("?")
+        .to_owned();
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/results");
+    let head = format!(
+        "# api-{date}\n\n- {cpu}, {cores} cores; client and daemon in one process\n- commit {commit}\n- `cargo bench --bench api -- --save`\n\n"
+    );
+    std::fs::write(format!("{folder}/api-{date}.md"), format!("{head}{table}"))?;
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            serde_json::json!({
+                "what": row.what,
+                "median_us": row.median().as_secs_f64() * 1e6,
+                "p99_us": row.at(0.99).as_secs_f64() * 1e6,
+                "rounds": row.times.len(),
+            })
+        })
+        .collect();
+    let json = serde_json::json!({ "date": date, "commit": commit, "cpu": cpu, "rows": rows });
+    std::fs::write(format!("{folder}/api-{date}.json"), format!("{json:#}\n"))?;
+    println!("written: {folder}/api-{date}.md, .json");
+    Ok(())
+}

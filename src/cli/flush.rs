@@ -1,0 +1,45 @@
+use clap::Args;
+
+use super::args::ConnectArgs;
+use super::error::CliError;
+use super::logging;
+use super::node::{self, NodeArgs};
+use super::output::Out;
+use crate::units::parse_duration;
+
+/// Waits until everything that this node's engines have committed is stored.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate flush --socket /tmp/kvgate.sock
+  kvgate flush --deadline 30s --json
+
+Exit status: 1 if something still waits when the time is over.")]
+pub struct FlushArgs {
+    /// How long to wait, such as 30s [default: 10m].
+    #[arg(long, value_name = "TIME")]
+    deadline: Option<String>,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    node: NodeArgs,
+    #[command(flatten)]
+    connect: ConnectArgs,
+}
+
+pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let config = node::config(&args.connect)?;
+    logging::init(&config.log, verbose);
+    let deadline = args.deadline.as_deref().map(parse_duration).transpose();
+    let deadline = deadline.map_err(|error| CliError::usage(format!("--deadline: {error}")))?;
+    let ms = deadline.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    let flushed = args.node.client(&config).flush(ms).await?;
+    match args.json {
+        true => out.json(&flushed),
+        false => out.line(format_args!(
+            "everything committed is stored; {} chunks were dropped since the start",
+            flushed.dropped
+        )),
+    }
+}

@@ -1,0 +1,50 @@
+//! What commands ask of a running `kvgate serve`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::args::{ConnectArgs, SpaceRef};
+use super::error::CliError;
+use crate::client::{Client, ClientError, Target};
+use crate::config::Config;
+
+/// The daemon that is meant.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Daemon")]
+pub struct NodeArgs {
+    /// Unix socket of the `kvgate serve` to ask ([api] socket).
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+}
+
+impl NodeArgs {
+    /// The one that was named, else the configured one.
+    pub fn client(&self, config: &Config) -> Client {
+        let socket = self.socket.as_ref().unwrap_or(&config.api.socket);
+        Client::new(Target::Unix(socket.clone()))
+    }
+}
+
+/// The configuration, of which the socket is needed alone.
+pub fn config(connect: &ConnectArgs) -> Result<Config, CliError> {
+    Ok(connect.load(Vec::new())?.config)
+}
+
+/// The space's id as calls name it; one that is known is declared there.
+pub async fn declared(client: &Client, space: &SpaceRef) -> Result<String, CliError> {
+    match space {
+        SpaceRef::Known(space) => Ok(client.declare(space).await?.space_id.to_string()),
+        SpaceRef::Id(_, Some(id)) => Ok(id.to_string()),
+        SpaceRef::Id(key, None) => Ok(key.to_string()),
+    }
+}
+
+impl From<ClientError> for CliError {
+    fn from(error: ClientError) -> Self {
+        match &error {
+            ClientError::Connect { .. } => Self::usage(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
