@@ -32,6 +32,7 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
     }
     let all = async {
         let mut first: Option<Bytes> = None;
+        let known = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
         let mut rest = BytesMut::new();
         while let Some(frame) = body.frame().await {
             let frame =
@@ -44,6 +45,8 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
                 None if rest.is_empty() => first = Some(bytes),
                 _ => {
                     if let Some(first) = first.take() {
+                        // As long as it is said to be, and never longer than it may be.
+                        rest.reserve(known.min(most));
                         rest.extend_from_slice(&first);
                     }
                     rest.extend_from_slice(&bytes);

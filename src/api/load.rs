@@ -1,17 +1,17 @@
 use std::sync::Arc;
 
 use futures::FutureExt;
-use hyper::Request;
 use hyper::body::Incoming;
+use hyper::{Request, StatusCode};
 use tokio::time::Instant;
 
-use super::body::{Answer, Lines, json, lines, push_line};
+use super::body::{Answer, JSON_LINES, Lines, json, lines, push_line};
 use super::lookup::limited;
 use super::problem::Problem;
 use super::wire::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 use super::{Api, body, spaces};
 use crate::gateway::{AfterMiss, Miss};
-use crate::node::{Lent, Load, LoadCall, Session};
+use crate::node::{Lent, Load, LoadCall};
 
 const LOAD_ID_BYTES_MAX: usize = 256;
 /// Bytes of lines that go together when they are ready at once.
@@ -40,48 +40,77 @@ pub async fn load(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, 
         },
         deadline: Instant::now() + limited(request.deadline_ms, api.options.load_deadline),
     };
-    let load = api.node.load(&session, call)?;
+    let mut pump = Pump::new(api.node.load(&session, call)?);
+    // What is in memory is here without waiting; often that is all.
+    if pump.ready() {
+        let text = std::mem::take(&mut pump.lines);
+        return Ok(body::bytes(StatusCode::OK, JSON_LINES, text.into()));
+    }
     let (lines, answer) = lines(api.options.timeout);
     tokio::spawn(async move {
         tokio::select! {
-            () = pump(load, &lines) => {}
+            () = pump.run(&lines) => {}
             // What was lent stays lent until it is released.
             () = lines.closed() => {}
-            () = over(&session) => {}
+            () = session.over() => {}
         }
     });
     Ok(answer)
 }
 
-async fn over(session: &Session) {
-    session.over().await;
+/// Outcomes on their way into lines.
+struct Pump {
+    load: Load,
+    lines: Vec<u8>,
+    loaded: usize,
 }
 
-async fn pump(mut load: Load, to: &Lines) {
-    let order = load.order();
-    let mut loaded = 0;
-    let mut next = load.next().await;
-    while let Some(outcome) = next {
-        let mut lines = Vec::new();
-        let mut outcome = Some(outcome);
-        // All that is ready goes at once.
-        while let Some((i, of)) = outcome.take() {
-            loaded += usize::from(of.is_ok());
-            push_line(&mut lines, &line(i, of));
-            if lines.len() < TOGETHER {
-                outcome = load.next().now_or_never().flatten();
+impl Pump {
+    fn new(load: Load) -> Self {
+        Self {
+            load,
+            lines: Vec::new(),
+            loaded: 0,
+        }
+    }
+
+    /// Takes what is here now, up to what goes together. True after the last line.
+    fn ready(&mut self) -> bool {
+        while self.lines.len() < TOGETHER
+            && let Some(next) = self.load.next().now_or_never()
+        {
+            if self.push(next) {
+                return true;
             }
         }
-        if to.send(lines).await.is_err() {
-            return;
-        }
-        next = load.next().await;
+        false
     }
-    let mut last = Vec::new();
-    let end = true;
-    push_line(&mut last, &LoadLine::End { end, loaded, order });
-    // Whoever is gone needs no end.
-    let _ = to.send(last).await;
+
+    /// True after the last line.
+    fn push(&mut self, next: Option<(usize, Result<Lent, Miss>)>) -> bool {
+        let Some((i, outcome)) = next else {
+            let (end, loaded, order) = (true, self.loaded, self.load.order());
+            push_line(&mut self.lines, &LoadLine::End { end, loaded, order });
+            return true;
+        };
+        self.loaded += usize::from(outcome.is_ok());
+        push_line(&mut self.lines, &line(i, outcome));
+        false
+    }
+
+    async fn run(&mut self, to: &Lines) {
+        let mut over = false;
+        loop {
+            if !self.lines.is_empty() && to.send(std::mem::take(&mut self.lines)).await.is_err() {
+                return;
+            }
+            if over {
+                return;
+            }
+            let next = self.load.next().await;
+            over = self.push(next) || self.ready();
+        }
+    }
 }
 
 fn line(i: usize, outcome: Result<Lent, Miss>) -> LoadLine {

@@ -3,7 +3,7 @@ use std::pin::Pin;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::client::conn::http1::{SendRequest, handshake};
+use hyper::client::conn::http1::{self, SendRequest};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -14,10 +14,14 @@ use super::{ClientError, Target};
 trait Stream: AsyncRead + AsyncWrite + Send {}
 impl<S: AsyncRead + AsyncWrite + Send> Stream for S {}
 
-/// One connection; ends when it is dropped.
+type Io = Pin<Box<http1::Connection<TokioIo<Pin<Box<dyn Stream>>>, Full<Bytes>>>>;
+
+/// One connection; ends when it is dropped. It is worked on by whoever waits for an answer: a task of its own would be two
+/// more switches between threads in each call.
 pub(super) struct Connection {
     sender: SendRequest<Full<Bytes>>,
-    task: tokio::task::JoinHandle<()>,
+    /// None when it is closed.
+    io: Option<Io>,
 }
 
 impl Connection {
@@ -39,16 +43,15 @@ impl Connection {
             },
             source,
         })?;
-        let (sender, connection) = handshake(TokioIo::new(stream)).await?;
-        let task = tokio::spawn(async move {
-            // The call says what went wrong.
-            let _ = connection.await;
-        });
-        Ok(Self { sender, task })
+        let (sender, io) = http1::handshake(TokioIo::new(stream)).await?;
+        Ok(Self {
+            sender,
+            io: Some(Box::pin(io)),
+        })
     }
 
     pub fn is_open(&self) -> bool {
-        !self.sender.is_closed()
+        self.io.is_some() && !self.sender.is_closed()
     }
 
     /// The whole answer.
@@ -58,7 +61,7 @@ impl Connection {
     ) -> Result<(StatusCode, HeaderMap, Bytes), hyper::Error> {
         let answer = self.stream(request).await?;
         let (head, body) = answer.into_parts();
-        let body = body.collect().await?.to_bytes();
+        let body = self.while_it_works(body.collect()).await?.to_bytes();
         Ok((head.status, head.headers, body))
     }
 
@@ -67,13 +70,30 @@ impl Connection {
         &mut self,
         request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, hyper::Error> {
-        self.sender.ready().await?;
-        self.sender.send_request(request).await
+        let Self { sender, io } = self;
+        let answer = async {
+            sender.ready().await?;
+            sender.send_request(request).await
+        };
+        work(io, answer).await
+    }
+
+    /// Waits for something that comes over this connection.
+    pub async fn while_it_works<T>(&mut self, what: impl Future<Output = T>) -> T {
+        work(&mut self.io, what).await
     }
 }
 
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.task.abort();
+async fn work<T>(io: &mut Option<Io>, what: impl Future<Output = T>) -> T {
+    let mut what = std::pin::pin!(what);
+    if let Some(working) = io {
+        tokio::select! {
+            biased;
+            done = &mut what => return done,
+            // The answer says what went wrong.
+            _ = working.as_mut() => {}
+        }
     }
+    *io = None;
+    what.await
 }

@@ -22,7 +22,7 @@ impl Lines {
         let answer = connection.stream(request).await?;
         let (head, body) = answer.into_parts();
         if !head.status.is_success() {
-            let body = body.collect().await?.to_bytes();
+            let body = connection.while_it_works(body.collect()).await?.to_bytes();
             check(head.status, &body)?;
             return Err(ClientError::Answer(format!("status {}", head.status)));
         }
@@ -44,7 +44,7 @@ impl Lines {
                     .map(Some)
                     .map_err(|error| ClientError::Answer(error.to_string()));
             }
-            match self.body.frame().await {
+            match self.connection.while_it_works(self.body.frame()).await {
                 None => return Ok(None),
                 Some(frame) => {
                     if let Ok(bytes) = frame?.into_data() {

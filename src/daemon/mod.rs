@@ -55,6 +55,8 @@ pub struct Ended {
 
 /// Between attempts to reach S3 at the start.
 const S3_PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+/// How often what is too old is looked for.
+const EXPIRE: Duration = Duration::from_secs(30);
 /// For calls under way, after the drain.
 const CALLS_GRACE: Duration = Duration::from_secs(1);
 
@@ -115,6 +117,7 @@ impl Daemon {
         let notify = Arc::new(Notify::from_env());
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
+        let expire = tokio::spawn(expire(node.clone()));
         if config.api.degraded {
             notify.tell("READY=1");
         }
@@ -130,6 +133,7 @@ impl Daemon {
         let _ = serving.await;
         reach.abort();
         watchdog.abort();
+        expire.abort();
         Ok(Ended { dropped })
     }
 }
@@ -202,6 +206,13 @@ async fn watchdog(notify: Arc<Notify>) {
     loop {
         notify.tell("WATCHDOG=1");
         tokio::time::sleep(pause).await;
+    }
+}
+
+async fn expire(node: Node) {
+    loop {
+        tokio::time::sleep(EXPIRE).await;
+        node.gateway().expire().await;
     }
 }
 

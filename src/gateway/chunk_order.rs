@@ -29,7 +29,7 @@ impl Drive {
 
     async fn chunk_by_chunk(&mut self) -> Result<(), Dropped> {
         let sections = self.sections();
-        for index in 0..self.chunks.len() {
+        for index in self.first..self.chunks.len() {
             let (credit, source) = self.source(index).await;
             let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
             match source {

@@ -1,6 +1,7 @@
 //! What the drivers of both orders have in common. A driver gets slots in the order of the prompt and starts the fetches,
 //! which it hands to the [`LoadStream`](super::LoadStream) in the order of the outcomes.
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 
@@ -25,6 +26,8 @@ pub(super) struct Drive {
     pub gateway: Gateway,
     pub space: Space,
     pub chunks: Vec<ChunkHash>,
+    /// Those before it need no driver.
+    pub first: usize,
     deadline: Instant,
     number: u64,
     ticket: Option<Ticket>,
@@ -64,6 +67,7 @@ impl Drive {
             gateway: gateway.clone(),
             space: request.space,
             chunks: request.chunks,
+            first: 0,
             deadline: request.deadline,
             number: gateway.0.get_turns.load(),
             ticket: None,
@@ -71,6 +75,30 @@ impl Drive {
             steps,
         };
         (drive, receiver)
+    }
+
+    /// The first chunks, as far as they are in memory: they need no task.
+    pub fn begin_with_memory(&mut self) -> VecDeque<LoadedChunk> {
+        let mut ready = VecDeque::new();
+        let bytes = self.space.layout().object_len();
+        if self.gateway.0.tiers.is_none() {
+            return ready;
+        }
+        while let Some(chunk) = self.chunks.get(self.first) {
+            let credit = match &self.credit {
+                Some(credit) => match credit.try_spend(bytes) {
+                    Some(spent) => Some(spent),
+                    None => break,
+                },
+                None => None,
+            };
+            let Some(chunk) = self.gateway.resident(&self.space, chunk) else {
+                break;
+            };
+            ready.push_back(chunk.with_credit(credit));
+            self.first += 1;
+        }
+        ready
     }
 
     /// Finds out where a chunk comes from, with a slot where it needs one; also what it takes of the load's credit.

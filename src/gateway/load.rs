@@ -1,3 +1,4 @@
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -172,8 +173,12 @@ impl Gateway {
             _ => Order::Layer,
         };
         let after_miss = request.after_miss;
-        let (drive, steps) = Drive::new(self, request, credit);
-        LoadStream::new(chunks, order, window, after_miss, steps, |run_end| {
+        let (mut drive, steps) = Drive::new(self, request, credit);
+        let ready = match order {
+            Order::Chunk => drive.begin_with_memory(),
+            Order::Layer => VecDeque::new(),
+        };
+        LoadStream::new(chunks, order, window, after_miss, steps, ready, |run_end| {
             Task::spawn(async move {
                 match order {
                     Order::Chunk => drive.in_chunk_order().await,

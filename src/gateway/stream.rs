@@ -1,3 +1,4 @@
+use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
 
@@ -29,7 +30,10 @@ pub struct LoadStream {
     steps: mpsc::UnboundedReceiver<Step>,
     /// The one whose outcome comes next, once it is here.
     current: Option<Step>,
-    driver: Task<()>,
+    /// Chunks that were in memory when the load began, the first ones.
+    ready: VecDeque<LoadedChunk>,
+    /// None if there is nothing to fetch.
+    driver: Option<Task<()>>,
 }
 
 /// Where the run ends, for those who fetch what comes after.
@@ -43,6 +47,7 @@ impl LoadStream {
         window: usize,
         after_miss: AfterMiss,
         steps: mpsc::UnboundedReceiver<Step>,
+        ready: VecDeque<LoadedChunk>,
         start: impl FnOnce(RunEnd) -> Task<()>,
     ) -> Self {
         let (run_end, receiver) = watch::channel(usize::MAX);
@@ -57,7 +62,8 @@ impl LoadStream {
             run_end,
             steps,
             current: None,
-            driver: start(RunEnd(receiver)),
+            driver: (ready.len() < chunks).then(|| start(RunEnd(receiver))),
+            ready,
         }
     }
 
@@ -80,6 +86,11 @@ impl LoadStream {
             }
             if self.open == 0 {
                 return None;
+            }
+            if let Some(chunk) = self.ready.pop_front() {
+                let index = self.over.len() - self.open;
+                self.close(index);
+                return Some((index, Ok(chunk)));
             }
             if self.current.is_none() {
                 self.current = self.steps.recv().await;
@@ -117,7 +128,9 @@ impl LoadStream {
         self.run_end.send_replace(at);
         if self.over[..at].iter().all(|&over| over) {
             // Nothing before it goes on either. This gives the ticket back, too.
-            self.driver.end();
+            if let Some(driver) = &self.driver {
+                driver.end();
+            }
             self.steps.close();
             while self.steps.try_recv().is_ok() {}
         }

@@ -84,6 +84,16 @@ impl Tiers {
 }
 
 impl Gateway {
+    /// Lets go of what is too old, in memory and on the disks; that happens by itself only when somebody asks for it.
+    pub async fn expire(&self) {
+        if let Some(tiers) = &self.0.tiers {
+            tiers.memory.expire();
+            if let Some(disk) = &tiers.disk {
+                disk.expire().await;
+            }
+        }
+    }
+
     /// The chunk, if it is in memory.
     pub(super) fn resident(&self, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
         let tiers = self.0.tiers.as_ref()?;

@@ -238,6 +238,56 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_command_line_asks_a_daemon() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let socket = home.socket.display().to_string();
+    home.done("store", "one", 3).await;
+    let say = async |args: &[&str]| {
+        let mut all = args.to_vec();
+        all.extend(["--socket", &socket]);
+        home.place.say(&all).await
+    };
+    let flushed = say(&["flush", "--json"]).await.exits(0).json();
+    assert_eq!(flushed["pending"], 0);
+    say(&["flush", "--deadline", "5s"])
+        .await
+        .exits(0)
+        .says(&["everything committed is stored"]);
+    say(&["flush", "--deadline", "soon"])
+        .await
+        .exits(2)
+        .says(&["--deadline"]);
+    let status = say(&["stat", "--json"]).await.exits(0).json();
+    assert_eq!(status["tiers"]["memory"]["chunks"], 3);
+    say(&["stat"])
+        .await
+        .exits(0)
+        .says(&["3 chunks", "to store", "engines"]);
+
+    let space = status["spaces"][0]["space_id"].as_str().unwrap().to_owned();
+    let hash = std::fs::read_dir(home.place.home.path().join("disk").join(&space[..32])).unwrap();
+    let hash = hash
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .find(|name| name.len() == 64)
+        .unwrap();
+    let header = say(&["stat", &hash, "--space", &space]).await.exits(0).json();
+    assert_eq!(header["chunk"], hash);
+    let hashes = home.place.home.path().join("hashes");
+    std::fs::write(&hashes, &hash).unwrap();
+    let hashes = hashes.display().to_string();
+    let args = ["lookup", "--space", &space, "--hashes", &hashes];
+    say(&args).await.exits(0).says(&["memory", "1 chunk"]);
+    let found = say(&[&args[..], &["--json"]].concat()).await.exits(0).json();
+    assert_eq!((&found["prefix"], &found["mask"]), (&1.into(), &"01".into()));
+    let args = ["prefetch", "--space", &space, "--hashes", &hashes];
+    say(&args).await.exits(0).says(&["1 chunk"]);
+    drop(daemon);
+    let nobody = home.place.say(&["flush", "--socket", "/tmp/nobody.sock"]).await;
+    nobody.exits(2).says(&["kvgate serve"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn serve_says_what_is_wrong_and_what_to_type() {
     let home = Home::new().await;
     let daemon = home.serve(&[]).await;
