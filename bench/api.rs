@@ -3,9 +3,11 @@
 //!     cargo bench --bench api               # the table
 //!     cargo bench --bench api -- --save     # also writes bench/results/api-<date>.md and .json
 //!
-//! Daemon and client share this process and its cores. Both are measured one after the other, in turn, each call by itself.
+//! Daemon and client share this process and its cores, each with threads of its own, as an engine's process would have them:
+//! the daemon many, the client one. Calls are measured one after the other, each by itself.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aws_credential_types::Credentials;
@@ -26,8 +28,13 @@ fn main() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let given = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let rounds = if given("--bench") { ROUNDS } else { 3 };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let rows = runtime.block_on(measure(rounds))?;
+    let of_daemon = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let of_client = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let bed = of_daemon.block_on(Bed::new())?;
+    let rows = of_client.block_on(measure(&bed, rounds))?;
+    of_daemon.block_on(bed.end())?;
     let mut text =
         String::from("| what | median | p99 | rounds | wanted (median) |\n|---|---:|---:|---:|---|\n");
     for row in &rows {
@@ -69,9 +76,9 @@ fn us(time: Duration) -> String {
     format!("{:.0} µs", time.as_secs_f64() * 1e6)
 }
 
-async fn measure(rounds: usize) -> Result<Vec<Row>, Failure> {
-    let bed = Bed::new().await?;
-    bed.fill().await?;
+async fn measure(bed: &Bed, rounds: usize) -> Result<Vec<Row>, Failure> {
+    let engine = bed.attach().await?;
+    engine.fill().await?;
     let row = |what: &str, wanted| Row {
         what: what.into(),
         wanted,
@@ -87,20 +94,25 @@ async fn measure(rounds: usize) -> Result<Vec<Row>, Failure> {
         ),
     ];
     for round in 0..rounds {
-        bed.lookups(&mut rows).await?;
-        bed.loads(&mut rows, bed.hashes[round * 7 % CHUNKS]).await?;
+        engine.lookups(&mut rows).await?;
+        engine.loads(&mut rows, engine.hashes[round * 7 % CHUNKS]).await?;
     }
-    bed.end().await?;
     Ok(rows.into())
 }
 
-/// A daemon on a server of its own, and an engine that is attached.
+/// A daemon on a server of its own.
 struct Bed {
     s3: EmbeddedS3,
     _home: tempfile::TempDir,
     gateway: Gateway,
     stop: tokio::sync::oneshot::Sender<()>,
     running: tokio::task::JoinHandle<Result<Ended, StartError>>,
+    socket: PathBuf,
+}
+
+/// An engine that is attached.
+struct Engine<'a> {
+    gateway: &'a Gateway,
     client: Client,
     session: Session,
     space: Space,
@@ -140,6 +152,17 @@ impl Bed {
         let gateway = daemon.node().gateway().clone();
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(daemon.run(async { drop(stopped.await) }));
+        Ok(Self {
+            _home: home,
+            s3,
+            gateway,
+            stop,
+            running,
+            socket,
+        })
+    }
+
+    async fn attach(&self) -> Result<Engine<'_>, Failure> {
         // 8 KiB a chunk, header included.
         let space = Space::from_json(
             r#"{"model": "kvgate/bench", "revision": "api", "dtype": "float16", "chunk_tokens": 16,
@@ -148,28 +171,33 @@ impl Bed {
         let hasher = ChunkHasher::new(&space, None)?;
         let root = hasher.root(b"api", b"")?;
         let tokens: Vec<u32> = (0..).take(CHUNKS * 16).collect();
-        let client = Client::new(Target::Unix(socket));
+        let client = Client::new(Target::Unix(self.socket.clone()));
         client.declare(&space).await?;
         let attach = AttachRequest {
             instance: "bench".into(),
             world_size: 1,
             ..AttachRequest::default()
         };
-        Ok(Self {
+        Ok(Engine {
+            gateway: &self.gateway,
             session: client.attach(&attach).await?,
             hashes: hasher.chain(&root, &tokens, &[])?,
             name: space.id().to_string(),
-            _home: home,
-            s3,
-            gateway,
-            stop,
-            running,
             client,
             space,
             root,
         })
     }
 
+    async fn end(self) -> Result<(), Failure> {
+        drop(self.stop);
+        self.running.await??;
+        self.s3.stop().await;
+        Ok(())
+    }
+}
+
+impl Engine<'_> {
     /// Stores all chunks.
     async fn fill(&self) -> Result<(), Failure> {
         let chunk = |i: usize| ReserveChunk {
@@ -236,13 +264,6 @@ impl Bed {
         assert!(matches!(line, Some(LoadLine::Here { .. })));
         while lines.next().await?.is_some() {}
         self.session.release("bench", None).await?;
-        Ok(())
-    }
-
-    async fn end(self) -> Result<(), Failure> {
-        drop((self.stop, self.session));
-        self.running.await??;
-        self.s3.stop().await;
         Ok(())
     }
 }

@@ -127,6 +127,12 @@ impl Lines {
         }
     }
 
+    /// Sends them if there is room now.
+    pub fn offer(&self, lines: Vec<u8>) {
+        // No room, or nobody.
+        let _ = self.sender.try_send(Bytes::from(lines));
+    }
+
     /// Waits until the reader is gone.
     pub async fn closed(&self) {
         self.sender.closed().await;

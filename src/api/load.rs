@@ -1,3 +1,4 @@
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use futures::FutureExt;
@@ -27,6 +28,13 @@ pub async fn load(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, 
     if !(1..=LOAD_ID_BYTES_MAX).contains(&request.load_id.len()) {
         return Err(Problem::bad(format!(
             "`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes"
+        )));
+    }
+    let mut seen = HashSet::with_capacity(request.hashes.len());
+    if let Some(twice) = request.hashes.iter().find(|hash| !seen.insert(**hash)) {
+        // One release would end both.
+        return Err(Problem::bad(format!(
+            "chunk {twice} is named twice: name each chunk once in a load"
         )));
     }
     let call = LoadCall {

@@ -12,6 +12,7 @@ mod attach;
 mod body;
 mod chunk;
 mod connections;
+mod impatient;
 mod load;
 mod lookup;
 mod metrics;

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hyper::server::conn::http1;
@@ -13,8 +14,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio_io_timeout::TimeoutStream;
 
+use super::impatient::{Impatient, Patient};
 use super::{Api, Caller, routes};
 
 /// Where the API is to be reached.
@@ -184,14 +185,16 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     let (api, mut ended) = (Arc::clone(api), ended.clone());
     calls.spawn(async move {
         let timeout = api.options.timeout;
-        let mut stream = TimeoutStream::new(stream);
-        // A reader that takes nothing would keep what it is sent for ever.
-        stream.set_write_timeout(Some(timeout));
+        let patient = Arc::new(AtomicBool::new(false));
+        let stream = Impatient::new(stream, timeout, Arc::clone(&patient));
         let of = Arc::clone(&connected);
         let service = service_fn(move |request| {
-            let (api, busy) = (Arc::clone(&api), of.busy());
+            let (api, busy, patient) = (Arc::clone(&api), of.busy(), Arc::clone(&patient));
             async move {
                 let answer = routes::serve(api, caller, request).await;
+                if answer.extensions().get::<Patient>().is_some() {
+                    patient.store(true, Ordering::Relaxed);
+                }
                 let answer = answer.map(|body| WhileSent { body, _busy: busy });
                 Ok::<_, Infallible>(answer)
             }
@@ -200,7 +203,7 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
             .timer(TokioTimer::new())
             .header_read_timeout(timeout)
             .max_buf_size(HEAD_BYTES_MAX)
-            .serve_connection(TokioIo::new(Box::pin(stream)), service);
+            .serve_connection(TokioIo::new(stream), service);
         tokio::pin!(serve);
         tokio::select! {
             // How it ended is the client's business.

@@ -56,7 +56,10 @@ pub(super) struct Shared {
     turn: Arc<tokio::sync::Mutex<()>>,
 }
 
-type Pressure = Box<dyn Fn() -> bool + Send + Sync>;
+type Pressure = Box<dyn Fn(usize) -> bool + Send + Sync>;
+
+/// Slots that are freed at most for one that does not wait.
+const FREED_MAX: usize = 64;
 
 struct State {
     common: RangeAllocator<usize>,
@@ -122,8 +125,8 @@ impl Arena {
     }
 
     /// What frees a slot that is kept only because it may be useful; it answers whether it did. Called without locks
-    /// when there is no room. Only the first one counts.
-    pub fn on_pressure(&self, free_one: impl Fn() -> bool + Send + Sync + 'static) {
+    /// when there is no room, with where the slot must begin before to be of use. Only the first one counts.
+    pub fn on_pressure(&self, free_one: impl Fn(usize) -> bool + Send + Sync + 'static) {
         // A second one would be a second owner of the arena.
         let _ = self.0.pressure.set(Box::new(free_one));
     }
@@ -140,6 +143,11 @@ impl Arena {
     fn take(&self, len: usize, ticket: bool) -> Option<SlotMut> {
         assert!(len > 0, "a slot of no bytes");
         let reserved_len = len.next_multiple_of(SLOT_ALIGN);
+        let before = match ticket {
+            true => usize::MAX,
+            false => self.0.lock().common.initial_range().end,
+        };
+        let mut freed = 0;
         loop {
             let taken = self.0.lock().take(reserved_len, ticket);
             if let Some((reserved, generation)) = taken {
@@ -151,7 +159,9 @@ impl Arena {
                 };
                 return Some(SlotMut::new(lease, len));
             }
-            if !self.0.pressure.get().is_some_and(|free_one| free_one()) {
+            freed += 1;
+            let may_go_on = ticket || freed <= FREED_MAX;
+            if !may_go_on || !self.0.pressure.get().is_some_and(|free_one| free_one(before)) {
                 return None;
             }
         }
@@ -183,6 +193,11 @@ impl Arena {
 
     pub fn path(&self) -> Option<&Path> {
         self.0.mapping.path()
+    }
+
+    /// Removes its file, before the last handle is gone.
+    pub fn unlink(&self) {
+        self.0.mapping.unlink();
     }
 
     /// Bytes of its file: the front, then the slots.

@@ -1,7 +1,7 @@
 use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use memmap2::{MmapOptions, MmapRaw};
 
@@ -104,6 +104,8 @@ impl AttachedArena {
         let index = (slot - self.slots.start) / SLOT_ALIGN;
         // SAFETY: the table has a u64 for each page of the slots.
         let cell = unsafe { &*table.add(index) };
+        // What was copied before this call was read before the generation is.
+        fence(Ordering::Acquire);
         Ok(cell.load(Ordering::Acquire))
     }
 

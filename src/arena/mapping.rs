@@ -67,6 +67,13 @@ impl Mapping {
         self.named.as_ref().map(|named| named.path.as_path())
     }
 
+    /// Removes the file; who has it mapped keeps it.
+    pub fn unlink(&self) {
+        if let Some(named) = &self.named {
+            named.unlink();
+        }
+    }
+
     fn huge(options: &ArenaOptions, size: usize) -> Result<Self, ArenaError> {
         Self::unnamed(options, size.next_multiple_of(HUGE_PAGE), MemfdFlags::HUGETLB)
     }
@@ -154,8 +161,8 @@ fn lock(file: &File) -> io::Result<()> {
     Ok(rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?)
 }
 
-impl Drop for Named {
-    fn drop(&mut self) {
+impl Named {
+    fn unlink(&self) {
         // Only the file that is ours, should another have taken its place.
         let ours = self.file.metadata().map(|ours| (ours.dev(), ours.ino())).ok();
         let there = std::fs::metadata(&self.path)
@@ -164,5 +171,11 @@ impl Drop for Named {
         if ours.is_some() && ours == there {
             let _ = std::fs::remove_file(&self.path);
         }
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        self.unlink();
     }
 }

@@ -167,7 +167,7 @@ fn a_slot_that_nobody_uses_makes_room() {
         arena.try_reserve(2 * PAGE).unwrap().freeze(),
     ]));
     let of = std::sync::Arc::clone(&kept);
-    arena.on_pressure(move || {
+    arena.on_pressure(move |_| {
         of.lock()
             .unwrap()
             .pop_if(|slot| !slot.is_used_by_others(1))

@@ -127,10 +127,16 @@ impl Daemon {
             .await
             .map_err(|error| StartError::System(error.to_string()))?;
         notify.tell("STOPPING=1");
-        let dropped = drain(&node, config.store.drain).await;
+        drain(&node, config.store.drain).await;
         end.send_replace(true);
         // A panic of a connection's task is its own.
         let _ = serving.await;
+        // What a rank that had reserved before committed in the last moment.
+        node.flush(Instant::now() + CALLS_GRACE).await;
+        let dropped = node.gateway().give_up();
+        tell(dropped, config.store.drain);
+        // What tasks still have of it would keep the file.
+        node.gateway().arena().unlink();
         reach.abort();
         watchdog.abort();
         expire.abort();
@@ -156,14 +162,16 @@ async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<(
     }
 }
 
-/// Answers how many chunks were not stored.
-async fn drain(node: &Node, time: Duration) -> u64 {
+/// Stores what is left, also what comes meanwhile.
+async fn drain(node: &Node, time: Duration) {
     node.drain();
-    let flushed = node.flush(Instant::now() + time).await;
-    let dropped = match flushed.pending {
-        0 => 0,
-        _ => node.gateway().give_up(),
-    };
+    let deadline = Instant::now() + time;
+    while node.gateway().tier_stats().write_behind.waiting_chunks > 0 && Instant::now() < deadline {
+        node.flush(deadline).await;
+    }
+}
+
+fn tell(dropped: u64, time: Duration) {
     if dropped == 0 {
         tracing::info!("everything committed is stored");
     } else {
@@ -172,7 +180,6 @@ async fn drain(node: &Node, time: Duration) -> u64 {
             "chunks were not stored within [store] drain, {time:?}: they are lost"
         );
     }
-    dropped
 }
 
 /// Asks S3 what it can do until it answers.

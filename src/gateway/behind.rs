@@ -138,14 +138,16 @@ impl Behind {
         }
     }
 
-    /// Room for a chunk, if need be that of others which are dropped.
-    pub fn room(self: &Arc<Self>, bytes: usize) -> Option<Room> {
+    /// Room for a chunk, if need be that of others which are dropped: of those that are deeper than it would be, so never
+    /// of those that it comes after.
+    pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&CacheKey>) -> Option<Room> {
         let mut dropped = Vec::new();
         let mut state = self.lock();
+        let depth = state.depth_after(parent);
         while state.room_bytes + bytes > self.options.bytes_max {
             let entry = match self.options.when_full {
                 WhenFull::Refuse => None,
-                WhenFull::Drop => state.drop_deepest(),
+                WhenFull::Drop => state.drop_deeper_than(depth),
             };
             let Some(entry) = entry else {
                 drop(state);
@@ -180,6 +182,23 @@ impl Behind {
         self.lock().dropped.add(key);
     }
 
+    /// Some tier below has the chunk, whoever brought it there.
+    pub fn is_there(&self, key: &CacheKey) {
+        self.lock().dropped.chunks.remove(key);
+    }
+
+    /// The chunk is to be nowhere.
+    pub fn cancel(&self, key: &CacheKey) {
+        let cancelled = {
+            let mut state = self.lock();
+            let number = state.chunks.get(key).copied();
+            number.and_then(|number| state.remove(number))
+        };
+        if let Some(entry) = cancelled {
+            self.dropped(&[entry]);
+        }
+    }
+
     /// Whether the chunk was given up or refused, and not taken since.
     pub fn was_dropped(&self, key: &CacheKey) -> bool {
         self.lock().dropped.chunks.contains(key)
@@ -197,10 +216,7 @@ impl Behind {
         state.committed += 1;
         let bytes = room.keep();
         let number = state.committed;
-        let before = parent.and_then(|parent| state.chunks.get(&parent)).copied();
-        let depth = before
-            .and_then(|before| state.entries.get(&before))
-            .map_or(0, |before| before.depth + 1);
+        let depth = state.depth_after(parent.as_ref());
         let entry = Entry {
             key,
             bytes,
@@ -313,12 +329,19 @@ impl Behind {
 }
 
 impl State {
+    /// What a chunk's depth is, or would be.
+    fn depth_after(&self, parent: Option<&CacheKey>) -> u32 {
+        let before = parent.and_then(|parent| self.chunks.get(parent));
+        let before = before.and_then(|before| self.entries.get(before));
+        before.map_or(0, |before| before.depth + 1)
+    }
+
     /// The last of the deepest whose turn has not come; never a head.
-    fn drop_deepest(&mut self) -> Option<Entry> {
+    fn drop_deeper_than(&mut self, depth: u32) -> Option<Entry> {
         let waiting = self
             .entries
             .iter()
-            .filter(|(_, entry)| entry.job.is_some() && entry.depth > 0);
+            .filter(|(_, entry)| entry.job.is_some() && entry.depth > depth);
         let (&number, _) = waiting.max_by_key(|(number, entry)| (entry.depth, **number))?;
         self.stats.dropped += 1;
         let entry = self.remove(number)?;
@@ -429,6 +452,8 @@ impl Gateway {
                     tiers.behind.failed();
                     tracing::warn!(%error, "a chunk waits to be stored; trying again in {wait:?}");
                 }
+                // Another store of it is under way, which may fail.
+                StoreOutcome::Pending => {}
                 outcome => return outcome,
             }
             // Not all at once when the server is back.

@@ -64,6 +64,7 @@ impl Gateway {
             return Err(Skip::Present);
         }
         if tiers.on_disk(&key).is_some() || known() {
+            tiers.behind.is_there(&key);
             return Err(Skip::Present);
         }
         if tiers.arriving.join(&key).is_some() {
@@ -77,12 +78,17 @@ impl Gateway {
 
     fn take_room(&self, space: &Space, key: &CacheKey, parent: &ChunkHash) -> Option<Reserved> {
         let tiers = self.0.tiers.as_ref()?;
-        if tiers.behind.was_dropped(&(key.0, *parent)) {
+        let parent = (key.0, *parent);
+        if self.0.cache.is_present(&parent, Instant::now()) == Some(true) {
+            // Another node stored it.
+            tiers.behind.is_there(&parent);
+        }
+        if tiers.behind.was_dropped(&parent) {
             return None;
         }
         let bytes = space.layout().object_len();
         let share = tiers.memory.share(space.tenant(), bytes)?;
-        let room = tiers.behind.room(bytes)?;
+        let room = tiers.behind.room(bytes, Some(&parent))?;
         let slot = self.reserve(space).ok()?;
         Some(Reserved { slot, room, share })
     }
@@ -96,7 +102,7 @@ impl Gateway {
         }
         let object = tiers.memory.get(&key, space).and_then(|found| found.object);
         if let Some(object) = object
-            && let Some(room) = tiers.behind.room(object.len())
+            && let Some(room) = tiers.behind.room(object.len(), Some(&(key.0, *parent)))
         {
             tiers.memory.soil(&key);
             self.write_behind(room, space, chunk, Some(parent), Sealed::Now(object));

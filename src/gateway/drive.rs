@@ -28,10 +28,12 @@ pub(super) struct Drive {
     pub chunks: Vec<ChunkHash>,
     /// Those before it need no driver.
     pub first: usize,
-    deadline: Instant,
+    pub deadline: Instant,
     number: u64,
     ticket: Option<Ticket>,
     credit: Option<Credit>,
+    /// Spent already, for chunks that come next.
+    spent: VecDeque<Spent>,
     steps: mpsc::UnboundedSender<Step>,
 }
 
@@ -72,6 +74,7 @@ impl Drive {
             number: gateway.0.get_turns.load(),
             ticket: None,
             credit,
+            spent: VecDeque::new(),
             steps,
         };
         (drive, receiver)
@@ -116,7 +119,22 @@ impl Drive {
         }
     }
 
+    /// Spends credit for some chunks at once. What it can't have by the deadline, the chunks miss one by one.
+    pub async fn spend_for(&mut self, chunks: usize) {
+        let mut spent = Vec::with_capacity(chunks);
+        for _ in 0..chunks {
+            match self.spend().await {
+                Ok(Some(one)) => spent.push(one),
+                Ok(None) | Err(_) => break,
+            }
+        }
+        self.spent = spent.into();
+    }
+
     async fn spend(&mut self) -> Result<Option<Spent>, Miss> {
+        if let Some(spent) = self.spent.pop_front() {
+            return Ok(Some(spent));
+        }
         let Some(credit) = self.credit.clone() else {
             return Ok(None);
         };

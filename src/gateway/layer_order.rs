@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{SetOnce, mpsc};
+use tokio::time::Instant;
 
 use super::Miss;
 use super::arriving::Announcement;
@@ -85,6 +86,8 @@ impl Drive {
         for start in (0..self.chunks.len()).step_by(window) {
             let indices = start..self.chunks.len().min(start + window);
             let mut chunks = Vec::with_capacity(indices.len());
+            // All of it before the first slot: who has slots and waits for his client may be waited for by others.
+            self.spend_for(indices.len()).await;
             for group in 0..groups.len() {
                 let step = gate.pass().await;
                 for index in indices.clone() {
@@ -94,6 +97,8 @@ impl Drive {
                         self.go_on(index, group, &groups, chunk, run_end, &step)?;
                     }
                 }
+                // Nor does it keep the ticket while it waits for its own steps.
+                self.needs_no_more_slots();
             }
         }
         Ok(())
@@ -129,7 +134,7 @@ impl Drive {
                 // Nobody else sets it.
                 let _ = whole.outcome.set(Ok(chunk.with_credit(credit)));
                 let chunk = Chunk::Whole(Arc::clone(&whole));
-                self.group_of(index, 0, groups, whole, run_end, step)?;
+                self.group_of(index, 0, groups, whole, run_end)?;
                 return Ok(Some(chunk));
             }
             Source::Flight(flight) => {
@@ -138,14 +143,14 @@ impl Drive {
                 let chunk = Chunk::Whole(Arc::clone(&whole));
                 let first = groups[0].planes.clone();
                 let last = groups.len() == 1;
-                let (run_end, step) = (run_end.clone(), step.clone());
+                // What others fetch holds up no step: they may wait for one of ours.
+                let run_end = run_end.clone();
                 self.send(index, last, async move {
                     let outcome = tokio::select! {
                         biased;
                         at = run_end.passes(index) => Err(Miss::RunEnded { at }),
                         outcome = joined => outcome.map(|chunk| chunk.with_credit(credit)),
                     };
-                    drop(step);
                     // Nobody else sets it.
                     let _ = told.outcome.set(outcome.clone());
                     told.missed.store(outcome.is_err(), Ordering::Relaxed);
@@ -174,7 +179,7 @@ impl Drive {
             landed: Mutex::new(landed),
         });
         let fetch = Arc::clone(&shared).first(first, waiting);
-        let fetch = Arc::clone(&shared).until(fetch, index, run_end.clone(), step.clone());
+        let fetch = Arc::clone(&shared).until(fetch, (index, self.deadline), run_end.clone(), step.clone());
         self.send(index, groups.len() == 1, fetch)?;
         Ok(Some(Chunk::Fetched { shared, parts }))
     }
@@ -187,16 +192,13 @@ impl Drive {
         groups: &[Section],
         whole: Arc<Whole>,
         run_end: &RunEnd,
-        step: &StepToken,
     ) -> Result<(), Dropped> {
         if whole.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
             return Ok(());
         }
         let planes = groups[group].planes.clone();
-        let step = step.clone();
         self.send(index, group + 1 == groups.len(), async move {
             let outcome = whole.outcome.wait().await.clone();
-            drop(step);
             outcome.map(|chunk| chunk.group(planes))
         })
     }
@@ -213,7 +215,7 @@ impl Drive {
     ) -> Result<(), Dropped> {
         let (shared, parts) = match chunk {
             Chunk::Whole(whole) => {
-                return self.group_of(index, group, groups, Arc::clone(whole), run_end, step);
+                return self.group_of(index, group, groups, Arc::clone(whole), run_end);
             }
             Chunk::Fetched { shared, parts } => (shared, parts),
         };
@@ -225,7 +227,7 @@ impl Drive {
             return Ok(());
         };
         let fetch = Arc::clone(shared).further(part, group);
-        let fetch = Arc::clone(shared).until(fetch, index, run_end.clone(), step.clone());
+        let fetch = Arc::clone(shared).until(fetch, (index, self.deadline), run_end.clone(), step.clone());
         self.send(index, group + 1 == groups.len(), fetch)
     }
 }
@@ -244,14 +246,16 @@ impl Shared {
     async fn until(
         self: Arc<Self>,
         fetch: impl Future<Output = Result<LoadedChunk, Miss>>,
-        index: usize,
+        (index, deadline): (usize, Instant),
         run_end: RunEnd,
         _step: StepToken,
     ) -> Result<LoadedChunk, Miss> {
         let outcome = tokio::select! {
             biased;
             at = run_end.passes(index) => Err(Miss::RunEnded { at }),
-            outcome = fetch => outcome,
+            outcome = tokio::time::timeout_at(deadline, fetch) => outcome.unwrap_or_else(|_| {
+                Err(self.wanted.missed(self.wanted.error(ErrorKind::Deadline, "loading a group of layers")))
+            }),
         };
         if let Err(miss) = &outcome {
             self.missed.store(true, Ordering::Relaxed);

@@ -46,7 +46,7 @@ use self::tiers::Tiers;
 use self::turns::Turns;
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
-use crate::existence::{ExistenceCache, Prober};
+use crate::existence::{CacheKey, ExistenceCache, Prober};
 use crate::fanout::EndpointState;
 use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 
@@ -147,6 +147,16 @@ impl Gateway {
         self.0.store.endpoints()
     }
 
+    async fn remove_here(&self, key: &CacheKey) {
+        if let Some(tiers) = &self.0.tiers {
+            tiers.behind.cancel(key);
+            tiers.memory.remove(key);
+            if let Some(disk) = &tiers.disk {
+                disk.remove(key).await;
+            }
+        }
+    }
+
     /// How many chunks are known to exist or not.
     pub fn existence_entries(&self) -> usize {
         self.0.cache.entries().0
@@ -160,14 +170,11 @@ impl Gateway {
         deadline: Instant,
     ) -> Result<(), ObjectError> {
         let key = (space.key(), *chunk);
-        if let Some(tiers) = &self.0.tiers {
-            tiers.memory.remove(&key);
-            if let Some(disk) = &tiers.disk {
-                disk.remove(&key).await;
-            }
-        }
+        self.remove_here(&key).await;
         let object = self.0.options.keys.chunk(key.0, chunk);
         self.0.store.delete(&[object], deadline).await?;
+        // What a load that was under way has brought back.
+        self.remove_here(&key).await;
         self.0.cache.forget(&key);
         self.0.cache.lift_quarantine(&key);
         Ok(())

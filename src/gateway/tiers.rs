@@ -125,7 +125,7 @@ impl Gateway {
         if !tiers.options.memory_flow.stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
             return;
         }
-        if let Some(room) = tiers.behind.room(object.len()) {
+        if let Some(room) = tiers.behind.room(object.len(), None) {
             tiers.memory.soil(&key);
             self.write_behind(
                 room,

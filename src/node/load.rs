@@ -1,7 +1,9 @@
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::time::Instant;
 
+use super::ledger::SessionId;
 use super::shared_load::{Participant, SharedLoad};
 use super::{Node, NodeError, Session};
 use crate::chunk::{ChunkHash, Space};
@@ -39,7 +41,22 @@ pub struct Load {
     node: Node,
     session: Arc<Session>,
     load_id: String,
+    running: Running,
     from: From,
+}
+
+/// A load that is under way, until this is dropped.
+struct Running {
+    node: Node,
+    key: (SessionId, String),
+    /// It was released as a whole: nothing of it is lent any more.
+    over: Arc<AtomicBool>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.node.0.running.remove(&self.key);
+    }
 }
 
 enum From {
@@ -52,6 +69,7 @@ impl Node {
     pub fn load(&self, session: &Arc<Session>, call: LoadCall) -> Result<Load, NodeError> {
         self.takes_work()?;
         let load_id = call.load_id.clone();
+        let running = self.run(session, &load_id)?;
         let from = match session.world_size {
             1 => From::Alone(Box::new(self.stream(call))),
             _ => From::Shared(self.join(session, &call)?),
@@ -60,8 +78,23 @@ impl Node {
             node: self.clone(),
             session: Arc::clone(session),
             load_id,
+            running,
             from,
         })
+    }
+
+    /// Notes that a session's load is under way.
+    fn run(&self, session: &Session, load_id: &str) -> Result<Running, NodeError> {
+        let key = (session.id, load_id.to_owned());
+        match self.0.running.entry(key.clone()) {
+            dashmap::Entry::Occupied(_) => Err(NodeError::LoadTaken(load_id.to_owned())),
+            dashmap::Entry::Vacant(entry) => {
+                let over: Arc<AtomicBool> = Arc::default();
+                entry.insert(Arc::clone(&over));
+                let node = self.clone();
+                Ok(Running { node, key, over })
+            }
+        }
     }
 
     fn stream(&self, call: LoadCall) -> LoadStream {
@@ -89,7 +122,8 @@ impl Node {
                 shared
             }
             dashmap::Entry::Vacant(entry) => {
-                let ranks = 0..session.world_size;
+                // Who is not attached now takes no part.
+                let ranks = self.ledger().ranks(session.id).into_keys();
                 let (chunks, order, deadline) = (call.chunks.clone(), call.order, call.deadline);
                 let stream = self.stream(call.clone());
                 let shared = SharedLoad::new(chunks, order, stream.order(), ranks);
@@ -99,6 +133,7 @@ impl Node {
                     // A rank that never comes keeps the others' chunks no longer than this.
                     let end = deadline + node.0.options.commit_timeout;
                     let _ = tokio::time::timeout_at(end, load.drive(stream)).await;
+                    load.ends();
                     node.0.shared_loads.remove(&key);
                 });
                 shared
@@ -119,7 +154,7 @@ impl Node {
         of.iter().for_each(|load| load.leave(session.rank));
     }
 
-    fn lend(&self, session: &Session, load_id: &str, chunk: LoadedChunk) -> Option<Lent> {
+    fn lend(&self, session: &Session, load_id: &str, running: &Running, chunk: LoadedChunk) -> Option<Lent> {
         let payload = chunk.payload();
         let planes = chunk.planes();
         let lent = Lent {
@@ -130,9 +165,11 @@ impl Node {
             tier: chunk.tier(),
         };
         let slot = (lent.slot, lent.generation);
-        self.ledger()
-            .lend(session.id, load_id, slot, chunk)
-            .then_some(lent)
+        let mut ledger = self.ledger();
+        if running.over.load(Ordering::Relaxed) {
+            return None;
+        }
+        ledger.lend(session.id, load_id, slot, chunk).then_some(lent)
     }
 
     /// The session reads these slots no more, for this load. Answers how many it had.
@@ -145,9 +182,20 @@ impl Node {
         released.len()
     }
 
-    /// The same for all slots of a load.
+    /// The same for all slots of a load, which ends with that if it is still under way.
     pub fn release_load(&self, session: &Session, load_id: &str) -> usize {
-        let released = self.ledger().release_load(session.id, load_id);
+        let shared = (session.instance.clone(), load_id.to_owned());
+        if let Some(shared) = self.0.shared_loads.get(&shared).map(|load| Arc::clone(&load)) {
+            shared.leave(session.rank);
+        }
+        let key = (session.id, load_id.to_owned());
+        let running = self.0.running.get(&key).map(|over| Arc::clone(&over));
+        let mut ledger = self.ledger();
+        if let Some(over) = running {
+            over.store(true, Ordering::Relaxed);
+        }
+        let released = ledger.release_load(session.id, load_id);
+        drop(ledger);
         released.len()
     }
 }
@@ -169,7 +217,9 @@ impl Load {
         };
         match outcome {
             Ok(chunk) => {
-                let lent = self.node.lend(&self.session, &self.load_id, chunk)?;
+                let lent = self
+                    .node
+                    .lend(&self.session, &self.load_id, &self.running, chunk)?;
                 Some((index, Ok(lent)))
             }
             Err(miss) => Some((index, Err(miss))),

@@ -74,10 +74,14 @@ struct Inner {
     ids: AtomicU64,
     shared_loads: DashMap<(String, String), Arc<SharedLoad>>,
     prefetches: Arc<Semaphore>,
+    prefetches_waiting: Arc<Semaphore>,
+    running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
 }
 
+/// Prefetches that are under way or wait.
+const PREFETCHES_WAITING: usize = 64;
 /// How often processes and fillings are looked at.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -95,6 +99,8 @@ impl Node {
             ids: AtomicU64::new(1),
             shared_loads: DashMap::new(),
             prefetches: Arc::new(Semaphore::new(options.prefetches.max(1))),
+            prefetches_waiting: Arc::new(Semaphore::new(PREFETCHES_WAITING)),
+            running: DashMap::new(),
             draining: AtomicBool::new(false),
             s3_answered: AtomicBool::new(false),
         }));
@@ -106,6 +112,8 @@ impl Node {
                 let node = Node(inner);
                 node.end_gone();
                 node.spoil_late();
+                // Pins end by time, and nobody says so.
+                node.0.gateway.arena().nudge();
             }
         });
         node
@@ -148,6 +156,12 @@ impl Node {
             )));
         }
         let most = self.0.options.sessions_max;
+        if attach.world_size as usize > most {
+            return Err(NodeError::Rank(format!(
+                "{} ranks can't all attach: {most} sessions may ([api] sessions)",
+                attach.world_size
+            )));
+        }
         if self.0.sessions.len() >= most {
             let (what, key) = ("sessions", "sessions");
             return Err(NodeError::TooMany { what, key, most });
@@ -216,8 +230,13 @@ impl Node {
 
     /// Brings chunks up to memory, in the background, as far as there is room.
     pub fn prefetch(&self, space: Space, chunks: Vec<ChunkHash>, deadline: Instant) {
+        // A hint: where too many wait already it is not taken.
+        let Ok(waiting) = Arc::clone(&self.0.prefetches_waiting).try_acquire_owned() else {
+            return;
+        };
         let node = self.clone();
         tokio::spawn(async move {
+            let _waiting = waiting;
             let permits = Arc::clone(&node.0.prefetches);
             let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, permits.acquire()).await else {
                 return;

@@ -1,6 +1,6 @@
 //! Which rank writes which bytes of a chunk: each range has one owner, the lowest rank that has it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -56,31 +56,38 @@ impl Has {
 pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<BTreeMap<Rank, Vec<Share>>, Uncovered> {
     let mut shares: BTreeMap<Rank, Vec<Share>> = BTreeMap::new();
     for (plane, of) in space.planes().iter().enumerate() {
-        let mut taken: BTreeSet<u32> = BTreeSet::new();
+        // Half-open ranges of heads that nobody has so far.
+        let mut open: Vec<Range<u32>> = std::iter::once(0..of.heads).collect();
         for (&rank, has) in ranks {
             let heads = has.heads_of(of.layer, of.heads);
-            let mut heads = heads.filter(|head| taken.insert(*head)).peekable();
-            while let Some(first) = heads.next() {
-                let mut end = first + 1;
-                while heads.next_if_eq(&end).is_some() {
-                    end += 1;
+            let mut left = Vec::with_capacity(open.len() + 1);
+            for range in open {
+                let own = range.start.max(heads.start)..range.end.min(heads.end);
+                if own.is_empty() {
+                    left.push(range);
+                    continue;
                 }
+                let rest = [range.start..own.start, own.end..range.end];
+                left.extend(rest.into_iter().filter(|range| !range.is_empty()));
                 let of_rank = shares.entry(rank).or_default();
                 match of_rank.last_mut() {
                     // The same heads of the plane before.
-                    Some(last) if last.planes.1 == plane && last.heads == (first, end) => last.planes.1 += 1,
+                    Some(last) if last.planes.1 == plane && last.heads == (own.start, own.end) => {
+                        last.planes.1 += 1;
+                    }
                     _ => of_rank.push(Share {
                         planes: (plane, plane + 1),
-                        heads: (first, end),
+                        heads: (own.start, own.end),
                     }),
                 }
             }
+            open = left;
         }
-        if let Some(head) = (0..of.heads).find(|head| !taken.contains(head)) {
+        if let Some(range) = open.first() {
             return Err(Uncovered {
                 plane,
                 layer: of.layer,
-                head,
+                head: range.start,
             });
         }
     }

@@ -67,6 +67,11 @@ impl Session {
         (Arc::new(session), receiver)
     }
 
+    /// Its process is watched: whether it is there does not depend on its stream.
+    pub fn is_seen(&self) -> bool {
+        self.peer.is_some()
+    }
+
     pub(super) fn tell(&self, event: Event) {
         // A full stream is the client's own doing.
         let _ = self.events.try_send(event);

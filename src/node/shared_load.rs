@@ -76,8 +76,7 @@ impl SharedLoad {
             }
             self.changed.notify_waiters();
         }
-        self.lock().over = true;
-        self.changed.notify_waiters();
+        self.ends();
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
@@ -87,6 +86,12 @@ impl SharedLoad {
             }
             changed.await;
         }
+    }
+
+    /// Nothing more comes.
+    pub fn ends(&self) {
+        self.lock().over = true;
+        self.changed.notify_waiters();
     }
 
     /// None if the rank had its part, or has none.

@@ -123,7 +123,7 @@ impl Memory {
             state: Mutex::default(),
         });
         let weak = Arc::downgrade(&memory);
-        arena.on_pressure(move || weak.upgrade().is_some_and(|memory| memory.evict_one()));
+        arena.on_pressure(move |before| weak.upgrade().is_some_and(|memory| memory.evict_one(before)));
         memory
     }
 
@@ -196,7 +196,7 @@ impl Memory {
         }
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(space.tenant()) + bytes > most {
-                let Some(held) = state.evict_of(space.tenant(), now) else {
+                let Some(held) = state.evict_of(space.tenant(), now, usize::MAX) else {
                     break;
                 };
                 gone.push(held);
@@ -225,7 +225,9 @@ impl Memory {
         };
         state.chunks.insert(key, resident);
         while state.bytes > self.bytes_max {
-            let Some(held) = state.evict(now) else { break };
+            let Some(held) = state.evict(now, usize::MAX) else {
+                break;
+            };
             gone.push(held);
         }
         // Slots are given back without the lock.
@@ -303,7 +305,7 @@ impl Memory {
         let mut state = self.lock();
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(tenant) + bytes > most {
-                gone.push(state.evict_of(tenant, now)?);
+                gone.push(state.evict_of(tenant, now, usize::MAX)?);
             }
         }
         let tenant = state.tenant(tenant, self.options.policy);
@@ -336,9 +338,9 @@ impl Memory {
         drop(gone);
     }
 
-    /// Makes the arena a slot freer, if it can.
-    pub fn evict_one(&self) -> bool {
-        let evicted = self.lock().evict(Instant::now());
+    /// Makes the arena a slot freer that begins before that offset, if it can.
+    pub fn evict_one(&self, before: usize) -> bool {
+        let evicted = self.lock().evict(Instant::now(), before);
         evicted.is_some()
     }
 
@@ -400,19 +402,26 @@ impl State {
     }
 
     /// The next that may go: of the tenant that has the most, else of any.
-    fn evict(&mut self, now: Instant) -> Option<Held> {
+    fn evict(&mut self, now: Instant, before: usize) -> Option<Held> {
         let mut tenants: Vec<_> = self
             .tenants
             .iter()
             .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
             .collect();
         tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
-        tenants.iter().find_map(|(_, name)| self.evict_of(name, now))
+        tenants
+            .iter()
+            .find_map(|(_, name)| self.evict_of(name, now, before))
     }
 
-    fn evict_of(&mut self, tenant: &str, now: Instant) -> Option<Held> {
+    fn evict_of(&mut self, tenant: &str, now: Instant, before: usize) -> Option<Held> {
         let chunks = &self.chunks;
-        let may_go = |key: &CacheKey| chunks.get(key).is_none_or(|resident| resident.may_go(now));
+        let may_go = |key: &CacheKey| {
+            let helps = |resident: &Resident| resident.held.slot().slot_offset() < before;
+            chunks
+                .get(key)
+                .is_none_or(|resident| resident.may_go(now) && helps(resident))
+        };
         let key = self.tenants.get_mut(tenant)?.queue.evict(may_go)?;
         self.stats.evicted += 1;
         self.take(&key).map(|resident| resident.held)

@@ -355,9 +355,108 @@ async fn a_load_larger_than_its_window_goes_on_as_it_is_released() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn loads_of_the_same_chunks_never_wait_for_each_other() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(12);
+    {
+        let serving = site.serve(&[]).await;
+        serving.ready().await;
+        let engine = serving.attach("writer").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+    // Windows of a few chunks, groups of a layer.
+    let settings = [("load.window", "1MiB"), ("load.layer_part_size", "64KiB")];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let engine = serving.attach("one").await;
+    let began = std::time::Instant::now();
+    let mut twice = load_request(&prompt, "twice", Order::Layer);
+    twice.hashes.push(prompt.hashes[0]);
+    assert_eq!(code(&engine.load(twice).await.err().unwrap()), "bad_request");
+    // Below the API it does no harm.
+    let request = kvgate::gateway::LoadRequest {
+        space: prompt.space.clone(),
+        chunks: vec![prompt.hashes[0], prompt.hashes[0], prompt.hashes[1]],
+        order: Order::Layer,
+        after_miss: kvgate::gateway::AfterMiss::Stop,
+        deadline: crate::fixture::soon(),
+    };
+    let outcomes = serving.node.gateway().load(request).collect().await;
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    drop(outcomes);
+    serving
+        .node
+        .gateway()
+        .remove(&prompt.space, &prompt.hashes[0], crate::fixture::soon())
+        .await
+        .unwrap();
+    drop(engine);
+    serving.end().await;
+    for round in 0..3 {
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let engines = [
+            serving.attach("a").await,
+            serving.attach("b").await,
+            serving.attach("c").await,
+        ];
+        let orders = [Order::Layer, Order::Layer, Order::Chunk];
+        let loads = engines
+            .iter()
+            .zip(orders)
+            .map(|(engine, order)| load(engine, &prompt, "all", order));
+        for words in futures::future::join_all(loads).await {
+            let there = words
+                .iter()
+                .filter(|word| *word == "s3" || *word == "memory")
+                .count();
+            assert_eq!(there, 11, "round {round}: {words:?}");
+        }
+        drop(engines);
+        serving.end().await;
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(15),
+        "nobody waited for a deadline"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_is_released_is_over() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("load.window", "1MiB")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(40);
+    let engine = serving.attach("one").await;
+    store(&serving.client, &engine, &prompt).await;
+    let mut lines = engine
+        .load(load_request(&prompt, "x", Order::Chunk))
+        .await
+        .unwrap();
+    for _ in 0..5 {
+        assert!(matches!(lines.next().await.unwrap(), Some(LoadLine::Here { .. })));
+    }
+    let again = engine.load(load_request(&prompt, "x", Order::Chunk)).await;
+    assert_eq!(code(&again.err().unwrap()), "load_taken");
+    assert!(engine.release("x", None).await.unwrap() >= 5);
+    let mut rest = 0;
+    while lines.next().await.unwrap().is_some() {
+        rest += 1;
+    }
+    assert!(rest < 20, "{rest} more");
+    assert_eq!(serving.node.status().slots.leases, 0);
+    assert_eq!(load(&engine, &prompt, "x", Order::Chunk).await, all("memory", 40));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_may_not_attach_is_told_why() {
     let site = Site::new().await;
-    let serving = site.serve(&[("api.sessions", "2")]).await;
+    let serving = site.serve(&[("api.sessions", "3")]).await;
     let _one = serving.rank("engine", 0, 2, (0, 2)).await;
     let attach = async |mut request: kvgate::api::wire::AttachRequest,
                         change: &dyn Fn(&mut kvgate::api::wire::AttachRequest)| {
@@ -396,6 +495,12 @@ async fn who_may_not_attach_is_told_why() {
     assert_eq!(attach(base.clone(), &|r| r.world_size = 0).await, "bad_request");
     assert_eq!(attach(base.clone(), &|r| r.instance.clear()).await, "bad_request");
     let _two = serving.attach("another").await;
+    let _three = serving.attach("yet another").await;
+    let crowd = &|r: &mut kvgate::api::wire::AttachRequest| {
+        r.world_size = u32::MAX;
+        r.replicated = true;
+    };
+    assert_eq!(attach(alone("crowd"), crowd).await, "bad_rank");
     assert_eq!(attach(alone("third"), &|_| {}).await, "too_many");
     let prompt = Prompt::new(1);
     let unknown = serving
