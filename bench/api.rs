@@ -7,6 +7,8 @@
 //! the daemon many, the client one. Calls are measured one after the other, each by itself.
 
 use std::fmt::Write as _;
+use std::io::{Read, Write as _};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -92,8 +94,18 @@ async fn measure(bed: &Bed, rounds: usize) -> Result<Vec<Row>, Failure> {
             "load of a chunk in memory, socket, until its line is here",
             "≤ 100 µs",
         ),
+        row(
+            "floor: as many bytes as the lookup's, there and back between two threads",
+            "",
+        ),
+        row("floor: as many bytes as the load's", ""),
     ];
+    let mut peer = Peer::new()?;
     for round in 0..rounds {
+        rows[4]
+            .times
+            .push(peer.ping(CHUNKS * 32 + 300, CHUNKS / 8 * 3 + 200)?);
+        rows[5].times.push(peer.ping(500, 400)?);
         engine.lookups(&mut rows).await?;
         engine.loads(&mut rows, engine.hashes[round * 7 % CHUNKS]).await?;
     }
@@ -139,6 +151,8 @@ impl Bed {
             ("arena.size", "256MiB".to_owned()),
             ("load.reserve", "64MiB".to_owned()),
             ("store.write_behind", "128MiB".to_owned()),
+            // Nothing is written behind its back meanwhile.
+            ("memory.store", "stop".to_owned()),
         ];
         let settings = settings.map(|(path, value)| Override {
             path,
@@ -221,7 +235,7 @@ impl Engine<'_> {
         Ok(())
     }
 
-    async fn lookups(&self, rows: &mut [Row; 4]) -> Result<(), Failure> {
+    async fn lookups(&self, rows: &mut [Row]) -> Result<(), Failure> {
         let began = Instant::now();
         let found = self
             .gateway
@@ -236,7 +250,7 @@ impl Engine<'_> {
         Ok(())
     }
 
-    async fn loads(&self, rows: &mut [Row; 4], hash: ChunkHash) -> Result<(), Failure> {
+    async fn loads(&self, rows: &mut [Row], hash: ChunkHash) -> Result<(), Failure> {
         let request = gateway::LoadRequest {
             space: self.space.clone(),
             chunks: vec![hash],
@@ -265,6 +279,41 @@ impl Engine<'_> {
         while lines.next().await?.is_some() {}
         self.session.release("bench", None).await?;
         Ok(())
+    }
+}
+
+/// A thread that answers over a unix socket, without HTTP: what waking each other up and the bytes alone cost.
+struct Peer(UnixStream);
+
+impl Peer {
+    fn new() -> std::io::Result<Self> {
+        let (here, mut there) = UnixStream::pair()?;
+        std::thread::spawn(move || {
+            let mut buffer = vec![0; 1 << 20];
+            let mut sizes = [0; 8];
+            while there.read_exact(&mut sizes).is_ok() {
+                let [asked, answer] = [&sizes[..4], &sizes[4..]].map(|size| {
+                    let size = size.try_into().map_or(0, u32::from_le_bytes);
+                    size as usize
+                });
+                if there.read_exact(&mut buffer[..asked]).is_err()
+                    || there.write_all(&buffer[..answer]).is_err()
+                {
+                    return;
+                }
+            }
+        });
+        Ok(Self(here))
+    }
+
+    fn ping(&mut self, asked: usize, answer: usize) -> Result<Duration, Failure> {
+        let mut bytes = vec![0; 8 + asked.max(answer)];
+        bytes[..4].copy_from_slice(&u32::try_from(asked)?.to_le_bytes());
+        bytes[4..8].copy_from_slice(&u32::try_from(answer)?.to_le_bytes());
+        let began = Instant::now();
+        self.0.write_all(&bytes[..8 + asked])?;
+        self.0.read_exact(&mut bytes[..answer])?;
+        Ok(began.elapsed())
     }
 }
 

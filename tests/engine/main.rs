@@ -1,19 +1,23 @@
 //! A stand-in for an engine: a process of its own that stores and loads through the shared arena, for tests that kill it.
 //!
-//!     engine SOCKET store|load|hold|fill SEED CHUNKS
+//!     engine SOCKET store|load|hold|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]
 //!
 //! `store` commits chunks whose bytes follow from the seed, `load` looks them up, loads them and compares every byte,
 //! `hold` loads and never releases, `fill` reserves and never commits. Each says what it did as a line of JSON; the last two
 //! wait to be killed then.
 
+use std::time::Duration;
+
 use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::chunk::{ChunkHash, ChunkHasher, Space};
 use kvgate::client::{Client, ClientError, Session, Target};
 use kvgate::gateway::Order;
+use kvgate::node::Share;
 use serde_json::json;
 
 const SPACE: &str = r#"{"model": "test/engine", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
     "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#;
+const HEADS: u32 = 4;
 /// Chunks in one call.
 const CALL: usize = 8;
 
@@ -28,8 +32,9 @@ struct Engine {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [socket, action, seed, chunks] = arguments.as_slice() else {
-        return Err("engine SOCKET store|load|hold|fill SEED CHUNKS".into());
+    let (rest, ranks) = arguments.split_at(arguments.len().min(4));
+    let [socket, action, seed, chunks] = rest else {
+        return Err("engine SOCKET store|load|hold|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]".into());
     };
     let client = Client::new(Target::Unix(socket.into()));
     let space = Space::from_json(SPACE)?;
@@ -38,10 +43,22 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let tokens: Vec<u32> = (0..).take(chunks.parse::<usize>()? * 16).collect();
     let hashes = hasher.chain(&root, &tokens, &[])?;
     client.declare(&space).await?;
-    let request = AttachRequest {
-        instance: format!("engine-{}", std::process::id()),
-        world_size: 1,
-        ..AttachRequest::default()
+    let request = match ranks {
+        [instance, rank, world_size] => {
+            let (rank, world_size): (u32, u32) = (rank.parse()?, world_size.parse()?);
+            AttachRequest {
+                instance: instance.clone(),
+                rank,
+                world_size,
+                heads: Some((rank * HEADS / world_size, (rank + 1) * HEADS / world_size)),
+                ..AttachRequest::default()
+            }
+        }
+        _ => AttachRequest {
+            instance: format!("engine-{}", std::process::id()),
+            world_size: 1,
+            ..AttachRequest::default()
+        },
     };
     let session = client.attach(&request).await?;
     let engine = Engine {
@@ -86,10 +103,17 @@ impl Engine {
                 parent: if i == 0 { self.root } else { self.hashes[i - 1] },
                 tokens: None,
             };
-            let reserved = self
-                .session
-                .reserve(&space, (start..end).map(chunk).collect())
-                .await?;
+            let chunks = || (start..end).map(chunk).collect();
+            let mut reserved = self.session.reserve(&space, chunks()).await?;
+            // Until all ranks are attached nobody knows who writes what.
+            for _ in 0..500 {
+                if !reserved.own.is_empty() {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                reserved = self.session.reserve(&space, chunks()).await?;
+            }
+            let own = reserved.own;
             let mut slots = Vec::new();
             for (i, reserved) in (start..end).zip(reserved.chunks) {
                 let ReservedChunk::Slot {
@@ -101,7 +125,7 @@ impl Engine {
                     skipped += 1;
                     continue;
                 };
-                self.session.arena.copy_in(offset, &self.payload(i))?;
+                self.write(offset, &self.payload(i), &own)?;
                 slots.push(SlotName { slot, generation });
                 stored += 1;
             }
@@ -110,6 +134,21 @@ impl Engine {
             }
         }
         Ok(json!({ "stored": stored, "skipped": skipped }))
+    }
+
+    /// Writes this rank's share.
+    fn write(&self, offset: usize, payload: &[u8], own: &[Share]) -> Result<(), ClientError> {
+        let layout = self.space.layout();
+        for share in own {
+            for plane in share.planes.0..share.planes.1 {
+                let bytes = layout.plane(plane);
+                let start = bytes.start - layout.header_len();
+                let head = bytes.len() / HEADS as usize;
+                let part = start + share.heads.0 as usize * head..start + share.heads.1 as usize * head;
+                self.session.arena.copy_in(offset + part.start, &payload[part])?;
+            }
+        }
+        Ok(())
     }
 
     async fn load(&self, releases: bool) -> Result<serde_json::Value, ClientError> {

@@ -71,19 +71,25 @@ impl Home {
     }
 
     fn engine(&self, action: &str, seed: &str, chunks: usize) -> Child {
-        engine(&self.socket, action, seed, chunks)
+        start(&self.socket, &[action, seed, &chunks.to_string()])
+    }
+
+    fn rank(&self, action: &str, seed: &str, chunks: usize, of: [&str; 3]) -> Child {
+        let chunks = chunks.to_string();
+        start(&self.socket, &[action, seed, &chunks, of[0], of[1], of[2]])
     }
 
     async fn done(&self, action: &str, seed: &str, chunks: usize) -> Value {
-        let output = self
-            .engine(action, seed, chunks)
-            .wait_with_output()
-            .await
-            .unwrap();
-        let text = String::from_utf8(output.stdout).unwrap();
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        serde_json::from_str(&text).unwrap_or_else(|_| panic!("{action}: {text} {error}"))
+        said(self.engine(action, seed, chunks)).await
     }
+}
+
+/// What an engine said when it was done.
+async fn said(engine: Child) -> Value {
+    let output = engine.wait_with_output().await.unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text} {error}"))
 }
 
 impl Drop for Home {
@@ -94,13 +100,13 @@ impl Drop for Home {
 }
 
 /// Cargo builds examples with the tests.
-fn engine(socket: &Path, action: &str, seed: &str, chunks: usize) -> Child {
+fn start(socket: &Path, arguments: &[&str]) -> Child {
     let program = Path::new(env!("CARGO_BIN_EXE_kvgate"))
         .with_file_name("examples")
         .join("engine");
     Command::new(program)
         .arg(socket)
-        .args([action, seed, &chunks.to_string()])
+        .args(arguments)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
@@ -191,6 +197,46 @@ async fn an_engine_that_hangs_keeps_its_slots() {
         signal(engine, Signal::KILL);
     }
     until(async || slots().await["leases"] == 0 && slots().await["spoilt"] == 0).await;
+}
+
+/// Two engines of two ranks want to store the same chunks; a rank of the first one is stopped in the middle.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let mut stopped = home.rank("fill", "one", 8, ["a", "1", "2"]);
+    let first = home.rank("store", "one", 8, ["a", "0", "2"]);
+    first_line(&mut stopped).await;
+    signal(&stopped, Signal::STOP);
+    assert_eq!(said(first).await["stored"], 8);
+    let spoilt = async || daemon.client.status().await.unwrap()["slots"]["spoilt"].clone();
+    until(async || spoilt().await == 8).await;
+
+    let second = ["0", "1"].map(|rank| home.rank("store", "one", 8, ["b", rank, "2"]));
+    let [one, other] = second;
+    let stored = futures::join!(said(one), said(other));
+    assert_eq!(
+        (&stored.0["stored"], &stored.1["stored"]),
+        (&8.into(), &8.into()),
+        "{stored:?}"
+    );
+    let loaded = home.done("load", "one", 8).await;
+    assert_eq!(
+        (&loaded["loaded"], &loaded["wrong"]),
+        (&8.into(), &0.into()),
+        "{loaded}"
+    );
+    assert_eq!(spoilt().await, 8, "it may go on at any moment");
+    signal(&stopped, Signal::CONT);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    signal(&stopped, Signal::KILL);
+    until(async || spoilt().await == 0).await;
+    let loaded = home.done("load", "one", 8).await;
+    assert_eq!(
+        (&loaded["loaded"], &loaded["wrong"]),
+        (&8.into(), &0.into()),
+        "{loaded}"
+    );
 }
 
 /// Whatever moment it is killed at: what it serves afterwards verifies, and what flush acknowledged is there.
