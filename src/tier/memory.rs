@@ -79,6 +79,7 @@ struct Resident {
     dirty: bool,
     pinned_until: Option<Instant>,
     accesses: u32,
+    was_due: bool,
     since: Instant,
 }
 
@@ -169,7 +170,11 @@ impl Memory {
         if let Some(tenant) = tenants.get_mut(&resident.tenant) {
             tenant.queue.hit(key);
         }
-        Some(resident.found(space, resident.accesses == self.options.min_accesses))
+        // One whose header is still to be written is due the next time.
+        let is_whole = matches!(resident.held, Held::Object(_));
+        let is_due = is_whole && !resident.was_due && resident.accesses >= self.options.min_accesses;
+        resident.was_due |= is_due;
+        Some(resident.found(space, is_due))
     }
 
     /// Keeps a chunk whose header is written. False if it is here already, or has no room.
@@ -184,6 +189,7 @@ impl Memory {
 
     fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool) -> bool {
         let now = Instant::now();
+        let is_from_below = matches!(held, Held::Object(_));
         let bytes = space.layout().object_len();
         let mut gone = Vec::new();
         let mut state = self.lock();
@@ -221,6 +227,8 @@ impl Memory {
             dirty,
             pinned_until: None,
             accesses: 0,
+            // What came from below, or goes there at once, never is.
+            was_due: self.options.min_accesses == 0 || is_from_below,
             since: now,
         };
         state.chunks.insert(key, resident);

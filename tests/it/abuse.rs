@@ -147,7 +147,7 @@ async fn garbage_is_refused_and_costs_nothing() {
 async fn who_stops_reading_holds_up_nobody() {
     let site = Site::new().await;
     let settings = [
-        ("api.timeout", "500ms"),
+        ("api.timeout", "3s"),
         ("load.window", "2MiB"),
         ("api.listen", "127.0.0.1:0"),
     ];

@@ -57,7 +57,7 @@ impl Home {
             .env("KVGATE__DISK__SIZE", "64MiB")
             .env("KVGATE__API__GRACE", "100ms")
             .env("KVGATE__API__DEGRADED", "true")
-            .env("KVGATE__STORE__COMMIT_TIMEOUT", "300ms");
+            .env("KVGATE__STORE__COMMIT_TIMEOUT", "10s");
         for (name, value) in settings {
             command.env(name, value);
         }
@@ -175,7 +175,7 @@ async fn what_a_killed_engine_stored_another_one_loads() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_that_hangs_keeps_its_slots() {
     let home = Home::new().await;
-    let daemon = home.serve(&[]).await;
+    let daemon = home.serve(&[("KVGATE__STORE__COMMIT_TIMEOUT", "1500ms")]).await;
     home.done("store", "one", 8).await;
     let (mut holder, mut filler) = (home.engine("hold", "one", 8), home.engine("fill", "two", 3));
     first_line(&mut holder).await;
@@ -203,7 +203,7 @@ async fn an_engine_that_hangs_keeps_its_slots() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
     let home = Home::new().await;
-    let daemon = home.serve(&[]).await;
+    let daemon = home.serve(&[("KVGATE__STORE__COMMIT_TIMEOUT", "1500ms")]).await;
     let mut stopped = home.rank("fill", "one", 8, ["a", "1", "2"]);
     let first = home.rank("store", "one", 8, ["a", "0", "2"]);
     first_line(&mut stopped).await;

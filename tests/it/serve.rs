@@ -166,7 +166,7 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     let site = Site::new().await;
-    let serving = site.serve(&[("store.commit_timeout", "300ms")]).await;
+    let serving = site.serve(&[("store.commit_timeout", "1500ms")]).await;
     serving.ready().await;
     let prompt = Prompt::new(1);
     serving.client.declare(&prompt.space).await.unwrap();
