@@ -11,8 +11,13 @@ work=$(mktemp -d)
 port=${KVGATE_TEST_API_PORT:-9380}
 trap 'kill "$daemon" $(jobs -p) 2>/dev/null || true; rm -rf "$work" "/dev/shm/kvgate-api-$$"' EXIT
 
-cargo build --quiet --bin kvgate
-"${CARGO_TARGET_DIR:-target}/debug/kvgate" serve --embedded "$work/data" --socket "$work/kvgate.sock" \
+# By itself cargo builds it with fewer features of what it depends on, and all of that anew.
+kvgate=${KVGATE_TEST_BIN:-}
+if [ -z "$kvgate" ]; then
+    cargo build --quiet --bin kvgate
+    kvgate=${CARGO_TARGET_DIR:-target}/debug/kvgate
+fi
+"$kvgate" serve --embedded "$work/data" --socket "$work/kvgate.sock" \
     --listen "127.0.0.1:$port" --arena-path "/dev/shm/kvgate-api-$$" >"$work/log" 2>&1 &
 daemon=$!
 for _ in $(seq 100); do
