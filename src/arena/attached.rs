@@ -1,6 +1,7 @@
 use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use memmap2::{MmapOptions, MmapRaw};
@@ -14,6 +15,14 @@ use super::front::{BootId, HEADER_LEN, MAGIC, VERSION};
 pub struct AttachedArena {
     map: MmapRaw,
     slots: std::ops::Range<usize>,
+}
+
+/// Bytes of a slot in another process's arena. Keeps the mapping; whose the slot is, is for the slot protocol to say.
+#[derive(Debug)]
+pub struct AttachedSlot {
+    arena: Arc<AttachedArena>,
+    at: usize,
+    len: usize,
 }
 
 /// The file is not the arena that was meant.
@@ -75,6 +84,21 @@ impl AttachedArena {
         Ok(Self { map, slots })
     }
 
+    /// Bytes of a slot that this process has a lease on, or of one that it reserved.
+    pub fn slot(self: &Arc<Self>, at: usize, len: usize) -> Result<AttachedSlot, AttachedError> {
+        self.check(at, len)?;
+        Ok(AttachedSlot {
+            arena: Arc::clone(self),
+            at,
+            len,
+        })
+    }
+
+    /// All of it, as it is mapped here.
+    pub fn as_ptr(&self) -> *mut [u8] {
+        std::ptr::slice_from_raw_parts_mut(self.map.as_mut_ptr(), self.map.len())
+    }
+
     /// Copies out of a slot. Whoever has a lease on it reads what was verified.
     pub fn copy_out(&self, at: usize, to: &mut [u8]) -> Result<(), AttachedError> {
         self.check(at, to.len())?;
@@ -115,5 +139,12 @@ impl AttachedArena {
             true => Ok(()),
             false => Err(AttachedError::Outside { at, len }),
         }
+    }
+}
+
+impl AttachedSlot {
+    pub fn as_ptr(&self) -> *mut [u8] {
+        let start = self.arena.map.as_mut_ptr().wrapping_add(self.at);
+        std::ptr::slice_from_raw_parts_mut(start, self.len)
     }
 }

@@ -18,7 +18,7 @@ mod mapping;
 mod slot;
 
 pub use alloc::{Arena, ArenaOptions, ArenaStats, Ticket};
-pub use attached::{AttachedArena, AttachedError};
+pub use attached::{AttachedArena, AttachedError, AttachedSlot};
 pub use front::BootId;
 pub use mapping::ArenaError;
 pub use slot::{Slot, SlotMut};

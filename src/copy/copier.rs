@@ -1,0 +1,158 @@
+use std::ops::Range;
+
+use super::cache::PagedCache;
+use super::cpu::CpuCopier;
+use super::cuda::{CudaCopier, Event};
+use super::error::CopyError;
+use super::mapping::Spans;
+use super::object::{Source, Target};
+
+/// Copies between objects and one engine's pages.
+pub enum Copier {
+    Cpu(CpuCopier),
+    Cuda(CudaCopier),
+}
+
+/// What to copy.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// Of the space; those that the cache does not have are left out.
+    pub planes: Range<usize>,
+    pub spans: Spans,
+    /// Where in the object the memory begins that is given: 0 for a whole one.
+    pub at: usize,
+}
+
+/// A CUDA stream of the engine (`CUstream`, as torch's `cuda_stream` tells it). The CPU needs none.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineStream(pub u64);
+
+impl Copier {
+    /// From the object into the pages, after all that `engine` was given so far.
+    pub fn load<S: Source>(
+        &self,
+        from: S,
+        job: &Job,
+        engine: Option<EngineStream>,
+    ) -> Result<Pending<S>, CopyError> {
+        match self {
+            Self::Cpu(copier) => copier.load(from, job),
+            Self::Cuda(copier) => copier.load(from, job, engine),
+        }
+    }
+
+    /// From the pages into the object, after all that `engine` was given so far: the forward pass.
+    pub fn store<T: Target>(
+        &self,
+        to: T,
+        job: &Job,
+        engine: Option<EngineStream>,
+    ) -> Result<Pending<T>, CopyError> {
+        match self {
+            Self::Cpu(copier) => copier.store(to, job),
+            Self::Cuda(copier) => copier.store(to, job, engine),
+        }
+    }
+
+    pub fn cache(&self) -> &PagedCache {
+        match self {
+            Self::Cpu(copier) => copier.cache(),
+            Self::Cuda(copier) => copier.cache(),
+        }
+    }
+}
+
+/// A copy that may still be under way. It keeps the memory that it was given; dropped, it waits.
+pub struct Pending<T> {
+    /// None only after `wait`.
+    held: Option<T>,
+    /// None: it is done.
+    done: Option<Event>,
+}
+
+impl<T> Pending<T> {
+    pub(super) fn new(held: T, done: Option<Event>) -> Self {
+        Self {
+            held: Some(held),
+            done,
+        }
+    }
+
+    /// Never waits.
+    pub fn is_done(&self) -> Result<bool, CopyError> {
+        match &self.done {
+            Some(event) => Ok(event.is_done()?),
+            None => Ok(true),
+        }
+    }
+
+    /// Lets what the engine's stream is given from now on wait for it; this thread doesn't.
+    pub fn hold_up(&self, engine: EngineStream) -> Result<(), CopyError> {
+        match &self.done {
+            Some(event) => Ok(event.hold_up(engine)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives the memory back. After an error nobody knows what the device still does with it, so it is kept for good.
+    pub fn wait(mut self) -> Result<T, CopyError> {
+        self.finish()?;
+        Ok(self.held.take().expect("taken here only"))
+    }
+
+    fn finish(&mut self) -> Result<(), CopyError> {
+        let Some(event) = self.done.take() else {
+            return Ok(());
+        };
+        if let Err(error) = event.wait() {
+            std::mem::forget(self.held.take());
+            return Err(error.into());
+        }
+        Ok(())
+    }
+}
+
+impl<T> Drop for Pending<T> {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish() {
+            tracing::error!(%error, "a copy that nobody waited for failed; its slot is lost until the engine is gone");
+        }
+    }
+}
+
+impl Job {
+    /// Which parts of the cache it copies, from or to `bytes` of the object.
+    pub(super) fn check_load(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
+        if self.spans.geometry() != cache.geometry() {
+            return Err(CopyError::OtherCache);
+        }
+        let parts = cache.parts_of(&self.planes)?;
+        let of = &cache.parts()[parts.clone()];
+        if let (Some(first), Some(last)) = (of.first(), of.last()) {
+            let layout = cache.space().layout();
+            let needs = layout.plane(first.plane).start..layout.plane(last.plane).end;
+            let has = self.at..self.at.saturating_add(bytes);
+            if needs.start < has.start || has.end < needs.end {
+                return Err(CopyError::Object {
+                    first: needs.start,
+                    end: needs.end,
+                    at: has.start,
+                    has: has.end,
+                });
+            }
+        }
+        Ok(parts)
+    }
+
+    /// And a store must leave nothing out.
+    pub(super) fn check_store(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
+        let chunk_tokens = cache.space().chunk_tokens();
+        if self.spans.tokens() != chunk_tokens {
+            return Err(CopyError::Tokens {
+                tokens: self.spans.tokens(),
+                chunk_tokens,
+            });
+        }
+        self.check_load(cache, bytes)
+    }
+}

@@ -1,0 +1,111 @@
+use std::ops::Range;
+
+use super::cache::PagedCache;
+use super::copier::{Job, Pending};
+use super::error::CopyError;
+use super::object::{Source, Target};
+use super::region::Region;
+
+/// Copies by the CPU, for engines that compute on it.
+pub struct CpuCopier {
+    cache: PagedCache,
+    options: CpuOptions,
+}
+
+/// When more than one thread copies.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuOptions {
+    /// At most.
+    pub threads: usize,
+    /// A thread for each so many bytes.
+    pub bytes_per_thread: usize,
+}
+
+/// Which way.
+#[derive(Clone, Copy)]
+enum Way {
+    Load(*const u8),
+    Store(*mut u8),
+}
+
+// SAFETY: the pointers are to memory that the copy has for itself (a `Target`), or that nobody writes (a `Source`);
+// threads write disjoint parts of it.
+unsafe impl Send for Way {}
+// SAFETY: as above.
+unsafe impl Sync for Way {}
+
+impl CpuCopier {
+    /// # Safety
+    /// The cache's addresses are of memory of this process that stays mapped for as long as the copier lives. Nobody
+    /// else may touch the tokens of a copy that is under way.
+    pub unsafe fn new(cache: PagedCache, options: CpuOptions) -> Self {
+        Self { cache, options }
+    }
+
+    /// From the object into the pages. It is done when this returns.
+    pub fn load<S: Source>(&self, from: S, job: &Job) -> Result<Pending<S>, CopyError> {
+        let bytes = from.bytes();
+        let parts = job.check_load(&self.cache, bytes.len())?;
+        self.copy(Way::Load(bytes.cast()), job, parts);
+        Ok(Pending::new(from, None))
+    }
+
+    /// From the pages into the object. It is done when this returns.
+    pub fn store<T: Target>(&self, mut to: T, job: &Job) -> Result<Pending<T>, CopyError> {
+        let bytes = to.bytes();
+        let parts = job.check_store(&self.cache, bytes.len())?;
+        self.copy(Way::Store(bytes.cast()), job, parts);
+        Ok(Pending::new(to, None))
+    }
+
+    pub fn cache(&self) -> &PagedCache {
+        &self.cache
+    }
+
+    fn copy(&self, way: Way, job: &Job, parts: Range<usize>) {
+        let spans = job.spans.as_slice();
+        let row = |index: usize| self.cache.parts()[index].run_bytes as usize;
+        let heads = |index: usize| {
+            let (first, end) = self.cache.parts()[index].heads;
+            (end - first) as usize
+        };
+        let of_token: usize = parts.clone().map(|index| row(index) * heads(index)).sum();
+        let bytes = of_token * job.spans.tokens() as usize;
+        let pairs = parts.len() * spans.len();
+        let threads = (bytes / self.options.bytes_per_thread.max(1))
+            .clamp(1, self.options.threads.max(1))
+            .min(pairs.max(1));
+        let share = |thread: usize| pairs * thread / threads..pairs * (thread + 1) / threads;
+        let work = |pairs: Range<usize>| {
+            for pair in pairs {
+                let part = &self.cache.parts()[parts.start + pair / spans.len()];
+                let region = Region::new(&self.cache, part, &spans[pair % spans.len()]);
+                // SAFETY: whoever made the copier vouches for the pages, the job was checked against the object's
+                // length and the cache, and pairs have disjoint bytes on both sides.
+                unsafe { copy_region(way, &region, job.at) };
+            }
+        };
+        std::thread::scope(|scope| {
+            for thread in 1..threads {
+                let (work, pairs) = (&work, share(thread));
+                scope.spawn(move || work(pairs));
+            }
+            work(share(0));
+        });
+    }
+}
+
+/// # Safety
+/// The region's runs are in the pages, and, less `at`, in the object; on the side that is written they are this copy's.
+unsafe fn copy_region(way: Way, region: &Region, at: usize) {
+    for (offset, address) in region.runs() {
+        let page = address as usize as *mut u8;
+        // SAFETY: as the caller says.
+        unsafe {
+            match way {
+                Way::Load(object) => object.add(offset - at).copy_to_nonoverlapping(page, region.run),
+                Way::Store(object) => object.add(offset - at).copy_from_nonoverlapping(page, region.run),
+            }
+        }
+    }
+}

@@ -1,0 +1,290 @@
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaSlice, DevicePtr};
+
+use super::dma::{self, Block};
+use super::gpu::{CudaError, Event, Gpu, call};
+use super::kernel::{Params, PartRow, Way};
+use super::lane::Lane;
+use super::pinned::Pinned;
+use super::shares::{Piece, Shares};
+use crate::copy::cache::PagedCache;
+use crate::copy::copier::{EngineStream, Job, Pending};
+use crate::copy::error::CopyError;
+use crate::copy::mapping::Span;
+use crate::copy::object::{Source, Target};
+use crate::copy::region::Region;
+
+/// Copies by a GPU.
+pub struct CudaCopier {
+    cache: PagedCache,
+    shares: Shares,
+    /// `shares.rows`, on the device.
+    table: CudaSlice<PartRow>,
+    load: Mutex<Lane>,
+    store: Mutex<Lane>,
+    pinned: Option<Arc<Pinned>>,
+    gpu: Arc<Gpu>,
+    options: CudaOptions,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct CudaOptions {
+    /// Bytes of a DMA and of a staging buffer; a rank's share of one plane may be larger.
+    pub piece_bytes: usize,
+    /// Staging buffers for each direction.
+    pub staging_buffers: usize,
+    /// Of a kernel, at most; about as many SMs are busy.
+    pub thread_blocks: u32,
+    /// From this run on, DMAs go straight to the pages.
+    pub direct_bytes: usize,
+}
+
+impl CudaCopier {
+    /// `pinned`: the memory that objects will be in. Without it, or for others, copies are slower and may make the
+    /// calling thread wait.
+    ///
+    /// # Safety
+    /// The cache's addresses are of memory on this GPU that stays there for as long as the copier lives. Between a
+    /// copy's call and its end the engine touches its tokens only on the stream that the call names.
+    pub unsafe fn new(
+        gpu: &Arc<Gpu>,
+        cache: PagedCache,
+        pinned: Option<Arc<Pinned>>,
+        options: CudaOptions,
+    ) -> Result<Self, CudaError> {
+        let shares = Shares::new(&cache)?;
+        let bytes = options.piece_bytes.max(shares.largest());
+        let spans = cache.space().chunk_tokens() as usize;
+        let lane = || Lane::new(gpu, options.staging_buffers, bytes, spans).map(Mutex::new);
+        let (load, store) = (lane()?, lane()?);
+        let stream = gpu.stream()?;
+        let table = stream.clone_htod(&shares.rows);
+        let table = table.map_err(call("copy the layout to the GPU"))?;
+        stream.synchronize().map_err(call("copy the layout to the GPU"))?;
+        Ok(Self {
+            cache,
+            shares,
+            table,
+            load,
+            store,
+            pinned,
+            gpu: Arc::clone(gpu),
+            options,
+        })
+    }
+
+    /// From the object into the pages, after what `engine` was given so far.
+    pub fn load<S: Source>(
+        &self,
+        from: S,
+        job: &Job,
+        engine: Option<EngineStream>,
+    ) -> Result<Pending<S>, CopyError> {
+        let bytes = from.bytes();
+        let parts = job.check_load(&self.cache, bytes.len())?;
+        let host = bytes.cast::<u8>() as usize;
+        self.copy(from, Way::Scatter, host, job, parts, engine)
+    }
+
+    /// From the pages into the object, after what `engine` was given so far.
+    pub fn store<T: Target>(
+        &self,
+        mut to: T,
+        job: &Job,
+        engine: Option<EngineStream>,
+    ) -> Result<Pending<T>, CopyError> {
+        let bytes = to.bytes();
+        let parts = job.check_store(&self.cache, bytes.len())?;
+        let host = bytes.cast::<u8>() as usize;
+        self.copy(to, Way::Gather, host, job, parts, engine)
+    }
+
+    pub fn cache(&self) -> &PagedCache {
+        &self.cache
+    }
+
+    /// Whether DMAs go straight to the pages.
+    pub fn is_direct(&self) -> bool {
+        let tokens = self.cache.block_tokens().min(self.cache.space().chunk_tokens());
+        let block = Span {
+            token: 0,
+            tokens,
+            block: 0,
+            offset: 0,
+        };
+        // With one block for all tokens nobody knows how long the runs will be.
+        self.cache.blocks() > 1
+            && self.cache.parts().iter().all(|part| {
+                let region = Region::new(&self.cache, part, &block);
+                region.outer.count == 1 && region.run >= self.options.direct_bytes
+            })
+    }
+
+    fn copy<H>(
+        &self,
+        held: H,
+        way: Way,
+        host: usize,
+        job: &Job,
+        parts: Range<usize>,
+        engine: Option<EngineStream>,
+    ) -> Result<Pending<H>, CopyError> {
+        let lane = match way {
+            Way::Scatter => &self.load,
+            Way::Gather => &self.store,
+        };
+        let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.submit(&mut lane, way, host, job, parts, engine) {
+            Ok(done) => Ok(Pending::new(held, Some(done))),
+            Err(error) => {
+                // Some of it may be under way.
+                if lane.drain().is_err() {
+                    std::mem::forget(held);
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    fn submit(
+        &self,
+        lane: &mut Lane,
+        way: Way,
+        host: usize,
+        job: &Job,
+        parts: Range<usize>,
+        engine: Option<EngineStream>,
+    ) -> Result<Event, CudaError> {
+        let direct = self.is_direct();
+        if let Some(engine) = engine {
+            let before = self.gpu.mark(engine)?;
+            let toucher = if direct { &lane.dma } else { &lane.kernel };
+            toucher
+                .wait(&before)
+                .map_err(call("wait for the engine's stream"))?;
+        }
+        if direct {
+            self.direct(lane, way, host, job, parts)?;
+            return Event::record(&lane.dma);
+        }
+        // With no token there is nothing to launch.
+        let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
+        for piece in self.shares.pieces(&parts, self.options.piece_bytes) {
+            self.piece(lane, way, host, job, &piece)?;
+        }
+        lane.end(way)
+    }
+
+    /// Through a staging buffer.
+    fn piece(
+        &self,
+        lane: &mut Lane,
+        way: Way,
+        host: usize,
+        job: &Job,
+        piece: &Piece,
+    ) -> Result<(), CudaError> {
+        let (dma, kernel) = (Arc::clone(&lane.dma), Arc::clone(&lane.kernel));
+        let staging = lane.staging();
+        let (filler, emptier) = match way {
+            Way::Scatter => (&dma, &kernel),
+            Way::Gather => (&kernel, &dma),
+        };
+        let spans = job.spans.as_slice();
+        let (bytes, spans_at) = staging.addresses(filler);
+        let blocks = self.shares.blocks(piece, host, job.at, bytes);
+        let params = Params {
+            parts: self.table.device_ptr(&kernel).0 + (piece.parts.start * size_of::<PartRow>()) as u64,
+            spans: spans_at,
+            staging: bytes,
+            share_offset: self.shares.all[piece.shares.start].offset as u64,
+            parts_count: piece.parts.len() as u32,
+            spans_count: spans.len() as u32,
+            tiles: self.shares.tiles(
+                &piece.parts,
+                spans.iter().map(|span| span.tokens).max().unwrap_or_default(),
+            ),
+            unit: self.shares.unit,
+            chunk_tokens: self.cache.space().chunk_tokens(),
+            blocks: self.cache.blocks(),
+            block_tokens: self.cache.block_tokens(),
+            reserved: 0,
+        };
+        let transfer = || {
+            // SAFETY: the object's bytes are held until the copy is done, the staging buffer is this piece's.
+            let mut each = blocks
+                .iter()
+                .map(|&block| unsafe { dma::copy(&dma, way, block, self.pinned.as_deref()) });
+            each.try_for_each(|copied| copied)
+        };
+        // SAFETY: the table, the staging buffer and the pages are there for as long as the copier is, which waits for
+        // its lanes when it goes; spans and parts were checked against the cache.
+        let launch = || unsafe {
+            self.gpu
+                .kernels
+                .launch(&kernel, way, &params, self.options.thread_blocks)
+        };
+
+        staging.wait_until_free(filler)?;
+        staging.set_spans(filler, spans)?;
+        match way {
+            Way::Scatter => transfer()?,
+            Way::Gather => launch()?,
+        }
+        Lane::order(emptier, filler)?;
+        match way {
+            Way::Scatter => launch()?,
+            Way::Gather => transfer()?,
+        }
+        staging.free = Some(
+            emptier
+                .record_event(None)
+                .map_err(call("mark a staging buffer"))?,
+        );
+        Ok(())
+    }
+
+    /// Straight between object and pages.
+    fn direct(
+        &self,
+        lane: &Lane,
+        way: Way,
+        host: usize,
+        job: &Job,
+        parts: Range<usize>,
+    ) -> Result<(), CudaError> {
+        for part in &self.cache.parts()[parts] {
+            for span in job.spans.as_slice() {
+                let region = Region::new(&self.cache, part, span);
+                for outer in 0..region.outer.count {
+                    let block = Block {
+                        host: host + region.object + outer * region.outer.object - job.at,
+                        host_pitch: region.inner.object,
+                        device: region.address + (outer * region.outer.pages) as u64,
+                        device_pitch: region.inner.pages,
+                        row_bytes: region.run,
+                        rows: region.inner.count,
+                    };
+                    // SAFETY: the object's bytes are held until the copy is done; the span was checked to be in the
+                    // pages, which are there for as long as the copier is.
+                    unsafe { dma::copy(&lane.dma, way, block, self.pinned.as_deref())? };
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Nothing may use the staging buffers, the table or the pinned memory any more.
+impl Drop for CudaCopier {
+    fn drop(&mut self) {
+        for lane in [&mut self.load, &mut self.store] {
+            let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = lane.drain() {
+                tracing::error!(%error, "the GPU failed while copies were under way");
+            }
+        }
+    }
+}

@@ -1,0 +1,100 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::gpu::Gpu;
+
+/// Also for the engine's other contexts, if it has any.
+const PORTABLE: u32 = 1;
+const PAGE: usize = 4096;
+
+/// Host memory that is registered with a GPU's driver, so that DMAs go to it directly: in pieces, because one that fails
+/// leaves the others, and because a driver's call for a whole arena takes many seconds. Without registration copies
+/// work too, slower.
+pub struct Pinned {
+    gpu: Arc<Gpu>,
+    memory: Range<usize>,
+    piece_bytes: usize,
+    /// Addresses of those that could be registered.
+    registered: Vec<usize>,
+}
+
+impl Pinned {
+    /// Registers as much as it can, and warns of what it can't.
+    ///
+    /// # Safety
+    /// The memory must stay mapped for as long as this lives.
+    pub unsafe fn register(gpu: &Arc<Gpu>, memory: *mut [u8], piece_bytes: usize) -> Self {
+        let start = memory.cast::<u8>() as usize;
+        let mut pinned = Self {
+            gpu: Arc::clone(gpu),
+            memory: start..start + memory.len(),
+            piece_bytes: piece_bytes.next_multiple_of(PAGE).max(PAGE),
+            registered: Vec::new(),
+        };
+        let mut failed = None;
+        for piece in pinned.pieces() {
+            // SAFETY: the caller keeps it mapped; it is unregistered on drop, or now and then by the process's end.
+            let result = gpu.context.bind_to_thread().and_then(|()| unsafe {
+                sys::cuMemHostRegister_v2(piece.start as *mut _, piece.len(), PORTABLE).result()
+            });
+            match result {
+                Ok(()) => pinned.registered.push(piece.start),
+                Err(error) => failed = Some(error),
+            }
+        }
+        if let Some(error) = failed {
+            tracing::warn!(
+                %error,
+                pinned_bytes = pinned.bytes(),
+                of_bytes = pinned.memory.len(),
+                "can't pin all of the arena for the GPU, going on with slower copies: raise ulimit -l (LimitMEMLOCK)"
+            );
+        }
+        pinned
+    }
+
+    /// How many bytes are.
+    pub fn bytes(&self) -> usize {
+        let is = |piece: &Range<usize>| self.registered.contains(&piece.start);
+        self.pieces().filter(is).map(|piece| piece.len()).sum()
+    }
+
+    /// How many bytes from `address` on one copy may have: what comes then is another registration, or none.
+    pub(super) fn reach(&self, address: usize) -> usize {
+        if address < self.memory.start {
+            return self.memory.start - address;
+        }
+        if address >= self.memory.end {
+            return usize::MAX - address;
+        }
+        let into = (address - self.memory.start) % self.piece_bytes;
+        (self.piece_bytes - into).min(self.memory.end - address)
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (end, piece_bytes) = (self.memory.end, self.piece_bytes);
+        self.memory
+            .clone()
+            .step_by(piece_bytes)
+            .map(move |start| start..end.min(start + piece_bytes))
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        for &start in &self.registered {
+            // SAFETY: it was registered, once. Copies from it are done: who makes them keeps this.
+            let result = self
+                .gpu
+                .context
+                .bind_to_thread()
+                .and_then(|()| unsafe { sys::cuMemHostUnregister(start as *mut _).result() });
+            if let Err(error) = result {
+                tracing::warn!(%error, "can't give back pinned memory; the process's end will");
+                return;
+            }
+        }
+    }
+}

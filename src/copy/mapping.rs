@@ -1,0 +1,176 @@
+use std::ops::Range;
+
+use super::cache::PagedCache;
+use super::error::MappingError;
+
+/// Where an engine has put a chunk's tokens.
+#[derive(Debug, Clone, Copy)]
+pub enum SlotMapping<'a> {
+    /// The sequence's block table, and where in it the chunk's first token is: chunks need not begin where blocks do.
+    Blocks { table: &'a [u32], first_token: u64 },
+    /// For each of the tokens that are copied `block * block_tokens + token in the block`; negative: nowhere, which
+    /// only a load may have.
+    Slots(&'a [i64]),
+}
+
+/// Tokens of a chunk that are side by side in a block. Read by the kernel (`struct Span`).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// First one, in the chunk.
+    pub token: u32,
+    pub tokens: u32,
+    pub block: u32,
+    /// First one, in the block.
+    pub offset: u32,
+}
+
+/// Where a chunk's tokens are in a cache: inside of it, and no two at one place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spans {
+    spans: Vec<Span>,
+    tokens: u32,
+    of: Geometry,
+}
+
+/// What spans are checked against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Geometry {
+    pub chunk_tokens: u32,
+    pub blocks: u32,
+    pub block_tokens: u32,
+}
+
+impl Spans {
+    pub fn as_slice(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// Of the chunk, that are somewhere.
+    pub fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        self.of
+    }
+
+    fn check_distinct(&self) -> Result<(), MappingError> {
+        let mut sorted: Vec<&Span> = self.spans.iter().collect();
+        sorted.sort_unstable_by_key(|span| (span.block, span.offset));
+        let twice = sorted
+            .windows(2)
+            .find(|pair| pair[0].block == pair[1].block && pair[1].offset < pair[0].offset + pair[0].tokens);
+        match twice {
+            None => Ok(()),
+            Some(pair) => Err(MappingError::Twice {
+                block: pair[1].block,
+                offset: pair[1].offset,
+            }),
+        }
+    }
+}
+
+impl PagedCache {
+    /// Where `tokens` of a chunk are, half-open.
+    pub fn spans(&self, mapping: SlotMapping, tokens: Range<u32>) -> Result<Spans, MappingError> {
+        let of = self.geometry();
+        if tokens.start > tokens.end || tokens.end > of.chunk_tokens {
+            return Err(MappingError::Tokens {
+                first: tokens.start,
+                end: tokens.end,
+                chunk_tokens: of.chunk_tokens,
+            });
+        }
+        let spans = match mapping {
+            SlotMapping::Blocks { table, first_token } => self.spans_of_blocks(table, first_token, tokens)?,
+            SlotMapping::Slots(slots) => self.spans_of_slots(slots, tokens)?,
+        };
+        let tokens = spans.iter().map(|span| span.tokens).sum();
+        let spans = Spans { spans, tokens, of };
+        spans.check_distinct()?;
+        Ok(spans)
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        Geometry {
+            chunk_tokens: self.space().chunk_tokens(),
+            blocks: self.blocks(),
+            block_tokens: self.block_tokens(),
+        }
+    }
+
+    fn spans_of_blocks(
+        &self,
+        table: &[u32],
+        first_token: u64,
+        tokens: Range<u32>,
+    ) -> Result<Vec<Span>, MappingError> {
+        let block_tokens = self.block_tokens();
+        let mut spans = Vec::new();
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let at = first_token.saturating_add(token.into());
+            let index = usize::try_from(at / u64::from(block_tokens)).ok();
+            let block = index.and_then(|index| table.get(index)).copied();
+            let block = block.ok_or(MappingError::TableTooShort {
+                blocks: table.len(),
+                block_tokens,
+                token: at,
+            })?;
+            // Less than `block_tokens`.
+            let offset = (at % u64::from(block_tokens)) as u32;
+            let span = Span {
+                token,
+                tokens: (block_tokens - offset).min(tokens.end - token),
+                block: self.check_block(block.into())?,
+                offset,
+            };
+            token += span.tokens;
+            spans.push(span);
+        }
+        Ok(spans)
+    }
+
+    fn spans_of_slots(&self, slots: &[i64], tokens: Range<u32>) -> Result<Vec<Span>, MappingError> {
+        if slots.len() != tokens.len() {
+            return Err(MappingError::Slots {
+                tokens: tokens.len(),
+                slots: slots.len(),
+            });
+        }
+        let block_tokens = u64::from(self.block_tokens());
+        let mut spans = Vec::<Span>::new();
+        for (token, &slot) in tokens.zip(slots) {
+            let Ok(slot) = u64::try_from(slot) else {
+                continue;
+            };
+            let block = self.check_block(slot / block_tokens)?;
+            let offset = (slot % block_tokens) as u32;
+            match spans.last_mut() {
+                Some(last)
+                    if last.block == block
+                        && last.offset + last.tokens == offset
+                        && last.token + last.tokens == token =>
+                {
+                    last.tokens += 1;
+                }
+                _ => spans.push(Span {
+                    token,
+                    tokens: 1,
+                    block,
+                    offset,
+                }),
+            }
+        }
+        Ok(spans)
+    }
+
+    fn check_block(&self, block: u64) -> Result<u32, MappingError> {
+        let known = u32::try_from(block).ok().filter(|&block| block < self.blocks());
+        known.ok_or(MappingError::Block {
+            block,
+            blocks: self.blocks(),
+        })
+    }
+}

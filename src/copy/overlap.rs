@@ -1,0 +1,70 @@
+use super::cache::Part;
+use super::tensor::Axis;
+
+/// What parts of one cache have in common.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    pub blocks: u64,
+    pub block_tokens: u64,
+}
+
+/// Two parts that have bytes in common, as indices. Parts may interleave, as the layers of vLLM's BLHNC do.
+pub(super) fn find(parts: &[Part], of: Extent) -> Option<(usize, usize)> {
+    let mut order: Vec<usize> = (0..parts.len()).collect();
+    order.sort_unstable_by_key(|&index| parts[index].address);
+    for (at, &one) in order.iter().enumerate() {
+        let end = parts[one].address.saturating_add(bytes(&parts[one], of));
+        let near = order[at + 1..]
+            .iter()
+            .take_while(|&&other| parts[other].address < end);
+        for &other in near {
+            if collide(&parts[one], &parts[other], of) {
+                return Some((one.min(other), one.max(other)));
+            }
+        }
+    }
+    None
+}
+
+/// From the first byte to the last.
+fn bytes(part: &Part, of: Extent) -> u64 {
+    let reach = |axis: &Axis| (axis.count - 1) * axis.stride;
+    u64::from(part.run_bytes) + axes(part, of).iter().map(reach).sum::<u64>()
+}
+
+fn axes(part: &Part, of: Extent) -> [Axis; 3] {
+    let heads = u64::from(part.heads.1 - part.heads.0);
+    let axis = |count, stride| Axis { count, stride };
+    let mut axes = [
+        axis(of.blocks, part.block_stride),
+        axis(of.block_tokens, part.token_stride),
+        axis(heads, part.head_stride),
+    ];
+    axes.sort_unstable_by_key(|axis| std::cmp::Reverse(axis.stride));
+    axes
+}
+
+/// Of parts that have different strides, only those can be told apart that lie apart.
+fn collide(one: &Part, other: &Part, of: Extent) -> bool {
+    let (mine, others) = (axes(one, of), axes(other, of));
+    let distance = i128::from(other.address) - i128::from(one.address);
+    mine != others || meet(distance, &mine, one.run_bytes.into(), other.run_bytes.into())
+}
+
+/// Whether a run of the one and a run of the other, which begins `distance` bytes later, can be at the same bytes:
+/// whether some difference of indices, times strides, brings them together.
+fn meet(distance: i128, axes: &[Axis], run: i128, other_run: i128) -> bool {
+    let Some((axis, inner)) = axes.split_first() else {
+        return -other_run < distance && distance < run;
+    };
+    if axis.count == 1 {
+        return meet(distance, inner, run, other_run);
+    }
+    // What is inside reaches over less than a stride, so no other difference can.
+    let (stride, most) = (i128::from(axis.stride), i128::from(axis.count - 1));
+    let steps = distance.div_euclid(stride);
+    [steps, steps + 1]
+        .into_iter()
+        .filter(|steps| steps.abs() <= most)
+        .any(|steps| meet(distance - steps * stride, inner, run, other_run))
+}

@@ -1,0 +1,90 @@
+use super::cache::{PagedCache, Part};
+use super::mapping::Span;
+
+/// The rows of one part in one span: runs in two loops, as few and as long as the two layouts allow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Region {
+    /// Of the first run, in the object.
+    pub object: usize,
+    /// Of the first run.
+    pub address: u64,
+    pub run: usize,
+    pub inner: Dim,
+    pub outer: Dim,
+}
+
+/// A loop: how often, and how far each side goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Dim {
+    pub count: usize,
+    pub object: usize,
+    pub pages: usize,
+}
+
+impl Dim {
+    const ONCE: Self = Self {
+        count: 1,
+        object: 0,
+        pages: 0,
+    };
+}
+
+impl Region {
+    /// The span is of this cache. All of it is in the memory that the cache was checked to have, so nothing overflows.
+    pub fn new(cache: &PagedCache, part: &Part, span: &Span) -> Self {
+        let plane = &cache.space().planes()[part.plane];
+        let row = plane.row_bytes as usize;
+        let of_head = cache.space().chunk_tokens() as usize * row;
+        let (first_head, end_head) = part.heads;
+        let token = Dim {
+            count: span.tokens as usize,
+            object: row,
+            pages: part.token_stride as usize,
+        };
+        let head = Dim {
+            count: (end_head - first_head) as usize,
+            object: of_head,
+            pages: part.head_stride as usize,
+        };
+        let in_plane = first_head as usize * of_head + span.token as usize * row + part.row_offset as usize;
+        // In the pages one run after the other.
+        let (inner, outer) = match part.head_stride < part.token_stride {
+            true => (head, token),
+            false => (token, head),
+        };
+        Self {
+            object: cache.space().layout().plane(part.plane).start + in_plane,
+            address: part.address
+                + u64::from(span.block) * part.block_stride
+                + u64::from(span.offset) * part.token_stride,
+            run: part.run_bytes as usize,
+            inner,
+            outer,
+        }
+        .merged()
+        .merged()
+    }
+
+    /// Makes the inner loop part of the run where both sides are contiguous in it.
+    fn merged(mut self) -> Self {
+        let contiguous = self.inner.object == self.run && self.inner.pages == self.run;
+        if self.inner.count == 1 || contiguous {
+            self.run *= self.inner.count;
+            (self.inner, self.outer) = (self.outer, Dim::ONCE);
+        }
+        self
+    }
+
+    /// Offset in the object and address of each run.
+    pub fn runs(&self) -> impl Iterator<Item = (usize, u64)> {
+        let (inner, outer) = (self.inner, self.outer);
+        (0..outer.count).flat_map(move |o| {
+            (0..inner.count).map(move |i| {
+                (
+                    self.object + o * outer.object + i * inner.object,
+                    self.address + (o * outer.pages + i * inner.pages) as u64,
+                )
+            })
+        })
+    }
+}
