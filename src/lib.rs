@@ -24,6 +24,7 @@ pub mod embedded;
 pub mod existence;
 pub mod fanout;
 pub mod gateway;
+pub mod gpu;
 mod host;
 pub mod inventory;
 pub mod net;

@@ -124,6 +124,11 @@ impl Arena {
         })))
     }
 
+    /// All of it, as it is mapped here: for registering it with a device, not for reading it.
+    pub fn as_ptr(&self) -> *mut [u8] {
+        std::ptr::slice_from_raw_parts_mut(self.0.mapping.base(), self.0.mapping.len())
+    }
+
     /// What frees a slot that is kept only because it may be useful; it answers whether it did. Called without locks
     /// when there is no room, with where the slot must begin before to be of use. Only the first one counts.
     pub fn on_pressure(&self, free_one: impl Fn(usize) -> bool + Send + Sync + 'static) {

@@ -6,7 +6,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use super::dma::{self, Block};
 use super::gpu::{CudaError, Event, Gpu, call};
 use super::kernel::{Params, PartRow, Way};
-use super::lane::Lane;
+use super::lane::{Lane, RingSize};
 use super::pinned::Pinned;
 use super::shares::{Piece, Shares};
 use crate::copy::cache::PagedCache;
@@ -20,8 +20,8 @@ use crate::copy::region::Region;
 pub struct CudaCopier {
     cache: PagedCache,
     shares: Shares,
-    /// `shares.rows`, on the device.
-    table: CudaSlice<PartRow>,
+    /// `shares.rows`, on the device; None: DMAs go straight to the pages.
+    table: Option<CudaSlice<PartRow>>,
     load: Mutex<Lane>,
     store: Mutex<Lane>,
     pinned: Option<Arc<Pinned>>,
@@ -55,14 +55,18 @@ impl CudaCopier {
         options: CudaOptions,
     ) -> Result<Self, CudaError> {
         let shares = Shares::new(&cache)?;
-        let bytes = options.piece_bytes.max(shares.largest());
-        let spans = cache.space().chunk_tokens() as usize;
-        let lane = || Lane::new(gpu, options.staging_buffers, bytes, spans).map(Mutex::new);
-        let (load, store) = (lane()?, lane()?);
-        let stream = gpu.stream()?;
-        let table = stream.clone_htod(&shares.rows);
-        let table = table.map_err(call("copy the layout to the GPU"))?;
-        stream.synchronize().map_err(call("copy the layout to the GPU"))?;
+        let ring = RingSize {
+            buffers: options.staging_buffers,
+            bytes: options.piece_bytes.max(shares.largest()),
+            spans: cache.space().chunk_tokens() as usize,
+        };
+        let is_direct = has_long_runs(&cache, options.direct_bytes);
+        let lane = |way| Lane::new(gpu, way, (!is_direct).then_some(&ring)).map(Mutex::new);
+        let (load, store) = (lane(Way::Scatter)?, lane(Way::Gather)?);
+        let table = match is_direct {
+            true => None,
+            false => Some(upload(gpu, &shares.rows)?),
+        };
         Ok(Self {
             cache,
             shares,
@@ -107,19 +111,7 @@ impl CudaCopier {
 
     /// Whether DMAs go straight to the pages.
     pub fn is_direct(&self) -> bool {
-        let tokens = self.cache.block_tokens().min(self.cache.space().chunk_tokens());
-        let block = Span {
-            token: 0,
-            tokens,
-            block: 0,
-            offset: 0,
-        };
-        // With one block for all tokens nobody knows how long the runs will be.
-        self.cache.blocks() > 1
-            && self.cache.parts().iter().all(|part| {
-                let region = Region::new(&self.cache, part, &block);
-                region.outer.count == 1 && region.run >= self.options.direct_bytes
-            })
+        self.table.is_none()
     }
 
     fn copy<H>(
@@ -140,7 +132,7 @@ impl CudaCopier {
             Ok(done) => Ok(Pending::new(held, Some(done))),
             Err(error) => {
                 // Some of it may be under way.
-                if lane.drain().is_err() {
+                if lane.finish_half().is_err() {
                     std::mem::forget(held);
                 }
                 Err(error.into())
@@ -157,46 +149,42 @@ impl CudaCopier {
         parts: Range<usize>,
         engine: Option<EngineStream>,
     ) -> Result<Event, CudaError> {
-        let direct = self.is_direct();
         if let Some(engine) = engine {
             let before = self.gpu.mark(engine)?;
-            let toucher = if direct { &lane.dma } else { &lane.kernel };
-            toucher
-                .wait(&before)
-                .map_err(call("wait for the engine's stream"))?;
-        }
-        if direct {
-            self.direct(lane, way, host, job, parts)?;
-            return Event::record(&lane.dma);
+            let waits = lane.toucher().wait(&before);
+            waits.map_err(call("wait for the engine's stream"))?;
         }
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
-        for piece in self.shares.pieces(&parts, self.options.piece_bytes) {
-            self.piece(lane, way, host, job, &piece)?;
+        match &self.table {
+            None => self.direct(lane, way, host, job, parts)?,
+            Some(table) => {
+                for piece in self.shares.pieces(&parts, self.options.piece_bytes) {
+                    self.piece(lane, table, way, host, job, &piece)?;
+                }
+            }
         }
-        lane.end(way)
+        lane.end()
     }
 
     /// Through a staging buffer.
     fn piece(
         &self,
         lane: &mut Lane,
+        table: &CudaSlice<PartRow>,
         way: Way,
         host: usize,
         job: &Job,
         piece: &Piece,
     ) -> Result<(), CudaError> {
-        let (dma, kernel) = (Arc::clone(&lane.dma), Arc::clone(&lane.kernel));
+        let (dma, kernel) = (Arc::clone(&lane.dma), Arc::clone(lane.toucher()));
+        let (filler, emptier) = (&Arc::clone(lane.filler()), &Arc::clone(lane.emptier()));
         let staging = lane.staging();
-        let (filler, emptier) = match way {
-            Way::Scatter => (&dma, &kernel),
-            Way::Gather => (&kernel, &dma),
-        };
         let spans = job.spans.as_slice();
         let (bytes, spans_at) = staging.addresses(filler);
         let blocks = self.shares.blocks(piece, host, job.at, bytes);
         let params = Params {
-            parts: self.table.device_ptr(&kernel).0 + (piece.parts.start * size_of::<PartRow>()) as u64,
+            parts: table.device_ptr(&kernel).0 + (piece.parts.start * size_of::<PartRow>()) as u64,
             spans: spans_at,
             staging: bytes,
             share_offset: self.shares.all[piece.shares.start].offset as u64,
@@ -277,12 +265,37 @@ impl CudaCopier {
     }
 }
 
+fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> {
+    let failed = call("copy the layout to the GPU");
+    let stream = gpu.stream()?;
+    let table = stream.clone_htod(rows).map_err(&failed)?;
+    // For the streams of both lanes.
+    stream.synchronize().map_err(&failed)?;
+    Ok(table)
+}
+
+/// Whether every block's tokens are runs of so many bytes or more, so that DMAs alone are as fast.
+fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
+    let block = Span {
+        token: 0,
+        tokens: cache.block_tokens().min(cache.space().chunk_tokens()),
+        block: 0,
+        offset: 0,
+    };
+    let is_long = |part| {
+        let region = Region::new(cache, part, &block);
+        region.outer.count == 1 && region.run >= direct_bytes
+    };
+    // With one block for all tokens nobody knows how long the runs will be.
+    cache.blocks() > 1 && cache.parts().iter().all(is_long)
+}
+
 /// Nothing may use the staging buffers, the table or the pinned memory any more.
 impl Drop for CudaCopier {
     fn drop(&mut self) {
         for lane in [&mut self.load, &mut self.store] {
             let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = lane.drain() {
+            if let Err(error) = lane.finish() {
                 tracing::error!(%error, "the GPU failed while copies were under way");
             }
         }

@@ -6,10 +6,13 @@ use super::gpu::{CudaError, Event, Gpu, call};
 use super::kernel::Way;
 use crate::copy::mapping::Span;
 
-/// One direction: a stream for the DMAs, one for the kernels, and staging buffers that go from one to the other.
+/// One direction: a stream for the DMAs, one for the kernels, and staging buffers that the one fills and the other
+/// empties. Where DMAs go straight to the pages, only their stream.
 pub(super) struct Lane {
+    way: Way,
     pub dma: Arc<CudaStream>,
-    pub kernel: Arc<CudaStream>,
+    /// None: straight to the pages.
+    kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
     next: usize,
 }
@@ -22,32 +25,58 @@ pub(super) struct Staging {
     pub free: Option<CudaEvent>,
 }
 
+/// What staging buffers are made of.
+pub(super) struct RingSize {
+    pub buffers: usize,
+    pub bytes: usize,
+    pub spans: usize,
+}
+
 impl Lane {
-    /// `staging`: buffers of so many bytes, and room for so many spans each.
-    pub fn new(gpu: &Gpu, buffers: usize, bytes: usize, spans: usize) -> Result<Self, CudaError> {
-        let (dma, kernel) = (gpu.stream()?, gpu.stream()?);
+    /// Without a ring DMAs go straight to the pages.
+    pub fn new(gpu: &Gpu, way: Way, ring: Option<&RingSize>) -> Result<Self, CudaError> {
+        let mut lane = Self {
+            way,
+            dma: gpu.stream()?,
+            kernel: ring.map(|_| gpu.stream()).transpose()?,
+            ring: Vec::new(),
+            next: 0,
+        };
+        let Some(size) = ring else {
+            return Ok(lane);
+        };
         let failed = call("get staging buffers on the GPU: lower [copy] staging_buffers or piece_size");
-        let buffer = || {
-            // SAFETY: nothing reads it before a DMA or a kernel has written it.
-            let (bytes, spans) = unsafe { (dma.alloc(bytes), dma.alloc(spans)) };
-            Ok(Staging {
+        for _ in 0..size.buffers.max(1) {
+            // In the order of the stream that fills them, so they are there for the other, too, which comes after it.
+            let filler = lane.filler();
+            // SAFETY: nothing reads them before they are filled.
+            let (bytes, spans) = unsafe { (filler.alloc(size.bytes), filler.alloc(size.spans)) };
+            lane.ring.push(Staging {
                 bytes: bytes.map_err(&failed)?,
                 spans: spans.map_err(&failed)?,
                 free: None,
-            })
-        };
-        let ring = (0..buffers.max(1))
-            .map(|_| buffer())
-            .collect::<Result<_, CudaError>>()?;
-        let lane = Self {
-            dma,
-            kernel,
-            ring,
-            next: 0,
-        };
-        // What is allocated in the order of one stream is then there for both.
-        lane.drain()?;
+            });
+        }
         Ok(lane)
+    }
+
+    /// The stream that reads or writes the pages.
+    pub fn toucher(&self) -> &Arc<CudaStream> {
+        self.kernel.as_ref().unwrap_or(&self.dma)
+    }
+
+    pub fn filler(&self) -> &Arc<CudaStream> {
+        match self.way {
+            Way::Scatter => &self.dma,
+            Way::Gather => self.toucher(),
+        }
+    }
+
+    pub fn emptier(&self) -> &Arc<CudaStream> {
+        match self.way {
+            Way::Scatter => self.toucher(),
+            Way::Gather => &self.dma,
+        }
     }
 
     /// The buffer whose turn it is. It may still be in use until its `free`.
@@ -58,10 +87,16 @@ impl Lane {
     }
 
     /// Waits until nothing is under way.
-    pub fn drain(&self) -> Result<(), CudaError> {
-        let failed = call("wait for the copies under way");
-        self.dma.synchronize().map_err(&failed)?;
-        self.kernel.synchronize().map_err(&failed)
+    pub fn finish(&self) -> Result<(), CudaError> {
+        let finished = self.emptier().synchronize();
+        finished.map_err(call("wait for the copies under way"))
+    }
+
+    /// The same when a copy was given up on its way.
+    pub fn finish_half(&self) -> Result<(), CudaError> {
+        let finished = self.filler().synchronize();
+        finished.map_err(call("wait for a copy that failed"))?;
+        self.finish()
     }
 
     /// `later` goes on when `earlier` has done what it was given so far.
@@ -72,12 +107,9 @@ impl Lane {
         Ok(event)
     }
 
-    /// The end of all that it was given: what the last stream of this way has done.
-    pub fn end(&self, way: Way) -> Result<Event, CudaError> {
-        match way {
-            Way::Scatter => Event::record(&self.kernel),
-            Way::Gather => Event::record(&self.dma),
-        }
+    /// The end of all that it was given.
+    pub fn end(&self) -> Result<Event, CudaError> {
+        Event::record(self.emptier())
     }
 }
 

@@ -1,0 +1,229 @@
+use std::sync::Arc;
+
+use cudarc::driver::DriverError;
+use serde::Serialize;
+
+use super::pages::{DevicePages, POISON};
+use crate::arena::{Arena, ArenaError, ArenaOptions, SlotMut};
+use crate::chunk::{Space, SpaceError};
+use crate::copy::cuda::{CudaError, Gpu, Pinned};
+use crate::copy::known::{KNOWN, KnownLayout, Pages};
+use crate::copy::{
+    CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, LayoutError, MappingError,
+    SlotMapping, Spans,
+};
+
+/// A layout, a model and a rank.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub layout: KnownLayout,
+    pub model: &'static str,
+    pub space: Space,
+    pub pages: Pages,
+}
+
+/// What was compared.
+#[derive(Debug, Clone, Serialize)]
+pub struct Checked {
+    pub layout: &'static str,
+    pub model: &'static str,
+    pub heads: Option<(u32, u32)>,
+    /// DMAs go straight to the pages, without a kernel.
+    pub direct: bool,
+    pub bytes: usize,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum GpuCheckError {
+    #[error(transparent)]
+    Space(#[from] SpaceError),
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error("the arena has no room for {0} bytes")]
+    Room(usize),
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(
+        "{layout} ({model}): {what}: byte {at} is {got:#04x} and must be {must:#04x}. Don't use this GPU with kvgate, and report it"
+    )]
+    Differs {
+        layout: &'static str,
+        model: &'static str,
+        what: &'static str,
+        at: usize,
+        got: u8,
+        must: u8,
+    },
+}
+
+const CHUNK_TOKENS: u32 = 64;
+const BLOCKS: u32 = 9;
+
+/// Every known layout with every model that fits it, for a rank that has all heads and for one that has some.
+pub fn cases() -> Result<Vec<Case>, SpaceError> {
+    // GQA; latents of MLA beside an indexer's keys, which 16-byte accesses can't read; K and V of fp8 in odd rows.
+    let models = [
+        (
+            "gqa",
+            "bfloat16",
+            2,
+            r#""mha": {"layers": 4, "heads": 4, "head_dim": 64}"#,
+        ),
+        (
+            "mla and indexer",
+            "fp8_e4m3",
+            1,
+            r#""planes": [{"name": "kv", "layer": 0, "heads": 1, "row_bytes": 656},
+                          {"name": "index", "layer": 0, "heads": 1, "row_bytes": 132},
+                          {"name": "kv", "layer": 1, "heads": 1, "row_bytes": 656},
+                          {"name": "index", "layer": 1, "heads": 1, "row_bytes": 132}]"#,
+        ),
+        (
+            "odd rows",
+            "fp8_e4m3",
+            1,
+            r#""planes": [{"name": "kv", "layer": 0, "heads": 3, "row_bytes": 34},
+                          {"name": "kv", "layer": 1, "heads": 3, "row_bytes": 34}]"#,
+        ),
+    ];
+    let mut cases = Vec::new();
+    for (model, dtype, element_bytes, planes) in models {
+        let space = Space::from_json(&format!(
+            r#"{{"model": "kvgate/{model}", "revision": "1", "dtype": "{dtype}", "chunk_tokens": {CHUNK_TOKENS}, {planes}}}"#
+        ))?;
+        let heads = space.planes()[0].heads;
+        for layout in KNOWN {
+            // Smaller than a chunk, and larger: then DMAs may go straight to the pages.
+            for (block_tokens, own) in [(16, None), (16, Some((1, heads))), (128, None)] {
+                let pages = Pages {
+                    blocks: BLOCKS,
+                    block_tokens,
+                    heads: own,
+                    element_bytes,
+                };
+                let fits = space.planes().iter().all(|plane| layout.fits(plane, &pages));
+                if fits && own.is_none_or(|(first, end)| first < end) {
+                    cases.push(Case {
+                        layout,
+                        model,
+                        space: space.clone(),
+                        pages,
+                    });
+                }
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// Loads chunks into pages of the device and stores them back, and compares all of the pages and all of the object
+/// with what the CPU's copies make of the same.
+pub fn check(
+    gpu: &Arc<Gpu>,
+    case: &Case,
+    options: CudaOptions,
+    pin_bytes: usize,
+) -> Result<Checked, GpuCheckError> {
+    let Case { space, pages, .. } = case;
+    let object_len = space.layout().object_len();
+    let arena = Arena::new(&ArenaOptions {
+        size: 3 * object_len.next_multiple_of(4096),
+        ..ArenaOptions::default()
+    })?;
+    let slot = || {
+        arena
+            .try_reserve(object_len)
+            .ok_or(GpuCheckError::Room(object_len))
+    };
+    let (mut source, mut target) = (slot()?, slot()?);
+    fastrand::Rng::with_seed(1).fill(&mut source);
+    target.fill(POISON);
+
+    let mut device = DevicePages::new(gpu, space, &case.layout, pages)?;
+    let mut image = vec![POISON; device.bytes()];
+    let cache = device.cache()?;
+    let job = Job {
+        planes: 0..space.planes().len(),
+        spans: some_slots(&cache, pages)?,
+        at: 0,
+    };
+    // SAFETY: arena and pages outlive the copiers, which are the only ones that touch them.
+    let (pinned, copier, twin) = unsafe {
+        let pinned = Arc::new(Pinned::register(gpu, arena.as_ptr(), pin_bytes));
+        let copier = CudaCopier::new(gpu, cache, Some(Arc::clone(&pinned)), options)?;
+        (
+            pinned,
+            copier,
+            CpuCopier::new(device.cache_in(&image)?, ONE_THREAD),
+        )
+    };
+    let engine = EngineStream(device.stream().cu_stream() as u64);
+
+    let source = source.freeze();
+    copier.load(source.clone(), &job, Some(engine))?.wait()?;
+    twin.load(source, &job)?.wait()?;
+    case.compare("pages after a load", &device.image()?, &image)?;
+
+    fastrand::Rng::with_seed(2).fill(&mut image);
+    device.set(&image)?;
+    let expected = twin.store(vec![POISON; object_len], &job)?.wait()?;
+    let target: SlotMut = copier.store(target, &job, Some(engine))?.wait()?;
+    case.compare("the object after a store", &target, &expected)?;
+    case.compare("pages after a store", &device.image()?, &image)?;
+    let direct = copier.is_direct();
+    drop((copier, pinned));
+    Ok(Checked {
+        layout: case.layout.name,
+        model: case.model,
+        heads: pages.heads,
+        direct,
+        bytes: object_len,
+    })
+}
+
+const ONE_THREAD: CpuOptions = CpuOptions {
+    threads: 1,
+    bytes_per_thread: 1 << 30,
+};
+
+/// A chunk's tokens in blocks in no order, beginning inside of one; or in slots.
+fn some_slots(cache: &crate::copy::PagedCache, pages: &Pages) -> Result<Spans, MappingError> {
+    let mut random = fastrand::Rng::with_seed(3);
+    if cache.blocks() == 1 {
+        let mut slots: Vec<i64> = (0..i64::from(cache.block_tokens())).collect();
+        random.shuffle(&mut slots);
+        slots.truncate(CHUNK_TOKENS as usize);
+        return cache.spans(SlotMapping::Slots(&slots), 0..CHUNK_TOKENS);
+    }
+    let mut table: Vec<u32> = (0..pages.blocks).collect();
+    random.shuffle(&mut table);
+    let mapping = SlotMapping::Blocks {
+        table: &table,
+        first_token: u64::from(pages.block_tokens) - 5,
+    };
+    cache.spans(mapping, 0..CHUNK_TOKENS)
+}
+
+impl Case {
+    fn compare(&self, what: &'static str, got: &[u8], must: &[u8]) -> Result<(), GpuCheckError> {
+        match got.iter().zip(must).position(|(got, must)| got != must) {
+            None => Ok(()),
+            Some(at) => Err(GpuCheckError::Differs {
+                layout: self.layout.name,
+                model: self.model,
+                what,
+                at,
+                got: got[at],
+                must: must[at],
+            }),
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! The CUDA code without a GPU: the real cudarc calls go to a driver of our own, and kernels are compiled by g++.
+//!
+//! | file       | what                                                                      |
+//! |------------|---------------------------------------------------------------------------|
+//! | `mock/`    | the driver (`libcuda.cc`), and what makes the kernels run on a CPU        |
+//! | `mock.rs`  | builds it, loads it before cudarc looks for one, steers it                |
+//! | `layouts`  | `kvgate gpu check`'s cases, lazy and permuted                             |
+//! | `stage`    | an engine that computes and copies on streams, as all others below use it |
+//! | `waits`    | each wait is taken out, each number made wrong; all must be noticed       |
+//! | `failures` | every call of the driver fails once                                       |
+//! | `kernel`   | mistakes planted in the kernels' source                                   |
+//!
+//! What it can't show is speed, and that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
+
+mod failures;
+mod kernel;
+mod layouts;
+mod mock;
+mod stage;
+mod waits;

@@ -1,0 +1,298 @@
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
+use kvgate::chunk::Space;
+use kvgate::copy::cuda::{Gpu, Pinned};
+use kvgate::copy::known::{KnownLayout, Pages};
+use kvgate::copy::{
+    CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
+    SlotMapping, Tensor,
+};
+
+use crate::mock::drain;
+
+/// An engine with a paged cache and a stream of its own, an arena, and copies between them.
+pub struct Stage {
+    pub gpu: Arc<Gpu>,
+    pub space: Space,
+    pub engine: Arc<CudaStream>,
+    pub pages: CudaSlice<u8>,
+    tensors: Vec<Tensor>,
+    pub copier: Option<CudaCopier>,
+    pub arena: Arena,
+}
+
+pub const CHUNK_TOKENS: u32 = 32;
+const BLOCKS: u32 = 12;
+const LAYERS: usize = 6;
+
+impl Stage {
+    /// A chunk goes in two pieces, of three layers each.
+    pub fn new(layout: &KnownLayout, direct_bytes: usize) -> Result<Self, CopyError> {
+        let space = Space::from_json(&format!(
+            r#"{{"model": "kvgate/stage", "revision": "1", "dtype": "float16", "chunk_tokens": {CHUNK_TOKENS},
+                "mha": {{"layers": {LAYERS}, "heads": 4, "head_dim": 32}}}}"#
+        ))
+        .unwrap();
+        let pages = Pages {
+            blocks: BLOCKS,
+            block_tokens: 8,
+            heads: Some((1, 3)),
+            element_bytes: 2,
+        };
+        let (bytes, tensors) = layout.tensors(&space, &pages);
+        let gpu = Gpu::open(0)?;
+        let failed = |error| kvgate::copy::cuda::CudaError::Call {
+            what: "set the stage",
+            error,
+        };
+        let engine = gpu.context().new_stream().map_err(failed)?;
+        let pages = engine.clone_htod(&vec![0xCD; bytes as usize]).map_err(failed)?;
+        let arena = Arena::new(&ArenaOptions {
+            size: 1 << 20,
+            ..ArenaOptions::default()
+        })
+        .unwrap();
+        let mut stage = Self {
+            gpu,
+            space,
+            engine,
+            pages,
+            tensors,
+            copier: None,
+            arena,
+        };
+        let share = 2 * CHUNK_TOKENS as usize * 32 * 2 * 2;
+        let options = CudaOptions {
+            piece_bytes: 3 * share,
+            staging_buffers: 2,
+            thread_blocks: 2,
+            direct_bytes,
+        };
+        // SAFETY: arena and pages are gone after the copier.
+        stage.copier = unsafe {
+            let pinned = Pinned::register(&stage.gpu, stage.arena.as_ptr(), 64 << 10);
+            Some(CudaCopier::new(
+                &stage.gpu,
+                stage.cache(stage.base()),
+                Some(Arc::new(pinned)),
+                options,
+            )?)
+        };
+        Ok(stage)
+    }
+
+    pub fn copier(&self) -> &CudaCopier {
+        self.copier.as_ref().unwrap()
+    }
+
+    pub fn stream(&self) -> EngineStream {
+        EngineStream(self.engine.cu_stream() as u64)
+    }
+
+    /// Of the pages. With this driver it can be read as host memory, too: without a wait, if one is brave.
+    pub fn base(&self) -> u64 {
+        self.pages.device_ptr(&self.engine).0
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.pages.len()
+    }
+
+    fn cache(&self, base: u64) -> PagedCache {
+        let at = |tensor: &Tensor| Tensor {
+            address: base + tensor.address,
+            ..tensor.clone()
+        };
+        PagedCache::new(&self.space, &self.tensors.iter().map(at).collect::<Vec<_>>()).unwrap()
+    }
+
+    /// Chunk `nth`'s blocks, in another order each, and apart from the one's before and after it; it begins inside of
+    /// one.
+    pub fn job(&self, nth: u32) -> Job {
+        let mut table = [3, 0, 4, 2, 1].map(|block| (block + nth * 6) % BLOCKS);
+        table.rotate_left(nth as usize / 2);
+        let mapping = SlotMapping::Blocks {
+            table: &table,
+            first_token: 5,
+        };
+        Job {
+            planes: 0..LAYERS,
+            spans: self.cache(4096).spans(mapping, 0..CHUNK_TOKENS).unwrap(),
+            at: 0,
+        }
+    }
+
+    pub fn slot(&self) -> SlotMut {
+        self.arena.try_reserve(self.space.layout().object_len()).unwrap()
+    }
+
+    pub fn object(&self, seed: u64) -> Slot {
+        let mut slot = self.slot();
+        fastrand::Rng::with_seed(seed).fill(&mut slot);
+        slot.freeze()
+    }
+
+    /// What the engine computes: all pages are this.
+    pub fn compute(&mut self, seed: u64) -> Vec<u8> {
+        let mut image = vec![0; self.bytes()];
+        fastrand::Rng::with_seed(seed).fill(&mut image);
+        let (to, _) = self.pages.device_ptr_mut(&self.engine);
+        // SAFETY: as many bytes as the pages have; the source is read before the call returns.
+        unsafe { cudarc::driver::result::memcpy_htod_async(to, &image, self.engine.cu_stream()) }.unwrap();
+        image
+    }
+
+    /// What the engine reads: a copy of the pages, there when its stream has got so far.
+    pub fn attend(&self) -> u64 {
+        let read = self.engine.clone_dtod(&self.pages).unwrap();
+        read.leak()
+    }
+
+    pub fn load(&self, object: &Slot, job: &Job) -> Pending<Slot> {
+        self.copier()
+            .load(object.clone(), job, Some(self.stream()))
+            .unwrap()
+    }
+
+    pub fn poisoned_slot(&self) -> SlotMut {
+        let mut slot = self.slot();
+        slot.fill(0xEE);
+        slot
+    }
+
+    /// What a chunk has of the pages.
+    pub fn blocks_of(&self, job: &Job, image: &[u8]) -> Vec<u8> {
+        let mut image = image.to_vec();
+        self.twin_store(&mut image, vec![0; self.space.layout().object_len()], job)
+    }
+
+    /// A load as the CPU would have done it to `image`.
+    pub fn twin_load(&self, image: &mut [u8], object: &Slot, job: &Job) {
+        self.twin(image).load(object.clone(), job).unwrap();
+    }
+
+    pub fn twin_store(&self, image: &mut [u8], object: Vec<u8>, job: &Job) -> Vec<u8> {
+        self.twin(image).store(object, job).unwrap().wait().unwrap()
+    }
+
+    fn twin(&self, image: &mut [u8]) -> CpuCopier {
+        let options = CpuOptions {
+            threads: 1,
+            bytes_per_thread: 1 << 30,
+        };
+        // SAFETY: the image is there for as long as the copy, which is all that is done with it.
+        unsafe { CpuCopier::new(self.cache(image.as_mut_ptr() as u64), options) }
+    }
+}
+
+/// Device memory as it is now, whatever is under way.
+pub fn peek(base: u64, bytes: usize) -> Vec<u8> {
+    // SAFETY: device memory is host memory with this driver.
+    unsafe { std::slice::from_raw_parts(base as *const u8, bytes) }.to_vec()
+}
+
+/// All that an engine does, each with copies that nothing has waited for before. Panics if anything is not as the CPU's
+/// copies have it.
+pub fn life(layout: &KnownLayout, direct_bytes: usize) {
+    let stage = || Stage::new(layout, direct_bytes).unwrap();
+    attends_to_what_was_loaded(stage());
+    sees_what_was_loaded(stage());
+    stores_what_was_computed(stage());
+    goes_while_copies_are_under_way(stage());
+}
+
+fn attends_to_what_was_loaded(mut stage: Stage) {
+    let (object, job) = (stage.object(1), stage.job(0));
+    let mut image = stage.compute(3);
+    stage.twin_load(&mut image, &object, &job);
+    let load = stage.load(&object, &job);
+    load.hold_up(stage.stream()).unwrap();
+    let attended = stage.attend();
+    stage.engine.synchronize().unwrap();
+    assert!(
+        peek(attended, stage.bytes()) == image,
+        "what the engine attended to"
+    );
+    assert!(load.is_done().unwrap(), "as the engine's stream says");
+    std::mem::forget(load);
+    // It would wait once more for what is done.
+    std::mem::forget(stage);
+}
+
+/// By the host, as soon as a load says that it is done.
+fn sees_what_was_loaded(mut stage: Stage) {
+    let mut image = stage.compute(4);
+    let copies = [0, 1].map(|nth| (stage.object(nth.into()), stage.job(nth)));
+    // Whoever has waited for the engine once need not do it again.
+    let load = |nth: usize, engine| {
+        stage
+            .copier()
+            .load(copies[nth].0.clone(), &copies[nth].1, engine)
+            .unwrap()
+    };
+    let loads = [load(0, Some(stage.stream())), load(1, None)];
+    for (load, (object, job)) in loads.into_iter().zip(&copies) {
+        load.wait().unwrap();
+        stage.twin_load(&mut image, object, job);
+        let pages = peek(stage.base(), stage.bytes());
+        assert!(
+            stage.blocks_of(job, &pages) == stage.blocks_of(job, &image),
+            "a chunk's pages"
+        );
+    }
+    drain();
+    assert!(
+        peek(stage.base(), stage.bytes()) == image,
+        "the pages after all loads"
+    );
+    std::mem::forget(stage);
+}
+
+fn stores_what_was_computed(mut stage: Stage) {
+    let mut image = stage.compute(5);
+    let jobs = [0, 1].map(|nth| stage.job(nth));
+    let store = |nth: usize, engine| {
+        stage
+            .copier()
+            .store(stage.poisoned_slot(), &jobs[nth], engine)
+            .unwrap()
+    };
+    let stores = [store(0, Some(stage.stream())), store(1, None)];
+    // The engine writes these blocks again.
+    stores[1].hold_up(stage.stream()).unwrap();
+    let object_len = stage.space.layout().object_len();
+    let expected = [0, 1].map(|nth| stage.twin_store(&mut image, vec![0xEE; object_len], &jobs[nth]));
+    stage.compute(6);
+    for (stored, expected) in stores.into_iter().zip(expected) {
+        assert!(*stored.wait().unwrap() == expected[..], "what was stored");
+    }
+    std::mem::forget(stage);
+}
+
+fn goes_while_copies_are_under_way(mut stage: Stage) {
+    let (object, load_job, store_job) = (stage.object(7), stage.job(0), stage.job(1));
+    let mut image = stage.compute(7);
+    let object_len = stage.space.layout().object_len();
+    let expected = stage.twin_store(&mut image, vec![0xEE; object_len], &store_job);
+    let load = stage.load(&object, &load_job);
+    let slot = stage.poisoned_slot();
+    let stored_at = slot.as_ptr() as u64;
+    let store = stage
+        .copier()
+        .store(slot, &store_job, Some(stage.stream()))
+        .unwrap();
+    stage.copier = None;
+    assert!(
+        peek(stored_at, object_len) == expected,
+        "what was stored when the copier is gone"
+    );
+    stage.twin_load(&mut image, &object, &load_job);
+    assert!(
+        peek(stage.base(), stage.bytes()) == image,
+        "the pages when the copier is gone"
+    );
+    // All is done: these need not wait for it.
+    std::mem::forget((load, store));
+}
