@@ -10,6 +10,7 @@ mod config;
 mod demo;
 mod error;
 mod flush;
+mod gpu;
 mod input;
 mod logging;
 mod lookup;
@@ -70,6 +71,8 @@ enum Command {
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
     #[command(subcommand)]
+    Gpu(gpu::GpuCommand),
+    #[command(subcommand)]
     Config(config::ConfigCommand),
 }
 
@@ -122,6 +125,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
+        Command::Gpu(command) => gpu::run(command, verbose, out).await,
         Command::Config(command) => config::run(command, out),
     }
 }

@@ -30,8 +30,8 @@ use serde::Serialize;
 
 pub use error::{ConfigError, Origin, Problem};
 pub use schema::{
-    Api, Arena, Config, DigestName, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, Policy,
-    Probe, S3, Store, Strategy, WhenFull,
+    Api, Arena, Config, Copies, DigestName, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory,
+    Policy, Probe, S3, Store, Strategy, WhenFull,
 };
 pub use sources::process_env;
 

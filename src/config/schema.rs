@@ -279,6 +279,24 @@ sections! {
         drain: Duration = "30s", Time { min_ms: 0, max_ms: 3_600_000 };
     }
 
+    /// Between slots and the pages of engines: their connectors read this, and `kvgate gpu`.
+    copy: Copies {
+        /// Threads of one copy by the CPU.
+        threads: u32 = "4", Between(1, 256);
+        /// Bytes for each of them: a copy of less than twice that has one.
+        thread_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
+        /// Bytes of a transfer to or from a GPU, and of a staging buffer there.
+        piece_size: ByteSize = "16MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
+        /// Staging buffers on the GPU for each direction.
+        staging_buffers: u32 = "3", Between(1, 64);
+        /// Blocks of 256 threads of a copy kernel; about so many multiprocessors are busy with it.
+        thread_blocks: u32 = "16", Between(1, 4096);
+        /// From runs of so many bytes on, transfers go straight to the pages.
+        direct_size: ByteSize = "64KiB", Between(ByteSize(KIB), ByteSize(GIB));
+        /// The arena is pinned in pieces of so many bytes.
+        pin_size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
+    }
+
     /// How engines and people reach `kvgate serve`.
     api: Api {
         /// Unix socket to listen on.

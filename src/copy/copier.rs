@@ -10,7 +10,7 @@ use super::object::{Source, Target};
 /// Copies between objects and one engine's pages.
 pub enum Copier {
     Cpu(CpuCopier),
-    Cuda(CudaCopier),
+    Cuda(Box<CudaCopier>),
 }
 
 /// What to copy.

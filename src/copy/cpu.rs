@@ -21,6 +21,15 @@ pub struct CpuOptions {
     pub bytes_per_thread: usize,
 }
 
+impl From<&crate::config::Copies> for CpuOptions {
+    fn from(config: &crate::config::Copies) -> Self {
+        Self {
+            threads: config.threads as usize,
+            bytes_per_thread: config.thread_size.bytes() as usize,
+        }
+    }
+}
+
 /// Which way.
 #[derive(Clone, Copy)]
 enum Way {

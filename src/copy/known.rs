@@ -135,12 +135,11 @@ fn split_axis(whole: &Tensor, axis: char) -> Vec<Tensor> {
         tensor.axes.remove(at);
         tensor.address += skip;
         tensor.bytes -= skip;
-        match axis {
-            'L' => tensor.planes = vec![whole.planes[usize::try_from(index).unwrap_or(usize::MAX)]],
-            _ => {
-                let bytes = index * element('D') * u64::from(whole.element_bytes);
-                tensor.row_offset += u32::try_from(bytes).unwrap_or(u32::MAX);
-            }
+        if axis == 'L' {
+            tensor.planes = vec![whole.planes[usize::try_from(index).unwrap_or(usize::MAX)]];
+        } else {
+            let bytes = index * element('D') * u64::from(whole.element_bytes);
+            tensor.row_offset += u32::try_from(bytes).unwrap_or(u32::MAX);
         }
         tensor
     };

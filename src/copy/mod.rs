@@ -25,7 +25,13 @@
 //! | `copier`   | the interface: load, store, pending                                        |
 //! | `cpu`      | copies by the CPU, and the reference for the others                        |
 //! | `cuda/`    | copies by the GPU: pinned arena, staging ring, kernel of `kernels/paged.cu` |
+//! | `pages`    | pages in host memory of our own, for those who have no engine              |
 //! | `known`    | the layouts of vLLM, SGLang and FlashInfer by name, for tests and `kvgate gpu` |
+
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "addresses have 64 bits here, and numbers were checked against the cache"
+)]
 
 mod cache;
 mod copier;
@@ -36,6 +42,7 @@ pub mod known;
 mod mapping;
 mod object;
 mod overlap;
+mod pages;
 mod region;
 mod tensor;
 
@@ -46,6 +53,7 @@ pub use cuda::{CudaCopier, CudaOptions};
 pub use error::{CopyError, LayoutError, MappingError};
 pub use mapping::{SlotMapping, Span, Spans};
 pub use object::{Source, Target};
+pub use pages::HostPages;
 pub use tensor::Tensor;
 
 #[cfg(test)]

@@ -1,17 +1,13 @@
 use std::sync::Arc;
 
-use cudarc::driver::DriverError;
 use serde::Serialize;
 
-use super::pages::{DevicePages, POISON};
-use crate::arena::{Arena, ArenaError, ArenaOptions, SlotMut};
+use super::error::GpuError;
+use crate::arena::{Arena, ArenaOptions, SlotMut};
 use crate::chunk::{Space, SpaceError};
-use crate::copy::cuda::{CudaError, Gpu, Pinned};
+use crate::copy::cuda::{DevicePages, Gpu, Pinned};
 use crate::copy::known::{KNOWN, KnownLayout, Pages};
-use crate::copy::{
-    CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, LayoutError, MappingError,
-    SlotMapping, Spans,
-};
+use crate::copy::{CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans};
 
 /// A layout, a model and a rank.
 #[derive(Debug, Clone)]
@@ -28,40 +24,10 @@ pub struct Checked {
     pub layout: &'static str,
     pub model: &'static str,
     pub heads: Option<(u32, u32)>,
+    pub block_tokens: u32,
     /// DMAs go straight to the pages, without a kernel.
     pub direct: bool,
     pub bytes: usize,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum GpuCheckError {
-    #[error(transparent)]
-    Space(#[from] SpaceError),
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    #[error("the arena has no room for {0} bytes")]
-    Room(usize),
-    #[error(transparent)]
-    Layout(#[from] LayoutError),
-    #[error(transparent)]
-    Mapping(#[from] MappingError),
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    #[error(transparent)]
-    Driver(#[from] DriverError),
-    #[error(transparent)]
-    Copy(#[from] CopyError),
-    #[error(
-        "{layout} ({model}): {what}: byte {at} is {got:#04x} and must be {must:#04x}. Don't use this GPU with kvgate, and report it"
-    )]
-    Differs {
-        layout: &'static str,
-        model: &'static str,
-        what: &'static str,
-        at: usize,
-        got: u8,
-        must: u8,
-    },
 }
 
 const CHUNK_TOKENS: u32 = 64;
@@ -131,63 +97,52 @@ pub fn check(
     case: &Case,
     options: CudaOptions,
     pin_bytes: usize,
-) -> Result<Checked, GpuCheckError> {
+) -> Result<Checked, GpuError> {
     let Case { space, pages, .. } = case;
     let object_len = space.layout().object_len();
     let arena = Arena::new(&ArenaOptions {
         size: 3 * object_len.next_multiple_of(4096),
         ..ArenaOptions::default()
     })?;
-    let slot = || {
-        arena
-            .try_reserve(object_len)
-            .ok_or(GpuCheckError::Room(object_len))
-    };
+    let slot = || arena.try_reserve(object_len).ok_or(GpuError::Room(object_len));
     let (mut source, mut target) = (slot()?, slot()?);
     fastrand::Rng::with_seed(1).fill(&mut source);
     target.fill(POISON);
 
-    let mut device = DevicePages::new(gpu, space, &case.layout, pages)?;
-    let mut image = vec![POISON; device.bytes()];
-    let cache = device.cache()?;
+    let pinned = Arc::new(Pinned::register(gpu, arena.clone(), pin_bytes));
+    let layout = &case.layout;
+    let mut device = DevicePages::new(gpu, space, layout, pages, POISON, Some(pinned), options)?;
+    let mut twin = HostPages::new(space, layout, pages, POISON, ONE_THREAD)?;
     let job = Job {
         planes: 0..space.planes().len(),
-        spans: some_slots(&cache, pages)?,
+        spans: some_slots(twin.cache(), pages)?,
         at: 0,
     };
-    // SAFETY: arena and pages outlive the copiers, which are the only ones that touch them.
-    let (pinned, copier, twin) = unsafe {
-        let pinned = Arc::new(Pinned::register(gpu, arena.as_ptr(), pin_bytes));
-        let copier = CudaCopier::new(gpu, cache, Some(Arc::clone(&pinned)), options)?;
-        (
-            pinned,
-            copier,
-            CpuCopier::new(device.cache_in(&image)?, ONE_THREAD),
-        )
-    };
-    let engine = EngineStream(device.stream().cu_stream() as u64);
 
     let source = source.freeze();
-    copier.load(source.clone(), &job, Some(engine))?.wait()?;
-    twin.load(source, &job)?.wait()?;
-    case.compare("pages after a load", &device.image()?, &image)?;
+    let engine = Some(device.engine());
+    device.copier().load(source.clone(), &job, engine)?.wait()?;
+    twin.load(source, &job)?;
+    case.compare("pages after a load", &device.image()?, twin.image())?;
 
-    fastrand::Rng::with_seed(2).fill(&mut image);
-    device.set(&image)?;
-    let expected = twin.store(vec![POISON; object_len], &job)?.wait()?;
-    let target: SlotMut = copier.store(target, &job, Some(engine))?.wait()?;
+    fastrand::Rng::with_seed(2).fill(twin.image_mut());
+    device.set_image(twin.image())?;
+    let expected = twin.store(vec![POISON; object_len], &job)?;
+    let target: SlotMut = device.copier().store(target, &job, engine)?.wait()?;
     case.compare("the object after a store", &target, &expected)?;
-    case.compare("pages after a store", &device.image()?, &image)?;
-    let direct = copier.is_direct();
-    drop((copier, pinned));
+    case.compare("pages after a store", &device.image()?, twin.image())?;
     Ok(Checked {
-        layout: case.layout.name,
+        layout: layout.name,
         model: case.model,
         heads: pages.heads,
-        direct,
+        block_tokens: pages.block_tokens,
+        direct: device.copier().is_direct(),
         bytes: object_len,
     })
 }
+
+/// What pages and slots have before anything is written to them.
+const POISON: u8 = 0xCD;
 
 const ONE_THREAD: CpuOptions = CpuOptions {
     threads: 1,
@@ -195,7 +150,7 @@ const ONE_THREAD: CpuOptions = CpuOptions {
 };
 
 /// A chunk's tokens in blocks in no order, beginning inside of one; or in slots.
-fn some_slots(cache: &crate::copy::PagedCache, pages: &Pages) -> Result<Spans, MappingError> {
+fn some_slots(cache: &PagedCache, pages: &Pages) -> Result<Spans, MappingError> {
     let mut random = fastrand::Rng::with_seed(3);
     if cache.blocks() == 1 {
         let mut slots: Vec<i64> = (0..i64::from(cache.block_tokens())).collect();
@@ -213,10 +168,10 @@ fn some_slots(cache: &crate::copy::PagedCache, pages: &Pages) -> Result<Spans, M
 }
 
 impl Case {
-    fn compare(&self, what: &'static str, got: &[u8], must: &[u8]) -> Result<(), GpuCheckError> {
+    fn compare(&self, what: &'static str, got: &[u8], must: &[u8]) -> Result<(), GpuError> {
         match got.iter().zip(must).position(|(got, must)| got != must) {
             None => Ok(()),
-            Some(at) => Err(GpuCheckError::Differs {
+            Some(at) => Err(GpuError::Differs {
                 layout: self.layout.name,
                 model: self.model,
                 what,

@@ -1,12 +1,19 @@
 //! `kvgate gpu`: what GPUs are here, whether copies to and from their pages are right, and how fast they are.
 //!
-//! | file    | what                                                             |
-//! |---------|------------------------------------------------------------------|
-//! | `pages` | an engine's paged cache, on the device and as a host image of it |
-//! | `check` | every known layout both ways, against the CPU's copies           |
+//! | file    | what                                                                        |
+//! |---------|-----------------------------------------------------------------------------|
+//! | `check` | every known layout both ways, against the CPU's copies                      |
+//! | `bench` | how fast, against plain copies of the same bytes out of pinned memory       |
+//! | `path`  | the whole way: from S3 through the arena into pages                         |
 
+#![allow(clippy::cast_possible_truncation, reason = "counts of blocks and chunks")]
+
+mod bench;
 mod check;
-mod pages;
+mod error;
+mod path;
 
-pub use check::{Case, Checked, GpuCheckError, cases, check};
-pub use pages::DevicePages;
+pub use bench::{BenchPlan, BenchRow, Floor, bench};
+pub use check::{Case, Checked, cases, check};
+pub use error::GpuError;
+pub use path::{PathPlan, PathReport, path};

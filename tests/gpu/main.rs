@@ -9,9 +9,17 @@
 //! | `waits`    | each wait is taken out, each number made wrong; all must be noticed       |
 //! | `failures` | every call of the driver fails once                                       |
 //! | `kernel`   | mistakes planted in the kernels' source                                   |
+//! | `command`  | `kvgate gpu`, with and without a driver                                   |
 //!
 //! What it can't show is speed, and that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::naive_bytecount
+)]
+
+mod command;
 mod failures;
 mod kernel;
 mod layouts;

@@ -72,7 +72,7 @@ impl Stage {
         };
         // SAFETY: arena and pages are gone after the copier.
         stage.copier = unsafe {
-            let pinned = Pinned::register(&stage.gpu, stage.arena.as_ptr(), 64 << 10);
+            let pinned = Pinned::register(&stage.gpu, stage.arena.clone(), 64 << 10);
             Some(CudaCopier::new(
                 &stage.gpu,
                 stage.cache(stage.base()),

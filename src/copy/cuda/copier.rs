@@ -41,6 +41,17 @@ pub struct CudaOptions {
     pub direct_bytes: usize,
 }
 
+impl From<&crate::config::Copies> for CudaOptions {
+    fn from(config: &crate::config::Copies) -> Self {
+        Self {
+            piece_bytes: config.piece_size.bytes() as usize,
+            staging_buffers: config.staging_buffers as usize,
+            thread_blocks: config.thread_blocks,
+            direct_bytes: config.direct_size.bytes() as usize,
+        }
+    }
+}
+
 impl CudaCopier {
     /// `pinned`: the memory that objects will be in. Without it, or for others, copies are slower and may make the
     /// calling thread wait.

@@ -78,7 +78,7 @@ pub(super) unsafe fn copy(
             match (way, piece.rows) {
                 (Way::Scatter, 1) => sys::cuMemcpyHtoDAsync_v2(device, host, bytes, stream),
                 (Way::Gather, 1) => sys::cuMemcpyDtoHAsync_v2(host, device, bytes, stream),
-                _ => sys::cuMemcpy2DAsync_v2(&raw const *piece.as_2d(way), stream),
+                _ => sys::cuMemcpy2DAsync_v2(&piece.as_2d(way), stream),
             }
         };
         result.result().map_err(&failed)?;
@@ -87,7 +87,7 @@ pub(super) unsafe fn copy(
 }
 
 impl Block {
-    fn as_2d(&self, way: Way) -> Box<sys::CUDA_MEMCPY2D> {
+    fn as_2d(&self, way: Way) -> sys::CUDA_MEMCPY2D {
         let (host, device) = (
             CUmemorytype::CU_MEMORYTYPE_HOST,
             CUmemorytype::CU_MEMORYTYPE_DEVICE,
@@ -100,7 +100,7 @@ impl Block {
             true => self.host_pitch,
             false => self.device_pitch,
         };
-        Box::new(sys::CUDA_MEMCPY2D {
+        sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,
             srcMemoryType: from,
@@ -117,7 +117,7 @@ impl Block {
             dstPitch: pitch(to),
             WidthInBytes: self.row_bytes,
             Height: self.rows,
-        })
+        }
     }
 }
 

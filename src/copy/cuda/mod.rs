@@ -23,16 +23,19 @@
 //! | `shares` | what of each plane this rank has, and the pieces it goes in   |
 //! | `lane`   | streams and staging ring of one direction                     |
 //! | `copier` | loads and stores                                              |
+//! | `pages`  | pages of our own, for `kvgate gpu`                            |
 
 mod copier;
 mod dma;
 mod gpu;
 mod kernel;
 mod lane;
+mod pages;
 mod pinned;
 mod shares;
 
 pub use copier::{CudaCopier, CudaOptions};
 pub use gpu::{CudaError, Event, Gpu, Presence};
 pub use kernel::PTX;
-pub use pinned::Pinned;
+pub use pages::{DevicePages, PagesError};
+pub use pinned::{Mapped, Pinned};

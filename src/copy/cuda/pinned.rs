@@ -4,6 +4,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::gpu::Gpu;
+use crate::arena::{Arena, AttachedArena};
 
 /// Also for the engine's other contexts, if it has any.
 const PORTABLE: u32 = 1;
@@ -14,28 +15,51 @@ const PAGE: usize = 4096;
 /// work too, slower.
 pub struct Pinned {
     gpu: Arc<Gpu>,
+    /// Mapped for as long as it is registered.
+    _held: Box<dyn Mapped>,
     memory: Range<usize>,
     piece_bytes: usize,
     /// Addresses of those that could be registered.
     registered: Vec<usize>,
 }
 
+/// Memory that can be registered.
+///
+/// # Safety
+/// For as long as the value lives, moved or not, the bytes are mapped and stay where they are.
+pub unsafe trait Mapped: Send + Sync + 'static {
+    fn bytes(&self) -> *mut [u8];
+}
+
+// SAFETY: it keeps its mapping.
+unsafe impl Mapped for Arena {
+    fn bytes(&self) -> *mut [u8] {
+        self.as_ptr()
+    }
+}
+
+// SAFETY: it keeps its mapping.
+unsafe impl Mapped for Arc<AttachedArena> {
+    fn bytes(&self) -> *mut [u8] {
+        self.as_ptr()
+    }
+}
+
 impl Pinned {
-    /// Registers as much as it can, and warns of what it can't.
-    ///
-    /// # Safety
-    /// The memory must stay mapped for as long as this lives.
-    pub unsafe fn register(gpu: &Arc<Gpu>, memory: *mut [u8], piece_bytes: usize) -> Self {
-        let start = memory.cast::<u8>() as usize;
+    /// Registers as much as it can, in pieces of so many bytes, and warns of what it can't.
+    pub fn register(gpu: &Arc<Gpu>, memory: impl Mapped, piece_bytes: usize) -> Self {
+        let bytes = memory.bytes();
+        let start = bytes.cast::<u8>() as usize;
         let mut pinned = Self {
             gpu: Arc::clone(gpu),
-            memory: start..start + memory.len(),
+            _held: Box::new(memory),
+            memory: start..start + bytes.len(),
             piece_bytes: piece_bytes.next_multiple_of(PAGE).max(PAGE),
             registered: Vec::new(),
         };
         let mut failed = None;
         for piece in pinned.pieces() {
-            // SAFETY: the caller keeps it mapped; it is unregistered on drop, or now and then by the process's end.
+            // SAFETY: it is mapped for as long as this lives, which unregisters it when it goes.
             let result = gpu.context.bind_to_thread().and_then(|()| unsafe {
                 sys::cuMemHostRegister_v2(piece.start as *mut _, piece.len(), PORTABLE).result()
             });

@@ -1,0 +1,84 @@
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+
+use super::copier::{CudaCopier, CudaOptions};
+use super::gpu::{CudaError, Gpu, call};
+use super::pinned::Pinned;
+use crate::chunk::Space;
+use crate::copy::cache::PagedCache;
+use crate::copy::copier::EngineStream;
+use crate::copy::error::LayoutError;
+use crate::copy::known::{KnownLayout, Pages};
+
+/// Pages on a GPU of our own, in a known layout, with the stream that an engine would compute on.
+pub struct DevicePages {
+    // Goes before its memory.
+    copier: CudaCopier,
+    memory: CudaSlice<u8>,
+    stream: Arc<CudaStream>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum PagesError {
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+impl DevicePages {
+    /// All bytes are `poison`.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        space: &Space,
+        layout: &KnownLayout,
+        pages: &Pages,
+        poison: u8,
+        pinned: Option<Arc<Pinned>>,
+        options: CudaOptions,
+    ) -> Result<Self, PagesError> {
+        let failed = call("get memory for pages on the GPU");
+        let (bytes, mut tensors) = layout.tensors(space, pages);
+        let stream = gpu.stream()?;
+        let memory = stream
+            .clone_htod(&vec![poison; bytes as usize])
+            .map_err(&failed)?;
+        stream.synchronize().map_err(&failed)?;
+        for tensor in &mut tensors {
+            tensor.address += memory.device_ptr(&stream).0;
+        }
+        let cache = PagedCache::new(space, &tensors)?;
+        // SAFETY: the memory goes after the copier, and nobody else touches it.
+        let copier = unsafe { CudaCopier::new(gpu, cache, pinned, options)? };
+        Ok(Self {
+            copier,
+            memory,
+            stream,
+        })
+    }
+
+    pub fn copier(&self) -> &CudaCopier {
+        &self.copier
+    }
+
+    pub fn engine(&self) -> EngineStream {
+        EngineStream(self.stream.cu_stream() as u64)
+    }
+
+    /// All pages, as they lie in memory. Copies must have ended.
+    pub fn image(&self) -> Result<Vec<u8>, CudaError> {
+        let failed = call("read the pages");
+        let image = self.stream.clone_dtoh(&self.memory).map_err(&failed)?;
+        self.stream.synchronize().map_err(&failed)?;
+        Ok(image)
+    }
+
+    pub fn set_image(&mut self, image: &[u8]) -> Result<(), CudaError> {
+        let failed = call("write the pages");
+        self.stream
+            .memcpy_htod(image, &mut self.memory)
+            .map_err(&failed)?;
+        self.stream.synchronize().map_err(&failed)
+    }
+}

@@ -1,0 +1,46 @@
+use crate::arena::ArenaError;
+use crate::chunk::{HashError, SpaceError};
+use crate::copy::cuda::{CudaError, PagesError};
+use crate::copy::{CopyError, LayoutError, MappingError};
+use crate::gateway::OpenError;
+use crate::object::ObjectError;
+
+/// A check found something, or could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    #[error(transparent)]
+    Space(#[from] SpaceError),
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error("the arena has no room for {0} bytes")]
+    Room(usize),
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error(transparent)]
+    Pages(#[from] PagesError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(transparent)]
+    Hash(#[from] HashError),
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+    #[error("{0}")]
+    Path(String),
+    #[error(
+        "{layout} ({model}): {what}: byte {at} is {got:#04x} and must be {must:#04x}. Don't use this GPU with kvgate, and report it"
+    )]
+    Differs {
+        layout: &'static str,
+        model: &'static str,
+        what: &'static str,
+        at: usize,
+        got: u8,
+        must: u8,
+    },
+}
