@@ -15,6 +15,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
 use crate::chunk::{ChunkHash, Space};
@@ -464,7 +465,7 @@ impl Gateway {
     }
 
     async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot) -> bool {
-        let Some(disk) = self.0.tiers.as_ref().and_then(|tiers| tiers.disk.as_ref()) else {
+        let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
             return false;
         };
         match disk.write(space, chunk, object.clone()).await {

@@ -151,7 +151,7 @@ impl Gateway {
         if let Some(tiers) = &self.0.tiers {
             tiers.behind.cancel(key);
             tiers.memory.remove(key);
-            if let Some(disk) = &tiers.disk {
+            if let Some(disk) = tiers.disk() {
                 disk.remove(key).await;
             }
         }

@@ -22,6 +22,12 @@ pub enum Tier {
     S3,
 }
 
+/// So many hundredths of some bytes.
+fn percent_of(bytes: u64, percent: u32) -> u64 {
+    let percent = u64::from(percent);
+    bytes / 100 * percent + bytes % 100 * percent / 100
+}
+
 impl Tier {
     /// Stable word.
     pub fn word(self) -> &'static str {

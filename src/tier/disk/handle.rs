@@ -36,14 +36,9 @@ impl Disk {
         open(options).map(Self)
     }
 
-    /// Whether a chunk is there, and not past its time. No I/O.
-    pub fn has(&self, key: &CacheKey) -> bool {
-        self.0.index.has(key, Instant::now)
-    }
-
-    /// The same for many keys: the clock costs as much as the rest.
-    pub fn has_at(&self, key: &CacheKey, now: Instant) -> bool {
-        self.0.index.has(key, || now)
+    /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.
+    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
+        self.0.index.has(key, now)
     }
 
     /// The chunk was used, though not read from here.

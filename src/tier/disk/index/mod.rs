@@ -105,10 +105,10 @@ impl Index {
         }
     }
 
-    /// Whether it is there, on a disk that works. Asks for the time only if that matters.
-    pub fn has(&self, key: &CacheKey, now: impl FnOnce() -> Instant) -> bool {
+    /// Whether it is there, on a disk that works.
+    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
         let entry = self.entries.get(key);
-        entry.is_some_and(|entry| entry.is_live(now) && self.works(entry.disk))
+        entry.is_some_and(|entry| entry.is_live(|| now) && self.works(entry.disk))
     }
 
     pub fn works(&self, disk: usize) -> bool {
