@@ -49,6 +49,11 @@ impl Held {
         self.holding.store(true, Ordering::SeqCst);
     }
 
+    /// From here on they don't.
+    pub fn let_go(&self) {
+        self.holding.store(false, Ordering::SeqCst);
+    }
+
     pub fn damage(&self, key: &str, byte: usize) {
         self.objects.lock().unwrap().get_mut(key).unwrap()[byte] ^= 1;
     }
