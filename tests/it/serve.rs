@@ -231,15 +231,7 @@ async fn ranks_without_bytes_of_their_own_have_nothing_to_write() {
 async fn a_load_of_all_ranks_reads_s3_once() {
     let site = Site::new().await;
     let prompt = Prompt::new(10);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("writer").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     for order in [Order::Chunk, Order::Layer] {
         // So small that a rank that is behind would find them gone.
         let settings = [
@@ -358,15 +350,7 @@ async fn a_load_larger_than_its_window_goes_on_as_it_is_released() {
 async fn loads_of_the_same_chunks_never_wait_for_each_other() {
     let site = Site::new().await;
     let prompt = Prompt::new(12);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("writer").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     // Windows of a few chunks, groups of a layer.
     let settings = [("load.window", "1MiB"), ("load.layer_part_size", "64KiB")];
     let serving = site.serve(&settings).await;
