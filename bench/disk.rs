@@ -148,8 +148,10 @@ async fn transfers(rounds: usize, chunks: u32) -> Result<Vec<Row>, Failure> {
     let mut read = Row::new(format!("{chunks} chunks of 1 MiB read one by one"), "");
     for round in 0..u32::try_from(rounds)? {
         let hashes: Vec<ChunkHash> = (0..chunks).map(|i| hash(round * chunks + i)).collect();
-        let began = Instant::now();
-        let writes = hashes.iter().map(|hash| disk.write(&space, hash, slot.clone()));
+        let (began, since) = (Instant::now(), tokio::time::Instant::now());
+        let writes = hashes
+            .iter()
+            .map(|hash| disk.write(&space, hash, slot.clone(), since));
         for wrote in futures::future::join_all(writes).await {
             assert_eq!(wrote?, Wrote::Stored);
         }

@@ -89,6 +89,7 @@ struct Entry {
 struct Job {
     space: Space,
     object: Sealed,
+    since: Instant,
     /// However it ends, also when it is dropped, the chunk may leave memory from then on.
     _clean: Clean,
 }
@@ -404,6 +405,7 @@ impl Gateway {
         let job = Job {
             space: space.clone(),
             object,
+            since: Instant::now(),
             _clean: Clean(Arc::clone(&tiers.memory), key),
         };
         if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
@@ -429,7 +431,7 @@ impl Gateway {
                 Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
             },
         };
-        let written = self.write_to_disk(space, &chunk, &object).await;
+        let written = self.write_to_disk(space, &chunk, &object, job.since).await;
         if tiers
             .options
             .disk
@@ -464,12 +466,12 @@ impl Gateway {
         }
     }
 
-    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot) -> bool {
+    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot, since: Instant) -> bool {
         let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
             return false;
         };
-        match disk.write(space, chunk, object.clone()).await {
-            Ok(wrote) => wrote != Wrote::NoRoom,
+        match disk.write(space, chunk, object.clone(), since).await {
+            Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
             Err(error) => {
                 tracing::debug!(%error, "a chunk was not written to the disk");
                 false

@@ -136,13 +136,13 @@ impl Gateway {
         }
     }
 
-    /// Keeps a chunk that was loaded, as far as there is room.
-    pub(super) fn keep(&self, chunk: &LoadedChunk) {
+    /// Keeps a chunk that was asked for at `since`, as far as there is room.
+    pub(super) fn keep(&self, chunk: &LoadedChunk, since: Instant) {
         let (Some(tiers), Some(object)) = (self.0.tiers.as_ref(), &chunk.object) else {
             return;
         };
         let key = (chunk.space.key(), chunk.chunk);
-        tiers.memory.insert(key, &chunk.space, object.clone());
+        tiers.memory.insert(key, &chunk.space, object.clone(), since);
         let promotes = tiers.options.disk.as_ref().is_some_and(|disk| disk.promotes);
         let to_disk = promotes && chunk.tier == Tier::S3;
         if let Some(disk) = tiers.disk().filter(|_| to_disk)
@@ -152,7 +152,7 @@ impl Gateway {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             tokio::spawn(async move {
-                if let Err(error) = disk.write(&space, &hash, object).await {
+                if let Err(error) = disk.write(&space, &hash, object, since).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }
                 drop(permit);

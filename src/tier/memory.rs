@@ -1,8 +1,9 @@
 //! The memory tier: chunks that stay in their slots of the arena because they may be wanted again.
 //!
 //! Nothing is copied: a chunk that was loaded or committed is here with the slot it is in. A slot that anybody else has a
-//! handle to is in use and stays; so does one that is pinned, or *dirty*: not yet on a lower tier. When the arena has no room,
+//! handle to is in use and stays; so does one that is *dirty*: not yet on a lower tier. When the arena has no room,
 //! it asks for the next one that may go ([`Arena::on_pressure`]), and the tier keeps its share below the watermark by itself.
+//! One that is pinned goes only for the oldest load, which must never wait for anybody.
 //!
 //! With several tenants the one that has the most gives first, and each may have its quota.
 
@@ -15,6 +16,7 @@ use tokio::time::Instant;
 
 use super::percent_of;
 use super::policy::{EvictionPolicy, Queue};
+use super::removals::Removals;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
@@ -47,6 +49,7 @@ struct State {
     tenants: HashMap<Arc<str>, Tenant>,
     /// Until when those that were pinned stay.
     pins: Pins,
+    removals: Removals,
     stats: MemoryStats,
 }
 
@@ -178,22 +181,25 @@ impl Memory {
         Some(resident.found(space, is_due))
     }
 
-    /// Keeps a chunk whose header is written. False if it is here already, or has no room.
-    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot) -> bool {
-        self.keep(key, space, Held::Object(object), false)
+    /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
+    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot, since: Instant) -> bool {
+        self.keep(key, space, Held::Object(object), false, since)
     }
 
     /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
     pub fn insert_new(&self, key: CacheKey, space: &Space, payload: Slot, dirty: bool) -> bool {
-        self.keep(key, space, Held::Payload(payload), dirty)
+        self.keep(key, space, Held::Payload(payload), dirty, Instant::now())
     }
 
-    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool) -> bool {
+    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
         let now = Instant::now();
         let is_from_below = matches!(held, Held::Object(_));
         let bytes = space.layout().object_len();
         let mut gone = Vec::new();
         let mut state = self.lock();
+        if is_from_below && state.removals.has_since(&key, since) {
+            return false;
+        }
         if let Some(resident) = state.chunks.get(&key) {
             if !self.is_expired(resident, now) {
                 return false;
@@ -203,7 +209,7 @@ impl Memory {
         }
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(space.tenant()) + bytes > most {
-                let Some(held) = state.evict_of(space.tenant(), now, usize::MAX) else {
+                let Some(held) = state.evict_of(space.tenant(), Going::any(now)) else {
                     break;
                 };
                 gone.push(held);
@@ -234,7 +240,7 @@ impl Memory {
         state.stats.dirty_bytes += resident.dirty_bytes();
         state.chunks.insert(key, resident);
         while state.stats.bytes > self.bytes_max {
-            let Some(held) = state.evict(now, usize::MAX) else {
+            let Some(held) = state.evict(Going::any(now)) else {
                 break;
             };
             gone.push(held);
@@ -267,11 +273,14 @@ impl Memory {
         self.lock().set_dirty(key, true);
     }
 
-    /// Whoever uses it goes on with its slot. False if it is not here.
-    pub fn remove(&self, key: &CacheKey) -> bool {
+    /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
+    pub fn delete(&self, key: &CacheKey) {
+        let mut state = self.lock();
+        state.removals.add(*key);
+        let deleted = state.take(key);
         // Given back without the lock.
-        let removed = self.lock().take(key);
-        removed.is_some()
+        drop(state);
+        drop(deleted);
     }
 
     /// Keeps those that are here until `until`. Answers how many are.
@@ -311,7 +320,7 @@ impl Memory {
         let mut state = self.lock();
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(tenant) + bytes > most {
-                gone.push(state.evict_of(tenant, now, usize::MAX)?);
+                gone.push(state.evict_of(tenant, Going::any(now))?);
             }
         }
         let tenant = state.tenant(tenant, self.options.policy);
@@ -342,9 +351,22 @@ impl Memory {
         drop(gone);
     }
 
-    /// Makes the arena a slot freer that begins before that offset, if it can.
-    pub fn evict_one(&self, before: usize) -> bool {
-        let evicted = self.lock().evict(Instant::now(), before);
+    /// Makes the arena a slot freer, if it can: one that begins before that offset, or else for the oldest load.
+    fn evict_one(&self, before: Option<usize>) -> bool {
+        let going = Going {
+            before: before.unwrap_or(usize::MAX),
+            ..Going::any(Instant::now())
+        };
+        let mut state = self.lock();
+        let mut evicted = state.evict(going);
+        if evicted.is_none() && before.is_none() {
+            evicted = state.evict(Going {
+                pinned: true,
+                ..going
+            });
+        }
+        // Given back without the lock.
+        drop(state);
         evicted.is_some()
     }
 
@@ -366,6 +388,26 @@ impl Memory {
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Who may go.
+#[derive(Clone, Copy)]
+struct Going {
+    now: Instant,
+    /// Of use are only slots that begin before this offset.
+    before: usize,
+    /// Those that are pinned as well.
+    pinned: bool,
+}
+
+impl Going {
+    fn any(now: Instant) -> Self {
+        Self {
+            now,
+            before: usize::MAX,
+            pinned: false,
+        }
     }
 }
 
@@ -404,19 +446,17 @@ impl State {
     }
 
     /// The next that may go: of the tenant that has the most, else of any.
-    fn evict(&mut self, now: Instant, before: usize) -> Option<Held> {
+    fn evict(&mut self, going: Going) -> Option<Held> {
         let mut tenants: Vec<_> = self
             .tenants
             .iter()
             .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
             .collect();
         tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
-        tenants
-            .iter()
-            .find_map(|(_, name)| self.evict_of(name, now, before))
+        tenants.iter().find_map(|(_, name)| self.evict_of(name, going))
     }
 
-    fn evict_of(&mut self, tenant: &str, now: Instant, before: usize) -> Option<Held> {
+    fn evict_of(&mut self, tenant: &str, going: Going) -> Option<Held> {
         let Self {
             chunks,
             tenants,
@@ -425,8 +465,9 @@ impl State {
         } = self;
         let may_go = |key: &CacheKey| {
             chunks.get(key).is_none_or(|resident| {
-                let helps = resident.held.slot().slot_offset() < before;
-                helps && !resident.is_used() && !is_pinned(pins, key, now)
+                let helps = resident.held.slot().slot_offset() < going.before;
+                let stays = !going.pinned && is_pinned(pins, key, going.now);
+                helps && !stays && !resident.is_used()
             })
         };
         let key = tenants.get_mut(tenant)?.queue.evict(may_go)?;

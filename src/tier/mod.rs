@@ -6,6 +6,7 @@
 pub mod disk;
 mod memory;
 pub mod policy;
+mod removals;
 
 use serde::{Deserialize, Serialize};
 

@@ -378,6 +378,42 @@ async fn prefetched_and_pinned_chunks_are_in_memory() {
     );
 }
 
+/// It waited until the pins were over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_is_not_held_up_by_chunks_that_others_pinned() {
+    let site = Site::new().await;
+    let (pinned, wanted) = (Prompt::new(40), Prompt::new(10));
+    site.store_by_another(&pinned, &[]).await;
+    site.store_by_another(&wanted, &[]).await;
+    let settings = [
+        ("arena.size", "4MiB"),
+        ("load.reserve", "2MiB"),
+        ("load.window", "2MiB"),
+        ("memory.watermark", "100"),
+        ("store.write_behind", "1MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let (client, space) = (&serving.client, id(&pinned.space));
+    client.declare(&pinned.space).await.unwrap();
+    client.prefetch(&space, &pinned.hashes).await.unwrap();
+    eventually(|| serving.node.status().tiers.memory.chunks == 40).await;
+    assert_eq!(
+        client.pin(&space, &pinned.hashes, 60_000).await.unwrap().chunks,
+        40
+    );
+    let engine = serving.attach("one").await;
+    let new = Prompt::new(1);
+    assert_eq!(
+        store(client, &engine, &new).await,
+        ["full"],
+        "a store takes no pinned one's place"
+    );
+    let began = Instant::now();
+    assert_eq!(load(&engine, &wanted, "a", Order::Chunk).await, all("s3", 10));
+    assert!(began.elapsed() < Duration::from_secs(15));
+}
+
 /// A chunk as people and tools see it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_chunk_by_http() {

@@ -43,7 +43,7 @@ fn put(memory: &Arc<Memory>, arena: &Arena, space: &Space, i: u8) -> bool {
         .try_reserve(space.layout().object_len())
         .expect("room")
         .freeze();
-    memory.insert(key(space, i), space, slot)
+    memory.insert(key(space, i), space, slot, Instant::now())
 }
 
 fn here(memory: &Memory, space: &Space) -> Vec<u8> {
@@ -153,4 +153,77 @@ async fn a_tenant_over_its_share_loses_its_own() {
     );
     drop(shares);
     assert!(memory.share("other", CHUNK).is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_pinned_goes_for_the_oldest_load_alone_and_last() {
+    let (arena, space) = (arena(4), space(""));
+    let memory = Memory::new(&arena, options());
+    for i in 0..4 {
+        put(&memory, &arena, &space, i);
+    }
+    let soon = Instant::now() + Duration::from_secs(60);
+    let chunks: Vec<_> = (0..3).map(|i| key(&space, i).1).collect();
+    assert_eq!(memory.pin(space.key(), &chunks, soon), 3);
+    memory.soil(&key(&space, 0));
+    let used = memory.get(&key(&space, 1), &space).unwrap();
+    let first = arena.try_reserve(CHUNK).expect("3 is not pinned");
+    assert!(
+        arena.try_reserve(CHUNK).is_none(),
+        "who does not wait gets no pinned one"
+    );
+    let ticket = arena.ticket().await;
+    let reserve = || tokio::time::timeout(Duration::from_secs(1), ticket.reserve(CHUNK));
+    let second = reserve().await.expect("2 is only pinned");
+    assert_eq!(here(&memory, &space), [0, 1]);
+    assert!(reserve().await.is_err(), "what is dirty or in use stays");
+    assert_eq!(memory.stats().pinned_chunks, 2);
+    drop((first, second, used));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_deleted_is_not_put_back_by_who_began_before() {
+    let (arena, space) = (arena(4), space(""));
+    let memory = Memory::new(&arena, options());
+    let object = || arena.try_reserve(space.layout().object_len()).unwrap().freeze();
+    let before = Instant::now();
+    tokio::time::advance(Duration::from_secs(1)).await;
+    memory.delete(&key(&space, 0));
+    assert!(!memory.insert(key(&space, 0), &space, object(), before));
+    assert!(memory.insert(key(&space, 1), &space, object(), before));
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert!(memory.insert(key(&space, 0), &space, object(), Instant::now()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_counts_are_those_of_what_is_there() {
+    let (arena, space) = (arena(8), space(""));
+    let memory = Memory::new(&arena, options());
+    let bytes = space.layout().object_len() as u64;
+    for i in 0..4 {
+        put(&memory, &arena, &space, i);
+    }
+    let counts = |memory: &Memory| {
+        let stats = memory.stats();
+        (
+            stats.chunks,
+            stats.bytes / bytes,
+            stats.dirty_bytes / bytes,
+            stats.pinned_chunks,
+        )
+    };
+    let soon = Instant::now() + Duration::from_secs(5);
+    let chunks: Vec<_> = (0..4).map(|i| key(&space, i).1).collect();
+    memory.pin(space.key(), &chunks, soon);
+    for _ in 0..2 {
+        memory.soil(&key(&space, 0));
+        memory.soil(&key(&space, 1));
+    }
+    assert_eq!(counts(&memory), (4, 4, 2, 4));
+    memory.clean(&key(&space, 0));
+    memory.delete(&key(&space, 1));
+    memory.unpin(space.key(), &chunks[2..3]);
+    assert_eq!(counts(&memory), (3, 3, 0, 2));
+    tokio::time::advance(Duration::from_secs(6)).await;
+    assert_eq!(counts(&memory), (3, 3, 0, 0));
 }

@@ -139,6 +139,13 @@ impl Index {
         is_it.then(|| self.take_out(&mut state, key)).flatten()
     }
 
+    /// Takes a chunk out, and whoever brings it already brings it in vain.
+    pub fn delete(&self, key: &CacheKey) -> Option<Gone> {
+        let mut state = self.lock();
+        state.removals.add(*key);
+        self.take_out(&mut state, key)
+    }
+
     /// The file is gone; its name is free.
     pub fn left(&self, key: &CacheKey) {
         self.lock().leaving.remove(key);

@@ -81,7 +81,7 @@ impl Bench {
 
     async fn write_to(&self, space: &Space, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, space, chunk);
-        self.disk.write(space, &hash(chunk), object).await
+        self.disk.write(space, &hash(chunk), object, Instant::now()).await
     }
 
     async fn store(&self, chunks: impl IntoIterator<Item = u32>) {
