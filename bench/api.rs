@@ -21,6 +21,8 @@ use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::gateway::{self, AfterMiss, Gateway, Order, open_store};
 
+mod saving;
+
 const CHUNKS: usize = 4096;
 const ROUNDS: usize = 400;
 
@@ -49,7 +51,16 @@ fn main() -> Result<(), Failure> {
     }
     print!("{text}");
     if given("--save") {
-        save(&text, &rows)?;
+        let row = |row: &Row| {
+            serde_json::json!({
+                "what": row.what,
+                "median_us": row.median().as_secs_f64() * 1e6,
+                "p99_us": row.at(0.99).as_secs_f64() * 1e6,
+                "rounds": row.times.len(),
+            })
+        };
+        let rows: Vec<_> = rows.iter().map(row).collect();
+        saving::save("api", "client and daemon in one process", &text, &rows)?;
     }
     Ok(())
 }
@@ -319,41 +330,4 @@ impl Peer {
 
 fn soon() -> tokio::time::Instant {
     tokio::time::Instant::now() + Duration::from_secs(10)
-}
-
-fn save(table: &str, rows: &[Row]) -> Result<(), Failure> {
-    let say = |program: &str, arguments: &[&str]| {
-        let output = std::process::Command::new(program).args(arguments).output();
-        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
-        text.unwrap_or_default()
-    };
-    let date = say("date", &["+%F"]);
-    let commit = say("git", &["describe", "--always", "--dirty", "--abbrev=12"]);
-    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpu
-        .lines()
-        .find_map(|line| line.strip_prefix("model name\t: "))
-        .unwrap_or("?")
-        .to_owned();
-    let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/results");
-    let head = format!(
-        "# api-{date}\n\n- {cpu}, {cores} cores; client and daemon in one process\n- commit {commit}\n- `cargo bench --bench api -- --save`\n\n"
-    );
-    std::fs::write(format!("{folder}/api-{date}.md"), format!("{head}{table}"))?;
-    let rows: Vec<_> = rows
-        .iter()
-        .map(|row| {
-            serde_json::json!({
-                "what": row.what,
-                "median_us": row.median().as_secs_f64() * 1e6,
-                "p99_us": row.at(0.99).as_secs_f64() * 1e6,
-                "rounds": row.times.len(),
-            })
-        })
-        .collect();
-    let json = serde_json::json!({ "date": date, "commit": commit, "cpu": cpu, "rows": rows });
-    std::fs::write(format!("{folder}/api-{date}.json"), format!("{json:#}\n"))?;
-    println!("written: {folder}/api-{date}.md, .json");
-    Ok(())
 }

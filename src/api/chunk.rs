@@ -12,27 +12,29 @@ use tokio::time::Instant;
 
 use super::body::{Answer, OCTETS};
 use super::problem::Problem;
-use super::{Api, body, routes, spaces};
+use super::{Api, body, spaces};
 use crate::arena::Slot;
 use crate::chunk::{ChunkHash, Header, Space};
+use crate::config::Strategy;
 use crate::gateway::{AfterMiss, LoadRequest, Miss, Order};
 
 pub async fn serve(
     api: &Arc<Api>,
-    method: &Method,
     space: &str,
     hash: &str,
     request: Request<Incoming>,
 ) -> Result<Answer, Problem> {
-    routes::only(method, "GET, HEAD, DELETE")?;
     let space = spaces::named(api, space)?;
     let hash: ChunkHash = hash.parse().map_err(|error| Problem::bad(format!("{error}")))?;
-    if method == Method::DELETE {
-        return delete(api, &space, &hash).await;
+    let header_alone = request.uri().query() == Some("header");
+    match *request.method() {
+        Method::DELETE => return delete(api, &space, &hash).await,
+        Method::HEAD => return head(api, &space, hash, header_alone).await,
+        _ => {}
     }
     let object = object(api, &space, hash).await?;
-    if request.uri().query() == Some("header") {
-        return header(&object, method);
+    if header_alone {
+        return header(&object);
     }
     let range = request
         .headers()
@@ -45,11 +47,7 @@ pub async fn serve(
     };
     let (total, length) = (object.len(), range.len());
     let content_range = format!("bytes {}-{}/{total}", range.start, range.end.saturating_sub(1));
-    let content = match method == Method::HEAD {
-        true => Bytes::new(),
-        false => Bytes::from_owner(object.slice(range)),
-    };
-    let mut answer = body::bytes(status, OCTETS, content);
+    let mut answer = body::bytes(status, OCTETS, Bytes::from_owner(object.slice(range)));
     let headers = answer.headers_mut();
     headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
@@ -94,7 +92,7 @@ fn missed(miss: &Miss) -> Problem {
     Problem::new(status, miss.code(), miss)
 }
 
-fn header(object: &Slot, method: &Method) -> Result<Answer, Problem> {
+fn header(object: &Slot) -> Result<Answer, Problem> {
     let header = Header::parse(object).map_err(|error| Problem::not_found(error.to_string()))?;
     let kind = header.digest_kind;
     let digests: Vec<String> = header
@@ -102,7 +100,7 @@ fn header(object: &Slot, method: &Method) -> Result<Answer, Problem> {
         .iter()
         .map(|digest| crate::chunk::hex::encode(&digest[..kind.width()]))
         .collect();
-    let answer = body::json(&json!({
+    Ok(body::json(&json!({
         "space_id": header.space_id,
         "chunk": header.chunk,
         "parent": header.parent,
@@ -110,11 +108,31 @@ fn header(object: &Slot, method: &Method) -> Result<Answer, Problem> {
         "payload_bytes": header.payload_len,
         "digest": kind,
         "digests": digests,
-    }));
-    match *method == Method::HEAD {
-        true => Ok(body::bytes(StatusCode::OK, body::JSON, Bytes::new())),
-        false => Ok(answer),
+    })))
+}
+
+/// What a lookup says: nothing is loaded for it, and nothing verified.
+async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> Result<Answer, Problem> {
+    let deadline = Instant::now() + api.options.lookup_deadline;
+    let gateway = api.node.gateway();
+    let found = gateway.lookup(space, &[hash], Strategy::Exact, deadline).await;
+    if found.unknown.get(0) {
+        let why = found
+            .error
+            .map_or_else(|| "the deadline passed".to_owned(), |error| error.to_string());
+        return Err(Problem::new(StatusCode::BAD_GATEWAY, "unknown", why));
     }
+    if !found.mask.get(0) {
+        return Err(missed(&Miss::Absent));
+    }
+    if header_alone {
+        return Ok(body::bytes(StatusCode::OK, body::JSON, Bytes::new()));
+    }
+    let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::new());
+    let headers = answer.headers_mut();
+    headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    headers.insert(CONTENT_LENGTH, HeaderValue::from(space.layout().object_len()));
+    Ok(answer)
 }
 
 async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Answer, Problem> {

@@ -1,7 +1,7 @@
 //! Who is connected. There may be so many; when one more comes, the one that has done nothing for longest is closed for it.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
@@ -33,7 +33,6 @@ pub struct Connection {
     close: Notify,
     /// Its place among the idle ones; 0 while it has a request.
     idle_since: AtomicU64,
-    closing: AtomicBool,
 }
 
 /// A request under way.
@@ -59,7 +58,6 @@ impl Connections {
         if state.all.len() >= self.most {
             let (_, oldest) = state.idle.pop_first()?;
             if let Some(oldest) = state.all.remove(&oldest) {
-                oldest.closing.store(true, Ordering::Relaxed);
                 oldest.close.notify_one();
                 self.closed_idle.fetch_add(1, Ordering::Relaxed);
             }
@@ -68,7 +66,6 @@ impl Connections {
         let connection = Arc::new(Connection {
             close: Notify::new(),
             idle_since: AtomicU64::new(state.clock),
-            closing: AtomicBool::new(false),
         });
         let clock = state.clock;
         state.idle.insert(clock, id);

@@ -90,3 +90,45 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Impatient<S> {
         self.timed(context, polled)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    const TIME: Duration = Duration::from_secs(10);
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_nobody_takes_fails_in_time_unless_it_is_patient() {
+        let (here, mut there) = duplex(8);
+        let patient = Arc::new(AtomicBool::new(false));
+        let mut stream = Impatient::new(here, TIME, Arc::clone(&patient));
+        let began = Instant::now();
+        stream.write_all(&[0; 8]).await.unwrap();
+        assert_eq!(began.elapsed(), Duration::ZERO);
+        let stalled = stream.write_all(&[1]).await.unwrap_err();
+        assert_eq!((stalled.kind(), began.elapsed()), (io::ErrorKind::TimedOut, TIME));
+
+        patient.store(true, Ordering::Relaxed);
+        let write = tokio::time::timeout(TIME * 1000, stream.write_all(&[1])).await;
+        assert!(write.is_err(), "it is still to be taken");
+        there.read_exact(&mut [0; 8]).await.unwrap();
+        stream.write_all(&[1]).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_part_that_is_taken_has_its_own_time() {
+        let (here, mut there) = duplex(1);
+        let mut stream = Impatient::new(here, TIME, Arc::default());
+        let reads = async {
+            for _ in 0..20 {
+                tokio::time::sleep(TIME * 9 / 10).await;
+                there.read_u8().await.unwrap();
+            }
+        };
+        let (wrote, ()) = tokio::join!(stream.write_all(&[0; 20]), reads);
+        wrote.unwrap();
+    }
+}

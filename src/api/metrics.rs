@@ -41,6 +41,22 @@ impl Text {
     }
 }
 
+/// What is told of a part.
+type Value<'a, T> = &'a dyn Fn(&T) -> u64;
+
+/// Writes one line for each of some parts that are alike.
+fn each<'a, T>(
+    text: &'a mut Text,
+    label: &'a str,
+    parts: &'a [T],
+    name: impl Fn(&T) -> String + 'a,
+) -> impl FnMut(&str, &str, &str, Value<'_, T>) + 'a {
+    move |metric, kind, help, value| {
+        let lines: Vec<_> = parts.iter().map(|part| (name(part), value(part))).collect();
+        text.lines(metric, kind, help, label, &lines);
+    }
+}
+
 pub fn metrics(api: &Arc<Api>) -> Answer {
     let mut text = Text::default();
     node(&mut text, &api.node.status());
@@ -195,13 +211,7 @@ fn slots(text: &mut Text, status: &Status) {
 
 fn disk(text: &mut Text, status: &Status) {
     let Some(disk) = &status.tiers.disk else { return };
-    let mut of = |name: &str, kind: &str, help: &str, value: &dyn Fn(&crate::tier::PathStats) -> u64| {
-        let lines = disk
-            .disks
-            .iter()
-            .map(|path| (path.path.display().to_string(), value(path)));
-        text.lines(name, kind, help, "path", &lines.collect::<Vec<_>>());
-    };
+    let mut of = each(text, "path", &disk.disks, |disk| disk.path.display().to_string());
     of("kvgate_disk_up", "gauge", "1 if the disk is in use.", &|path| {
         u64::from(path.state == crate::tier::DiskState::Ok)
     });
@@ -267,15 +277,7 @@ fn s3(text: &mut Text, status: &Status) {
         "Chunks that are known to exist or not.",
         s3.existence_entries as u64,
     );
-    let mut of =
-        |name: &str, kind: &str, help: &str, value: &dyn Fn(&crate::fanout::EndpointState) -> u64| {
-            let lines: Vec<_> = s3
-                .endpoints
-                .iter()
-                .map(|one| (one.address.to_string(), value(one)))
-                .collect();
-            text.lines(name, kind, help, "address", &lines);
-        };
+    let mut of = each(text, "address", &s3.endpoints, |one| one.address.to_string());
     of(
         "kvgate_endpoint_up",
         "gauge",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hyper::body::Incoming;
 use hyper::header::{ALLOW, AUTHORIZATION, HeaderValue, WWW_AUTHENTICATE};
-use hyper::{Method, Request, StatusCode};
+use hyper::{Request, StatusCode};
 
 use super::body::{Answer, problem};
 use super::problem::Problem;
@@ -66,66 +66,52 @@ fn unauthorized(detail: &str) -> Problem {
 async fn route(api: &Arc<Api>, caller: Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let path = request.uri().path().to_owned();
     let segments: Vec<&str> = path.split('/').skip(1).collect();
-    let method = request.method().clone();
-    let get = method == Method::GET || method == Method::HEAD;
-    match segments.as_slice() {
-        ["v1", "lookup"] => {
-            only(&method, "POST")
-                .map(|()| lookup::lookup(api, request))?
-                .await
-        }
-        ["v1", "load"] => only(&method, "POST").map(|()| load::load(api, request))?.await,
-        ["v1", "release"] => only(&method, "POST").map(|()| load::release(api, request))?.await,
-        ["v1", "store", "reserve"] => {
-            only(&method, "POST")
-                .map(|()| store::reserve(api, request))?
-                .await
-        }
-        ["v1", "store", "commit"] => only(&method, "POST").map(|()| store::commit(api, request))?.await,
-        ["v1", "store", "abort"] => only(&method, "POST").map(|()| store::abort(api, request))?.await,
-        ["v1", "attach"] => {
-            only(&method, "POST")
-                .map(|()| attach::attach(api, caller, request))?
-                .await
-        }
-        ["v1", "spaces"] => {
-            only(&method, "PUT")
-                .map(|()| spaces::declare(api, request))?
-                .await
-        }
-        ["v1", "prefetch"] => {
-            only(&method, "POST")
-                .map(|()| admin::prefetch(api, request))?
-                .await
-        }
-        ["v1", "pin"] => only(&method, "POST").map(|()| admin::pin(api, request))?.await,
-        ["v1", "unpin"] => only(&method, "POST").map(|()| admin::unpin(api, request))?.await,
-        ["v1", "flush"] => only(&method, "POST").map(|()| admin::flush(api, request))?.await,
-        ["v1", "reload"] => only(&method, "POST").and_then(|()| admin::reload(api)),
-        ["v1", "status"] if get => Ok(admin::status(api)),
-        ["v1", "openapi.json"] if get => Ok(page::openapi()),
-        ["v1", "chunks", space, hash] => chunk::serve(api, &method, space, hash, request).await,
-        ["metrics"] if get => Ok(metrics::metrics(api)),
-        ["healthz"] if get => Ok(admin::healthz()),
-        ["readyz"] if get => admin::readyz(api),
-        [""] if get => Ok(page::page()),
-        ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => {
-            only(&method, "GET, HEAD").map(|()| page::page())
-        }
-        _ => Err(Problem::not_found(format!(
+    let unknown = || {
+        Problem::not_found(format!(
             "there is no {path}: GET /v1/openapi.json describes all calls"
-        ))),
+        ))
+    };
+    let allowed = methods(&segments).ok_or_else(unknown)?;
+    if !allowed.split(", ").any(|one| one == request.method().as_str()) {
+        let (status, code) = (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed");
+        return Err(Problem::new(status, code, allowed));
+    }
+    match segments.as_slice() {
+        ["v1", "spaces"] => spaces::declare(api, request).await,
+        ["v1", "attach"] => attach::attach(api, caller, request).await,
+        ["v1", "lookup"] => lookup::lookup(api, request).await,
+        ["v1", "load"] => load::load(api, request).await,
+        ["v1", "release"] => load::release(api, request).await,
+        ["v1", "store", "reserve"] => store::reserve(api, request).await,
+        ["v1", "store", "commit"] => store::commit(api, request).await,
+        ["v1", "store", "abort"] => store::abort(api, request).await,
+        ["v1", "prefetch"] => admin::prefetch(api, request).await,
+        ["v1", "pin"] => admin::pin(api, request).await,
+        ["v1", "unpin"] => admin::unpin(api, request).await,
+        ["v1", "flush"] => admin::flush(api, request).await,
+        ["v1", "reload"] => admin::reload(api),
+        ["v1", "chunks", space, hash] => chunk::serve(api, space, hash, request).await,
+        ["v1", "status"] => Ok(admin::status(api)),
+        ["v1", "openapi.json"] => Ok(page::openapi()),
+        ["metrics"] => Ok(metrics::metrics(api)),
+        ["healthz"] => Ok(admin::healthz()),
+        ["readyz"] => admin::readyz(api),
+        [""] => Ok(page::page()),
+        _ => Err(unknown()),
     }
 }
 
-/// Refuses other methods; the detail is what the Allow header says.
-pub fn only(method: &Method, allowed: &str) -> Result<(), Problem> {
-    match allowed.split(", ").any(|one| one == method.as_str()) {
-        true => Ok(()),
-        false => Err(Problem::new(
-            StatusCode::METHOD_NOT_ALLOWED,
-            "method_not_allowed",
-            allowed,
-        )),
+/// What a path takes, as the Allow header says it. None: there is no such path.
+fn methods(segments: &[&str]) -> Option<&'static str> {
+    match segments {
+        ["v1", "spaces"] => Some("PUT"),
+        ["v1", "chunks", _, _] => Some("GET, HEAD, DELETE"),
+        ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => Some("GET, HEAD"),
+        [
+            "v1",
+            "attach" | "lookup" | "load" | "release" | "prefetch" | "pin" | "unpin" | "flush" | "reload",
+        ]
+        | ["v1", "store", "reserve" | "commit" | "abort"] => Some("POST"),
+        _ => None,
     }
 }

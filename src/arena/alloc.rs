@@ -56,7 +56,7 @@ pub(super) struct Shared {
     turn: Arc<tokio::sync::Mutex<()>>,
 }
 
-type Pressure = Box<dyn Fn(usize) -> bool + Send + Sync>;
+type Pressure = Box<dyn Fn(Option<usize>) -> bool + Send + Sync>;
 
 /// Slots that are freed at most for one that does not wait.
 const FREED_MAX: usize = 64;
@@ -130,8 +130,9 @@ impl Arena {
     }
 
     /// What frees a slot that is kept only because it may be useful; it answers whether it did. Called without locks
-    /// when there is no room, with where the slot must begin before to be of use. Only the first one counts.
-    pub fn on_pressure(&self, free_one: impl Fn(usize) -> bool + Send + Sync + 'static) {
+    /// when there is no room, with where the slot must begin before to be of use; for the ticket's holder, to whom all are
+    /// of use and who can't do without, with none. Only the first one counts.
+    pub fn on_pressure(&self, free_one: impl Fn(Option<usize>) -> bool + Send + Sync + 'static) {
         // A second one would be a second owner of the arena.
         let _ = self.0.pressure.set(Box::new(free_one));
     }
@@ -148,10 +149,7 @@ impl Arena {
     fn take(&self, len: usize, ticket: bool) -> Option<SlotMut> {
         assert!(len > 0, "a slot of no bytes");
         let reserved_len = len.next_multiple_of(SLOT_ALIGN);
-        let before = match ticket {
-            true => usize::MAX,
-            false => self.0.lock().common.initial_range().end,
-        };
+        let before = (!ticket).then(|| self.0.lock().common.initial_range().end);
         let mut freed = 0;
         loop {
             let taken = self.0.lock().take(reserved_len, ticket);

@@ -9,16 +9,14 @@ use super::bucket::Bucket;
 use super::error::CliError;
 use super::node::{self, NodeArgs};
 use super::output::{Out, count};
-use super::{input, logging, picture};
+use super::prompt::{Prompt, PromptArgs};
+use super::{logging, picture};
 use crate::api::wire::{LookupRequest, StrategyWord};
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::{ChunkHash, ChunkHasher, Space, TenantSecret};
+use crate::chunk::Space;
 use crate::config::{Config, Override, Strategy};
 use crate::gateway::{Lookup, TierRun};
 use crate::object::RequestCounts;
-use crate::units::{ByteSize, KIB, MIB};
-
-const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
 
 /// Says which chunks of a prompt are stored.
 #[derive(Debug, Args)]
@@ -30,21 +28,8 @@ Examples:
 
 Exit status: 0 also when nothing is found, 1 when something is unknown.")]
 pub struct LookupArgs {
-    /// Token ids: numbers with spaces, commas or line ends between, or a JSON array; `-` is the standard input.
-    #[arg(long, value_name = "FILE|-", default_value = "-", conflicts_with = "hashes")]
-    tokens: String,
-    /// Chunk hashes in hex instead of tokens.
-    #[arg(long, value_name = "FILE|-")]
-    hashes: Option<String>,
-    /// Salt that the prompt's hashes were made with.
-    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
-    salt: String,
-    /// Adapter (LoRA) that the prompt's hashes were made with.
-    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
-    adapter: String,
-    /// File with the tenant's secret, 64 hex digits.
-    #[arg(long, value_name = "FILE", conflicts_with = "hashes")]
-    tenant_secret_file: Option<String>,
+    #[command(flatten)]
+    prompt: PromptArgs,
     /// Ask for every chunk, or search for the end of the stored prefix ([lookup] strategy).
     #[arg(long, value_parser = ["exact", "prefix"])]
     strategy: Option<String>,
@@ -90,13 +75,14 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     let config = args.connect.load(flags.collect())?.config;
     logging::init(&config.log, verbose);
     let space = args.space.required()?;
-    let prompt = args.read()?;
+    let prompt = args.prompt.read()?;
     if args.node.socket.is_some() {
         return of_node(&args, &config, &space, prompt, out).await;
     }
     let bucket = Bucket::open(config).await?;
     let space = bucket.space(space).await?;
-    let (chunks, tokens) = prompt.hashes(&args, &space)?;
+    let tokens = prompt.tokens();
+    let chunks = prompt.hashes(&space)?;
 
     let gateway = bucket.reader(SLOT_ALIGN)?;
     let before = gateway.requests();
@@ -139,15 +125,7 @@ async fn of_node(
 ) -> Result<(), CliError> {
     let client = args.node.client(config);
     let name = node::declared(&client, space).await?;
-    let hashes = match (prompt, space) {
-        (Prompt::Hashes(hashes), _) => hashes,
-        (prompt, SpaceRef::Known(space)) => prompt.hashes(args, space)?.0,
-        _ => {
-            return Err(CliError::usage(
-                "tokens need the space itself: give --space FILE or --model PRESET, or --hashes FILE",
-            ));
-        }
-    };
+    let hashes = prompt.hashes_in(space)?;
     let request = LookupRequest {
         space: name,
         hashes: Some(hashes),
@@ -176,50 +154,6 @@ async fn of_node(
     match found.unknown.bytes().all(|digit| digit == b'0') {
         true => Ok(()),
         false => Err(CliError::Reported),
-    }
-}
-
-/// What was given, before it is known what space it is for.
-enum Prompt {
-    Tokens(Vec<u32>),
-    Hashes(Vec<ChunkHash>),
-}
-
-impl LookupArgs {
-    fn read(&self) -> Result<Prompt, CliError> {
-        match &self.hashes {
-            Some(file) => Ok(Prompt::Hashes(input::hashes(&input::read(
-                file,
-                TOKENS_BYTES_MAX,
-            )?)?)),
-            None => Ok(Prompt::Tokens(input::tokens(&input::read(
-                &self.tokens,
-                TOKENS_BYTES_MAX,
-            )?)?)),
-        }
-    }
-
-    fn secret(&self) -> Result<Option<TenantSecret>, CliError> {
-        let Some(file) = &self.tenant_secret_file else {
-            return Ok(None);
-        };
-        let text = input::read(file, ByteSize(64 * KIB))?;
-        Ok(Some(TenantSecret::from_hex(&text)?))
-    }
-}
-
-impl Prompt {
-    /// The hashes of its full chunks, and the number of tokens if it has some.
-    fn hashes(self, args: &LookupArgs, space: &Space) -> Result<(Vec<ChunkHash>, Option<u64>), CliError> {
-        match self {
-            Self::Hashes(hashes) => Ok((hashes, None)),
-            Self::Tokens(tokens) => {
-                let hasher = ChunkHasher::new(space, args.secret()?.as_ref())?;
-                let root = hasher.root(args.salt.as_bytes(), args.adapter.as_bytes())?;
-                let chain = hasher.chain(&root, &tokens, &[])?;
-                Ok((chain, Some(tokens.len() as u64)))
-            }
-        }
     }
 }
 

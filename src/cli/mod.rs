@@ -20,6 +20,7 @@ mod output;
 mod picture;
 mod prefetch;
 mod progress;
+mod prompt;
 mod rm;
 mod serve;
 mod size;

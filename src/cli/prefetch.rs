@@ -1,14 +1,11 @@
 use clap::Args;
 
-use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
+use super::args::{ConnectArgs, SpaceArgs};
 use super::error::CliError;
+use super::logging;
 use super::node::{self, NodeArgs};
 use super::output::{Out, count};
-use super::{input, logging};
-use crate::chunk::{ChunkHash, ChunkHasher};
-use crate::units::{ByteSize, MIB};
-
-const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
+use super::prompt::PromptArgs;
 
 /// Brings the chunks of a prompt up into a node's memory, in the background.
 #[derive(Debug, Args)]
@@ -17,12 +14,8 @@ Examples:
   kvgate prefetch --socket /tmp/kvgate.sock --model llama-3-8b --revision 62bd457 --tokens prompt.txt
   kvgate prefetch --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --hashes hashes.txt")]
 pub struct PrefetchArgs {
-    /// Token ids: numbers with spaces, commas or line ends between, or a JSON array; `-` is the standard input.
-    #[arg(long, value_name = "FILE|-", default_value = "-", conflicts_with = "hashes")]
-    tokens: String,
-    /// Chunk hashes in hex instead of tokens.
-    #[arg(long, value_name = "FILE|-")]
-    hashes: Option<String>,
+    #[command(flatten)]
+    prompt: PromptArgs,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
@@ -38,7 +31,7 @@ pub async fn run(args: PrefetchArgs, verbose: u8, out: &mut Out) -> Result<(), C
     let config = node::config(&args.connect)?;
     logging::init(&config.log, verbose);
     let space = args.space.required()?;
-    let hashes = args.read(&space)?;
+    let hashes = args.prompt.read()?.hashes_in(&space)?;
     let client = args.node.client(&config);
     let name = node::declared(&client, &space).await?;
     let asked = client.prefetch(&name, &hashes).await?;
@@ -48,22 +41,5 @@ pub async fn run(args: PrefetchArgs, verbose: u8, out: &mut Out) -> Result<(), C
             "{} on their way",
             count(asked.chunks as u64, "chunk")
         )),
-    }
-}
-
-impl PrefetchArgs {
-    fn read(&self, space: &SpaceRef) -> Result<Vec<ChunkHash>, CliError> {
-        if let Some(file) = &self.hashes {
-            return input::hashes(&input::read(file, TOKENS_BYTES_MAX)?);
-        }
-        let SpaceRef::Known(space) = space else {
-            return Err(CliError::usage(
-                "tokens need the space itself: give --space FILE or --model PRESET, or --hashes FILE",
-            ));
-        };
-        let tokens = input::tokens(&input::read(&self.tokens, TOKENS_BYTES_MAX)?)?;
-        let hasher = ChunkHasher::new(space, None)?;
-        let root = hasher.root(b"", b"")?;
-        Ok(hasher.chain(&root, &tokens, &[])?)
     }
 }

@@ -4,6 +4,7 @@
 //! turns out to be closed is made once more on a new one.
 
 mod connection;
+mod engine;
 mod load;
 mod session;
 
@@ -17,6 +18,7 @@ use hyper::{HeaderMap, Method, Request, StatusCode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+pub use engine::Engine;
 pub use load::LoadLines;
 pub use session::Session;
 

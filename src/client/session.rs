@@ -1,8 +1,8 @@
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use hyper::Method;
-use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::load::{Lines, LoadLines};
@@ -18,7 +18,7 @@ pub struct Session {
     client: Client,
     pub name: String,
     pub arena: Arc<AttachedArena>,
-    over: watch::Receiver<bool>,
+    over: Arc<AtomicBool>,
     stream: JoinHandle<()>,
 }
 
@@ -35,13 +35,14 @@ impl Client {
             .as_deref()
             .ok_or_else(|| ClientError::Answer("the arena has no file".into()))?;
         let arena = Arc::new(AttachedArena::map(Path::new(path), boot_id)?);
-        let (tell, over) = watch::channel(false);
+        let over: Arc<AtomicBool> = Arc::default();
+        let ends = Arc::clone(&over);
         let stream = tokio::spawn(async move {
             // Revocations and the like: the calls say it too.
             while let Ok(Some(event)) = lines.next::<serde_json::Value>().await {
                 tracing::debug!(%event, "told by the node");
             }
-            tell.send_replace(true);
+            ends.store(true, Ordering::Relaxed);
         });
         Ok(Session {
             client: self.clone(),
@@ -67,9 +68,9 @@ impl Client {
 }
 
 impl Session {
-    /// The node is gone, or has ended the session: attach again.
+    /// The node is gone, or has ended the session: attach again, as [`Engine`](super::Engine) does.
     pub fn is_over(&self) -> bool {
-        *self.over.borrow()
+        self.over.load(Ordering::Relaxed)
     }
 
     /// Loads chunks into slots. The request's session is filled in.
@@ -78,8 +79,9 @@ impl Session {
             session: self.name.clone(),
             ..request
         };
+        let lines = self.client.lines("/v1/load", &request).await;
         Ok(LoadLines {
-            lines: Some(self.client.lines("/v1/load", &request).await?),
+            lines: Some(self.noted(lines)?),
             client: self.client.clone(),
         })
     }
@@ -91,7 +93,7 @@ impl Session {
             load_id: load_id.to_owned(),
             slots,
         };
-        let answer: ReleaseAnswer = self.client.post("/v1/release", &request).await?;
+        let answer: ReleaseAnswer = self.noted(self.client.post("/v1/release", &request).await)?;
         Ok(answer.released)
     }
 
@@ -105,7 +107,7 @@ impl Session {
             space: space.to_owned(),
             chunks,
         };
-        self.client.post("/v1/store/reserve", &request).await
+        self.noted(self.client.post("/v1/store/reserve", &request).await)
     }
 
     pub async fn commit(&self, slots: Vec<SlotName>) -> Result<CommitAnswer, ClientError> {
@@ -121,7 +123,15 @@ impl Session {
             session: self.name.clone(),
             slots,
         };
-        self.client.post(path, &request).await
+        self.noted(self.client.post(path, &request).await)
+    }
+
+    /// A call may be told that the session is over before the end of its stream was seen.
+    fn noted<T>(&self, answer: Result<T, ClientError>) -> Result<T, ClientError> {
+        if matches!(&answer, Err(ClientError::Refused(problem)) if problem.code == "no_session") {
+            self.over.store(true, Ordering::Relaxed);
+        }
+        answer
     }
 }
 

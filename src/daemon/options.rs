@@ -68,7 +68,7 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
     Some(DiskOptions {
         paths: disk.paths.clone(),
         size_bytes: disk.size.bytes(),
-        watermark_percent: u8::try_from(disk.watermark).unwrap_or(100),
+        watermark_percent: disk.watermark,
         policy: policy(disk.policy),
         ttl: disk.ttl,
         failures: disk.failures,

@@ -104,6 +104,11 @@ impl Drop for Announcement {
 }
 
 impl Arriving {
+    /// From here on nobody joins whoever fetches it.
+    pub fn forget(&self, key: &CacheKey) {
+        self.flights.remove(key);
+    }
+
     fn leave(&self, key: &CacheKey, number: u64) {
         self.flights.remove_if(key, |_, entry| entry.0 == number);
     }

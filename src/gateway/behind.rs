@@ -15,6 +15,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
 use crate::chunk::{ChunkHash, Space};
@@ -88,6 +89,7 @@ struct Entry {
 struct Job {
     space: Space,
     object: Sealed,
+    since: Instant,
     /// However it ends, also when it is dropped, the chunk may leave memory from then on.
     _clean: Clean,
 }
@@ -403,6 +405,7 @@ impl Gateway {
         let job = Job {
             space: space.clone(),
             object,
+            since: Instant::now(),
             _clean: Clean(Arc::clone(&tiers.memory), key),
         };
         if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
@@ -428,7 +431,7 @@ impl Gateway {
                 Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
             },
         };
-        let written = self.write_to_disk(space, &chunk, &object).await;
+        let written = self.write_to_disk(space, &chunk, &object, job.since).await;
         if tiers
             .options
             .disk
@@ -463,12 +466,12 @@ impl Gateway {
         }
     }
 
-    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot) -> bool {
-        let Some(disk) = self.0.tiers.as_ref().and_then(|tiers| tiers.disk.as_ref()) else {
+    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot, since: Instant) -> bool {
+        let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
             return false;
         };
-        match disk.write(space, chunk, object.clone()).await {
-            Ok(wrote) => wrote != Wrote::NoRoom,
+        match disk.write(space, chunk, object.clone(), since).await {
+            Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
             Err(error) => {
                 tracing::debug!(%error, "a chunk was not written to the disk");
                 false

@@ -58,12 +58,13 @@ impl Gateway {
         // Without tiers nobody would keep it.
         let tiers = self.0.tiers.as_ref().ok_or(Skip::Full)?;
         let key = (space.key(), *chunk);
-        let known = || self.0.cache.is_present(&key, Instant::now()) == Some(true);
+        let now = Instant::now();
+        let known = || self.0.cache.is_present(&key, now) == Some(true);
         if tiers.memory.has(&key) {
             self.store_again(space, chunk, parent);
             return Err(Skip::Present);
         }
-        if tiers.on_disk(&key).is_some() || known() {
+        if tiers.is_on_disk(&key, now) || known() {
             tiers.behind.is_there(&key);
             return Err(Skip::Present);
         }
@@ -171,7 +172,7 @@ impl Gateway {
             .as_ref()
             .map_or_else(TierStats::default, |tiers| TierStats {
                 memory: tiers.memory.stats(),
-                disk: tiers.disk.as_ref().map(crate::tier::Disk::stats),
+                disk: tiers.disk().map(crate::tier::Disk::stats),
                 write_behind: tiers.behind.stats(),
             })
     }

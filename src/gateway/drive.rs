@@ -158,7 +158,7 @@ impl Drive {
         if let Some(source) = self.here(&chunk, tiers) {
             return Ok(source);
         }
-        if tiers.on_disk(&key).is_none() {
+        if !tiers.is_on_disk(&key, Instant::now()) {
             if !tiers.asks_s3() {
                 return Err(Miss::Absent);
             }
@@ -177,7 +177,7 @@ impl Drive {
         if let Some(chunk) = self.gateway.resident(&self.space, &chunk) {
             return Ok(Source::Memory(chunk));
         }
-        if tiers.on_disk(&key).is_none() {
+        if !tiers.is_on_disk(&key, Instant::now()) {
             return Ok(Source::S3(slot, Some(announcement)));
         }
         let asks_s3 = tiers.asks_s3();

@@ -169,7 +169,7 @@ impl Wanted {
 
     /// Keeps a whole chunk in memory.
     pub fn keep(&self, chunk: &LoadedChunk) {
-        self.gateway.keep(chunk);
+        self.gateway.keep(chunk, self.asked);
     }
 
     /// The object is a good one, as far as it was read.

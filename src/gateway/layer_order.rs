@@ -48,13 +48,11 @@ enum Chunk {
         parts: std::vec::IntoIter<Part>,
     },
     /// It comes whole: from memory, from the disk, or because another load fetches it.
-    Whole(Arc<Whole>),
+    Whole(Whole),
 }
 
-struct Whole {
-    outcome: SetOnce<Result<LoadedChunk, Miss>>,
-    missed: AtomicBool,
-}
+/// A chunk's outcome, for all of its groups.
+type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
 
 /// What the tasks of a chunk's groups share.
 struct Shared {
@@ -130,17 +128,13 @@ impl Drive {
                 return Ok(None);
             }
             Source::Memory(chunk) => {
-                let whole = Arc::new(Whole::new());
-                // Nobody else sets it.
-                let _ = whole.outcome.set(Ok(chunk.with_credit(credit)));
-                let chunk = Chunk::Whole(Arc::clone(&whole));
-                self.group_of(index, 0, groups, whole, run_end)?;
-                return Ok(Some(chunk));
+                let whole = Arc::new(SetOnce::new_with(Some(Ok(chunk.with_credit(credit)))));
+                self.group_of(index, 0, groups, &whole, run_end)?;
+                return Ok(Some(Chunk::Whole(whole)));
             }
             Source::Flight(flight) => {
-                let whole = Arc::new(Whole::new());
+                let whole = Whole::default();
                 let (joined, told) = (self.joined(index, flight), Arc::clone(&whole));
-                let chunk = Chunk::Whole(Arc::clone(&whole));
                 let first = groups[0].planes.clone();
                 let last = groups.len() == 1;
                 // What others fetch holds up no step: they may wait for one of ours.
@@ -152,11 +146,10 @@ impl Drive {
                         outcome = joined => outcome.map(|chunk| chunk.with_credit(credit)),
                     };
                     // Nobody else sets it.
-                    let _ = told.outcome.set(outcome.clone());
-                    told.missed.store(outcome.is_err(), Ordering::Relaxed);
+                    let _ = told.set(outcome.clone());
                     outcome.map(|chunk| chunk.group(first))
                 })?;
-                return Ok(Some(chunk));
+                return Ok(Some(Chunk::Whole(whole)));
             }
             Source::S3(slot, announcement) => (slot, announcement),
         };
@@ -190,15 +183,15 @@ impl Drive {
         index: usize,
         group: usize,
         groups: &[Section],
-        whole: Arc<Whole>,
+        whole: &Whole,
         run_end: &RunEnd,
     ) -> Result<(), Dropped> {
-        if whole.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
+        if matches!(whole.get(), Some(Err(_))) || !run_end.wants(index) {
             return Ok(());
         }
-        let planes = groups[group].planes.clone();
+        let (whole, planes) = (Arc::clone(whole), groups[group].planes.clone());
         self.send(index, group + 1 == groups.len(), async move {
-            let outcome = whole.outcome.wait().await.clone();
+            let outcome = whole.wait().await.clone();
             outcome.map(|chunk| chunk.group(planes))
         })
     }
@@ -215,7 +208,7 @@ impl Drive {
     ) -> Result<(), Dropped> {
         let (shared, parts) = match chunk {
             Chunk::Whole(whole) => {
-                return self.group_of(index, group, groups, Arc::clone(whole), run_end);
+                return self.group_of(index, group, groups, whole, run_end);
             }
             Chunk::Fetched { shared, parts } => (shared, parts),
         };
@@ -232,15 +225,6 @@ impl Drive {
     }
 }
 
-impl Whole {
-    fn new() -> Self {
-        Self {
-            outcome: SetOnce::new(),
-            missed: AtomicBool::new(false),
-        }
-    }
-}
-
 impl Shared {
     /// A fetch, up to the end of the run.
     async fn until(
@@ -250,26 +234,34 @@ impl Shared {
         run_end: RunEnd,
         _step: StepToken,
     ) -> Result<LoadedChunk, Miss> {
-        let outcome = tokio::select! {
-            biased;
-            at = run_end.passes(index) => Err(Miss::RunEnded { at }),
-            outcome = tokio::time::timeout_at(deadline, fetch) => outcome.unwrap_or_else(|_| {
-                Err(self.wanted.missed(self.wanted.error(ErrorKind::Deadline, "loading a group of layers")))
-            }),
-        };
-        if let Err(miss) = &outcome {
-            self.missed.store(true, Ordering::Relaxed);
-            let announcement = {
-                let mut landed = self.lock();
-                landed.groups.clear();
-                landed.announcement.take()
-            };
-            // That the run ended is no news to those of other loads.
-            if let Some(announcement) = announcement.filter(|_| !matches!(miss, Miss::RunEnded { .. })) {
+        let fetch = async {
+            let outcome = fetch.await;
+            if let Err(miss) = &outcome
+                && let Some(announcement) = self.give_up()
+            {
                 announcement.tell(Err(miss.clone()));
             }
-        }
-        outcome
+            outcome
+        };
+        let ended = tokio::select! {
+            biased;
+            at = run_end.passes(index) => Miss::RunEnded { at },
+            outcome = tokio::time::timeout_at(deadline, fetch) => match outcome {
+                Ok(outcome) => return outcome,
+                Err(_) => self.wanted.missed(self.wanted.error(ErrorKind::Deadline, "loading a group of layers")),
+            },
+        };
+        // What ends this load is no news to those of others, who go on by themselves.
+        drop(self.give_up());
+        Err(ended)
+    }
+
+    /// It will not be whole. Others may still be to be told so.
+    fn give_up(&self) -> Option<Announcement> {
+        self.missed.store(true, Ordering::Relaxed);
+        let mut landed = self.lock();
+        landed.groups.clear();
+        landed.announcement.take()
     }
 
     async fn first(self: Arc<Self>, part: Part, waiting: Waiting) -> Result<LoadedChunk, Miss> {

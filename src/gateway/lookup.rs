@@ -49,7 +49,7 @@ impl Gateway {
     ) -> Lookup {
         let now = Instant::now();
         let space_key = space.key();
-        let local = self.local(space, chunks);
+        let local = self.local(space, chunks, now);
         let asks_s3 = self.0.tiers.as_ref().is_none_or(Tiers::asks_s3);
         let cached = |(i, chunk): (usize, &ChunkHash)| match &local {
             Some(local) if local[i].is_some() => ChunkState::Present,
@@ -73,14 +73,14 @@ impl Gateway {
     }
 
     /// The tier of this node that has each chunk; None if there are no tiers.
-    fn local(&self, space: &Space, chunks: &[ChunkHash]) -> Option<Vec<Option<Tier>>> {
+    fn local(&self, space: &Space, chunks: &[ChunkHash], now: Instant) -> Option<Vec<Option<Tier>>> {
         let tiers = self.0.tiers.as_ref()?;
         let mut local = vec![None; chunks.len()];
         tiers
             .memory
             .find(space.key(), chunks, |i| local[i] = Some(Tier::Memory));
         for (tier, chunk) in local.iter_mut().zip(chunks) {
-            if tier.is_none() && tiers.on_disk(&(space.key(), *chunk)).is_some() {
+            if tier.is_none() && tiers.is_on_disk(&(space.key(), *chunk), now) {
                 *tier = Some(Tier::Disk);
             }
         }

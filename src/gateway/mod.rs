@@ -46,7 +46,7 @@ use self::tiers::Tiers;
 use self::turns::Turns;
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
-use crate::existence::{CacheKey, ExistenceCache, Prober};
+use crate::existence::{CacheKey, ExistenceCache, Known, Prober};
 use crate::fanout::EndpointState;
 use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 
@@ -150,9 +150,10 @@ impl Gateway {
     async fn remove_here(&self, key: &CacheKey) {
         if let Some(tiers) = &self.0.tiers {
             tiers.behind.cancel(key);
-            tiers.memory.remove(key);
-            if let Some(disk) = &tiers.disk {
-                disk.remove(key).await;
+            tiers.arriving.forget(key);
+            tiers.memory.delete(key);
+            if let Some(disk) = tiers.disk() {
+                disk.delete(key).await;
             }
         }
     }
@@ -173,9 +174,9 @@ impl Gateway {
         self.remove_here(&key).await;
         let object = self.0.options.keys.chunk(key.0, chunk);
         self.0.store.delete(&[object], deadline).await?;
-        // What a load that was under way has brought back.
+        // What a load that began meanwhile has brought back, or still will.
         self.remove_here(&key).await;
-        self.0.cache.forget(&key);
+        self.0.cache.learn(key, Known::Absent, Instant::now());
         self.0.cache.lift_quarantine(&key);
         Ok(())
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use super::Gateway;
 use super::arriving::Arriving;
@@ -48,7 +49,6 @@ pub struct DiskTier {
 
 pub(super) struct Tiers {
     pub memory: Arc<Memory>,
-    pub disk: Option<Disk>,
     pub arriving: Arc<Arriving>,
     pub behind: Arc<Behind>,
     pub options: TierOptions,
@@ -59,7 +59,6 @@ impl Tiers {
     pub fn new(arena: &Arena, options: TierOptions) -> Self {
         Self {
             memory: Memory::new(arena, options.memory),
-            disk: options.disk.as_ref().map(|tier| tier.disk.clone()),
             arriving: Arc::default(),
             behind: Arc::new(Behind::new(options.behind)),
             promote_kib: Arc::new(Semaphore::new(super::kib(options.promote_bytes_max) as usize)),
@@ -73,13 +72,13 @@ impl Tiers {
         self.options.memory_flow.asks_lower && disk.is_none_or(|disk| disk.flow.asks_lower)
     }
 
+    pub fn disk(&self) -> Option<&Disk> {
+        self.options.disk.as_ref().map(|tier| &tier.disk)
+    }
+
     /// Whether the disk may be asked, and has the chunk.
-    pub fn on_disk(&self, key: &CacheKey) -> Option<&Disk> {
-        let disk = self
-            .disk
-            .as_ref()
-            .filter(|_| self.options.memory_flow.asks_lower)?;
-        disk.has(key).then_some(disk)
+    pub fn is_on_disk(&self, key: &CacheKey, now: Instant) -> bool {
+        self.options.memory_flow.asks_lower && self.disk().is_some_and(|disk| disk.has(key, now))
     }
 }
 
@@ -88,7 +87,7 @@ impl Gateway {
     pub async fn expire(&self) {
         if let Some(tiers) = &self.0.tiers {
             tiers.memory.expire();
-            if let Some(disk) = &tiers.disk {
+            if let Some(disk) = tiers.disk() {
                 disk.expire().await;
             }
         }
@@ -121,7 +120,7 @@ impl Gateway {
             return;
         };
         let key = (space.key(), *chunk);
-        let now = tokio::time::Instant::now();
+        let now = Instant::now();
         if !tiers.options.memory_flow.stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
             return;
         }
@@ -137,23 +136,23 @@ impl Gateway {
         }
     }
 
-    /// Keeps a chunk that was loaded, as far as there is room.
-    pub(super) fn keep(&self, chunk: &LoadedChunk) {
+    /// Keeps a chunk that was asked for at `since`, as far as there is room.
+    pub(super) fn keep(&self, chunk: &LoadedChunk, since: Instant) {
         let (Some(tiers), Some(object)) = (self.0.tiers.as_ref(), &chunk.object) else {
             return;
         };
         let key = (chunk.space.key(), chunk.chunk);
-        tiers.memory.insert(key, &chunk.space, object.clone());
+        tiers.memory.insert(key, &chunk.space, object.clone(), since);
         let promotes = tiers.options.disk.as_ref().is_some_and(|disk| disk.promotes);
         let to_disk = promotes && chunk.tier == Tier::S3;
-        if let Some(disk) = tiers.disk.as_ref().filter(|_| to_disk)
+        if let Some(disk) = tiers.disk().filter(|_| to_disk)
             && let Ok(permit) =
                 Arc::clone(&tiers.promote_kib).try_acquire_many_owned(super::kib(object.len()))
         {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             tokio::spawn(async move {
-                if let Err(error) = disk.write(&space, &hash, object).await {
+                if let Err(error) = disk.write(&space, &hash, object, since).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }
                 drop(permit);

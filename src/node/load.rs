@@ -134,12 +134,17 @@ impl Node {
                     let end = deadline + node.0.options.commit_timeout;
                     let _ = tokio::time::timeout_at(end, load.drive(stream)).await;
                     load.ends();
-                    node.0.shared_loads.remove(&key);
+                    node.forget_shared(&key, &load);
                 });
                 shared
             }
         };
         shared.join(session.rank).ok_or_else(taken)
+    }
+
+    fn forget_shared(&self, name: &(String, String), load: &Arc<SharedLoad>) {
+        let is_it = |_: &_, other: &Arc<SharedLoad>| Arc::ptr_eq(other, load);
+        self.0.shared_loads.remove_if(name, is_it);
     }
 
     /// Takes a session's rank out of all loads of its engine.
@@ -184,9 +189,13 @@ impl Node {
 
     /// The same for all slots of a load, which ends with that if it is still under way.
     pub fn release_load(&self, session: &Session, load_id: &str) -> usize {
-        let shared = (session.instance.clone(), load_id.to_owned());
-        if let Some(shared) = self.0.shared_loads.get(&shared).map(|load| Arc::clone(&load)) {
-            shared.leave(session.rank);
+        let name = (session.instance.clone(), load_id.to_owned());
+        let shared = self.0.shared_loads.get(&name).map(|load| Arc::clone(&load));
+        if let Some(shared) = shared
+            && shared.cancel(session.rank)
+        {
+            // A rank that comes after all begins it anew.
+            self.forget_shared(&name, &shared);
         }
         let key = (session.id, load_id.to_owned());
         let running = self.0.running.get(&key).map(|over| Arc::clone(&over));

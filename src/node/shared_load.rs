@@ -108,12 +108,34 @@ impl SharedLoad {
 
     /// A rank takes no part any more.
     pub fn leave(&self, rank: Rank) {
+        self.change(|state| state.ranks.remove(&rank));
+    }
+
+    /// A rank releases all of it. If that is the last that joined, and had not had all yet, nobody waits for those that never
+    /// joined: the request was cancelled. True if so.
+    pub fn cancel(&self, rank: Rank) -> bool {
+        self.change(|state| {
+            let end = state.gone + state.outcomes.len();
+            let had = state.ranks.remove(&rank);
+            let had_all = state.over && had == Some(end);
+            let joined = had.is_some() && state.joined.contains(&rank);
+            let others = state.ranks.keys().any(|rank| state.joined.contains(rank));
+            let is_cancelled = joined && !had_all && !others;
+            if is_cancelled {
+                state.ranks.clear();
+            }
+            is_cancelled
+        })
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.lock();
-        state.ranks.remove(&rank);
+        let changed = change(&mut state);
         let gone = state.prune();
         drop(state);
         drop(gone);
         self.changed.notify_waiters();
+        changed
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

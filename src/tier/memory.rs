@@ -1,8 +1,9 @@
 //! The memory tier: chunks that stay in their slots of the arena because they may be wanted again.
 //!
 //! Nothing is copied: a chunk that was loaded or committed is here with the slot it is in. A slot that anybody else has a
-//! handle to is in use and stays; so does one that is pinned, or *dirty*: not yet on a lower tier. When the arena has no room,
+//! handle to is in use and stays; so does one that is *dirty*: not yet on a lower tier. When the arena has no room,
 //! it asks for the next one that may go ([`Arena::on_pressure`]), and the tier keeps its share below the watermark by itself.
+//! One that is pinned goes only for the oldest load, which must never wait for anybody.
 //!
 //! With several tenants the one that has the most gives first, and each may have its quota.
 
@@ -13,7 +14,9 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::time::Instant;
 
+use super::percent_of;
 use super::policy::{EvictionPolicy, Queue};
+use super::removals::Removals;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
@@ -35,7 +38,7 @@ pub struct MemoryOptions {
 /// See the [module](self).
 pub struct Memory {
     options: MemoryOptions,
-    bytes_max: usize,
+    bytes_max: u64,
     arena: Arena,
     state: Mutex<State>,
 }
@@ -44,7 +47,9 @@ pub struct Memory {
 struct State {
     chunks: HashMap<CacheKey, Resident, foldhash::fast::RandomState>,
     tenants: HashMap<Arc<str>, Tenant>,
-    bytes: usize,
+    /// Until when those that were pinned stay.
+    pins: Pins,
+    removals: Removals,
     stats: MemoryStats,
 }
 
@@ -77,7 +82,6 @@ struct Resident {
     held: Held,
     bytes: usize,
     dirty: bool,
-    pinned_until: Option<Instant>,
     accesses: u32,
     was_due: bool,
     since: Instant,
@@ -119,7 +123,7 @@ impl Memory {
     pub fn new(arena: &Arena, options: MemoryOptions) -> Arc<Self> {
         let memory = Arc::new(Self {
             options,
-            bytes_max: share_of(arena.size(), options.watermark_percent),
+            bytes_max: percent_of(arena.size() as u64, options.watermark_percent),
             arena: arena.clone(),
             state: Mutex::default(),
         });
@@ -177,22 +181,25 @@ impl Memory {
         Some(resident.found(space, is_due))
     }
 
-    /// Keeps a chunk whose header is written. False if it is here already, or has no room.
-    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot) -> bool {
-        self.keep(key, space, Held::Object(object), false)
+    /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
+    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot, since: Instant) -> bool {
+        self.keep(key, space, Held::Object(object), false, since)
     }
 
     /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
     pub fn insert_new(&self, key: CacheKey, space: &Space, payload: Slot, dirty: bool) -> bool {
-        self.keep(key, space, Held::Payload(payload), dirty)
+        self.keep(key, space, Held::Payload(payload), dirty, Instant::now())
     }
 
-    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool) -> bool {
+    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
         let now = Instant::now();
         let is_from_below = matches!(held, Held::Object(_));
         let bytes = space.layout().object_len();
         let mut gone = Vec::new();
         let mut state = self.lock();
+        if is_from_below && state.removals.has_since(&key, since) {
+            return false;
+        }
         if let Some(resident) = state.chunks.get(&key) {
             if !self.is_expired(resident, now) {
                 return false;
@@ -202,7 +209,7 @@ impl Memory {
         }
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(space.tenant()) + bytes > most {
-                let Some(held) = state.evict_of(space.tenant(), now, usize::MAX) else {
+                let Some(held) = state.evict_of(space.tenant(), Going::any(now)) else {
                     break;
                 };
                 gone.push(held);
@@ -218,22 +225,22 @@ impl Memory {
             of.queue.insert(key);
             of.bytes += bytes;
         }
-        state.bytes += bytes;
         state.stats.inserted += 1;
         let resident = Resident {
             tenant,
             held,
             bytes,
             dirty,
-            pinned_until: None,
             accesses: 0,
             // What came from below, or goes there at once, never is.
             was_due: self.options.min_accesses == 0 || is_from_below,
             since: now,
         };
+        state.stats.bytes += bytes as u64;
+        state.stats.dirty_bytes += resident.dirty_bytes();
         state.chunks.insert(key, resident);
-        while state.bytes > self.bytes_max {
-            let Some(held) = state.evict(now, usize::MAX) else {
+        while state.stats.bytes > self.bytes_max {
+            let Some(held) = state.evict(Going::any(now)) else {
                 break;
             };
             gone.push(held);
@@ -257,36 +264,40 @@ impl Memory {
 
     /// A lower tier has the chunk, or it was decided that none needs it.
     pub fn clean(&self, key: &CacheKey) {
-        if let Some(resident) = self.lock().chunks.get_mut(key) {
-            resident.dirty = false;
-        }
+        self.lock().set_dirty(key, false);
         self.arena.nudge();
     }
 
     /// It is on its way to a lower tier.
     pub fn soil(&self, key: &CacheKey) {
-        if let Some(resident) = self.lock().chunks.get_mut(key) {
-            resident.dirty = true;
-        }
+        self.lock().set_dirty(key, true);
     }
 
-    /// Whoever uses it goes on with its slot. False if it is not here.
-    pub fn remove(&self, key: &CacheKey) -> bool {
+    /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
+    pub fn delete(&self, key: &CacheKey) {
+        let mut state = self.lock();
+        state.removals.add(*key);
+        let deleted = state.take(key);
         // Given back without the lock.
-        let removed = self.lock().take(key);
-        removed.is_some()
+        drop(state);
+        drop(deleted);
     }
 
     /// Keeps those that are here until `until`. Answers how many are.
     pub fn pin(&self, space: SpaceKey, chunks: &[ChunkHash], until: Instant) -> usize {
         let now = Instant::now();
         let mut state = self.lock();
+        let State {
+            chunks: here, pins, ..
+        } = &mut *state;
         let mut pinned = 0;
-        for chunk in chunks {
-            if let Some(resident) = state.chunks.get_mut(&(space, *chunk))
-                && !self.is_expired(resident, now)
+        for key in chunks.iter().map(|chunk| (space, *chunk)) {
+            if here
+                .get(&key)
+                .is_some_and(|resident| !self.is_expired(resident, now))
             {
-                resident.pinned_until = resident.pinned_until.max(Some(until));
+                let longest = pins.entry(key).or_insert(until);
+                *longest = until.max(*longest);
                 pinned += 1;
             }
         }
@@ -295,12 +306,8 @@ impl Memory {
 
     pub fn unpin(&self, space: SpaceKey, chunks: &[ChunkHash]) -> usize {
         let mut state = self.lock();
-        let mut unpinned = 0;
-        for chunk in chunks {
-            if let Some(resident) = state.chunks.get_mut(&(space, *chunk)) {
-                unpinned += usize::from(resident.pinned_until.take().is_some());
-            }
-        }
+        let unpin = |chunk: &&ChunkHash| state.pins.remove(&(space, **chunk)).is_some();
+        let unpinned = chunks.iter().filter(unpin).count();
         drop(state);
         self.arena.nudge();
         unpinned
@@ -313,7 +320,7 @@ impl Memory {
         let mut state = self.lock();
         if let Some(most) = self.options.tenant_bytes {
             while state.tenant_bytes(tenant) + bytes > most {
-                gone.push(state.evict_of(tenant, now, usize::MAX)?);
+                gone.push(state.evict_of(tenant, Going::any(now))?);
             }
         }
         let tenant = state.tenant(tenant, self.options.policy);
@@ -332,13 +339,11 @@ impl Memory {
     pub fn expire(&self) {
         let now = Instant::now();
         let mut state = self.lock();
-        let old = |resident: &Resident| self.is_expired(resident, now) && resident.may_go(now);
-        let old: Vec<CacheKey> = state
-            .chunks
-            .iter()
-            .filter(|(_, resident)| old(resident))
-            .map(|(key, _)| *key)
-            .collect();
+        let State { chunks, pins, .. } = &*state;
+        let old = |(key, resident): &(&CacheKey, &Resident)| {
+            self.is_expired(resident, now) && !resident.is_used() && !is_pinned(pins, key, now)
+        };
+        let old: Vec<CacheKey> = chunks.iter().filter(old).map(|(key, _)| *key).collect();
         let gone: Vec<Resident> = old.iter().filter_map(|key| state.take(key)).collect();
         state.stats.expired += gone.len() as u64;
         // Slots are given back without the lock.
@@ -346,22 +351,32 @@ impl Memory {
         drop(gone);
     }
 
-    /// Makes the arena a slot freer that begins before that offset, if it can.
-    pub fn evict_one(&self, before: usize) -> bool {
-        let evicted = self.lock().evict(Instant::now(), before);
+    /// Makes the arena a slot freer, if it can: one that begins before that offset, or else for the oldest load.
+    fn evict_one(&self, before: Option<usize>) -> bool {
+        let going = Going {
+            before: before.unwrap_or(usize::MAX),
+            ..Going::any(Instant::now())
+        };
+        let mut state = self.lock();
+        let mut evicted = state.evict(going);
+        if evicted.is_none() && before.is_none() {
+            evicted = state.evict(Going {
+                pinned: true,
+                ..going
+            });
+        }
+        // Given back without the lock.
+        drop(state);
         evicted.is_some()
     }
 
     pub fn stats(&self) -> MemoryStats {
         let now = Instant::now();
-        let state = self.lock();
-        let of = |is: &dyn Fn(&Resident) -> bool| state.chunks.values().filter(|one| is(one)).count() as u64;
-        let dirty = state.chunks.values().filter(|resident| resident.dirty);
+        let mut state = self.lock();
+        state.pins.retain(|_, until| *until > now);
         MemoryStats {
             chunks: state.chunks.len() as u64,
-            bytes: state.bytes as u64,
-            dirty_bytes: dirty.map(|resident| resident.bytes as u64).sum(),
-            pinned_chunks: of(&|resident| resident.pinned_until > Some(now)),
+            pinned_chunks: state.pins.len() as u64,
             ..state.stats
         }
     }
@@ -376,9 +391,30 @@ impl Memory {
     }
 }
 
-fn share_of(bytes: usize, percent: u32) -> usize {
-    let percent = percent as usize;
-    bytes / 100 * percent + bytes % 100 * percent / 100
+/// Who may go.
+#[derive(Clone, Copy)]
+struct Going {
+    now: Instant,
+    /// Of use are only slots that begin before this offset.
+    before: usize,
+    /// Those that are pinned as well.
+    pinned: bool,
+}
+
+impl Going {
+    fn any(now: Instant) -> Self {
+        Self {
+            now,
+            before: usize::MAX,
+            pinned: false,
+        }
+    }
+}
+
+type Pins = HashMap<CacheKey, Instant, foldhash::fast::RandomState>;
+
+fn is_pinned(pins: &Pins, key: &CacheKey, now: Instant) -> bool {
+    pins.get(key).is_some_and(|until| *until > now)
 }
 
 impl State {
@@ -410,34 +446,48 @@ impl State {
     }
 
     /// The next that may go: of the tenant that has the most, else of any.
-    fn evict(&mut self, now: Instant, before: usize) -> Option<Held> {
+    fn evict(&mut self, going: Going) -> Option<Held> {
         let mut tenants: Vec<_> = self
             .tenants
             .iter()
             .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
             .collect();
         tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
-        tenants
-            .iter()
-            .find_map(|(_, name)| self.evict_of(name, now, before))
+        tenants.iter().find_map(|(_, name)| self.evict_of(name, going))
     }
 
-    fn evict_of(&mut self, tenant: &str, now: Instant, before: usize) -> Option<Held> {
-        let chunks = &self.chunks;
+    fn evict_of(&mut self, tenant: &str, going: Going) -> Option<Held> {
+        let Self {
+            chunks,
+            tenants,
+            pins,
+            ..
+        } = self;
         let may_go = |key: &CacheKey| {
-            let helps = |resident: &Resident| resident.held.slot().slot_offset() < before;
-            chunks
-                .get(key)
-                .is_none_or(|resident| resident.may_go(now) && helps(resident))
+            chunks.get(key).is_none_or(|resident| {
+                let helps = resident.held.slot().slot_offset() < going.before;
+                let stays = !going.pinned && is_pinned(pins, key, going.now);
+                helps && !stays && !resident.is_used()
+            })
         };
-        let key = self.tenants.get_mut(tenant)?.queue.evict(may_go)?;
+        let key = tenants.get_mut(tenant)?.queue.evict(may_go)?;
         self.stats.evicted += 1;
         self.take(&key).map(|resident| resident.held)
     }
 
+    fn set_dirty(&mut self, key: &CacheKey, dirty: bool) {
+        if let Some(resident) = self.chunks.get_mut(key) {
+            self.stats.dirty_bytes -= resident.dirty_bytes();
+            resident.dirty = dirty;
+            self.stats.dirty_bytes += resident.dirty_bytes();
+        }
+    }
+
     fn take(&mut self, key: &CacheKey) -> Option<Resident> {
         let resident = self.chunks.remove(key)?;
-        self.bytes -= resident.bytes;
+        self.pins.remove(key);
+        self.stats.bytes -= resident.bytes as u64;
+        self.stats.dirty_bytes -= resident.dirty_bytes();
         if let Some(tenant) = self.tenants.get_mut(&resident.tenant) {
             tenant.queue.remove(key);
             tenant.bytes -= resident.bytes;
@@ -448,10 +498,13 @@ impl State {
 }
 
 impl Resident {
-    /// Nobody uses it. While the lock is held nobody can begin to.
-    fn may_go(&self, now: Instant) -> bool {
-        let pinned = self.pinned_until.is_some_and(|until| until > now);
-        !self.dirty && !pinned && !self.held.slot().is_used_by_others(1)
+    /// While the lock is held nobody can begin to use it.
+    fn is_used(&self) -> bool {
+        self.dirty || self.held.slot().is_used_by_others(1)
+    }
+
+    fn dirty_bytes(&self) -> u64 {
+        if self.dirty { self.bytes as u64 } else { 0 }
     }
 
     fn found(&self, space: &Space, is_due: bool) -> Found {
@@ -478,161 +531,4 @@ impl Held {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::arena::ArenaOptions;
-
-    const CHUNK: usize = 8192;
-
-    /// Objects of two pages.
-    fn space(tenant: &str) -> Space {
-        Space::from_json(&format!(
-            r#"{{"model": "m", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "tenant": "{tenant}",
-                "mha": {{"layers": 1, "heads": 1, "head_dim": 64}}}}"#
-        ))
-        .unwrap()
-    }
-
-    fn arena(chunks: usize) -> Arena {
-        let size = chunks * CHUNK;
-        Arena::new(&ArenaOptions {
-            size,
-            ..ArenaOptions::default()
-        })
-        .unwrap()
-    }
-
-    fn options() -> MemoryOptions {
-        MemoryOptions {
-            policy: EvictionPolicy::Lru,
-            ttl: None,
-            watermark_percent: 100,
-            tenant_bytes: None,
-            min_accesses: 0,
-        }
-    }
-
-    fn key(space: &Space, i: u8) -> CacheKey {
-        (space.key(), ChunkHash([i; 32]))
-    }
-
-    fn put(memory: &Arc<Memory>, arena: &Arena, space: &Space, i: u8) -> bool {
-        assert_eq!(space.layout().object_len().next_multiple_of(4096), CHUNK);
-        let slot = arena
-            .try_reserve(space.layout().object_len())
-            .expect("room")
-            .freeze();
-        memory.insert(key(space, i), space, slot)
-    }
-
-    fn here(memory: &Memory, space: &Space) -> Vec<u8> {
-        (0..=u8::MAX).filter(|&i| memory.has(&key(space, i))).collect()
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_arena_takes_what_nobody_uses() {
-        let (arena, space) = (arena(4), space(""));
-        let memory = Memory::new(&arena, options());
-        for i in 0..4 {
-            assert!(put(&memory, &arena, &space, i));
-        }
-        // 0 is in use, 1 is dirty, 2 is pinned.
-        let used = memory.get(&key(&space, 0), &space).unwrap();
-        memory.soil(&key(&space, 1));
-        let soon = Instant::now() + Duration::from_secs(5);
-        assert_eq!(memory.pin(space.key(), &[key(&space, 2).1], soon), 1);
-        assert!(put(&memory, &arena, &space, 4));
-        assert_eq!(here(&memory, &space), [0, 1, 2, 4]);
-        assert!(put(&memory, &arena, &space, 5));
-        assert_eq!(here(&memory, &space), [0, 1, 2, 5]);
-        let slot = arena.try_reserve(CHUNK);
-        assert!(
-            slot.is_some() && arena.try_reserve(CHUNK).is_none(),
-            "all others may not go"
-        );
-        drop(slot);
-        drop(used);
-        memory.clean(&key(&space, 1));
-        tokio::time::advance(Duration::from_secs(6)).await;
-        assert!(arena.try_reserve(4 * CHUNK).is_some());
-        assert!(here(&memory, &space).is_empty());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn below_the_watermark_and_in_the_policy_s_order() {
-        for (policy, left) in [(EvictionPolicy::Lru, [0, 3]), (EvictionPolicy::Fifo, [2, 3])] {
-            let (arena, space) = (arena(10), space(""));
-            let watermark_percent = 20;
-            let options = MemoryOptions {
-                policy,
-                watermark_percent,
-                ..options()
-            };
-            let memory = Memory::new(&arena, options);
-            for i in 0..2 {
-                put(&memory, &arena, &space, i);
-            }
-            memory.get(&key(&space, 0), &space).unwrap();
-            put(&memory, &arena, &space, 2);
-            memory.get(&key(&space, 0), &space);
-            put(&memory, &arena, &space, 3);
-            assert_eq!(here(&memory, &space), left, "{policy:?}");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn what_is_too_old_is_not_there() {
-        let (arena, space) = (arena(4), space(""));
-        let ttl = Some(Duration::from_secs(10));
-        let memory = Memory::new(&arena, MemoryOptions { ttl, ..options() });
-        put(&memory, &arena, &space, 0);
-        tokio::time::advance(Duration::from_secs(9)).await;
-        put(&memory, &arena, &space, 1);
-        tokio::time::advance(Duration::from_secs(2)).await;
-        assert_eq!(here(&memory, &space), [1]);
-        assert!(memory.get(&key(&space, 0), &space).is_none());
-        assert_eq!(arena.stats().slots, 2);
-        memory.expire();
-        assert_eq!((arena.stats().slots, memory.stats().expired), (1, 1));
-        // Stored anew.
-        assert!(put(&memory, &arena, &space, 0) && !put(&memory, &arena, &space, 0));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_tenant_over_its_share_loses_its_own() {
-        let arena = arena(10);
-        let tenant_bytes = Some(3 * CHUNK);
-        let memory = Memory::new(
-            &arena,
-            MemoryOptions {
-                tenant_bytes,
-                ..options()
-            },
-        );
-        let (one, other) = (space("one"), space("other"));
-        for i in 0..3 {
-            assert!(put(&memory, &arena, &one, i) && put(&memory, &arena, &other, i));
-        }
-        assert!(put(&memory, &arena, &one, 3));
-        assert_eq!(
-            (here(&memory, &one), here(&memory, &other)),
-            (vec![1, 2, 3], vec![0, 1, 2])
-        );
-        for i in 1..4 {
-            memory.soil(&key(&one, i));
-        }
-        assert!(memory.share("one", CHUNK).is_none(), "none of its chunks may go");
-        let shares: Vec<_> = (0..3)
-            .map(|_| memory.share("other", one.layout().object_len()))
-            .collect();
-        assert!(shares.iter().all(Option::is_some) && here(&memory, &other).is_empty());
-        assert!(
-            memory.share("other", CHUNK).is_none(),
-            "what is about to come counts"
-        );
-        drop(shares);
-        assert!(memory.share("other", CHUNK).is_some());
-    }
-}
+mod tests;

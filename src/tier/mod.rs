@@ -6,6 +6,7 @@
 pub mod disk;
 mod memory;
 pub mod policy;
+mod removals;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +21,12 @@ pub enum Tier {
     Memory,
     Disk,
     S3,
+}
+
+/// So many hundredths of some bytes.
+fn percent_of(bytes: u64, percent: u32) -> u64 {
+    let percent = u64::from(percent);
+    bytes / 100 * percent + bytes % 100 * percent / 100
 }
 
 impl Tier {

@@ -15,7 +15,7 @@ fn resident_mib() -> usize {
     (pages * 4096) >> 20
 }
 
-async fn say(stream: &mut UnixStream, text: &str) -> String {
+pub async fn say(stream: &mut UnixStream, text: &str) -> String {
     stream.write_all(text.as_bytes()).await.unwrap();
     let mut answer = vec![0; 4096];
     let read = stream.read(&mut answer).await.unwrap();

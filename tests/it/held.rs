@@ -49,6 +49,11 @@ impl Held {
         self.holding.store(true, Ordering::SeqCst);
     }
 
+    /// From here on they don't.
+    pub fn let_go(&self) {
+        self.holding.store(false, Ordering::SeqCst);
+    }
+
     pub fn damage(&self, key: &str, byte: usize) {
         self.objects.lock().unwrap().get_mut(key).unwrap()[byte] ^= 1;
     }
@@ -68,6 +73,8 @@ impl Held {
     async fn fill(&self, get: &GetRange<'_>, landing: &mut Landing) -> Result<ObjectMeta, ObjectError> {
         let failed = |kind| ObjectError::new(Operation::Get, get.key, kind, "held");
         self.gets.fetch_add(1, Ordering::SeqCst);
+        // As it was when it was asked for, whatever happens to it meanwhile.
+        let found = self.meta(Operation::Get, get.key);
         if self.holding.load(Ordering::SeqCst) {
             let (go, gone) = oneshot::channel();
             let asked = Asked {
@@ -78,7 +85,7 @@ impl Held {
             self.asked.send(asked).map_err(|_| failed(ErrorKind::Broken))?;
             gone.await.map_err(|_| failed(ErrorKind::Broken))?;
         }
-        let (object, meta) = self.meta(Operation::Get, get.key)?;
+        let (object, meta) = found?;
         assert_eq!(object.len(), get.object_len);
         if get.if_match.is_some_and(|etag| etag != &*meta.version.etag) {
             return Err(failed(ErrorKind::Changed));
@@ -105,6 +112,10 @@ impl Asked {
 }
 
 impl Line {
+    pub async fn next(&mut self) -> Asked {
+        self.0.recv().await.expect("the store is there")
+    }
+
     /// What is asked for by the time that nobody can go on. With a paused clock only: it moves when all tasks wait.
     pub async fn still(&mut self) -> Vec<Asked> {
         let mut asked = Vec::new();

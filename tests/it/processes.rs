@@ -9,9 +9,11 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
+use crate::fixture::Prompt;
 use crate::program::Place;
-use crate::serving::eventually;
-use kvgate::client::{Client, Target};
+use crate::serving::{all, alone, eventually, id, load, load_request, store};
+use kvgate::client::{Client, ClientError, Target};
+use kvgate::gateway::Order;
 
 /// A daemon's place: its S3 server, which outlives it, its socket and disk.
 struct Home {
@@ -281,6 +283,37 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
         }
         drop(daemon);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_goes_on_when_its_daemon_was_started_anew() {
+    let home = Home::new().await;
+    let mut daemon = home.serve(&[]).await;
+    let prompt = Prompt::new(6);
+    let client = daemon.client.clone();
+    let engine = client.engine(alone("one"));
+    engine.declare(&prompt.space).await.unwrap();
+    let before = engine.session().await.unwrap();
+    store(&client, &before, &prompt).await;
+    client.flush(Some(20_000)).await.unwrap();
+    let mut kept = before
+        .load(load_request(&prompt, "kept", Order::Chunk))
+        .await
+        .unwrap();
+    while kept.next().await.unwrap().is_some() {}
+    assert_eq!(before.name, engine.session().await.unwrap().name);
+    signal(&daemon.child, Signal::KILL);
+    daemon.child.wait().await.unwrap();
+    until(async || matches!(engine.session().await, Err(ClientError::Connect { .. }))).await;
+
+    let _daemon = home.serve(&[]).await;
+    let after = engine.session().await.unwrap();
+    let lost = before.release("kept", None).await.unwrap_err().to_string();
+    assert!(lost.contains("no_session"), "{lost}");
+    // Nothing was declared to this one by hand.
+    let found = client.lookup_hashes(&id(&prompt.space), &prompt.hashes, "").await;
+    assert_eq!(found.unwrap().prefix, 6);
+    assert_eq!(load(&after, &prompt, "again", Order::Chunk).await, all("disk", 6));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

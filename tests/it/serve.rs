@@ -231,15 +231,7 @@ async fn ranks_without_bytes_of_their_own_have_nothing_to_write() {
 async fn a_load_of_all_ranks_reads_s3_once() {
     let site = Site::new().await;
     let prompt = Prompt::new(10);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("writer").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     for order in [Order::Chunk, Order::Layer] {
         // So small that a rank that is behind would find them gone.
         let settings = [
@@ -358,15 +350,7 @@ async fn a_load_larger_than_its_window_goes_on_as_it_is_released() {
 async fn loads_of_the_same_chunks_never_wait_for_each_other() {
     let site = Site::new().await;
     let prompt = Prompt::new(12);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("writer").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     // Windows of a few chunks, groups of a layer.
     let settings = [("load.window", "1MiB"), ("load.layer_part_size", "64KiB")];
     let serving = site.serve(&settings).await;
@@ -451,6 +435,48 @@ async fn a_load_that_is_released_is_over() {
     assert!(rest < 20, "{rest} more");
     assert_eq!(serving.node.status().slots.leases, 0);
     assert_eq!(load(&engine, &prompt, "x", Order::Chunk).await, all("memory", 40));
+}
+
+/// The ranks that never came kept its window until the deadline.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_all_who_joined_have_cancelled_keeps_nothing() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("load.window", "1MiB")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(40);
+    let engine = serving.attach("writer").await;
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let ranks = [
+        serving.rank("engine", 0, 3, (0, 2)).await,
+        serving.rank("engine", 1, 3, (2, 3)).await,
+        serving.rank("engine", 2, 3, (3, 4)).await,
+    ];
+    let arena = serving.node.gateway().arena();
+    // All that is not the loads' reserve, which memory gives up if nobody uses any of it.
+    let is_idle = || arena.try_reserve(24 << 20).is_some();
+    for order in [Order::Chunk, Order::Layer] {
+        let mut lines = Vec::new();
+        for rank in &ranks[..2] {
+            let mut of = rank.load(load_request(&prompt, "x", order)).await.unwrap();
+            assert!(matches!(of.next().await.unwrap(), Some(LoadLine::Here { .. })));
+            lines.push(of);
+        }
+        ranks[0].release("x", None).await.unwrap();
+        assert!(!is_idle(), "the other one goes on");
+        ranks[1].release("x", None).await.unwrap();
+        eventually(is_idle).await;
+        // It may be begun anew, by whoever comes.
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+    }
+    let loads = ranks.iter().map(|rank| load(rank, &prompt, "x", Order::Chunk));
+    for words in futures::future::join_all(loads).await {
+        assert!(
+            words.iter().all(|word| word == "memory" || word == "s3"),
+            "{words:?}"
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

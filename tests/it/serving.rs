@@ -103,6 +103,17 @@ impl Site {
         .await
     }
 
+    /// Puts a prompt on the tiers below memory, by a daemon that is gone afterwards.
+    pub async fn store_by_another(&self, prompt: &Prompt, settings: &[(&'static str, &str)]) {
+        let serving = self.serve(settings).await;
+        serving.ready().await;
+        let engine = serving.attach("another").await;
+        store(&serving.client, &engine, prompt).await;
+        serving.flush().await;
+        drop(engine);
+        serving.end().await;
+    }
+
     pub async fn serve(&self, settings: &[(&'static str, &str)]) -> Serving {
         self.serve_over(self.store().await, settings).await
     }

@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 use kvgate::client::Client;
 use kvgate::gateway::Order;
 
+use tokio::net::UnixStream;
+
+use crate::abuse::say;
 use crate::fixture::Prompt;
 use crate::serving::{Serving, Site, all, eventually, id, load, store};
 
@@ -148,21 +151,13 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
         ("api.degraded", "true"),
     ];
     let prompt = Prompt::new(16);
-    {
-        let serving = site.serve(&settings).await;
-        serving.ready().await;
-        let engine = serving.attach("one").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        let stats = serving.node.status().tiers.disk.unwrap();
-        assert_eq!(stats.disks.iter().map(|disk| disk.chunks).sum::<u64>(), 16);
-        assert!(stats.disks.iter().all(|disk| disk.chunks > 0), "{stats:?}");
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &settings).await;
     site.stop_s3().await;
     let serving = site.serve(&settings).await;
     serving.ready().await;
+    let stats = serving.node.status().tiers.disk.unwrap();
+    assert_eq!(stats.disks.iter().map(|disk| disk.chunks).sum::<u64>(), 16);
+    assert!(stats.disks.iter().all(|disk| disk.chunks > 0), "{stats:?}");
     serving.client.declare(&prompt.space).await.unwrap();
     assert_eq!(mask(&serving.client, &prompt).await, 16);
     let engine = serving.attach("two").await;
@@ -204,15 +199,7 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
 async fn what_comes_from_s3_is_written_to_the_disks() {
     let site = Site::new().await;
     let prompt = Prompt::new(8);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("one").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     let disk = site.home.path().join("disk").display().to_string();
     for promote in ["false", "true"] {
         let settings = [
@@ -242,15 +229,8 @@ async fn tiers_that_stop_ask_and_store_no_lower() {
     let prompt = Prompt::new(4);
     let disk = site.home.path().join("disk").display().to_string();
     let base = [("disk.paths", disk.as_str()), ("disk.size", "64MiB")];
-    {
-        let serving = site.serve(&[base[0], base[1], ("disk.store", "stop")]).await;
-        serving.ready().await;
-        let engine = serving.attach("one").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    let settings = [base[0], base[1], ("disk.store", "stop")];
+    site.store_by_another(&prompt, &settings).await;
     assert_eq!(on_s3(&site, &prompt).await, 0);
     {
         let serving = site
@@ -362,15 +342,7 @@ async fn a_tenant_has_no_more_than_its_share_of_memory() {
 async fn prefetched_and_pinned_chunks_are_in_memory() {
     let site = Site::new().await;
     let prompt = Prompt::new(6);
-    {
-        let serving = site.serve(&[]).await;
-        serving.ready().await;
-        let engine = serving.attach("one").await;
-        store(&serving.client, &engine, &prompt).await;
-        serving.flush().await;
-        drop(engine);
-        serving.end().await;
-    }
+    site.store_by_another(&prompt, &[]).await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
     serving.client.declare(&prompt.space).await.unwrap();
@@ -406,6 +378,42 @@ async fn prefetched_and_pinned_chunks_are_in_memory() {
     );
 }
 
+/// It waited until the pins were over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_is_not_held_up_by_chunks_that_others_pinned() {
+    let site = Site::new().await;
+    let (pinned, wanted) = (Prompt::new(40), Prompt::new(10));
+    site.store_by_another(&pinned, &[]).await;
+    site.store_by_another(&wanted, &[]).await;
+    let settings = [
+        ("arena.size", "4MiB"),
+        ("load.reserve", "2MiB"),
+        ("load.window", "2MiB"),
+        ("memory.watermark", "100"),
+        ("store.write_behind", "1MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let (client, space) = (&serving.client, id(&pinned.space));
+    client.declare(&pinned.space).await.unwrap();
+    client.prefetch(&space, &pinned.hashes).await.unwrap();
+    eventually(|| serving.node.status().tiers.memory.chunks == 40).await;
+    assert_eq!(
+        client.pin(&space, &pinned.hashes, 60_000).await.unwrap().chunks,
+        40
+    );
+    let engine = serving.attach("one").await;
+    let new = Prompt::new(1);
+    assert_eq!(
+        store(client, &engine, &new).await,
+        ["full"],
+        "a store takes no pinned one's place"
+    );
+    let began = Instant::now();
+    assert_eq!(load(&engine, &wanted, "a", Order::Chunk).await, all("s3", 10));
+    assert!(began.elapsed() < Duration::from_secs(15));
+}
+
 /// A chunk as people and tools see it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_chunk_by_http() {
@@ -423,7 +431,19 @@ async fn a_chunk_by_http() {
     let header: serde_json::Value =
         serde_json::from_slice(&serving.client.get(&format!("{path}?header")).await.unwrap()).unwrap();
     assert_eq!(header["chunk"], prompt.hashes[0].to_string());
+    // A HEAD is a lookup: no byte is loaded for it.
+    let mut stream = UnixStream::connect(&serving.config.api.socket).await.unwrap();
+    let head = format!("HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\n");
+    let hits = serving.node.status().tiers.memory.hits;
+    let answer = say(&mut stream, &head).await;
+    let length = format!("content-length: {}\r\n", object.len());
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains(&length),
+        "{answer}"
+    );
+    assert_eq!(serving.node.status().tiers.memory.hits, hits);
     serving.client.delete(&path).await.unwrap();
+    assert!(say(&mut stream, &head).await.starts_with("HTTP/1.1 404"));
     assert_eq!(
         (mask(&serving.client, &prompt).await, on_s3(&site, &prompt).await),
         (0, 0)

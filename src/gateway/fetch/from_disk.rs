@@ -4,6 +4,7 @@ use super::Wanted;
 use crate::arena::SlotMut;
 use crate::chunk::{Header, HeaderError};
 use crate::gateway::LoadedChunk;
+use crate::gateway::tiers::Tiers;
 use crate::tier::Tier;
 
 /// Why a file is not this chunk.
@@ -18,13 +19,9 @@ enum Bad {
 impl Wanted {
     /// Gives the slot back if the disk does not have the chunk, or has something else.
     pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
-        let disk = self
-            .gateway
-            .0
-            .tiers
-            .as_ref()
-            .and_then(|tiers| tiers.disk.as_ref());
-        let Some(disk) = disk else { return Err(slot) };
+        let Some(disk) = self.gateway.0.tiers.as_ref().and_then(Tiers::disk) else {
+            return Err(slot);
+        };
         let (slot, read) = disk.read(&self.space, &self.chunk, slot).await;
         if let Err(error) = read {
             tracing::warn!(key = self.key, %error, "a chunk can't be read from the disk");

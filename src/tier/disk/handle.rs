@@ -28,6 +28,8 @@ pub enum Wrote {
     Present,
     /// What is there may not go, or it is larger than a disk or its tenant's share.
     NoRoom,
+    /// It was deleted meanwhile.
+    Deleted,
 }
 
 impl Disk {
@@ -36,14 +38,9 @@ impl Disk {
         open(options).map(Self)
     }
 
-    /// Whether a chunk is there, and not past its time. No I/O.
-    pub fn has(&self, key: &CacheKey) -> bool {
-        self.0.index.has(key, Instant::now)
-    }
-
-    /// The same for many keys: the clock costs as much as the rest.
-    pub fn has_at(&self, key: &CacheKey, now: Instant) -> bool {
-        self.0.index.has(key, || now)
+    /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.
+    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
+        self.0.index.has(key, now)
     }
 
     /// The chunk was used, though not read from here.
@@ -51,16 +48,23 @@ impl Disk {
         self.0.index.touch(key);
     }
 
-    /// Writes a whole object, header and payload. It is a hit when this returns.
-    pub async fn write(&self, space: &Space, chunk: &ChunkHash, object: Slot) -> Result<Wrote, DiskError> {
+    /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns.
+    pub async fn write(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: Slot,
+        since: Instant,
+    ) -> Result<Wrote, DiskError> {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
         let reservation = loop {
             let someone_left = self.0.index.someone_left();
-            match self.0.index.place(key, space.tenant(), object_len) {
+            match self.0.index.place(key, space.tenant(), object_len, since) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
                 Placed::NoRoom => return Ok(Wrote::NoRoom),
+                Placed::Deleted => return Ok(Wrote::Deleted),
                 Placed::Leaving => someone_left.await,
                 Placed::Expired(gone) => self.leave(Some(gone)).await,
             }
@@ -102,6 +106,11 @@ impl Disk {
     /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped.
     pub async fn remove(&self, key: &CacheKey) {
         self.leave(self.0.index.take(key, None)).await;
+    }
+
+    /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
+    pub async fn delete(&self, key: &CacheKey) {
+        self.leave(self.0.index.delete(key)).await;
     }
 
     /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.

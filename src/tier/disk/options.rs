@@ -1,6 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::tier::percent_of;
 use crate::tier::policy::EvictionPolicy;
 
 /// What the disk tier may use.
@@ -11,7 +12,7 @@ pub struct DiskOptions {
     /// For each path.
     pub size_bytes: u64,
     /// Eviction keeps each disk at or below this share of its size, in a hundred.
-    pub watermark_percent: u8,
+    pub watermark_percent: u32,
     pub policy: EvictionPolicy,
     /// How long an object is there after it was written.
     pub ttl: Option<Duration>,
@@ -26,7 +27,6 @@ pub struct DiskOptions {
 impl DiskOptions {
     /// What eviction leaves on each disk at most.
     pub(super) fn watermark_bytes(&self) -> u64 {
-        let percent = u64::from(self.watermark_percent.min(100));
-        self.size_bytes / 100 * percent + self.size_bytes % 100 * percent / 100
+        percent_of(self.size_bytes, self.watermark_percent)
     }
 }

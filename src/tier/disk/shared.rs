@@ -68,10 +68,13 @@ impl Shared {
         }
         let disk = reservation.disk;
         match self.folder(disk).write(space, &reservation.key.1, object) {
-            Ok(()) => {
-                reservation.commit();
-                Ok(Wrote::Stored)
-            }
+            Ok(()) => match reservation.commit() {
+                None => Ok(Wrote::Stored),
+                gone => {
+                    drop(self.leave(gone));
+                    Ok(Wrote::Deleted)
+                }
+            },
             Err(error) => self.not_written(disk, object.len(), error),
         }
     }

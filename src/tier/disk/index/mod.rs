@@ -105,10 +105,10 @@ impl Index {
         }
     }
 
-    /// Whether it is there, on a disk that works. Asks for the time only if that matters.
-    pub fn has(&self, key: &CacheKey, now: impl FnOnce() -> Instant) -> bool {
+    /// Whether it is there, on a disk that works.
+    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
         let entry = self.entries.get(key);
-        entry.is_some_and(|entry| entry.is_live(now) && self.works(entry.disk))
+        entry.is_some_and(|entry| entry.is_live(|| now) && self.works(entry.disk))
     }
 
     pub fn works(&self, disk: usize) -> bool {
@@ -137,6 +137,13 @@ impl Index {
         let entry = self.entry(key)?;
         let is_it = serial.is_none_or(|serial| serial == entry.serial);
         is_it.then(|| self.take_out(&mut state, key)).flatten()
+    }
+
+    /// Takes a chunk out, and whoever brings it already brings it in vain.
+    pub fn delete(&self, key: &CacheKey) -> Option<Gone> {
+        let mut state = self.lock();
+        state.removals.add(*key);
+        self.take_out(&mut state, key)
     }
 
     /// The file is gone; its name is free.

@@ -16,6 +16,8 @@ pub(in crate::tier::disk) enum Placed {
     Leaving,
     /// One that is past its time must go first.
     Expired(Gone),
+    /// It was deleted since somebody began to bring it.
+    Deleted,
     /// No disk works, or it would not fit if there were nothing else.
     NoRoom,
 }
@@ -27,22 +29,30 @@ pub(in crate::tier::disk) struct Reservation {
     pub disk: usize,
     tenant: usize,
     bytes: u64,
+    /// When somebody began to bring it.
+    since: Instant,
     /// Whether its bytes count as taken; else they only wait.
     is_taken: bool,
 }
 
 impl Index {
     /// Chooses a disk for an object.
-    pub fn place(self: &Arc<Self>, key: CacheKey, tenant: &str, object_len: usize) -> Placed {
+    pub fn place(self: &Arc<Self>, key: CacheKey, tenant: &str, object_len: usize, since: Instant) -> Placed {
         let bytes = file_bytes(object_len);
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
         let mut state = self.lock();
+        if state.removals.has_since(&key, since) {
+            return Placed::Deleted;
+        }
         if let Some(entry) = self.entry(&key).filter(|entry| entry.is_live(Instant::now)) {
             state.hit(&key, &entry);
             return Placed::Present;
         }
-        if state.writing.contains(&key) {
-            return Placed::Present;
+        if let Some(&since) = state.writing.get(&key) {
+            return match state.removals.has_since(&key, since) {
+                true => Placed::Leaving,
+                false => Placed::Present,
+            };
         }
         if state.leaving.contains(&key) {
             return Placed::Leaving;
@@ -57,7 +67,7 @@ impl Index {
         let Some(disk) = state.choose(bytes) else {
             return Placed::NoRoom;
         };
-        state.writing.insert(key);
+        state.writing.insert(key, since);
         state.disks[disk].queued_bytes += bytes;
         let tenant = state.tenants.number(tenant);
         drop(state);
@@ -67,6 +77,7 @@ impl Index {
             disk,
             tenant,
             bytes,
+            since,
             is_taken: false,
         })
     }
@@ -110,17 +121,23 @@ impl Reservation {
         true
     }
 
-    /// The file is in place: from here on it is a hit.
-    pub fn commit(mut self) {
+    /// The file is in place: from here on it is a hit, or it must go because the chunk was deleted meanwhile.
+    pub fn commit(mut self) -> Option<Gone> {
         let index = Arc::clone(&self.index);
         let mut state = index.lock();
         let shelf = &mut state.disks[self.disk];
         shelf.writes += 1;
         if shelf.failed.is_some() {
             // It is found at the next start.
-            return;
+            return None;
         }
         shelf.failures = 0;
+        if state.removals.has_since(&self.key, self.since) {
+            state.leaving.insert(self.key);
+            let Self { disk, key, .. } = self;
+            return Some(Gone { disk, key });
+        }
+        let shelf = &mut state.disks[self.disk];
         shelf.regrow(self.bytes);
         let entry = Entry {
             disk: self.disk,
@@ -135,6 +152,7 @@ impl Reservation {
         state
             .expiry
             .trim(usize::try_from(live).unwrap_or(usize::MAX), is_live);
+        None
     }
 }
 
@@ -148,6 +166,9 @@ impl Drop for Reservation {
         } else {
             state.disks[self.disk].queued_bytes -= self.bytes;
         }
+        drop(state);
+        // Whoever waits for the end of a write that was in vain.
+        self.index.left.notify_waiters();
     }
 }
 

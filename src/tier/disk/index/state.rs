@@ -2,6 +2,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::RandomState;
+use tokio::time::Instant;
 
 use super::Entry;
 use super::expiry::Expiry;
@@ -9,6 +10,7 @@ use super::shelf::Shelf;
 use super::tenants::Tenants;
 use crate::existence::CacheKey;
 use crate::tier::policy::EvictionPolicy;
+use crate::tier::removals::Removals;
 
 type KeySet = HashSet<CacheKey, RandomState>;
 
@@ -16,13 +18,14 @@ type KeySet = HashSet<CacheKey, RandomState>;
 pub(super) struct State {
     pub disks: Vec<Shelf>,
     pub tenants: Tenants,
-    /// Being written: whoever comes second is told that it is there.
-    pub writing: KeySet,
+    /// Being written, by somebody who began to bring it then: whoever comes second is told that it is there.
+    pub writing: HashMap<CacheKey, Instant, RandomState>,
     /// Out of the index while their files are still there.
     pub leaving: KeySet,
     /// How often each is pinned; one need not be there.
     pub pins: HashMap<CacheKey, u32, RandomState>,
     pub expiry: Expiry,
+    pub removals: Removals,
     serials: u64,
 }
 
@@ -32,10 +35,11 @@ impl State {
         Self {
             disks,
             tenants: Tenants::new(tenant_policy),
-            writing: KeySet::default(),
+            writing: HashMap::default(),
             leaving: KeySet::default(),
             pins: HashMap::default(),
             expiry: Expiry::default(),
+            removals: Removals::default(),
             serials: 0,
         }
     }

@@ -1,6 +1,9 @@
 //! Many at once, and those who don't wait for the end.
 
 use std::future::Future;
+use std::pin::pin;
+
+use futures::FutureExt;
 
 use super::*;
 
@@ -99,6 +102,31 @@ async fn a_chunk_that_is_being_removed_is_written_after_that() {
         bench.read(1).await.unwrap();
         bench.disk.remove(&bench.key(1)).await;
     }
+    bench.check().await;
+}
+
+#[tokio::test]
+async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
+    let bench = Bench::new(1, |options| options.depth = 1);
+    let before = Instant::now();
+    // The disk is busy, so that one waits.
+    let turn = bench.disk.0.turn(0).await;
+    let in_vain = pin!(bench.write(1));
+    let mut in_vain = in_vain.fuse();
+    assert!(futures::poll!(&mut in_vain).is_pending());
+    bench.disk.delete(&bench.key(1)).await;
+    let anew = pin!(bench.write(1));
+    let mut anew = anew.fuse();
+    assert!(futures::poll!(&mut anew).is_pending(), "after the other one");
+    drop(turn);
+    let (in_vain, anew) = futures::join!(in_vain, anew);
+    assert_eq!((in_vain.unwrap(), anew.unwrap()), (Wrote::Deleted, Wrote::Stored));
+    bench.read(1).await.unwrap();
+    let object = object(&bench.arena, &bench.space, 1);
+    let late = bench.disk.write(&bench.space, &hash(1), object, before).await;
+    assert_eq!(late.unwrap(), Wrote::Deleted);
+    bench.disk.delete(&bench.key(1)).await;
+    assert!(!bench.has(1));
     bench.check().await;
 }
 

@@ -34,7 +34,11 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
     slot[10..].copy_from_slice(&object);
     let part = slot.freeze().slice(10..10 + object.len());
     assert_eq!(
-        bench.disk.write(&bench.space, &hash(1), part).await.unwrap(),
+        bench
+            .disk
+            .write(&bench.space, &hash(1), part, Instant::now())
+            .await
+            .unwrap(),
         Wrote::Stored
     );
     let mut slot = bench.arena.try_reserve(object.len() + 10).unwrap();
@@ -107,7 +111,10 @@ async fn a_slot_of_another_length_is_refused() {
     let slot = bench.arena.try_reserve(100).unwrap();
     let (slot, read) = bench.disk.read(&bench.space, &hash(1), slot).await;
     assert!(matches!(read, Err(DiskError::Length { actual: 100, .. })));
-    let written = bench.disk.write(&bench.space, &hash(1), slot.freeze()).await;
+    let written = bench
+        .disk
+        .write(&bench.space, &hash(1), slot.freeze(), Instant::now())
+        .await;
     assert!(matches!(written, Err(DiskError::Length { actual: 100, .. })));
 }
 

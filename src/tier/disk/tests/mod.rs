@@ -3,6 +3,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::*;
 use crate::arena::{Arena, ArenaOptions, Slot};
 use crate::chunk::{ChunkHash, DType, Plane, Space, SpaceInput};
@@ -12,7 +14,6 @@ use crate::tier::policy::EvictionPolicy;
 mod concurrent;
 mod failures;
 mod files;
-mod measure;
 mod restart;
 mod room;
 
@@ -71,7 +72,7 @@ impl Bench {
     }
 
     fn has(&self, chunk: u32) -> bool {
-        self.disk.has(&self.key(chunk))
+        self.disk.has(&self.key(chunk), Instant::now())
     }
 
     async fn write(&self, chunk: u32) -> Result<Wrote, DiskError> {
@@ -80,7 +81,7 @@ impl Bench {
 
     async fn write_to(&self, space: &Space, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, space, chunk);
-        self.disk.write(space, &hash(chunk), object).await
+        self.disk.write(space, &hash(chunk), object, Instant::now()).await
     }
 
     async fn store(&self, chunks: impl IntoIterator<Item = u32>) {

@@ -190,7 +190,7 @@ async fn limits_that_were_lowered_hold_from_the_start() {
     bench.reopen();
     bench.check().await;
     assert_eq!(bench.one(0).chunks, 4);
-    assert!(bench.has(19) && bench.disk.has(&(other.key(), hash(19))));
+    assert!(bench.has(19) && bench.disk.has(&(other.key(), hash(19)), Instant::now()));
 }
 
 #[tokio::test]

@@ -210,11 +210,11 @@ proptest! {
                 match act {
                     Act::Write(is_small, chunk) => {
                         let wrote = bench.write_to(of(is_small), chunk).await.unwrap();
-                        let has = bench.disk.has(&(of(is_small).key(), hash(chunk)));
+                        let has = bench.disk.has(&(of(is_small).key(), hash(chunk)), Instant::now());
                         assert_eq!(has, wrote != Wrote::NoRoom);
                     }
                     Act::Read(is_small, chunk) => {
-                        let has = bench.disk.has(&(of(is_small).key(), hash(chunk)));
+                        let has = bench.disk.has(&(of(is_small).key(), hash(chunk)), Instant::now());
                         assert_eq!(bench.read_from(of(is_small), chunk).await.is_ok(), has);
                     }
                     Act::Remove(is_small, chunk) => {

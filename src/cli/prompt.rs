@@ -1,0 +1,98 @@
+use clap::Args;
+
+use super::args::SpaceRef;
+use super::error::CliError;
+use super::input;
+use crate::chunk::{ChunkHash, ChunkHasher, Space, TenantSecret};
+use crate::units::{ByteSize, KIB, MIB};
+
+const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
+const SECRET_BYTES_MAX: ByteSize = ByteSize(64 * KIB);
+
+/// The prompt that is meant.
+#[derive(Debug, Args)]
+pub struct PromptArgs {
+    /// Token ids: numbers with spaces, commas or line ends between, or a JSON array; `-` is the standard input.
+    #[arg(long, value_name = "FILE|-", default_value = "-", conflicts_with = "hashes")]
+    tokens: String,
+    /// Chunk hashes in hex instead of tokens.
+    #[arg(long, value_name = "FILE|-")]
+    hashes: Option<String>,
+    /// Salt that the prompt's hashes were made with.
+    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
+    salt: String,
+    /// Adapter (LoRA) that the prompt's hashes were made with.
+    #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
+    adapter: String,
+    /// File with the tenant's secret, 64 hex digits.
+    #[arg(long, value_name = "FILE", conflicts_with = "hashes")]
+    tenant_secret_file: Option<String>,
+}
+
+/// What was given, before it is known what space it is for.
+pub enum Prompt {
+    Tokens {
+        tokens: Vec<u32>,
+        salt: String,
+        adapter: String,
+        secret: Option<TenantSecret>,
+    },
+    Hashes(Vec<ChunkHash>),
+}
+
+impl PromptArgs {
+    pub fn read(&self) -> Result<Prompt, CliError> {
+        if let Some(file) = &self.hashes {
+            let text = input::read(file, TOKENS_BYTES_MAX)?;
+            return Ok(Prompt::Hashes(input::hashes(&text)?));
+        }
+        let secret = self.tenant_secret_file.as_ref().map(|file| {
+            let text = input::read(file, SECRET_BYTES_MAX)?;
+            Ok::<_, CliError>(TenantSecret::from_hex(&text)?)
+        });
+        Ok(Prompt::Tokens {
+            tokens: input::tokens(&input::read(&self.tokens, TOKENS_BYTES_MAX)?)?,
+            salt: self.salt.clone(),
+            adapter: self.adapter.clone(),
+            secret: secret.transpose()?,
+        })
+    }
+}
+
+impl Prompt {
+    /// If tokens were given, how many.
+    pub fn tokens(&self) -> Option<u64> {
+        match self {
+            Self::Tokens { tokens, .. } => Some(tokens.len() as u64),
+            Self::Hashes(_) => None,
+        }
+    }
+
+    /// The hashes of its full chunks.
+    pub fn hashes(self, space: &Space) -> Result<Vec<ChunkHash>, CliError> {
+        match self {
+            Self::Hashes(hashes) => Ok(hashes),
+            Self::Tokens {
+                tokens,
+                salt,
+                adapter,
+                secret,
+            } => {
+                let hasher = ChunkHasher::new(space, secret.as_ref())?;
+                let root = hasher.root(salt.as_bytes(), adapter.as_bytes())?;
+                Ok(hasher.chain(&root, &tokens, &[])?)
+            }
+        }
+    }
+
+    /// The same where no bucket can tell what space an id means.
+    pub fn hashes_in(self, space: &SpaceRef) -> Result<Vec<ChunkHash>, CliError> {
+        match (self, space) {
+            (Self::Hashes(hashes), _) => Ok(hashes),
+            (prompt, SpaceRef::Known(space)) => prompt.hashes(space),
+            _ => Err(CliError::usage(
+                "tokens need the space itself: give --space FILE or --model PRESET, or --hashes FILE",
+            )),
+        }
+    }
+}

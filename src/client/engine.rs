@@ -1,0 +1,61 @@
+use std::sync::Arc;
+
+use tokio::sync::Mutex;
+
+use super::{Client, ClientError, Session};
+use crate::api::wire::{AttachRequest, SpaceInfo};
+use crate::chunk::Space;
+
+/// An engine process through all lives of its daemon: attached when it has to be, and anew after the daemon was restarted.
+///
+/// What belongs to a life goes by its [`Session`]: slots, leases and the arena. Those of a session that is over are gone, and
+/// calls by it are refused with `no_session`; so nothing is ever read or written by the offsets of another arena.
+pub struct Engine {
+    client: Client,
+    request: AttachRequest,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    session: Option<Arc<Session>>,
+    spaces: Vec<Space>,
+}
+
+impl Client {
+    /// Attaches when its session is asked for.
+    pub fn engine(&self, request: AttachRequest) -> Engine {
+        Engine {
+            client: self.clone(),
+            request,
+            state: Mutex::default(),
+        }
+    }
+}
+
+impl Engine {
+    /// The session with the daemon as it runs now. Fails while there is none: until then everything is a miss.
+    pub async fn session(&self) -> Result<Arc<Session>, ClientError> {
+        let mut state = self.state.lock().await;
+        if let Some(session) = state.session.as_ref().filter(|session| !session.is_over()) {
+            return Ok(Arc::clone(session));
+        }
+        state.session = None;
+        let session = Arc::new(self.client.attach(&self.request).await?);
+        for space in &state.spaces {
+            self.client.declare(space).await?;
+        }
+        state.session = Some(Arc::clone(&session));
+        Ok(session)
+    }
+
+    /// Makes a space known, to the daemon's later lives as well.
+    pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
+        let mut state = self.state.lock().await;
+        let info = self.client.declare(space).await?;
+        if !state.spaces.iter().any(|known| known.id() == space.id()) {
+            state.spaces.push(space.clone());
+        }
+        Ok(info)
+    }
+}

@@ -1,0 +1,175 @@
+//! Loads of one node that want the same chunks at the same time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvgate::gateway::{
+    AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, Order, TierOptions, WhenFull,
+};
+use kvgate::object::{Capabilities, ObjectStore};
+use kvgate::tier::{Disk, DiskOptions, EvictionPolicy, MemoryOptions};
+use tokio::time::Instant;
+
+use crate::fixture::{Prompt, Site, arena, soon, store_all};
+use crate::held::Held;
+use crate::serving::eventually;
+
+const BOTH: Flow = Flow {
+    asks_lower: true,
+    stores_lower: true,
+};
+
+fn tiers(disk: Option<Disk>) -> TierOptions {
+    TierOptions {
+        memory: MemoryOptions {
+            policy: EvictionPolicy::Lru,
+            ttl: None,
+            watermark_percent: 100,
+            tenant_bytes: None,
+            min_accesses: 0,
+        },
+        memory_flow: BOTH,
+        disk: disk.map(|disk| DiskTier {
+            disk,
+            flow: BOTH,
+            promotes: true,
+        }),
+        behind: BehindOptions {
+            bytes_max: 1 << 20,
+            when_full: WhenFull::Refuse,
+            deadline: Duration::from_secs(30),
+            retry_base: Duration::from_millis(100),
+            retry_max: Duration::from_secs(1),
+        },
+        promote_bytes_max: 1 << 20,
+        load_deadline: Duration::from_secs(60),
+    }
+}
+
+/// Its deadline was told to those who had joined it as the chunk's miss.
+#[tokio::test(start_paused = true)]
+async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
+    let (held, mut line) = Held::new();
+    let mut site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
+    site.capabilities = Capabilities::default();
+    let prompt = Prompt::new(2);
+    store_all(&site.gateway(), &prompt).await;
+    for (hasty, patient) in [(Order::Layer, Order::Chunk), (Order::Layer, Order::Layer)] {
+        let gateway = Gateway::with_tiers(
+            Arc::clone(&site.store),
+            arena(8 << 20),
+            site.options(),
+            Some(tiers(None)),
+        );
+        let load = |order, deadline| {
+            gateway.load(LoadRequest {
+                space: prompt.space.clone(),
+                chunks: prompt.hashes.clone(),
+                order,
+                after_miss: AfterMiss::Continue,
+                deadline,
+            })
+        };
+        held.hold();
+        let hasty = load(hasty, Instant::now() + Duration::from_secs(1));
+        let waiting = line.still().await;
+        assert!(!waiting.is_empty());
+        let patient = load(patient, soon());
+        assert!(line.still().await.is_empty(), "it joined the other one");
+        // Of the GETs that are under way none is answered.
+        held.let_go();
+        let codes: Vec<_> = hasty.collect().await;
+        assert!(
+            codes
+                .iter()
+                .all(|miss| miss.as_ref().unwrap_err().code() == "unknown"),
+            "{codes:?}"
+        );
+        drop(waiting);
+        let outcomes = patient.collect().await;
+        assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    }
+}
+
+/// What a load had read before came back to memory, and by its promotion to the disk.
+#[tokio::test]
+async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
+    let (held, mut line) = Held::new();
+    let mut site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
+    site.capabilities = Capabilities::default();
+    let (deleted, other) = (Prompt::new(1), Prompt::new(1));
+    store_all(&site.gateway(), &deleted).await;
+    store_all(&site.gateway(), &other).await;
+    let folder = tempfile::tempdir().unwrap();
+    let disk = Disk::open(&DiskOptions {
+        paths: vec![folder.path().to_owned()],
+        size_bytes: 1 << 30,
+        watermark_percent: 100,
+        policy: EvictionPolicy::Lru,
+        ttl: None,
+        failures: 3,
+        depth: 1,
+        tenant_bytes: None,
+    });
+    let disk = disk.unwrap();
+    let tiers = tiers(Some(disk.clone()));
+    let gateway = Gateway::with_tiers(
+        Arc::clone(&site.store),
+        arena(8 << 20),
+        site.options(),
+        Some(tiers),
+    );
+    let is_on_disk = |prompt: &Prompt| disk.has(&(prompt.space.key(), prompt.hashes[0]), Instant::now());
+    for order in [Order::Chunk, Order::Layer] {
+        let load = |prompt: &Prompt| {
+            gateway.load(LoadRequest {
+                space: prompt.space.clone(),
+                chunks: prompt.hashes.clone(),
+                order,
+                after_miss: AfterMiss::Continue,
+                deadline: soon(),
+            })
+        };
+        held.hold();
+        let mut early = load(&deleted);
+        // Its last GET is answered when the chunk is nowhere any more.
+        let mut last = line.next().await;
+        let sections = deleted.space.layout().sections(site.options().part_bytes).len();
+        for _ in 1..sections {
+            last.go();
+            last = line.next().await;
+        }
+        gateway
+            .remove(&deleted.space, &deleted.hashes[0], soon())
+            .await
+            .unwrap();
+        held.let_go();
+        last.go();
+        while let Some((_, outcome)) = early.next().await {
+            assert!(outcome.is_ok(), "it goes on: {outcome:?}");
+        }
+        let late = load(&deleted).collect().await;
+        assert_eq!(late[0].as_ref().unwrap_err().code(), "absent");
+        // What is promoted after it is there, so it would be, too.
+        assert!(load(&other).collect().await.iter().all(Result::is_ok));
+        eventually(|| is_on_disk(&other)).await;
+        assert!(!is_on_disk(&deleted));
+        gateway
+            .remove(&other.space, &other.hashes[0], soon())
+            .await
+            .unwrap();
+        // Stored anew it is there like any.
+        store_all(&site.gateway(), &deleted).await;
+        store_all(&site.gateway(), &other).await;
+        gateway.forget_existence();
+        assert!(load(&deleted).collect().await.iter().all(Result::is_ok));
+        eventually(|| is_on_disk(&deleted)).await;
+        gateway
+            .remove(&deleted.space, &deleted.hashes[0], soon())
+            .await
+            .unwrap();
+        assert!(!is_on_disk(&deleted));
+        store_all(&site.gateway(), &deleted).await;
+        gateway.forget_existence();
+    }
+}

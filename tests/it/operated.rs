@@ -1,0 +1,210 @@
+//! What systemd and operators have to do with a daemon.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use kvgate::client::{Client, ClientError, Target};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader, Lines};
+use tokio::net::{UnixDatagram, UnixStream};
+use tokio::process::{Child, ChildStderr, ChildStdout};
+
+use crate::abuse::say;
+use crate::program::kvgate;
+use crate::serving::{Site, alone};
+
+/// `kvgate serve --embedded`, as a process of its own.
+struct Served {
+    home: TempDir,
+    child: Child,
+    out: Lines<BufReader<ChildStdout>>,
+    err: Lines<BufReader<ChildStderr>>,
+}
+
+impl Served {
+    async fn new(arguments: &[&str], settings: &[(&str, &str)]) -> Self {
+        let home = TempDir::new().unwrap();
+        let mut command = kvgate(home.path(), &["serve", "--embedded", "data"]);
+        command
+            .arg("--socket")
+            .arg(home.path().join("kvgate.sock"))
+            .arg("--arena-path")
+            .arg(arena(home.path()))
+            .args(["--arena-size", "32MiB"])
+            .args(arguments)
+            .current_dir(home.path())
+            .env("KVGATE__LOAD__RESERVE", "8MiB")
+            .env("KVGATE__STORE__WRITE_BEHIND", "16MiB")
+            .envs(settings.iter().copied())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        let mut served = Self {
+            home,
+            child,
+            out: BufReader::new(out).lines(),
+            err: BufReader::new(err).lines(),
+        };
+        says(&mut served.out, "serves").await;
+        served
+    }
+
+    fn client(&self) -> Client {
+        Client::new(Target::Unix(self.socket()))
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.home.path().join("kvgate.sock")
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id().expect("it runs")).unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // What it leaves if it is killed.
+        let _ = std::fs::remove_file(arena(self.home.path()));
+    }
+}
+
+fn arena(home: &Path) -> PathBuf {
+    let name = home.file_name().unwrap().display();
+    format!("/dev/shm/kvgate-it-{name}").into()
+}
+
+/// The lines up to the one that has this word.
+async fn says<R: AsyncRead + Unpin>(lines: &mut Lines<BufReader<R>>, word: &str) -> Vec<String> {
+    let mut said = Vec::new();
+    let all = async {
+        while let Some(line) = lines.next_line().await.unwrap() {
+            said.push(line);
+            if said.last().is_some_and(|line| line.contains(word)) {
+                return;
+            }
+        }
+        panic!("it ended");
+    };
+    let in_time = tokio::time::timeout(Duration::from_secs(30), all).await;
+    assert!(in_time.is_ok(), "{word:?} was not said: {said:?}");
+    said
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn systemd_is_told_that_it_is_ready_alive_and_stopping() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    let told = async || {
+        let mut buffer = [0; 256];
+        let received = tokio::time::timeout(Duration::from_secs(30), socket.recv(&mut buffer)).await;
+        let len = received.expect("it is told something").unwrap();
+        String::from_utf8(buffer[..len].to_vec()).unwrap()
+    };
+    let within = Duration::from_secs(2);
+    let settings = [
+        ("NOTIFY_SOCKET", path.to_str().unwrap()),
+        ("WATCHDOG_USEC", &within.as_micros().to_string()),
+    ];
+    let mut served = Served::new(&[], &settings).await;
+    let (mut ready, mut alive) = (0, Vec::new());
+    while ready == 0 || alive.len() < 4 {
+        match told().await.as_str() {
+            "READY=1" => ready += 1,
+            "WATCHDOG=1" => alive.push(Instant::now()),
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(ready, 1);
+    for pair in alive.windows(2) {
+        assert!(pair[1] - pair[0] < within, "{alive:?}");
+    }
+    served.signal(Signal::TERM);
+    while told().await != "STOPPING=1" {}
+    assert!(served.child.wait().await.unwrap().success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_changes_the_token_and_the_log_level() {
+    let folder = TempDir::new().unwrap();
+    let (config, token) = (folder.path().join("kvgate.toml"), folder.path().join("token"));
+    let write = |level: &str, secret: &str| {
+        std::fs::write(&token, secret).unwrap();
+        let text = format!(
+            "[log]\nlevel = {level:?}\n[api]\nlisten = \"127.0.0.1:0\"\ntoken_file = {:?}\n",
+            token.display().to_string()
+        );
+        std::fs::write(&config, text).unwrap();
+    };
+    write("error", "first");
+    let mut served = Served::new(&["--config", config.to_str().unwrap()], &[]).await;
+    let lines = says(&mut served.out, "status").await;
+    let address = lines.last().unwrap().split("http://").nth(1).unwrap();
+    let address = address.trim_end_matches('/').parse().unwrap();
+    let works = async |token: &str| {
+        let client = Client::with_token(Target::Tcp(address), Some(token));
+        match client.status().await {
+            Ok(_) => true,
+            Err(ClientError::Refused(problem)) if problem.code == "unauthorized" => false,
+            Err(error) => panic!("{error}"),
+        }
+    };
+    // Each is told of at level info.
+    let client = served.client();
+    let attach = async |instance: &str| drop(client.attach(&alone(instance)).await.unwrap());
+    let tokens = async || [works("first").await, works("second").await, works("third").await];
+
+    attach("unheard").await;
+    assert_eq!(tokens().await, [true, false, false]);
+    write("info", "second");
+    served.signal(Signal::HUP);
+    let silence = says(&mut served.err, "reloaded").await;
+    assert_eq!(silence.len(), 1, "{silence:?}");
+    assert_eq!(tokens().await, [false, true, false]);
+    attach("heard").await;
+    says(&mut served.err, "heard").await;
+
+    write("error", "third");
+    let socket = served.socket();
+    let reload = async || {
+        let mut stream = UnixStream::connect(&socket).await.unwrap();
+        let answer = say(&mut stream, "POST /v1/reload HTTP/1.1\r\nhost: x\r\n\r\n").await;
+        assert!(
+            answer.ends_with(r#"{"reloaded":["log.level","api.token_file"]}"#),
+            "{answer}"
+        );
+    };
+    reload().await;
+    assert_eq!(tokens().await, [false, false, true]);
+    attach("hushed").await;
+    write("info", "third");
+    reload().await;
+    attach("again").await;
+    let said = says(&mut served.err, "again").await;
+    assert!(!said.iter().any(|line| line.contains("hushed")), "{said:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_is_not_ready_before_s3_has_answered() {
+    let mut site = Site::new().await;
+    site.stop_s3().await;
+    let serving = site.serve(&[("api.degraded", "true")]).await;
+    serving.client.get("/readyz").await.unwrap();
+    serving.end().await;
+    let serving = site.serve(&[]).await;
+    let ready = async || serving.client.get("/readyz").await;
+    match ready().await {
+        Err(ClientError::Refused(problem)) => {
+            assert_eq!((problem.status, problem.code.as_str()), (503, "not_ready"));
+        }
+        other => panic!("{other:?}"),
+    }
+    serving.client.get("/healthz").await.unwrap();
+    site.start_s3().await;
+    serving.ready().await;
+    ready().await.unwrap();
+}
