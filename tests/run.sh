@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The project's tests:  tests/run.sh [quick|lint|ci|full]     (ci unless told)
 #   quick   format, clippy, and the tests that need no server
-#   lint    ruff, shellcheck, cargo-deny
+#   lint    ruff, shellcheck, the kernels' PTX, cargo-deny
 #   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq), the demo
 #   full    ci, Swift, the long variants of the tests, fuzzing
 #
@@ -100,6 +100,7 @@ lint() {
     check "ruff check" "$VENV/bin/ruff" check --no-cache .
     check "ruff format" "$VENV/bin/ruff" format --no-cache --check .
     check "shellcheck" shell_scripts
+    check "the kernels' PTX" kernels/compile.sh --check
     # The crates must be there for cargo-deny to read their licences, so this comes after cargo has fetched them.
     check "cargo deny" "$KVGATE_TEST_CACHE/cargo/bin/cargo-deny" --locked check -A duplicate bans licenses sources
     not_run+=("cargo deny check advisories: its database comes over the network; the workflow on GitHub runs it")

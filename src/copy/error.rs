@@ -36,6 +36,8 @@ pub enum CopyError {
         at: usize,
         has: usize,
     },
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
     #[error("the spans are of another cache")]
     OtherCache,
     #[error("a store needs all {chunk_tokens} tokens of a chunk, and {tokens} of them are somewhere")]

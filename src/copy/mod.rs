@@ -53,7 +53,7 @@ pub use cuda::{CudaCopier, CudaOptions};
 pub use error::{CopyError, LayoutError, MappingError};
 pub use mapping::{SlotMapping, Span, Spans};
 pub use object::{Source, Target};
-pub use pages::HostPages;
+pub use pages::{HostPages, HostPagesError};
 pub use tensor::Tensor;
 
 #[cfg(test)]

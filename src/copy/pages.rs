@@ -1,4 +1,4 @@
-use std::ptr::NonNull;
+use memmap2::{MmapOptions, MmapRaw};
 
 use super::cache::PagedCache;
 use super::copier::Job;
@@ -11,14 +11,18 @@ use crate::chunk::Space;
 /// Pages in host memory of our own, in a known layout: an engine's for those who have none.
 pub struct HostPages {
     copier: CpuCopier,
-    /// From a `Box`. The copier has its address, so it is never borrowed while a copy is made.
-    memory: NonNull<[u8]>,
+    /// At a page, as engines have it. The copier has its address, so it is never borrowed while a copy is made.
+    memory: MmapRaw,
 }
 
-// SAFETY: it owns its memory, as a `Box` would.
-unsafe impl Send for HostPages {}
-// SAFETY: through a shared reference it is only read.
-unsafe impl Sync for HostPages {}
+/// There are no such pages.
+#[derive(Debug, thiserror::Error)]
+pub enum HostPagesError {
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    #[error("can't get {bytes} bytes for pages: {source}")]
+    Memory { bytes: u64, source: std::io::Error },
+}
 
 impl HostPages {
     /// All bytes are `poison`.
@@ -28,24 +32,19 @@ impl HostPages {
         pages: &Pages,
         poison: u8,
         options: CpuOptions,
-    ) -> Result<Self, LayoutError> {
+    ) -> Result<Self, HostPagesError> {
         let (bytes, mut tensors) = layout.tensors(space, pages);
-        let memory = vec![poison; bytes as usize].into_boxed_slice();
-        let memory = NonNull::from(Box::leak(memory));
+        let map = MmapOptions::new().len(bytes as usize).map_anon();
+        let mut map = map.map_err(|source| HostPagesError::Memory { bytes, source })?;
+        map.fill(poison);
+        let memory = MmapRaw::from(map);
         for tensor in &mut tensors {
-            tensor.address += memory.cast::<u8>().as_ptr() as u64;
+            tensor.address += memory.as_ptr() as u64;
         }
-        let cache = PagedCache::new(space, &tensors);
+        let cache = PagedCache::new(space, &tensors)?;
         // SAFETY: the copier goes with its memory, and copies only while `self` is borrowed mutably.
-        let copier = cache.map(|cache| unsafe { CpuCopier::new(cache, options) });
-        match copier {
-            Ok(copier) => Ok(Self { copier, memory }),
-            Err(error) => {
-                // SAFETY: nobody else has it.
-                drop(unsafe { Box::from_raw(memory.as_ptr()) });
-                Err(error)
-            }
-        }
+        let copier = unsafe { CpuCopier::new(cache, options) };
+        Ok(Self { copier, memory })
     }
 
     /// From the object into the pages.
@@ -64,19 +63,12 @@ impl HostPages {
 
     /// All pages, as they lie in memory.
     pub fn image(&self) -> &[u8] {
-        // SAFETY: it is ours, and copies are made only while `self` is borrowed mutably.
-        unsafe { self.memory.as_ref() }
+        // SAFETY: it is mapped, and copies are made only while `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.memory.len()) }
     }
 
     pub fn image_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for `image`.
-        unsafe { self.memory.as_mut() }
-    }
-}
-
-impl Drop for HostPages {
-    fn drop(&mut self) {
-        // SAFETY: it came from a `Box`, and the copier makes no copies any more.
-        drop(unsafe { Box::from_raw(self.memory.as_ptr()) });
+        unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr(), self.memory.len()) }
     }
 }

@@ -104,8 +104,9 @@ impl Engine {
         PagedCache::new(&self.space, &self.tensors).unwrap()
     }
 
-    fn copier(&self, cache: PagedCache, options: CpuOptions) -> CpuCopier {
-        // SAFETY: the tensors are in `memory`, which the test keeps as long as the copier.
+    /// By `cache`, which is of this engine.
+    fn copier(cache: PagedCache, options: CpuOptions) -> CpuCopier {
+        // SAFETY: the tensors are in the engine's memory, which the test keeps as long as the copier.
         unsafe { CpuCopier::new(cache, options) }
     }
 
@@ -182,7 +183,7 @@ impl Engine {
         self.memory.fill(POISON);
         let mut expected = self.memory.clone();
         pairs.iter().for_each(|&(from, to)| expected[to] = object[from]);
-        let copier = self.copier(cache.clone(), options);
+        let copier = Engine::copier(cache.clone(), options);
         copier.load(object.clone(), job).unwrap().wait().unwrap();
         if self.memory != expected {
             return false;
@@ -316,23 +317,19 @@ impl AnyLayout {
 
     fn places(&self, seed: u64, first_token: u64) -> Places {
         let mut random = fastrand::Rng::with_seed(seed);
-        match self.slots || random.bool() {
-            true => {
-                let mut slots: Vec<i64> = (0..i64::from(self.blocks * self.block_tokens)).collect();
-                if random.bool() {
-                    random.shuffle(&mut slots);
-                }
-                slots.truncate(self.chunk_tokens as usize);
-                Places::Slots(slots)
+        if self.slots || random.bool() {
+            let mut slots: Vec<i64> = (0..i64::from(self.blocks * self.block_tokens)).collect();
+            if random.bool() {
+                random.shuffle(&mut slots);
             }
-            false => {
-                let mut table: Vec<u32> = (0..self.blocks).collect();
-                random.shuffle(&mut table);
-                Places::Blocks {
-                    table,
-                    first_token: first_token % u64::from(self.block_tokens),
-                }
-            }
+            slots.truncate(self.chunk_tokens as usize);
+            return Places::Slots(slots);
+        }
+        let mut table: Vec<u32> = (0..self.blocks).collect();
+        random.shuffle(&mut table);
+        Places::Blocks {
+            table,
+            first_token: first_token % u64::from(self.block_tokens),
         }
     }
 }
@@ -442,7 +439,7 @@ fn whole_job(engine: &Engine, seed: u64) -> (CpuCopier, Job) {
         0..chunk_tokens,
         0..engine.space.planes().len(),
     );
-    (engine.copier(engine.cache(), ONE_THREAD), job)
+    (Engine::copier(engine.cache(), ONE_THREAD), job)
 }
 
 #[test]
@@ -498,6 +495,8 @@ fn known_layouts_are_as_their_twin() {
     assert!(tried > KNOWN.len());
 }
 
+type Mistake = (&'static str, fn(&mut Part));
+
 /// Each number that a copy goes by, made wrong, must be noticed.
 #[test]
 fn every_planted_mistake_is_caught() {
@@ -513,7 +512,6 @@ fn every_planted_mistake_is_caught() {
         table: vec![4, 1, 3, 0],
         first_token: 2,
     };
-    type Mistake = (&'static str, fn(&mut Part));
     let mistakes: [Mistake; 10] = [
         ("block stride", |part| part.block_stride -= 16),
         ("token stride", |part| part.token_stride += 16),
@@ -565,7 +563,7 @@ fn a_part_of_an_object_is_enough_for_its_planes() {
         at: second.start,
         ..engine.job(&places, 0..8, 1..3)
     };
-    let copier = engine.copier(engine.cache(), ONE_THREAD);
+    let copier = Engine::copier(engine.cache(), ONE_THREAD);
     let part = object[second.start..third.end].to_vec();
     copier.load(part.clone(), &job).unwrap().wait().unwrap();
     for (from, to) in engine.twin(&places, 0..8, 1..3) {
@@ -598,9 +596,7 @@ fn a_rank_stores_only_what_it_owns() {
         first_token: 0,
     };
     let job = engine.job(&places, 0..4, 0..2);
-    let stored = engine
-        .copier(own, ONE_THREAD)
-        .store(vec![0; space.layout().object_len()], &job);
+    let stored = Engine::copier(own, ONE_THREAD).store(vec![0; space.layout().object_len()], &job);
     let stored = stored.unwrap().wait().unwrap();
     let head = |plane: usize, head: usize| {
         let start = space.layout().plane(plane).start + head * 64;
@@ -611,7 +607,10 @@ fn a_rank_stores_only_what_it_owns() {
         .map(|(p, h)| head(p, h))
         .collect();
     assert_eq!(written, [true, false, false, true, false, false, true, false]);
-    assert_eq!(stored.iter().filter(|&&byte| byte == 7).count(), 3 * 64);
+    assert_eq!(
+        stored.iter().map(|&byte| usize::from(byte)).sum::<usize>(),
+        7 * 3 * 64
+    );
 }
 
 mod refusals {

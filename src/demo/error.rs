@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use crate::chunk::{HashError, SpaceError};
+use crate::copy::{CopyError, HostPagesError};
 use crate::gateway::OpenError;
 use crate::host::HostError;
 use crate::object::{ErrorKind, ObjectError};
@@ -43,6 +44,10 @@ pub enum DemoError {
         path: std::path::PathBuf,
         source: std::io::Error,
     },
+    #[error(transparent)]
+    Pages(#[from] HostPagesError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error(transparent)]

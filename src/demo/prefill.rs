@@ -74,7 +74,7 @@ impl Demo {
     /// Gathers pages into slots and has them stored, as many at once as the arena holds.
     async fn store(&mut self, missing: &Missing, table: &[u32]) -> Result<(), DemoError> {
         for chunk in missing.from..missing.to {
-            let mut slot = loop {
+            let slot = loop {
                 match self.gateway.reserve(&self.space) {
                     Ok(slot) => break slot,
                     // Reserving never waits: a slot is free when a store ends.
@@ -89,7 +89,7 @@ impl Demo {
             };
             let gathering = Instant::now();
             let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
-            self.cache.gather(blocks, slot.payload_mut());
+            let slot = slot.filled_by(|object| self.cache.gather(blocks, object))?;
             self.report.gather_seconds += gathering.elapsed().as_secs_f64();
 
             let conversation = &self.plan.conversations[missing.conversation];

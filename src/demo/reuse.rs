@@ -48,7 +48,7 @@ impl Demo {
     }
 
     /// Each conversation into pages of its own, chunk by chunk as they arrive; then every byte is compared.
-    pub async fn load_and_compare(&mut self) {
+    pub async fn load_and_compare(&mut self) -> Result<(), DemoError> {
         let bytes = (self.plan.chunks() * self.space.layout().payload_len()) as u64;
         self.progress.start("load, compare", 2 * bytes, true);
         for conversation in 0..self.plan.conversations.len() {
@@ -60,14 +60,15 @@ impl Demo {
                 phase.bytes += self.cache.bytes() as u64;
             }
             let table = shuffled_blocks(self.cache.blocks(), &mut self.random);
-            let loaded = self.load(conversation, &table).await;
+            let loaded = self.load(conversation, &table).await?;
             self.compare(conversation, &table, loaded).await;
         }
         self.finish();
+        Ok(())
     }
 
     /// Answers how many chunks are in their pages: the leading run.
-    async fn load(&mut self, conversation: usize, table: &[u32]) -> usize {
+    async fn load(&mut self, conversation: usize, table: &[u32]) -> Result<usize, DemoError> {
         let watch = Watch::start(&*self.store);
         let mut stream = self.gateway.load(LoadRequest {
             space: self.space.clone(),
@@ -82,7 +83,7 @@ impl Demo {
                 Ok(object) => {
                     let scattering = Instant::now();
                     let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
-                    self.cache.scatter(blocks, &object.payload());
+                    self.cache.scatter(blocks, object.payload())?;
                     self.report.scatter_seconds += scattering.elapsed().as_secs_f64();
                     loaded += 1;
                     self.progress.add(object.payload().len() as u64);
@@ -99,7 +100,7 @@ impl Demo {
         let phase = self.report.phase(Phase::LOAD).add(&watch, &*self.store);
         phase.chunks += loaded;
         phase.bytes += (loaded * self.space.layout().payload_len()) as u64;
-        loaded
+        Ok(loaded)
     }
 
     async fn compare(&mut self, conversation: usize, table: &[u32], loaded: usize) {

@@ -65,8 +65,7 @@ async fn phases(demo: &mut Demo) -> Result<(), DemoError> {
     demo.prefill_and_store().await?;
     demo.forget();
     demo.look_up().await?;
-    demo.load_and_compare().await;
-    Ok(())
+    demo.load_and_compare().await
 }
 
 fn save_tokens(path: &Path, plan: &Plan) -> Result<(), DemoError> {

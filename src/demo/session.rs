@@ -12,6 +12,7 @@ use super::progress::Progress;
 use super::report::{Phase, Report};
 use crate::chunk::{ChunkHash, KeyPrefix, Space};
 use crate::config::Config;
+use crate::copy::CpuOptions;
 use crate::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::object::{ErrorKind, ObjectStore, RequestCounts};
 
@@ -71,7 +72,12 @@ impl Demo {
         let mut report = Report::new(&space, &plan);
         report.phase(Phase::OPEN).add(&watch, &*store);
         Ok(Self {
-            cache: PagedCache::new(space.planes(), BLOCK_TOKENS, plan.cache_blocks()),
+            cache: PagedCache::new(
+                &space,
+                BLOCK_TOKENS,
+                plan.cache_blocks(),
+                CpuOptions::from(&config.copy),
+            )?,
             random: fastrand::Rng::with_seed(plan.shape.seed),
             stores: JoinSet::new(),
             stored: HashSet::new(),

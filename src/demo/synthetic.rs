@@ -108,7 +108,8 @@ pub(super) fn compare(cache: &PagedCache, blocks: &[u32], states: &[u64]) -> Com
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::Plane;
+    use crate::chunk::Space;
+    use crate::copy::CpuOptions;
 
     fn row(states: &[u64], token: usize, plane: usize, head: usize) -> Vec<u8> {
         let mut rows = vec![0; 21 * states.len()];
@@ -143,13 +144,16 @@ mod tests {
 
     #[test]
     fn compare_finds_the_byte() {
-        let planes = [(0, 2, 21), (1, 3, 8)].map(|(layer, heads, row_bytes)| Plane {
-            name: "kv".into(),
-            layer,
-            heads,
-            row_bytes,
-        });
-        let mut cache = PagedCache::new(&planes, 4, 5);
+        let space = Space::from_json(
+            r#"{"model": "m", "revision": "1", "dtype": "int8", "chunk_tokens": 12, "planes": [
+                {"name": "kv", "layer": 0, "heads": 2, "row_bytes": 21},
+                {"name": "kv", "layer": 1, "heads": 3, "row_bytes": 8}]}"#,
+        );
+        let options = CpuOptions {
+            threads: 1,
+            bytes_per_thread: 1,
+        };
+        let mut cache = PagedCache::new(&space.unwrap(), 4, 5, options).unwrap();
         let (blocks, states) = ([3, 0, 2], prefix_states(1, &[5; 12]));
         generate(&mut cache, &blocks, &states);
         let bytes = 12 * (2 * 21 + 3 * 8);

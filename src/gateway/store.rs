@@ -30,6 +30,15 @@ pub struct StoreSlot {
 }
 
 impl StoreSlot {
+    /// Has the object's payload filled by a copy, which is given the whole slot and gives it back.
+    pub fn filled_by<E>(self, copy: impl FnOnce(SlotMut) -> Result<SlotMut, E>) -> Result<Self, E> {
+        let Self { slot, space } = self;
+        Ok(Self {
+            slot: copy(slot)?,
+            space,
+        })
+    }
+
     /// The payload, to be filled wholly: plane by plane, each `[head][token][row]`. Holds other bytes before.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         let header_len = self.space.layout().header_len();

@@ -1,7 +1,7 @@
 use crate::arena::ArenaError;
 use crate::chunk::{HashError, SpaceError};
 use crate::copy::cuda::{CudaError, PagesError};
-use crate::copy::{CopyError, LayoutError, MappingError};
+use crate::copy::{CopyError, HostPagesError, MappingError};
 use crate::gateway::OpenError;
 use crate::object::ObjectError;
 
@@ -15,7 +15,7 @@ pub enum GpuError {
     #[error("the arena has no room for {0} bytes")]
     Room(usize),
     #[error(transparent)]
-    Layout(#[from] LayoutError),
+    HostPages(#[from] HostPagesError),
     #[error(transparent)]
     Mapping(#[from] MappingError),
     #[error(transparent)]

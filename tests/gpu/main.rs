@@ -15,8 +15,11 @@
 
 #![allow(
     clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
-    clippy::naive_bytecount
+    clippy::naive_bytecount,
+    clippy::unused_self,
+    reason = "small numbers; and whoever steers the driver must have it"
 )]
 
 mod command;

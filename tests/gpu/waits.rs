@@ -107,10 +107,10 @@ const FIELDS: [(&str, usize, i64); 6] = [
 
 #[test]
 fn no_number_of_a_transfer_can_be_wrong() {
-    for way in 0..WAYS.len() {
+    for (way, (name, direct_bytes)) in WAYS.into_iter().enumerate() {
         let transfers: Vec<(usize, usize)> = {
             let mock = Mock::start(0);
-            life(layout(WAYS[way].0), WAYS[way].1);
+            life(layout(name), direct_bytes);
             (1..=mock.copies()).map(|nth| mock.rows(nth)).collect()
         };
         let mut purposes = Vec::new();

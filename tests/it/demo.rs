@@ -86,7 +86,7 @@ fn chunk_file(server: &EmbeddedS3, demo: &Demo, conversation: usize, chunk: usiz
 async fn after_store(demo: &mut Demo) {
     demo.forget();
     demo.look_up().await.unwrap();
-    demo.load_and_compare().await;
+    demo.load_and_compare().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
