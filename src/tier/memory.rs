@@ -7,16 +7,17 @@
 //!
 //! With several tenants the one that has the most gives first, and each may have its quota.
 
-use std::collections::HashMap;
+mod state;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
 use tokio::time::Instant;
 
+use self::state::{Going, Held, Resident, State, is_pinned};
 use super::percent_of;
-use super::policy::{EvictionPolicy, Queue};
-use super::removals::Removals;
+use super::policy::EvictionPolicy;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
@@ -43,23 +44,6 @@ pub struct Memory {
     state: Mutex<State>,
 }
 
-#[derive(Default)]
-struct State {
-    chunks: HashMap<CacheKey, Resident, foldhash::fast::RandomState>,
-    tenants: HashMap<Arc<str>, Tenant>,
-    /// Until when those that were pinned stay.
-    pins: Pins,
-    removals: Removals,
-    stats: MemoryStats,
-}
-
-struct Tenant {
-    queue: Queue<CacheKey>,
-    bytes: usize,
-    /// For chunks that are about to come.
-    reserved: usize,
-}
-
 /// See [`Memory::share`].
 pub struct Share {
     memory: Arc<Memory>,
@@ -75,25 +59,6 @@ impl Drop for Share {
         }
         state.forget_empty(&self.tenant);
     }
-}
-
-struct Resident {
-    tenant: Arc<str>,
-    held: Held,
-    bytes: usize,
-    dirty: bool,
-    accesses: u32,
-    was_due: bool,
-    since: Instant,
-}
-
-/// What is in the slot.
-#[derive(Clone)]
-enum Held {
-    /// The header is not written yet.
-    Payload(Slot),
-    /// Header and payload.
-    Object(Slot),
 }
 
 /// A chunk that is here.
@@ -388,145 +353,6 @@ impl Memory {
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Who may go.
-#[derive(Clone, Copy)]
-struct Going {
-    now: Instant,
-    /// Of use are only slots that begin before this offset.
-    before: usize,
-    /// Those that are pinned as well.
-    pinned: bool,
-}
-
-impl Going {
-    fn any(now: Instant) -> Self {
-        Self {
-            now,
-            before: usize::MAX,
-            pinned: false,
-        }
-    }
-}
-
-type Pins = HashMap<CacheKey, Instant, foldhash::fast::RandomState>;
-
-fn is_pinned(pins: &Pins, key: &CacheKey, now: Instant) -> bool {
-    pins.get(key).is_some_and(|until| *until > now)
-}
-
-impl State {
-    fn tenant_bytes(&self, tenant: &str) -> usize {
-        let tenant = self.tenants.get(tenant);
-        tenant.map_or(0, |tenant| tenant.bytes + tenant.reserved)
-    }
-
-    /// The tenant's name as it is kept; it is known from here on.
-    fn tenant(&mut self, name: &str, policy: EvictionPolicy) -> Arc<str> {
-        if let Some((name, _)) = self.tenants.get_key_value(name) {
-            return Arc::clone(name);
-        }
-        let name: Arc<str> = name.into();
-        let tenant = Tenant {
-            queue: Queue::new(policy),
-            bytes: 0,
-            reserved: 0,
-        };
-        self.tenants.insert(Arc::clone(&name), tenant);
-        name
-    }
-
-    fn forget_empty(&mut self, tenant: &Arc<str>) {
-        let empty = |of: &Tenant| of.bytes + of.reserved == 0;
-        if self.tenants.get(tenant).is_some_and(empty) {
-            self.tenants.remove(tenant);
-        }
-    }
-
-    /// The next that may go: of the tenant that has the most, else of any.
-    fn evict(&mut self, going: Going) -> Option<Held> {
-        let mut tenants: Vec<_> = self
-            .tenants
-            .iter()
-            .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
-            .collect();
-        tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
-        tenants.iter().find_map(|(_, name)| self.evict_of(name, going))
-    }
-
-    fn evict_of(&mut self, tenant: &str, going: Going) -> Option<Held> {
-        let Self {
-            chunks,
-            tenants,
-            pins,
-            ..
-        } = self;
-        let may_go = |key: &CacheKey| {
-            chunks.get(key).is_none_or(|resident| {
-                let helps = resident.held.slot().slot_offset() < going.before;
-                let stays = !going.pinned && is_pinned(pins, key, going.now);
-                helps && !stays && !resident.is_used()
-            })
-        };
-        let key = tenants.get_mut(tenant)?.queue.evict(may_go)?;
-        self.stats.evicted += 1;
-        self.take(&key).map(|resident| resident.held)
-    }
-
-    fn set_dirty(&mut self, key: &CacheKey, dirty: bool) {
-        if let Some(resident) = self.chunks.get_mut(key) {
-            self.stats.dirty_bytes -= resident.dirty_bytes();
-            resident.dirty = dirty;
-            self.stats.dirty_bytes += resident.dirty_bytes();
-        }
-    }
-
-    fn take(&mut self, key: &CacheKey) -> Option<Resident> {
-        let resident = self.chunks.remove(key)?;
-        self.pins.remove(key);
-        self.stats.bytes -= resident.bytes as u64;
-        self.stats.dirty_bytes -= resident.dirty_bytes();
-        if let Some(tenant) = self.tenants.get_mut(&resident.tenant) {
-            tenant.queue.remove(key);
-            tenant.bytes -= resident.bytes;
-        }
-        self.forget_empty(&resident.tenant);
-        Some(resident)
-    }
-}
-
-impl Resident {
-    /// While the lock is held nobody can begin to use it.
-    fn is_used(&self) -> bool {
-        self.dirty || self.held.slot().is_used_by_others(1)
-    }
-
-    fn dirty_bytes(&self) -> u64 {
-        if self.dirty { self.bytes as u64 } else { 0 }
-    }
-
-    fn found(&self, space: &Space, is_due: bool) -> Found {
-        match &self.held {
-            Held::Payload(payload) => Found {
-                payload: payload.clone(),
-                object: None,
-                is_due,
-            },
-            Held::Object(object) => Found {
-                payload: object.slice(space.layout().header_len()..object.len()),
-                object: Some(object.clone()),
-                is_due,
-            },
-        }
-    }
-}
-
-impl Held {
-    fn slot(&self) -> &Slot {
-        let (Self::Payload(slot) | Self::Object(slot)) = self;
-        slot
     }
 }
 
