@@ -27,12 +27,8 @@ class Nvrtc:
 
     def ptx(self, source):
         name = source.name.encode()
-        self.call(
-            "nvrtcCreateProgram", ctypes.byref(self.program), source.read_bytes(), name, 0, None, None
-        )
-        self.call(
-            "nvrtcCompileProgram", self.program, len(OPTIONS), (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)
-        )
+        self.call("nvrtcCreateProgram", ctypes.byref(self.program), source.read_bytes(), name, 0, None, None)
+        self.call("nvrtcCompileProgram", self.program, len(OPTIONS), (ctypes.c_char_p * len(OPTIONS))(*OPTIONS))
         return self.text("nvrtcGetPTX")
 
 

@@ -15,6 +15,7 @@ pub mod chunk;
 pub mod cli;
 pub mod client;
 pub mod config;
+pub mod connector;
 pub mod copy;
 pub mod daemon;
 pub mod demo;

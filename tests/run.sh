@@ -92,7 +92,7 @@ shout() { printf '\n!!! %s\n' "$*"; }
 
 rust_checks() {
     check "cargo fmt" cargo fmt --check
-    check "cargo clippy" cargo clippy --all-targets "${LOCKED[@]}" -- -D warnings
+    check "cargo clippy" cargo clippy --workspace --all-targets "${LOCKED[@]}" -- -D warnings
 }
 
 lint() {

@@ -1,5 +1,4 @@
 use std::io;
-use std::process::ExitCode;
 
 use crate::chunk::{HashError, SpaceError};
 use crate::config::ConfigError;
@@ -32,16 +31,16 @@ impl CliError {
     }
 
     /// Tells it, and answers the exit status.
-    pub fn report(&self) -> ExitCode {
+    pub fn report(&self) -> u8 {
         match self {
             // The reader, such as `head`, has seen enough.
-            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return ExitCode::SUCCESS,
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return 0,
             Self::Reported | Self::ReportedUsage => {}
             _ => super::output::tell(format_args!("error: {self}")),
         }
         match self {
-            Self::Usage(_) | Self::Config(_) | Self::ReportedUsage => ExitCode::from(2),
-            Self::Failed(_) | Self::Reported | Self::Output(_) => ExitCode::from(1),
+            Self::Usage(_) | Self::Config(_) | Self::ReportedUsage => 2,
+            Self::Failed(_) | Self::Reported | Self::Output(_) => 1,
         }
     }
 }

@@ -27,6 +27,7 @@ mod size;
 mod stat;
 mod verify;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -79,12 +80,17 @@ enum Command {
 
 /// The whole program.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    ExitCode::from(main_of(std::env::args_os()))
+}
+
+/// The same with these arguments, the program's name first. Its exit status.
+pub fn main_of(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> u8 {
+    let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => {
             // Nobody is left to be told if this fails.
             let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+            return u8::try_from(error.exit_code()).unwrap_or(2);
         }
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -98,7 +104,7 @@ pub fn main() -> ExitCode {
         Err(error) => Err(CliError::Failed(format!("can't start: {error}"))),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => error.report(),
     }
 }

@@ -1,8 +1,10 @@
+use std::borrow::Cow;
 use std::ops::Range;
 
-use super::cache::PagedCache;
+use super::cache::{PagedCache, Part};
 use super::copier::{Job, Pending};
 use super::error::CopyError;
+use super::mapping::Span;
 use super::object::{Source, Target};
 use super::region::Region;
 
@@ -72,7 +74,11 @@ impl CpuCopier {
     }
 
     fn copy(&self, way: Way, job: &Job, parts: Range<usize>) {
-        let spans = job.spans.as_slice();
+        let token_major = is_token_major(&self.cache.parts()[parts.clone()]);
+        let spans: Cow<[Span]> = match token_major {
+            true => job.spans.as_slice().iter().flat_map(cut).collect(),
+            false => job.spans.as_slice().into(),
+        };
         let row = |index: usize| self.cache.parts()[index].run_bytes as usize;
         let heads = |index: usize| {
             let (first, end) = self.cache.parts()[index].heads;
@@ -87,8 +93,12 @@ impl CpuCopier {
         let share = |thread: usize| pairs * thread / threads..pairs * (thread + 1) / threads;
         let work = |pairs: Range<usize>| {
             for pair in pairs {
-                let part = &self.cache.parts()[parts.start + pair / spans.len()];
-                let region = Region::new(&self.cache, part, &spans[pair % spans.len()]);
+                let (part, span) = match token_major {
+                    true => (pair % parts.len(), pair / parts.len()),
+                    false => (pair / spans.len(), pair % spans.len()),
+                };
+                let part = &self.cache.parts()[parts.start + part];
+                let region = Region::new(&self.cache, part, &spans[span]);
                 // SAFETY: whoever made the copier vouches for the pages, the job was checked against the object's
                 // length and the cache, and pairs have disjoint bytes on both sides.
                 unsafe { copy_region(way, &region, job.at) };
@@ -102,6 +112,30 @@ impl CpuCopier {
             work(share(0));
         });
     }
+}
+
+/// Whether a token's layers are side by side, as in SGLang's page_first: then all of them are copied while its pages are
+/// at hand.
+fn is_token_major(parts: &[Part]) -> bool {
+    let Some((first, others)) = parts.split_first() else {
+        return false;
+    };
+    // Of the next layer.
+    let next = others.iter().find(|part| part.row_offset == first.row_offset);
+    next.is_some_and(|next| first.address.abs_diff(next.address) < first.token_stride)
+}
+
+/// Tokens of which all layers are copied together.
+const TOKENS: u32 = 32;
+
+fn cut(span: &Span) -> impl Iterator<Item = Span> + use<> {
+    let span = *span;
+    (0..span.tokens).step_by(TOKENS as usize).map(move |first| Span {
+        token: span.token + first,
+        tokens: TOKENS.min(span.tokens - first),
+        block: span.block,
+        offset: span.offset + first,
+    })
 }
 
 /// Longer runs are copied in steps where the two sides are not aligned alike: memcpy would use `rep movsb`, which some

@@ -1,0 +1,98 @@
+from collections.abc import Sequence
+
+class KvGateError(Exception):
+    """The gateway can't be reached or refuses, or what was given can't be."""
+
+def version() -> str: ...
+def main(arguments: list[str]) -> int:
+    """Runs the command line; answers its exit status."""
+
+class Space:
+    """What must be equal for two chunks to be interchangeable, from its JSON (docs/FORMAT.md section 1)."""
+
+    def __init__(self, json: str) -> None: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def canonical_json(self) -> str: ...
+
+class Prompt:
+    """The chunk hashes of one prompt, which may grow."""
+
+    def __init__(
+        self, space: Space, salt: bytes | None = None, adapter: bytes | None = None, secret: bytes | None = None
+    ) -> None: ...
+    def extend(self, tokens: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> int:
+        """Takes tokens that follow those it has, with extras at positions in the whole prompt; how many chunks are full now."""
+
+    def __len__(self) -> int:
+        """Full chunks."""
+
+    def hashes(self, first: int, end: int) -> bytes:
+        """32 bytes for each of these chunks."""
+
+    def parent(self, chunk: int) -> bytes:
+        """The hash of the chunk before, or the root."""
+
+class Copier:
+    """Copies between a chunk's payload and pages, for checks."""
+
+    def __init__(self, settings: str, space: Space) -> None:
+        """`settings`: JSON with `tensors`, described by their axes, and `device` (a GPU's number, or null)."""
+
+    def load(self, payload: bytes, slots: Sequence[int], stream: int | None = None) -> None:
+        """Writes a payload's tokens to these slots (`block * block tokens + token`); it is done when this returns."""
+
+    def store(self, slots: Sequence[int], stream: int | None = None) -> bytes:
+        """The payload of the tokens in these slots."""
+
+class Lookups:
+    """Lookups that are under way, for a scheduler that never waits."""
+
+    def __init__(self, socket: str, space: Space, deadline_ms: int = 50, pin_ms: int = 30000) -> None: ...
+    def ask(self, request: str, hashes: bytes) -> None:
+        """Asks which of these chunks are there, in the background."""
+
+    def answer(self, request: str) -> int | None:
+        """Chunks of the leading run that are there; None while nobody knows. After the deadline, or an error: 0."""
+
+    def forget(self, request: str) -> None: ...
+
+class Worker:
+    """One rank: moves chunks between the node and the engine's pages, on threads of its own."""
+
+    def __init__(self, settings: str, space: Space) -> None:
+        """`settings`: JSON with socket, attach, tensors, device and [copy] settings."""
+
+    def load(
+        self,
+        job: str,
+        hashes: bytes,
+        first_token: int,
+        tokens: tuple[int, int],
+        block_table: Sequence[int],
+        deadline_ms: int,
+    ) -> None:
+        """Begins to load chunks into blocks. `first_token`: of the first chunk, in the block table's tokens; `tokens`: those
+        that are to be written, likewise, half-open."""
+
+    def store(
+        self,
+        job: str,
+        hashes: bytes,
+        parent: bytes,
+        first_token: int,
+        block_table: Sequence[int],
+        stream: int | None = None,
+    ) -> None:
+        """Begins to store chunks out of blocks."""
+
+    def finished(self) -> list[tuple[str, list[int] | None]]:
+        """Jobs that have ended since the last call. Of a load, the chunks that are not there; None: a store."""
+
+    def wait(self) -> None:
+        """Until no job is under way."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,141 @@
+"""python -m kvgate.torch_check [--device cuda:0] [--json]
+
+Copies into and out of pages that PyTorch has allocated, as engines do, compared with what PyTorch's own indexing makes of
+the same bytes. Says for each layout what it found; exit status 1 if any byte is wrong.
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+
+from kvgate import Copier, Space
+
+LAYERS, HEADS, HEAD_DIM = 3, 4, 64
+CHUNK_TOKENS, BLOCKS, BLOCK_TOKENS = 64, 9, 16
+
+# Axes of one layer's tensor as an engine shows it, and their order in memory.
+LAYOUTS = {
+    "vllm LBHNC": ("BHNC", "BHNC"),
+    "vllm LBNHC": ("BHNC", "BNHC"),
+    "vllm LHBNC": ("BHNC", "HBNC"),
+    "vllm before 0.32, 2BNHD": ("KBNHD", "KBNHD"),
+    "vllm before 0.32, 2BHND": ("KBNHD", "KBHND"),
+    "flashinfer NHD": ("BKNHD", "BKNHD"),
+    "flashinfer HND": ("BKHND", "BKHND"),
+    "mla": ("BNC", "BNC"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m kvgate.torch_check", description=__doc__)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    results = {name: check(device, *axes) for name, axes in LAYOUTS.items()}
+    if arguments.json:
+        print(json.dumps({"device": str(device), "torch": torch.__version__, "right": results}))
+    else:
+        for name, right in results.items():
+            print(f"{name:<26} {'right' if right else 'WRONG'}")
+    sys.exit(0 if all(results.values()) else 1)
+
+
+def check(device, axes, order):
+    """Whether a load and a store move exactly what they should."""
+    generator = torch.Generator().manual_seed(1)
+    heads = HEADS if "H" in axes else 1
+    elements = HEAD_DIM if "D" in axes else 2 * HEAD_DIM
+    layers = [new_tensor(device, axes, order, elements) for _ in range(LAYERS)]
+    space = Space(
+        json.dumps(
+            {
+                "model": "kvgate/torch-check",
+                "revision": "1",
+                "dtype": "bfloat16",
+                "chunk_tokens": CHUNK_TOKENS,
+                "planes": [
+                    {"name": "kv", "layer": layer, "heads": heads, "row_bytes": 4 * HEAD_DIM} for layer in range(LAYERS)
+                ],
+            }
+        )
+    )
+    tensors = [described(plane, tensor, axes) for plane, tensor in enumerate(layers)]
+    copier = Copier(
+        json.dumps({"tensors": tensors, "device": device.index or 0 if device.type == "cuda" else None}), space
+    )
+    slots = torch.randperm(BLOCKS * BLOCK_TOKENS, generator=generator)[:CHUNK_TOKENS]
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+    # [layer][head][token][K then V]
+    shape = (LAYERS, heads, CHUNK_TOKENS, 2 * HEAD_DIM)
+    payload = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
+    expected = [tensor.clone() for tensor in layers]
+    for tensor, rows in zip(expected, payload, strict=True):
+        rows_of(tensor, axes)[:, slots] = rows.to(device)
+    copier.load(payload.numpy().tobytes(), slots.tolist(), stream)
+    right = all(torch.equal(got, must) for got, must in zip(layers, expected, strict=True))
+
+    for tensor in layers:
+        tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator, dtype=torch.int16).to(device))
+    stored = torch.frombuffer(bytearray(copier.store(slots.tolist(), stream)), dtype=torch.int16).view(shape)
+    must = torch.stack([rows_of(tensor, axes)[:, slots] for tensor in layers]).cpu()
+    return right and torch.equal(stored, must)
+
+
+def new_tensor(device, axes, order, elements):
+    """Poisoned, with its axes as the engine shows them."""
+    sizes = {"K": 2, "B": BLOCKS, "N": BLOCK_TOKENS, "H": HEADS, "C": elements, "D": elements}
+    tensor = torch.full([sizes[axis] for axis in order], -12851, dtype=torch.int16, device=device)
+    return tensor.permute([order.index(axis) for axis in axes])
+
+
+class rows_of:  # noqa: N801
+    """A layer's rows by head and slot, whatever the order of its axes: read and written by PyTorch's own indexing."""
+
+    def __init__(self, tensor, axes):
+        self.tensor, self.axes = tensor, axes
+
+    def view(self):
+        """[head][block][token][row], without a copy where K and V are together."""
+        tensor, axes = self.tensor, self.axes
+        if "H" not in axes:
+            tensor, axes = tensor.unsqueeze(0), "H" + axes
+        last = "C" if "C" in axes else "D"
+        order = ("K" if "K" in axes else "") + "HBN" + last
+        return tensor.permute([axes.index(axis) for axis in order])
+
+    def __getitem__(self, key):
+        _, slots = key
+        view, at = self.view(), (slots // BLOCK_TOKENS, slots % BLOCK_TOKENS)
+        if "K" in self.axes:
+            return torch.cat([view[0][:, at[0], at[1]], view[1][:, at[0], at[1]]], dim=-1)
+        return view[:, at[0], at[1]]
+
+    def __setitem__(self, key, rows):
+        _, slots = key
+        view, at = self.view(), (slots // BLOCK_TOKENS, slots % BLOCK_TOKENS)
+        if "K" in self.axes:
+            view[0][:, at[0], at[1]] = rows[..., :HEAD_DIM]
+            view[1][:, at[0], at[1]] = rows[..., HEAD_DIM:]
+        else:
+            view[:, at[0], at[1]] = rows
+
+
+def described(plane, tensor, axes):
+    size, storage = tensor.element_size(), tensor.untyped_storage()
+    return {
+        "address": tensor.data_ptr(),
+        "bytes": storage.nbytes() - (tensor.data_ptr() - storage.data_ptr()),
+        "axes": axes,
+        "shape": list(tensor.shape),
+        "strides": [stride * size for stride in tensor.stride()],
+        "element_bytes": size,
+        "planes": [plane],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the scheduler tells the workers for a step."""
+
+import dataclasses
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclasses.dataclass
+class Load:
+    """Chunks of a request into its blocks."""
+
+    request: str
+    attempt: int
+    hashes: bytes
+    first_token: int
+    tokens: tuple[int, int]
+    """Those that are to be written, half-open, in the prompt."""
+    block_table: list[int]
+
+
+@dataclasses.dataclass
+class Store:
+    """Chunks of a request out of its blocks, once the step has computed them."""
+
+    request: str
+    hashes: bytes
+    parent: bytes
+    first_token: int
+    block_table: list[int]
+
+
+@dataclasses.dataclass
+class StepMetadata(KVConnectorMetadata):
+    loads: list[Load] = dataclasses.field(default_factory=list)
+    stores: list[Store] = dataclasses.field(default_factory=list)
+    preempted: set[str] = dataclasses.field(default_factory=set)

@@ -1,0 +1,130 @@
+"""The space of a model: what must be equal for the KV of two engines to be interchangeable."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from kvgate import Space
+
+DTYPES = {
+    "torch.float32": "float32",
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+    "torch.int8": "int8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    space: Space
+    layers: list[str]
+    """vLLM's names, in the order of the space's planes."""
+    heads: tuple[int, int]
+    """Which KV heads this rank has, half-open."""
+    block_tokens: int
+
+
+def describe(vllm_config, kv_cache_config, settings):
+    """The model as this rank has it. Refuses what can't be reused."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
+    spec, names = only_group(kv_cache_config)
+    if settings.chunk_tokens % spec.block_size:
+        least = -(-settings.chunk_tokens // spec.block_size) * spec.block_size
+        raise ValueError(
+            f"chunk_tokens {settings.chunk_tokens} is no multiple of vLLM's block size {spec.block_size}: "
+            f"set chunk_tokens to {least} in kv_connector_extra_config, on every node"
+        )
+    names = sorted(names, key=extract_layer_index)
+    is_mla = isinstance(spec, MLAAttentionSpec)
+    total = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
+    row_bytes = spec.state_content_size_bytes
+    dtype = DTYPES.get(str(spec.dtype))
+    if dtype is None:
+        raise ValueError(f"kvgate knows no KV of {spec.dtype}: there are {', '.join(DTYPES)}")
+    space = Space(
+        json.dumps(
+            {
+                "model": settings.model or architecture(vllm_config.model_config),
+                "revision": settings.revision or revision(vllm_config.model_config),
+                "dtype": dtype,
+                "chunk_tokens": settings.chunk_tokens,
+                "tenant": settings.tenant,
+                "extra": {"rope": json.dumps(rope(vllm_config.model_config), sort_keys=True)},
+                "planes": [
+                    {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
+                    for name in names
+                ],
+            }
+        )
+    )
+    ranks, own = parallel.tensor_parallel_size, spec.num_kv_heads
+    # With more ranks than heads several have the same one.
+    first = 0 if is_mla else (parallel.rank % ranks) * total // ranks
+    return Model(space, names, (first, first + (1 if is_mla else own)), spec.block_size)
+
+
+def only_group(kv_cache_config):
+    """The one KV cache group that chunks can be made of."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ValueError(
+            f"kvgate reuses full attention only, and this model has {len(groups)} KV cache groups ({kinds}): "
+            "run it without kvgate"
+        )
+    spec = groups[0].kv_cache_spec
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    if not isinstance(spec, FullAttentionSpec) or window:
+        raise ValueError(f"kvgate reuses full attention only, not {type(spec).__name__} (window {window})")
+    return spec, groups[0].layer_names
+
+
+def architecture(model_config):
+    return (getattr(model_config.hf_config, "architectures", None) or ["unknown"])[0]
+
+
+def rope(model_config):
+    config = model_config.hf_text_config
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    return {key: value for key in keys if (value := getattr(config, key, None)) is not None}
+
+
+def revision(model_config):
+    """What pins the weights, never a path or a branch's name."""
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    if commit:
+        return commit
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        raise ValueError(
+            f"nothing pins the weights of {model_config.model}: set revision in kv_connector_extra_config to their commit"
+        )
+    return folder_digest(folder)
+
+
+def folder_digest(folder):
+    """Of what a folder of weights says of itself: its config, and names, shapes and sizes from the headers of its
+    weight files, with the first and the last bytes of their values."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        if path.name.startswith(("tokenizer", "generation_config", "special_tokens", "vocab", "chat_template")):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(min(length, 64 << 20)))
+                digest.update(file.read(1 << 20))
+                file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read(64 << 20))
+    return digest.hexdigest()

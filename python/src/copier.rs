@@ -1,0 +1,96 @@
+use std::sync::Arc;
+
+use kvgate::config::{self, Copies};
+use kvgate::copy::cuda::Gpu;
+use kvgate::copy::{
+    Copier as AnyCopier, CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job,
+    PagedCache, SlotMapping, Tensor,
+};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use serde::Deserialize;
+
+use crate::error::failed;
+use crate::space::Space;
+
+/// Whose pages.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    tensors: Vec<Tensor>,
+    /// CUDA's number of the GPU that the tensors are on; None: host memory.
+    device: Option<usize>,
+}
+
+/// Copies between objects in Python's memory and pages: for checks. A worker's chunks never come through Python.
+#[pyclass(frozen, module = "kvgate._native")]
+pub struct Copier(AnyCopier);
+
+#[pymethods]
+impl Copier {
+    #[new]
+    fn new(settings: &str, space: &Space) -> PyResult<Self> {
+        let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
+        let cache = PagedCache::new(&space.0, &settings.tensors).map_err(failed)?;
+        let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
+        let copier = copier(gpu.as_ref(), cache, &copy_options()?);
+        Ok(Self(copier.map_err(failed)?))
+    }
+
+    #[pyo3(signature = (payload, slots, stream=None))]
+    fn load(&self, py: Python<'_>, payload: Vec<u8>, slots: Vec<i64>, stream: Option<u64>) -> PyResult<()> {
+        let job = self.job(&slots)?;
+        py.detach(|| {
+            let pending = self.0.load(payload, &job, stream.map(EngineStream))?;
+            pending.wait().map(drop)
+        })
+        .map_err(failed)
+    }
+
+    #[pyo3(signature = (slots, stream=None))]
+    fn store<'py>(
+        &self,
+        py: Python<'py>,
+        slots: Vec<i64>,
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let job = self.job(&slots)?;
+        let payload = vec![0; self.0.cache().space().layout().payload_len()];
+        let stored = py.detach(|| {
+            let pending = self.0.store(payload, &job, stream.map(EngineStream))?;
+            pending.wait()
+        });
+        Ok(PyBytes::new(py, &stored.map_err(failed)?))
+    }
+}
+
+impl Copier {
+    fn job(&self, slots: &[i64]) -> PyResult<Job> {
+        let (cache, space) = (self.0.cache(), self.0.cache().space());
+        let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_tokens());
+        Ok(Job {
+            planes: 0..space.planes().len(),
+            spans: spans.map_err(failed)?,
+            at: space.layout().header_len(),
+        })
+    }
+}
+
+/// As `KVGATE__COPY__...` says.
+pub fn copy_options() -> PyResult<Copies> {
+    let loaded = config::load(None, config::process_env(), &[]);
+    Ok(loaded.map_err(failed)?.config.copy)
+}
+
+pub fn copier(gpu: Option<&Arc<Gpu>>, cache: PagedCache, options: &Copies) -> Result<AnyCopier, CopyError> {
+    // SAFETY: the engine keeps the tensors until it has closed the worker, and says which tokens are to be copied.
+    unsafe {
+        match gpu {
+            None => Ok(AnyCopier::Cpu(CpuCopier::new(cache, CpuOptions::from(options)))),
+            Some(gpu) => {
+                let copier = CudaCopier::new(gpu, cache, None, CudaOptions::from(options))?;
+                Ok(AnyCopier::Cuda(Box::new(copier)))
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! `kvgate._native`: what Python needs of kvgate, with the GIL released around everything that waits.
+
+#![allow(
+    clippy::needless_pass_by_value,
+    clippy::too_many_arguments,
+    reason = "Python's signatures"
+)]
+
+mod copier;
+mod error;
+mod lookups;
+mod prompt;
+mod runtime;
+mod space;
+mod worker;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::copier::Copier;
+    #[pymodule_export]
+    use super::error::KvGateError;
+    #[pymodule_export]
+    use super::lookups::Lookups;
+    #[pymodule_export]
+    use super::prompt::Prompt;
+    #[pymodule_export]
+    use super::space::Space;
+    #[pymodule_export]
+    use super::worker::Worker;
+    #[pymodule_export]
+    use super::{main, version};
+}
+
+#[pyfunction]
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
+
+/// The command line, as the binary has it. Answers its exit status.
+#[pyfunction]
+fn main(py: Python<'_>, arguments: Vec<String>) -> u8 {
+    py.detach(|| kvgate::cli::main_of(std::iter::once("kvgate".to_owned()).chain(arguments)))
+}

@@ -1,0 +1,141 @@
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvgate::chunk::ChunkHash;
+use kvgate::client::{Client, ClientError, Target};
+use pyo3::prelude::*;
+
+use crate::error::failed;
+use crate::runtime::runtime;
+use crate::space::Space;
+
+/// For each request: None while it is under way, then the length of the prefix.
+type Answers = Arc<Mutex<HashMap<String, Option<usize>>>>;
+
+#[pyclass(frozen, module = "kvgate._native")]
+pub struct Lookups {
+    client: Client,
+    space: kvgate::chunk::Space,
+    deadline: Duration,
+    pin_ms: u64,
+    answers: Answers,
+    breaker: Arc<Breaker>,
+}
+
+#[pymethods]
+impl Lookups {
+    #[new]
+    #[pyo3(signature = (socket, space, deadline_ms=50, pin_ms=30_000))]
+    fn new(socket: PathBuf, space: &Space, deadline_ms: u64, pin_ms: u64) -> Self {
+        Self {
+            client: Client::new(Target::Unix(socket)),
+            space: space.0.clone(),
+            deadline: Duration::from_millis(deadline_ms),
+            pin_ms,
+            answers: Answers::default(),
+            breaker: Arc::default(),
+        }
+    }
+
+    fn ask(&self, py: Python<'_>, request: String, hashes: &[u8]) -> PyResult<()> {
+        let hashes = split(hashes)?;
+        let mut answers = self.lock();
+        if hashes.is_empty() || self.breaker.is_open() {
+            answers.insert(request, Some(0));
+            return Ok(());
+        }
+        answers.insert(request.clone(), None);
+        drop(answers);
+        let (client, space, answers) = (self.client.clone(), self.space.clone(), Arc::clone(&self.answers));
+        let (deadline, pin_ms, breaker) = (self.deadline, self.pin_ms, Arc::clone(&self.breaker));
+        py.detach(|| {
+            runtime()?.spawn(async move {
+                let found = tokio::time::timeout(deadline, look(&client, &space, &hashes, pin_ms)).await;
+                breaker.note(found.is_ok());
+                let prefix = match found {
+                    Ok(Ok(prefix)) => prefix,
+                    // What nobody can tell is not there.
+                    Ok(Err(_)) | Err(_) => 0,
+                };
+                // Unless it was forgotten meanwhile.
+                if let Some(answer) = lock(&answers).get_mut(&request) {
+                    *answer = Some(prefix);
+                }
+            });
+            Ok(())
+        })
+    }
+
+    fn answer(&self, request: &str) -> Option<usize> {
+        self.lock().get(request).copied().flatten()
+    }
+
+    fn forget(&self, request: &str) {
+        self.lock().remove(request);
+    }
+}
+
+impl Lookups {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Option<usize>>> {
+        lock(&self.answers)
+    }
+}
+
+fn lock(
+    answers: &Mutex<HashMap<String, Option<usize>>>,
+) -> std::sync::MutexGuard<'_, HashMap<String, Option<usize>>> {
+    answers.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Declares the space when the daemon, perhaps a new one, does not know it.
+async fn look(
+    client: &Client,
+    space: &kvgate::chunk::Space,
+    hashes: &[ChunkHash],
+    pin_ms: u64,
+) -> Result<usize, ClientError> {
+    let (id, query) = (space.id().to_string(), format!("pin_ms={pin_ms}&prefetch=true"));
+    match client.lookup_hashes(&id, hashes, &query).await {
+        Err(ClientError::Refused(problem)) if problem.code == "no_space" => {
+            client.declare(space).await?;
+            Ok(client.lookup_hashes(&id, hashes, &query).await?.prefix)
+        }
+        found => Ok(found?.prefix),
+    }
+}
+
+/// After so many time-outs in a row nothing is asked for a while: an engine must not wait for a gateway that hangs.
+const TIMEOUTS: u32 = 3;
+const PAUSE: Duration = Duration::from_secs(10);
+
+#[derive(Default)]
+struct Breaker(Mutex<(u32, Option<std::time::Instant>)>);
+
+impl Breaker {
+    fn is_open(&self) -> bool {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.1.is_some_and(|until| std::time::Instant::now() < until)
+    }
+
+    fn note(&self, in_time: bool) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if in_time {
+            *state = (0, None);
+            return;
+        }
+        state.0 += 1;
+        if state.0 >= TIMEOUTS {
+            *state = (0, Some(std::time::Instant::now() + PAUSE));
+        }
+    }
+}
+
+pub fn split(hashes: &[u8]) -> PyResult<Vec<ChunkHash>> {
+    let (hashes, rest) = hashes.as_chunks::<32>();
+    match rest.is_empty() {
+        true => Ok(hashes.iter().map(|&hash| ChunkHash(hash)).collect()),
+        false => Err(failed("hashes have 32 bytes each")),
+    }
+}
