@@ -2,7 +2,7 @@
 # The project's tests:  tests/run.sh [quick|lint|ci|full]     (ci unless told)
 #   quick   format, clippy, and the tests that need no server
 #   lint    ruff, shellcheck, the kernels' PTX, cargo-deny
-#   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq), the demo
+#   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq) and a real vLLM, the demo
 #   full    ci, Swift, the long variants of the tests, fuzzing
 #
 # What is missing on a fresh Debian 12 with Rust is installed by tests/servers/install.sh.
@@ -121,6 +121,16 @@ reference_tests() {
     if [ -e tests/reference/test_reference.py ]; then
         tests "tests of the Python reference" "$VENV/bin/python" -B tests/reference/test_reference.py
     fi
+}
+
+# A real vLLM on a CPU, with the wheel as people install it.
+engine_tests() {
+    check "install vLLM" tests/servers/install.sh vllm || return 0
+    local env=$KVGATE_TEST_CACHE/vllm
+    check "build the wheel" "$VENV/bin/maturin" build --quiet --profile dev --locked -m python/Cargo.toml -o "$WORK/wheels"
+    check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
+    check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
+    tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
 }
 
 demo() {
@@ -314,6 +324,7 @@ case $TIER in
         reference_tests
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
+        engine_tests
         demo
         if [ "$TIER" = full ]; then
             fuzz

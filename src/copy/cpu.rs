@@ -146,13 +146,18 @@ const ALIGN: usize = 64;
 /// # Safety
 /// The region's runs are in the pages, and, less `at`, in the object; on the side that is written they are this copy's.
 unsafe fn copy_region(way: Way, region: &Region, at: usize) {
-    for (offset, address) in region.runs() {
-        let page = address as usize as *mut u8;
-        // SAFETY: as the caller says.
-        unsafe {
-            match way {
-                Way::Load(object) => copy_run(object.add(offset - at), page, region.run),
-                Way::Store(object) => copy_run(page, object.add(offset - at), region.run),
+    let (inner, outer) = (region.inner, region.outer);
+    let page = region.address as usize as *mut u8;
+    for o in 0..outer.count {
+        for i in 0..inner.count {
+            // SAFETY: as the caller says.
+            unsafe {
+                let page = page.add(o * outer.pages + i * inner.pages);
+                let in_object = region.object - at + o * outer.object + i * inner.object;
+                match way {
+                    Way::Load(object) => copy_run(object.add(in_object), page, region.run),
+                    Way::Store(object) => copy_run(page, object.add(in_object), region.run),
+                }
             }
         }
     }
@@ -160,14 +165,18 @@ unsafe fn copy_region(way: Way, region: &Region, at: usize) {
 
 /// # Safety
 /// As for `copy_nonoverlapping`.
+#[inline]
 unsafe fn copy_run(from: *const u8, to: *mut u8, bytes: usize) {
     let alike = (from as usize).wrapping_sub(to as usize).is_multiple_of(ALIGN);
-    let most = if alike { bytes } else { STEP };
-    let mut done = 0;
-    while done < bytes {
-        let step = most.min(bytes - done);
+    if bytes <= STEP || alike {
         // SAFETY: as the caller says.
-        unsafe { from.add(done).copy_to_nonoverlapping(to.add(done), step) };
-        done += step;
+        return unsafe { from.copy_to_nonoverlapping(to, bytes) };
+    }
+    for done in (0..bytes).step_by(STEP) {
+        // SAFETY: as the caller says.
+        unsafe {
+            from.add(done)
+                .copy_to_nonoverlapping(to.add(done), STEP.min(bytes - done))
+        };
     }
 }

@@ -74,17 +74,4 @@ impl Region {
         }
         self
     }
-
-    /// Offset in the object and address of each run.
-    pub fn runs(&self) -> impl Iterator<Item = (usize, u64)> {
-        let (inner, outer) = (self.inner, self.outer);
-        (0..outer.count).flat_map(move |o| {
-            (0..inner.count).map(move |i| {
-                (
-                    self.object + o * outer.object + i * inner.object,
-                    self.address + (o * outer.pages + i * inner.pages) as u64,
-                )
-            })
-        })
-    }
 }

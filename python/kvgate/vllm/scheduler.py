@@ -17,7 +17,12 @@ class RequestState:
     """Chunks of the leading run that are known to be there, or were handed to a store."""
     blocks: list[int] = dataclasses.field(default_factory=list)
     load: Load | None = None
+    """The latest, until it has ended."""
     loads: int = 0
+    to_load: bool = False
+    """Whether no worker has been told of it."""
+    gave_up: bool = False
+    """A load failed: the rest is computed."""
     stores: bool = False
     """Whether any was begun: then the worker says when the blocks are free."""
 
@@ -42,7 +47,7 @@ class SchedulerSide:
         """Tokens beyond the local ones that can be loaded, and that it is done meanwhile; None: ask again."""
         self.new_request(request)
         state = self.state(request)
-        if state is None or not self.is_consumer:
+        if state is None or state.gave_up or not self.is_consumer:
             return 0, False
         found = self.lookups.answer(request.request_id)
         if found is None:
@@ -65,6 +70,7 @@ class SchedulerSide:
         start = end - num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
+        state.to_load = True
         state.load = Load(
             request=request.request_id,
             attempt=state.loads,
@@ -77,9 +83,9 @@ class SchedulerSide:
     def step(self, output):
         meta = StepMetadata(preempted=set(getattr(output, "preempted_req_ids", None) or ()))
         for state in self.requests.values():
-            if state.load is not None:
+            if state.to_load:
                 meta.loads.append(state.load)
-                state.load = None
+                state.to_load = False
         if not self.is_producer:
             return meta
         for new in output.scheduled_new_reqs:
@@ -118,6 +124,19 @@ class SchedulerSide:
                 block_table=list(state.blocks),
             )
         )
+
+    def loads_ended(self, received, failed_blocks):
+        """What a load did not bring is computed, and stored again: it may have been damaged."""
+        for request_id in received:
+            state = self.requests.get(request_id)
+            if state is None or state.load is None:
+                continue
+            load, state.load = state.load, None
+            first, end = (token // self.block_tokens for token in (load.tokens[0], load.tokens[1] - 1))
+            failed = [at for at in range(first, end + 1) if load.block_table[at] in failed_blocks]
+            if failed:
+                state.gave_up = True
+                state.found = min(state.found, failed[0] * self.block_tokens // self.chunk_tokens)
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""

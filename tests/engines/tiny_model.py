@@ -1,0 +1,67 @@
+"""A Llama with few parameters, seeded, in a folder: `make(folder)`. Prompts are token ids, so it needs no tokenizer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY = 4, 256, 4, 64, 512, 32000
+
+
+def make(folder, seed=1234):
+    """In a process of its own: PyTorch's threads would not survive the fork of an engine's life."""
+    subprocess.run([sys.executable, __file__, folder, str(seed)], check=True)
+    return folder
+
+
+def write(folder, seed):
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape, std=0.06):
+        return torch.randn(*shape, generator=generator) * std
+
+    weights = {
+        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN, std=1.0),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": random(VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        for projection in "qkv":
+            weights[f"{name}self_attn.{projection}_proj.weight"] = random(HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{name}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * HEAD_DIM)
+        weights[f"{name}mlp.gate_proj.weight"] = random(FEED_FORWARD, HIDDEN)
+        weights[f"{name}mlp.up_proj.weight"] = random(FEED_FORWARD, HIDDEN)
+        weights[f"{name}mlp.down_proj.weight"] = random(HIDDEN, FEED_FORWARD)
+        weights[f"{name}input_layernorm.weight"] = torch.ones(HIDDEN)
+        weights[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], int(sys.argv[2]))
