@@ -173,10 +173,8 @@ unsafe fn copy_run(from: *const u8, to: *mut u8, bytes: usize) {
         return unsafe { from.copy_to_nonoverlapping(to, bytes) };
     }
     for done in (0..bytes).step_by(STEP) {
+        let step = STEP.min(bytes - done);
         // SAFETY: as the caller says.
-        unsafe {
-            from.add(done)
-                .copy_to_nonoverlapping(to.add(done), STEP.min(bytes - done))
-        };
+        unsafe { from.add(done).copy_to_nonoverlapping(to.add(done), step) };
     }
 }

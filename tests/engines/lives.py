@@ -17,7 +17,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
 )
 
-import vllm.model_executor.models.llama  # noqa: F401
+import vllm.model_executor.models.llama
 import vllm.v1.worker.cpu_model_runner  # noqa: F401
 from vllm import LLM, SamplingParams
 
