@@ -130,6 +130,7 @@ engine_tests() {
     check "build the wheel" "$VENV/bin/maturin" build --quiet --profile dev --locked -m python/Cargo.toml -o "$WORK/wheels"
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
+    tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
 }
 

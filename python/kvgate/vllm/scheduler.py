@@ -13,6 +13,8 @@ class RequestState:
     hashed: int = 0
     """Tokens that the prompt has been given."""
     asked: bool = False
+    local: int = 0
+    """Tokens that vLLM had itself when it asked last."""
     found: int = 0
     """Chunks of the leading run that are known to be there, or were handed to a store."""
     blocks: list[int] = dataclasses.field(default_factory=list)
@@ -52,7 +54,7 @@ class SchedulerSide:
         found = self.lookups.answer(request.request_id)
         if found is None:
             return None, False
-        state.found = max(state.found, found)
+        state.found, state.local = max(state.found, found), num_computed_tokens
         # Whole blocks, and something is left to compute.
         most = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
         tokens = min(found * self.chunk_tokens, most) - num_computed_tokens
@@ -63,11 +65,7 @@ class SchedulerSide:
         if state is None or num_external_tokens == 0:
             return
         table = blocks.get_block_ids()[0]
-        end = request.num_computed_tokens + num_external_tokens
-        # vLLM may have set it already: then the end is known, else where it begins.
-        if request.num_computed_tokens >= num_external_tokens and end > len(table) * self.block_tokens:
-            end = request.num_computed_tokens
-        start = end - num_external_tokens
+        start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
         state.to_load = True

@@ -1,0 +1,118 @@
+"""What the wheel brings to Python, without an engine.
+
+python tests/engines/test_wheel.py     in an environment with the wheel
+"""
+
+import json
+import socket
+import tempfile
+import threading
+import time
+import unittest
+from pathlib import Path
+
+from kvgate import KvGateError, Lookups, Prompt, Space
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())
+SPACES = {space["name"]: space for space in VECTORS["spaces"] if "input" in space}
+
+
+def tiny_space():
+    return Space(json.dumps({"model": "m", "revision": "1", "chunk_tokens": 4, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}))
+
+
+class PromptTest(unittest.TestCase):
+    def test_hashes_are_those_of_the_vectors(self):
+        for chain in VECTORS["chains"]:
+            with self.subTest(chain["name"]):
+                space = Space(json.dumps(SPACES[chain["space"]]["input"]))
+                salt, adapter, secret = (as_bytes(chain[key]) for key in ("salt", "adapter", "tenant_secret"))
+                extras = [
+                    (extra["chunk"] * space.chunk_tokens + extra["offset"], as_bytes(extra["hex"]))
+                    for extra in chain["extras"]
+                ]
+                prompt = Prompt(space, salt, adapter, secret)
+                self.assertEqual(prompt.parent(0).hex(), chain["root"])
+                prompt.extend(tokens_of(chain["tokens"]), extras)
+                self.assertEqual(prompt.hashes(0, len(prompt)).hex(), "".join(chain["chunks"]))
+
+    def test_a_prompt_that_grows_has_the_same_hashes(self):
+        extras = [(0, b"image"), (9, b"another"), (13, b"a third")]
+        whole = Prompt(tiny_space())
+        whole.extend(range(20), extras)
+        for step in (1, 3, 4, 7):
+            grown = Prompt(tiny_space())
+            for first in range(0, 20, step):
+                here = [extra for extra in extras if first <= extra[0] < first + step]
+                grown.extend(range(first, min(first + step, 20)), here)
+            self.assertEqual(grown.hashes(0, 5), whole.hashes(0, 5), step)
+        self.assertEqual(whole.parent(2), whole.hashes(1, 2))
+
+    def test_what_can_t_be_is_an_error(self):
+        prompt = Prompt(tiny_space())
+        prompt.extend(range(8))
+        for wrong in (
+            lambda: prompt.hashes(0, 3),
+            lambda: prompt.parent(3),
+            lambda: prompt.extend([1], [(3, b"in a chunk that is hashed")]),
+            lambda: prompt.extend([-1]),
+            lambda: Prompt(tiny_space(), secret=b"short"),
+            lambda: Space("{}"),
+        ):
+            self.assertRaises((KvGateError, IndexError, OverflowError), wrong)
+
+
+class LookupsTest(unittest.TestCase):
+    def answer(self, lookups, request):
+        deadline = time.monotonic() + 10
+        while (found := lookups.answer(request)) is None:
+            self.assertLess(time.monotonic(), deadline, "nobody answers")
+            time.sleep(0.001)
+        return found
+
+    def test_without_a_gateway_nothing_is_there(self):
+        lookups = Lookups("/nowhere/kvgate.sock", tiny_space())
+        self.assertIsNone(lookups.answer("never asked"))
+        lookups.ask("r", bytes(64))
+        self.assertEqual(self.answer(lookups, "r"), 0)
+        lookups.forget("r")
+        self.assertIsNone(lookups.answer("r"))
+        self.assertRaises(KvGateError, lookups.ask, "r", b"no hash")
+
+    def test_a_gateway_that_hangs_is_soon_left_alone(self):
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(folder + "/sock")
+            listener.listen()
+            accepted = []
+            threading.Thread(target=lambda: accept_all(listener, accepted), daemon=True).start()
+            lookups = Lookups(folder + "/sock", tiny_space(), deadline_ms=20)
+            for request in "abc":
+                lookups.ask(request, bytes(32))
+                self.assertEqual(self.answer(lookups, request), 0)
+            asked = len(accepted)
+            lookups.ask("d", bytes(32))
+            self.assertEqual(lookups.answer("d"), 0, "at once, without asking")
+            self.assertEqual(len(accepted), asked)
+
+
+def accept_all(listener, accepted):
+    try:
+        while True:
+            accepted.append(listener.accept())
+    except OSError:
+        pass
+
+
+def tokens_of(tokens):
+    """A list, or what the vectors' "about" says."""
+    if isinstance(tokens, list):
+        return tokens
+    return [(tokens["a"] * at + tokens["b"]) % tokens["m"] for at in range(tokens["n"])]
+
+
+def as_bytes(text):
+    return None if text is None else bytes.fromhex(text)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
