@@ -1,5 +1,4 @@
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::body::Incoming;
@@ -9,7 +8,7 @@ use tokio::time::Instant;
 use super::body::{Answer, json};
 use super::lookup::limited;
 use super::problem::Problem;
-use super::wire::{ChunksRequest, Count, FlushRequest};
+use super::wire::{ChunksRequest, Count, FLUSH_MAX, FlushRequest};
 use super::{Api, body, spaces};
 use crate::chunk::Space;
 
@@ -64,9 +63,6 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer,
         )),
     }
 }
-
-/// A flush that is given no time waits so long.
-const FLUSH_MAX: Duration = Duration::from_mins(10);
 
 /// `POST /v1/reload`: what can be changed without a restart.
 pub fn reload(api: &Api) -> Result<Answer, Problem> {

@@ -1,6 +1,8 @@
 //! What goes over the wire as JSON. The server reads what the client writes and the other way round, from the same types.
 //! `docs/API.md` and `docs/openapi.json` describe them for everybody else.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::chunk::{ChunkHash, Plane, SpaceId};
@@ -272,6 +274,9 @@ pub struct ChunksRequest {
 pub struct Count {
     pub chunks: usize,
 }
+
+/// A flush that is given no time waits so long.
+pub const FLUSH_MAX: Duration = Duration::from_mins(10);
 
 /// Body of `POST /v1/flush`.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]

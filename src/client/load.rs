@@ -1,7 +1,11 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use bytes::{Buf, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 
 use super::connection::Connection;
 use super::{ClientError, check};
@@ -64,11 +68,27 @@ impl Lines {
 pub struct LoadLines {
     pub(super) lines: Option<Lines>,
     pub(super) client: super::Client,
+    /// A node that is alive has ended the load by then.
+    pub(super) until: Option<Instant>,
+    /// The session's.
+    pub(super) over: Arc<AtomicBool>,
 }
 
 impl LoadLines {
     /// None after the last one. A stream that is cut before its end is an error.
     pub async fn next(&mut self) -> Result<Option<LoadLine>, ClientError> {
+        let Some(until) = self.until else {
+            return self.next_line().await;
+        };
+        let line = tokio::time::timeout_at(until, self.next_line()).await;
+        line.unwrap_or_else(|_| {
+            // What was lent in vain ends with the session.
+            self.over.store(true, Ordering::Relaxed);
+            Err(ClientError::Late(self.client.0.patience))
+        })
+    }
+
+    async fn next_line(&mut self) -> Result<Option<LoadLine>, ClientError> {
         let Some(lines) = &mut self.lines else {
             return Ok(None);
         };

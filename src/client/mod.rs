@@ -2,6 +2,8 @@
 //!
 //! Calls go over kept connections, a new one for each that is under way at the same time. A call on a kept connection that
 //! turns out to be closed is made once more on a new one.
+//!
+//! Nothing is waited for without an end: a node that is stopped, or hangs, must not stop its engines.
 
 mod connection;
 mod engine;
@@ -11,6 +13,7 @@ mod session;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue};
@@ -23,7 +26,9 @@ pub use load::LoadLines;
 pub use session::Session;
 
 use self::connection::Connection;
-use crate::api::wire::{ChunksRequest, Count, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo};
+use crate::api::wire::{
+    ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
+};
 use crate::arena::AttachedError;
 use crate::chunk::{ChunkHash, Mask, Space};
 use crate::gateway::Flushed;
@@ -42,6 +47,7 @@ pub struct Client(Arc<Inner>);
 struct Inner {
     target: Target,
     token: Option<HeaderValue>,
+    patience: Duration,
     kept: Mutex<Vec<Connection>>,
 }
 
@@ -52,6 +58,8 @@ pub enum ClientError {
     Connect { at: String, source: std::io::Error },
     #[error("the call broke off: {0}")]
     Http(#[from] hyper::Error),
+    #[error("kvgate did not answer within {0:?}: does its process hang?")]
+    Late(Duration),
     #[error("{} ({})", .0.detail, .0.code)]
     Refused(Problem),
     #[error("the answer can't be understood: {0}")]
@@ -73,6 +81,9 @@ pub struct Found {
 const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
+/// How long an answer may take beyond what the call gives the node: that answers most at once, and knows its own limits.
+const PATIENCE: Duration = Duration::from_mins(1);
+
 impl Client {
     pub fn new(target: Target) -> Self {
         Self::with_token(target, None)
@@ -83,6 +94,18 @@ impl Client {
         Self(Arc::new(Inner {
             target,
             token,
+            patience: PATIENCE,
+            kept: Mutex::default(),
+        }))
+    }
+
+    /// The same, with another patience than a minute, and connections of its own.
+    #[must_use]
+    pub fn with_patience(&self, patience: Duration) -> Self {
+        Self(Arc::new(Inner {
+            target: self.0.target.clone(),
+            token: self.0.token.clone(),
+            patience,
             kept: Mutex::default(),
         }))
     }
@@ -95,7 +118,8 @@ impl Client {
     }
 
     pub async fn lookup(&self, request: &LookupRequest) -> Result<LookupAnswer, ClientError> {
-        self.post("/v1/lookup", request).await
+        let given = Duration::from_millis(request.deadline_ms.unwrap_or_default());
+        self.post_for(given, "/v1/lookup", request).await
     }
 
     /// The same with hashes, as bytes both ways: the quickest. `query` is what follows `space`, such as
@@ -162,7 +186,9 @@ impl Client {
 
     /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over.
     pub async fn flush(&self, deadline_ms: Option<u64>) -> Result<Flushed, ClientError> {
-        self.post("/v1/flush", &FlushRequest { deadline_ms }).await
+        let given = deadline_ms.map_or(FLUSH_MAX, Duration::from_millis);
+        self.post_for(given, "/v1/flush", &FlushRequest { deadline_ms })
+            .await
     }
 
     /// As JSON: what there is grows with every version.
@@ -190,12 +216,34 @@ impl Client {
         path: &str,
         request: &impl Serialize,
     ) -> Result<T, ClientError> {
-        let body = to_body(request)?;
-        let (_, answer) = self.call(Method::POST, path, JSON, body, JSON).await?;
+        self.post_for(Duration::ZERO, path, request).await
+    }
+
+    /// A call that gives the node so much time.
+    async fn post_for<T: DeserializeOwned>(
+        &self,
+        given: Duration,
+        path: &str,
+        request: &impl Serialize,
+    ) -> Result<T, ClientError> {
+        let call = self.call_unlimited(Method::POST, path, JSON, to_body(request)?, JSON);
+        let (_, answer) = in_time(given.saturating_add(self.0.patience), call).await?;
         parse(&answer)
     }
 
     async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        kind: HeaderValue,
+        body: Bytes,
+        accept: HeaderValue,
+    ) -> Result<(HeaderMap, Bytes), ClientError> {
+        let call = self.call_unlimited(method, path, kind, body, accept);
+        in_time(self.0.patience, call).await
+    }
+
+    async fn call_unlimited(
         &self,
         method: Method,
         path: &str,
@@ -253,6 +301,14 @@ impl Client {
     fn kept(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
         self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+async fn in_time<T>(
+    time: Duration,
+    answer: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, ClientError> {
+    let answer = tokio::time::timeout(time, answer).await;
+    answer.unwrap_or(Err(ClientError::Late(time)))
 }
 
 fn check(status: StatusCode, body: &[u8]) -> Result<(), ClientError> {

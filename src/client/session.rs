@@ -1,12 +1,14 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use hyper::Method;
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 
 use super::load::{Lines, LoadLines};
-use super::{Client, ClientError, JSON, to_body};
+use super::{Client, ClientError, JSON, in_time, to_body};
 use crate::api::wire::{
     AttachRequest, Attached, CommitAnswer, CommitRequest, LoadRequest, ReleaseAnswer, ReleaseRequest,
     ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
@@ -25,8 +27,12 @@ pub struct Session {
 impl Client {
     /// Attaches this process, and maps the arena.
     pub async fn attach(&self, request: &AttachRequest) -> Result<Session, ClientError> {
-        let mut lines = self.lines("/v1/attach", request).await?;
-        let attached: Option<Attached> = lines.next().await?;
+        let (mut lines, attached) = in_time(self.0.patience, async {
+            let mut lines = self.lines("/v1/attach", request).await?;
+            let attached: Option<Attached> = lines.next().await?;
+            Ok((lines, attached))
+        })
+        .await?;
         let attached = attached.ok_or_else(|| ClientError::Answer("the attach ended at once".into()))?;
         let (path, boot_id) = (&attached.arena.path, &attached.arena.boot_id);
         let boot_id = BootId::from_hex(boot_id)
@@ -73,16 +79,21 @@ impl Session {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Loads chunks into slots. The request's session is filled in.
+    /// Loads chunks into slots. The request's session is filled in. Without a deadline it takes what the node gives it.
     pub async fn load(&self, request: LoadRequest) -> Result<LoadLines, ClientError> {
         let request = LoadRequest {
             session: self.name.clone(),
             ..request
         };
-        let lines = self.client.lines("/v1/load", &request).await;
+        let patience = self.client.0.patience;
+        let given = request.deadline_ms.map(Duration::from_millis);
+        let until = given.and_then(|given| Instant::now().checked_add(given.saturating_add(patience)));
+        let lines = in_time(patience, self.client.lines("/v1/load", &request)).await;
         Ok(LoadLines {
             lines: Some(self.noted(lines)?),
             client: self.client.clone(),
+            until,
+            over: Arc::clone(&self.over),
         })
     }
 
@@ -126,9 +137,15 @@ impl Session {
         self.noted(self.client.post(path, &request).await)
     }
 
-    /// A call may be told that the session is over before the end of its stream was seen.
+    /// A call may be told that the session is over before the end of its stream was seen. One that was not answered may
+    /// have got slots that nobody knows of: they end with the session.
     fn noted<T>(&self, answer: Result<T, ClientError>) -> Result<T, ClientError> {
-        if matches!(&answer, Err(ClientError::Refused(problem)) if problem.code == "no_session") {
+        let is_over = match &answer {
+            Err(ClientError::Refused(problem)) => problem.code == "no_session",
+            Err(ClientError::Late(_)) => true,
+            _ => false,
+        };
+        if is_over {
             self.over.store(true, Ordering::Relaxed);
         }
         answer

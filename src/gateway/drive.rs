@@ -247,8 +247,8 @@ impl Drive {
         flight: Arc<Flight>,
     ) -> impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static {
         let (wanted, sections, place) = (self.wanted(index), self.sections(), self.place(index));
-        let (arena, deadline) = (self.gateway.0.arena.clone(), self.deadline);
-        let object_len = self.space.layout().object_len();
+        let (gateway, space, chunk) = (self.gateway.clone(), self.space.clone(), self.chunks[index]);
+        let deadline = self.deadline;
         async move {
             match tokio::time::timeout_at(deadline, flight.outcome()).await {
                 Ok(Some(outcome)) => return outcome,
@@ -259,7 +259,11 @@ impl Drive {
                     return Err(wanted.missed(late));
                 }
             }
-            match arena.try_reserve(object_len) {
+            // It may have come another way, and not be on S3.
+            if let Some(here) = gateway.resident(&space, &chunk) {
+                return Ok(here);
+            }
+            match gateway.0.arena.try_reserve(space.layout().object_len()) {
                 Some(slot) => Started::new(wanted, slot, &sections, |_| place).fetch().await,
                 None => Err(Miss::ArenaFull),
             }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::Gateway;
 use super::arriving::Arriving;
-use super::behind::{Behind, BehindOptions};
+use super::behind::{Behind, BehindOptions, Sealed};
 use super::load::LoadedChunk;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space};
@@ -124,16 +124,12 @@ impl Gateway {
         if !tiers.options.memory_flow.stores_lower || self.0.cache.is_present(&key, now) == Some(true) {
             return;
         }
-        if let Some(room) = tiers.behind.room(object.len(), None) {
-            tiers.memory.soil(&key);
-            self.write_behind(
-                room,
-                space,
-                chunk,
-                None,
-                super::behind::Sealed::Now(object.clone()),
-            );
-        }
+        let Some(room) = tiers.behind.room(object.len(), None) else {
+            tiers.memory.put_off(&key);
+            return;
+        };
+        tiers.memory.soil(&key);
+        self.write_behind(room, space, chunk, None, Sealed::Now(object.clone()));
     }
 
     /// Keeps a chunk that was asked for at `since`, as far as there is room.

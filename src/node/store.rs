@@ -1,4 +1,5 @@
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use tokio::time::Instant;
 
@@ -21,6 +22,8 @@ pub struct ToStore {
 pub(super) struct Filled {
     pub reserved: Reserved,
     pub parent: ChunkHash,
+    /// What each of its owners writes.
+    shares: Arc<BTreeMap<Rank, Vec<Share>>>,
     pub since: Instant,
 }
 
@@ -71,7 +74,7 @@ impl Node {
             let has = |id| self.0.by_id.get(&id).map(|session| session.has.clone());
             ranks.filter_map(|(rank, id)| Some((rank, has(id)?))).collect()
         };
-        let shares = shares(space, &ranks)?;
+        let shares = Arc::new(shares(space, &ranks)?);
         let Some(own) = shares.get(&session.rank) else {
             return Ok(Reservations {
                 shares: Vec::new(),
@@ -82,6 +85,12 @@ impl Node {
         for chunk in chunks {
             let key = (space.key(), chunk.hash);
             let slot = match ledger.offer(session.id, &key)? {
+                // A rank came back with other heads than it had when this was begun: nobody would write some of the bytes.
+                Offer::Join(slot) if ledger.reserved(slot).is_none_or(|filled| filled.shares != shares) => {
+                    ledger.abort(session.id, slot)?;
+                    answers.push(Reservation::Skip(Skip::Pending));
+                    continue;
+                }
                 Offer::Join(slot) => slot,
                 Offer::Pending => {
                     answers.push(Reservation::Skip(Skip::Pending));
@@ -97,6 +106,7 @@ impl Node {
                         let filled = Filled {
                             reserved,
                             parent: chunk.parent,
+                            shares: Arc::clone(&shares),
                             since: Instant::now(),
                         };
                         let owners = shares.keys().copied().collect();

@@ -238,6 +238,13 @@ impl Memory {
         self.lock().set_dirty(key, true);
     }
 
+    /// It was due and could not go lower: it is with the next access.
+    pub fn put_off(&self, key: &CacheKey) {
+        if let Some(resident) = self.lock().chunks.get_mut(key) {
+            resident.was_due = false;
+        }
+    }
+
     /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
     pub fn delete(&self, key: &CacheKey) {
         let mut state = self.lock();

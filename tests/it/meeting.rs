@@ -91,6 +91,44 @@ async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
     }
 }
 
+/// It had come to memory meanwhile, and was not on S3 yet.
+#[tokio::test(start_paused = true)]
+async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alone() {
+    let (held, mut line) = Held::new();
+    let site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
+    let prompt = Prompt::new(1);
+    let gateway = Gateway::with_tiers(
+        Arc::clone(&site.store),
+        arena(8 << 20),
+        site.options(),
+        Some(tiers(None)),
+    );
+    let (chunk, parent) = (prompt.hashes[0], prompt.parent(0));
+    let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent) else {
+        panic!("there is room")
+    };
+    reserved.slot.payload_mut().copy_from_slice(&prompt.payload(0));
+    let load = || {
+        gateway.load(LoadRequest {
+            space: prompt.space.clone(),
+            chunks: prompt.hashes.clone(),
+            order: Order::Layer,
+            after_miss: AfterMiss::Continue,
+            deadline: soon(),
+        })
+    };
+    held.hold();
+    let first = load();
+    let _unanswered = line.still().await;
+    let second = load();
+    assert!(line.still().await.is_empty(), "it joined the first one");
+    assert!(gateway.commit(chunk, parent, reserved));
+    held.let_go();
+    drop(first);
+    let outcomes = second.collect().await;
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+}
+
 /// What a load had read before came back to memory, and by its promotion to the disk.
 #[tokio::test]
 async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {

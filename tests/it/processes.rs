@@ -12,6 +12,7 @@ use tokio::process::{Child, Command};
 use crate::fixture::Prompt;
 use crate::program::Place;
 use crate::serving::{all, alone, eventually, id, load, load_request, store};
+use kvgate::api::wire::LoadRequest;
 use kvgate::client::{Client, ClientError, Target};
 use kvgate::gateway::Order;
 
@@ -64,8 +65,10 @@ impl Home {
             command.env(name, value);
         }
         let mut child = command.spawn().unwrap();
-        let first = first_line(&mut child).await;
-        assert!(first.contains("serves"), "{first}");
+        if !first_line(&mut child).await.contains("serves") {
+            let output = child.wait_with_output().await.unwrap();
+            panic!("{}", String::from_utf8_lossy(&output.stderr));
+        }
         Daemon {
             child,
             client: Client::new(Target::Unix(self.socket.clone())),
@@ -270,7 +273,7 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
         daemon.child.wait().await.unwrap();
         drop(engines);
 
-        let daemon = home.serve(&[]).await;
+        let mut daemon = home.serve(&[]).await;
         let seen = home.done("load", &format!("{seed} under way"), 60).await;
         assert_eq!(seen["wrong"], 0, "{seen}");
         if let Some(seed) = &acknowledged {
@@ -281,7 +284,8 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
                 "{there}"
             );
         }
-        drop(daemon);
+        // The next one needs its socket and disks.
+        daemon.child.kill().await.unwrap();
     }
 }
 
@@ -314,6 +318,56 @@ async fn an_engine_goes_on_when_its_daemon_was_started_anew() {
     let found = client.lookup_hashes(&id(&prompt.space), &prompt.hashes, "").await;
     assert_eq!(found.unwrap().prefix, 6);
     assert_eq!(load(&after, &prompt, "again", Order::Chunk).await, all("disk", 6));
+}
+
+/// It waited for as long as the daemon hung, whatever time it had given it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_hangs_hung_its_engines() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let prompt = Prompt::new(6);
+    let client = daemon.client.with_patience(Duration::from_millis(500));
+    let engine = client.engine(alone("one"));
+    engine.declare(&prompt.space).await.unwrap();
+    let before = engine.session().await.unwrap();
+    store(&client, &before, &prompt).await;
+    let hurried = || LoadRequest {
+        deadline_ms: Some(100),
+        ..load_request(&prompt, "lost", Order::Chunk)
+    };
+    let mut lines = before.load(hurried()).await.unwrap();
+    assert!(lines.next().await.unwrap().is_some());
+    signal(&daemon.child, Signal::STOP);
+    let late = |what: &str, is_late: bool| assert!(is_late, "{what}");
+    late(
+        "a load",
+        matches!(before.load(hurried()).await, Err(ClientError::Late(_))),
+    );
+    late(
+        "a flush",
+        matches!(client.flush(Some(100)).await, Err(ClientError::Late(_))),
+    );
+    late(
+        "a lookup",
+        matches!(
+            client.lookup_hashes(&id(&prompt.space), &prompt.hashes, "").await,
+            Err(ClientError::Late(_))
+        ),
+    );
+    late(
+        "an attach",
+        matches!(engine.session().await, Err(ClientError::Late(_))),
+    );
+    signal(&daemon.child, Signal::CONT);
+    // What it was lent without ever hearing of it goes with its session, and it attaches anew.
+    drop((lines, before));
+    until(async || engine.session().await.is_ok()).await;
+    let after = engine.session().await.unwrap();
+    assert_eq!(
+        load(&after, &prompt, "again", Order::Chunk).await,
+        all("memory", 6)
+    );
+    until(async || leases(&daemon).await == 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -163,6 +163,42 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
     assert_eq!(load(&other, &prompt, "x", Order::Chunk).await, all("memory", 1));
 }
 
+/// It had committed its share of a chunk. Those who were still to write then wrote less, and the chunk was published.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    serving.client.declare(&prompt.space).await.unwrap();
+    let space = id(&prompt.space);
+    let first = serving.rank("engine", 0, 2, (0, 2)).await;
+    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+    let begun = first.reserve(&space, chunks(&prompt)).await.unwrap();
+    let slot_of = |chunk: &ReservedChunk| match chunk {
+        &ReservedChunk::Slot { slot, generation, .. } => SlotName { slot, generation },
+        ReservedChunk::Skip { skip } => panic!("{skip}"),
+    };
+    first.commit(vec![slot_of(&begun.chunks[0])]).await.unwrap();
+    drop(first);
+    eventually(|| serving.node.status().sessions.len() == 1).await;
+    let first = serving.rank("engine", 0, 2, (0, 3)).await;
+    let joined = second.reserve(&space, chunks(&prompt)).await.unwrap();
+    assert_eq!(joined.own[0].heads, (3, 4));
+    let pending = ReservedChunk::Skip {
+        skip: "pending".to_owned(),
+    };
+    assert_eq!(joined.chunks, [pending]);
+    assert_eq!(serving.node.status().slots.spoilt, 0, "nobody writes there");
+
+    // Anew, all together.
+    for (rank, published) in [(&first, false), (&second, true)] {
+        let reserved = rank.reserve(&space, chunks(&prompt)).await.unwrap();
+        let committed = rank.commit(vec![slot_of(&reserved.chunks[0])]).await.unwrap();
+        assert_eq!(committed.slots, [CommitOutcome::Ok { published }]);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     let site = Site::new().await;

@@ -293,6 +293,37 @@ async fn only_what_is_used_goes_lower() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_used_while_the_write_behind_was_full_never_went_lower() {
+    let mut site = Site::new().await;
+    let serving = site
+        .serve(&[("memory.min_accesses", "1"), ("store.write_behind", "1MiB")])
+        .await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(20);
+    let room = (1 << 20) / prompt.space.layout().object_len();
+    store(&serving.client, &engine, &prompt).await;
+    site.stop_s3().await;
+    let behind = || serving.node.status().tiers.write_behind.waiting_chunks as usize;
+    for round in 0..100 {
+        load(&engine, &prompt, &format!("full {round}"), Order::Chunk).await;
+        if behind() == room {
+            break;
+        }
+    }
+    // Also those whose digests were late.
+    load(&engine, &prompt, "all", Order::Chunk).await;
+    site.start_s3().await;
+    serving.flush().await;
+    assert_eq!(on_s3(&site, &prompt).await, room);
+    for round in 0..10 {
+        load(&engine, &prompt, &format!("again {round}"), Order::Chunk).await;
+        serving.flush().await;
+    }
+    assert_eq!(on_s3(&site, &prompt).await, 20);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_has_no_more_than_its_share_of_memory() {
     let site = Site::new().await;
     let serving = site.serve(&[("memory.tenant_max", "1MiB")]).await;

@@ -24,9 +24,9 @@ pub struct Disk(pub(super) Arc<Shared>);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wrote {
     Stored,
-    /// It is there, or another write of it is under way.
+    /// It is there.
     Present,
-    /// What is there may not go, or it is larger than a disk or its tenant's share.
+    /// No disk works, what is there may not go, or it is larger than a disk or its tenant's share.
     NoRoom,
     /// It was deleted meanwhile.
     Deleted,
@@ -48,7 +48,8 @@ impl Disk {
         self.0.index.touch(key);
     }
 
-    /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns.
+    /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns:
+    /// another write of it that is under way is waited for, as that may fail.
     pub async fn write(
         &self,
         space: &Space,
@@ -59,13 +60,13 @@ impl Disk {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
         let reservation = loop {
-            let someone_left = self.0.index.someone_left();
+            let something_ends = self.0.index.something_ends();
             match self.0.index.place(key, space.tenant(), object_len, since) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
                 Placed::NoRoom => return Ok(Wrote::NoRoom),
                 Placed::Deleted => return Ok(Wrote::Deleted),
-                Placed::Leaving => someone_left.await,
+                Placed::Busy => something_ends.await,
                 Placed::Expired(gone) => self.leave(Some(gone)).await,
             }
         };

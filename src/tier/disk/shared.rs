@@ -68,13 +68,11 @@ impl Shared {
         }
         let disk = reservation.disk;
         match self.folder(disk).write(space, &reservation.key.1, object) {
-            Ok(()) => match reservation.commit() {
-                None => Ok(Wrote::Stored),
-                gone => {
-                    drop(self.leave(gone));
-                    Ok(Wrote::Deleted)
-                }
-            },
+            Ok(()) => {
+                let (wrote, gone) = reservation.commit();
+                drop(self.leave(gone));
+                Ok(wrote)
+            }
             Err(error) => self.not_written(disk, object.len(), error),
         }
     }

@@ -48,8 +48,8 @@ pub(super) struct Index {
     /// Which disks have not been taken out.
     works: Vec<AtomicBool>,
     state: Mutex<State>,
-    /// Someone in `State::leaving` has left.
-    left: Notify,
+    /// Something in `State::leaving` has left, or in `State::writing` is over.
+    ended: Notify,
 }
 
 struct Limits {
@@ -101,7 +101,7 @@ impl Index {
                 paths.into_iter().map(shelf).collect(),
                 options.tenant_bytes.map(|_| options.policy),
             )),
-            left: Notify::new(),
+            ended: Notify::new(),
         }
     }
 
@@ -149,12 +149,12 @@ impl Index {
     /// The file is gone; its name is free.
     pub fn left(&self, key: &CacheKey) {
         self.lock().leaving.remove(key);
-        self.left.notify_waiters();
+        self.ended.notify_waiters();
     }
 
-    /// Wakes when a file is gone, from the moment it is made.
-    pub fn someone_left(&self) -> Notified<'_> {
-        self.left.notified()
+    /// Wakes when a write is over or a file gone, from the moment it is made.
+    pub fn something_ends(&self) -> Notified<'_> {
+        self.ended.notified()
     }
 
     /// A disk's file system had no room for an object. Takes out some, and expects less room for a while; so the next

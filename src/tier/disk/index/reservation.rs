@@ -6,14 +6,15 @@ use super::state::State;
 use super::{Entry, Gone, Index};
 use crate::existence::CacheKey;
 use crate::tier::disk::direct::BLOCK;
+use crate::tier::disk::handle::Wrote;
 
 /// Where a chunk is to be written.
 pub(in crate::tier::disk) enum Placed {
     On(Reservation),
-    /// It is there, or being written.
     Present,
-    /// An older file of that name is not gone yet: ask again when [someone left](Index::someone_left).
-    Leaving,
+    /// Another write of it, which may fail, or the removal of an older file is under way: ask again when
+    /// [something ended](Index::something_ends).
+    Busy,
     /// One that is past its time must go first.
     Expired(Gone),
     /// It was deleted since somebody began to bring it.
@@ -48,14 +49,8 @@ impl Index {
             state.hit(&key, &entry);
             return Placed::Present;
         }
-        if let Some(&since) = state.writing.get(&key) {
-            return match state.removals.has_since(&key, since) {
-                true => Placed::Leaving,
-                false => Placed::Present,
-            };
-        }
-        if state.leaving.contains(&key) {
-            return Placed::Leaving;
+        if state.writing.contains(&key) || state.leaving.contains(&key) {
+            return Placed::Busy;
         }
         if let Some(gone) = self.take_out(&mut state, &key) {
             state.disks[gone.disk].expired += 1;
@@ -67,7 +62,7 @@ impl Index {
         let Some(disk) = state.choose(bytes) else {
             return Placed::NoRoom;
         };
-        state.writing.insert(key, since);
+        state.writing.insert(key);
         state.disks[disk].queued_bytes += bytes;
         let tenant = state.tenants.number(tenant);
         drop(state);
@@ -122,20 +117,20 @@ impl Reservation {
     }
 
     /// The file is in place: from here on it is a hit, or it must go because the chunk was deleted meanwhile.
-    pub fn commit(mut self) -> Option<Gone> {
+    pub fn commit(mut self) -> (Wrote, Option<Gone>) {
         let index = Arc::clone(&self.index);
         let mut state = index.lock();
         let shelf = &mut state.disks[self.disk];
         shelf.writes += 1;
         if shelf.failed.is_some() {
-            // It is found at the next start.
-            return None;
+            // It is found at the next start, and no hit until then.
+            return (Wrote::NoRoom, None);
         }
         shelf.failures = 0;
         if state.removals.has_since(&self.key, self.since) {
             state.leaving.insert(self.key);
             let Self { disk, key, .. } = self;
-            return Some(Gone { disk, key });
+            return (Wrote::Deleted, Some(Gone { disk, key }));
         }
         let shelf = &mut state.disks[self.disk];
         shelf.regrow(self.bytes);
@@ -152,7 +147,7 @@ impl Reservation {
         state
             .expiry
             .trim(usize::try_from(live).unwrap_or(usize::MAX), is_live);
-        None
+        (Wrote::Stored, None)
     }
 }
 
@@ -167,8 +162,7 @@ impl Drop for Reservation {
             state.disks[self.disk].queued_bytes -= self.bytes;
         }
         drop(state);
-        // Whoever waits for the end of a write that was in vain.
-        self.index.left.notify_waiters();
+        self.index.ended.notify_waiters();
     }
 }
 

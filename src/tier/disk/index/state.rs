@@ -2,7 +2,6 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::RandomState;
-use tokio::time::Instant;
 
 use super::Entry;
 use super::expiry::Expiry;
@@ -18,8 +17,8 @@ type KeySet = HashSet<CacheKey, RandomState>;
 pub(super) struct State {
     pub disks: Vec<Shelf>,
     pub tenants: Tenants,
-    /// Being written, by somebody who began to bring it then: whoever comes second is told that it is there.
-    pub writing: HashMap<CacheKey, Instant, RandomState>,
+    /// Being written: whoever comes second waits for how that ends.
+    pub writing: KeySet,
     /// Out of the index while their files are still there.
     pub leaving: KeySet,
     /// How often each is pinned; one need not be there.
@@ -35,7 +34,7 @@ impl State {
         Self {
             disks,
             tenants: Tenants::new(tenant_policy),
-            writing: HashMap::default(),
+            writing: KeySet::default(),
             leaving: KeySet::default(),
             pins: HashMap::default(),
             expiry: Expiry::default(),

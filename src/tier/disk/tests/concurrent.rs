@@ -1,5 +1,6 @@
 //! Many at once, and those who don't wait for the end.
 
+use std::fs;
 use std::future::Future;
 use std::pin::pin;
 
@@ -127,6 +128,38 @@ async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
     assert_eq!(late.unwrap(), Wrote::Deleted);
     bench.disk.delete(&bench.key(1)).await;
     assert!(!bench.has(1));
+    bench.check().await;
+}
+
+#[tokio::test]
+async fn the_second_writer_of_a_chunk_was_told_that_it_is_there_before_the_first_had_written_it() {
+    let bench = Bench::new(1, |options| options.depth = 1);
+    // What the first one writes to is a folder.
+    let in_its_way = bench.path(0).join("tmp/0.part");
+    fs::create_dir_all(&in_its_way).unwrap();
+    let turn = bench.disk.0.turn(0).await;
+    let (mut fails, mut waits) = (pin!(bench.write(1)), pin!(bench.write(1)));
+    assert!(futures::poll!(&mut fails).is_pending() && futures::poll!(&mut waits).is_pending());
+    drop(turn);
+    let (failed, wrote) = futures::join!(fails, waits);
+    assert!(matches!(failed, Err(DiskError::Io { .. })), "{failed:?}");
+    assert_eq!(wrote.unwrap(), Wrote::Stored, "in its stead");
+    bench.read(1).await.unwrap();
+
+    // The same where the first is given up, and where all goes well.
+    let turn = bench.disk.0.turn(0).await;
+    let mut given_up = Box::pin(bench.write(2));
+    let (mut waits, mut third) = (pin!(bench.write(2)), pin!(bench.write(2)));
+    assert!(futures::poll!(&mut given_up).is_pending() && futures::poll!(&mut waits).is_pending());
+    drop(given_up);
+    assert!(futures::poll!(&mut waits).is_pending() && futures::poll!(&mut third).is_pending());
+    drop(turn);
+    let (stored, present) = futures::join!(waits, third);
+    assert_eq!(
+        (stored.unwrap(), present.unwrap()),
+        (Wrote::Stored, Wrote::Present)
+    );
+    fs::remove_dir(in_its_way).unwrap();
     bench.check().await;
 }
 

@@ -75,6 +75,20 @@ async fn reads_that_fail_take_a_disk_out_and_an_empty_tier_goes_on() {
 }
 
 #[tokio::test]
+async fn what_was_written_to_a_disk_that_was_taken_out_meanwhile_was_called_stored() {
+    let bench = Bench::new(1, |options| options.failures = 1);
+    let index = &bench.disk.0.index;
+    let placed = index.place(bench.key(1), "", 16_384, Instant::now());
+    let index::Placed::On(mut reservation) = placed else {
+        panic!("there is room")
+    };
+    assert!(reservation.take_room().0);
+    assert!(index.has_failed(0, &io::Error::from_raw_os_error(5)));
+    assert_eq!(reservation.commit(), (Wrote::NoRoom, None));
+    assert!(!bench.has(1));
+}
+
+#[tokio::test]
 async fn failures_count_only_in_a_row() {
     let bench = Bench::new(1, |_| {});
     bench.store([1]).await;
