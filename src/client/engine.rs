@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 
-use super::{Client, ClientError, Session};
+use super::{Client, ClientError, Session, in_time};
 use crate::api::wire::{AttachRequest, SpaceInfo};
 use crate::chunk::Space;
 
@@ -36,7 +36,7 @@ impl Client {
 impl Engine {
     /// The session with the daemon as it runs now. Fails while there is none: until then everything is a miss.
     pub async fn session(&self) -> Result<Arc<Session>, ClientError> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await?;
         if let Some(session) = state.session.as_ref().filter(|session| !session.is_over()) {
             return Ok(Arc::clone(session));
         }
@@ -51,11 +51,16 @@ impl Engine {
 
     /// Makes a space known, to the daemon's later lives as well.
     pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await?;
         let info = self.client.declare(space).await?;
         if !state.spaces.iter().any(|known| known.id() == space.id()) {
             state.spaces.push(space.clone());
         }
         Ok(info)
+    }
+
+    /// Those who come while one attaches in vain need not each find out by themselves.
+    async fn state(&self) -> Result<MutexGuard<'_, State>, ClientError> {
+        in_time(self.client.0.patience, async { Ok(self.state.lock().await) }).await
     }
 }
