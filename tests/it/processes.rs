@@ -325,7 +325,7 @@ async fn an_engine_goes_on_when_its_daemon_was_started_anew() {
     assert_eq!(load(&after, &prompt, "again", Order::Chunk).await, all("disk", 6));
 }
 
-fn late<T: std::fmt::Debug>(answer: Result<T, ClientError>) {
+fn late<T: std::fmt::Debug>(answer: &Result<T, ClientError>) {
     assert!(matches!(answer, Err(ClientError::Late(_))), "{answer:?}");
 }
 
@@ -349,12 +349,13 @@ async fn a_daemon_that_hangs_hung_its_engines() {
     signal(&daemon.child, Signal::STOP);
     // On a busy machine it goes on for a while.
     until(async || is_stopped(&daemon.child)).await;
-    late(before.load(hurried()).await.map(drop));
-    late(client.flush(Some(100)).await);
-    late(client.lookup_hashes(&id(&prompt.space), &prompt.hashes, "").await);
+    late(&before.load(hurried()).await.map(drop));
+    late(&client.flush(Some(100)).await);
+    let space = id(&prompt.space);
+    late(&client.lookup_hashes(&space, &prompt.hashes, "").await);
     let began = Instant::now();
     let attached = futures::future::join_all((0..8).map(|_| engine.session())).await;
-    attached.into_iter().for_each(|one| late(one.map(drop)));
+    attached.into_iter().for_each(|one| late(&one.map(drop)));
     assert!(
         began.elapsed() < Duration::from_secs(3),
         "all of them together, not one by one"
