@@ -133,6 +133,11 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
+fn is_stopped(child: &Child) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id().unwrap())).unwrap();
+    stat.rsplit(") ").next().unwrap().starts_with('T')
+}
+
 async fn leases(daemon: &Daemon) -> u64 {
     daemon.client.status().await.unwrap()["slots"]["leases"]
         .as_u64()
@@ -320,6 +325,10 @@ async fn an_engine_goes_on_when_its_daemon_was_started_anew() {
     assert_eq!(load(&after, &prompt, "again", Order::Chunk).await, all("disk", 6));
 }
 
+fn late<T: std::fmt::Debug>(answer: &Result<T, ClientError>) {
+    assert!(matches!(answer, Err(ClientError::Late(_))), "{answer:?}");
+}
+
 /// It waited for as long as the daemon hung, whatever time it had given it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_hangs_hung_its_engines() {
@@ -338,26 +347,15 @@ async fn a_daemon_that_hangs_hung_its_engines() {
     let mut lines = before.load(hurried()).await.unwrap();
     assert!(lines.next().await.unwrap().is_some());
     signal(&daemon.child, Signal::STOP);
-    let late = |what: &str, is_late: bool| assert!(is_late, "{what}");
-    late(
-        "a load",
-        matches!(before.load(hurried()).await, Err(ClientError::Late(_))),
-    );
-    late(
-        "a flush",
-        matches!(client.flush(Some(100)).await, Err(ClientError::Late(_))),
-    );
-    late(
-        "a lookup",
-        matches!(
-            client.lookup_hashes(&id(&prompt.space), &prompt.hashes, "").await,
-            Err(ClientError::Late(_))
-        ),
-    );
+    // On a busy machine it goes on for a while.
+    until(async || is_stopped(&daemon.child)).await;
+    late(&before.load(hurried()).await.map(drop));
+    late(&client.flush(Some(100)).await);
+    let space = id(&prompt.space);
+    late(&client.lookup_hashes(&space, &prompt.hashes, "").await);
     let began = Instant::now();
     let attached = futures::future::join_all((0..8).map(|_| engine.session())).await;
-    let all_late = |one: &Result<_, ClientError>| matches!(one, Err(ClientError::Late(_)));
-    late("an attach", attached.iter().all(all_late));
+    attached.into_iter().for_each(|one| late(&one.map(drop)));
     assert!(
         began.elapsed() < Duration::from_secs(3),
         "all of them together, not one by one"
