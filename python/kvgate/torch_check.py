@@ -11,6 +11,7 @@ import sys
 import torch
 
 from kvgate import Copier, Space
+from kvgate.tensors import describe
 
 LAYERS, HEADS, HEAD_DIM = 3, 4, 64
 CHUNK_TOKENS, BLOCKS, BLOCK_TOKENS = 64, 9, 16
@@ -62,7 +63,7 @@ def check(device, axes, order):
             }
         )
     )
-    tensors = [described(plane, tensor, axes) for plane, tensor in enumerate(layers)]
+    tensors = [describe(tensor, axes, plane) for plane, tensor in enumerate(layers)]
     copier = Copier(
         json.dumps({"tensors": tensors, "device": device.index or 0 if device.type == "cuda" else None}), space
     )
@@ -122,19 +123,6 @@ class rows_of:  # noqa: N801
             view[1][:, at[0], at[1]] = rows[..., HEAD_DIM:]
         else:
             view[:, at[0], at[1]] = rows
-
-
-def described(plane, tensor, axes):
-    size, storage = tensor.element_size(), tensor.untyped_storage()
-    return {
-        "address": tensor.data_ptr(),
-        "bytes": storage.nbytes() - (tensor.data_ptr() - storage.data_ptr()),
-        "axes": axes,
-        "shape": list(tensor.shape),
-        "strides": [stride * size for stride in tensor.stride()],
-        "element_bytes": size,
-        "planes": [plane],
-    }
 
 
 if __name__ == "__main__":

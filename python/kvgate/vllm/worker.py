@@ -5,6 +5,7 @@ import json
 from vllm.logger import init_logger
 
 from kvgate import Worker
+from kvgate.tensors import describe
 
 logger = init_logger(__name__)
 
@@ -49,19 +50,7 @@ class WorkerSide:
                 f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of "
                 f"{self.model.block_tokens} tokens ({name}): run without kvgate, and report it"
             )
-        size = tensor.element_size()
-        storage = tensor.untyped_storage()
-        heads = list(self.model.heads) if "H" in axes else None
-        return {
-            "address": tensor.data_ptr(),
-            "bytes": storage.nbytes() - (tensor.data_ptr() - storage.data_ptr()),
-            "axes": axes,
-            "shape": list(tensor.shape),
-            "strides": [stride * size for stride in tensor.stride()],
-            "element_bytes": size,
-            "planes": [plane],
-            **({"heads": heads} if heads else {}),
-        }
+        return describe(tensor, axes, plane, self.model.heads if "H" in axes else None)
 
     def load(self, loads):
         for load in loads:

@@ -1,0 +1,16 @@
+"""A PyTorch tensor of KV, as kvgate has tensors described: by the meaning of their axes (src/copy/tensor.rs)."""
+
+
+def describe(tensor, axes, plane, heads=None):
+    """`axes`: one letter for each dimension; `plane`: its index in the space; `heads`: those it has, half-open."""
+    size, storage = tensor.element_size(), tensor.untyped_storage()
+    return {
+        "address": tensor.data_ptr(),
+        "bytes": storage.nbytes() - (tensor.data_ptr() - storage.data_ptr()),
+        "axes": axes,
+        "shape": list(tensor.shape),
+        "strides": [stride * size for stride in tensor.stride()],
+        "element_bytes": size,
+        "planes": [plane],
+        **({"heads": list(heads)} if heads else {}),
+    }
