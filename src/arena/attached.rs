@@ -1,3 +1,4 @@
+use std::any::Any;
 use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,6 +24,8 @@ pub struct AttachedSlot {
     arena: Arc<AttachedArena>,
     at: usize,
     len: usize,
+    /// What the slot is lent by.
+    lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// The file is not the arena that was meant.
@@ -91,6 +94,7 @@ impl AttachedArena {
             arena: Arc::clone(self),
             at,
             len,
+            lender: None,
         })
     }
 
@@ -143,6 +147,15 @@ impl AttachedArena {
 }
 
 impl AttachedSlot {
+    /// Keeps what the slot is lent by, too: a session, whose end would be the lease's.
+    #[must_use]
+    pub fn kept_by(self, lender: Arc<impl Any + Send + Sync>) -> Self {
+        Self {
+            lender: Some(lender),
+            ..self
+        }
+    }
+
     pub fn as_ptr(&self) -> *mut [u8] {
         let start = self.arena.map.as_mut_ptr().wrapping_add(self.at);
         std::ptr::slice_from_raw_parts_mut(start, self.len)

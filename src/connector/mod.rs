@@ -8,6 +8,7 @@
 //! Not for: deciding what to load and what to store. That is the engine's scheduler's business, in the connectors in
 //! Python.
 
+mod pinning;
 mod worker;
 
 pub use worker::{Failed, NewChunk, Stored, Wanted, Worker, WorkerError};

@@ -4,12 +4,14 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
+use super::pinning::Pinning;
 use crate::api::wire::{
     AttachRequest, CommitOutcome, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName,
 };
 use crate::arena::{AttachedArena, AttachedError, AttachedSlot};
 use crate::chunk::{ChunkHash, Space};
 use crate::client::{Client, ClientError, Engine, Session};
+use crate::copy::cuda::Pinned;
 use crate::copy::{Copier, CopyError, EngineStream, Job, Pending, Spans};
 use crate::gateway::Order;
 use crate::node::Share;
@@ -27,6 +29,7 @@ pub struct Worker {
     /// Of what it owns; made when the node has said what that is.
     store: OnceLock<(Vec<Share>, Arc<Copier>)>,
     narrow: Narrow,
+    pinning: Pinning,
 }
 
 /// Makes a copier of what a rank owns.
@@ -75,6 +78,8 @@ pub enum WorkerError {
     Copy(#[from] CopyError),
     #[error(transparent)]
     Arena(#[from] AttachedError),
+    #[error("the arena is still being pinned for the GPU")]
+    Pinning,
     #[error("a copy ended early: {0}")]
     Task(#[from] JoinError),
 }
@@ -102,13 +107,14 @@ impl Worker {
             load: Arc::new(load),
             store: OnceLock::new(),
             narrow: Box::new(narrow),
+            pinning: Pinning::default(),
         }
     }
 
     /// Makes the space known and attaches.
-    pub async fn start(&self) -> Result<(), ClientError> {
+    pub async fn start(&self) -> Result<(), WorkerError> {
         self.engine.declare(&self.space).await?;
-        self.engine.session().await.map(drop)
+        self.session().await.map(drop)
     }
 
     /// Brings chunks, of a prompt and in its order, into their pages; answers which are not there. After the first that
@@ -120,7 +126,8 @@ impl Worker {
         deadline_ms: Option<u64>,
         engine: Option<EngineStream>,
     ) -> Result<Vec<Failed>, WorkerError> {
-        let session = self.session().await?;
+        let (session, pinned) = self.session().await?;
+        pin(Arc::clone(&self.load), pinned).await?;
         let request = LoadRequest {
             session: String::new(),
             load_id: load_id.to_owned(),
@@ -151,7 +158,7 @@ impl Worker {
                     let name = SlotName { slot, generation };
                     let planes = planes.0..planes.1;
                     match self
-                        .begin(&session.arena, offset, planes, &wanted[i].spans, engine)
+                        .begin(&session, offset, planes, &wanted[i].spans, engine)
                         .await
                     {
                         Ok(pending) => {
@@ -201,7 +208,7 @@ impl Worker {
         chunks: &[NewChunk],
         engine: Option<EngineStream>,
     ) -> Result<Stored, WorkerError> {
-        let session = self.session().await?;
+        let (session, pinned) = self.session().await?;
         let reserve = chunks.iter().map(|chunk| ReserveChunk {
             hash: chunk.hash,
             parent: chunk.parent,
@@ -222,7 +229,7 @@ impl Worker {
                 ReservedChunk::Skip { .. } => stored.skipped += 1,
             }
         }
-        let gathered = self.gather(&session, &reserved.own, &named, engine).await;
+        let gathered = self.gather(&session, pinned, &reserved.own, &named, engine).await;
         let names = |range: Range<usize>| named[range].iter().map(|&(_, name, _)| name).collect::<Vec<_>>();
         let (good, error) = gathered;
         if good < named.len() {
@@ -245,23 +252,29 @@ impl Worker {
         &self.client
     }
 
-    async fn session(&self) -> Result<Arc<Session>, ClientError> {
-        self.engine.session().await
+    /// With what copies by it are pinned to.
+    async fn session(&self) -> Result<(Arc<Session>, Option<Arc<Pinned>>), WorkerError> {
+        let session = self.engine.session().await?;
+        let pinned = self.pinning.of(&session, &self.load);
+        Ok((session, pinned.ok_or(WorkerError::Pinning)?))
     }
 
     /// Gives the copy of a chunk's planes to the device; a CPU has made it when this returns.
     async fn begin(
         &self,
-        arena: &Arc<AttachedArena>,
+        session: &Arc<Session>,
         offset: usize,
         planes: Range<usize>,
         spans: &Spans,
         engine: Option<EngineStream>,
     ) -> Result<Pending<AttachedSlot>, WorkerError> {
         let layout = self.space.layout();
+        if planes.is_empty() || planes.end > layout.planes() {
+            return Err(ClientError::Answer(format!("planes {planes:?} of {}", layout.planes())).into());
+        }
         let at = layout.plane(planes.start).start;
         let len = layout.plane(planes.end - 1).end - at;
-        let slot = arena.slot(offset, len)?;
+        let slot = session.arena.slot(offset, len)?.kept_by(Arc::clone(session));
         let job = Job {
             planes,
             spans: spans.clone(),
@@ -275,7 +288,8 @@ impl Worker {
     /// Copies what is owned of each chunk into its slot. How many are there, and why not more.
     async fn gather(
         &self,
-        session: &Session,
+        session: &Arc<Session>,
+        pinned: Option<Arc<Pinned>>,
         own: &[Share],
         named: &[(&NewChunk, SlotName, usize)],
         engine: Option<EngineStream>,
@@ -284,6 +298,9 @@ impl Worker {
             Ok(copier) => copier,
             Err(error) => return (0, Some(error.into())),
         };
+        if let Err(error) = pin(Arc::clone(&copier), pinned).await {
+            return (0, Some(error));
+        }
         let layout = self.space.layout();
         let mut jobs = Vec::with_capacity(named.len());
         for &(chunk, _, offset) in named {
@@ -293,7 +310,7 @@ impl Worker {
                 at: layout.header_len(),
             };
             match session.arena.slot(offset, layout.payload_len()) {
-                Ok(slot) => jobs.push((slot, job)),
+                Ok(slot) => jobs.push((slot.kept_by(Arc::clone(session)), job)),
                 Err(error) => return (0, Some(error.into())),
             }
         }
@@ -328,6 +345,14 @@ impl Worker {
             copier
         })
     }
+}
+
+/// Copies are from and to this memory from now on; that may have to wait for those under way.
+async fn pin(copier: Arc<Copier>, pinned: Option<Arc<Pinned>>) -> Result<(), WorkerError> {
+    let Some(pinned) = pinned else {
+        return Ok(());
+    };
+    Ok(tokio::task::spawn_blocking(move || copier.pin(&pinned)).await??)
 }
 
 /// Waits for copies in the order in which they were begun, and gives their slots back. Which failed.

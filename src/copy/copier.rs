@@ -1,11 +1,13 @@
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::cache::PagedCache;
 use super::cpu::CpuCopier;
-use super::cuda::{CudaCopier, Event};
+use super::cuda::{CudaCopier, Event, Pinned};
 use super::error::CopyError;
 use super::mapping::Spans;
 use super::object::{Source, Target};
+use crate::arena::AttachedArena;
 
 /// Copies between objects and one engine's pages.
 pub enum Copier {
@@ -51,6 +53,22 @@ impl Copier {
         match self {
             Self::Cpu(copier) => copier.store(to, job),
             Self::Cuda(copier) => copier.store(to, job, engine),
+        }
+    }
+
+    /// Registers an arena with the device; None: a CPU needs none of that. For a large arena it takes seconds.
+    pub fn register(&self, arena: &Arc<AttachedArena>) -> Option<Arc<Pinned>> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(copier) => Some(copier.register(Arc::clone(arena))),
+        }
+    }
+
+    /// Objects will be in this memory from now on.
+    pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CopyError> {
+        match self {
+            Self::Cpu(_) => Ok(()),
+            Self::Cuda(copier) => Ok(copier.pin(Arc::clone(pinned))?),
         }
     }
 

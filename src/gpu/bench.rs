@@ -26,7 +26,6 @@ pub struct BenchPlan {
     pub rounds: usize,
     pub element_bytes: u32,
     pub options: CudaOptions,
-    pub pin_bytes: usize,
 }
 
 /// GiB/s of plain copies of the same bytes between pinned memory and the GPU, by one call a chunk.
@@ -132,7 +131,7 @@ impl Bed {
             error,
         };
         Ok(Self {
-            pinned: Arc::new(Pinned::register(gpu, arena, plan.pin_bytes)),
+            pinned: Arc::new(Pinned::register(gpu, arena, plan.options.pin_bytes)),
             plain: [plain().map_err(failed)?, plain().map_err(failed)?],
             gpu: Arc::clone(gpu),
             sources,

@@ -92,12 +92,7 @@ pub fn cases() -> Result<Vec<Case>, SpaceError> {
 
 /// Loads chunks into pages of the device and stores them back, and compares all of the pages and all of the object
 /// with what the CPU's copies make of the same.
-pub fn check(
-    gpu: &Arc<Gpu>,
-    case: &Case,
-    options: CudaOptions,
-    pin_bytes: usize,
-) -> Result<Checked, GpuError> {
+pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checked, GpuError> {
     let Case { space, pages, .. } = case;
     let object_len = space.layout().object_len();
     let arena = Arena::new(&ArenaOptions {
@@ -109,7 +104,7 @@ pub fn check(
     fastrand::Rng::with_seed(1).fill(&mut source);
     target.fill(POISON);
 
-    let pinned = Arc::new(Pinned::register(gpu, arena.clone(), pin_bytes));
+    let pinned = Arc::new(Pinned::register(gpu, arena.clone(), options.pin_bytes));
     let layout = &case.layout;
     let mut device = DevicePages::new(gpu, space, layout, pages, POISON, Some(pinned), options)?;
     let mut twin = HostPages::new(space, layout, pages, POISON, ONE_THREAD)?;

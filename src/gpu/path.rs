@@ -118,12 +118,8 @@ impl Prompt {
             heads: None,
             element_bytes: plan.element_bytes,
         };
-        let pinned = Pinned::register(
-            gpu,
-            self.gateway.arena().clone(),
-            config.copy.pin_size.bytes() as usize,
-        );
         let options = CudaOptions::from(&config.copy);
+        let pinned = Pinned::register(gpu, self.gateway.arena().clone(), options.pin_bytes);
         let pinned = Some(Arc::new(pinned));
         let device = DevicePages::new(gpu, &self.space, &plan.layout, &pages, 0, pinned, options)?;
         let jobs = self.jobs(&device, &pages)?;

@@ -18,7 +18,9 @@ SPACES = {space["name"]: space for space in VECTORS["spaces"] if "input" in spac
 
 
 def tiny_space():
-    return Space(json.dumps({"model": "m", "revision": "1", "chunk_tokens": 4, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}))
+    return Space(
+        json.dumps({"model": "m", "revision": "1", "chunk_tokens": 4, "mha": {"layers": 1, "heads": 1, "head_dim": 8}})
+    )
 
 
 class PromptTest(unittest.TestCase):

@@ -160,7 +160,7 @@ fn child() {
         let _mock = Mock::start(seed);
         let gpu = Gpu::open(0).unwrap();
         for case in cases().unwrap() {
-            check(&gpu, &case, OPTIONS, 64 << 10).unwrap();
+            check(&gpu, &case, OPTIONS).unwrap();
         }
     }
 }

@@ -10,6 +10,7 @@ pub const OPTIONS: CudaOptions = CudaOptions {
     staging_buffers: 2,
     thread_blocks: 3,
     direct_bytes: 4096,
+    pin_bytes: 12 << 10,
 };
 
 #[test]
@@ -19,7 +20,7 @@ fn every_known_layout_is_right_lazy_and_permuted() {
         let gpu = Gpu::open(0).unwrap();
         let (mut direct, mut all) = (0, 0);
         for case in cases().unwrap() {
-            let checked = check(&gpu, &case, OPTIONS, 12 << 10).unwrap_or_else(|error| panic!("{error}"));
+            let checked = check(&gpu, &case, OPTIONS).unwrap_or_else(|error| panic!("{error}"));
             direct += usize::from(checked.direct);
             all += 1;
         }

@@ -4,13 +4,13 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
 use kvgate::chunk::Space;
 use kvgate::copy::cuda::{Gpu, Pinned};
-use kvgate::copy::known::{KnownLayout, Pages};
+use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
 use kvgate::copy::{
     CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
     SlotMapping, Tensor,
 };
 
-use crate::mock::drain;
+use crate::mock::{Mock, SEEDS, drain};
 
 /// An engine with a paged cache and a stream of its own, an arena, and copies between them.
 pub struct Stage {
@@ -69,10 +69,11 @@ impl Stage {
             staging_buffers: 2,
             thread_blocks: 2,
             direct_bytes,
+            pin_bytes: 64 << 10,
         };
         // SAFETY: arena and pages are gone after the copier.
         stage.copier = unsafe {
-            let pinned = Pinned::register(&stage.gpu, stage.arena.clone(), 64 << 10);
+            let pinned = Pinned::register(&stage.gpu, stage.arena.clone(), options.pin_bytes);
             Some(CudaCopier::new(
                 &stage.gpu,
                 stage.cache(stage.base()),
@@ -295,4 +296,39 @@ fn goes_while_copies_are_under_way(mut stage: Stage) {
     );
     // All is done: these need not wait for it.
     std::mem::forget((load, store));
+}
+
+/// Another arena, as after a restart of the daemon: copies under way are from the old one, which goes after them.
+#[test]
+fn an_arena_takes_the_place_of_another() {
+    for seed in SEEDS {
+        let mock = Mock::start(seed);
+        let mut stage = Stage::new(&KNOWN[1], usize::MAX).unwrap();
+        let first = stage.arena.stats().size_bytes;
+        let (object, job) = (stage.object(1), stage.job(0));
+        let mut image = stage.compute(2);
+        let before = stage.load(&object, &job);
+
+        stage.arena = Arena::new(&ArenaOptions {
+            size: 2 << 20,
+            ..ArenaOptions::default()
+        })
+        .unwrap();
+        let pinned = stage.copier().register(stage.arena.clone());
+        assert!(mock.registered() > first + (2 << 20));
+        stage.copier().pin(Arc::clone(&pinned)).unwrap();
+        let left = mock.registered();
+        assert!(
+            (2 << 20..first + (2 << 20)).contains(&left),
+            "the old one is still pinned"
+        );
+        assert!(before.is_done().unwrap(), "its copy had to end before");
+        stage.copier().pin(pinned).unwrap();
+
+        let (next, next_job) = (stage.object(3), stage.job(1));
+        stage.load(&next, &next_job).wait().unwrap();
+        stage.twin_load(&mut image, &object, &job);
+        stage.twin_load(&mut image, &next, &next_job);
+        assert!(peek(stage.base(), stage.bytes()) == image);
+    }
 }

@@ -91,7 +91,6 @@ pub async fn run(args: &GpuBenchArgs, verbose: u8, out: &mut Out) -> Result<(), 
         rounds: to_usize(args.rounds),
         element_bytes: space.dtype().size(),
         options: CudaOptions::from(&config.copy),
-        pin_bytes: to_usize(config.copy.pin_size.bytes()),
         space: space.clone(),
     };
     let rows = bench(&gpu, &plan, |row| {

@@ -32,13 +32,14 @@ pub fn run(args: &CheckArgs, verbose: u8, out: &mut Out) -> Result<(), CliError>
     let options = CudaOptions {
         piece_bytes: PIECE_BYTES,
         direct_bytes: DIRECT_BYTES,
+        pin_bytes: PIN_BYTES,
         ..CudaOptions::from(&config.copy)
     };
     let cases = cases().map_err(GpuError::from)?;
     let progress = Progress::bar("checking", cases.len() as u64);
     let mut checked = Vec::new();
     for case in &cases {
-        checked.push(check(&gpu, case, options, PIN_BYTES)?);
+        checked.push(check(&gpu, case, options)?);
         progress.set(checked.len() as u64, 0);
     }
     drop(progress);

@@ -1,5 +1,5 @@
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -7,7 +7,7 @@ use super::dma::{self, Block};
 use super::gpu::{CudaError, Event, Gpu, call};
 use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
-use super::pinned::Pinned;
+use super::pinned::{Mapped, Pinned};
 use super::shares::{Piece, Shares};
 use crate::copy::cache::PagedCache;
 use crate::copy::copier::{EngineStream, Job, Pending};
@@ -24,7 +24,7 @@ pub struct CudaCopier {
     table: Option<CudaSlice<PartRow>>,
     load: Mutex<Lane>,
     store: Mutex<Lane>,
-    pinned: Option<Arc<Pinned>>,
+    pinned: RwLock<Option<Arc<Pinned>>>,
     gpu: Arc<Gpu>,
     options: CudaOptions,
 }
@@ -39,6 +39,8 @@ pub struct CudaOptions {
     pub thread_blocks: u32,
     /// From this run on, DMAs go straight to the pages.
     pub direct_bytes: usize,
+    /// Memory is pinned in pieces of so many bytes.
+    pub pin_bytes: usize,
 }
 
 impl From<&crate::config::Copies> for CudaOptions {
@@ -48,6 +50,7 @@ impl From<&crate::config::Copies> for CudaOptions {
             staging_buffers: config.staging_buffers as usize,
             thread_blocks: config.thread_blocks,
             direct_bytes: config.direct_size.bytes() as usize,
+            pin_bytes: config.pin_size.bytes() as usize,
         }
     }
 }
@@ -84,7 +87,7 @@ impl CudaCopier {
             table,
             load,
             store,
-            pinned,
+            pinned: RwLock::new(pinned),
             gpu: Arc::clone(gpu),
             options,
         })
@@ -114,6 +117,26 @@ impl CudaCopier {
         let parts = job.check_store(&self.cache, bytes.len())?;
         let host = bytes.cast::<u8>() as usize;
         self.copy(to, Way::Gather, host, job, parts, engine)
+    }
+
+    /// Registers memory with this copier's GPU, for [`pin`](Self::pin). That of a large arena takes seconds.
+    pub fn register(&self, memory: impl Mapped) -> Arc<Pinned> {
+        Arc::new(Pinned::register(&self.gpu, memory, self.options.pin_bytes))
+    }
+
+    /// Objects will be in this memory from now on. If it is not that already, it waits for the copies that are under way:
+    /// they are from what was pinned before.
+    pub fn pin(&self, pinned: Arc<Pinned>) -> Result<(), CudaError> {
+        let is_same = |now: &Option<Arc<Pinned>>| now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &pinned));
+        if is_same(&self.pinned.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(());
+        }
+        let lock = |lane| Mutex::lock(lane).unwrap_or_else(PoisonError::into_inner);
+        let (load, store) = (lock(&self.load), lock(&self.store));
+        load.finish()?;
+        store.finish()?;
+        *self.pinned.write().unwrap_or_else(PoisonError::into_inner) = Some(pinned);
+        Ok(())
     }
 
     pub fn cache(&self) -> &PagedCache {
@@ -165,13 +188,15 @@ impl CudaCopier {
             let waits = lane.toucher().wait(&before);
             waits.map_err(call("wait for the engine's stream"))?;
         }
+        let pinned = self.pinned.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let pinned = pinned.as_deref();
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
         match &self.table {
-            None => self.direct(lane, way, host, job, parts)?,
+            None => self.direct(lane, pinned, way, host, job, parts)?,
             Some(table) => {
                 for piece in self.shares.pieces(&parts, self.options.piece_bytes) {
-                    self.piece(lane, table, way, host, job, &piece)?;
+                    self.piece(lane, table, pinned, way, host, job, &piece)?;
                 }
             }
         }
@@ -183,6 +208,7 @@ impl CudaCopier {
         &self,
         lane: &mut Lane,
         table: &CudaSlice<PartRow>,
+        pinned: Option<&Pinned>,
         way: Way,
         host: usize,
         job: &Job,
@@ -215,7 +241,7 @@ impl CudaCopier {
             // SAFETY: the object's bytes are held until the copy is done, the staging buffer is this piece's.
             let mut each = blocks
                 .iter()
-                .map(|&block| unsafe { dma::copy(&dma, way, block, self.pinned.as_deref()) });
+                .map(|&block| unsafe { dma::copy(&dma, way, block, pinned) });
             each.try_for_each(|copied| copied)
         };
         // SAFETY: the table, the staging buffer and the pages are there for as long as the copier is, which waits for
@@ -249,6 +275,7 @@ impl CudaCopier {
     fn direct(
         &self,
         lane: &Lane,
+        pinned: Option<&Pinned>,
         way: Way,
         host: usize,
         job: &Job,
@@ -268,7 +295,7 @@ impl CudaCopier {
                     };
                     // SAFETY: the object's bytes are held until the copy is done; the span was checked to be in the
                     // pages, which are there for as long as the copier is.
-                    unsafe { dma::copy(&lane.dma, way, block, self.pinned.as_deref())? };
+                    unsafe { dma::copy(&lane.dma, way, block, pinned)? };
                 }
             }
         }
