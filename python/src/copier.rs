@@ -88,7 +88,7 @@ pub fn copier(gpu: Option<&Arc<Gpu>>, cache: PagedCache, options: &Copies) -> Re
         match gpu {
             None => Ok(AnyCopier::Cpu(CpuCopier::new(cache, CpuOptions::from(options)))),
             Some(gpu) => {
-                let copier = CudaCopier::new(gpu, cache, None, CudaOptions::from(options))?;
+                let copier = CudaCopier::new(gpu, cache, CudaOptions::from(options))?;
                 Ok(AnyCopier::Cuda(Box::new(copier)))
             }
         }

@@ -24,8 +24,8 @@ pub struct AttachedSlot {
     arena: Arc<AttachedArena>,
     at: usize,
     len: usize,
-    /// What the slot is lent by.
-    lender: Option<Arc<dyn Any + Send + Sync>>,
+    /// What the slot is lent by; kept until the slot goes.
+    _lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// The file is not the arena that was meant.
@@ -94,7 +94,7 @@ impl AttachedArena {
             arena: Arc::clone(self),
             at,
             len,
-            lender: None,
+            _lender: None,
         })
     }
 
@@ -151,7 +151,7 @@ impl AttachedSlot {
     #[must_use]
     pub fn kept_by(self, lender: Arc<impl Any + Send + Sync>) -> Self {
         Self {
-            lender: Some(lender),
+            _lender: Some(lender),
             ..self
         }
     }

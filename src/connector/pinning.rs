@@ -1,5 +1,6 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use super::worker::WorkerError;
 use crate::client::Session;
 use crate::copy::Copier;
 use crate::copy::cuda::Pinned;
@@ -11,27 +12,29 @@ pub(super) struct Pinning(Mutex<Option<Life>>);
 
 struct Life {
     session: Arc<Session>,
-    /// None: a CPU.
-    pinned: Arc<OnceLock<Option<Arc<Pinned>>>>,
+    registered: Arc<OnceLock<Registered>>,
 }
 
+/// None: a CPU, which needs none of that.
+pub(super) type Registered = Option<Arc<Pinned>>;
+
 impl Pinning {
-    /// What to pin copies to by this session; None: it is not ready yet. Begins what has to be done.
-    pub fn of(&self, session: &Arc<Session>, copier: &Arc<Copier>) -> Option<Option<Arc<Pinned>>> {
+    /// What to pin copies to by this session. Begins to register it; until that is done it is an error.
+    pub fn of(&self, session: &Arc<Session>, copier: &Arc<Copier>) -> Result<Registered, WorkerError> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(life) = life.as_ref().filter(|life| Arc::ptr_eq(&life.session, session)) {
-            return life.pinned.get().cloned();
+            return life.registered.get().cloned().ok_or(WorkerError::Pinning);
         }
-        let pinned = Arc::<OnceLock<_>>::default();
+        let registered = Arc::<OnceLock<_>>::default();
         *life = Some(Life {
             session: Arc::clone(session),
-            pinned: Arc::clone(&pinned),
+            registered: Arc::clone(&registered),
         });
         if matches!(**copier, Copier::Cpu(_)) {
-            return Some(pinned.get_or_init(|| None).clone());
+            return Ok(registered.get_or_init(|| None).clone());
         }
         let (copier, arena) = (Arc::clone(copier), Arc::clone(&session.arena));
-        tokio::task::spawn_blocking(move || pinned.set(copier.register(&arena)));
-        None
+        tokio::task::spawn_blocking(move || registered.set(copier.register(&arena)));
+        Err(WorkerError::Pinning)
     }
 }

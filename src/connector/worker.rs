@@ -4,14 +4,13 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
-use super::pinning::Pinning;
+use super::pinning::{Pinning, Registered};
 use crate::api::wire::{
     AttachRequest, CommitOutcome, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName,
 };
 use crate::arena::{AttachedArena, AttachedError, AttachedSlot};
 use crate::chunk::{ChunkHash, Space};
 use crate::client::{Client, ClientError, Engine, Session};
-use crate::copy::cuda::Pinned;
 use crate::copy::{Copier, CopyError, EngineStream, Job, Pending, Spans};
 use crate::gateway::Order;
 use crate::node::Share;
@@ -253,10 +252,10 @@ impl Worker {
     }
 
     /// With what copies by it are pinned to.
-    async fn session(&self) -> Result<(Arc<Session>, Option<Arc<Pinned>>), WorkerError> {
+    async fn session(&self) -> Result<(Arc<Session>, Registered), WorkerError> {
         let session = self.engine.session().await?;
-        let pinned = self.pinning.of(&session, &self.load);
-        Ok((session, pinned.ok_or(WorkerError::Pinning)?))
+        let pinned = self.pinning.of(&session, &self.load)?;
+        Ok((session, pinned))
     }
 
     /// Gives the copy of a chunk's planes to the device; a CPU has made it when this returns.
@@ -289,7 +288,7 @@ impl Worker {
     async fn gather(
         &self,
         session: &Arc<Session>,
-        pinned: Option<Arc<Pinned>>,
+        pinned: Registered,
         own: &[Share],
         named: &[(&NewChunk, SlotName, usize)],
         engine: Option<EngineStream>,
@@ -348,7 +347,7 @@ impl Worker {
 }
 
 /// Copies are from and to this memory from now on; that may have to wait for those under way.
-async fn pin(copier: Arc<Copier>, pinned: Option<Arc<Pinned>>) -> Result<(), WorkerError> {
+async fn pin(copier: Arc<Copier>, pinned: Registered) -> Result<(), WorkerError> {
     let Some(pinned) = pinned else {
         return Ok(());
     };

@@ -68,7 +68,7 @@ impl Copier {
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CopyError> {
         match self {
             Self::Cpu(_) => Ok(()),
-            Self::Cuda(copier) => Ok(copier.pin(Arc::clone(pinned))?),
+            Self::Cuda(copier) => Ok(copier.pin(pinned)?),
         }
     }
 

@@ -155,8 +155,8 @@ impl Bed {
             heads: plan.heads,
             element_bytes: plan.element_bytes,
         };
-        let pinned = Some(Arc::clone(&self.pinned));
-        let device = DevicePages::new(&self.gpu, &plan.space, layout, &pages, 0, pinned, options)?;
+        let device = DevicePages::new(&self.gpu, &plan.space, layout, &pages, 0, options)?;
+        device.copier().pin(&self.pinned)?;
         let jobs = jobs(&device, plan, &pages)?;
         let mut rounds = Vec::new();
         // One more to warm up.

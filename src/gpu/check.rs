@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::error::GpuError;
 use crate::arena::{Arena, ArenaOptions, SlotMut};
 use crate::chunk::{Space, SpaceError};
-use crate::copy::cuda::{DevicePages, Gpu, Pinned};
+use crate::copy::cuda::{DevicePages, Gpu};
 use crate::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::copy::{CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans};
 
@@ -104,9 +104,10 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checke
     fastrand::Rng::with_seed(1).fill(&mut source);
     target.fill(POISON);
 
-    let pinned = Arc::new(Pinned::register(gpu, arena.clone(), options.pin_bytes));
     let layout = &case.layout;
-    let mut device = DevicePages::new(gpu, space, layout, pages, POISON, Some(pinned), options)?;
+    let mut device = DevicePages::new(gpu, space, layout, pages, POISON, options)?;
+    let copier = device.copier();
+    copier.pin(&copier.register(arena.clone()))?;
     let mut twin = HostPages::new(space, layout, pages, POISON, ONE_THREAD)?;
     let job = Job {
         planes: 0..space.planes().len(),

@@ -7,7 +7,7 @@ use super::bench::median;
 use super::error::GpuError;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::config::Config;
-use crate::copy::cuda::{DevicePages, Gpu, Pinned};
+use crate::copy::cuda::{DevicePages, Gpu};
 use crate::copy::known::{KnownLayout, Pages};
 use crate::copy::{CudaOptions, Job, SlotMapping};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
@@ -119,9 +119,9 @@ impl Prompt {
             element_bytes: plan.element_bytes,
         };
         let options = CudaOptions::from(&config.copy);
-        let pinned = Pinned::register(gpu, self.gateway.arena().clone(), options.pin_bytes);
-        let pinned = Some(Arc::new(pinned));
-        let device = DevicePages::new(gpu, &self.space, &plan.layout, &pages, 0, pinned, options)?;
+        let device = DevicePages::new(gpu, &self.space, &plan.layout, &pages, 0, options)?;
+        let copier = device.copier();
+        copier.pin(&copier.register(self.gateway.arena().clone()))?;
         let jobs = self.jobs(&device, &pages)?;
         let (mut to_slots, mut to_pages, mut first) = (Vec::new(), Vec::new(), Vec::new());
         // One more to warm up.

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
 use kvgate::chunk::Space;
-use kvgate::copy::cuda::{Gpu, Pinned};
+use kvgate::copy::cuda::Gpu;
 use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
 use kvgate::copy::{
     CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
@@ -73,13 +73,9 @@ impl Stage {
         };
         // SAFETY: arena and pages are gone after the copier.
         stage.copier = unsafe {
-            let pinned = Pinned::register(&stage.gpu, stage.arena.clone(), options.pin_bytes);
-            Some(CudaCopier::new(
-                &stage.gpu,
-                stage.cache(stage.base()),
-                Some(Arc::new(pinned)),
-                options,
-            )?)
+            let copier = CudaCopier::new(&stage.gpu, stage.cache(stage.base()), options)?;
+            copier.pin(&copier.register(stage.arena.clone()))?;
+            Some(copier)
         };
         Ok(stage)
     }
@@ -316,14 +312,14 @@ fn an_arena_takes_the_place_of_another() {
         .unwrap();
         let pinned = stage.copier().register(stage.arena.clone());
         assert!(mock.registered() > first + (2 << 20));
-        stage.copier().pin(Arc::clone(&pinned)).unwrap();
+        stage.copier().pin(&pinned).unwrap();
         let left = mock.registered();
         assert!(
             (2 << 20..first + (2 << 20)).contains(&left),
             "the old one is still pinned"
         );
         assert!(before.is_done().unwrap(), "its copy had to end before");
-        stage.copier().pin(pinned).unwrap();
+        stage.copier().pin(&pinned).unwrap();
 
         let (next, next_job) = (stage.object(3), stage.job(1));
         stage.load(&next, &next_job).wait().unwrap();

@@ -1,5 +1,5 @@
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -24,7 +24,6 @@ pub struct CudaCopier {
     table: Option<CudaSlice<PartRow>>,
     load: Mutex<Lane>,
     store: Mutex<Lane>,
-    pinned: RwLock<Option<Arc<Pinned>>>,
     gpu: Arc<Gpu>,
     options: CudaOptions,
 }
@@ -56,18 +55,13 @@ impl From<&crate::config::Copies> for CudaOptions {
 }
 
 impl CudaCopier {
-    /// `pinned`: the memory that objects will be in. Without it, or for others, copies are slower and may make the
-    /// calling thread wait.
+    /// Until [`pin`](Self::pin), and of objects that are not in that memory, copies are slower and may make the calling
+    /// thread wait.
     ///
     /// # Safety
     /// The cache's addresses are of memory on this GPU that stays there for as long as the copier lives. Between a
     /// copy's call and its end the engine touches its tokens only on the stream that the call names.
-    pub unsafe fn new(
-        gpu: &Arc<Gpu>,
-        cache: PagedCache,
-        pinned: Option<Arc<Pinned>>,
-        options: CudaOptions,
-    ) -> Result<Self, CudaError> {
+    pub unsafe fn new(gpu: &Arc<Gpu>, cache: PagedCache, options: CudaOptions) -> Result<Self, CudaError> {
         let shares = Shares::new(&cache)?;
         let ring = RingSize {
             buffers: options.staging_buffers,
@@ -87,7 +81,6 @@ impl CudaCopier {
             table,
             load,
             store,
-            pinned: RwLock::new(pinned),
             gpu: Arc::clone(gpu),
             options,
         })
@@ -126,16 +119,14 @@ impl CudaCopier {
 
     /// Objects will be in this memory from now on. If it is not that already, it waits for the copies that are under way:
     /// they are from what was pinned before.
-    pub fn pin(&self, pinned: Arc<Pinned>) -> Result<(), CudaError> {
-        let is_same = |now: &Option<Arc<Pinned>>| now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &pinned));
-        if is_same(&self.pinned.read().unwrap_or_else(PoisonError::into_inner)) {
-            return Ok(());
+    pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CudaError> {
+        for lane in [&self.load, &self.store] {
+            let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
+            if lane.pinned.as_ref().is_none_or(|now| !Arc::ptr_eq(now, pinned)) {
+                lane.finish()?;
+                lane.pinned = Some(Arc::clone(pinned));
+            }
         }
-        let lock = |lane| Mutex::lock(lane).unwrap_or_else(PoisonError::into_inner);
-        let (load, store) = (lock(&self.load), lock(&self.store));
-        load.finish()?;
-        store.finish()?;
-        *self.pinned.write().unwrap_or_else(PoisonError::into_inner) = Some(pinned);
         Ok(())
     }
 
@@ -188,15 +179,13 @@ impl CudaCopier {
             let waits = lane.toucher().wait(&before);
             waits.map_err(call("wait for the engine's stream"))?;
         }
-        let pinned = self.pinned.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let pinned = pinned.as_deref();
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
         match &self.table {
-            None => self.direct(lane, pinned, way, host, job, parts)?,
+            None => self.direct(lane, way, host, job, parts)?,
             Some(table) => {
                 for piece in self.shares.pieces(&parts, self.options.piece_bytes) {
-                    self.piece(lane, table, pinned, way, host, job, &piece)?;
+                    self.piece(lane, table, way, host, job, &piece)?;
                 }
             }
         }
@@ -208,13 +197,13 @@ impl CudaCopier {
         &self,
         lane: &mut Lane,
         table: &CudaSlice<PartRow>,
-        pinned: Option<&Pinned>,
         way: Way,
         host: usize,
         job: &Job,
         piece: &Piece,
     ) -> Result<(), CudaError> {
         let (dma, kernel) = (Arc::clone(&lane.dma), Arc::clone(lane.toucher()));
+        let pinned = lane.pinned.clone();
         let (filler, emptier) = (&Arc::clone(lane.filler()), &Arc::clone(lane.emptier()));
         let staging = lane.staging();
         let spans = job.spans.as_slice();
@@ -241,7 +230,7 @@ impl CudaCopier {
             // SAFETY: the object's bytes are held until the copy is done, the staging buffer is this piece's.
             let mut each = blocks
                 .iter()
-                .map(|&block| unsafe { dma::copy(&dma, way, block, pinned) });
+                .map(|&block| unsafe { dma::copy(&dma, way, block, pinned.as_deref()) });
             each.try_for_each(|copied| copied)
         };
         // SAFETY: the table, the staging buffer and the pages are there for as long as the copier is, which waits for
@@ -275,7 +264,6 @@ impl CudaCopier {
     fn direct(
         &self,
         lane: &Lane,
-        pinned: Option<&Pinned>,
         way: Way,
         host: usize,
         job: &Job,
@@ -295,7 +283,7 @@ impl CudaCopier {
                     };
                     // SAFETY: the object's bytes are held until the copy is done; the span was checked to be in the
                     // pages, which are there for as long as the copier is.
-                    unsafe { dma::copy(&lane.dma, way, block, pinned)? };
+                    unsafe { dma::copy(&lane.dma, way, block, lane.pinned.as_deref())? };
                 }
             }
         }

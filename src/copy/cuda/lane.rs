@@ -4,6 +4,7 @@ use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr};
 
 use super::gpu::{CudaError, Event, Gpu, call};
 use super::kernel::Way;
+use super::pinned::Pinned;
 use crate::copy::mapping::Span;
 
 /// One direction: a stream for the DMAs, one for the kernels, and staging buffers that the one fills and the other
@@ -15,6 +16,8 @@ pub(super) struct Lane {
     kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
     next: usize,
+    /// What the DMAs' objects are in.
+    pub pinned: Option<Arc<Pinned>>,
 }
 
 /// A staging buffer on the device, with the spans of the piece that is in it.
@@ -41,6 +44,7 @@ impl Lane {
             kernel: ring.map(|_| gpu.stream()).transpose()?,
             ring: Vec::new(),
             next: 0,
+            pinned: None,
         };
         let Some(size) = ring else {
             return Ok(lane);

@@ -4,7 +4,6 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
 use super::copier::{CudaCopier, CudaOptions};
 use super::gpu::{CudaError, Gpu, call};
-use super::pinned::Pinned;
 use crate::chunk::Space;
 use crate::copy::cache::PagedCache;
 use crate::copy::copier::EngineStream;
@@ -35,7 +34,6 @@ impl DevicePages {
         layout: &KnownLayout,
         pages: &Pages,
         poison: u8,
-        pinned: Option<Arc<Pinned>>,
         options: CudaOptions,
     ) -> Result<Self, PagesError> {
         let failed = call("get memory for pages on the GPU");
@@ -50,7 +48,7 @@ impl DevicePages {
         }
         let cache = PagedCache::new(space, &tensors)?;
         // SAFETY: the memory goes after the copier, and nobody else touches it.
-        let copier = unsafe { CudaCopier::new(gpu, cache, pinned, options)? };
+        let copier = unsafe { CudaCopier::new(gpu, cache, options)? };
         Ok(Self {
             copier,
             memory,
