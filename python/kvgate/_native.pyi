@@ -51,7 +51,15 @@ class Copier:
 class Lookups:
     """Lookups that are under way, for a scheduler that never waits."""
 
-    def __init__(self, socket: str, space: Space, deadline_ms: int = 50, pin_ms: int = 30000) -> None: ...
+    def __init__(
+        self,
+        socket: str,
+        space: Space,
+        deadline_ms: int = 50,
+        pin_ms: int = 30000,
+        breaker_timeouts: int = 3,
+        breaker_pause_ms: int = 10000,
+    ) -> None: ...
     def ask(self, request: str, hashes: bytes) -> None:
         """Asks which of these chunks are there, in the background."""
 
@@ -60,11 +68,37 @@ class Lookups:
 
     def forget(self, request: str) -> None: ...
 
+class Loaded:
+    """A load that has ended."""
+
+    job: str
+    missing: list[int]
+    """Chunks that are not in their pages."""
+    bytes: int
+    """Of all its tokens, of this rank."""
+    seconds: float
+    error: str | None
+    """Why the first of them is missing."""
+
+class Stored:
+    """A store that has ended."""
+
+    job: str
+    there: list[int]
+    """Chunks that the gateway has, or gets from another rank."""
+    stored: int
+    """Chunks that this rank handed over."""
+    refused: int
+    """Chunks for which the gateway had no room."""
+    bytes: int
+    seconds: float
+    error: str | None
+
 class Worker:
     """One rank: moves chunks between the node and the engine's pages, on threads of its own."""
 
     def __init__(self, settings: str, space: Space) -> None:
-        """`settings`: JSON with socket, attach, tensors, device and [copy] settings."""
+        """`settings`: JSON with socket, attach, tensors, device, and the time limits."""
 
     def load(
         self,
@@ -73,10 +107,17 @@ class Worker:
         first_token: int,
         tokens: tuple[int, int],
         block_table: Sequence[int],
-        deadline_ms: int,
+        stream: int | None = None,
+        by_layer: bool = False,
     ) -> None:
         """Begins to load chunks into blocks. `first_token`: of the first chunk, in the block table's tokens; `tokens`: those
-        that are to be written, likewise, half-open."""
+        that are to be written, likewise, half-open; `stream`: of CUDA, whose work so far comes first."""
+
+    def wait_layer(self, plane: int) -> None:
+        """Until this plane of all loads by layer is in its pages, or known not to come."""
+
+    def wait_layers(self) -> None:
+        """Until all loads by layer have ended."""
 
     def store(
         self,
@@ -89,10 +130,17 @@ class Worker:
     ) -> None:
         """Begins to store chunks out of blocks."""
 
-    def finished(self) -> list[tuple[str, list[int] | None]]:
-        """Jobs that have ended since the last call. Of a load, the chunks that are not there; None: a store."""
+    def loaded(self) -> list[Loaded]:
+        """Loads that have ended since the last call."""
 
-    def wait(self) -> None:
+    def stored(self) -> list[Stored]:
+        """Stores that have ended since the last call."""
+
+    def freed(self) -> list[str]:
+        """Stores that need their blocks no more, since the last call; they end later."""
+
+    def take_back(self, jobs: Sequence[str]) -> None:
+        """The blocks of these stores are the engine's when this returns: what is not being copied yet never will be."""
+
+    def close(self) -> None:
         """Until no job is under way."""
-
-    def close(self) -> None: ...

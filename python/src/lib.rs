@@ -29,7 +29,7 @@ mod _native {
     #[pymodule_export]
     use super::space::Space;
     #[pymodule_export]
-    use super::worker::Worker;
+    use super::worker::{Loaded, Stored, Worker};
     #[pymodule_export]
     use super::{main, version};
 }

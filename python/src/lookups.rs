@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvgate::chunk::ChunkHash;
 use kvgate::client::{Client, ClientError, Target};
+use kvgate::connector::Breaker;
 use pyo3::prelude::*;
 
 use crate::error::failed;
@@ -27,15 +28,25 @@ pub struct Lookups {
 #[pymethods]
 impl Lookups {
     #[new]
-    #[pyo3(signature = (socket, space, deadline_ms=50, pin_ms=30_000))]
-    fn new(socket: PathBuf, space: &Space, deadline_ms: u64, pin_ms: u64) -> Self {
+    #[pyo3(signature = (socket, space, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000))]
+    fn new(
+        socket: PathBuf,
+        space: &Space,
+        deadline_ms: u64,
+        pin_ms: u64,
+        breaker_timeouts: u32,
+        breaker_pause_ms: u64,
+    ) -> Self {
         Self {
             client: Client::new(Target::Unix(socket)),
             space: space.0.clone(),
             deadline: Duration::from_millis(deadline_ms),
             pin_ms,
             answers: Answers::default(),
-            breaker: Arc::default(),
+            breaker: Arc::new(Breaker::new(
+                breaker_timeouts,
+                Duration::from_millis(breaker_pause_ms),
+            )),
         }
     }
 
@@ -98,37 +109,11 @@ async fn look(
 ) -> Result<usize, ClientError> {
     let (id, query) = (space.id().to_string(), format!("pin_ms={pin_ms}&prefetch=true"));
     match client.lookup_hashes(&id, hashes, &query).await {
-        Err(ClientError::Refused(problem)) if problem.code == "no_space" => {
+        Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
             client.declare(space).await?;
             Ok(client.lookup_hashes(&id, hashes, &query).await?.prefix)
         }
         found => Ok(found?.prefix),
-    }
-}
-
-/// After so many time-outs in a row nothing is asked for a while: an engine must not wait for a gateway that hangs.
-const TIMEOUTS: u32 = 3;
-const PAUSE: Duration = Duration::from_secs(10);
-
-#[derive(Default)]
-struct Breaker(Mutex<(u32, Option<std::time::Instant>)>);
-
-impl Breaker {
-    fn is_open(&self) -> bool {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        state.1.is_some_and(|until| std::time::Instant::now() < until)
-    }
-
-    fn note(&self, in_time: bool) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if in_time {
-            *state = (0, None);
-            return;
-        }
-        state.0 += 1;
-        if state.0 >= TIMEOUTS {
-            *state = (0, Some(std::time::Instant::now() + PAUSE));
-        }
     }
 }
 

@@ -1,12 +1,16 @@
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use kvgate::api::wire::AttachRequest;
 use kvgate::chunk::ChunkHash;
 use kvgate::client::{Client, Target};
-use kvgate::connector::{NewChunk, Wanted, Worker as Rank};
+use kvgate::connector::{
+    Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
+};
 use kvgate::copy::cuda::Gpu;
 use kvgate::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
+use kvgate::gateway::Order;
 use pyo3::prelude::*;
 use serde::Deserialize;
 
@@ -25,15 +29,50 @@ struct Settings {
     tensors: Vec<Tensor>,
     /// CUDA's number of the GPU that the tensors are on; None: host memory.
     device: Option<usize>,
+    load_deadline_ms: u64,
+    store_deadline_ms: u64,
+    patience_ms: u64,
+    breaker_timeouts: u32,
+    breaker_pause_ms: u64,
 }
 
-/// A job, and of a load the chunks that are not there.
-type Ended = (String, Option<Vec<usize>>);
+#[pyclass(frozen, get_all, module = "kvgate._native")]
+#[derive(Clone)]
+pub struct Loaded {
+    job: String,
+    missing: Vec<usize>,
+    bytes: u64,
+    seconds: f64,
+    error: Option<String>,
+}
+
+#[pyclass(frozen, get_all, module = "kvgate._native")]
+#[derive(Clone)]
+pub struct Stored {
+    job: String,
+    there: Vec<usize>,
+    stored: usize,
+    refused: usize,
+    bytes: u64,
+    seconds: f64,
+    error: Option<String>,
+}
 
 #[derive(Default)]
 struct Jobs {
-    state: Mutex<(usize, Vec<Ended>)>,
+    state: Mutex<State>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    under_way: usize,
+    loaded: Vec<Loaded>,
+    stored: Vec<Stored>,
+    /// Of stores whose pages the engine has not been told to be free.
+    holds: Vec<(String, Arc<Hold>)>,
+    /// Of loads that the engine waits for layer by layer.
+    by_layer: Vec<(String, Arc<Progress>)>,
 }
 
 #[pyclass(frozen, module = "kvgate._native")]
@@ -41,6 +80,8 @@ pub struct Worker {
     rank: Arc<Rank>,
     cache: PagedCache,
     jobs: Arc<Jobs>,
+    load_deadline_ms: u64,
+    store_deadline: Duration,
 }
 
 #[pymethods]
@@ -51,7 +92,7 @@ impl Worker {
         py.detach(|| Self::start(settings, space.0.clone()))
     }
 
-    #[pyo3(signature = (job, hashes, first_token, tokens, block_table, deadline_ms))]
+    #[pyo3(signature = (job, hashes, first_token, tokens, block_table, stream=None, by_layer=false))]
     fn load(
         &self,
         py: Python<'_>,
@@ -60,21 +101,77 @@ impl Worker {
         first_token: u64,
         tokens: (u64, u64),
         block_table: Vec<u32>,
-        deadline_ms: u64,
+        stream: Option<u64>,
+        by_layer: bool,
     ) -> PyResult<()> {
         let hashes = split(hashes)?;
-        let rank = Arc::clone(&self.rank);
         let wanted = self.wanted(&hashes, first_token, tokens, &block_table)?;
+        let bytes = self.bytes(wanted.iter().map(|chunk| chunk.spans.tokens()));
+        let progress = Arc::new(Progress::new(self.cache.space().planes().len(), wanted.len()));
+        let (rank, deadline_ms) = (Arc::clone(&self.rank), self.load_deadline_ms);
+        let order = match by_layer {
+            true => Order::Layer,
+            false => Order::Chunk,
+        };
         py.detach(|| {
-            self.spawn(job.clone(), async move {
-                let loaded = rank.load(&job, &wanted, Some(deadline_ms), None).await;
-                Some(match loaded {
-                    Ok(failed) => failed.into_iter().map(|failed| failed.index).collect(),
-                    // The engine computes it.
-                    Err(_) => (0..wanted.len()).collect(),
-                })
-            })
+            let (id, waited) = (job.clone(), (job.clone(), Arc::clone(&progress)));
+            let all = 0..wanted.len();
+            let work = async move {
+                let load = Load {
+                    id: &id,
+                    wanted: &wanted,
+                    order,
+                    deadline_ms: Some(deadline_ms),
+                    engine: stream.map(EngineStream),
+                };
+                rank.load(load, &progress).await
+            };
+            let began = Instant::now();
+            self.spawn(work, move |state, ended: Result<Vec<Failed>, String>| {
+                // What is not known to be there is computed.
+                let (missing, error) = match ended {
+                    Ok(failed) => (
+                        failed.iter().map(|failed| failed.index).collect(),
+                        failed.first().map(|failed| failed.reason.clone()),
+                    ),
+                    Err(error) => (all.collect(), Some(error)),
+                };
+                state.loaded.push(Loaded {
+                    job,
+                    missing,
+                    bytes,
+                    seconds: began.elapsed().as_secs_f64(),
+                    error,
+                });
+            })?;
+            if by_layer {
+                self.jobs.lock().by_layer.push(waited);
+            }
+            Ok(())
         })
+    }
+
+    fn wait_layer(&self, py: Python<'_>, plane: usize) {
+        py.detach(|| {
+            let waited = self.jobs.lock().by_layer.clone();
+            for (_, progress) in waited {
+                progress.wait(plane);
+            }
+        });
+    }
+
+    /// Until all that the engine waits for layer by layer has ended.
+    fn wait_layers(&self, py: Python<'_>) {
+        py.detach(|| {
+            let mut state = self.jobs.lock();
+            while !state.by_layer.is_empty() {
+                let State { by_layer, loaded, .. } = &mut *state;
+                by_layer.retain(|(job, _)| !loaded.iter().any(|loaded| loaded.job == *job));
+                if !by_layer.is_empty() {
+                    state = self.jobs.wait(state);
+                }
+            }
+        });
     }
 
     #[pyo3(signature = (job, hashes, parent, first_token, block_table, stream=None))]
@@ -100,36 +197,71 @@ impl Worker {
             let spans = self.cache.spans(mapping, 0..chunk_tokens).map_err(failed)?;
             chunks.push(NewChunk { hash, parent, spans });
         }
-        let rank = Arc::clone(&self.rank);
+        let chunk_bytes = self.bytes([chunk_tokens]);
+        let (rank, deadline) = (Arc::clone(&self.rank), self.store_deadline);
+        let hold = Arc::<Hold>::default();
         py.detach(|| {
-            self.spawn(job, async move {
+            let held = (job.clone(), Arc::clone(&hold));
+            let work = async move {
+                let store = Store {
+                    chunks: &chunks,
+                    engine: stream.map(EngineStream),
+                    deadline,
+                };
+                rank.store(store, &hold).await
+            };
+            let began = Instant::now();
+            self.spawn(work, move |state, ended| {
                 // What can't be stored is stored the next time that somebody computes it.
-                let _ = rank.store(&chunks, stream.map(EngineStream)).await;
-                None
-            })
+                let (stored, error) = match ended {
+                    Ok(stored) => (stored, None),
+                    Err(error) => (kvgate::connector::Stored::default(), Some(error)),
+                };
+                state.stored.push(Stored {
+                    job,
+                    bytes: stored.stored as u64 * chunk_bytes,
+                    there: stored.there,
+                    stored: stored.stored,
+                    refused: stored.refused,
+                    seconds: began.elapsed().as_secs_f64(),
+                    error,
+                });
+            })?;
+            self.jobs.lock().holds.push(held);
+            Ok(())
         })
     }
 
-    fn finished(&self) -> Vec<Ended> {
-        std::mem::take(&mut self.lock().1)
+    fn loaded(&self) -> Vec<Loaded> {
+        std::mem::take(&mut self.jobs.lock().loaded)
     }
 
-    fn wait(&self, py: Python<'_>) {
-        py.detach(|| {
-            let mut state = self.lock();
-            while state.0 > 0 {
-                state = self
-                    .jobs
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
-        });
+    fn stored(&self) -> Vec<Stored> {
+        std::mem::take(&mut self.jobs.lock().stored)
+    }
+
+    fn freed(&self) -> Vec<String> {
+        let mut state = self.jobs.lock();
+        let free = state.holds.extract_if(.., |(_, hold)| hold.is_free());
+        free.map(|(job, _)| job).collect()
+    }
+
+    fn take_back(&self, py: Python<'_>, jobs: Vec<String>) {
+        let state = self.jobs.lock();
+        let wanted = state.holds.iter().filter(|(job, _)| jobs.contains(job));
+        let holds: Vec<_> = wanted.map(|(_, hold)| Arc::clone(hold)).collect();
+        drop(state);
+        py.detach(|| holds.iter().for_each(|hold| hold.end()));
     }
 
     /// Waits for what is under way: the engine's memory may go after this.
     fn close(&self, py: Python<'_>) {
-        self.wait(py);
+        py.detach(|| {
+            let mut state = self.jobs.lock();
+            while state.under_way > 0 {
+                state = self.jobs.wait(state);
+            }
+        });
     }
 }
 
@@ -138,25 +270,30 @@ impl Worker {
         let options = copy_options()?;
         let cache = PagedCache::new(&space, &settings.tensors).map_err(failed)?;
         let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
-        let client = Client::new(Target::Unix(settings.socket));
+        let patience = Duration::from_millis(settings.patience_ms);
+        let client = Client::new(Target::Unix(settings.socket)).with_patience(patience);
         let load = copier(gpu.as_ref(), cache.clone(), &options).map_err(failed)?;
-        let (narrow_cache, narrow_gpu) = (cache.clone(), gpu.clone());
+        let narrow_cache = cache.clone();
         let narrow = move |own: &[kvgate::node::Share]| {
             let own = own
                 .iter()
                 .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-            copier(narrow_gpu.as_ref(), narrow_cache.only(own), &options)
+            copier(gpu.as_ref(), narrow_cache.only(own), &options)
         };
-        let rank = Arc::new(Rank::new(&client, settings.attach, space, load, narrow));
+        let pause = Duration::from_millis(settings.breaker_pause_ms);
+        let breaker = Breaker::new(settings.breaker_timeouts, pause);
+        let rank = Arc::new(Rank::new(&client, settings.attach, space, load, narrow, breaker));
         let starting = Arc::clone(&rank);
         // Without a gateway everything is a miss until one is there.
         runtime()?.spawn(async move {
-            let _ = starting.start().await;
+            let _ = starting.session().await;
         });
         Ok(Self {
             rank,
             cache,
             jobs: Arc::default(),
+            load_deadline_ms: settings.load_deadline_ms,
+            store_deadline: Duration::from_millis(settings.store_deadline_ms),
         })
     }
 
@@ -187,27 +324,43 @@ impl Worker {
         wanted.collect()
     }
 
-    fn spawn(
+    /// Of so many tokens.
+    fn bytes(&self, tokens: impl IntoIterator<Item = u32>) -> u64 {
+        let tokens: u64 = tokens.into_iter().map(u64::from).sum();
+        tokens * self.cache.token_bytes()
+    }
+
+    fn spawn<T: Send + 'static>(
         &self,
-        job: String,
-        work: impl Future<Output = Option<Vec<usize>>> + Send + 'static,
+        work: impl Future<Output = Result<T, WorkerError>> + Send + 'static,
+        end: impl FnOnce(&mut State, Result<T, String>) + Send + 'static,
     ) -> PyResult<()> {
         let jobs = Arc::clone(&self.jobs);
         let runtime = runtime()?;
-        self.lock().0 += 1;
+        self.jobs.lock().under_way += 1;
         let task = runtime.spawn(work);
         runtime.spawn(async move {
-            // One that panicked has loaded nothing that could be relied on.
-            let ended = task.await.unwrap_or_default();
-            let mut state = jobs.state.lock().unwrap_or_else(PoisonError::into_inner);
-            state.0 -= 1;
-            state.1.push((job, ended));
+            let ended = match task.await {
+                Ok(ended) => ended.map_err(|error| error.to_string()),
+                // One that panicked has done nothing that could be relied on.
+                Err(error) => Err(error.to_string()),
+            };
+            let mut state = jobs.lock();
+            state.under_way -= 1;
+            end(&mut state, ended);
+            drop(state);
             jobs.changed.notify_all();
         });
         Ok(())
     }
+}
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, (usize, Vec<Ended>)> {
-        self.jobs.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl Jobs {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 }

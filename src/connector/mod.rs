@@ -8,7 +8,13 @@
 //! Not for: deciding what to load and what to store. That is the engine's scheduler's business, in the connectors in
 //! Python.
 
+mod breaker;
+mod load;
 mod pinning;
+mod store;
 mod worker;
 
-pub use worker::{Failed, NewChunk, Stored, Wanted, Worker, WorkerError};
+pub use breaker::Breaker;
+pub use load::{Failed, Load, Progress, Wanted};
+pub use store::{Hold, NewChunk, Store, Stored};
+pub use worker::{Worker, WorkerError};

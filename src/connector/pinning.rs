@@ -16,7 +16,7 @@ struct Life {
 }
 
 /// None: a CPU, which needs none of that.
-pub(super) type Registered = Option<Arc<Pinned>>;
+pub type Registered = Option<Arc<Pinned>>;
 
 impl Pinning {
     /// What to pin copies to by this session. Begins to register it; until that is done it is an error.

@@ -113,6 +113,12 @@ impl PagedCache {
         self.block_tokens
     }
 
+    /// Bytes of a token here, in all planes.
+    pub fn token_bytes(&self) -> u64 {
+        let of = |part: &Part| u64::from(part.run_bytes) * u64::from(part.heads.1 - part.heads.0);
+        self.parts.iter().map(of).sum()
+    }
+
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }

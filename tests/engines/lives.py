@@ -96,5 +96,5 @@ def kvgate(socket, **extra):
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A machine with two cores that runs everything at once takes longer than the default.
-        "kv_connector_extra_config": {"socket": str(socket), "lookup_deadline_ms": 5000, **extra},
+        "kv_connector_extra_config": {"socket": str(socket), "lookup_deadline_ms": 5000, "load_policy": "always", **extra},
     }

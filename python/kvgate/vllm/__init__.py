@@ -5,11 +5,29 @@
 | `connector` | vLLM's calls, handed to one of the two sides                                      |
 | `settings`  | what `kv_connector_extra_config` may say                                          |
 | `model`     | the space of a model: what must be equal for KV to be interchangeable             |
+| `adapters`  | LoRA adapters by their digests                                                    |
+| `gateway`   | a gateway for the node, started when none answers                                 |
 | `scheduler` | which chunks are there, what is loaded into which blocks, what is stored          |
+| `rates`     | whether a load is quicker than computing                                          |
 | `worker`    | a rank: its tensors, and the jobs that move chunks                                |
-| `metadata`  | what the scheduler tells the workers for a step                                   |
+| `metadata`  | what the scheduler and the workers tell each other                                |
+| `stats`     | vLLM's log line and Prometheus metrics                                            |
+| `events`    | KV events for routers                                                             |
+| `versions`  | what the running vLLM can do                                                      |
 """
 
-from kvgate.vllm.connector import KvGateConnector
+try:
+    from vllm import __version__ as vllm_version
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA  # noqa: F401
+    from vllm.logger import init_logger
+except ImportError as error:
+    raise ImportError(f"kvgate.vllm needs vLLM 0.32 or newer: {error}") from error
+
+from kvgate.vllm.versions import check
+
+for lacking in check(KVConnectorBase_V1, vllm_version):
+    init_logger(__name__).info("kvgate: %s", lacking)
+
+from kvgate.vllm.connector import KvGateConnector  # noqa: E402
 
 __all__ = ["KvGateConnector"]

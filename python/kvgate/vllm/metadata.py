@@ -1,8 +1,8 @@
-"""What the scheduler tells the workers for a step."""
+"""What the scheduler tells the workers for a step, and what they tell it after one."""
 
 import dataclasses
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 @dataclasses.dataclass
@@ -22,6 +22,7 @@ class Load:
 class Store:
     """Chunks of a request out of its blocks, once the step has computed them."""
 
+    job: str
     request: str
     hashes: bytes
     parent: bytes
@@ -34,3 +35,16 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     stores: list[Store] = dataclasses.field(default_factory=list)
     preempted: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Of the stores that have ended: how many ranks say so, and the chunks that are there for all of them."""
+
+    stored: dict[str, tuple[int, set[int]]] = dataclasses.field(default_factory=dict)
+
+    def aggregate(self, other):
+        for job, (ranks, there) in other.stored.items():
+            before, all_there = self.stored.get(job, (0, there))
+            self.stored[job] = (before + ranks, all_there & there)
+        return self

@@ -1,14 +1,13 @@
 """The space of a model: what must be equal for the KV of two engines to be interchangeable."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvgate import Space
+from kvgate import Space, weights
 
 DTYPES = {
     "torch.float32": "float32",
@@ -36,6 +35,7 @@ def describe(vllm_config, kv_cache_config, settings):
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
+    refuse_what_has_kv_of_its_own(vllm_config)
     spec, names = only_group(kv_cache_config)
     if settings.chunk_tokens % spec.block_size:
         least = -(-settings.chunk_tokens // spec.block_size) * spec.block_size
@@ -58,7 +58,7 @@ def describe(vllm_config, kv_cache_config, settings):
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
-                "extra": {"rope": json.dumps(rope(vllm_config.model_config), sort_keys=True)},
+                "extra": extra(vllm_config.model_config),
                 "planes": [
                     {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
                     for name in names
@@ -92,10 +92,29 @@ def architecture(model_config):
     return (getattr(model_config.hf_config, "architectures", None) or ["unknown"])[0]
 
 
-def rope(model_config):
+def extra(model_config):
+    """What else the KV of the same weights depends on."""
     config = model_config.hf_text_config
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    return {key: value for key in keys if (value := getattr(config, key, None)) is not None}
+    rope = {key: value for key in keys if (value := getattr(config, key, None)) is not None}
+    return {
+        "rope": json.dumps(rope, sort_keys=True),
+        "compute": str(model_config.dtype),
+        "quantization": str(model_config.quantization or ""),
+    }
+
+
+def refuse_what_has_kv_of_its_own(vllm_config):
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+        raise ValueError(
+            f"kvgate can't tell the KV of speculative decoding by {speculative.method} from the model's yet: "
+            "use ngram, or run without it"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ValueError(
+            "kvgate can't reuse KV whose scales each engine makes itself: set calculate_kv_scales to false"
+        )
 
 
 def revision(model_config):
@@ -108,23 +127,7 @@ def revision(model_config):
         raise ValueError(
             f"nothing pins the weights of {model_config.model}: set revision in kv_connector_extra_config to their commit"
         )
-    return folder_digest(folder)
-
-
-def folder_digest(folder):
-    """Of what a folder of weights says of itself: its config, and names, shapes and sizes from the headers of its
-    weight files, with the first and the last bytes of their values."""
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        if path.name.startswith(("tokenizer", "generation_config", "special_tokens", "vocab", "chat_template")):
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            if path.suffix == ".safetensors":
-                length = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(length, 64 << 20)))
-                digest.update(file.read(1 << 20))
-                file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read(64 << 20))
-    return digest.hexdigest()
+    try:
+        return weights.digest(folder)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}: set revision in kv_connector_extra_config to what pins its weights") from error

@@ -1,9 +1,19 @@
 """The scheduler's side: never waits, and keeps what it knows by request."""
 
 import dataclasses
+import secrets
+import time
+
+from vllm.logger import init_logger
 
 from kvgate import Lookups, Prompt
+from kvgate.vllm.adapters import Adapters
+from kvgate.vllm.events import Events
 from kvgate.vllm.metadata import Load, StepMetadata, Store
+from kvgate.vllm.rates import LoadOrCompute
+from kvgate.vllm.stats import KvGateStats
+
+logger = init_logger(__name__)
 
 
 @dataclasses.dataclass
@@ -13,29 +23,51 @@ class RequestState:
     hashed: int = 0
     """Tokens that the prompt has been given."""
     asked: bool = False
+    worth_it: bool | None = None
+    """Whether loading is quicker than computing; None: not asked yet."""
     local: int = 0
     """Tokens that vLLM had itself when it asked last."""
     found: int = 0
     """Chunks of the leading run that are known to be there, or were handed to a store."""
     blocks: list[int] = dataclasses.field(default_factory=list)
     load: Load | None = None
-    """The latest, until it has ended."""
+    """The latest; of those between steps, until it has ended."""
+    load_began: float = 0.0
     loads: int = 0
     to_load: bool = False
     """Whether no worker has been told of it."""
     gave_up: bool = False
     """A load failed: the rest is computed."""
-    stores: bool = False
-    """Whether any was begun: then the worker says when the blocks are free."""
+    is_stale: bool = False
+    """From before a reset: some of it may have been computed with other weights. It neither loads nor stores."""
+    stores: int = 0
+    """If there was any, the worker says when the blocks are free."""
 
 
 class SchedulerSide:
-    def __init__(self, model, settings, is_consumer, is_producer):
+    def __init__(self, model, settings, is_consumer=True, is_producer=True, ranks=1, has_events=False):
         self.space, self.block_tokens = model.space, model.block_tokens
         self.chunk_tokens = model.space.chunk_tokens
-        self.lookups = Lookups(settings.socket, model.space, settings.lookup_deadline_ms, settings.pin_ms)
+        self.lookups = Lookups(
+            settings.socket,
+            model.space,
+            settings.lookup_deadline_ms,
+            settings.pin_ms,
+            settings.breaker_timeouts,
+            settings.breaker_pause_ms,
+        )
         self.is_consumer, self.is_producer = is_consumer, is_producer
-        self.requests: dict[str, RequestState] = {}
+        self.is_layerwise = settings.layerwise
+        self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
+        self.events = Events(self.block_tokens, self.chunk_tokens, ranks) if has_events else None
+        self.adapters = Adapters()
+        self.stats = KvGateStats()
+        self.epoch = b""
+        """Goes into all hashes since the last reset, so that nothing from before is found."""
+        self.requests: dict[str, RequestState | None] = {}
+        """None: a request whose tokens don't say what its KV is."""
+
+    # ---- what there is
 
     def new_request(self, request):
         """Hashes the prompt and asks which of its chunks are there: what they are brought up from is told meanwhile."""
@@ -46,10 +78,12 @@ class SchedulerSide:
             self.lookups.ask(request.request_id, state.prompt.hashes(0, chunks))
 
     def matched_tokens(self, request, num_computed_tokens):
-        """Tokens beyond the local ones that can be loaded, and that it is done meanwhile; None: ask again."""
+        """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again."""
         self.new_request(request)
-        state = self.state(request)
-        if state is None or state.gave_up or not self.is_consumer:
+        if request.request_id not in self.requests:
+            return None, False
+        state = self.requests[request.request_id]
+        if state is None or state.gave_up or state.is_stale or not self.is_consumer:
             return 0, False
         found = self.lookups.answer(request.request_id)
         if found is None:
@@ -58,13 +92,21 @@ class SchedulerSide:
         # Whole blocks, and something is left to compute.
         most = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
         tokens = min(found * self.chunk_tokens, most) - num_computed_tokens
-        return (tokens, True) if tokens > 0 else (0, False)
+        if tokens <= 0 or not self.is_worth_it(state, tokens):
+            return 0, False
+        return tokens, not self.is_layerwise
+
+    def is_worth_it(self, state, tokens):
+        if state.worth_it is None:
+            state.worth_it = self.load_or_compute is None or self.load_or_compute.should_load(tokens)
+            if not state.worth_it:
+                self.stats.add("declined_loads")
+        return state.worth_it
 
     def allocated(self, request, blocks, num_external_tokens):
         state = self.requests.get(request.request_id)
         if state is None or num_external_tokens == 0:
             return
-        table = blocks.get_block_ids()[0]
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
@@ -75,21 +117,25 @@ class SchedulerSide:
             hashes=state.prompt.hashes(first, last),
             first_token=first * self.chunk_tokens,
             tokens=(start, end),
-            block_table=list(table),
+            block_table=list(blocks.get_block_ids()[0]),
         )
 
+    # ---- steps
+
     def step(self, output):
+        if self.load_or_compute is not None:
+            self.load_or_compute.stepped(output.total_num_scheduled_tokens)
         meta = StepMetadata(preempted=set(getattr(output, "preempted_req_ids", None) or ()))
         for state in self.requests.values():
-            if state.to_load:
+            if state is not None and state.to_load:
                 meta.loads.append(state.load)
-                state.to_load = False
+                state.to_load, state.load_began = False, time.monotonic()
         if not self.is_producer:
             return meta
         for new in output.scheduled_new_reqs:
             if (state := self.requests.get(new.req_id)) is not None:
                 state.blocks = list(new.block_ids[0])
-                self.add_store(meta, new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+                self.add_store(meta, state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             if (state := self.requests.get(request_id)) is not None:
@@ -99,23 +145,27 @@ class SchedulerSide:
                 elif blocks:
                     state.blocks.extend(blocks[0])
                 computed = cached.num_computed_tokens[index] + output.num_scheduled_tokens[request_id]
-                self.add_store(meta, request_id, computed)
+                self.add_store(meta, state, computed)
         return meta
 
-    def add_store(self, meta, request_id, computed_tokens):
+    def add_store(self, meta, state, computed_tokens):
         """Of the chunks that are full after this step and that nobody has yet."""
-        state = self.requests[request_id]
         full = computed_tokens // self.chunk_tokens
-        if full <= state.found:
+        if full <= state.found or state.is_stale:
             return
         # What was generated has hashes, too, once it is a full chunk.
         full = min(full, self.extend(state, min(full * self.chunk_tokens, state.request.num_tokens)))
         if full <= state.found:
             return
-        first, state.found, state.stores = state.found, full, True
+        first, state.found = state.found, full
+        state.stores += 1
+        job = f"{state.request.request_id}#s{state.stores}"
+        if self.events is not None:
+            self.events.begun(job, state.request, first, full)
         meta.stores.append(
             Store(
-                request=request_id,
+                job=job,
+                request=state.request.request_id,
                 hashes=state.prompt.hashes(first, full),
                 parent=state.prompt.parent(first),
                 first_token=first * self.chunk_tokens,
@@ -123,33 +173,75 @@ class SchedulerSide:
             )
         )
 
-    def loads_ended(self, received, failed_blocks):
-        """What a load did not bring is computed, and stored again: it may have been damaged."""
+    def ended(self, received, failed_blocks, report):
+        """What the workers have told after a step."""
         for request_id in received:
             state = self.requests.get(request_id)
             if state is None or state.load is None:
                 continue
-            load, state.load = state.load, None
-            first, end = (token // self.block_tokens for token in (load.tokens[0], load.tokens[1] - 1))
-            failed = [at for at in range(first, end + 1) if load.block_table[at] in failed_blocks]
-            if failed:
-                state.gave_up = True
-                state.found = min(state.found, failed[0] * self.block_tokens // self.chunk_tokens)
+            if not self.not_loaded(state, failed_blocks) and self.load_or_compute is not None:
+                tokens = state.load.tokens[1] - state.load.tokens[0]
+                self.load_or_compute.loaded(tokens, time.monotonic() - state.load_began)
+            state.load = None
+        if failed_blocks and self.is_layerwise:
+            for state in self.requests.values():
+                if state is not None and state.load is not None:
+                    self.not_loaded(state, failed_blocks)
+        if report is not None and self.events is not None:
+            self.events.ended(report.stored)
+
+    def not_loaded(self, state, failed_blocks):
+        """What a load did not bring is computed, and stored again: it may have been damaged."""
+        load, size = state.load, self.block_tokens
+        blocks = range(load.tokens[0] // size, (load.tokens[1] - 1) // size + 1)
+        failed = next((at for at in blocks if load.block_table[at] in failed_blocks), None)
+        if failed is None:
+            return False
+        state.gave_up = True
+        state.found = min(state.found, failed * size // self.chunk_tokens)
+        return True
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
         self.lookups.forget(request.request_id)
         state = self.requests.pop(request.request_id, None)
-        return state is not None and state.stores
+        if not self.requests and self.load_or_compute is not None:
+            self.load_or_compute.idle()
+        return state is not None and state.stores > 0
+
+    def reset(self):
+        """Nothing that was stored so far is found any more by this engine: its weights may have changed."""
+        self.epoch = secrets.token_bytes(16)
+        for state in self.requests.values():
+            if state is not None:
+                state.is_stale = True
+        return True
+
+    # ---- a request
 
     def state(self, request):
-        """None: a request whose tokens don't say what its KV is."""
-        state = self.requests.get(request.request_id)
-        if state is None and getattr(request, "prompt_embeds", None) is None:
+        """None: nothing is reused, or its adapter is not known yet."""
+        request_id = request.request_id
+        if request_id in self.requests:
+            return self.requests[request_id]
+        adapter = self.adapter(request)
+        if adapter is None:
+            return None
+        state = None
+        if adapter is not False and getattr(request, "prompt_embeds", None) is None:
             salt = (request.cache_salt or "").encode()
-            state = RequestState(request, Prompt(self.space, salt, adapter(request)))
-            self.requests[request.request_id] = state
+            state = RequestState(request, Prompt(self.space, salt, adapter))
+        self.requests[request_id] = state
         return state
+
+    def adapter(self, request):
+        """None: ask again; False: nobody knows what it is."""
+        try:
+            adapter = self.adapters.of(request)
+        except OSError as error:
+            logger.warning_once("kvgate: requests with the adapter %s reuse nothing: %s", request.lora_request, error)
+            return False
+        return adapter if adapter is None else self.epoch + adapter
 
     def extend(self, state, tokens):
         """Full chunks, with at least these first tokens hashed; each is hashed once."""
@@ -163,9 +255,3 @@ class SchedulerSide:
             state.prompt.extend(request.all_token_ids[state.hashed : tokens], extras)
             state.hashed = tokens
         return len(state.prompt)
-
-
-def adapter(request):
-    """What tells one LoRA adapter from another; empty without."""
-    lora = getattr(request, "lora_request", None)
-    return b"" if lora is None else f"{lora.lora_name}\0{lora.lora_path}".encode()

@@ -4,25 +4,41 @@ import dataclasses
 import os
 
 DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
+LOAD_POLICIES = ("auto", "always")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     socket: str = ""
     """The gateway's unix socket; without it KVGATE__API__SOCKET, then /run/kvgate/kvgate.sock."""
+    serve: str = ""
+    """Arguments of `kvgate serve`, with which a gateway is started for the node when none answers; empty: never."""
+    serve_log: str = ""
+    """What a gateway that was started says goes to this file; without it next to the socket."""
     chunk_tokens: int = 256
     """Tokens of a chunk; a multiple of vLLM's block size."""
     model: str = ""
     """The model's name in the space; without it the architecture's."""
     revision: str = ""
-    """What pins the weights; without it the commit, or a digest of the model folder's config and weight headers."""
+    """What pins the weights; without it the commit, or a digest of the model's folder."""
     tenant: str = ""
+    load_policy: str = "auto"
+    """`auto`: a load that would take longer than computing is left; `always`: what is there is loaded."""
+    layerwise: bool = False
+    """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
     lookup_deadline_ms: int = 50
     """After so long a chunk that nobody has told of is not there."""
     load_deadline_ms: int = 30_000
     """After so long what was not loaded is computed."""
+    store_deadline_ms: int = 1_000
+    """After so long a gateway that has made no room gets nothing: the blocks are vLLM's again."""
+    patience_ms: int = 10_000
+    """How long any other answer of the gateway is waited for, in the background."""
     pin_ms: int = 30_000
     """How long chunks that were found stay in the gateway's memory."""
+    breaker_timeouts: int = 3
+    """After so many answers in a row that did not come in time the gateway is left alone for a while."""
+    breaker_pause_ms: int = 10_000
 
     @classmethod
     def read(cls, extra):
@@ -30,12 +46,17 @@ class Settings:
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in extra if key not in fields]
         for key, value in extra.items():
-            if key in fields and (not isinstance(value, fields[key]) or isinstance(value, bool)):
+            if key not in fields:
+                continue
+            if type(value) is not fields[key]:
                 problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
-            elif fields.get(key) is int and value <= 0:
+            elif fields[key] is int and value <= 0:
                 problems.append(f"{key} must be more than 0, not {value}")
+        if extra.get("load_policy", "auto") not in LOAD_POLICIES:
+            problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
         if problems:
             raise ValueError("kv_connector_extra_config: " + "; ".join(problems))
         settings = cls(**extra)
         socket = settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET
-        return dataclasses.replace(settings, socket=socket)
+        log = settings.serve_log or f"{socket}.log"
+        return dataclasses.replace(settings, socket=socket, serve_log=log)

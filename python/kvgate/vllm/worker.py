@@ -6,6 +6,8 @@ from vllm.logger import init_logger
 
 from kvgate import Worker
 from kvgate.tensors import describe
+from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.stats import KvGateStats
 
 logger = init_logger(__name__)
 
@@ -18,20 +20,28 @@ class WorkerSide:
             "rank": parallel.rank % parallel.tensor_parallel_size,
             "world_size": parallel.tensor_parallel_size,
         }
-        if model.heads[1] - model.heads[0] > 0 and parallel.tensor_parallel_size > 1:
+        if parallel.tensor_parallel_size > 1:
             self.attach["heads"] = list(model.heads)
+        self.kv_caches = None
         self.worker = None
+        """None while the engine sleeps, too."""
         self.loads: dict[str, object] = {}
-        self.stores: dict[str, int] = {}
-        """Jobs under way, by request."""
+        self.stores: dict[str, set[str]] = {}
+        """Jobs that need a request's blocks."""
         self.over: set[str] = set()
-        """Finished requests whose stores are under way."""
+        """Finished requests whose blocks are needed."""
+        self.received: set[str] = set()
+        """Requests whose loads have ended."""
+        self.failed_requests: set[str] = set()
+        """Those that this step's loads have failed."""
         self.failed_blocks: set[int] = set()
-        self.not_begun: set[str] = set()
-        """Requests whose loads could not be begun."""
-        self.jobs = 0
+        self.report = WorkerReport()
+        self.stats = KvGateStats()
+
+    # ---- the engine's memory
 
     def register(self, kv_caches):
+        self.kv_caches = kv_caches
         device = next(iter(kv_caches.values())).device
         tensors = [self.tensor(plane, name, kv_caches[name]) for plane, name in enumerate(self.model.layers)]
         settings = {
@@ -40,6 +50,8 @@ class WorkerSide:
             "tensors": tensors,
             "device": None if device.type == "cpu" else device.index or 0,
         }
+        for name in ("load_deadline_ms", "store_deadline_ms", "patience_ms", "breaker_timeouts", "breaker_pause_ms"):
+            settings[name] = getattr(self.settings, name)
         self.worker = Worker(json.dumps(settings), self.model.space)
 
     def tensor(self, plane, name, tensor):
@@ -52,76 +64,123 @@ class WorkerSide:
             )
         return describe(tensor, axes, plane, self.model.heads if "H" in axes else None)
 
-    def load(self, loads):
+    def unregister(self):
+        """Before the memory goes; what is under way ends first."""
+        if self.worker is not None:
+            self.worker.close()
+            self.collect()
+            self.worker = None
+
+    def restore(self):
+        if self.worker is None and self.kv_caches is not None:
+            self.register(self.kv_caches)
+
+    # ---- steps
+
+    def load(self, loads, stream, by_layer=False):
         for load in loads:
             job = f"{load.request}#{load.attempt}"
             try:
-                self.worker.load(
-                    job, load.hashes, load.first_token, load.tokens, load.block_table, self.settings.load_deadline_ms
+                self.need_worker().load(
+                    job, load.hashes, load.first_token, load.tokens, load.block_table, stream, by_layer
                 )
             except Exception as error:
                 # It is computed.
-                logger.warning("kvgate: %s", error)
+                logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
                 self.fail(load, 0)
-                self.not_begun.add(load.request)
+                self.received.add(load.request)
             else:
                 self.loads[job] = load
 
+    def wait_layer(self, name):
+        """Until this layer of all loads is in its pages."""
+        if self.worker is not None and self.loads and name in self.model.layers:
+            self.worker.wait_layer(self.model.layers.index(name))
+
+    def wait_layers(self):
+        if self.worker is not None and self.loads:
+            self.worker.wait_layers()
+            self.collect()
+
     def store(self, stores, stream):
         for store in stores:
-            self.jobs += 1
-            self.stores.setdefault(store.request, 0)
+            self.stores.setdefault(store.request, set())
+            # What was computed from something that did not come is nothing.
+            if store.request in self.failed_requests:
+                self.report.stored[store.job] = (1, set())
+                continue
             try:
-                self.worker.store(
-                    f"{store.request}#s{self.jobs}",
-                    store.hashes,
-                    store.parent,
-                    store.first_token,
-                    store.block_table,
-                    stream,
+                self.need_worker().store(
+                    store.job, store.hashes, store.parent, store.first_token, store.block_table, stream
                 )
             except Exception as error:
-                logger.warning("kvgate: %s", error)
+                logger.warning("kvgate: a store of %s could not be begun: %s", store.request, error)
+                self.report.stored[store.job] = (1, set())
             else:
-                self.stores[store.request] += 1
+                self.stores[store.request].add(store.job)
+
+    def need_worker(self):
+        if self.worker is None:
+            raise RuntimeError("the engine's memory is not registered: it sleeps")
+        return self.worker
 
     def preempted(self, requests):
-        """Their blocks are free after this: what is copied out of them must have been."""
-        if any(self.stores.get(request) for request in requests):
-            self.worker.wait()
+        """Their blocks are vLLM's after this: what is being copied out of them ends, the rest never begins."""
+        if jobs := [job for request in requests for job in self.stores.get(request, ())]:
+            self.worker.take_back(jobs)
 
     def results(self, finished_requests):
-        """Finished requests whose stores have ended, and requests whose loads have, since the last call."""
-        received, self.not_begun = self.not_begun, set()
-        for job, missing in self.worker.finished():
-            request = job.rpartition("#")[0]
-            if missing is None:
-                self.stores[request] -= 1
-            else:
-                load = self.loads.pop(job)
-                if missing:
-                    self.fail(load, min(missing))
-                received.add(request)
+        """Finished requests whose blocks are free, and requests whose loads have ended, since the last call."""
+        self.collect()
         self.over.update(request for request in finished_requests if request in self.stores)
-        sent = {request for request in self.over if not self.stores.get(request)}
+        sent = {request for request in self.over if not self.stores[request]}
         self.over -= sent
         for request in sent:
-            self.stores.pop(request, None)
+            del self.stores[request]
+        received, self.received = self.received, set()
+        self.failed_requests = set()
         return sent, received
+
+    def collect(self):
+        if self.worker is None:
+            return
+        for ended in self.worker.loaded():
+            load = self.loads.pop(ended.job)
+            self.stats.loaded(ended)
+            if ended.missing:
+                logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
+                self.fail(load, min(ended.missing))
+            self.received.add(load.request)
+        for job in self.worker.freed():
+            self.stores[request_of(job)].discard(job)
+        for ended in self.worker.stored():
+            self.stats.stored(ended)
+            self.report.stored[ended.job] = (1, set(ended.there))
+            if ended.error:
+                logger.debug("kvgate: %s was not stored: %s", ended.job, ended.error)
 
     def fail(self, load, chunk):
         """All blocks from this chunk of the load on are not there."""
         first = max(load.tokens[0], load.first_token + chunk * self.model.space.chunk_tokens)
         block_tokens = self.model.block_tokens
+        self.failed_requests.add(load.request)
         self.failed_blocks.update(load.block_table[first // block_tokens : -(-load.tokens[1] // block_tokens)])
 
     def take_failed_blocks(self):
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 
+    def take_report(self):
+        """None: no store has ended."""
+        report, self.report = self.report, WorkerReport()
+        return report if report.stored else None
+
     def close(self):
-        if self.worker is not None:
-            self.worker.close()
+        self.unregister()
+
+
+def request_of(job):
+    return job.rpartition("#")[0]
 
 
 def axes_of(shape, block_tokens):

@@ -1,0 +1,58 @@
+"""KV events: vLLM's subscribers, routers above all, are told which blocks the gateway has."""
+
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+
+
+class Events:
+    def __init__(self, block_tokens, chunk_tokens, ranks):
+        self.block_tokens, self.chunk_tokens, self.ranks = block_tokens, chunk_tokens, ranks
+        self.pending = {}
+        """For each store: its event for each chunk, the ranks that have ended it, and what is there for them."""
+        self.ready = []
+
+    def begun(self, job, request, first, end):
+        """A store of these chunks of a request."""
+        events = [self.event(request, chunk) for chunk in range(first, end)]
+        self.pending[job] = (events, 0, set(range(end - first)))
+
+    def ended(self, stored):
+        for job, (ranks, there) in stored.items():
+            events, before, all_there = self.pending.pop(job, (None, 0, set()))
+            if events is None:
+                continue
+            ranks, there = before + ranks, all_there & there
+            if ranks < self.ranks:
+                self.pending[job] = (events, ranks, there)
+            else:
+                self.ready.extend(event for index in sorted(there) if (event := events[index]))
+
+    def take(self):
+        ready, self.ready = self.ready, []
+        return ready
+
+    def event(self, request, chunk):
+        """None: vLLM has no hashes of its own for these blocks."""
+        size = self.block_tokens
+        start, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+        hashes = request.block_hashes[start // size : end // size]
+        if len(hashes) < (end - start) // size:
+            return None
+        extra_keys = [
+            generate_block_hash_extra_keys(request, token, token + size, 0)[0] for token in range(start, end, size)
+        ]
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(block) for block in hashes],
+            parent_block_hash=maybe_convert_block_hash(request.block_hashes[start // size - 1]) if start else None,
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=size,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(extra_keys),
+        )

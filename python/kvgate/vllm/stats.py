@@ -1,0 +1,107 @@
+"""What vLLM tells of a connector: a line in its log, and Prometheus metrics `vllm:kvgate_*`."""
+
+import dataclasses
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "loads": "Loads of a request's chunks.",
+    "loaded_bytes": "Bytes that loads brought into this engine's pages.",
+    "failed_loads": "Loads of which something was computed instead.",
+    "declined_loads": "Loads that were left because computing was quicker (load_policy auto).",
+    "stores": "Stores of a request's chunks.",
+    "stored_chunks": "Chunks handed over to the gateway.",
+    "stored_bytes": "Bytes of the chunks handed over.",
+    "refused_chunks": "Chunks for which the gateway had no room.",
+    "failed_stores": "Stores that the gateway did not take in time, or not at all.",
+}
+SECONDS = {
+    "load_seconds": "From the beginning of a load until all of it is in the pages.",
+    "store_seconds": "From the end of a step until its chunks are the gateway's.",
+}
+BUCKETS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
+
+
+@dataclasses.dataclass
+class KvGateStats(KVConnectorStats):
+    """Of one interval, of all ranks: COUNTERS are sums, SECONDS are lists."""
+
+    def add(self, name, amount=1):
+        self.data[name] = self.data.get(name, 0) + amount
+
+    def took(self, name, seconds):
+        self.data.setdefault(name, []).append(seconds)
+
+    def loaded(self, ended):
+        self.add("loads")
+        self.took("load_seconds", ended.seconds)
+        if ended.missing:
+            self.add("failed_loads")
+        else:
+            self.add("loaded_bytes", ended.bytes)
+
+    def stored(self, ended):
+        self.add("stores")
+        self.took("store_seconds", ended.seconds)
+        self.add("stored_chunks", ended.stored)
+        self.add("stored_bytes", ended.bytes)
+        self.add("refused_chunks", ended.refused)
+        if ended.error:
+            self.add("failed_stores")
+
+    def take(self):
+        """What there is since the last call; None: nothing."""
+        if self.is_empty():
+            return None
+        taken = KvGateStats(self.data)
+        self.reset()
+        return taken
+
+    def reset(self):
+        self.data = {}
+
+    def is_empty(self):
+        return not self.data
+
+    def aggregate(self, other):
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value if name in self.data else value
+        return self
+
+    def reduce(self):
+        counts = {name: self.data[name] for name in COUNTERS if self.data.get(name)}
+        for name in SECONDS:
+            if seconds := sorted(self.data.get(name, ())):
+                counts[f"median_{name}"] = round(seconds[len(seconds) // 2], 4)
+        return counts
+
+
+class KvGateMetrics(KVConnectorPromMetrics):
+    """`vllm:kvgate_<counter>_total` and `vllm:kvgate_<seconds>`, by engine."""
+
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def by_engine(metric):
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        self.counters = {
+            name: by_engine(self._counter_cls(name=f"vllm:kvgate_{name}", documentation=says, labelnames=labelnames))
+            for name, says in COUNTERS.items()
+        }
+        self.seconds = {
+            name: by_engine(
+                self._histogram_cls(
+                    name=f"vllm:kvgate_{name}", documentation=says, buckets=BUCKETS, labelnames=labelnames
+                )
+            )
+            for name, says in SECONDS.items()
+        }
+
+    def observe(self, transfer_stats_data, engine_idx=0):
+        for name, counter in self.counters.items():
+            counter[engine_idx].inc(transfer_stats_data.get(name, 0))
+        for name, histogram in self.seconds.items():
+            for seconds in transfer_stats_data.get(name, ()):
+                histogram[engine_idx].observe(seconds)

@@ -1,0 +1,27 @@
+"""What the running vLLM can do of what the connector needs."""
+
+REQUIRED = (
+    "register_kv_caches",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "update_connector_output",
+    "build_connector_worker_meta",
+    "handle_preemptions",
+)
+"""Without these the answers might be wrong."""
+
+LACKING = {
+    "on_new_request": "chunks are looked up only when a request is scheduled",
+    "get_kv_connector_stats": "there are no kvgate metrics",
+    "take_events": "subscribers of KV events are not told what the gateway has",
+    "reset_cache": "a reset does not reach kvgate",
+    "unregister_kv_caches": "before sleep mode wait until the engine is idle",
+}
+"""What happens without a hook that is not required."""
+
+
+def check(base, version):
+    """Which hooks this vLLM never calls, and what that means. Raises ImportError for one that is too old."""
+    if missing := [name for name in REQUIRED if not hasattr(base, name)]:
+        raise ImportError(f"kvgate needs vLLM 0.32 or newer: {version} has no {', '.join(missing)}")
+    return [f"vLLM {version} has no {name}: {means}" for name, means in LACKING.items() if not hasattr(base, name)]

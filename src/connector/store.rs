@@ -1,0 +1,230 @@
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::pinning::Registered;
+use super::worker::{Worker, WorkerError, pin};
+use crate::api::wire::{CommitOutcome, ReserveChunk, ReservedChunk, SlotName};
+use crate::arena::AttachedSlot;
+use crate::chunk::ChunkHash;
+use crate::client::Session;
+use crate::copy::{CopyError, EngineStream, Job, Pending, Spans};
+use crate::node::Share;
+
+/// Chunks of a prompt, in its order, to hand over out of their pages.
+#[derive(Debug)]
+pub struct Store<'a> {
+    pub chunks: &'a [NewChunk],
+    /// What was given to this stream so far computes them.
+    pub engine: Option<EngineStream>,
+    /// A node that has not made room by then gets nothing: the engine wants its pages back.
+    pub deadline: Duration,
+}
+
+/// A chunk that was computed, and where it is.
+#[derive(Debug, Clone)]
+pub struct NewChunk {
+    pub hash: ChunkHash,
+    /// The chunk before, or the root.
+    pub parent: ChunkHash,
+    pub spans: Spans,
+}
+
+/// What became of a store.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Stored {
+    /// Which are in the node's hands, handed over by this rank now or there before.
+    pub there: Vec<usize>,
+    /// Handed over by this rank.
+    pub stored: usize,
+    /// There already, or another rank's or engine's to hand over.
+    pub skipped: usize,
+    /// For which the node had no room.
+    pub refused: usize,
+}
+
+/// How long a store needs the engine's pages.
+#[derive(Default)]
+pub struct Hold {
+    state: Mutex<Pages>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum Pages {
+    /// Nothing is read yet.
+    #[default]
+    Wanted,
+    Copying,
+    Free,
+}
+
+impl Worker {
+    pub async fn store(&self, store: Store<'_>, hold: &Hold) -> Result<Stored, WorkerError> {
+        // However it ends, nothing is read any more.
+        let _frees = Frees(hold);
+        if self.breaker.is_open() {
+            return Err(WorkerError::Paused);
+        }
+        let reserving = self.reserve(store.chunks);
+        tokio::pin!(reserving);
+        let in_time = tokio::time::timeout(store.deadline, &mut reserving).await;
+        self.breaker.note(in_time.is_ok());
+        let reserved = if let Ok(reserved) = in_time {
+            reserved
+        } else {
+            hold.give_up();
+            // What it gets is given back.
+            reserving.await
+        };
+        let (session, pinned, reserved) = reserved?;
+        let mut stored = Stored::default();
+        let mut named = Vec::new();
+        for (index, reserved_chunk) in reserved.chunks.into_iter().enumerate().take(store.chunks.len()) {
+            match reserved_chunk {
+                ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } => named.push((index, SlotName { slot, generation }, offset)),
+                ReservedChunk::Skip { skip } if skip == "full" => stored.refused += 1,
+                ReservedChunk::Skip { .. } => {
+                    stored.skipped += 1;
+                    stored.there.push(index);
+                }
+            }
+        }
+        let names = |range: Range<usize>| named[range].iter().map(|&(_, name, _)| name).collect::<Vec<_>>();
+        if !hold.begin() {
+            session.abort(names(0..named.len())).await?;
+            return Err(WorkerError::GivenUp);
+        }
+        let (good, error) = self.gather(&session, pinned, &reserved.own, &named, &store).await;
+        hold.free();
+        if good < named.len() {
+            session.abort(names(good..named.len())).await?;
+        }
+        let committed = session.commit(names(0..good)).await?;
+        for (&(index, ..), outcome) in named.iter().zip(&committed.slots) {
+            if matches!(outcome, CommitOutcome::Ok { .. }) {
+                stored.stored += 1;
+                stored.there.push(index);
+            }
+        }
+        stored.there.sort_unstable();
+        match error {
+            Some(error) => Err(error),
+            None => Ok(stored),
+        }
+    }
+
+    async fn reserve(
+        &self,
+        chunks: &[NewChunk],
+    ) -> Result<(Arc<Session>, Registered, crate::api::wire::ReserveAnswer), WorkerError> {
+        let (session, pinned) = self.session().await?;
+        let wanted = chunks.iter().map(|chunk| ReserveChunk {
+            hash: chunk.hash,
+            parent: chunk.parent,
+            tokens: None,
+        });
+        let space = self.space.id().to_string();
+        let reserved = session.reserve(&space, wanted.collect()).await?;
+        Ok((session, pinned, reserved))
+    }
+
+    /// Copies what is owned of each chunk into its slot. How many are there, and why not more.
+    async fn gather(
+        &self,
+        session: &Arc<Session>,
+        pinned: Registered,
+        own: &[Share],
+        named: &[(usize, SlotName, usize)],
+        store: &Store<'_>,
+    ) -> (usize, Option<WorkerError>) {
+        let copier = match self.store_copier(own) {
+            Ok(copier) => copier,
+            Err(error) => return (0, Some(error.into())),
+        };
+        if let Err(error) = pin(Arc::clone(&copier), pinned).await {
+            return (0, Some(error));
+        }
+        let layout = self.space.layout();
+        let mut jobs = Vec::with_capacity(named.len());
+        for &(index, _, offset) in named {
+            let job = Job {
+                planes: 0..layout.planes(),
+                spans: store.chunks[index].spans.clone(),
+                at: layout.header_len(),
+            };
+            match session.arena.slot(offset, layout.payload_len()) {
+                Ok(slot) => jobs.push((slot.kept_by(Arc::clone(session)), job)),
+                Err(error) => return (0, Some(error.into())),
+            }
+        }
+        let engine = store.engine;
+        let copied = tokio::task::spawn_blocking(move || {
+            let begin = |(slot, job): (AttachedSlot, Job)| copier.store(slot, &job, engine);
+            let pending: Vec<Result<Pending<AttachedSlot>, CopyError>> =
+                jobs.into_iter().map(begin).collect();
+            let mut good = 0;
+            for copy in pending {
+                match copy.and_then(Pending::wait) {
+                    Ok(_) => good += 1,
+                    Err(error) => return (good, Some(error.into())),
+                }
+            }
+            (good, None)
+        });
+        copied.await.unwrap_or_else(|error| (0, Some(error.into())))
+    }
+}
+
+impl Hold {
+    pub fn is_free(&self) -> bool {
+        *self.lock() == Pages::Free
+    }
+
+    /// The engine takes its pages back: what is not being copied yet never will be; for what is, it blocks.
+    pub fn end(&self) {
+        self.give_up();
+        let mut pages = self.lock();
+        while *pages != Pages::Free {
+            pages = self.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn give_up(&self) {
+        let mut pages = self.lock();
+        if *pages == Pages::Wanted {
+            *pages = Pages::Free;
+        }
+    }
+
+    /// Whether there is something to copy.
+    fn begin(&self) -> bool {
+        let mut pages = self.lock();
+        let is_wanted = *pages == Pages::Wanted;
+        if is_wanted {
+            *pages = Pages::Copying;
+        }
+        is_wanted
+    }
+
+    fn free(&self) {
+        *self.lock() = Pages::Free;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Pages> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Frees<'a>(&'a Hold);
+
+impl Drop for Frees<'_> {
+    fn drop(&mut self) {
+        self.0.free();
+    }
+}
