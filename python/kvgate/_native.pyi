@@ -143,4 +143,4 @@ class Worker:
         """The blocks of these stores are the engine's when this returns: what is not being copied yet never will be."""
 
     def close(self) -> None:
-        """Until no job is under way."""
+        """Until no job is under way: the engine's memory may go after this. What is not copied yet never is."""

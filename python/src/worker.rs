@@ -254,9 +254,17 @@ impl Worker {
         py.detach(|| holds.iter().for_each(|hold| hold.end()));
     }
 
-    /// Waits for what is under way: the engine's memory may go after this.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
+            self.rank.close();
+            let holds: Vec<_> = self
+                .jobs
+                .lock()
+                .holds
+                .iter()
+                .map(|(_, hold)| Arc::clone(hold))
+                .collect();
+            holds.iter().for_each(|hold| hold.end());
             let mut state = self.jobs.lock();
             while state.under_way > 0 {
                 state = self.jobs.wait(state);

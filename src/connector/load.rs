@@ -92,8 +92,13 @@ impl Worker {
         };
         let released = tokio::spawn(releaser.run(copied));
         let mut missing = vec![None; load.wanted.len()];
+        let mut closed = self.closed.subscribe();
         let broke = loop {
-            match lines.next().await {
+            let line = tokio::select! {
+                line = lines.next() => line,
+                _ = closed.wait_for(|&closed| closed) => break Some(WorkerError::Closed),
+            };
+            match line {
                 Ok(Some(LoadLine::Missing { i, miss, detail })) if i < missing.len() => {
                     missing[i] = Some(format!("{miss}: {detail}"));
                 }
@@ -124,7 +129,7 @@ impl Worker {
                 }
                 Ok(Some(_)) => {}
                 Ok(None) => break None,
-                Err(error) => break Some(error),
+                Err(error) => break Some(error.into()),
             }
         };
         drop(copying);

@@ -1,6 +1,6 @@
 use std::sync::{Arc, OnceLock};
 
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, watch};
 use tokio::task::JoinError;
 
 use super::breaker::Breaker;
@@ -23,6 +23,7 @@ pub struct Worker {
     store: OnceLock<(Vec<Share>, Arc<Copier>)>,
     narrow: Narrow,
     pinning: Pinning,
+    pub(super) closed: watch::Sender<bool>,
     /// Of stores: a load comes after a lookup that was answered.
     pub(super) breaker: Breaker,
 }
@@ -44,6 +45,8 @@ pub enum WorkerError {
     Paused,
     #[error("the engine took its pages back before the gateway had room for them")]
     GivenUp,
+    #[error("the engine closes")]
+    Closed,
     #[error("a copy ended early: {0}")]
     Task(#[from] JoinError),
 }
@@ -66,8 +69,14 @@ impl Worker {
             store: OnceLock::new(),
             narrow: Box::new(narrow),
             pinning: Pinning::default(),
+            closed: watch::Sender::new(false),
             breaker,
         }
+    }
+
+    /// No load goes on: what is not loaded yet never is.
+    pub fn close(&self) {
+        self.closed.send_replace(true);
     }
 
     /// The session with the node, and what copies by it are pinned to. Attaches, and makes the space known, when it has to.

@@ -1,8 +1,12 @@
-"""`kvgate serve` as the wheel's command starts it, on an S3 server of its own whose objects stay in a folder."""
+"""`kvgate serve` as the wheel's command starts it, on an S3 server of its own whose objects stay in a folder, or on another.
+And what stands between."""
 
+import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,24 +17,31 @@ KVGATE = Path(sys.executable).with_name("kvgate")
 
 
 class Gateway:
-    def __init__(self, folder, name="gateway"):
+    def __init__(self, folder, name="gateway", s3=None):
+        """`s3`: arguments that name another S3 than the embedded one."""
         self.folder = Path(folder)
+        self.s3 = s3 or ["--embedded", self.folder / "objects"]
         self.socket = self.folder / f"{name}.sock"
         self.arena = Path(f"/dev/shm/kvgate-test-{name}-{self.folder.name}")
         self.log = self.folder / f"{name}.log"
-        self.process = None
 
     def start(self):
-        data = self.folder / "objects"
-        command = [KVGATE, "serve", "--embedded", data, "--socket", self.socket, "--arena-path", self.arena]
+        command = [KVGATE, "serve", *self.s3, "--socket", self.socket, "--arena-path", self.arena]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 30
-        while not self.socket.exists() or self.call("stat", check=False).returncode:
-            if time.monotonic() > deadline or self.process.poll() is not None:
+        while self.pid() is None or self.call("stat", check=False).returncode:
+            if time.monotonic() > deadline or process.poll() is not None:
                 raise RuntimeError(self.log.read_text())
             time.sleep(0.05)
         return self
+
+    def pid(self):
+        """Of whoever listens; None: nobody. An engine's process may have started it."""
+        with socket.socket(socket.AF_UNIX) as attempt:
+            if attempt.connect_ex(str(self.socket)):
+                return None
+            return struct.unpack("iii", attempt.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
     def call(self, *arguments, check=True):
         command = [KVGATE, *arguments, "--socket", self.socket]
@@ -44,13 +55,44 @@ class Gateway:
         return [path for path in (self.folder / "objects" / "kvgate").rglob("*") if CHUNK.fullmatch(path.name)]
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.socket.unlink(missing_ok=True)
+        self.stop(signal.SIGKILL)
+
+    def stop(self, how):
+        if (pid := self.pid()) is None:
+            return
+        os.kill(pid, how)
+        deadline = time.monotonic() + 60
+        while self.pid() is not None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the gateway does not end:\n{self.log.read_text()}")
+            time.sleep(0.02)
 
     def end(self):
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
+        self.stop(signal.SIGTERM)
         self.arena.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Proxy:
+    """See proxy.py."""
+
+    def __init__(self, listen, target, *arguments):
+        self.listen = listen
+        command = [sys.executable, Path(__file__).with_name("proxy.py"), listen, target, *map(str, arguments)]
+        self.process = subprocess.Popen(command)
+        deadline = time.monotonic() + 10
+        while not self.listens():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError("the proxy does not listen")
+            time.sleep(0.02)
+
+    def listens(self):
+        if "/" in str(self.listen):
+            return Path(self.listen).exists()
+        host, port = self.listen.rsplit(":", 1)
+        with socket.socket() as attempt:
+            return attempt.connect_ex((host, int(port))) == 0
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()

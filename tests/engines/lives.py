@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 
@@ -20,9 +21,10 @@ os.environ.update(
 import vllm.model_executor.models.llama
 import vllm.v1.worker.cpu_model_runner  # noqa: F401
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 BLOCK_TOKENS = 128
-LIFE_SECONDS = 120
+LIFE_SECONDS = 180
 
 
 def prompt(seed, tokens):
@@ -30,34 +32,40 @@ def prompt(seed, tokens):
     return [numbers.randrange(4, 32000) for _ in range(tokens)]
 
 
-def life(model, prompts, kv=None, rounds=1, max_tokens=16, **engine):
-    """Generates for each prompt, a dictionary as vLLM takes it, `rounds` times. What came out of the last round, and
-    the tokens that kvgate had."""
+def life(model, prompts, kv=None, act=None, max_tokens=16, adapters=None, **engine):
+    """Generates for each prompt, a dictionary as vLLM takes it. What came out, the tokens that kvgate had, and its metrics.
+    `act(llm, generate)` does something else before, or instead: what it answers is the result's `act`. `adapters`: name and
+    folder of each prompt's LoRA adapter."""
     read, write = os.pipe()
     sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        os.close(read)
-        try:
-            result = {"ok": True, **run(model, prompts, kv, rounds, max_tokens, engine)}
-        except BaseException as error:
-            traceback.print_exc()
-            result = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        with os.fdopen(write, "w") as file:
-            json.dump(result, file)
-        os._exit(0)
-    os.close(write)
-    # One that hangs must not take the tests with it.
-    timer = threading.Timer(LIFE_SECONDS, os.kill, (process, signal.SIGKILL))
-    timer.start()
-    with os.fdopen(read) as file:
-        text = file.read()
-    os.waitpid(process, 0)
-    timer.cancel()
-    return json.loads(text) if text else {"ok": False, "error": "the engine's process died"}
+    with tempfile.TemporaryFile() as said:
+        process = os.fork()
+        if process == 0:
+            os.close(read)
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            try:
+                result = {"ok": True, **run(model, prompts, kv, act, max_tokens, adapters, engine)}
+            except BaseException as error:
+                traceback.print_exc()
+                result = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            with os.fdopen(write, "w") as file:
+                json.dump(result, file)
+            os._exit(0)
+        os.close(write)
+        # One that hangs must not take the tests with it.
+        timer = threading.Timer(LIFE_SECONDS, os.kill, (process, signal.SIGKILL))
+        timer.start()
+        with os.fdopen(read) as file:
+            text = file.read()
+        os.waitpid(process, 0)
+        timer.cancel()
+        result = json.loads(text) if text else {"ok": False, "error": "the engine's process died"}
+        said.seek(0)
+        return {**result, "said": said.read().decode(errors="replace")}
 
 
-def run(model, prompts, kv, rounds, max_tokens, engine):
+def run(model, prompts, kv, act, max_tokens, adapters, engine):
     settings = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -76,13 +84,23 @@ def run(model, prompts, kv, rounds, max_tokens, engine):
     }
     llm = LLM(**settings)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    for _ in range(rounds):
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    loras = None
+    if adapters:
+        loras = [LoRARequest(name, number + 1, str(folder)) for number, (name, folder) in enumerate(adapters)]
+
+    def generate(prompts, loras=None):
+        outputs = llm.generate(prompts, sampling, lora_request=loras, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs], outputs
+
+    acted = act(llm, generate) if act else None
+    tokens, outputs = generate(prompts, loras) if prompts else ([], [])
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     result = {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "tokens": tokens,
         "cached": [output.num_cached_tokens for output in outputs],
         "external": metrics.get("vllm:external_prefix_cache_hits", 0),
+        "metrics": {name: value for name, value in metrics.items() if "kvgate" in name},
+        "act": acted,
     }
     llm.llm_engine.engine_core.shutdown()
     return result
@@ -96,5 +114,10 @@ def kvgate(socket, **extra):
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A machine with two cores that runs everything at once takes longer than the default.
-        "kv_connector_extra_config": {"socket": str(socket), "lookup_deadline_ms": 5000, "load_policy": "always", **extra},
+        "kv_connector_extra_config": {
+            "socket": str(socket),
+            "lookup_deadline_ms": 5000,
+            "load_policy": "always",
+            **extra,
+        },
     }

@@ -3,54 +3,17 @@
 python tests/engines/test_vllm.py     in an environment with vLLM and the wheel (tests/run.sh makes one)
 """
 
-import tempfile
 import unittest
 
 import tiny_model
-from lives import kvgate, life, prompt
-
-from gateway import Gateway
-
-CHUNK = 256
-PROMPTS = [{"prompt_token_ids": prompt(seed, 1000)} for seed in (1, 2)]
-# Of 1000 tokens, three chunks are full.
-REUSED = 2 * 3 * CHUNK
+from case import CHUNK, PROMPTS, REUSED, EngineCase
+from lives import life, prompt
 
 
-class VllmTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.models = tempfile.TemporaryDirectory()
-        cls.model = tiny_model.make(cls.models.name + "/tiny")
-        cls.plain = cls.alive(PROMPTS)
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.models.cleanup()
-
-    def setUp(self):
-        self.gateway = Gateway(tempfile.mkdtemp(prefix="kvgate-vllm-"))
-        self.addCleanup(self.gateway.end)
-
-    @classmethod
-    def alive(cls, prompts, kv=None, **engine):
-        result = life(engine.pop("model", cls.model), prompts, kv, **engine)
-        if not result["ok"]:
-            raise AssertionError(result["error"])
-        return result
-
-    def stored(self):
-        """One engine's life with the gateway, after which everything is on S3."""
-        self.gateway.start()
-        first = self.alive(PROMPTS, kvgate(self.gateway.socket))
-        self.assertEqual(first["tokens"], self.plain["tokens"])
-        self.assertEqual(first["external"], 0)
-        self.gateway.flush()
-        self.assertEqual(len(self.gateway.objects()), 6)
-
+class VllmTest(EngineCase):
     def test_a_new_engine_loads_what_another_stored(self):
         self.stored()
-        second = self.alive(PROMPTS, kvgate(self.gateway.socket))
+        second = self.alive(PROMPTS, self.kv())
         self.assertEqual(second["external"], REUSED)
         self.assertEqual(second["cached"], [REUSED // 2] * 2)
         self.assertEqual(second["tokens"], self.plain["tokens"])
@@ -59,65 +22,50 @@ class VllmTest(unittest.TestCase):
         self.stored()
         self.gateway.kill()
         self.gateway.start()
-        second = self.alive(PROMPTS, kvgate(self.gateway.socket))
+        second = self.alive(PROMPTS, self.kv())
         self.assertEqual((second["external"], second["tokens"]), (REUSED, self.plain["tokens"]))
 
     def test_what_was_generated_is_stored_too(self):
         self.gateway.start()
-        first = self.alive(PROMPTS[:1], kvgate(self.gateway.socket), max_tokens=100)
+        first = self.alive(PROMPTS[:1], self.kv(), max_tokens=100)
         self.gateway.flush()
         self.assertEqual(len(self.gateway.objects()), 4)
         turn = [{"prompt_token_ids": PROMPTS[0]["prompt_token_ids"] + first["tokens"][0] + prompt(9, 50)}]
         plain = self.alive(turn)
-        second = self.alive(turn, kvgate(self.gateway.socket))
+        second = self.alive(turn, self.kv())
         self.assertEqual((second["external"], second["tokens"]), (4 * CHUNK, plain["tokens"]))
 
     def test_local_blocks_end_inside_of_a_chunk(self):
         self.stored()
         # The same engine has computed two blocks and a bit of the prompt before: that is one chunk and a half.
         begun = {"prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:400]}
-        both = self.alive([begun], kvgate(self.gateway.socket), rounds=1)
+        both = self.alive([begun], self.kv())
         self.assertEqual(both["external"], CHUNK)
-        together = self.alive([begun, *PROMPTS], kvgate(self.gateway.socket), max_num_seqs=1)
+        together = self.alive([begun, *PROMPTS], self.kv(), max_num_seqs=1)
         self.assertEqual(together["tokens"][1:], self.plain["tokens"])
 
     def test_a_salt_keeps_others_out(self):
         self.stored()
         salted = [{**prompt, "cache_salt": "another tenant"} for prompt in PROMPTS]
-        result = self.alive(salted, kvgate(self.gateway.socket))
+        result = self.alive(salted, self.kv())
         self.assertEqual((result["external"], result["tokens"]), (0, self.plain["tokens"]))
-        again = self.alive(salted, kvgate(self.gateway.socket))
+        again = self.alive(salted, self.kv())
         self.assertEqual((again["external"], again["tokens"]), (REUSED, self.plain["tokens"]))
 
     def test_other_weights_are_another_model(self):
         self.stored()
         other = tiny_model.make(self.models.name + "/other", seed=5)
         plain = self.alive(PROMPTS, model=other)
-        result = self.alive(PROMPTS, kvgate(self.gateway.socket), model=other)
+        result = self.alive(PROMPTS, self.kv(), model=other)
         self.assertEqual((result["external"], result["tokens"]), (0, plain["tokens"]))
 
-    def test_without_a_gateway_all_is_computed(self):
-        result = self.alive(PROMPTS, kvgate(self.gateway.socket))
-        self.assertEqual((result["external"], result["tokens"]), (0, self.plain["tokens"]))
-
-    def test_damaged_objects_are_computed(self):
-        self.stored()
-        self.gateway.kill()
-        for path in self.gateway.objects():
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-        self.gateway.start()
-        result = self.alive(PROMPTS, kvgate(self.gateway.socket))
-        self.assertEqual(result["tokens"], self.plain["tokens"])
-
     def test_a_chunk_that_is_no_multiple_of_a_block_is_refused(self):
-        result = life(self.model, PROMPTS, kvgate(self.gateway.socket, chunk_tokens=200))
+        result = life(self.model, PROMPTS, self.kv(chunk_tokens=200))
         self.assertFalse(result["ok"])
         self.assertIn("set chunk_tokens to 256", result["error"])
 
     def test_wrong_settings_are_all_told(self):
-        result = life(self.model, PROMPTS, kvgate(self.gateway.socket, chunk_tokens="256", tennant="x"))
+        result = life(self.model, PROMPTS, self.kv(chunk_tokens="256", tennant="x"))
         self.assertFalse(result["ok"])
         self.assertIn("unknown key 'tennant'", result["error"])
         self.assertIn("chunk_tokens must be int, not '256'", result["error"])

@@ -14,6 +14,31 @@ def make(folder, seed=1234):
     return folder
 
 
+def make_adapter(folder, seed):
+    """A LoRA adapter of the model's K and V, in a folder."""
+    subprocess.run([sys.executable, __file__, folder, str(seed), "adapter"], check=True)
+    return folder
+
+
+def write_adapter(folder, seed):
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, targets = 8, ["k_proj", "v_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "tiny"}))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for target in targets:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) * 0.1
+            weights[f"{name}.lora_B.weight"] = torch.randn(HEADS * HEAD_DIM, rank, generator=generator) * 0.1
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def write(folder, seed):
     import torch
     from safetensors.torch import save_file
@@ -64,4 +89,4 @@ def write(folder, seed):
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], int(sys.argv[2]))
+    (write_adapter if sys.argv[3:] == ["adapter"] else write)(sys.argv[1], int(sys.argv[2]))

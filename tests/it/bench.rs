@@ -235,8 +235,13 @@ async fn a_time_limit_goes_round_until_it_is_over() {
     // A write that is cut short leaves fewer objects to the phases after it.
     let slow = ["--objects", "1000", "--rate-iops", "20", "--time-limit", "190ms"];
     let phases = site.phases(&[&slow[..], &["write", "delete"]].concat()).await;
-    assert_eq!(phases[0]["ops"], 4);
-    assert_eq!((&phases[1]["objects"], &phases[1]["ops"]), (&4.into(), &4.into()));
+    // As many as the rate allows, on a busy machine fewer.
+    let written = phases[0]["ops"].as_u64().unwrap();
+    assert!((1..=4).contains(&written), "{written}");
+    assert_eq!(
+        (&phases[1]["objects"], &phases[1]["ops"]),
+        (&written.into(), &written.into())
+    );
     assert_eq!(site.objects(), 0);
 }
 

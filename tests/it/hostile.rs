@@ -82,10 +82,21 @@ impl Hostile {
         Self::new(true, move |_, _| steps.clone()).await
     }
 
+    /// Waits for as long as a busy machine may take.
     async fn store(&self) -> S3 {
+        self.store_with(Duration::from_secs(20), Duration::from_secs(60))
+            .await
+    }
+
+    /// Where the server hangs.
+    async fn impatient(&self) -> S3 {
+        self.store_with(STALL, Duration::from_secs(3)).await
+    }
+
+    async fn store_with(&self, read_timeout: Duration, request_timeout: Duration) -> S3 {
         S3::connect(&S3Options {
-            read_timeout: STALL,
-            request_timeout: Duration::from_secs(3),
+            read_timeout,
+            request_timeout,
             answer_bytes_max: ANSWER_MAX,
             ..options(&self.endpoint)
         })
@@ -228,7 +239,7 @@ async fn get(store: &S3, arena: &Arena, range: std::ops::Range<usize>) -> Result
 async fn get_kind(steps: Vec<Step>) -> ErrorKind {
     let server = Hostile::always(steps).await;
     let arena = arena(1 << 16);
-    let store = server.store().await;
+    let store = server.impatient().await;
     let kind = get(&store, &arena, 10..20).await.expect_err("refused").kind;
     assert_eq!(arena.stats().used_bytes, 0);
     kind
@@ -239,7 +250,7 @@ async fn put_error(steps: Vec<Step>) -> ObjectError {
     let server = Hostile::new(false, move |_, _| steps.clone()).await;
     let body = Bytes::from(vec![7; 32 << 20]);
     let put = server
-        .store()
+        .impatient()
         .await
         .put("k", body, Condition::Always, soon())
         .await;

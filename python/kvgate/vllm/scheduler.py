@@ -239,7 +239,7 @@ class SchedulerSide:
         try:
             adapter = self.adapters.of(request)
         except OSError as error:
-            logger.warning_once("kvgate: requests with the adapter %s reuse nothing: %s", request.lora_request, error)
+            logger.warning_once("kvgate: requests with the adapter reuse nothing: %s", str(error))
             return False
         return adapter if adapter is None else self.epoch + adapter
 

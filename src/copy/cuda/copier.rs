@@ -122,10 +122,12 @@ impl CudaCopier {
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CudaError> {
         for lane in [&self.load, &self.store] {
             let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
-            if lane.pinned.as_ref().is_none_or(|now| !Arc::ptr_eq(now, pinned)) {
-                lane.finish()?;
-                lane.pinned = Some(Arc::clone(pinned));
+            match &lane.pinned {
+                Some(now) if Arc::ptr_eq(now, pinned) => continue,
+                Some(_) => lane.finish()?,
+                None => {}
             }
+            lane.pinned = Some(Arc::clone(pinned));
         }
         Ok(())
     }

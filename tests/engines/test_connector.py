@@ -1,0 +1,297 @@
+"""The connector's parts, without an engine and without a gateway.
+
+python tests/engines/test_connector.py     in an environment with vLLM and the wheel
+"""
+
+import ast
+import inspect
+import json
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvgate import Space, weights
+from kvgate.vllm import KvGateConnector
+from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute
+from kvgate.vllm.scheduler import SchedulerSide
+from kvgate.vllm.settings import Settings
+from kvgate.vllm.stats import KvGateStats
+from kvgate.vllm.versions import LACKING, REQUIRED, check
+from kvgate.vllm.worker import axes_of
+
+API = Path(__file__).with_name("connector_api.json")
+"""For each version of vLLM its base class's methods: name, parameters, and whether it is abstract. See record_api.py."""
+
+
+def methods_of(source):
+    """Of `KVConnectorBase_V1`."""
+    tree = ast.parse(source)
+    connector = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1")
+    return {
+        node.name: {
+            "parameters": [argument.arg for argument in node.args.args],
+            "abstract": any("abstractmethod" in ast.unparse(mark) for mark in node.decorator_list),
+        }
+        for node in connector.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+class VersionTest(unittest.TestCase):
+    def test_what_was_recorded_is_what_is_installed(self):
+        import vllm
+
+        self.assertEqual(json.loads(API.read_text())[vllm.__version__], methods_of(inspect.getsource(base)))
+
+    def test_every_version_can_call_the_connector(self):
+        for version, methods in json.loads(API.read_text()).items():
+            for name, method in methods.items():
+                own = getattr(KvGateConnector, name, None)
+                if own is None:
+                    # A hook that is newer than the installed vLLM, and has a default.
+                    self.assertFalse(method["abstract"], f"{version}: {name}")
+                elif name in vars(KvGateConnector) and not isinstance(own, property):
+                    takes = inspect.signature(vars(KvGateConnector)[name].__func__ if is_class_method(name) else own)
+                    self.assertLessEqual(set(method["parameters"]), set(takes.parameters), f"{version}: {name}")
+
+    def test_hooks_are_hooks_of_some_version(self):
+        known = {name for methods in json.loads(API.read_text()).values() for name in methods}
+        own = {
+            name for name, value in vars(KvGateConnector).items() if callable(value) or isinstance(value, classmethod)
+        }
+        # `SupportsHMA`'s is of another class.
+        self.assertEqual(own - known - {"request_finished_all_groups"}, set())
+
+    def test_what_another_version_lacks_is_told(self):
+        whole = SimpleNamespace(**dict.fromkeys([*REQUIRED, *LACKING]))
+        self.assertEqual(check(whole, "9"), [])
+        del whole.reset_cache
+        self.assertEqual(check(whole, "9"), ["vLLM 9 has no reset_cache: a reset does not reach kvgate"])
+        del whole.get_finished
+        with self.assertRaisesRegex(ImportError, "vLLM 0.32 or newer: 9 has no get_finished"):
+            check(whole, "9")
+
+
+def is_class_method(name):
+    return isinstance(vars(KvGateConnector)[name], classmethod)
+
+
+class RatesTest(unittest.TestCase):
+    def setUp(self):
+        self.now = 0.0
+        self.rates = LoadOrCompute(lambda: self.now)
+
+    def step(self, tokens, seconds):
+        self.rates.stepped(tokens)
+        self.now += seconds
+
+    def test_without_measurements_it_loads(self):
+        self.assertTrue(self.rates.should_load(10_000))
+        self.rates.loaded(1000, 5)
+        self.assertTrue(self.rates.should_load(10_000))
+
+    def test_what_is_quicker_is_chosen(self):
+        for _ in range(3):
+            self.step(1000, 1)
+        self.rates.loaded(1000, 0.5)
+        self.assertTrue(self.rates.should_load(10_000))
+        for _ in range(50):
+            self.rates.loaded(1000, 2)
+        self.assertFalse(self.rates.should_load(10_000))
+
+    def test_steps_that_say_nothing_of_prefills_are_left_out(self):
+        self.step(STEP_TOKENS - 1, 100)
+        self.step(1000, 1)
+        self.rates.idle()
+        self.now += 1000
+        self.step(1000, 1)
+        self.step(0, 1)
+        self.assertEqual(self.rates.prefill.seconds_of(1000), 1)
+
+    def test_it_tries_again_now_and_then(self):
+        self.step(1000, 0.001)
+        self.step(1000, 0.001)
+        self.rates.loaded(1000, 1)
+        loads = [self.rates.should_load(1000) for _ in range(2 * TRY_AGAIN)]
+        self.assertEqual(sum(loads), 2)
+
+
+class WeightsTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name) / "model"
+        self.folder.mkdir()
+        os.environ["XDG_CACHE_HOME"] = folder.name + "/cache"
+        (self.folder / "config.json").write_text("{}")
+        self.weights = self.folder / "model.safetensors"
+        self.weights.write_bytes(bytes(100_000))
+
+    def test_any_byte_makes_another_model(self):
+        digest = weights.digest(self.folder)
+        self.assertEqual(weights.digest(self.folder), digest)
+        for at in (0, 50_000, 99_999):
+            content = bytearray(100_000)
+            content[at] = 1
+            self.weights.write_bytes(content)
+            self.assertNotEqual(weights.digest(self.folder), digest, at)
+        self.weights.write_bytes(bytes(100_000))
+        self.assertEqual(weights.digest(self.folder), digest)
+        (self.folder / "config.json").write_text('{"rope_theta": 1}')
+        self.assertNotEqual(weights.digest(self.folder), digest)
+
+    def test_a_tokenizer_makes_none(self):
+        digest = weights.digest(self.folder)
+        (self.folder / "tokenizer.json").write_text("{}")
+        self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_what_was_read_is_remembered(self):
+        weights.digest(self.folder)
+        read, weights.read_digest = weights.read_digest, None
+        try:
+            weights.digest(self.folder)
+        finally:
+            weights.read_digest = read
+
+    def test_without_a_place_to_remember_it_is_read_again(self):
+        digest = weights.digest(self.folder)
+        os.environ["XDG_CACHE_HOME"] = str(self.weights)
+        self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_a_folder_without_weights_is_told(self):
+        self.weights.unlink()
+        with self.assertRaisesRegex(FileNotFoundError, "has no weights"):
+            weights.digest(self.folder)
+
+
+class SettingsTest(unittest.TestCase):
+    def test_all_that_is_wrong_is_told(self):
+        for wrong, told in (
+            ({"no_such": 1}, "unknown key 'no_such'"),
+            ({"chunk_tokens": "256"}, "chunk_tokens must be int, not '256'"),
+            ({"chunk_tokens": True}, "chunk_tokens must be int, not True"),
+            ({"chunk_tokens": 0}, "chunk_tokens must be more than 0"),
+            ({"layerwise": 1}, "layerwise must be bool, not 1"),
+            ({"load_policy": "never"}, "load_policy must be auto or always, not 'never'"),
+        ):
+            with self.assertRaisesRegex(ValueError, told):
+                Settings.read(wrong)
+
+    def test_the_socket_is_the_gateway_s(self):
+        os.environ["KVGATE__API__SOCKET"] = "/tmp/other.sock"
+        self.addCleanup(os.environ.pop, "KVGATE__API__SOCKET")
+        self.assertEqual(Settings.read({}).socket, "/tmp/other.sock")
+        self.assertEqual(Settings.read({"socket": "/tmp/one.sock"}).socket, "/tmp/one.sock")
+
+
+class StatsTest(unittest.TestCase):
+    def test_ranks_are_added_up(self):
+        one, other = KvGateStats(), KvGateStats()
+        one.loaded(SimpleNamespace(seconds=0.5, missing=[], bytes=10))
+        other.loaded(SimpleNamespace(seconds=1.5, missing=[3], bytes=10))
+        other.stored(SimpleNamespace(seconds=1, stored=2, bytes=20, refused=1, error=None))
+        both = one.take().aggregate(other.take())
+        self.assertEqual(one.take(), None)
+        self.assertEqual(both.data["load_seconds"], [0.5, 1.5])
+        self.assertEqual(
+            both.reduce(),
+            {
+                "loads": 2,
+                "loaded_bytes": 10,
+                "failed_loads": 1,
+                "stores": 1,
+                "stored_chunks": 2,
+                "stored_bytes": 20,
+                "refused_chunks": 1,
+                "median_load_seconds": 1.5,
+                "median_store_seconds": 1,
+            },
+        )
+
+
+class SchedulerTest(unittest.TestCase):
+    """Without a gateway: nothing is there."""
+
+    def setUp(self):
+        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
+        self.model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
+        self.scheduler = SchedulerSide(self.model, Settings.read({"socket": "/nowhere/sock"}))
+
+    def request(self, name="r", tokens=range(20), **more):
+        fields = {
+            "request_id": name,
+            "all_token_ids": list(tokens),
+            "num_tokens": len(tokens),
+            "num_prompt_tokens": len(tokens),
+            "cache_salt": None,
+            "lora_request": None,
+            "mm_features": [],
+            "prompt_embeds": None,
+        }
+        return SimpleNamespace(**{**fields, **more})
+
+    def hashes(self, **more):
+        self.scheduler.new_request(self.request(**more))
+        prompt = self.scheduler.requests["r"].prompt
+        self.scheduler.finished(self.request())
+        return prompt.hashes(0, len(prompt))
+
+    def test_what_a_request_is_goes_into_its_hashes(self):
+        def image(name, offset):
+            return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset))
+
+        different = [
+            {},
+            {"cache_salt": "one"},
+            {"cache_salt": "other"},
+            {"mm_features": [image("a", 3)]},
+            {"mm_features": [image("b", 3)]},
+            {"mm_features": [image("a", 4)]},
+        ]
+        hashes = [self.hashes(**more) for more in different]
+        self.assertEqual(len(set(hashes)), len(hashes))
+        self.assertEqual(self.hashes(), hashes[0])
+        # An image in the last, unfinished chunk changes nothing before it.
+        self.assertEqual(self.hashes(mm_features=[image("a", 17)]), hashes[0])
+        self.scheduler.reset()
+        self.assertNotEqual(self.hashes(), hashes[0])
+
+    def test_prompts_by_embeddings_reuse_nothing(self):
+        request = self.request(prompt_embeds=object())
+        self.scheduler.new_request(request)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        self.assertFalse(self.scheduler.finished(request))
+
+    def test_an_adapter_that_nobody_knows_reuses_nothing(self):
+        request = self.request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+
+    def test_requests_that_run_through_a_reset_store_nothing(self):
+        self.scheduler.new_request(self.request())
+        self.scheduler.reset()
+        state = self.scheduler.requests["r"]
+        meta = SimpleNamespace(stores=[])
+        self.scheduler.add_store(meta, state, 20)
+        self.assertEqual(meta.stores, [])
+
+
+class LayoutTest(unittest.TestCase):
+    def test_axes(self):
+        for shape, axes in (
+            ((100, 16, 576), "BNC"),
+            ((100, 8, 16, 256), "BHNC"),
+            ((2, 100, 16, 8, 128), "KBNHD"),
+            ((100, 2, 16, 8, 128), "BKNHD"),
+            ((100, 16, 8, 16, 128), None),
+            ((100, 8, 17, 256), None),
+            ((100,), None),
+        ):
+            self.assertEqual(axes_of(shape, 16), axes, shape)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,233 @@
+"""What else `KvGateConnector` does, with a real vLLM and a real gateway.
+
+python tests/engines/test_features.py     in an environment with vLLM and the wheel
+"""
+
+import copy
+import unittest
+from pathlib import Path
+
+import tiny_model
+from case import CHUNK, PROMPTS, REUSED, EngineCase
+from lives import BLOCK_TOKENS, kvgate, life
+
+from gateway import Gateway
+
+
+class LoadTest(EngineCase):
+    def test_layer_by_layer(self):
+        self.stored()
+        result = self.loads(self.kv(layerwise=True))
+        self.assertEqual(result["cached"], [REUSED // 2] * 2)
+        self.assertEqual(result["metrics"]["vllm:kvgate_loads"], 2)
+
+    def test_layer_by_layer_with_chunked_prefill_and_little_memory(self):
+        self.stored()
+        self.loads(
+            self.kv(layerwise=True),
+            max_num_batched_tokens=256,
+            max_num_seqs=1,
+            long_prefill_token_threshold=200,
+        )
+
+    def test_a_prompt_of_whole_chunks_leaves_a_token_to_compute(self):
+        whole = [{"prompt_token_ids": PROMPTS[0]["prompt_token_ids"][: 3 * CHUNK]}]
+        plain = self.alive(whole)
+        self.gateway.start()
+        self.alive(whole, self.kv())
+        for layerwise in (False, True):
+            result = self.alive(whole, self.kv(layerwise=layerwise))
+            # The last block is computed.
+            self.assertEqual((result["tokens"], result["external"]), (plain["tokens"], 3 * CHUNK - BLOCK_TOKENS))
+
+    def test_preempted_requests_are_right(self):
+        many = [{"prompt_token_ids": PROMPTS[at % 2]["prompt_token_ids"][at:]} for at in range(6)]
+        few = {"num_gpu_blocks_override": 24, "max_model_len": 2048, "max_tokens": 300}
+        plain = self.alive(many, **few)
+        self.gateway.start()
+        for _ in range(2):
+            self.assertEqual(self.alive(many, self.kv(), **few)["tokens"], plain["tokens"])
+
+    def test_auto_computes_what_would_take_longer_to_load(self):
+        self.stored()
+
+        def act(llm, generate):
+            connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+            rates = connector.scheduler.load_or_compute
+            rates.prefill.add(1_000_000, 1)
+            told = []
+            # Tokens a second of loads.
+            for rate in (10_000_000, 1000):
+                rates.load.tokens, rates.load.seconds = rate, 1
+                llm.reset_prefix_cache()
+                tokens, outputs = generate(PROMPTS)
+                told.append((tokens, sum(output.num_cached_tokens for output in outputs)))
+            return told, rates.prefill.seconds_of(1) is not None
+
+        result = self.alive([], self.kv(load_policy="auto"), act=act)
+        quick, slow = result["act"][0]
+        self.assertEqual(quick, [self.plain["tokens"], REUSED])
+        self.assertEqual(slow, [self.plain["tokens"], 0])
+        self.assertEqual(result["metrics"]["vllm:kvgate_declined_loads"], 2)
+
+
+class AdapterTest(EngineCase):
+    def test_adapters_are_told_apart_by_what_they_are(self):
+        folder = Path(self.models.name)
+        one, other = (tiny_model.make_adapter(str(folder / f"adapter-{seed}"), seed) for seed in (1, 2))
+        lora = {"enable_lora": True, "max_lora_rank": 8}
+        prompts = PROMPTS[:1]
+        plain = {path: self.alive(prompts, adapters=[("a", path)], **lora) for path in (one, other)}
+        self.assertNotEqual(plain[one]["tokens"], plain[other]["tokens"])
+        self.gateway.start()
+
+        def run(name, path):
+            result = self.alive(prompts, self.kv(), adapters=[(name, path)], **lora)
+            self.assertEqual(result["tokens"], plain[path]["tokens"])
+            self.gateway.flush()
+            return result["external"]
+
+        self.assertEqual(run("a", one), 0)
+        self.assertEqual(run("a", other), 0, "another adapter of the same name")
+        self.assertEqual(run("b", one), 3 * CHUNK, "the same adapter by another name")
+        # Neither is the model without any.
+        self.computes(self.kv())
+
+
+class ManyTest(EngineCase):
+    def test_two_ranks_write_and_one_reads(self):
+        self.gateway.start()
+        self.computes(self.kv(), tensor_parallel_size=2, distributed_executor_backend="mp")
+        self.gateway.flush()
+        self.assertEqual(len(self.gateway.objects()), 6)
+        self.loads(self.kv())
+
+    def test_one_writes_and_two_ranks_read(self):
+        self.stored()
+        self.loads(self.kv(), tensor_parallel_size=2, distributed_executor_backend="mp")
+
+    def test_by_multi_connector(self):
+        other = Gateway(self.gateway.folder, "other", ["--embedded", self.gateway.folder / "other-objects"])
+        self.addCleanup(other.end)
+        self.stored()
+        other.start()
+        kv = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [child(self.gateway.socket), child(other.socket)]},
+        }
+        self.loads(kv)
+        other.flush()
+        # The second one has got what the first one had.
+        self.loads(kvgate(other.socket))
+
+    def test_roles(self):
+        self.gateway.start()
+        only = {role: {**self.kv(), "kv_role": role} for role in ("kv_consumer", "kv_producer")}
+        self.computes(only["kv_consumer"])
+        self.computes(self.kv())
+        self.gateway.flush()
+        self.computes(only["kv_producer"])
+        self.loads(only["kv_consumer"])
+
+
+def child(socket):
+    kv = copy.deepcopy(kvgate(socket))
+    del kv["kv_load_failure_policy"]
+    return kv
+
+
+class OperatorTest(EngineCase):
+    def test_metrics_and_events(self):
+        self.gateway.start()
+        events = {"enable_kv_cache_events": True, "publisher": "null"}
+
+        def act(llm, generate):
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            seen = []
+            publish = scheduler.kv_event_publisher.publish
+            scheduler.kv_event_publisher.publish = lambda batch: (seen.extend(batch.events), publish(batch))
+            generate(PROMPTS)
+            self.gateway.flush()
+            # One more step brings what ended after the last one.
+            generate([{"prompt_token_ids": [5, 6, 7]}])
+            own = {event.medium: [] for event in seen}
+            for event in seen:
+                own[event.medium].append(event)
+            gpu = [block for event in own["GPU"] for block in event.block_hashes]
+            stored = [block for event in own["STORAGE"] for block in event.block_hashes]
+            return {
+                "stored": len(stored),
+                "known": set(stored) <= set(gpu),
+                "tokens": [event.token_ids for event in own["STORAGE"]],
+                "heads": sum(event.parent_block_hash is None for event in own["STORAGE"]),
+            }
+
+        result = self.alive([], self.kv(), act=act, kv_events_config=events)
+        act = result["act"]
+        self.assertEqual((act["stored"], act["known"], act["heads"]), (REUSED // BLOCK_TOKENS, True, 2))
+        firsts = [event[:CHUNK] for event in act["tokens"]]
+        self.assertIn(PROMPTS[0]["prompt_token_ids"][:CHUNK], firsts)
+        self.assertEqual(result["metrics"]["vllm:kvgate_stored_chunks"], 6)
+        self.assertEqual(result["metrics"]["vllm:kvgate_failed_stores"], 0)
+        second = self.loads(self.kv())
+        self.assertEqual(second["metrics"]["vllm:kvgate_loads"], 2)
+        self.assertEqual(
+            second["metrics"]["vllm:kvgate_loaded_bytes"],
+            REUSED * tiny_model.LAYERS * 2 * tiny_model.HEADS * tiny_model.HEAD_DIM * 4,
+        )
+
+    def test_a_reset_forgets(self):
+        self.stored()
+
+        def act(llm, generate):
+            told = []
+            for reset_connector in (False, True, False):
+                llm.reset_prefix_cache(reset_connector=reset_connector)
+                tokens, outputs = generate(PROMPTS)
+                self.gateway.flush()
+                told.append((tokens, sum(output.num_cached_tokens for output in outputs)))
+            return told
+
+        told = self.alive([], self.kv(), act=act)["act"]
+        self.assertEqual([tokens for tokens, _ in told], [self.plain["tokens"]] * 3)
+        # After the reset, what was stored since.
+        self.assertEqual([cached for _, cached in told], [REUSED, 0, REUSED])
+
+    def test_the_memory_goes_and_comes(self):
+        self.stored()
+
+        def act(llm, generate):
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            told = []
+            for change in ("unregister_kv_caches", "restore_kv_caches", "restore_kv_caches"):
+                getattr(get_kv_transfer_group(), change)()
+                llm.reset_prefix_cache()
+                tokens, outputs = generate(PROMPTS)
+                told.append((tokens, sum(output.num_cached_tokens for output in outputs)))
+            return told
+
+        told = self.alive([], self.kv(), act=act)["act"]
+        self.assertEqual([tokens for tokens, _ in told], [self.plain["tokens"]] * 3)
+        self.assertEqual([cached for _, cached in told][1:], [REUSED] * 2)
+
+    def test_a_gateway_is_started_when_none_answers(self):
+        objects = self.gateway.folder / "objects"
+        serve = f"--embedded {objects} --arena-path {self.gateway.arena}"
+        started = self.kv(serve=serve, serve_log=str(self.gateway.log))
+        # Two ranks and a scheduler race for it.
+        self.computes(started, tensor_parallel_size=2, distributed_executor_backend="mp")
+        self.assertIsNotNone(self.gateway.pid(), "it went with the engine")
+        self.gateway.flush()
+        self.loads(started)
+
+    def test_a_gateway_that_can_t_be_started_is_told(self):
+        result = life(self.model, PROMPTS, self.kv(serve="--no-such-flag", serve_log=str(self.gateway.log)))
+        self.assertFalse(result["ok"])
+        self.assertIn(str(self.gateway.log), result["error"])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
