@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 BLOCK_TOKENS = 128
-LIFE_SECONDS = 180
+LIFE_SECONDS = 300
 
 
 def prompt(seed, tokens):
@@ -82,6 +82,11 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         **({"kv_transfer_config": kv} if kv else {}),
         **engine,
     }
+    if (ranks := engine.get("tensor_parallel_size", 1)) > 1:
+        # A core each: left alone, vLLM wants a NUMA node for each rank.
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        settings["distributed_executor_backend"] = "mp"
     llm = LLM(**settings)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     loras = None

@@ -97,14 +97,14 @@ class AdapterTest(EngineCase):
 class ManyTest(EngineCase):
     def test_two_ranks_write_and_one_reads(self):
         self.gateway.start()
-        self.computes(self.kv(), tensor_parallel_size=2, distributed_executor_backend="mp")
+        self.computes(self.kv(), tensor_parallel_size=2)
         self.gateway.flush()
         self.assertEqual(len(self.gateway.objects()), 6)
         self.loads(self.kv())
 
     def test_one_writes_and_two_ranks_read(self):
         self.stored()
-        self.loads(self.kv(), tensor_parallel_size=2, distributed_executor_backend="mp")
+        self.loads(self.kv(), tensor_parallel_size=2)
 
     def test_by_multi_connector(self):
         other = Gateway(self.gateway.folder, "other", ["--embedded", self.gateway.folder / "other-objects"])
@@ -218,7 +218,7 @@ class OperatorTest(EngineCase):
         serve = f"--embedded {objects} --arena-path {self.gateway.arena}"
         started = self.kv(serve=serve, serve_log=str(self.gateway.log))
         # Two ranks and a scheduler race for it.
-        self.computes(started, tensor_parallel_size=2, distributed_executor_backend="mp")
+        self.computes(started, tensor_parallel_size=2)
         self.assertIsNotNone(self.gateway.pid(), "it went with the engine")
         self.gateway.flush()
         self.loads(started)
