@@ -104,6 +104,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         "tokens": tokens,
         "cached": [output.num_cached_tokens for output in outputs],
         "external": metrics.get("vllm:external_prefix_cache_hits", 0),
+        "preemptions": metrics.get("vllm:num_preemptions", 0),
         "metrics": {name: value for name, value in metrics.items() if "kvgate" in name},
         "act": acted,
     }
