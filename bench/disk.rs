@@ -151,7 +151,7 @@ async fn transfers(rounds: usize, chunks: u32) -> Result<Vec<Row>, Failure> {
         let (began, since) = (Instant::now(), tokio::time::Instant::now());
         let writes = hashes
             .iter()
-            .map(|hash| disk.write(&space, hash, slot.clone(), since));
+            .map(|hash| disk.write(&space, hash, slot.clone(), since, false));
         for wrote in futures::future::join_all(writes).await {
             assert_eq!(wrote?, Wrote::Stored);
         }

@@ -8,6 +8,7 @@
 //! Not here: sessions, and copies into an engine's memory.
 
 mod arriving;
+mod backlog;
 mod behind;
 mod chunk_order;
 mod commit;

@@ -148,7 +148,7 @@ impl Gateway {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             tokio::spawn(async move {
-                if let Err(error) = disk.write(&space, &hash, object, since).await {
+                if let Err(error) = disk.write(&space, &hash, object, since, false).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }
                 drop(permit);

@@ -140,6 +140,53 @@ async fn what_is_not_stored_at_the_end_is_told() {
     assert_eq!((on_s3(&site, &kept).await, on_s3(&site, &lost).await), (3, 0));
 }
 
+/// They were hits for ever, which nobody stored again, and S3 never got them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_disk_has_and_s3_has_not_is_sent_by_the_next_start() {
+    let mut site = Site::new().await;
+    let disk = site.home.path().join("disk").display().to_string();
+    let settings = [
+        ("disk.paths", disk.as_str()),
+        ("disk.size", "64MiB"),
+        ("api.degraded", "true"),
+        ("store.drain", "100ms"),
+        ("store.write_behind", "3MiB"),
+    ];
+    site.stop_s3().await;
+    let prompt = Prompt::new(24);
+    let dirty = |serving: &Serving| serving.node.status().tiers.disk.unwrap().disks[0].dirty;
+    {
+        let serving = site.serve(&settings).await;
+        let engine = serving.attach("one").await;
+        let words = store(&serving.client, &engine, &prompt).await;
+        assert_eq!(count(&words, "stored"), 24);
+        eventually(|| dirty(&serving) == 24).await;
+        drop(engine);
+        assert_eq!(serving.end().await.dropped, 0, "none is lost");
+    }
+    let serving = site.serve(&settings).await;
+    let engine = serving.attach("two").await;
+    let words = store(&serving.client, &engine, &prompt).await;
+    assert_eq!(count(&words, "present"), 24);
+    let refused = serving.client.flush(Some(200)).await.unwrap_err().to_string();
+    assert!(refused.contains("24 chunks"), "{refused}");
+    // They take none of the room for new ones.
+    let new = Prompt::new(24);
+    assert_eq!(count(&store(&serving.client, &engine, &new).await, "stored"), 24);
+    let gone = format!("/v1/chunks/{}/{}", prompt.space.key(), prompt.hashes[23]);
+    serving.client.delete(&gone).await.unwrap_err();
+
+    site.start_s3().await;
+    serving.flush().await;
+    assert_eq!((on_s3(&site, &prompt).await, on_s3(&site, &new).await), (23, 24));
+    eventually(|| dirty(&serving) == 0).await;
+    assert_eq!(serving.node.status().tiers.write_behind.backlog_chunks, 0);
+    drop(engine);
+    serving.end().await;
+    let serving = site.serve(&settings).await;
+    assert_eq!(serving.node.status().tiers.write_behind.backlog_chunks, 0);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disks_serve_what_memory_has_not_also_without_s3() {
     let mut site = Site::new().await;

@@ -49,19 +49,21 @@ impl Disk {
     }
 
     /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns:
-    /// another write of it that is under way is waited for, as that may fail.
+    /// another write of it that is under way is waited for, as that may fail. A `dirty` one is not on the tier below: it is
+    /// neither evicted nor removed for its age until it is [`clean`](Self::clean), also after a restart.
     pub async fn write(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         object: Slot,
         since: Instant,
+        dirty: bool,
     ) -> Result<Wrote, DiskError> {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
         let reservation = loop {
             let something_ends = self.0.index.something_ends();
-            match self.0.index.place(key, space.tenant(), object_len, since) {
+            match self.0.index.place(key, space.tenant(), object_len, since, dirty) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
                 Placed::NoRoom => return Ok(Wrote::NoRoom),
@@ -112,6 +114,24 @@ impl Disk {
     /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
     pub async fn delete(&self, key: &CacheKey) {
         self.leave(self.0.index.delete(key)).await;
+    }
+
+    /// The tier below has the chunk.
+    pub async fn clean(&self, key: &CacheKey) {
+        if self.is_dirty(key) {
+            let (shared, key) = (Arc::clone(&self.0), *key);
+            blocking(move || shared.clean(&key)).await;
+        }
+    }
+
+    /// Whether the chunk is here, and not on the tier below as far as is known.
+    pub fn is_dirty(&self, key: &CacheKey) -> bool {
+        self.0.index.is_dirty(key)
+    }
+
+    /// What was dirty when the disks were read, the oldest first: somebody must send it down. Only for who asks first.
+    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        self.0.take_backlog()
     }
 
     /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.

@@ -9,6 +9,8 @@
 //! - **No fsync of objects.** After a power loss a file may have its length and not its bytes. Whoever reads one verifies
 //!   header and digests before a byte is used, and has it removed. Only `space.json` is synced, once for each space:
 //!   without it every chunk of the space would be lost.
+//! - **What the tier below does not have is marked as dirty**, in the mode of its file, from the moment it has its name. It is
+//!   never evicted, and a start tells what is dirty (`take_backlog`), so that it is sent.
 //! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
 //!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
 //!   panic leaves nothing behind.

@@ -11,6 +11,7 @@ use super::options::DiskOptions;
 use super::scan::{Scan, scan};
 use super::shared::Shared;
 use super::stats::{DiskState, PathStats};
+use crate::chunk::{ChunkHash, Space};
 
 /// Locks and reads all disks.
 pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
@@ -60,7 +61,8 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
     let paths = working.iter().map(|folder| folder.path().to_owned()).collect();
     let index = Index::new(options, paths);
     let gone = index.restore(found.iter().enumerate().flat_map(restored).collect());
-    let shared = Arc::new(Shared::new(index, working, options.depth, unusable));
+    let backlog = backlog(&index, &found);
+    let shared = Arc::new(Shared::new(index, working, options.depth, unusable, backlog));
     drop(shared.leave(gone));
     Ok(shared)
 }
@@ -88,8 +90,21 @@ fn restored((disk, scan): (usize, &Scan)) -> impl Iterator<Item = Restored<'_>> 
             object_len: space.layout().object_len(),
             used: chunk.used,
             written: chunk.written,
+            dirty: chunk.dirty,
         })
     })
+}
+
+/// What the tier below does not have, as it was written: parents before their children.
+fn backlog(index: &Index, found: &[Scan]) -> Vec<(Space, ChunkHash)> {
+    let spaces = found.iter().flat_map(|scan| &scan.spaces);
+    let all = spaces.flat_map(|(space, chunks)| chunks.iter().map(move |chunk| (space, chunk)));
+    let mut dirty: Vec<_> = all
+        .filter(|(space, chunk)| index.is_dirty(&(space.key(), chunk.chunk)))
+        .collect();
+    dirty.sort_by_key(|(_, chunk)| chunk.written);
+    let dirty = dirty.into_iter();
+    dirty.map(|(space, chunk)| (space.clone(), chunk.chunk)).collect()
 }
 
 fn tell(folder: &Folder, scan: &Scan) {

@@ -1,5 +1,5 @@
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -9,7 +9,7 @@ use super::folder::{Folder, Found};
 use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
 use super::stats::{DiskStats, PathStats};
-use crate::chunk::Space;
+use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
@@ -22,6 +22,8 @@ pub(super) struct Shared {
     disks: Vec<OneDisk>,
     /// Those that were not usable at start.
     unusable: Vec<PathStats>,
+    /// Found at start, and dirty.
+    backlog: Mutex<Vec<(Space, ChunkHash)>>,
 }
 
 struct OneDisk {
@@ -36,7 +38,13 @@ pub(super) struct Leaving {
 }
 
 impl Shared {
-    pub fn new(index: Index, folders: Vec<Folder>, depth: usize, unusable: Vec<PathStats>) -> Self {
+    pub fn new(
+        index: Index,
+        folders: Vec<Folder>,
+        depth: usize,
+        unusable: Vec<PathStats>,
+        backlog: Vec<(Space, ChunkHash)>,
+    ) -> Self {
         let one = |folder| OneDisk {
             folder,
             depth: Arc::new(Semaphore::new(depth.clamp(1, Semaphore::MAX_PERMITS))),
@@ -45,7 +53,12 @@ impl Shared {
             index: Arc::new(index),
             disks: folders.into_iter().map(one).collect(),
             unusable,
+            backlog: Mutex::new(backlog),
         }
+    }
+
+    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        std::mem::take(&mut self.backlog.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Waits for the right to use a disk.
@@ -67,7 +80,10 @@ impl Shared {
             return Ok(Wrote::NoRoom);
         }
         let disk = reservation.disk;
-        match self.folder(disk).write(space, &reservation.key.1, object) {
+        match self
+            .folder(disk)
+            .write(space, &reservation.key.1, object, reservation.dirty)
+        {
             Ok(()) => {
                 let (wrote, gone) = reservation.commit();
                 drop(self.leave(gone));
@@ -113,6 +129,17 @@ impl Shared {
             }),
             Err(error) => Err(self.failed(entry.disk, "read an object", error)),
             Ok(Found::Absent | Found::Whole) => Err(DiskError::Absent),
+        }
+    }
+
+    /// The tier below has the chunk.
+    pub fn clean(&self, key: &CacheKey) {
+        let Some(disk) = self.index.clean(key) else { return };
+        // Dirty for ever costs a question to the tier below at each start.
+        if self.index.works(disk)
+            && let Err(error) = self.folder(disk).clean(key)
+        {
+            self.failed(disk, "change the mode of an object", error);
         }
     }
 

@@ -200,11 +200,35 @@ impl Index {
 
     /// It is neither evicted nor removed for its age until it is unpinned as often.
     pub fn pin(&self, key: &CacheKey) {
-        *self.lock().pins.entry(*key).or_insert(0) += 1;
+        self.lock().pin(key);
     }
 
     pub fn unpin(&self, key: &CacheKey) {
+        self.unpin_in(&mut self.lock(), key);
+    }
+
+    /// Whether the tier below does not have it.
+    pub fn is_dirty(&self, key: &CacheKey) -> bool {
+        self.lock().dirty.contains(key)
+    }
+
+    /// The tier below has it. Answers the disk whose file says otherwise.
+    pub fn clean(&self, key: &CacheKey) -> Option<usize> {
         let mut state = self.lock();
+        let entry = self.entry(key)?;
+        self.clean_in(&mut state, key, entry.disk).then_some(entry.disk)
+    }
+
+    fn clean_in(&self, state: &mut State, key: &CacheKey, disk: usize) -> bool {
+        let was_dirty = state.dirty.remove(key);
+        if was_dirty {
+            state.disks[disk].dirty -= 1;
+            self.unpin_in(state, key);
+        }
+        was_dirty
+    }
+
+    fn unpin_in(&self, state: &mut State, key: &CacheKey) {
         if state.unpin(key)
             && let Some(entry) = self.entry(key)
             && let Some(expires) = entry.expires.filter(|&expires| expires <= Instant::now())
@@ -276,6 +300,7 @@ impl Index {
 
     fn drop_entry(&self, state: &mut State, key: &CacheKey) -> Option<Entry> {
         let (_, entry) = self.entries.remove(key)?;
+        self.clean_in(state, key, entry.disk);
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
         shelf.bytes -= entry.bytes;
@@ -285,8 +310,13 @@ impl Index {
     }
 
     /// Puts in an entry whose bytes are accounted for already.
-    fn put(&self, state: &mut State, key: CacheKey, entry: Entry) {
+    fn put(&self, state: &mut State, key: CacheKey, entry: Entry, dirty: bool) {
+        if dirty {
+            state.dirty.insert(key);
+            state.pin(&key);
+        }
         let shelf = &mut state.disks[entry.disk];
+        shelf.dirty += u64::from(dirty);
         shelf.queue.insert(key);
         shelf.chunks += 1;
         state.tenants.insert(entry.tenant, key);

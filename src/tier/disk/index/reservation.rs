@@ -32,13 +32,22 @@ pub(in crate::tier::disk) struct Reservation {
     bytes: u64,
     /// When somebody began to bring it.
     since: Instant,
+    /// The tier below does not have it.
+    pub dirty: bool,
     /// Whether its bytes count as taken; else they only wait.
     is_taken: bool,
 }
 
 impl Index {
     /// Chooses a disk for an object.
-    pub fn place(self: &Arc<Self>, key: CacheKey, tenant: &str, object_len: usize, since: Instant) -> Placed {
+    pub fn place(
+        self: &Arc<Self>,
+        key: CacheKey,
+        tenant: &str,
+        object_len: usize,
+        since: Instant,
+        dirty: bool,
+    ) -> Placed {
         let bytes = file_bytes(object_len);
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
         let mut state = self.lock();
@@ -73,6 +82,7 @@ impl Index {
             tenant,
             bytes,
             since,
+            dirty,
             is_taken: false,
         })
     }
@@ -141,7 +151,7 @@ impl Reservation {
             expires: index.limits.ttl.and_then(|ttl| Instant::now().checked_add(ttl)),
             serial: state.serial(),
         };
-        index.put(&mut state, self.key, entry);
+        index.put(&mut state, self.key, entry, self.dirty);
         let is_live = |key: &CacheKey, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
         let live: u64 = state.disks.iter().map(|shelf| shelf.chunks).sum();
         state

@@ -14,6 +14,7 @@ pub(in crate::tier::disk) struct Restored<'a> {
     pub object_len: usize,
     pub used: SystemTime,
     pub written: SystemTime,
+    pub dirty: bool,
 }
 
 impl Index {
@@ -45,7 +46,7 @@ impl Index {
                     .and_then(|ttl| now.checked_add(ttl.saturating_sub(age))),
                 serial: state.serial(),
             };
-            self.put(&mut state, key, entry);
+            self.put(&mut state, key, entry, one.dirty);
         }
         state.expiry.sort();
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);

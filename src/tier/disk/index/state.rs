@@ -23,6 +23,8 @@ pub(super) struct State {
     pub leaving: KeySet,
     /// How often each is pinned; one need not be there.
     pub pins: HashMap<CacheKey, u32, RandomState>,
+    /// The tier below does not have them. Each is pinned once for that.
+    pub dirty: KeySet,
     pub expiry: Expiry,
     pub removals: Removals,
     serials: u64,
@@ -37,6 +39,7 @@ impl State {
             writing: KeySet::default(),
             leaving: KeySet::default(),
             pins: HashMap::default(),
+            dirty: KeySet::default(),
             expiry: Expiry::default(),
             removals: Removals::default(),
             serials: 0,
@@ -51,6 +54,10 @@ impl State {
     pub fn hit(&mut self, key: &CacheKey, entry: &Entry) {
         self.disks[entry.disk].queue.hit(key);
         self.tenants.hit(entry.tenant, key);
+    }
+
+    pub fn pin(&mut self, key: &CacheKey) {
+        *self.pins.entry(*key).or_insert(0) += 1;
     }
 
     /// True if nobody pins it any more.

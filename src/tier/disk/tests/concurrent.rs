@@ -124,7 +124,10 @@ async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
     assert_eq!((in_vain.unwrap(), anew.unwrap()), (Wrote::Deleted, Wrote::Stored));
     bench.read(1).await.unwrap();
     let object = object(&bench.arena, &bench.space, 1);
-    let late = bench.disk.write(&bench.space, &hash(1), object, before).await;
+    let late = bench
+        .disk
+        .write(&bench.space, &hash(1), object, before, false)
+        .await;
     assert_eq!(late.unwrap(), Wrote::Deleted);
     bench.disk.delete(&bench.key(1)).await;
     assert!(!bench.has(1));

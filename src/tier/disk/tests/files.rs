@@ -36,7 +36,7 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
     assert_eq!(
         bench
             .disk
-            .write(&bench.space, &hash(1), part, Instant::now())
+            .write(&bench.space, &hash(1), part, Instant::now(), false)
             .await
             .unwrap(),
         Wrote::Stored
@@ -113,7 +113,7 @@ async fn a_slot_of_another_length_is_refused() {
     assert!(matches!(read, Err(DiskError::Length { actual: 100, .. })));
     let written = bench
         .disk
-        .write(&bench.space, &hash(1), slot.freeze(), Instant::now())
+        .write(&bench.space, &hash(1), slot.freeze(), Instant::now(), false)
         .await;
     assert!(matches!(written, Err(DiskError::Length { actual: 100, .. })));
 }

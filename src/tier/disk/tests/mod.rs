@@ -81,7 +81,16 @@ impl Bench {
 
     async fn write_to(&self, space: &Space, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, space, chunk);
-        self.disk.write(space, &hash(chunk), object, Instant::now()).await
+        let since = Instant::now();
+        self.disk.write(space, &hash(chunk), object, since, false).await
+    }
+
+    async fn write_dirty(&self, chunk: u32) -> Result<Wrote, DiskError> {
+        let object = object(&self.arena, &self.space, chunk);
+        let since = Instant::now();
+        self.disk
+            .write(&self.space, &hash(chunk), object, since, true)
+            .await
     }
 
     async fn store(&self, chunks: impl IntoIterator<Item = u32>) {
