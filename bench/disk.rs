@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::chunk::{ChunkHash, Space};
 use kvgate::existence::CacheKey;
-use kvgate::tier::{Disk, DiskOptions, EvictionPolicy, Wrote};
+use kvgate::tier::{Disk, DiskOptions, Wrote};
 use serde_json::json;
 
 mod saving;
@@ -171,11 +171,8 @@ fn options(path: PathBuf) -> DiskOptions {
         paths: vec![path],
         size_bytes: 1 << 40,
         watermark_percent: 100,
-        policy: EvictionPolicy::Lru,
-        ttl: None,
-        failures: 3,
         depth: 4,
-        tenant_bytes: None,
+        ..DiskOptions::default()
     }
 }
 

@@ -143,11 +143,8 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
         paths: vec![folder.path().to_owned()],
         size_bytes: 1 << 30,
         watermark_percent: 100,
-        policy: EvictionPolicy::Lru,
-        ttl: None,
-        failures: 3,
         depth: 1,
-        tenant_bytes: None,
+        ..DiskOptions::default()
     });
     let disk = disk.unwrap();
     let tiers = tiers(Some(disk.clone()));

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvgate::client::Client;
 use kvgate::gateway::Order;
+use kvgate::tier::DiskState;
 
 use tokio::net::UnixStream;
 
@@ -240,6 +241,40 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     eventually(|| serving.node.status().s3.answered).await;
     let words = load(&engine, &prompt, "b", Order::Chunk).await;
     assert_eq!(words[3], "s3");
+}
+
+/// It kept what stores may have in flight, so nothing went to S3 any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_hangs_does_not_hold_up_s3() {
+    let site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    let path = disk.display().to_string();
+    let settings = [
+        ("disk.paths", path.as_str()),
+        ("disk.size", "64MiB"),
+        ("disk.timeout", "300ms"),
+        ("store.in_flight", "1MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    // Who opens one to write waits for somebody who reads.
+    let pipes: Vec<_> = (0..100).map(|i| disk.join(format!("tmp/{i}.part"))).collect();
+    for pipe in &pipes {
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+        rustix::fs::mknodat(rustix::fs::CWD, pipe, kind, mode, 0).unwrap();
+    }
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(30);
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    assert_eq!(on_s3(&site, &prompt).await, 30);
+    let state = serving.node.status().tiers.disk.unwrap().disks.remove(0).state;
+    assert!(matches!(state, DiskState::Failed(_)), "{state:?}");
+    // The runtime's end waits for them.
+    for pipe in &pipes {
+        let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::RDONLY;
+        std::mem::forget(rustix::fs::open(pipe, flags, rustix::fs::Mode::empty()).unwrap());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

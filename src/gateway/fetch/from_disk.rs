@@ -17,10 +17,10 @@ enum Bad {
 }
 
 impl Wanted {
-    /// Gives the slot back if the disk does not have the chunk, or has something else.
-    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, SlotMut> {
+    /// Gives the slot back if the disk does not have the chunk, or has something else. One that hangs keeps it.
+    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
         let Some(disk) = self.gateway.0.tiers.as_ref().and_then(Tiers::disk) else {
-            return Err(slot);
+            return Err(Some(slot));
         };
         let slot = read_verified(disk, &self.space, &self.chunk, slot).await?;
         let chunk = self.whole(slot.freeze(), Tier::Disk);
@@ -29,22 +29,26 @@ impl Wanted {
     }
 }
 
-/// The whole object. Gives the slot back if the disk does not have the chunk, or has something else.
+/// The whole object; else what is left of the slot, as above.
 pub(in crate::gateway) async fn read_verified(
     disk: &Disk,
     space: &Space,
     chunk: &ChunkHash,
     slot: SlotMut,
-) -> Result<SlotMut, SlotMut> {
-    let (slot, read) = disk.read(space, chunk, slot).await;
-    if let Err(error) = read {
-        tracing::warn!(%chunk, %error, "a chunk can't be read from the disk");
-        return Err(slot);
-    }
+) -> Result<SlotMut, Option<SlotMut>> {
+    let slot = match disk.read(space, chunk, slot).await {
+        (Some(slot), Ok(())) => slot,
+        (slot, read) => {
+            if let Err(error) = read {
+                tracing::warn!(%chunk, %error, "a chunk can't be read from the disk");
+            }
+            return Err(slot);
+        }
+    };
     if let Err(bad) = verify(space, chunk, &slot).await {
         tracing::warn!(%chunk, %bad, "a damaged file on the disk is removed");
         disk.remove(&(space.key(), *chunk)).await;
-        return Err(slot);
+        return Err(Some(slot));
     }
     Ok(slot)
 }

@@ -32,6 +32,9 @@ pub enum Wrote {
     Deleted,
 }
 
+/// Files whose time is over that are removed in one go: no disk that works takes its time limit for so many.
+const REMOVED_AT_ONCE: usize = 256;
+
 impl Disk {
     /// Locks the folders and reads what is in them. Blocks. A disk that can't be used is left out if another can.
     pub fn open(options: &DiskOptions) -> Result<Self, DiskError> {
@@ -72,38 +75,45 @@ impl Disk {
                 Placed::Expired(gone) => self.leave(Some(gone)).await,
             }
         };
-        let turn = self.0.turn(reservation.disk).await;
+        let disk = reservation.disk;
+        let turn = self.0.turn(disk).await?;
         let (shared, space) = (Arc::clone(&self.0), space.clone());
-        blocking(move || {
+        let write = move || {
             let _turn = turn;
             shared.write(reservation, &space, &object)
-        })
-        .await
+        };
+        self.in_time(disk, write).await?
     }
 
     /// Fills the slot with a whole object, which the caller must verify, and [`remove`](Self::remove) if it is damaged.
-    /// Counts as a use. After an error the slot may hold anything.
+    /// Counts as a use. After an error the slot may hold anything; a disk that hangs keeps it.
     pub async fn read(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         mut slot: SlotMut,
-    ) -> (SlotMut, Result<(), DiskError>) {
+    ) -> (Option<SlotMut>, Result<(), DiskError>) {
         if let Err(error) = length(space, &slot) {
-            return (slot, Err(error));
+            return (Some(slot), Err(error));
         }
         let key = (space.key(), *chunk);
         let Some(entry) = self.0.index.find(&key) else {
-            return (slot, Err(DiskError::Absent));
+            return (Some(slot), Err(DiskError::Absent));
         };
-        let turn = self.0.turn(entry.disk).await;
+        let turn = match self.0.turn(entry.disk).await {
+            Ok(turn) => turn,
+            Err(error) => return (Some(slot), Err(error)),
+        };
         let shared = Arc::clone(&self.0);
-        blocking(move || {
+        let read = move || {
             let _turn = turn;
             let read = shared.read(&key, &entry, &mut slot);
             (slot, read)
-        })
-        .await
+        };
+        match self.in_time(entry.disk, read).await {
+            Ok((slot, read)) => (Some(slot), read),
+            Err(late) => (None, Err(late)),
+        }
     }
 
     /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped.
@@ -118,9 +128,10 @@ impl Disk {
 
     /// The tier below has the chunk.
     pub async fn clean(&self, key: &CacheKey) {
-        if self.is_dirty(key) {
+        if let Some(disk) = self.0.index.clean(key) {
             let (shared, key) = (Arc::clone(&self.0), *key);
-            blocking(move || shared.clean(&key)).await;
+            // One that hangs is taken out, which says why.
+            let _ = self.in_time(disk, move || shared.clean(disk, &key)).await;
         }
     }
 
@@ -146,7 +157,13 @@ impl Disk {
 
     /// Removes the files of chunks that are past their time. Writes do so too; this is for a tier that has none for long.
     pub async fn expire(&self) {
-        self.leave(self.0.index.expire(usize::MAX)).await;
+        loop {
+            let gone = self.0.index.expire(REMOVED_AT_ONCE);
+            if gone.is_empty() {
+                return;
+            }
+            self.leave(gone).await;
+        }
     }
 
     pub fn stats(&self) -> DiskStats {
@@ -155,10 +172,24 @@ impl Disk {
 
     /// Removes the files of what is out of the index, even if this is dropped.
     async fn leave(&self, gone: impl IntoIterator<Item = Gone>) {
-        let leaving = self.0.leave(gone);
-        if !leaving.is_empty() {
-            blocking(move || drop(leaving)).await;
+        let mut leaving = self.0.leave(gone);
+        leaving.sort_by_key(|leaving| leaving.gone.disk);
+        while let Some(disk) = leaving.last().map(|last| last.gone.disk) {
+            let rest = leaving.partition_point(|leaving| leaving.gone.disk < disk);
+            let of_disk = leaving.split_off(rest);
+            let _ = self.in_time(disk, move || drop(of_disk)).await;
         }
+    }
+
+    /// Runs what blocks on a disk. One that takes too long is taken out, and what runs there is left to itself: nothing else
+    /// may wait for it.
+    async fn in_time<T: Send + 'static>(
+        &self,
+        disk: usize,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, DiskError> {
+        let done = tokio::time::timeout(self.0.timeout, blocking(work)).await;
+        done.map_err(|_| self.0.hangs(disk))
     }
 }
 

@@ -62,7 +62,7 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
     let index = Index::new(options, paths);
     let gone = index.restore(found.iter().enumerate().flat_map(restored).collect());
     let backlog = backlog(&index, &found);
-    let shared = Arc::new(Shared::new(index, working, options.depth, unusable, backlog));
+    let shared = Arc::new(Shared::new(index, working, options, unusable, backlog));
     drop(shared.leave(gone));
     Ok(shared)
 }

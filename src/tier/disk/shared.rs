@@ -1,5 +1,6 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -8,6 +9,7 @@ use super::fault::Fault;
 use super::folder::{Folder, Found};
 use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
+use super::options::DiskOptions;
 use super::stats::{DiskStats, PathStats};
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
@@ -20,6 +22,8 @@ pub(super) struct Shared {
     pub index: Arc<Index>,
     /// As the index numbers them.
     disks: Vec<OneDisk>,
+    /// For one operation.
+    pub timeout: Duration,
     /// Those that were not usable at start.
     unusable: Vec<PathStats>,
     /// Found at start, and dirty.
@@ -34,24 +38,25 @@ struct OneDisk {
 /// A chunk that is out of the index: dropping this removes its file.
 pub(super) struct Leaving {
     shared: Arc<Shared>,
-    gone: Gone,
+    pub gone: Gone,
 }
 
 impl Shared {
     pub fn new(
         index: Index,
         folders: Vec<Folder>,
-        depth: usize,
+        options: &DiskOptions,
         unusable: Vec<PathStats>,
         backlog: Vec<(Space, ChunkHash)>,
     ) -> Self {
         let one = |folder| OneDisk {
             folder,
-            depth: Arc::new(Semaphore::new(depth.clamp(1, Semaphore::MAX_PERMITS))),
+            depth: Arc::new(Semaphore::new(options.depth.clamp(1, Semaphore::MAX_PERMITS))),
         };
         Self {
             index: Arc::new(index),
             disks: folders.into_iter().map(one).collect(),
+            timeout: options.timeout,
             unusable,
             backlog: Mutex::new(backlog),
         }
@@ -62,9 +67,9 @@ impl Shared {
     }
 
     /// Waits for the right to use a disk.
-    pub async fn turn(&self, disk: usize) -> OwnedSemaphorePermit {
+    pub async fn turn(&self, disk: usize) -> Result<OwnedSemaphorePermit, DiskError> {
         let depth = Arc::clone(&self.disks[disk].depth);
-        depth.acquire_owned().await.expect("it is never closed")
+        depth.acquire_owned().await.map_err(|_| DiskError::Out)
     }
 
     pub fn write(
@@ -133,8 +138,7 @@ impl Shared {
     }
 
     /// The tier below has the chunk.
-    pub fn clean(&self, key: &CacheKey) {
-        let Some(disk) = self.index.clean(key) else { return };
+    pub fn clean(&self, disk: usize, key: &CacheKey) {
         // Dirty for ever costs a question to the tier below at each start.
         if self.index.works(disk)
             && let Err(error) = self.folder(disk).clean(key)
@@ -165,13 +169,31 @@ impl Shared {
     fn failed(&self, disk: usize, what: &'static str, source: io::Error) -> DiskError {
         let path = self.folder(disk).path().to_owned();
         if self.index.has_failed(disk, &source) {
-            tracing::error!(
-                path = %path.display(),
-                error = %source,
-                "this disk is taken out, its chunks are misses from now on: check it, and start kvgate again to use it"
-            );
+            self.is_out(disk, &source);
         }
         DiskError::Io { what, path, source }
+    }
+
+    /// Something on this disk takes too long, and may never end.
+    pub fn hangs(&self, disk: usize) -> DiskError {
+        let late = DiskError::Late {
+            path: self.folder(disk).path().to_owned(),
+            time: self.timeout,
+        };
+        if self.index.take_disk_out(disk, late.to_string()) {
+            self.is_out(disk, &late);
+        }
+        late
+    }
+
+    fn is_out(&self, disk: usize, error: &impl std::fmt::Display) {
+        // Who waits for a turn has none to wait for.
+        self.disks[disk].depth.close();
+        tracing::error!(
+            path = %self.folder(disk).path().display(),
+            %error,
+            "this disk is taken out, its chunks are misses from now on: check it, and start kvgate again to use it"
+        );
     }
 }
 

@@ -257,12 +257,29 @@ impl Index {
         if shelf.failures < self.limits.failures {
             return false;
         }
-        shelf.failed = Some(error.to_string());
+        self.take_out_in(&mut state, disk, error.to_string());
+        true
+    }
+
+    /// The disk is of no use, and none of its chunks is there any more. False if that was known.
+    pub fn take_disk_out(&self, disk: usize, reason: String) -> bool {
+        let mut state = self.lock();
+        let works = state.disks[disk].failed.is_none();
+        if works {
+            state.disks[disk].errors += 1;
+            self.take_out_in(&mut state, disk, reason);
+        }
+        works
+    }
+
+    fn take_out_in(&self, state: &mut State, disk: usize, reason: String) {
+        state.disks[disk].failed = Some(reason);
         self.works[disk].store(false, Ordering::Relaxed);
         while let Some(key) = state.disks[disk].queue.evict(|_| true) {
-            self.drop_entry(&mut state, &key);
+            self.drop_entry(state, &key);
         }
-        true
+        // Nobody need wait for what is under way there.
+        self.ended.notify_waiters();
     }
 
     pub fn stats(&self) -> Vec<PathStats> {
@@ -291,7 +308,7 @@ impl Index {
 
     fn take_out(&self, state: &mut State, key: &CacheKey) -> Option<Gone> {
         let entry = self.drop_entry(state, key)?;
-        state.leaving.insert(*key);
+        state.leaving.insert(*key, entry.disk);
         Some(Gone {
             disk: entry.disk,
             key: *key,

@@ -172,6 +172,7 @@ fn a_runtime_that_goes_down_leaves_nothing_behind() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .max_blocking_threads(1)
+        .enable_time()
         .build()
         .unwrap();
     runtime.block_on(async {
@@ -183,6 +184,9 @@ fn a_runtime_that_goes_down_leaves_nothing_behind() {
     });
     // Some were waiting for a thread.
     drop(runtime);
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap();
     runtime.block_on(bench.check());
 }

@@ -184,3 +184,47 @@ async fn a_disk_that_can_not_be_used_at_start_is_left_out() {
     bench.options.paths.clear();
     assert!(matches!(Disk::open(&bench.options), Err(DiskError::NoPaths)));
 }
+
+/// Whoever wanted something of it waited for ever.
+#[tokio::test]
+async fn a_disk_that_hangs_is_taken_out() {
+    let bench = Bench::new(1, |options| {
+        options.depth = 1;
+        options.timeout = Duration::from_millis(100);
+    });
+    bench.store([1, 2]).await;
+    // Who opens one to read waits for somebody who writes.
+    let file = bench.file(0, &bench.key(1));
+    fs::remove_file(&file).unwrap();
+    let (pipe, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+    rustix::fs::mknodat(rustix::fs::CWD, &file, pipe, mode, 0).unwrap();
+    let slot = || {
+        bench
+            .arena
+            .try_reserve(bench.space.layout().object_len())
+            .unwrap()
+    };
+    let (one, two) = (hash(1), hash(2));
+    let hangs = bench.disk.read(&bench.space, &one, slot());
+    let waits = bench.disk.read(&bench.space, &two, slot());
+    let ((kept, hangs), (slot, waits)) = futures::future::join(hangs, waits).await;
+    assert!(
+        kept.is_none() && matches!(hangs, Err(DiskError::Late { .. })),
+        "{hangs:?}"
+    );
+    assert!(
+        slot.is_some() && matches!(waits, Err(DiskError::Out)),
+        "{waits:?}"
+    );
+    let stats = bench.one(0);
+    assert!(
+        matches!(&stats.state, DiskState::Failed(why) if why.contains("100ms")),
+        "{stats:?}"
+    );
+    assert_eq!(
+        (bench.has(2), bench.write(3).await.unwrap()),
+        (false, Wrote::NoRoom)
+    );
+    // The runtime's end waits for who still reads.
+    std::mem::forget(fs::File::options().read(true).write(true).open(&file).unwrap());
+}

@@ -109,7 +109,10 @@ impl Bench {
         slot.fill(0xee);
         let (slot, read) = self.disk.read(space, &hash(chunk), slot).await;
         read?;
-        assert!(*slot == *bytes(space, chunk), "chunk {chunk} has other bytes");
+        assert!(
+            *slot.unwrap() == *bytes(space, chunk),
+            "chunk {chunk} has other bytes"
+        );
         Ok(())
     }
 
@@ -147,11 +150,8 @@ fn options(paths: Vec<PathBuf>) -> DiskOptions {
         paths,
         size_bytes: 64 << 20,
         watermark_percent: 100,
-        policy: EvictionPolicy::Lru,
-        ttl: None,
-        failures: 3,
         depth: 4,
-        tenant_bytes: None,
+        ..DiskOptions::default()
     }
 }
 
