@@ -67,9 +67,10 @@ impl Gateway {
         let Ok(object) = read_verified(disk, space, chunk, slot).await else {
             return false;
         };
-        let _permits = self.put_permits(object.len()).await;
+        let permits = self.put_permits(object.len()).await;
         let deadline = Instant::now() + tiers.behind.options().deadline;
-        match self.store_object(space, *chunk, object.freeze(), deadline).await {
+        let stored = self.store_object(space, *chunk, object.freeze(), deadline, permits);
+        match stored.await {
             StoreOutcome::Stored | StoreOutcome::Present => true,
             StoreOutcome::Pending => false,
             StoreOutcome::Failed(error) => {

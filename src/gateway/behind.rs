@@ -467,8 +467,9 @@ impl Gateway {
         let mut permits = permits;
         loop {
             let deadline = Instant::now() + options.deadline;
-            let outcome = self.store_object(space, chunk, object.clone(), deadline).await;
-            drop(permits);
+            let outcome = self
+                .store_object(space, chunk, object.clone(), deadline, permits)
+                .await;
             match outcome {
                 StoreOutcome::Failed(error) => {
                     tiers.behind.failed();
