@@ -24,6 +24,19 @@ pub(super) struct Connection {
     io: Option<Io>,
 }
 
+/// A connection that broke off before the answer was whole.
+pub(super) struct Unanswered {
+    pub error: hyper::Error,
+    /// The request, if nothing of it was sent.
+    pub unsent: Option<Request<Full<Bytes>>>,
+}
+
+impl From<hyper::Error> for Unanswered {
+    fn from(error: hyper::Error) -> Self {
+        Self { error, unsent: None }
+    }
+}
+
 impl Connection {
     pub async fn open(target: &Target) -> Result<Self, ClientError> {
         let stream: std::io::Result<Pin<Box<dyn Stream>>> = match target {
@@ -58,7 +71,7 @@ impl Connection {
     pub async fn call(
         &mut self,
         request: Request<Full<Bytes>>,
-    ) -> Result<(StatusCode, HeaderMap, Bytes), hyper::Error> {
+    ) -> Result<(StatusCode, HeaderMap, Bytes), Unanswered> {
         let answer = self.stream(request).await?;
         let (head, body) = answer.into_parts();
         let body = self.while_it_works(body.collect()).await?.to_bytes();
@@ -66,14 +79,18 @@ impl Connection {
     }
 
     /// An answer whose body comes bit by bit.
-    pub async fn stream(
-        &mut self,
-        request: Request<Full<Bytes>>,
-    ) -> Result<Response<Incoming>, hyper::Error> {
+    pub async fn stream(&mut self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Unanswered> {
         let Self { sender, io } = self;
         let answer = async {
-            sender.ready().await?;
-            sender.send_request(request).await
+            if let Err(error) = sender.ready().await {
+                let unsent = Some(request);
+                return Err(Unanswered { error, unsent });
+            }
+            let answer = sender.try_send_request(request).await;
+            answer.map_err(|mut failed| Unanswered {
+                unsent: failed.take_message(),
+                error: failed.into_error(),
+            })
         };
         work(io, answer).await
     }
