@@ -185,11 +185,17 @@ impl Client {
         self.post(path, &request).await
     }
 
-    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over.
+    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over, and with
+    /// `dropped` when chunks were dropped since the daemon's start.
     pub async fn flush(&self, deadline_ms: Option<u64>) -> Result<Flushed, ClientError> {
+        self.flush_but(deadline_ms, 0).await
+    }
+
+    /// The same for who knows that so many chunks were dropped: refused if it is another number by now.
+    pub async fn flush_but(&self, deadline_ms: Option<u64>, dropped: u64) -> Result<Flushed, ClientError> {
         let given = deadline_ms.map_or(FLUSH_MAX, Duration::from_millis);
-        self.post_for(given, "/v1/flush", &FlushRequest { deadline_ms })
-            .await
+        let request = FlushRequest { deadline_ms, dropped };
+        self.post_for(given, "/v1/flush", &request).await
     }
 
     /// As JSON: what there is grows with every version.

@@ -104,7 +104,14 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
     let room = (4 << 20) / prompts[0].space.layout().object_len();
     assert!(stored > room, "{stored} came in where {room} have room");
     site.start_s3().await;
-    serving.flush().await;
+    let refused = serving.client.flush(Some(20_000)).await.unwrap_err().to_string();
+    let lost = dropped(&serving);
+    assert!(
+        refused.starts_with(&format!("{lost} chunks")) && refused.ends_with("(dropped)"),
+        "{refused}"
+    );
+    let known = serving.client.flush_but(Some(20_000), lost).await.unwrap();
+    assert_eq!((known.pending, known.dropped), (0, lost));
     let mut there = 0;
     for prompt in &prompts {
         let mut run = true;
