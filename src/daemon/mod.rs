@@ -119,6 +119,10 @@ impl Daemon {
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
         let backlog = tokio::spawn(node.gateway().send_backlog());
+        let disks = tokio::spawn({
+            let gateway = node.gateway().clone();
+            async move { gateway.retry_disks().await }
+        });
         if config.api.degraded {
             notify.tell("READY=1");
         }
@@ -136,6 +140,7 @@ impl Daemon {
         node.flush(Instant::now() + CALLS_GRACE).await;
         let dropped = node.gateway().give_up();
         backlog.abort();
+        disks.abort();
         let disks = node.gateway().tier_stats().disk.unwrap_or_default().disks;
         let kept = disks.iter().map(|disk| disk.dirty).sum();
         tell(dropped, kept, config.store.drain);

@@ -73,6 +73,7 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
         ttl: disk.ttl,
         failures: disk.failures,
         timeout: disk.timeout,
+        retry: disk.retry,
         depth: disk.depth as usize,
         tenant_bytes: disk.tenant_max.map(ByteSize::bytes),
     })

@@ -15,7 +15,8 @@ use crate::chunk::{ChunkHash, Space};
 use crate::tier::Disk;
 
 impl Gateway {
-    /// Sends what the disks had at start. A flush waits for it from now on, and it goes on while the answer is polled.
+    /// Sends what the disks had at start, and those that are taken up again. A flush waits for it from now on, and it goes on
+    /// for as long as the answer is polled.
     pub fn send_backlog(&self) -> impl Future<Output = ()> + Send + use<> {
         let (gateway, mut backlog) = (self.clone(), Vec::new());
         if let Some(tiers) = &self.0.tiers
@@ -26,15 +27,20 @@ impl Gateway {
         }
         async move {
             let Some(tiers) = &gateway.0.tiers else { return };
-            if !backlog.is_empty() {
-                tracing::info!(
-                    chunks = backlog.len(),
-                    "sending what the disks have and S3 has not"
-                );
-            }
-            for (space, chunk) in &backlog {
-                gateway.send_from_disk(tiers, space, chunk).await;
-                tiers.behind.backlog_ends();
+            let Some(disk) = tiers.disk() else { return };
+            loop {
+                if !backlog.is_empty() {
+                    tracing::info!(
+                        chunks = backlog.len(),
+                        "sending what the disks have and S3 has not"
+                    );
+                }
+                for (space, chunk) in &backlog {
+                    gateway.send_from_disk(tiers, space, chunk).await;
+                    tiers.behind.backlog_ends();
+                }
+                backlog = disk.more_backlog().await;
+                tiers.behind.add_backlog(backlog.len() as u64);
             }
         }
     }

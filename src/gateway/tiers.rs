@@ -93,6 +93,13 @@ impl Gateway {
         }
     }
 
+    /// Tries disks that were taken out again, for as long as this is polled.
+    pub async fn retry_disks(&self) {
+        if let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) {
+            disk.retry().await;
+        }
+    }
+
     /// The chunk, if it is in memory.
     pub(super) fn resident(&self, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
         let tiers = self.0.tiers.as_ref()?;

@@ -1,3 +1,4 @@
+use std::fmt;
 use std::fs::{File, FileTimes};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -55,6 +56,15 @@ pub(super) enum OpenError {
     /// By another process, or by this one under another path.
     InUse(DiskError),
     Io(io::Error),
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InUse(error) => error.fmt(f),
+            Self::Io(error) => error.fmt(f),
+        }
+    }
 }
 
 impl<E: Into<io::Error>> From<E> for OpenError {

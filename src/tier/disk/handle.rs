@@ -1,8 +1,9 @@
 use std::panic::resume_unwind;
 use std::sync::Arc;
 
+use futures::future::join_all;
 use tokio::task::spawn_blocking;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::error::DiskError;
 use super::index::{Gone, Placed};
@@ -145,6 +146,27 @@ impl Disk {
         self.0.take_backlog()
     }
 
+    /// The same, when a disk was taken up again.
+    pub async fn more_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        self.0.backlog_comes.notified().await;
+        self.take_backlog()
+    }
+
+    /// Tries disks that were taken out again, each after a pause, for as long as this is polled. What is on one is a hit again
+    /// when all of it was read.
+    pub async fn retry(&self) {
+        let pause = self.0.options.retry;
+        let retry = async |disk| loop {
+            while self.0.index.works(disk) {
+                sleep(pause).await;
+            }
+            sleep(pause).await;
+            let shared = Arc::clone(&self.0);
+            blocking(move || shared.take_up(disk)).await;
+        };
+        join_all((0..self.0.paths.len()).map(retry)).await;
+    }
+
     /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.
     pub fn pin(&self, key: &CacheKey) {
         self.0.index.pin(key);
@@ -188,7 +210,7 @@ impl Disk {
         disk: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, DiskError> {
-        let done = tokio::time::timeout(self.0.timeout, blocking(work)).await;
+        let done = tokio::time::timeout(self.0.options.timeout, blocking(work)).await;
         done.map_err(|_| self.0.hangs(disk))
     }
 }

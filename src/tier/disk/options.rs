@@ -20,6 +20,8 @@ pub struct DiskOptions {
     pub failures: u32,
     /// For one read or write, after which the disk is taken out: it hangs.
     pub timeout: Duration,
+    /// After which a disk that was taken out is tried again.
+    pub retry: Duration,
     /// Reads and writes at a time for each disk; at least one.
     pub depth: usize,
     /// The most that one tenant may have, over all disks together.
@@ -37,6 +39,7 @@ impl Default for DiskOptions {
             ttl: None,
             failures: 3,
             timeout: Duration::from_secs(30),
+            retry: Duration::from_mins(1),
             depth: 16,
             tenant_bytes: None,
         }

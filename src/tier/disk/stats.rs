@@ -34,6 +34,6 @@ pub struct PathStats {
 pub enum DiskState {
     #[default]
     Ok,
-    /// Taken out, with the reason, until kvgate starts again.
+    /// Taken out, with the reason.
     Failed(String),
 }

@@ -45,7 +45,7 @@ pub(super) struct Index {
     limits: Limits,
     /// Changed only under the lock of `state`; nobody who holds a guard of it may take that lock.
     entries: DashMap<CacheKey, Entry, RandomState>,
-    /// Which disks have not been taken out.
+    /// Which disks are not taken out.
     works: Vec<AtomicBool>,
     state: Mutex<State>,
     /// Something in `State::leaving` has left, or in `State::writing` is over.
@@ -270,6 +270,14 @@ impl Index {
             self.take_out_in(&mut state, disk, reason);
         }
         works
+    }
+
+    /// It was read anew, and is of use again.
+    pub fn take_disk_up(&self, disk: usize) {
+        let mut state = self.lock();
+        let shelf = &mut state.disks[disk];
+        (shelf.failed, shelf.failures) = (None, 0);
+        self.works[disk].store(true, Ordering::Relaxed);
     }
 
     fn take_out_in(&self, state: &mut State, disk: usize, reason: String) {

@@ -228,3 +228,50 @@ async fn a_disk_that_hangs_is_taken_out() {
     // The runtime's end waits for who still reads.
     std::mem::forget(fs::File::options().read(true).write(true).open(&file).unwrap());
 }
+
+/// It stayed out until kvgate was started again.
+#[tokio::test]
+async fn a_disk_that_was_repaired_is_read_anew_and_used_again() {
+    let bench = Bench::new(1, |options| {
+        options.failures = 1;
+        options.retry = Duration::from_millis(20);
+    });
+    bench.store(0..4).await;
+    bench.write_dirty(4).await.unwrap();
+    let aside = bench.path(0).with_extension("aside");
+    fs::rename(bench.path(0), &aside).unwrap();
+    fs::write(bench.path(0), "").unwrap();
+    let broken = bench.disk.0.not_written(0, 4096, io::Error::from_raw_os_error(5));
+    assert!(matches!(broken, Err(DiskError::Io { .. })));
+    assert_eq!(bench.write(9).await.unwrap(), Wrote::NoRoom);
+    bench.disk.delete(&bench.key(2)).await;
+
+    let retry = tokio::spawn({
+        let disk = bench.disk.clone();
+        async move { disk.retry().await }
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!bench.has(1));
+    fs::remove_file(bench.path(0)).unwrap();
+    fs::rename(&aside, bench.path(0)).unwrap();
+    let up = async {
+        while !bench.has(1) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), up).await.unwrap();
+    retry.abort();
+    for chunk in [0, 1, 3, 4] {
+        bench.read(chunk).await.unwrap();
+    }
+    assert!(!bench.has(2), "it was deleted meanwhile");
+    let hashes: Vec<_> = bench
+        .disk
+        .take_backlog()
+        .into_iter()
+        .map(|(_, chunk)| chunk)
+        .collect();
+    assert_eq!((hashes, bench.one(0).state), (vec![hash(4)], DiskState::Ok));
+    bench.store([9]).await;
+    bench.check().await;
+}

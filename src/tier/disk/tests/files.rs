@@ -6,7 +6,7 @@ use super::*;
 async fn objects_of_any_length_round_trip() {
     for is_direct in [true, false] {
         let bench = Bench::new(1, |_| {});
-        bench.disk.0.folder(0).set_direct(is_direct);
+        bench.disk.0.folder(0).unwrap().set_direct(is_direct);
         for payload_len in [1, 511, 4095, 4096, 4097, 12_288, 100_003, 1 << 20] {
             let space = space("", payload_len);
             assert_eq!(bench.write_to(&space, 7).await.unwrap(), Wrote::Stored);
