@@ -1,3 +1,4 @@
+use std::io;
 use std::pin::Pin;
 
 use bytes::Bytes;
@@ -27,19 +28,31 @@ pub(super) struct Connection {
 /// A connection that broke off before the answer was whole.
 pub(super) struct Unanswered {
     pub error: hyper::Error,
-    /// The request, if nothing of it was sent.
-    pub unsent: Option<Request<Full<Bytes>>>,
+    /// The node can't have got all of the request, and so has done nothing.
+    pub unsent: bool,
 }
 
 impl From<hyper::Error> for Unanswered {
     fn from(error: hyper::Error) -> Self {
-        Self { error, unsent: None }
+        Self { error, unsent: false }
     }
+}
+
+/// Only a write ends in a broken pipe, so the last bytes of the request were not sent. A connection is reset when the node has
+/// closed it with some of the request unread; had it answered nothing after having read all, it would just end.
+fn is_cut(error: &hyper::Error) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>());
+    source.is_some_and(|source| {
+        matches!(
+            source.kind(),
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+        )
+    })
 }
 
 impl Connection {
     pub async fn open(target: &Target) -> Result<Self, ClientError> {
-        let stream: std::io::Result<Pin<Box<dyn Stream>>> = match target {
+        let stream: io::Result<Pin<Box<dyn Stream>>> = match target {
             Target::Unix(path) => UnixStream::connect(path)
                 .await
                 .map(|stream| Box::pin(stream) as _),
@@ -83,13 +96,14 @@ impl Connection {
         let Self { sender, io } = self;
         let answer = async {
             if let Err(error) = sender.ready().await {
-                let unsent = Some(request);
-                return Err(Unanswered { error, unsent });
+                return Err(Unanswered { error, unsent: true });
             }
             let answer = sender.try_send_request(request).await;
-            answer.map_err(|mut failed| Unanswered {
-                unsent: failed.take_message(),
-                error: failed.into_error(),
+            answer.map_err(|mut failed| {
+                let untouched = failed.take_message().is_some();
+                let error = failed.into_error();
+                let unsent = untouched || is_cut(&error);
+                Unanswered { error, unsent }
             })
         };
         work(io, answer).await

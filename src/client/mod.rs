@@ -1,7 +1,7 @@
 //! A client of `kvgate serve`: for the command line, for tests, and for the engines' connectors.
 //!
 //! Calls go over kept connections, a new one for each that is under way at the same time. A call on a kept connection that
-//! turns out to be closed is made on a new one. One that was sent is never repeated: it may have been carried out.
+//! turns out to be closed is made on a new one. One that was sent whole is never repeated: it may have been carried out.
 //!
 //! Nothing is waited for without an end: a node that is stopped, or hangs, must not stop its engines.
 
@@ -292,16 +292,14 @@ impl Client {
     /// Makes a call on a kept connection, or else on a new one.
     async fn connected<T>(
         &self,
-        mut request: Request<Full<Bytes>>,
+        request: Request<Full<Bytes>>,
         call: impl AsyncFn(&mut Connection, Request<Full<Bytes>>) -> Result<T, Unanswered>,
     ) -> Result<(Connection, T), ClientError> {
         let kept = self.kept().pop();
         if let Some(mut connection) = kept {
-            match call(&mut connection, request).await {
+            match call(&mut connection, request.clone()).await {
                 Ok(answer) => return Ok((connection, answer)),
-                Err(Unanswered {
-                    unsent: Some(unsent), ..
-                }) => request = unsent,
+                Err(failed) if failed.unsent => {}
                 Err(failed) => return Err(failed.error.into()),
             }
         }
