@@ -11,6 +11,7 @@ use super::problem::Problem;
 use super::wire::{ChunksRequest, Count, FLUSH_MAX, FlushRequest};
 use super::{Api, body, spaces};
 use crate::chunk::Space;
+use crate::gateway::Flushed;
 
 async fn chunks(api: &Api, request: Request<Incoming>) -> Result<(Space, ChunksRequest), Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
@@ -52,16 +53,22 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer,
     let request: FlushRequest = body::parse(&text)?;
     let time = limited(request.deadline_ms, FLUSH_MAX);
     let flushed = api.node.flush(Instant::now() + time).await;
-    match flushed.pending {
-        0 => Ok(json(&flushed)),
-        pending => Err(Problem::new(
-            StatusCode::GATEWAY_TIMEOUT,
-            "not_flushed",
-            format!(
-                "{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"
-            ),
-        )),
+    let Flushed { pending, dropped } = flushed;
+    if pending > 0 {
+        let detail = format!(
+            "{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"
+        );
+        return Err(Problem::new(StatusCode::GATEWAY_TIMEOUT, "not_flushed", detail));
     }
+    // Nobody must take this for an acknowledgement of what is lost.
+    if dropped != request.dropped {
+        let detail = format!(
+            "{dropped} chunks that were committed since the daemon's start were dropped, and are not stored; all others are. \
+             See [store] write_behind and when_full; a flush with \"dropped\": {dropped} is refused only when more were"
+        );
+        return Err(Problem::new(StatusCode::CONFLICT, "dropped", detail));
+    }
+    Ok(json(&flushed))
 }
 
 /// `POST /v1/reload`: what can be changed without a restart.

@@ -158,6 +158,11 @@ fn behind(text: &mut Text, status: &Status) {
         behind.waiting_bytes,
     );
     text.gauge(
+        "kvgate_behind_backlog_chunks",
+        "On the disks since an earlier life of this node, not yet on S3.",
+        behind.backlog_chunks,
+    );
+    text.gauge(
         "kvgate_behind_reserved_bytes",
         "Reserved by engines, not committed.",
         behind.reserved_bytes,
@@ -218,6 +223,12 @@ fn disk(text: &mut Text, status: &Status) {
     of("kvgate_disk_chunks", "gauge", "Chunks on the disk.", &|path| {
         path.chunks
     });
+    of(
+        "kvgate_disk_dirty_chunks",
+        "gauge",
+        "Of them, not on S3 yet.",
+        &|path| path.dirty,
+    );
     of("kvgate_disk_used_bytes", "gauge", "Their bytes.", &|path| {
         path.bytes
     });

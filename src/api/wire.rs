@@ -284,6 +284,9 @@ pub const FLUSH_MAX: Duration = Duration::from_mins(10);
 pub struct FlushRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<u64>,
+    /// Chunks that the caller knows of to have been dropped.
+    #[serde(default)]
+    pub dropped: u64,
 }
 
 /// An error, as RFC 9457 has it.

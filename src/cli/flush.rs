@@ -14,11 +14,17 @@ Examples:
   kvgate flush --socket /tmp/kvgate.sock
   kvgate flush --deadline 30s --json
 
-Exit status: 1 if something still waits when the time is over.")]
+  kvgate flush --dropped 12
+
+Exit status: 1 if something still waits when the time is over, or if chunks were dropped since the daemon's start,
+other than as many as --dropped says.")]
 pub struct FlushArgs {
     /// How long to wait, such as 30s [default: 10m].
     #[arg(long, value_name = "TIME")]
     deadline: Option<String>,
+    /// Chunks that are known to have been dropped since the daemon's start.
+    #[arg(long, value_name = "CHUNKS", default_value_t = 0)]
+    dropped: u64,
     /// Report as JSON.
     #[arg(long)]
     json: bool,
@@ -34,7 +40,8 @@ pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     let deadline = args.deadline.as_deref().map(parse_duration).transpose();
     let deadline = deadline.map_err(|error| CliError::usage(format!("--deadline: {error}")))?;
     let ms = deadline.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
-    let flushed = args.node.client(&config).flush(ms).await?;
+    let client = args.node.client(&config);
+    let flushed = client.flush_but(ms, args.dropped).await?;
     match args.json {
         true => out.json(&flushed),
         false => out.line(format_args!(

@@ -1,3 +1,4 @@
+use std::io;
 use std::pin::Pin;
 
 use bytes::Bytes;
@@ -24,9 +25,34 @@ pub(super) struct Connection {
     io: Option<Io>,
 }
 
+/// A connection that broke off before the answer was whole.
+pub(super) struct Unanswered {
+    pub error: hyper::Error,
+    /// The node can't have got all of the request, and so has done nothing.
+    pub unsent: bool,
+}
+
+impl From<hyper::Error> for Unanswered {
+    fn from(error: hyper::Error) -> Self {
+        Self { error, unsent: false }
+    }
+}
+
+/// Only a write ends in a broken pipe, so the last bytes of the request were not sent. A connection is reset when the node has
+/// closed it with some of the request unread; had it answered nothing after having read all, it would just end.
+fn is_cut(error: &hyper::Error) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>());
+    source.is_some_and(|source| {
+        matches!(
+            source.kind(),
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+        )
+    })
+}
+
 impl Connection {
     pub async fn open(target: &Target) -> Result<Self, ClientError> {
-        let stream: std::io::Result<Pin<Box<dyn Stream>>> = match target {
+        let stream: io::Result<Pin<Box<dyn Stream>>> = match target {
             Target::Unix(path) => UnixStream::connect(path)
                 .await
                 .map(|stream| Box::pin(stream) as _),
@@ -58,7 +84,7 @@ impl Connection {
     pub async fn call(
         &mut self,
         request: Request<Full<Bytes>>,
-    ) -> Result<(StatusCode, HeaderMap, Bytes), hyper::Error> {
+    ) -> Result<(StatusCode, HeaderMap, Bytes), Unanswered> {
         let answer = self.stream(request).await?;
         let (head, body) = answer.into_parts();
         let body = self.while_it_works(body.collect()).await?.to_bytes();
@@ -66,14 +92,19 @@ impl Connection {
     }
 
     /// An answer whose body comes bit by bit.
-    pub async fn stream(
-        &mut self,
-        request: Request<Full<Bytes>>,
-    ) -> Result<Response<Incoming>, hyper::Error> {
+    pub async fn stream(&mut self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Unanswered> {
         let Self { sender, io } = self;
         let answer = async {
-            sender.ready().await?;
-            sender.send_request(request).await
+            if let Err(error) = sender.ready().await {
+                return Err(Unanswered { error, unsent: true });
+            }
+            let answer = sender.try_send_request(request).await;
+            answer.map_err(|mut failed| {
+                let untouched = failed.take_message().is_some();
+                let error = failed.into_error();
+                let unsent = untouched || is_cut(&error);
+                Unanswered { error, unsent }
+            })
         };
         work(io, answer).await
     }

@@ -21,9 +21,8 @@ pub(super) struct Lines {
 impl Lines {
     pub async fn new(
         mut connection: Connection,
-        request: hyper::Request<http_body_util::Full<bytes::Bytes>>,
+        answer: hyper::Response<Incoming>,
     ) -> Result<Self, ClientError> {
-        let answer = connection.stream(request).await?;
         let (head, body) = answer.into_parts();
         if !head.status.is_success() {
             let body = connection.while_it_works(body.collect()).await?.to_bytes();

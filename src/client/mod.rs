@@ -1,7 +1,7 @@
 //! A client of `kvgate serve`: for the command line, for tests, and for the engines' connectors.
 //!
 //! Calls go over kept connections, a new one for each that is under way at the same time. A call on a kept connection that
-//! turns out to be closed is made once more on a new one.
+//! turns out to be closed is made on a new one. One that was sent whole is never repeated: it may have been carried out.
 //!
 //! Nothing is waited for without an end: a node that is stopped, or hangs, must not stop its engines.
 
@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http_body_util::Full;
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::{HeaderMap, Method, Request, StatusCode};
 use serde::Serialize;
@@ -25,7 +26,7 @@ pub use engine::Engine;
 pub use load::LoadLines;
 pub use session::Session;
 
-use self::connection::Connection;
+use self::connection::{Connection, Unanswered};
 use crate::api::wire::{
     ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
 };
@@ -184,11 +185,17 @@ impl Client {
         self.post(path, &request).await
     }
 
-    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over.
+    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over, and with
+    /// `dropped` when chunks were dropped since the daemon's start.
     pub async fn flush(&self, deadline_ms: Option<u64>) -> Result<Flushed, ClientError> {
+        self.flush_but(deadline_ms, 0).await
+    }
+
+    /// The same for who knows that so many chunks were dropped: refused if it is another number by now.
+    pub async fn flush_but(&self, deadline_ms: Option<u64>, dropped: u64) -> Result<Flushed, ClientError> {
         let given = deadline_ms.map_or(FLUSH_MAX, Duration::from_millis);
-        self.post_for(given, "/v1/flush", &FlushRequest { deadline_ms })
-            .await
+        let request = FlushRequest { deadline_ms, dropped };
+        self.post_for(given, "/v1/flush", &request).await
     }
 
     /// As JSON: what there is grows with every version.
@@ -251,21 +258,9 @@ impl Client {
         body: Bytes,
         accept: HeaderValue,
     ) -> Result<(HeaderMap, Bytes), ClientError> {
-        let request = || self.request(&method, path, &kind, body.clone(), &accept);
-        let kept = self.kept().pop();
-        let mut answered = None;
-        if let Some(mut connection) = kept
-            && let Ok(answer) = connection.call(request()?).await
-        {
-            answered = Some((connection, answer));
-        }
-        let (connection, (status, headers, body)) = if let Some(answered) = answered {
-            answered
-        } else {
-            let mut connection = self.connect().await?;
-            let answer = connection.call(request()?).await?;
-            (connection, answer)
-        };
+        let request = self.request(&method, path, &kind, body, &accept)?;
+        let call = async |connection: &mut Connection, request| connection.call(request).await;
+        let (connection, (status, headers, body)) = self.connected(request, call).await?;
         if connection.is_open() {
             self.kept().push(connection);
         }
@@ -280,7 +275,7 @@ impl Client {
         kind: &HeaderValue,
         body: Bytes,
         accept: &HeaderValue,
-    ) -> Result<Request<http_body_util::Full<Bytes>>, ClientError> {
+    ) -> Result<Request<Full<Bytes>>, ClientError> {
         let mut request = Request::builder()
             .method(method)
             .uri(path)
@@ -290,12 +285,29 @@ impl Client {
         if let Some(token) = &self.0.token {
             request = request.header(AUTHORIZATION, token);
         }
-        let request = request.body(http_body_util::Full::new(body));
+        let request = request.body(Full::new(body));
         request.map_err(|error| ClientError::Answer(error.to_string()))
     }
 
-    async fn connect(&self) -> Result<Connection, ClientError> {
-        Connection::open(&self.0.target).await
+    /// Makes a call on a kept connection, or else on a new one.
+    async fn connected<T>(
+        &self,
+        request: Request<Full<Bytes>>,
+        call: impl AsyncFn(&mut Connection, Request<Full<Bytes>>) -> Result<T, Unanswered>,
+    ) -> Result<(Connection, T), ClientError> {
+        let kept = self.kept().pop();
+        if let Some(mut connection) = kept {
+            match call(&mut connection, request.clone()).await {
+                Ok(answer) => return Ok((connection, answer)),
+                Err(failed) if failed.unsent => {}
+                Err(failed) => return Err(failed.error.into()),
+            }
+        }
+        let mut connection = Connection::open(&self.0.target).await?;
+        match call(&mut connection, request).await {
+            Ok(answer) => Ok((connection, answer)),
+            Err(failed) => Err(failed.error.into()),
+        }
     }
 
     fn kept(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {

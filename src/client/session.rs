@@ -7,6 +7,7 @@ use hyper::Method;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use super::connection::Connection;
 use super::load::{Lines, LoadLines};
 use super::{Client, ClientError, JSON, in_time, to_body};
 use crate::api::wire::{
@@ -60,16 +61,10 @@ impl Client {
     }
 
     async fn lines(&self, path: &str, request: &impl serde::Serialize) -> Result<Lines, ClientError> {
-        let body = to_body(request)?;
-        let request = || self.request(&Method::POST, path, &JSON, body.clone(), &JSON);
-        let kept = self.kept().pop();
-        if let Some(connection) = kept {
-            match Lines::new(connection, request()?).await {
-                Err(ClientError::Http(_)) => {}
-                answered => return answered,
-            }
-        }
-        Lines::new(self.connect().await?, request()?).await
+        let request = self.request(&Method::POST, path, &JSON, to_body(request)?, &JSON)?;
+        let call = async |connection: &mut Connection, request| connection.stream(request).await;
+        let (connection, answer) = self.connected(request, call).await?;
+        Lines::new(connection, answer).await
     }
 }
 

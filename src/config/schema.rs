@@ -239,6 +239,10 @@ sections! {
         promote: bool = "true", Flag;
         /// Errors in a row after which a disk is taken out.
         failures: u32 = "3", Between(1, 1000);
+        /// Time for one read or write, after which a disk hangs, and is taken out.
+        timeout: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
+        /// Pause after which a disk that was taken out is tried again, and read anew.
+        retry: Duration = "1m", Time { min_ms: 10, max_ms: 86_400_000 };
         /// Reads and writes of each disk at a time.
         depth: u32 = "16", Between(1, 1024);
         /// Bytes that one tenant may have, on all disks together; not set: no limit of its own.

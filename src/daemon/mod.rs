@@ -118,6 +118,11 @@ impl Daemon {
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
+        let backlog = tokio::spawn(node.gateway().send_backlog());
+        let disks = tokio::spawn({
+            let gateway = node.gateway().clone();
+            async move { gateway.retry_disks().await }
+        });
         if config.api.degraded {
             notify.tell("READY=1");
         }
@@ -134,7 +139,11 @@ impl Daemon {
         // What a rank that had reserved before committed in the last moment.
         node.flush(Instant::now() + CALLS_GRACE).await;
         let dropped = node.gateway().give_up();
-        tell(dropped, config.store.drain);
+        backlog.abort();
+        disks.abort();
+        let disks = node.gateway().tier_stats().disk.unwrap_or_default().disks;
+        let kept = disks.iter().map(|disk| disk.dirty).sum();
+        tell(dropped, kept, config.store.drain);
         // What tasks still have of it would keep the file.
         node.gateway().arena().unlink();
         reach.abort();
@@ -166,15 +175,26 @@ async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<(
 async fn drain(node: &Node, time: Duration) {
     node.drain();
     let deadline = Instant::now() + time;
-    while node.gateway().tier_stats().write_behind.waiting_chunks > 0 && Instant::now() < deadline {
+    let waits = || {
+        let behind = node.gateway().tier_stats().write_behind;
+        behind.waiting_chunks + behind.backlog_chunks > 0
+    };
+    while waits() && Instant::now() < deadline {
         node.flush(deadline).await;
     }
 }
 
-fn tell(dropped: u64, time: Duration) {
-    if dropped == 0 {
+fn tell(dropped: u64, kept: u64, time: Duration) {
+    if dropped + kept == 0 {
         tracing::info!("everything committed is stored");
-    } else {
+    }
+    if kept > 0 {
+        tracing::warn!(
+            chunks = kept,
+            "chunks are on the disks, and were not stored within [store] drain, {time:?}: the next start sends them"
+        );
+    }
+    if dropped > 0 {
         tracing::error!(
             dropped,
             "chunks were not stored within [store] drain, {time:?}: they are lost"

@@ -72,6 +72,8 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
         policy: policy(disk.policy),
         ttl: disk.ttl,
         failures: disk.failures,
+        timeout: disk.timeout,
+        retry: disk.retry,
         depth: disk.depth as usize,
         tenant_bytes: disk.tenant_max.map(ByteSize::bytes),
     })

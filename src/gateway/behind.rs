@@ -59,6 +59,8 @@ struct State {
     committed: u64,
     room_bytes: usize,
     dropped: Dropped,
+    /// Chunks that are still to be sent from the disks.
+    backlog: u64,
     /// A task starts those whose turn comes.
     dispatching: bool,
     stats: BehindStats,
@@ -100,6 +102,8 @@ pub struct BehindStats {
     /// Committed and not on the lower tiers yet.
     pub waiting_chunks: u64,
     pub waiting_bytes: u64,
+    /// Of an earlier life of this node, on its disks and not on S3 yet.
+    pub backlog_chunks: u64,
     /// Reserved by engines, not committed.
     pub reserved_bytes: u64,
     pub stored: u64,
@@ -273,11 +277,26 @@ impl Behind {
         self.changed.notify_waiters();
     }
 
-    fn failed(&self) {
+    pub fn add_backlog(&self, chunks: u64) {
+        self.lock().backlog += chunks;
+    }
+
+    /// One of the backlog is on S3, or is nowhere any more.
+    pub fn backlog_ends(&self) {
+        self.lock().backlog -= 1;
+        self.changed.notify_waiters();
+    }
+
+    pub fn options(&self) -> &BehindOptions {
+        &self.options
+    }
+
+    pub fn failed(&self) {
         self.lock().stats.failed_attempts += 1;
     }
 
-    /// Waits until all that was committed before this call is stored or dropped, at most until the deadline.
+    /// Waits until all that was committed before this call, in an earlier life as well, is stored or dropped; at most
+    /// until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         let upto = self.lock().committed;
         loop {
@@ -288,7 +307,7 @@ impl Behind {
             let flushed = {
                 let state = self.lock();
                 Flushed {
-                    pending: state.entries.range(..=upto).count() as u64,
+                    pending: state.entries.range(..=upto).count() as u64 + state.backlog,
                     dropped: state.stats.dropped,
                 }
             };
@@ -298,19 +317,19 @@ impl Behind {
         }
     }
 
-    /// Gives up all that waits; answers how many chunks that were.
-    pub fn give_up(&self) -> u64 {
+    /// Gives up all that waits; answers how many chunks are lost with that: all but those that somebody keeps.
+    pub fn give_up(&self, is_kept: impl Fn(&CacheKey) -> bool) -> u64 {
         let mut state = self.lock();
         let numbers: Vec<u64> = state.entries.keys().copied().collect();
         let entries: Vec<_> = numbers
             .into_iter()
             .filter_map(|number| state.remove(number))
             .collect();
-        let count = entries.len() as u64;
-        state.stats.dropped += count;
+        let lost = entries.iter().filter(|entry| !is_kept(&entry.key)).count() as u64;
+        state.stats.dropped += lost;
         drop(state);
         self.dropped(&entries);
-        count
+        lost
     }
 
     pub fn stats(&self) -> BehindStats {
@@ -319,6 +338,7 @@ impl Behind {
         BehindStats {
             waiting_chunks: state.entries.len() as u64,
             waiting_bytes: waiting_bytes as u64,
+            backlog_chunks: state.backlog,
             reserved_bytes: (state.room_bytes - waiting_bytes) as u64,
             ..state.stats
         }
@@ -431,13 +451,12 @@ impl Gateway {
                 Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
             },
         };
-        let written = self.write_to_disk(space, &chunk, &object, job.since).await;
-        if tiers
-            .options
-            .disk
-            .as_ref()
-            .is_some_and(|disk| !disk.flow.stores_lower)
-        {
+        let disk = tiers.options.disk.as_ref();
+        let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
+        let written = self
+            .write_to_disk(space, &chunk, &object, job.since, goes_lower)
+            .await;
+        if !goes_lower {
             return match written {
                 true => StoreOutcome::Stored,
                 false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
@@ -448,8 +467,9 @@ impl Gateway {
         let mut permits = permits;
         loop {
             let deadline = Instant::now() + options.deadline;
-            let outcome = self.store_object(space, chunk, object.clone(), deadline).await;
-            drop(permits);
+            let outcome = self
+                .store_object(space, chunk, object.clone(), deadline, permits)
+                .await;
             match outcome {
                 StoreOutcome::Failed(error) => {
                     tiers.behind.failed();
@@ -457,7 +477,12 @@ impl Gateway {
                 }
                 // Another store of it is under way, which may fail.
                 StoreOutcome::Pending => {}
-                outcome => return outcome,
+                outcome => {
+                    if let Some(disk) = tiers.disk() {
+                        disk.clean(&(space.key(), chunk)).await;
+                    }
+                    return outcome;
+                }
             }
             // Not all at once when the server is back.
             tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
@@ -466,11 +491,18 @@ impl Gateway {
         }
     }
 
-    async fn write_to_disk(&self, space: &Space, chunk: &ChunkHash, object: &Slot, since: Instant) -> bool {
+    async fn write_to_disk(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: &Slot,
+        since: Instant,
+        dirty: bool,
+    ) -> bool {
         let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
             return false;
         };
-        match disk.write(space, chunk, object.clone(), since).await {
+        match disk.write(space, chunk, object.clone(), since, dirty).await {
             Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
             Err(error) => {
                 tracing::debug!(%error, "a chunk was not written to the disk");

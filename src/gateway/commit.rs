@@ -150,9 +150,17 @@ impl Gateway {
         }
     }
 
-    /// Gives up what is not on the lower tiers yet; answers how many chunks.
+    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that. Those that a disk has are
+    /// not: they are sent the next time.
     pub fn give_up(&self) -> u64 {
-        self.0.tiers.as_ref().map_or(0, |tiers| tiers.behind.give_up())
+        let lost = self.0.tiers.as_ref().map_or(0, |tiers| {
+            let disk = tiers.disk();
+            tiers
+                .behind
+                .give_up(|key| disk.is_some_and(|disk| disk.is_dirty(key)))
+        });
+        self.abort_puts();
+        lost
     }
 
     /// Keeps those of the chunks that are in memory there until `until`; answers how many.

@@ -180,13 +180,15 @@ impl Drive {
         if !tiers.is_on_disk(&key, Instant::now()) {
             return Ok(Source::S3(slot, Some(announcement)));
         }
-        let asks_s3 = tiers.asks_s3();
+        let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
         let (wanted, sections) = (self.wanted(index), self.sections());
         let place = self.place(index * sections.len());
         let flight = announcement.fly(async move {
             match wanted.read_disk(slot).await {
                 Ok(chunk) => Ok(chunk),
                 Err(slot) if asks_s3 => {
+                    let another = || gateway.0.arena.try_reserve(object_len);
+                    let slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
                     let place = |section| Place {
                         position: place.position + section as u64,
                         ..place

@@ -8,6 +8,7 @@
 //! Not here: sessions, and copies into an engine's memory.
 
 mod arriving;
+mod backlog;
 mod behind;
 mod chunk_order;
 mod commit;
@@ -28,7 +29,8 @@ mod turns;
 use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 pub use behind::{BehindOptions, BehindStats, Flushed, WhenFull};
@@ -48,7 +50,7 @@ use crate::arena::Arena;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::{CacheKey, ExistenceCache, Known, Prober};
 use crate::fanout::EndpointState;
-use crate::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
+use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.
 #[derive(Clone)]
@@ -65,8 +67,10 @@ struct Inner {
     get_turns: Turns,
     /// KiB that PUTs may have in flight.
     put_kib: Arc<Semaphore>,
-    /// Chunks whose PUT is under way.
-    storing: DashMap<(SpaceKey, ChunkHash), ()>,
+    /// Chunks whose PUT or DELETE is under way: the other waits for its end.
+    changing: DashMap<CacheKey, Option<AbortHandle>>,
+    /// One of them has ended.
+    changed: Notify,
     /// When each space's space.json was last seen to be there; locked while that is being found out.
     spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
 }
@@ -110,7 +114,8 @@ impl Gateway {
                 move || store.window_bytes()
             }),
             put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
-            storing: DashMap::new(),
+            changing: DashMap::new(),
+            changed: Notify::new(),
             spaces: DashMap::new(),
             store,
             tiers: tiers.map(|tiers| Tiers::new(&arena, tiers)),
@@ -173,6 +178,15 @@ impl Gateway {
         let key = (space.key(), *chunk);
         self.remove_here(&key).await;
         let object = self.0.options.keys.chunk(key.0, chunk);
+        // What S3 may have received already of this node's would come after the DELETE.
+        let Ok(_change) = tokio::time::timeout_at(deadline, self.change(key)).await else {
+            return Err(ObjectError::new(
+                Operation::Delete,
+                &object,
+                ErrorKind::Deadline,
+                "waiting for a store of it to end",
+            ));
+        };
         self.0.store.delete(&[object], deadline).await?;
         // What a load that began meanwhile has brought back, or still will.
         self.remove_here(&key).await;

@@ -1,8 +1,11 @@
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use dashmap::Entry;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::{Gateway, kib};
@@ -125,31 +128,78 @@ impl Gateway {
             return StoreOutcome::Present;
         }
         let permits = self.put_permits(chunk.slot.slot.len());
-        let Ok(_permits) = tokio::time::timeout_at(deadline, permits).await else {
+        let Ok(permits) = tokio::time::timeout_at(deadline, permits).await else {
             return StoreOutcome::Failed(Arc::new(self.no_turn(cache_key)));
         };
         let (header, payload) = chunk.slot.split();
         let object = self.seal(&space, &hash, &chunk.parent, header, &payload);
-        self.store_object(&space, hash, object, deadline).await
+        self.store_object(&space, hash, object, deadline, permits).await
     }
 
-    /// The same for a whole object whose turn has come.
+    /// The same for a whole object whose turn has come. The PUT goes on when the future is dropped: S3 may have received it, and
+    /// only its end tells a DELETE that nothing comes after it.
     pub(super) async fn store_object(
         &self,
         space: &Space,
         chunk: ChunkHash,
         object: Slot,
         deadline: Instant,
+        permits: Option<OwnedSemaphorePermit>,
     ) -> StoreOutcome {
-        let cache_key = (space.key(), chunk);
-        if self.0.storing.insert(cache_key, ()).is_some() {
+        let Some(change) = self.try_change((space.key(), chunk)) else {
             return StoreOutcome::Pending;
+        };
+        let (gateway, space, key) = (self.clone(), space.clone(), change.1);
+        let put = tokio::spawn(async move {
+            let _until_it_ends = (change, permits);
+            let body = Bytes::from_owner(object);
+            gateway.put(&space, chunk, body, deadline).await
+        });
+        if let Some(mut change) = self.0.changing.get_mut(&key) {
+            *change = Some(put.abort_handle());
         }
-        let _mine = Storing(self, cache_key);
-        match self.put(space, chunk, Bytes::from_owner(object), deadline).await {
-            Ok(outcome) => outcome,
-            Err(error) => StoreOutcome::Failed(Arc::new(error)),
+        match put.await {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(error)) => StoreOutcome::Failed(Arc::new(error)),
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => resume_unwind(panic),
+                // The gateway ends, and whoever waits here with it.
+                Err(_) => std::future::pending().await,
+            },
         }
+    }
+
+    /// The right to change a chunk on S3, unless somebody has it.
+    fn try_change(&self, key: CacheKey) -> Option<Change> {
+        let is_free = match self.0.changing.entry(key) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(entry) => {
+                entry.insert(None);
+                true
+            }
+        };
+        is_free.then(|| Change(self.clone(), key))
+    }
+
+    /// The same, when whoever has it is done.
+    pub(super) async fn change(&self, key: CacheKey) -> Change {
+        loop {
+            let changed = self.0.changed.notified();
+            tokio::pin!(changed);
+            // From here on nothing is missed.
+            changed.as_mut().enable();
+            if let Some(change) = self.try_change(key) {
+                return change;
+            }
+            changed.await;
+        }
+    }
+
+    /// Ends all PUTs under way: nobody is left who could ask what became of them.
+    pub(super) fn abort_puts(&self) {
+        let puts = self.0.changing.iter();
+        let puts: Vec<_> = puts.filter_map(|put| put.value().clone()).collect();
+        puts.iter().for_each(AbortHandle::abort);
     }
 
     /// The right to have so many bytes in flight. Who asked first is served first.
@@ -312,11 +362,13 @@ impl Gateway {
     }
 }
 
-/// Takes the chunk off the list of those being stored, however that ends.
-struct Storing<'a>(&'a Gateway, CacheKey);
+/// A PUT or a DELETE under way, until it has ended in whatever way.
+pub(super) struct Change(Gateway, CacheKey);
 
-impl Drop for Storing<'_> {
+impl Drop for Change {
     fn drop(&mut self) {
-        self.0.0.storing.remove(&self.1);
+        let Self(gateway, key) = self;
+        gateway.0.changing.remove(key);
+        gateway.0.changed.notify_waiters();
     }
 }

@@ -93,6 +93,13 @@ impl Gateway {
         }
     }
 
+    /// Tries disks that were taken out again, for as long as this is polled.
+    pub async fn retry_disks(&self) {
+        if let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) {
+            disk.retry().await;
+        }
+    }
+
     /// The chunk, if it is in memory.
     pub(super) fn resident(&self, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
         let tiers = self.0.tiers.as_ref()?;
@@ -148,7 +155,7 @@ impl Gateway {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             tokio::spawn(async move {
-                if let Err(error) = disk.write(&space, &hash, object, since).await {
+                if let Err(error) = disk.write(&space, &hash, object, since, false).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }
                 drop(permit);

@@ -27,6 +27,10 @@ impl Removals {
         }
     }
 
+    pub fn has(&self, key: &CacheKey) -> bool {
+        self.when.contains_key(key)
+    }
+
     pub fn has_since(&self, key: &CacheKey, since: Instant) -> bool {
         self.when.get(key).is_some_and(|removed| *removed >= since)
     }

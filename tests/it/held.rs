@@ -1,4 +1,5 @@
-//! A store in memory whose GETs wait until a test lets them go, one by one.
+//! A store in memory whose GETs wait until a test lets them go, one by one; and whose PUTs, once it has received them, do so
+//! whether or not their caller still waits.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,8 +17,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 pub struct Held {
-    objects: Mutex<BTreeMap<String, Vec<u8>>>,
+    objects: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
     holding: AtomicBool,
+    holding_puts: AtomicBool,
     asked: mpsc::UnboundedSender<Asked>,
     gets: AtomicU64,
 }
@@ -36,8 +38,9 @@ impl Held {
     pub fn new() -> (Arc<Self>, Line) {
         let (asked, receiver) = mpsc::unbounded_channel();
         let held = Self {
-            objects: Mutex::default(),
+            objects: Arc::default(),
             holding: AtomicBool::new(false),
+            holding_puts: AtomicBool::new(false),
             asked,
             gets: AtomicU64::new(0),
         };
@@ -52,6 +55,15 @@ impl Held {
     /// From here on they don't.
     pub fn let_go(&self) {
         self.holding.store(false, Ordering::SeqCst);
+    }
+
+    /// From here on PUTs wait: they are received, and will be carried out.
+    pub fn hold_puts(&self) {
+        self.holding_puts.store(true, Ordering::SeqCst);
+    }
+
+    pub fn has(&self, key: &str) -> bool {
+        self.objects.lock().unwrap().contains_key(key)
     }
 
     pub fn damage(&self, key: &str, byte: usize) {
@@ -155,7 +167,21 @@ impl ObjectStore for Held {
         _deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
-            self.objects.lock().unwrap().insert(key.into(), body.to_vec());
+            if self.holding_puts.load(Ordering::SeqCst) {
+                let (go, gone) = oneshot::channel();
+                let (key, range) = (key.to_owned(), 0..body.len());
+                let received = (Arc::clone(&self.objects), key.clone(), body.to_vec());
+                let carried_out = tokio::spawn(async move {
+                    let (objects, key, object) = received;
+                    if gone.await.is_ok() {
+                        objects.lock().unwrap().insert(key, object);
+                    }
+                });
+                self.asked.send(Asked { key, range, go }).unwrap();
+                carried_out.await.unwrap();
+            } else {
+                self.objects.lock().unwrap().insert(key.into(), body.to_vec());
+            }
             self.meta(Operation::Put, key).map(|(_, meta)| meta.version.etag)
         })
     }

@@ -8,6 +8,7 @@ mod backends;
 mod bench;
 mod capped;
 mod cli;
+mod client;
 mod conformance;
 mod damage;
 mod demo;

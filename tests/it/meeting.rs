@@ -143,11 +143,8 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
         paths: vec![folder.path().to_owned()],
         size_bytes: 1 << 30,
         watermark_percent: 100,
-        policy: EvictionPolicy::Lru,
-        ttl: None,
-        failures: 3,
         depth: 1,
-        tenant_bytes: None,
+        ..DiskOptions::default()
     });
     let disk = disk.unwrap();
     let tiers = tiers(Some(disk.clone()));
@@ -210,4 +207,41 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
         store_all(&site.gateway(), &deleted).await;
         gateway.forget_existence();
     }
+}
+
+/// The write-behind gave its PUT up, but S3 had received it, and carried it out after the DELETE.
+#[tokio::test]
+async fn a_delete_comes_after_this_node_s_own_put() {
+    let (held, mut line) = Held::new();
+    let site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
+    let prompt = Prompt::new(2);
+    let gateway = Gateway::with_tiers(
+        Arc::clone(&site.store),
+        arena(8 << 20),
+        site.options(),
+        Some(tiers(None)),
+    );
+    let commit = |i: usize| {
+        let (chunk, parent) = (prompt.hashes[i], prompt.parent(i));
+        let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent) else {
+            panic!("there is room")
+        };
+        reserved.slot.payload_mut().copy_from_slice(&prompt.payload(i));
+        assert!(gateway.commit(chunk, parent, reserved));
+    };
+    // The space is declared with it.
+    commit(0);
+    assert_eq!(gateway.flush(soon()).await.pending, 0);
+    held.hold_puts();
+    commit(1);
+    let put = line.next().await;
+    let remove = |deadline| gateway.remove(&prompt.space, &prompt.hashes[1], deadline);
+    let late = remove(Instant::now() + Duration::from_millis(50))
+        .await
+        .unwrap_err();
+    assert!(late.to_string().contains("waiting for a store"), "{late}");
+    let (key, end) = (put.key.clone(), async { put.go() });
+    let (removed, ()) = tokio::join!(remove(soon()), end);
+    removed.unwrap();
+    assert!(!held.has(&key), "it came back");
 }

@@ -294,6 +294,32 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
     }
 }
 
+/// It had them on its disk, and S3 had never got them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_killed_daemon_had_not_sent_is_sent_by_the_next_one() {
+    let home = Home::new().await;
+    let mut daemon = home
+        .serve(&[("KVGATE__S3__ENDPOINT", "http://127.0.0.1:9")])
+        .await;
+    home.done("store", "unsent", 10).await;
+    let dirty = async || daemon.client.status().await.unwrap()["tiers"]["disk"]["disks"][0]["dirty"].clone();
+    until(async || dirty().await == 10).await;
+    signal(&daemon.child, Signal::KILL);
+    daemon.child.wait().await.unwrap();
+
+    let mut daemon = home.serve(&[]).await;
+    daemon.client.flush(Some(20_000)).await.unwrap();
+    daemon.child.kill().await.unwrap();
+    std::fs::remove_dir_all(home.place.home.path().join("disk")).unwrap();
+    let _daemon = home.serve(&[]).await;
+    let there = home.done("load", "unsent", 10).await;
+    assert_eq!(
+        (&there["loaded"], &there["wrong"]),
+        (&10.into(), &0.into()),
+        "{there}"
+    );
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_engine_goes_on_when_its_daemon_was_started_anew() {
     let home = Home::new().await;

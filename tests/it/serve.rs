@@ -17,6 +17,13 @@ fn code(error: &ClientError) -> String {
     }
 }
 
+fn slot_of(chunk: &ReservedChunk) -> SlotName {
+    match chunk {
+        &ReservedChunk::Slot { slot, generation, .. } => SlotName { slot, generation },
+        ReservedChunk::Skip { skip } => panic!("{skip}"),
+    }
+}
+
 async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::api::wire::LookupAnswer {
     let request = LookupRequest {
         space: id(&prompt.space),
@@ -175,10 +182,6 @@ async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
     let first = serving.rank("engine", 0, 2, (0, 2)).await;
     let second = serving.rank("engine", 1, 2, (2, 4)).await;
     let begun = first.reserve(&space, chunks(&prompt)).await.unwrap();
-    let slot_of = |chunk: &ReservedChunk| match chunk {
-        &ReservedChunk::Slot { slot, generation, .. } => SlotName { slot, generation },
-        ReservedChunk::Skip { skip } => panic!("{skip}"),
-    };
     first.commit(vec![slot_of(&begun.chunks[0])]).await.unwrap();
     drop(first);
     eventually(|| serving.node.status().sessions.len() == 1).await;
@@ -209,19 +212,15 @@ async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     let space = id(&prompt.space);
     let first = serving.rank("engine", 0, 2, (0, 2)).await;
     let second = serving.rank("engine", 1, 2, (2, 4)).await;
-    let slot_of = |answer: &kvgate::api::wire::ReserveAnswer| match answer.chunks[0] {
-        ReservedChunk::Slot { slot, generation, .. } => SlotName { slot, generation },
-        ReservedChunk::Skip { ref skip } => panic!("{skip}"),
-    };
-    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0]);
     assert_eq!(
         name,
-        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap())
+        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0])
     );
     first.commit(vec![name]).await.unwrap();
     // Too long; the second one may still write there.
     eventually(|| serving.node.status().slots.spoilt == 1).await;
-    let anew = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    let anew = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0]);
     assert_ne!(
         anew.slot, name.slot,
         "nobody else gets a slot that may still be written"
@@ -232,10 +231,10 @@ async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     first.abort(vec![anew]).await.unwrap();
 
     // One that dies in the middle.
-    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap());
+    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0]);
     assert_eq!(
         name,
-        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap())
+        slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0])
     );
     drop(second);
     eventually(|| serving.node.status().sessions.len() == 1).await;

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvgate::client::Client;
 use kvgate::gateway::Order;
+use kvgate::tier::DiskState;
 
 use tokio::net::UnixStream;
 
@@ -103,7 +104,14 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
     let room = (4 << 20) / prompts[0].space.layout().object_len();
     assert!(stored > room, "{stored} came in where {room} have room");
     site.start_s3().await;
-    serving.flush().await;
+    let refused = serving.client.flush(Some(20_000)).await.unwrap_err().to_string();
+    let lost = dropped(&serving);
+    assert!(
+        refused.starts_with(&format!("{lost} chunks")) && refused.ends_with("(dropped)"),
+        "{refused}"
+    );
+    let known = serving.client.flush_but(Some(20_000), lost).await.unwrap();
+    assert_eq!((known.pending, known.dropped), (0, lost));
     let mut there = 0;
     for prompt in &prompts {
         let mut run = true;
@@ -138,6 +146,53 @@ async fn what_is_not_stored_at_the_end_is_told() {
     assert_eq!(serving.end().await.dropped, 5);
     site.start_s3().await;
     assert_eq!((on_s3(&site, &kept).await, on_s3(&site, &lost).await), (3, 0));
+}
+
+/// They were hits for ever, which nobody stored again, and S3 never got them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_disk_has_and_s3_has_not_is_sent_by_the_next_start() {
+    let mut site = Site::new().await;
+    let disk = site.home.path().join("disk").display().to_string();
+    let settings = [
+        ("disk.paths", disk.as_str()),
+        ("disk.size", "64MiB"),
+        ("api.degraded", "true"),
+        ("store.drain", "100ms"),
+        ("store.write_behind", "3MiB"),
+    ];
+    site.stop_s3().await;
+    let prompt = Prompt::new(24);
+    let dirty = |serving: &Serving| serving.node.status().tiers.disk.unwrap().disks[0].dirty;
+    {
+        let serving = site.serve(&settings).await;
+        let engine = serving.attach("one").await;
+        let words = store(&serving.client, &engine, &prompt).await;
+        assert_eq!(count(&words, "stored"), 24);
+        eventually(|| dirty(&serving) == 24).await;
+        drop(engine);
+        assert_eq!(serving.end().await.dropped, 0, "none is lost");
+    }
+    let serving = site.serve(&settings).await;
+    let engine = serving.attach("two").await;
+    let words = store(&serving.client, &engine, &prompt).await;
+    assert_eq!(count(&words, "present"), 24);
+    let refused = serving.client.flush(Some(200)).await.unwrap_err().to_string();
+    assert!(refused.contains("24 chunks"), "{refused}");
+    // They take none of the room for new ones.
+    let new = Prompt::new(24);
+    assert_eq!(count(&store(&serving.client, &engine, &new).await, "stored"), 24);
+    let gone = format!("/v1/chunks/{}/{}", prompt.space.key(), prompt.hashes[23]);
+    serving.client.delete(&gone).await.unwrap_err();
+
+    site.start_s3().await;
+    serving.flush().await;
+    assert_eq!((on_s3(&site, &prompt).await, on_s3(&site, &new).await), (23, 24));
+    eventually(|| dirty(&serving) == 0).await;
+    assert_eq!(serving.node.status().tiers.write_behind.backlog_chunks, 0);
+    drop(engine);
+    serving.end().await;
+    let serving = site.serve(&settings).await;
+    assert_eq!(serving.node.status().tiers.write_behind.backlog_chunks, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -193,6 +248,40 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     eventually(|| serving.node.status().s3.answered).await;
     let words = load(&engine, &prompt, "b", Order::Chunk).await;
     assert_eq!(words[3], "s3");
+}
+
+/// It kept what stores may have in flight, so nothing went to S3 any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_hangs_does_not_hold_up_s3() {
+    let site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    let path = disk.display().to_string();
+    let settings = [
+        ("disk.paths", path.as_str()),
+        ("disk.size", "64MiB"),
+        ("disk.timeout", "300ms"),
+        ("store.in_flight", "1MiB"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    // Who opens one to write waits for somebody who reads.
+    let pipes: Vec<_> = (0..100).map(|i| disk.join(format!("tmp/{i}.part"))).collect();
+    for pipe in &pipes {
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+        rustix::fs::mknodat(rustix::fs::CWD, pipe, kind, mode, 0).unwrap();
+    }
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(30);
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    assert_eq!(on_s3(&site, &prompt).await, 30);
+    let state = serving.node.status().tiers.disk.unwrap().disks.remove(0).state;
+    assert!(matches!(state, DiskState::Failed(_)), "{state:?}");
+    // The runtime's end waits for them.
+    for pipe in &pipes {
+        let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::RDONLY;
+        std::mem::forget(rustix::fs::open(pipe, flags, rustix::fs::Mode::empty()).unwrap());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,5 +1,6 @@
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// What the disk tier can't do.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +24,14 @@ pub enum DiskError {
         "the file had {actual} bytes where {expected} were expected, and was removed: load it from the tier below"
     )]
     Damaged { expected: u64, actual: u64 },
+    #[error(
+        "{} did not answer within {time:?} and is taken out: check the disk (dmesg, smartctl), or allow more by [disk] timeout",
+        path.display()
+    )]
+    Late { path: PathBuf, time: Duration },
+    /// It was taken out while somebody waited for it.
+    #[error("the disk was taken out: load it from the tier below")]
+    Out,
     #[error(
         "can't {what} on {}: {source}. Check the disk (dmesg, smartctl); after some failures in a row it is taken out",
         path.display()

@@ -1,3 +1,4 @@
+use std::fmt;
 use std::fs::{File, FileTimes};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -6,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, fstat, mkdirat, open, openat, unlinkat};
+use rustix::fs::{
+    AtFlags, FlockOperation, Mode, OFlags, chmodat, flock, fstat, mkdirat, open, openat, statat, unlinkat,
+};
 use rustix::io::Errno;
 
 use super::direct;
@@ -20,6 +23,10 @@ use crate::existence::CacheKey;
 const LOCK_FILE: &str = "kvgate.lock";
 const FILE_MODE: Mode = Mode::from_raw_mode(0o640);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o750);
+/// A file with it is dirty: the tier below does not have the chunk yet. In the mode, because that is there as soon as the
+/// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
+/// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.
+const DIRTY: Mode = Mode::SVTX;
 
 /// One disk's folder, locked for as long as this lives, and everything that is done to files in it.
 ///
@@ -49,6 +56,15 @@ pub(super) enum OpenError {
     /// By another process, or by this one under another path.
     InUse(DiskError),
     Io(io::Error),
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InUse(error) => error.fmt(f),
+            Self::Io(error) => error.fmt(f),
+        }
+    }
 }
 
 impl<E: Into<io::Error>> From<E> for OpenError {
@@ -100,9 +116,10 @@ impl Folder {
     }
 
     /// Writes an object; its file is whole or is not there.
-    pub fn write(&self, space: &Space, chunk: &ChunkHash, object: &[u8]) -> io::Result<()> {
+    pub fn write(&self, space: &Space, chunk: &ChunkHash, object: &[u8], dirty: bool) -> io::Result<()> {
         let mut temp = self.temp();
-        self.write_file(&temp, object)?;
+        let mode = if dirty { FILE_MODE | DIRTY } else { FILE_MODE };
+        self.write_file(&temp, object, mode)?;
         let name = name_of(&(space.key(), *chunk));
         self.spaces.ensure(self, space)?;
         match temp.rename(&name) {
@@ -128,6 +145,19 @@ impl Folder {
         self.read_file(&name, object, OFlags::empty())
     }
 
+    /// An object's file is dirty no more, if it is there.
+    pub fn clean(&self, key: &CacheKey) -> io::Result<()> {
+        let name = name_of(key);
+        let clean = || {
+            let mode = Mode::from_raw_mode(statat(&self.root, &name, AtFlags::empty())?.st_mode);
+            chmodat(&self.root, &name, mode - DIRTY, AtFlags::empty())
+        };
+        match clean() {
+            Err(Errno::NOENT) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+
     /// Removes an object's file, if it is there.
     pub fn remove(&self, key: &CacheKey) -> io::Result<()> {
         match unlinkat(&self.root, name_of(key), AtFlags::empty()) {
@@ -139,7 +169,7 @@ impl Folder {
     /// Puts a small file in place, whole and synced.
     pub fn write_small(&self, name: &str, text: &str) -> io::Result<()> {
         let mut temp = self.temp();
-        let mut file = self.create(&temp, OFlags::empty())?;
+        let mut file = self.create(&temp, OFlags::empty(), FILE_MODE)?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         temp.rename(name)
@@ -178,9 +208,9 @@ impl Folder {
         Temp::new(self.root.as_fd(), self.temps.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn write_file(&self, temp: &Temp<'_>, object: &[u8]) -> io::Result<()> {
+    fn write_file(&self, temp: &Temp<'_>, object: &[u8], mode: Mode) -> io::Result<()> {
         if self.is_direct() && direct::is_aligned(object) {
-            let written = self.create(temp, OFlags::DIRECT).and_then(|file| {
+            let written = self.create(temp, OFlags::DIRECT, mode).and_then(|file| {
                 direct::write(&file, object)?;
                 note_written(&file)
             });
@@ -189,18 +219,18 @@ impl Folder {
                 result => return result,
             }
         }
-        let file = self.create(temp, OFlags::empty())?;
+        let file = self.create(temp, OFlags::empty(), mode)?;
         file.write_all_at(object, 0)?;
         note_written(&file)
     }
 
-    fn create(&self, temp: &Temp<'_>, flags: OFlags) -> io::Result<File> {
+    fn create(&self, temp: &Temp<'_>, flags: OFlags, mode: Mode) -> io::Result<File> {
         let flags = flags | OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::CLOEXEC;
-        let file = match openat(&self.root, temp.name(), flags, FILE_MODE) {
+        let file = match openat(&self.root, temp.name(), flags, mode) {
             Err(Errno::NOENT) => {
                 // Someone removed the folder of temporary files.
                 self.make_folder(TEMP_FOLDER)?;
-                openat(&self.root, temp.name(), flags, FILE_MODE)
+                openat(&self.root, temp.name(), flags, mode)
             }
             file => file,
         };
@@ -240,6 +270,11 @@ impl Folder {
             );
         }
     }
+}
+
+/// Whether a file of this mode is one that the tier below does not have yet.
+pub(super) fn is_dirty(mode: u32) -> bool {
+    Mode::from_raw_mode(mode).contains(DIRTY)
 }
 
 /// The file of a chunk: its key on S3 without the prefix.

@@ -1,8 +1,9 @@
 use std::panic::resume_unwind;
 use std::sync::Arc;
 
+use futures::future::join_all;
 use tokio::task::spawn_blocking;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::error::DiskError;
 use super::index::{Gone, Placed};
@@ -32,6 +33,9 @@ pub enum Wrote {
     Deleted,
 }
 
+/// Files whose time is over that are removed in one go: no disk that works takes its time limit for so many.
+const REMOVED_AT_ONCE: usize = 256;
+
 impl Disk {
     /// Locks the folders and reads what is in them. Blocks. A disk that can't be used is left out if another can.
     pub fn open(options: &DiskOptions) -> Result<Self, DiskError> {
@@ -49,19 +53,21 @@ impl Disk {
     }
 
     /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns:
-    /// another write of it that is under way is waited for, as that may fail.
+    /// another write of it that is under way is waited for, as that may fail. A `dirty` one is not on the tier below: it is
+    /// neither evicted nor removed for its age until it is [`clean`](Self::clean), also after a restart.
     pub async fn write(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         object: Slot,
         since: Instant,
+        dirty: bool,
     ) -> Result<Wrote, DiskError> {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
         let reservation = loop {
             let something_ends = self.0.index.something_ends();
-            match self.0.index.place(key, space.tenant(), object_len, since) {
+            match self.0.index.place(key, space.tenant(), object_len, since, dirty) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
                 Placed::NoRoom => return Ok(Wrote::NoRoom),
@@ -70,38 +76,45 @@ impl Disk {
                 Placed::Expired(gone) => self.leave(Some(gone)).await,
             }
         };
-        let turn = self.0.turn(reservation.disk).await;
+        let disk = reservation.disk;
+        let turn = self.0.turn(disk).await?;
         let (shared, space) = (Arc::clone(&self.0), space.clone());
-        blocking(move || {
+        let write = move || {
             let _turn = turn;
             shared.write(reservation, &space, &object)
-        })
-        .await
+        };
+        self.in_time(disk, write).await?
     }
 
     /// Fills the slot with a whole object, which the caller must verify, and [`remove`](Self::remove) if it is damaged.
-    /// Counts as a use. After an error the slot may hold anything.
+    /// Counts as a use. After an error the slot may hold anything; a disk that hangs keeps it.
     pub async fn read(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         mut slot: SlotMut,
-    ) -> (SlotMut, Result<(), DiskError>) {
+    ) -> (Option<SlotMut>, Result<(), DiskError>) {
         if let Err(error) = length(space, &slot) {
-            return (slot, Err(error));
+            return (Some(slot), Err(error));
         }
         let key = (space.key(), *chunk);
         let Some(entry) = self.0.index.find(&key) else {
-            return (slot, Err(DiskError::Absent));
+            return (Some(slot), Err(DiskError::Absent));
         };
-        let turn = self.0.turn(entry.disk).await;
+        let turn = match self.0.turn(entry.disk).await {
+            Ok(turn) => turn,
+            Err(error) => return (Some(slot), Err(error)),
+        };
         let shared = Arc::clone(&self.0);
-        blocking(move || {
+        let read = move || {
             let _turn = turn;
             let read = shared.read(&key, &entry, &mut slot);
             (slot, read)
-        })
-        .await
+        };
+        match self.in_time(entry.disk, read).await {
+            Ok((slot, read)) => (Some(slot), read),
+            Err(late) => (None, Err(late)),
+        }
     }
 
     /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped.
@@ -112,6 +125,46 @@ impl Disk {
     /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
     pub async fn delete(&self, key: &CacheKey) {
         self.leave(self.0.index.delete(key)).await;
+    }
+
+    /// The tier below has the chunk.
+    pub async fn clean(&self, key: &CacheKey) {
+        if let Some(disk) = self.0.index.clean(key) {
+            let (shared, key) = (Arc::clone(&self.0), *key);
+            // One that hangs is taken out, which says why.
+            let _ = self.in_time(disk, move || shared.clean(disk, &key)).await;
+        }
+    }
+
+    /// Whether the chunk is here, and not on the tier below as far as is known.
+    pub fn is_dirty(&self, key: &CacheKey) -> bool {
+        self.0.index.is_dirty(key)
+    }
+
+    /// What was dirty when the disks were read, the oldest first: somebody must send it down. Only for who asks first.
+    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        self.0.take_backlog()
+    }
+
+    /// The same, when a disk was taken up again.
+    pub async fn more_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        self.0.backlog_comes.notified().await;
+        self.take_backlog()
+    }
+
+    /// Tries disks that were taken out again, each after a pause, for as long as this is polled. What is on one is a hit again
+    /// when all of it was read.
+    pub async fn retry(&self) {
+        let pause = self.0.options.retry;
+        let retry = async |disk| loop {
+            while self.0.index.works(disk) {
+                sleep(pause).await;
+            }
+            sleep(pause).await;
+            let shared = Arc::clone(&self.0);
+            blocking(move || shared.take_up(disk)).await;
+        };
+        join_all((0..self.0.paths.len()).map(retry)).await;
     }
 
     /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.
@@ -126,7 +179,13 @@ impl Disk {
 
     /// Removes the files of chunks that are past their time. Writes do so too; this is for a tier that has none for long.
     pub async fn expire(&self) {
-        self.leave(self.0.index.expire(usize::MAX)).await;
+        loop {
+            let gone = self.0.index.expire(REMOVED_AT_ONCE);
+            if gone.is_empty() {
+                return;
+            }
+            self.leave(gone).await;
+        }
     }
 
     pub fn stats(&self) -> DiskStats {
@@ -135,10 +194,24 @@ impl Disk {
 
     /// Removes the files of what is out of the index, even if this is dropped.
     async fn leave(&self, gone: impl IntoIterator<Item = Gone>) {
-        let leaving = self.0.leave(gone);
-        if !leaving.is_empty() {
-            blocking(move || drop(leaving)).await;
+        let mut leaving = self.0.leave(gone);
+        leaving.sort_by_key(|leaving| leaving.gone.disk);
+        while let Some(disk) = leaving.last().map(|last| last.gone.disk) {
+            let rest = leaving.partition_point(|leaving| leaving.gone.disk < disk);
+            let of_disk = leaving.split_off(rest);
+            let _ = self.in_time(disk, move || drop(of_disk)).await;
         }
+    }
+
+    /// Runs what blocks on a disk. One that takes too long is taken out, and what runs there is left to itself: nothing else
+    /// may wait for it.
+    async fn in_time<T: Send + 'static>(
+        &self,
+        disk: usize,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, DiskError> {
+        let done = tokio::time::timeout(self.0.options.timeout, blocking(work)).await;
+        done.map_err(|_| self.0.hangs(disk))
     }
 }
 

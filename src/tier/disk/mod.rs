@@ -9,11 +9,14 @@
 //! - **No fsync of objects.** After a power loss a file may have its length and not its bytes. Whoever reads one verifies
 //!   header and digests before a byte is used, and has it removed. Only `space.json` is synced, once for each space:
 //!   without it every chunk of the space would be lost.
+//! - **What the tier below does not have is marked as dirty**, in the mode of its file, from the moment it has its name. It is
+//!   never evicted, and a start tells what is dirty (`take_backlog`), so that it is sent.
 //! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
 //!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
 //!   panic leaves nothing behind.
-//! - **A disk fails alone.** After some failures in a row it is taken out: nothing of it is there any more, and the other
-//!   disks go on. A full file system is no failure: some objects are evicted, and this one is not stored.
+//! - **A disk fails alone.** After some failures in a row, or one operation that does not end, it is taken out: nothing of
+//!   it is there any more, and the other disks go on. It is tried again after a pause, and used when all that is there was
+//!   read. A full file system is no failure: some objects are evicted, and this one is not stored.
 //!
 //! Where things are: `handle.rs` is what callers see, `shared.rs` what of it may block; `index/` knows what is where and
 //! who goes next, without I/O; `folder.rs` does everything to files, `direct.rs` the transfer itself.

@@ -6,11 +6,12 @@ use std::thread;
 
 use super::error::DiskError;
 use super::folder::{Folder, OpenError};
-use super::index::{Index, Restored};
+use super::index::{Gone, Index, Restored};
 use super::options::DiskOptions;
 use super::scan::{Scan, scan};
 use super::shared::Shared;
 use super::stats::{DiskState, PathStats};
+use crate::chunk::{ChunkHash, Space};
 
 /// Locks and reads all disks.
 pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
@@ -59,10 +60,45 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
     }
     let paths = working.iter().map(|folder| folder.path().to_owned()).collect();
     let index = Index::new(options, paths);
-    let gone = index.restore(found.iter().enumerate().flat_map(restored).collect());
-    let shared = Arc::new(Shared::new(index, working, options.depth, unusable));
+    let (gone, stale) = index.restore(found.iter().enumerate().flat_map(restored).collect());
+    let backlog = backlog(&index, &found);
+    let shared = Arc::new(Shared::new(index, working, options, unusable, backlog));
+    for Gone { disk, key } in stale {
+        if let Some(folder) = shared.folder(disk) {
+            shared.discard(disk, &folder, &key);
+        }
+    }
     drop(shared.leave(gone));
     Ok(shared)
+}
+
+impl Shared {
+    /// Reads a disk that was taken out, and uses it again. Not while anything that was under way there has not ended: until
+    /// then its folder is locked.
+    pub fn take_up(self: &Arc<Self>, disk: usize) {
+        let path = &self.paths[disk];
+        let read = Folder::open(path).and_then(|folder| {
+            let found = scan(&folder, self.options.ttl)?;
+            Ok((folder, found))
+        });
+        let (folder, found) = match read {
+            Ok(read) => read,
+            Err(error) => {
+                let (path, pause) = (path.display(), self.options.retry);
+                tracing::warn!(%path, %error, "this disk is still of no use; trying again in {pause:?}");
+                return;
+            }
+        };
+        tell(&folder, &found);
+        let (gone, stale) = self.index.restore(restored((disk, &found)).collect());
+        // Before anybody writes there again, maybe under such a name.
+        stale.iter().for_each(|one| self.discard(disk, &folder, &one.key));
+        self.more_backlog(backlog(&self.index, &[found]));
+        self.use_folder(disk, folder);
+        self.index.take_disk_up(disk);
+        drop(self.leave(gone));
+        tracing::warn!(path = %path.display(), "this disk is in use again");
+    }
 }
 
 /// All at the same time.
@@ -88,8 +124,21 @@ fn restored((disk, scan): (usize, &Scan)) -> impl Iterator<Item = Restored<'_>> 
             object_len: space.layout().object_len(),
             used: chunk.used,
             written: chunk.written,
+            dirty: chunk.dirty,
         })
     })
+}
+
+/// What the tier below does not have, as it was written: parents before their children.
+fn backlog(index: &Index, found: &[Scan]) -> Vec<(Space, ChunkHash)> {
+    let spaces = found.iter().flat_map(|scan| &scan.spaces);
+    let all = spaces.flat_map(|(space, chunks)| chunks.iter().map(move |chunk| (space, chunk)));
+    let mut dirty: Vec<_> = all
+        .filter(|(space, chunk)| index.is_dirty(&(space.key(), chunk.chunk)))
+        .collect();
+    dirty.sort_by_key(|(_, chunk)| chunk.written);
+    let dirty = dirty.into_iter();
+    dirty.map(|(space, chunk)| (space.clone(), chunk.chunk)).collect()
 }
 
 fn tell(folder: &Folder, scan: &Scan) {

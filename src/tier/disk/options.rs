@@ -18,10 +18,32 @@ pub struct DiskOptions {
     pub ttl: Option<Duration>,
     /// Failures of I/O in a row after which a disk is taken out; at least one.
     pub failures: u32,
+    /// For one read or write, after which the disk is taken out: it hangs.
+    pub timeout: Duration,
+    /// After which a disk that was taken out is tried again.
+    pub retry: Duration,
     /// Reads and writes at a time for each disk; at least one.
     pub depth: usize,
     /// The most that one tenant may have, over all disks together.
     pub tenant_bytes: Option<u64>,
+}
+
+impl Default for DiskOptions {
+    /// No disks; with limits as the configuration has them.
+    fn default() -> Self {
+        Self {
+            paths: Vec::new(),
+            size_bytes: 100 << 30,
+            watermark_percent: 95,
+            policy: EvictionPolicy::Lru,
+            ttl: None,
+            failures: 3,
+            timeout: Duration::from_secs(30),
+            retry: Duration::from_mins(1),
+            depth: 16,
+            tenant_bytes: None,
+        }
+    }
 }
 
 impl DiskOptions {

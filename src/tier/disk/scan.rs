@@ -4,10 +4,11 @@
 
 use std::fs::{DirEntry, FileType, remove_dir, remove_file};
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use super::folder::Folder;
+use super::folder::{Folder, is_dirty};
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 
@@ -26,6 +27,8 @@ pub(super) struct ScannedChunk {
     pub written: SystemTime,
     /// The last use that the file knows of.
     pub used: SystemTime,
+    /// The tier below does not have it.
+    pub dirty: bool,
 }
 
 /// Reads a disk, and removes what is of no use.
@@ -74,13 +77,19 @@ impl Scan {
             let written = metadata.modified()?;
             // A clock that went back makes a chunk no older than new.
             let age = now.duration_since(written).unwrap_or_default();
-            if ttl.is_some_and(|ttl| age >= ttl) {
+            let dirty = is_dirty(metadata.permissions().mode());
+            if !dirty && ttl.is_some_and(|ttl| age >= ttl) {
                 remove_file(entry.path())?;
                 self.expired += 1;
                 continue;
             }
             let used = written.max(metadata.accessed()?);
-            chunks.push(ScannedChunk { chunk, written, used });
+            chunks.push(ScannedChunk {
+                chunk,
+                written,
+                used,
+                dirty,
+            });
         }
         self.spaces.push((space, chunks));
         Ok(())

@@ -1,15 +1,17 @@
 use std::io;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::error::DiskError;
 use super::fault::Fault;
 use super::folder::{Folder, Found};
 use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
+use super::options::DiskOptions;
 use super::stats::{DiskStats, PathStats};
-use crate::chunk::Space;
+use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
@@ -18,40 +20,86 @@ const EXPIRED_PER_WRITE: usize = 16;
 /// What all handles share, and everything that may block.
 pub(super) struct Shared {
     pub index: Arc<Index>,
-    /// As the index numbers them.
-    disks: Vec<OneDisk>,
+    /// As the index numbers them; None while it is taken out.
+    disks: Vec<RwLock<Option<OneDisk>>>,
+    pub paths: Vec<PathBuf>,
+    pub options: DiskOptions,
     /// Those that were not usable at start.
     unusable: Vec<PathStats>,
+    /// Found when a disk was read, and dirty.
+    backlog: Mutex<Vec<(Space, ChunkHash)>>,
+    pub backlog_comes: Notify,
 }
 
+/// Who works on it has the folder as well, and so keeps it locked.
 struct OneDisk {
-    folder: Folder,
+    folder: Arc<Folder>,
     depth: Arc<Semaphore>,
 }
 
 /// A chunk that is out of the index: dropping this removes its file.
 pub(super) struct Leaving {
     shared: Arc<Shared>,
-    gone: Gone,
+    pub gone: Gone,
 }
 
 impl Shared {
-    pub fn new(index: Index, folders: Vec<Folder>, depth: usize, unusable: Vec<PathStats>) -> Self {
-        let one = |folder| OneDisk {
-            folder,
-            depth: Arc::new(Semaphore::new(depth.clamp(1, Semaphore::MAX_PERMITS))),
-        };
-        Self {
+    pub fn new(
+        index: Index,
+        folders: Vec<Folder>,
+        options: &DiskOptions,
+        unusable: Vec<PathStats>,
+        backlog: Vec<(Space, ChunkHash)>,
+    ) -> Self {
+        let shared = Self {
             index: Arc::new(index),
-            disks: folders.into_iter().map(one).collect(),
+            disks: folders.iter().map(|_| RwLock::default()).collect(),
+            paths: folders.iter().map(|folder| folder.path().to_owned()).collect(),
+            options: options.clone(),
             unusable,
-        }
+            backlog: Mutex::new(backlog),
+            backlog_comes: Notify::new(),
+        };
+        let folders = folders.into_iter().enumerate();
+        folders.for_each(|(disk, folder)| shared.use_folder(disk, folder));
+        shared
+    }
+
+    pub fn use_folder(&self, disk: usize, folder: Folder) {
+        let depth = self.options.depth.clamp(1, Semaphore::MAX_PERMITS);
+        let one = OneDisk {
+            folder: Arc::new(folder),
+            depth: Arc::new(Semaphore::new(depth)),
+        };
+        *self.disks[disk].write().unwrap_or_else(PoisonError::into_inner) = Some(one);
+    }
+
+    /// None while the disk is taken out.
+    pub fn folder(&self, disk: usize) -> Option<Arc<Folder>> {
+        let one = self.disks[disk].read().unwrap_or_else(PoisonError::into_inner);
+        one.as_ref().map(|one| Arc::clone(&one.folder))
+    }
+
+    pub fn more_backlog(&self, more: Vec<(Space, ChunkHash)>) {
+        self.backlog
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(more);
+        self.backlog_comes.notify_one();
+    }
+
+    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+        std::mem::take(&mut self.backlog.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Waits for the right to use a disk.
-    pub async fn turn(&self, disk: usize) -> OwnedSemaphorePermit {
-        let depth = Arc::clone(&self.disks[disk].depth);
-        depth.acquire_owned().await.expect("it is never closed")
+    pub async fn turn(&self, disk: usize) -> Result<OwnedSemaphorePermit, DiskError> {
+        let depth = {
+            let one = self.disks[disk].read().unwrap_or_else(PoisonError::into_inner);
+            one.as_ref().map(|one| Arc::clone(&one.depth))
+        };
+        let turn = depth.ok_or(DiskError::Out)?.acquire_owned().await;
+        turn.map_err(|_| DiskError::Out)
     }
 
     pub fn write(
@@ -63,11 +111,11 @@ impl Shared {
         drop(self.leave(self.index.expire(EXPIRED_PER_WRITE)));
         let (has_room, gone) = reservation.take_room();
         drop(self.leave(gone));
-        if !has_room {
-            return Ok(Wrote::NoRoom);
-        }
         let disk = reservation.disk;
-        match self.folder(disk).write(space, &reservation.key.1, object) {
+        let Some(folder) = self.folder(disk).filter(|_| has_room) else {
+            return Ok(Wrote::NoRoom);
+        };
+        match folder.write(space, &reservation.key.1, object, reservation.dirty) {
             Ok(()) => {
                 let (wrote, gone) = reservation.commit();
                 drop(self.leave(gone));
@@ -88,7 +136,7 @@ impl Shared {
         }
         let gone = self.index.is_full(disk, object_len);
         tracing::debug!(
-            path = %self.folder(disk).path().display(),
+            path = %self.paths[disk].display(),
             evicted = gone.len(),
             "the file system has less room than [disk] size"
         );
@@ -97,7 +145,8 @@ impl Shared {
     }
 
     pub fn read(self: &Arc<Self>, key: &CacheKey, entry: &Entry, object: &mut [u8]) -> Result<(), DiskError> {
-        let found = self.folder(entry.disk).read(key, object);
+        let folder = self.folder(entry.disk).ok_or(DiskError::Out)?;
+        let found = folder.read(key, object);
         if matches!(found, Ok(Found::Whole)) {
             self.index.has_read(entry.disk);
             return Ok(());
@@ -116,6 +165,16 @@ impl Shared {
         }
     }
 
+    /// The tier below has the chunk.
+    pub fn clean(&self, disk: usize, key: &CacheKey) {
+        // Dirty for ever costs a question to the tier below at each start.
+        if let Some(folder) = self.folder(disk)
+            && let Err(error) = folder.clean(key)
+        {
+            self.failed(disk, "change the mode of an object", error);
+        }
+    }
+
     /// What is out of the index; its files go when this is dropped.
     pub fn leave(self: &Arc<Self>, gone: impl IntoIterator<Item = Gone>) -> Vec<Leaving> {
         let leaving = |gone| Leaving {
@@ -131,31 +190,57 @@ impl Shared {
         DiskStats { disks }
     }
 
-    pub fn folder(&self, disk: usize) -> &Folder {
-        &self.disks[disk].folder
+    /// Removes a file that is none of the index's.
+    pub fn discard(&self, disk: usize, folder: &Folder, key: &CacheKey) {
+        if let Err(error) = folder.remove(key) {
+            self.failed(disk, "remove an object", error);
+        }
     }
 
     fn failed(&self, disk: usize, what: &'static str, source: io::Error) -> DiskError {
-        let path = self.folder(disk).path().to_owned();
+        let path = self.paths[disk].clone();
         if self.index.has_failed(disk, &source) {
-            tracing::error!(
-                path = %path.display(),
-                error = %source,
-                "this disk is taken out, its chunks are misses from now on: check it, and start kvgate again to use it"
-            );
+            self.is_out(disk, &source);
         }
         DiskError::Io { what, path, source }
+    }
+
+    /// Something on this disk takes too long, and may never end.
+    pub fn hangs(&self, disk: usize) -> DiskError {
+        let late = DiskError::Late {
+            path: self.paths[disk].clone(),
+            time: self.options.timeout,
+        };
+        if self.index.take_disk_out(disk, late.to_string()) {
+            self.is_out(disk, &late);
+        }
+        late
+    }
+
+    fn is_out(&self, disk: usize, error: &impl std::fmt::Display) {
+        let out = self.disks[disk]
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(out) = out {
+            // Who waits for a turn has none to wait for.
+            out.depth.close();
+        }
+        tracing::error!(
+            path = %self.paths[disk].display(),
+            %error,
+            "this disk is taken out, its chunks are misses from now on: check it; it is tried again in {:?}",
+            self.options.retry
+        );
     }
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
         let Gone { disk, key } = self.gone;
-        // On one that was taken out it stays, and is found at the next start.
-        if self.shared.index.works(disk)
-            && let Err(error) = self.shared.folder(disk).remove(&key)
-        {
-            self.shared.failed(disk, "remove an object", error);
+        // On one that was taken out it stays, and is found when that is read anew.
+        if let Some(folder) = self.shared.folder(disk) {
+            self.shared.discard(disk, &folder, &key);
         }
         self.shared.index.left(&key);
     }

@@ -15,6 +15,8 @@ pub struct PathStats {
     /// Of the chunks that are there, and of those that are being written.
     pub bytes: u64,
     pub chunks: u64,
+    /// Of them, those that the tier below does not have yet.
+    pub dirty: u64,
     /// Chunks that made room for others.
     pub evicted: u64,
     /// Chunks that were removed because of their age.
@@ -32,6 +34,6 @@ pub struct PathStats {
 pub enum DiskState {
     #[default]
     Ok,
-    /// Taken out, with the reason, until kvgate starts again.
+    /// Taken out, with the reason.
     Failed(String),
 }

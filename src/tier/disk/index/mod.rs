@@ -45,7 +45,7 @@ pub(super) struct Index {
     limits: Limits,
     /// Changed only under the lock of `state`; nobody who holds a guard of it may take that lock.
     entries: DashMap<CacheKey, Entry, RandomState>,
-    /// Which disks have not been taken out.
+    /// Which disks are not taken out.
     works: Vec<AtomicBool>,
     state: Mutex<State>,
     /// Something in `State::leaving` has left, or in `State::writing` is over.
@@ -200,11 +200,35 @@ impl Index {
 
     /// It is neither evicted nor removed for its age until it is unpinned as often.
     pub fn pin(&self, key: &CacheKey) {
-        *self.lock().pins.entry(*key).or_insert(0) += 1;
+        self.lock().pin(key);
     }
 
     pub fn unpin(&self, key: &CacheKey) {
+        self.unpin_in(&mut self.lock(), key);
+    }
+
+    /// Whether the tier below does not have it.
+    pub fn is_dirty(&self, key: &CacheKey) -> bool {
+        self.lock().dirty.contains(key)
+    }
+
+    /// The tier below has it. Answers the disk whose file says otherwise.
+    pub fn clean(&self, key: &CacheKey) -> Option<usize> {
         let mut state = self.lock();
+        let entry = self.entry(key)?;
+        self.clean_in(&mut state, key, entry.disk).then_some(entry.disk)
+    }
+
+    fn clean_in(&self, state: &mut State, key: &CacheKey, disk: usize) -> bool {
+        let was_dirty = state.dirty.remove(key);
+        if was_dirty {
+            state.disks[disk].dirty -= 1;
+            self.unpin_in(state, key);
+        }
+        was_dirty
+    }
+
+    fn unpin_in(&self, state: &mut State, key: &CacheKey) {
         if state.unpin(key)
             && let Some(entry) = self.entry(key)
             && let Some(expires) = entry.expires.filter(|&expires| expires <= Instant::now())
@@ -233,12 +257,37 @@ impl Index {
         if shelf.failures < self.limits.failures {
             return false;
         }
-        shelf.failed = Some(error.to_string());
+        self.take_out_in(&mut state, disk, error.to_string());
+        true
+    }
+
+    /// The disk is of no use, and none of its chunks is there any more. False if that was known.
+    pub fn take_disk_out(&self, disk: usize, reason: String) -> bool {
+        let mut state = self.lock();
+        let works = state.disks[disk].failed.is_none();
+        if works {
+            state.disks[disk].errors += 1;
+            self.take_out_in(&mut state, disk, reason);
+        }
+        works
+    }
+
+    /// It was read anew, and is of use again.
+    pub fn take_disk_up(&self, disk: usize) {
+        let mut state = self.lock();
+        let shelf = &mut state.disks[disk];
+        (shelf.failed, shelf.failures) = (None, 0);
+        self.works[disk].store(true, Ordering::Relaxed);
+    }
+
+    fn take_out_in(&self, state: &mut State, disk: usize, reason: String) {
+        state.disks[disk].failed = Some(reason);
         self.works[disk].store(false, Ordering::Relaxed);
         while let Some(key) = state.disks[disk].queue.evict(|_| true) {
-            self.drop_entry(&mut state, &key);
+            self.drop_entry(state, &key);
         }
-        true
+        // Nobody need wait for what is under way there.
+        self.ended.notify_waiters();
     }
 
     pub fn stats(&self) -> Vec<PathStats> {
@@ -267,7 +316,7 @@ impl Index {
 
     fn take_out(&self, state: &mut State, key: &CacheKey) -> Option<Gone> {
         let entry = self.drop_entry(state, key)?;
-        state.leaving.insert(*key);
+        state.leaving.insert(*key, entry.disk);
         Some(Gone {
             disk: entry.disk,
             key: *key,
@@ -276,6 +325,7 @@ impl Index {
 
     fn drop_entry(&self, state: &mut State, key: &CacheKey) -> Option<Entry> {
         let (_, entry) = self.entries.remove(key)?;
+        self.clean_in(state, key, entry.disk);
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
         shelf.bytes -= entry.bytes;
@@ -285,8 +335,13 @@ impl Index {
     }
 
     /// Puts in an entry whose bytes are accounted for already.
-    fn put(&self, state: &mut State, key: CacheKey, entry: Entry) {
+    fn put(&self, state: &mut State, key: CacheKey, entry: Entry, dirty: bool) {
+        if dirty {
+            state.dirty.insert(key);
+            state.pin(&key);
+        }
         let shelf = &mut state.disks[entry.disk];
+        shelf.dirty += u64::from(dirty);
         shelf.queue.insert(key);
         shelf.chunks += 1;
         state.tenants.insert(entry.tenant, key);

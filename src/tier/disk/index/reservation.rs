@@ -13,13 +13,13 @@ pub(in crate::tier::disk) enum Placed {
     On(Reservation),
     Present,
     /// Another write of it, which may fail, or the removal of an older file is under way: ask again when
-    /// [something ended](Index::something_ends).
+    /// [something ended](Index::something_ends), or a disk was taken out.
     Busy,
     /// One that is past its time must go first.
     Expired(Gone),
     /// It was deleted since somebody began to bring it.
     Deleted,
-    /// No disk works, or it would not fit if there were nothing else.
+    /// No disk works, a disk that hangs is at it, or it would not fit if there were nothing else.
     NoRoom,
 }
 
@@ -32,13 +32,22 @@ pub(in crate::tier::disk) struct Reservation {
     bytes: u64,
     /// When somebody began to bring it.
     since: Instant,
+    /// The tier below does not have it.
+    pub dirty: bool,
     /// Whether its bytes count as taken; else they only wait.
     is_taken: bool,
 }
 
 impl Index {
     /// Chooses a disk for an object.
-    pub fn place(self: &Arc<Self>, key: CacheKey, tenant: &str, object_len: usize, since: Instant) -> Placed {
+    pub fn place(
+        self: &Arc<Self>,
+        key: CacheKey,
+        tenant: &str,
+        object_len: usize,
+        since: Instant,
+        dirty: bool,
+    ) -> Placed {
         let bytes = file_bytes(object_len);
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
         let mut state = self.lock();
@@ -49,8 +58,13 @@ impl Index {
             state.hit(&key, &entry);
             return Placed::Present;
         }
-        if state.writing.contains(&key) || state.leaving.contains(&key) {
-            return Placed::Busy;
+        let busy = state.writing.get(&key).or_else(|| state.leaving.get(&key));
+        if let Some(&disk) = busy {
+            // What is under way on a disk that was taken out may never end.
+            return match self.works(disk) {
+                true => Placed::Busy,
+                false => Placed::NoRoom,
+            };
         }
         if let Some(gone) = self.take_out(&mut state, &key) {
             state.disks[gone.disk].expired += 1;
@@ -62,7 +76,7 @@ impl Index {
         let Some(disk) = state.choose(bytes) else {
             return Placed::NoRoom;
         };
-        state.writing.insert(key);
+        state.writing.insert(key, disk);
         state.disks[disk].queued_bytes += bytes;
         let tenant = state.tenants.number(tenant);
         drop(state);
@@ -73,6 +87,7 @@ impl Index {
             tenant,
             bytes,
             since,
+            dirty,
             is_taken: false,
         })
     }
@@ -128,7 +143,7 @@ impl Reservation {
         }
         shelf.failures = 0;
         if state.removals.has_since(&self.key, self.since) {
-            state.leaving.insert(self.key);
+            state.leaving.insert(self.key, self.disk);
             let Self { disk, key, .. } = self;
             return (Wrote::Deleted, Some(Gone { disk, key }));
         }
@@ -141,7 +156,7 @@ impl Reservation {
             expires: index.limits.ttl.and_then(|ttl| Instant::now().checked_add(ttl)),
             serial: state.serial(),
         };
-        index.put(&mut state, self.key, entry);
+        index.put(&mut state, self.key, entry, self.dirty);
         let is_live = |key: &CacheKey, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
         let live: u64 = state.disks.iter().map(|shelf| shelf.chunks).sum();
         state

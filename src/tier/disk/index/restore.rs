@@ -14,20 +14,22 @@ pub(in crate::tier::disk) struct Restored<'a> {
     pub object_len: usize,
     pub used: SystemTime,
     pub written: SystemTime,
+    pub dirty: bool,
 }
 
 impl Index {
-    /// Puts in what was found, in order of use. Tells what must go: what is there twice, and what is over a limit that was
-    /// lowered.
-    pub fn restore(&self, mut found: Vec<Restored<'_>>) -> Vec<Gone> {
+    /// Puts in what was found, in order of use. Tells what is over a limit that was lowered and must go; and which files are
+    /// none of the index's, because the chunk is elsewhere, or was deleted while the disk was out.
+    pub fn restore(&self, mut found: Vec<Restored<'_>>) -> (Vec<Gone>, Vec<Gone>) {
         found.sort_by_key(|one| one.used);
         let (now, today) = (Instant::now(), SystemTime::now());
-        let mut gone = Vec::new();
+        let (mut gone, mut stale) = (Vec::new(), Vec::new());
         let mut state = self.lock();
         for one in found {
             let (disk, key) = (one.disk, one.key);
-            if self.entries.contains_key(&key) {
-                gone.push(Gone { disk, key });
+            let is_busy = state.writing.contains_key(&key) || state.leaving.contains_key(&key);
+            if is_busy || self.entries.contains_key(&key) || state.removals.has(&key) {
+                stale.push(Gone { disk, key });
                 continue;
             }
             let bytes = file_bytes(one.object_len);
@@ -45,7 +47,7 @@ impl Index {
                     .and_then(|ttl| now.checked_add(ttl.saturating_sub(age))),
                 serial: state.serial(),
             };
-            self.put(&mut state, key, entry);
+            self.put(&mut state, key, entry, one.dirty);
         }
         state.expiry.sort();
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
@@ -63,6 +65,6 @@ impl Index {
                 gone.push(one);
             }
         }
-        gone
+        (gone, stale)
     }
 }

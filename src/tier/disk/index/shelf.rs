@@ -25,6 +25,7 @@ pub(super) struct Shelf {
     /// Why it was taken out.
     pub failed: Option<String>,
     pub chunks: u64,
+    pub dirty: u64,
     pub evicted: u64,
     pub expired: u64,
     pub errors: u64,
@@ -46,6 +47,7 @@ impl Shelf {
             failures: 0,
             failed: None,
             chunks: 0,
+            dirty: 0,
             evicted: 0,
             expired: 0,
             errors: 0,
@@ -81,6 +83,7 @@ impl Shelf {
             size_bytes: self.size_bytes,
             bytes: self.bytes,
             chunks: self.chunks,
+            dirty: self.dirty,
             evicted: self.evicted,
             expired: self.expired,
             errors: self.errors,

@@ -11,18 +11,21 @@ use crate::existence::CacheKey;
 use crate::tier::policy::EvictionPolicy;
 use crate::tier::removals::Removals;
 
+type KeyMap<V> = HashMap<CacheKey, V, RandomState>;
 type KeySet = HashSet<CacheKey, RandomState>;
 
 /// All that changes, under one lock.
 pub(super) struct State {
     pub disks: Vec<Shelf>,
     pub tenants: Tenants,
-    /// Being written: whoever comes second waits for how that ends.
-    pub writing: KeySet,
-    /// Out of the index while their files are still there.
-    pub leaving: KeySet,
+    /// Being written, to which disk: whoever comes second waits for how that ends.
+    pub writing: KeyMap<usize>,
+    /// Out of the index while their files are still there, on which disk.
+    pub leaving: KeyMap<usize>,
     /// How often each is pinned; one need not be there.
-    pub pins: HashMap<CacheKey, u32, RandomState>,
+    pub pins: KeyMap<u32>,
+    /// The tier below does not have them. Each is pinned once for that.
+    pub dirty: KeySet,
     pub expiry: Expiry,
     pub removals: Removals,
     serials: u64,
@@ -34,9 +37,10 @@ impl State {
         Self {
             disks,
             tenants: Tenants::new(tenant_policy),
-            writing: KeySet::default(),
-            leaving: KeySet::default(),
-            pins: HashMap::default(),
+            writing: KeyMap::default(),
+            leaving: KeyMap::default(),
+            pins: KeyMap::default(),
+            dirty: KeySet::default(),
             expiry: Expiry::default(),
             removals: Removals::default(),
             serials: 0,
@@ -51,6 +55,10 @@ impl State {
     pub fn hit(&mut self, key: &CacheKey, entry: &Entry) {
         self.disks[entry.disk].queue.hit(key);
         self.tenants.hit(entry.tenant, key);
+    }
+
+    pub fn pin(&mut self, key: &CacheKey) {
+        *self.pins.entry(*key).or_insert(0) += 1;
     }
 
     /// True if nobody pins it any more.

@@ -124,7 +124,10 @@ async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
     assert_eq!((in_vain.unwrap(), anew.unwrap()), (Wrote::Deleted, Wrote::Stored));
     bench.read(1).await.unwrap();
     let object = object(&bench.arena, &bench.space, 1);
-    let late = bench.disk.write(&bench.space, &hash(1), object, before).await;
+    let late = bench
+        .disk
+        .write(&bench.space, &hash(1), object, before, false)
+        .await;
     assert_eq!(late.unwrap(), Wrote::Deleted);
     bench.disk.delete(&bench.key(1)).await;
     assert!(!bench.has(1));
@@ -169,6 +172,7 @@ fn a_runtime_that_goes_down_leaves_nothing_behind() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .max_blocking_threads(1)
+        .enable_time()
         .build()
         .unwrap();
     runtime.block_on(async {
@@ -180,6 +184,9 @@ fn a_runtime_that_goes_down_leaves_nothing_behind() {
     });
     // Some were waiting for a thread.
     drop(runtime);
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap();
     runtime.block_on(bench.check());
 }

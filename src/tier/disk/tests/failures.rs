@@ -78,7 +78,7 @@ async fn reads_that_fail_take_a_disk_out_and_an_empty_tier_goes_on() {
 async fn what_was_written_to_a_disk_that_was_taken_out_meanwhile_was_called_stored() {
     let bench = Bench::new(1, |options| options.failures = 1);
     let index = &bench.disk.0.index;
-    let placed = index.place(bench.key(1), "", 16_384, Instant::now());
+    let placed = index.place(bench.key(1), "", 16_384, Instant::now(), false);
     let index::Placed::On(mut reservation) = placed else {
         panic!("there is room")
     };
@@ -183,4 +183,95 @@ async fn a_disk_that_can_not_be_used_at_start_is_left_out() {
     );
     bench.options.paths.clear();
     assert!(matches!(Disk::open(&bench.options), Err(DiskError::NoPaths)));
+}
+
+/// Whoever wanted something of it waited for ever.
+#[tokio::test]
+async fn a_disk_that_hangs_is_taken_out() {
+    let bench = Bench::new(1, |options| {
+        options.depth = 1;
+        options.timeout = Duration::from_millis(100);
+    });
+    bench.store([1, 2]).await;
+    // Who opens one to read waits for somebody who writes.
+    let file = bench.file(0, &bench.key(1));
+    fs::remove_file(&file).unwrap();
+    let (pipe, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+    rustix::fs::mknodat(rustix::fs::CWD, &file, pipe, mode, 0).unwrap();
+    let slot = || {
+        bench
+            .arena
+            .try_reserve(bench.space.layout().object_len())
+            .unwrap()
+    };
+    let (one, two) = (hash(1), hash(2));
+    let hangs = bench.disk.read(&bench.space, &one, slot());
+    let waits = bench.disk.read(&bench.space, &two, slot());
+    let ((kept, hangs), (slot, waits)) = futures::future::join(hangs, waits).await;
+    assert!(
+        kept.is_none() && matches!(hangs, Err(DiskError::Late { .. })),
+        "{hangs:?}"
+    );
+    assert!(
+        slot.is_some() && matches!(waits, Err(DiskError::Out)),
+        "{waits:?}"
+    );
+    let stats = bench.one(0);
+    assert!(
+        matches!(&stats.state, DiskState::Failed(why) if why.contains("100ms")),
+        "{stats:?}"
+    );
+    assert_eq!(
+        (bench.has(2), bench.write(3).await.unwrap()),
+        (false, Wrote::NoRoom)
+    );
+    // The runtime's end waits for who still reads.
+    std::mem::forget(fs::File::options().read(true).write(true).open(&file).unwrap());
+}
+
+/// It stayed out until kvgate was started again.
+#[tokio::test]
+async fn a_disk_that_was_repaired_is_read_anew_and_used_again() {
+    let bench = Bench::new(1, |options| {
+        options.failures = 1;
+        options.retry = Duration::from_millis(20);
+    });
+    bench.store(0..4).await;
+    bench.write_dirty(4).await.unwrap();
+    let aside = bench.path(0).with_extension("aside");
+    fs::rename(bench.path(0), &aside).unwrap();
+    fs::write(bench.path(0), "").unwrap();
+    let broken = bench.disk.0.not_written(0, 4096, io::Error::from_raw_os_error(5));
+    assert!(matches!(broken, Err(DiskError::Io { .. })));
+    assert_eq!(bench.write(9).await.unwrap(), Wrote::NoRoom);
+    bench.disk.delete(&bench.key(2)).await;
+
+    let retry = tokio::spawn({
+        let disk = bench.disk.clone();
+        async move { disk.retry().await }
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!bench.has(1));
+    fs::remove_file(bench.path(0)).unwrap();
+    fs::rename(&aside, bench.path(0)).unwrap();
+    let up = async {
+        while !bench.has(1) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), up).await.unwrap();
+    retry.abort();
+    for chunk in [0, 1, 3, 4] {
+        bench.read(chunk).await.unwrap();
+    }
+    assert!(!bench.has(2), "it was deleted meanwhile");
+    let hashes: Vec<_> = bench
+        .disk
+        .take_backlog()
+        .into_iter()
+        .map(|(_, chunk)| chunk)
+        .collect();
+    assert_eq!((hashes, bench.one(0).state), (vec![hash(4)], DiskState::Ok));
+    bench.store([9]).await;
+    bench.check().await;
 }

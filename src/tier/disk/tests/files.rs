@@ -6,7 +6,7 @@ use super::*;
 async fn objects_of_any_length_round_trip() {
     for is_direct in [true, false] {
         let bench = Bench::new(1, |_| {});
-        bench.disk.0.folder(0).set_direct(is_direct);
+        bench.disk.0.folder(0).unwrap().set_direct(is_direct);
         for payload_len in [1, 511, 4095, 4096, 4097, 12_288, 100_003, 1 << 20] {
             let space = space("", payload_len);
             assert_eq!(bench.write_to(&space, 7).await.unwrap(), Wrote::Stored);
@@ -36,7 +36,7 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
     assert_eq!(
         bench
             .disk
-            .write(&bench.space, &hash(1), part, Instant::now())
+            .write(&bench.space, &hash(1), part, Instant::now(), false)
             .await
             .unwrap(),
         Wrote::Stored
@@ -44,7 +44,7 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
     let mut slot = bench.arena.try_reserve(object.len() + 10).unwrap();
     let (slot, read) = bench.disk.read(&bench.space, &hash(1), slot.split_off(10)).await;
     read.unwrap();
-    assert!(*slot == *object);
+    assert!(*slot.unwrap() == *object);
 }
 
 #[tokio::test]
@@ -113,7 +113,13 @@ async fn a_slot_of_another_length_is_refused() {
     assert!(matches!(read, Err(DiskError::Length { actual: 100, .. })));
     let written = bench
         .disk
-        .write(&bench.space, &hash(1), slot.freeze(), Instant::now())
+        .write(
+            &bench.space,
+            &hash(1),
+            slot.unwrap().freeze(),
+            Instant::now(),
+            false,
+        )
         .await;
     assert!(matches!(written, Err(DiskError::Length { actual: 100, .. })));
 }

@@ -81,7 +81,16 @@ impl Bench {
 
     async fn write_to(&self, space: &Space, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, space, chunk);
-        self.disk.write(space, &hash(chunk), object, Instant::now()).await
+        let since = Instant::now();
+        self.disk.write(space, &hash(chunk), object, since, false).await
+    }
+
+    async fn write_dirty(&self, chunk: u32) -> Result<Wrote, DiskError> {
+        let object = object(&self.arena, &self.space, chunk);
+        let since = Instant::now();
+        self.disk
+            .write(&self.space, &hash(chunk), object, since, true)
+            .await
     }
 
     async fn store(&self, chunks: impl IntoIterator<Item = u32>) {
@@ -100,7 +109,10 @@ impl Bench {
         slot.fill(0xee);
         let (slot, read) = self.disk.read(space, &hash(chunk), slot).await;
         read?;
-        assert!(*slot == *bytes(space, chunk), "chunk {chunk} has other bytes");
+        assert!(
+            *slot.unwrap() == *bytes(space, chunk),
+            "chunk {chunk} has other bytes"
+        );
         Ok(())
     }
 
@@ -138,11 +150,8 @@ fn options(paths: Vec<PathBuf>) -> DiskOptions {
         paths,
         size_bytes: 64 << 20,
         watermark_percent: 100,
-        policy: EvictionPolicy::Lru,
-        ttl: None,
-        failures: 3,
         depth: 4,
-        tenant_bytes: None,
+        ..DiskOptions::default()
     }
 }
 

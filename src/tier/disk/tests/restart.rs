@@ -212,3 +212,49 @@ async fn two_gateways_can_not_have_one_folder() {
         "itself"
     );
 }
+
+/// They were answered like any other after a restart, and nobody sent them.
+#[tokio::test]
+async fn what_the_tier_below_has_not_stays_and_is_told_at_start() {
+    let mut bench = Bench::new(2, |options| {
+        options.size_bytes = 10 * 16_384;
+        options.ttl = Some(Duration::from_hours(1));
+    });
+    bench.store(0..10).await;
+    for chunk in [14, 12, 13, 11] {
+        assert_eq!(bench.write_dirty(chunk).await.unwrap(), Wrote::Stored);
+    }
+    bench.disk.clean(&bench.key(13)).await;
+    bench.disk.clean(&bench.key(0)).await;
+    bench.close();
+    let old = (0..2).find_map(|disk| fs::File::open(bench.file(disk, &bench.key(14))).ok());
+    let old = old.unwrap();
+    let time = std::time::SystemTime::now() - Duration::from_hours(2);
+    old.set_times(fs::FileTimes::new().set_modified(time).set_accessed(time))
+        .unwrap();
+    bench.reopen();
+    let backlog: Vec<_> = bench.disk.take_backlog();
+    let space = bench.space.key();
+    assert!(backlog.iter().all(|(of, _)| of.key() == space));
+    let hashes: Vec<_> = backlog.into_iter().map(|(_, chunk)| chunk).collect();
+    assert_eq!(
+        hashes,
+        [hash(14), hash(12), hash(11)],
+        "in the order they were written in"
+    );
+    assert!(bench.disk.take_backlog().is_empty());
+    bench.store(100..150).await;
+    bench.disk.expire().await;
+    for chunk in [14, 12, 11] {
+        bench.read(chunk).await.unwrap();
+        bench.disk.clean(&bench.key(chunk)).await;
+    }
+    assert!(!bench.has(13));
+    bench.store(200..250).await;
+    bench.disk.expire().await;
+    assert!(![14, 12, 11].into_iter().any(|chunk| bench.has(chunk)));
+    assert_eq!(bench.one(0).dirty + bench.one(1).dirty, 0);
+    bench.check().await;
+    bench.reopen();
+    assert!(bench.disk.take_backlog().is_empty());
+}

@@ -196,7 +196,7 @@ proptest! {
         policy in prop::sample::select(POLICIES.to_vec()),
         has_quota in any::<bool>(),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let mut bench = Bench::new(2, |options| {
                 options.policy = policy;
