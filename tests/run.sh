@@ -132,6 +132,7 @@ engine_tests() {
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
+    KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 
 demo() {

@@ -25,10 +25,10 @@ def python(wheel: Path | None) -> Path:
     shutil.rmtree(environment, ignore_errors=True)
     tools.run(sys.executable, "-m", "venv", "--without-pip", environment)
     interpreter = environment / "bin" / "python"
-    # Found after the environment's own.
-    (site(interpreter) / "vllm.pth").write_text(f"{site(TEST_CACHE / 'vllm' / 'bin' / 'python')}\n")
     uv = TEST_CACHE / "venv" / "bin" / "uv"
     tools.run(uv, "pip", "install", "--quiet", "--python", interpreter, "--no-deps", wheel)
+    # After that: the tests' has a kvgate of its own, which must not be taken for this one.
+    (site(interpreter) / "vllm.pth").write_text(f"{site(TEST_CACHE / 'vllm' / 'bin' / 'python')}\n")
     return interpreter
 
 

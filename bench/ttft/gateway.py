@@ -58,7 +58,7 @@ class Gateway:
 
     def objects(self) -> list[Path]:
         """Files of chunks, where the server is the embedded one."""
-        return [path for path in (self.folder / "objects").rglob("*") if CHUNK.fullmatch(path.name)]
+        return [path for path in (self.folder / "objects" / "kvgate").rglob("*") if CHUNK.fullmatch(path.name)]
 
     def stop(self, how: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.poll() is None:
