@@ -3,10 +3,11 @@
 
     bench/ttft.py                                         a tiny model on this machine's CPUs; half an hour
     bench/ttft.py --rounds 1 --tokens 1000,8000           some minutes
+    bench/ttft.py --overhead                              what kvgate costs where nothing is reused; a quarter of an hour
     bench/ttft.py --model Qwen/Qwen3-32B --python PATH --gpus 0 --plain-gpus 1 --endpoint URL --bucket NAME
 
 Installs what is missing unless told where vLLM is, starts its servers, ends them, and writes ttft-DATE.md, .json and
-.svg. bench/README.md says how to read them.
+.svg, or ttft-overhead-DATE.md and .json. bench/README.md says how to read them.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from harness import servers, tools
 from harness.workload import parse_size
-from ttft import environment, measure, plot, tables, workloads
+from ttft import environment, measure, overhead, plot, tables, workloads
 from ttft.engines import Engine, Launcher
 from ttft.gateway import Gateway
 
@@ -30,6 +31,8 @@ TINY_MODEL = environment.TESTS / "engines" / "tiny_model.py"
 CPU_FLAGS = "--dtype float32 --block-size 128 --enforce-eager --skip-tokenizer-init --max-num-seqs 8"
 # Of all at once on few cores, a gateway may not get its turn within the default of 50 ms; what is not answered is computed.
 LOOKUP_DEADLINE_MS = 1000
+# Requests whose calls are timed.
+CALL_ROUNDS = 21
 TINY = {"layers": 4, "hidden": 256, "heads": 4, "feed_forward": 512}
 
 
@@ -47,6 +50,11 @@ def arguments() -> argparse.Namespace:
     add("--turn-tokens", type=int, default=1024, help="tokens of a message (default: 1024)")
     add("--document-tokens", type=int, default=1024, help="tokens of a retrieved document (default: 1024)")
     add("--answer-tokens", type=int, default=8, help="generated for each prompt (default: 8)")
+    add("--overhead", action="store_true", help="measure that instead")
+    add("--overhead-prompts", type=int, default=8, help="of a run, all at once (default: 8)")
+    add("--overhead-tokens", type=int, default=1000, help="of each (default: 1000)")
+    add("--overhead-answers", type=int, default=64, help="tokens generated for each (default: 64)")
+    add("--scheduler-tokens", type=int, default=100_000, help="of the prompt whose calls are timed (default: 100000)")
     add("--model", help="as vllm serve takes it (default: a tiny Llama for CPUs)")
     add("--tiny", default="", help=f"the tiny one's sizes (default: {','.join(f'{k}={v}' for k, v in TINY.items())})")
     add("--engine-args", default="", help="more for vllm serve, for both engines")
@@ -98,19 +106,21 @@ class Setup:
         tools.run(self.python, TINY_MODEL, model, "1234", *sizes)
         return str(model)
 
-    def engine(self, name: str, port: int, gpus: str, flags: list[str]) -> Engine:
-        devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+    def engine(self, name: str, port: int, gpus: str, flags: list[str], more: dict[str, str] | None = None) -> Engine:
+        devices = (more or {}) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
         flags = [*self.flags, *flags]
         return Engine(self.launcher, name, self.model, self.given.port_base + port, flags, devices, self.folder)
 
-    def with_kvgate(self) -> Engine:
-        return self.engine("kvgate", 1, self.given.gpus, ["--kv-transfer-config", json.dumps(self.transfer())])
+    def with_kvgate(self, environment: dict[str, str] | None = None) -> Engine:
+        flags = ["--kv-transfer-config", json.dumps(self.transfer())]
+        return self.engine("kvgate", 1, self.given.gpus, flags, environment)
 
     def transfer(self) -> dict:
         """vLLM's one flag."""
+        name, module = ("TimedConnector", "kvgate_timed") if self.given.overhead else ("KvGateConnector", "kvgate.vllm")
         return {
-            "kv_connector": "KvGateConnector",
-            "kv_connector_module_path": "kvgate.vllm",
+            "kv_connector": name,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": str(self.gateway.socket), **self.extra},
@@ -122,7 +132,9 @@ class Setup:
             "import dataclasses, kvgate.vllm.settings as s; print(*(f.name for f in dataclasses.fields(s.Settings)))"
         )
         known = tools.run(self.python, "-W", "ignore", "-c", script).split()
-        wanted = {"load_policy": "always", "lookup_deadline_ms": LOOKUP_DEADLINE_MS}
+        wanted = {"load_policy": "always"}
+        if not self.given.overhead:
+            wanted["lookup_deadline_ms"] = LOOKUP_DEADLINE_MS
         return {name: value for name, value in wanted.items() if name in known}
 
     def stop(self) -> None:
@@ -131,39 +143,73 @@ class Setup:
         self.launcher.stop()
 
 
-def write(given: argparse.Namespace, setup: Setup, bench: measure.Bench) -> None:
-    title = f"ttft-{datetime.date.today()}"
-    command = shlex.join(["bench/ttft.py", *sys.argv[1:]])
-    versions = environment.versions(setup.python)
-    model = given.model or f"a Llama of random weights, {', '.join(f'{k} {v}' for k, v in given.tiny.items())}"
-    facts = [
-        tools.machine(),
-        f"{model}; `{shlex.join(setup.flags)}`",
-        f"kvgate's settings {json.dumps(setup.extra)}, the node's memory {given.arena_size}",
-        f"objects on {given.endpoint or 'an S3 server inside of kvgate serve, on this disk'}",
-        f"{given.rounds} rounds; engines with and without kvgate asked in turn, one request at a time",
-        f"commit {tools.commit()}; {', '.join(map(' '.join, versions.items()))}",
-        f"`{command}`",
-    ]
-    samples = tables.Samples(bench.samples)
-    text = tables.markdown(title, facts, samples)
-    raw = {
-        "command": command,
+def facts(given: argparse.Namespace, setup: Setup) -> dict:
+    """Under which circumstances."""
+    return {
+        "command": shlex.join(["bench/ttft.py", *sys.argv[1:]]),
         "hardware": tools.hardware(),
-        "versions": versions,
-        "model": model,
+        "versions": environment.versions(setup.python),
+        "model": given.model or f"a Llama of random weights, {', '.join(f'{k} {v}' for k, v in given.tiny.items())}",
         "seed": given.seed,
         "engine_flags": setup.flags,
+        "settings": setup.extra,
+    }
+
+
+def told(known: dict, given: argparse.Namespace, how: str) -> list[str]:
+    """The same for people."""
+    return [
+        tools.machine(),
+        f"{known['model']}; `{shlex.join(known['engine_flags'])}`",
+        f"kvgate's settings {json.dumps(known['settings'])}, the node's memory {given.arena_size}",
+        f"objects on {given.endpoint or 'an S3 server inside of kvgate serve, on this disk'}",
+        how,
+        f"commit {tools.commit()}; {', '.join(map(' '.join, known['versions'].items()))}",
+        f"`{known['command']}`",
+    ]
+
+
+def ttft(given: argparse.Namespace, setup: Setup) -> dict[str, str]:
+    """The files' contents, by how their names end."""
+    cases = workloads.cases(given)
+    bench = measure.Bench(setup.gateway, setup.plain, setup.with_kvgate, cases, given.answer_tokens)
+    bench.run()
+    title, known = f"ttft-{datetime.date.today()}", facts(given, setup)
+    how = f"{given.rounds} rounds; engines with and without kvgate asked in turn, one request at a time"
+    samples = tables.Samples(bench.samples)
+    raw = {
+        **known,
         "wanted": [asdict(verdict) for verdict in tables.verdicts(samples)],
         "samples": [asdict(sample) for sample in bench.samples],
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"{title}.md").write_text(text)
-    (given.out / f"{title}.json").write_text(json.dumps(raw, ensure_ascii=False) + "\n")
+    files = {f"{title}.md": tables.markdown(title, told(known, given, how), samples), f"{title}.json": compact(raw)}
     if samples.cases("documents"):
-        (given.out / f"{title}.svg").write_text(plot.svg(title, samples))
-    print(text)
-    tools.say(f"written: {given.out / title}.md, .json, .svg")
+        files[f"{title}.svg"] = plot.svg(title, samples)
+    return files
+
+
+def overheads(given: argparse.Namespace, setup: Setup) -> dict[str, str]:
+    sizes = given.rounds, given.overhead_prompts, given.overhead_tokens, given.overhead_answers, given.seed
+    bench = overhead.Bench(setup.gateway, setup.plain, setup.with_kvgate, setup.folder, *sizes)
+    bench.run()
+    calls = overhead.scheduler_calls(setup.python, setup.gateway, given.scheduler_tokens, CALL_ROUNDS)
+    title, known = f"ttft-overhead-{datetime.date.today()}", facts(given, setup)
+    how = (
+        f"{given.rounds} rounds of {given.overhead_prompts} prompts at once, each of {given.overhead_tokens} tokens with"
+        f" {given.overhead_answers} generated; engines with and without kvgate in turn"
+    )
+    results = overhead.Results(bench.runs, calls, given.scheduler_tokens)
+    raw = {
+        **known,
+        "wanted": [asdict(verdict) for verdict in results.verdicts()],
+        "runs": [asdict(run) for run in bench.runs],
+        "calls_us": calls,
+    }
+    return {f"{title}.md": results.markdown(title, told(known, given, how)), f"{title}.json": compact(raw)}
+
+
+def compact(raw: dict) -> str:
+    return json.dumps(raw, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
@@ -172,14 +218,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with servers.folder() as folder:
         setup = Setup(given, folder)
-        bench = measure.Bench(
-            setup.gateway, setup.plain, setup.with_kvgate, workloads.cases(given), given.answer_tokens
-        )
         try:
-            bench.run()
+            files = overheads(given, setup) if given.overhead else ttft(given, setup)
         finally:
             setup.stop()
-        write(given, setup, bench)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (given.out / name).write_text(text)
+    print(next(iter(files.values())))
+    tools.say(f"written: {', '.join(str(given.out / name) for name in files)}")
     return 0
 
 

@@ -6,8 +6,8 @@ engines          `vllm serve`, asked over HTTP: the time to the first token, and
 workloads        documents, conversations, retrieved documents
 measure          the passes: store, restart, ask again, beside a vLLM without kvgate
 overhead         a workload without reuse: a gateway that works, is gone, is slow, or has damaged objects
-scheduler_calls  what each call on the scheduler's thread takes, for a long prompt (run in the engine's environment)
-timed            the connector with a clock around each call (run in the engine)
+inside           what runs in the engine's environment: kvgate_timed, the connector with a clock around each call, and
+                 scheduler_calls, what each call on the scheduler's thread takes for a long prompt
 tables           the results for people
 plot             the results as lines
 """

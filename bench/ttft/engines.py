@@ -34,7 +34,7 @@ class Launcher:
 
     def __init__(self, python: Path, forked: bool) -> None:
         self.python = python
-        self.environment = {**os.environ, "PYTHONPATH": str(HERE), "VLLM_NO_USAGE_STATS": "1"}
+        self.environment = {**os.environ, "PYTHONPATH": str(HERE / "inside"), "VLLM_NO_USAGE_STATS": "1"}
         self.parent = None
         if forked:
             tools.say("importing vLLM")
