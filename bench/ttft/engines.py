@@ -121,12 +121,12 @@ class Engine:
         return False
 
     def stop(self) -> None:
-        """Its whole session: it may have many processes."""
+        """It ends its processes itself, and what it has in shared memory; what is left after a time is killed."""
         if not self.process:
             return
-        for how, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
+        for kill, how, seconds in ((os.kill, signal.SIGTERM, 30), (os.killpg, signal.SIGKILL, 10)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process, how)
+                kill(self.process, how)
             end = time.monotonic() + seconds
             while self.lives() and time.monotonic() < end:
                 time.sleep(0.05)

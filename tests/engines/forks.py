@@ -7,12 +7,20 @@ runs the very same command. Takes a line of JSON for each, `{"arguments": ["serv
 path}`, and answers `{"pid": number}`; ends them all when its input ends.
 """
 
+import contextlib
 import json
+import multiprocessing.shared_memory
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+
+# vLLM's processes leave what they share behind when they are forked: by its name it is found again.
+SHARED = f"f{os.getpid()}_"
+multiprocessing.shared_memory._SHM_NAME_PREFIX = f"/{SHARED}"
 
 
 def imported():
@@ -69,10 +77,10 @@ def listen():
         servers.append(serve(main, **json.loads(line)))
         print(json.dumps({"pid": servers[-1]}), flush=True)
     for server in servers:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(server, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for path in Path("/dev/shm").glob(f"{SHARED}*"):
+        path.unlink()
 
 
 def read_line():
