@@ -131,7 +131,11 @@ engine_tests() {
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
+    tests "the connector's parts" "$env/bin/python" -B tests/engines/test_connector.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
+    tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
+    tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py
+    KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 
 demo() {

@@ -86,11 +86,18 @@ def answers(port: int, address: str = LOOPBACK) -> bool:
 def memory_folder() -> Iterator[Path]:
     """A folder in memory for objects, certificates and logs."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="kvgate-bench-", dir=place))
+    with folder(place) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def folder(place: str | None = None) -> Iterator[Path]:
+    """A folder that is gone afterwards, where temporary files are unless told."""
+    found = Path(tempfile.mkdtemp(prefix="kvgate-bench-", dir=place))
     try:
-        yield folder
+        yield found
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(found, ignore_errors=True)
 
 
 # A static server that answers what clients of S3 ask besides: listings (of the peers' objects, or of none), and

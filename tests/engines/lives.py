@@ -112,6 +112,15 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
     return result
 
 
+def forget(llm):
+    """What vLLM has itself; first it gets back the blocks that stores still needed."""
+    client = llm.llm_engine.engine_core
+    while client.engine_core.scheduler.has_requests():
+        client.get_output()
+    if not llm.reset_prefix_cache():
+        raise AssertionError("vLLM's own cache could not be reset")
+
+
 def kvgate(socket, **extra):
     """vLLM's one flag."""
     return {

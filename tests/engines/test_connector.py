@@ -12,8 +12,6 @@ import unittest
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
 from kvgate import Space, weights
 from kvgate.vllm import KvGateConnector
 from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute
@@ -22,6 +20,7 @@ from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateStats
 from kvgate.vllm.versions import LACKING, REQUIRED, check
 from kvgate.vllm.worker import axes_of
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 API = Path(__file__).with_name("connector_api.json")
 """For each version of vLLM its base class's methods: name, parameters, and whether it is abstract. See record_api.py."""

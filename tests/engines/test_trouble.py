@@ -4,15 +4,17 @@ python tests/engines/test_trouble.py     in an environment with vLLM and the whe
 """
 
 import os
+import subprocess
 import unittest
 
 from case import CHUNK, PROMPTS, REUSED, EngineCase
-from lives import kvgate, prompt
+from lives import forget, kvgate, prompt
 
 from gateway import Gateway, Proxy
 
 # Of a proxy in front of the radosgw.
 S3_PORT = 17480
+BUCKET = "kvgate-engines"
 
 
 class GatewayTest(EngineCase):
@@ -70,7 +72,7 @@ class GatewayTest(EngineCase):
                 if change:
                     change()
                 for _ in range(2):
-                    llm.reset_prefix_cache()
+                    forget(llm)
                     tokens, outputs = generate(PROMPTS)
                     if self.gateway.pid():
                         self.gateway.flush()
@@ -93,9 +95,12 @@ class CephTest(EngineCase):
         self.endpoint = endpoints[0]
         self.prefix = f"engines-{os.getpid()}-{self._testMethodName}"
         self.gateway.s3 = self.s3(self.endpoint)
+        user = ":".join(os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+        make = ["curl", "-sf", "-X", "PUT", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", user]
+        subprocess.run([*make, f"{self.endpoint}/{BUCKET}"], check=True)
 
     def s3(self, endpoint):
-        return ["--endpoint", endpoint, "--bucket", "kvgate-demo", "--prefix", self.prefix]
+        return ["--endpoint", endpoint, "--bucket", BUCKET, "--prefix", self.prefix]
 
     def test_two_engines_share_a_bucket_through_two_gateways(self):
         self.gateway.start()
@@ -119,10 +124,10 @@ class CephTest(EngineCase):
         first = PROMPTS[:1]
 
         def act(llm, generate):
-            llm.reset_prefix_cache()
+            forget(llm)
             tokens, outputs = generate(first)
             proxy.end()
-            llm.reset_prefix_cache()
+            forget(llm)
             both, _ = generate(PROMPTS)
             generate([{"prompt_token_ids": prompt(77, 600)}])
             return tokens, sum(output.num_cached_tokens for output in outputs), both

@@ -1,11 +1,15 @@
-"""A Llama with few parameters, seeded, in a folder: `make(folder)`. Prompts are token ids, so it needs no tokenizer."""
+"""A Llama with few parameters, seeded, in a folder: `make(folder)`. Prompts are token ids, so it needs no tokenizer.
+
+python tests/engines/tiny_model.py FOLDER SEED [layers=8 hidden=512 ...]
+"""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY = 4, 256, 4, 64, 512, 32000
+HEAD_DIM, VOCABULARY = 64, 32000
+LAYERS, HIDDEN, HEADS, FEED_FORWARD = 4, 256, 4, 512
 
 
 def make(folder, seed=1234):
@@ -39,7 +43,7 @@ def write_adapter(folder, seed):
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def write(folder, seed):
+def write(folder, seed, layers=LAYERS, hidden=HIDDEN, heads=HEADS, feed_forward=FEED_FORWARD):
     import torch
     from safetensors.torch import save_file
 
@@ -48,11 +52,11 @@ def write(folder, seed):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FEED_FORWARD,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 32768,
@@ -71,22 +75,27 @@ def write(folder, seed):
         return torch.randn(*shape, generator=generator) * std
 
     weights = {
-        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN, std=1.0),
-        "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": random(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": random(VOCABULARY, hidden, std=1.0),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": random(VOCABULARY, hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         name = f"model.layers.{layer}."
         for projection in "qkv":
-            weights[f"{name}self_attn.{projection}_proj.weight"] = random(HEADS * HEAD_DIM, HIDDEN)
-        weights[f"{name}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * HEAD_DIM)
-        weights[f"{name}mlp.gate_proj.weight"] = random(FEED_FORWARD, HIDDEN)
-        weights[f"{name}mlp.up_proj.weight"] = random(FEED_FORWARD, HIDDEN)
-        weights[f"{name}mlp.down_proj.weight"] = random(HIDDEN, FEED_FORWARD)
-        weights[f"{name}input_layernorm.weight"] = torch.ones(HIDDEN)
-        weights[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+            weights[f"{name}self_attn.{projection}_proj.weight"] = random(heads * HEAD_DIM, hidden)
+        weights[f"{name}self_attn.o_proj.weight"] = random(hidden, heads * HEAD_DIM)
+        weights[f"{name}mlp.gate_proj.weight"] = random(feed_forward, hidden)
+        weights[f"{name}mlp.up_proj.weight"] = random(feed_forward, hidden)
+        weights[f"{name}mlp.down_proj.weight"] = random(hidden, feed_forward)
+        weights[f"{name}input_layernorm.weight"] = torch.ones(hidden)
+        weights[f"{name}post_attention_layernorm.weight"] = torch.ones(hidden)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":
-    (write_adapter if sys.argv[3:] == ["adapter"] else write)(sys.argv[1], int(sys.argv[2]))
+    folder, seed, *more = sys.argv[1:]
+    if more == ["adapter"]:
+        write_adapter(folder, int(seed))
+    else:
+        sizes = (word.partition("=") for word in more)
+        write(folder, int(seed), **{name: int(size) for name, _, size in sizes})

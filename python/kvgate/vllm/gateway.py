@@ -9,6 +9,9 @@ import sys
 import time
 
 START_SECONDS = 30
+LAUNCH = """import subprocess, sys
+print(subprocess.Popen(sys.argv[1:], stdout=sys.stderr, start_new_session=True).pid)"""
+"""Nobody's child and of no session: vLLM ends its processes with all of theirs, and signals go to a session."""
 
 
 def ensure(settings):
@@ -24,14 +27,12 @@ def ensure(settings):
             return
         command = [sys.executable, "-m", "kvgate", "serve", *shlex.split(settings.serve), "--socket", settings.socket]
         with open(settings.serve_log, "ab") as log:
-            # In a session of its own: the engine's signals are not for it. It does not inherit the lock.
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            launcher = [sys.executable, "-c", LAUNCH, *command]
+            started = subprocess.run(launcher, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, check=True)
+        process = int(started.stdout)
         deadline = time.monotonic() + START_SECONDS
         while not listens(settings.socket):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
+            if not os.path.exists(f"/proc/{process}") or time.monotonic() > deadline:
                 raise RuntimeError(f"{shlex.join(command)} does not answer: see {settings.serve_log}")
             time.sleep(0.05)
 
