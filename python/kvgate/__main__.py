@@ -7,9 +7,8 @@ from kvgate import _native
 
 
 def main():
-    # Rust handles Ctrl-C and SIGTERM itself, and a reader that has seen enough is no error.
+    # Rust handles Ctrl-C and SIGTERM itself. SIGPIPE stays ignored: a daemon outlives clients that go.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(_native.main(sys.argv[1:]))
 
 

@@ -24,8 +24,8 @@ class Prompt:
     def __init__(
         self, space: Space, salt: bytes | None = None, adapter: bytes | None = None, secret: bytes | None = None
     ) -> None: ...
-    def extend(self, tokens: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> int:
-        """Takes tokens that follow those it has, with extras at positions in the whole prompt; how many chunks are full now."""
+    def extend(self, tokens: bytes | Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> int:
+        """`tokens`: their numbers, or quicker, their bytes: 4 each, in the machine's order. Takes tokens that follow those it has, with extras at positions in the whole prompt; how many chunks are full now."""
 
     def __len__(self) -> int:
         """Full chunks."""

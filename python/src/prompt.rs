@@ -18,6 +18,13 @@ pub struct Prompt {
     extras: Vec<Extra>,
 }
 
+/// Bytes are several times quicker to take over.
+#[derive(FromPyObject)]
+enum Tokens<'py> {
+    Bytes(Bound<'py, PyBytes>),
+    Numbers(Vec<u32>),
+}
+
 #[pymethods]
 impl Prompt {
     #[new]
@@ -44,8 +51,18 @@ impl Prompt {
     }
 
     #[pyo3(signature = (tokens, extras=Vec::new()))]
-    fn extend(&mut self, py: Python<'_>, tokens: Vec<u32>, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
-        py.detach(|| self.take(&tokens, extras)).map_err(failed)
+    fn extend(&mut self, py: Python<'_>, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
+        let tokens = match &tokens {
+            Tokens::Numbers(numbers) => numbers,
+            Tokens::Bytes(bytes) => {
+                let (tokens, rest) = bytes.as_bytes().as_chunks::<4>();
+                if !rest.is_empty() {
+                    return Err(failed("tokens have 4 bytes each"));
+                }
+                &tokens.iter().map(|&token| u32::from_ne_bytes(token)).collect()
+            }
+        };
+        py.detach(|| self.take(tokens, extras)).map_err(failed)
     }
 
     fn __len__(&self) -> usize {

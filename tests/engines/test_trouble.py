@@ -96,8 +96,9 @@ class CephTest(EngineCase):
         self.prefix = f"engines-{os.getpid()}-{self._testMethodName}"
         self.gateway.s3 = self.s3(self.endpoint)
         user = ":".join(os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-        make = ["curl", "-sf", "-X", "PUT", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", user]
-        subprocess.run([*make, f"{self.endpoint}/{BUCKET}"], check=True)
+        sign = ["--aws-sigv4", "aws:amz:us-east-1:s3", "--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]
+        make = ["curl", "-sf", "-X", "PUT", *sign, "--user", user, f"{self.endpoint}/{BUCKET}"]
+        subprocess.run(make, check=True)
 
     def s3(self, endpoint):
         return ["--endpoint", endpoint, "--bucket", BUCKET, "--prefix", self.prefix]

@@ -9,9 +9,12 @@ import tempfile
 import threading
 import time
 import unittest
+from array import array
 from pathlib import Path
 
 from kvgate import KvGateError, Lookups, Prompt, Space
+
+from gateway import Gateway
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())
 SPACES = {space["name"]: space for space in VECTORS["spaces"] if "input" in space}
@@ -49,6 +52,9 @@ class PromptTest(unittest.TestCase):
                 grown.extend(range(first, min(first + step, 20)), here)
             self.assertEqual(grown.hashes(0, 5), whole.hashes(0, 5), step)
         self.assertEqual(whole.parent(2), whole.hashes(1, 2))
+        by_bytes = Prompt(tiny_space())
+        by_bytes.extend(array("I", range(20)).tobytes(), extras)
+        self.assertEqual(by_bytes.hashes(0, 5), whole.hashes(0, 5))
 
     def test_what_can_t_be_is_an_error(self):
         prompt = Prompt(tiny_space())
@@ -58,10 +64,11 @@ class PromptTest(unittest.TestCase):
             lambda: prompt.parent(3),
             lambda: prompt.extend([1], [(3, b"in a chunk that is hashed")]),
             lambda: prompt.extend([-1]),
+            lambda: prompt.extend(b"odd"),
             lambda: Prompt(tiny_space(), secret=b"short"),
             lambda: Space("{}"),
         ):
-            self.assertRaises((KvGateError, IndexError, OverflowError), wrong)
+            self.assertRaises((KvGateError, IndexError, OverflowError, TypeError), wrong)
 
 
 class LookupsTest(unittest.TestCase):
@@ -95,6 +102,19 @@ class LookupsTest(unittest.TestCase):
             lookups.ask("d", bytes(32))
             self.assertEqual(lookups.answer("d"), 0, "at once, without asking")
             self.assertEqual(len(accepted), asked)
+
+
+class CommandTest(unittest.TestCase):
+    def test_a_gateway_outlives_clients_that_go(self):
+        gateway = Gateway(tempfile.mkdtemp(prefix="kvgate-wheel-")).start()
+        self.addCleanup(gateway.end)
+        pid = gateway.pid()
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(gateway.socket))
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: kvgate\r\n\r\n" * 20)
+        gateway.call("stat")
+        self.assertEqual(gateway.pid(), pid)
 
 
 def accept_all(listener, accepted):

@@ -3,6 +3,7 @@
 import dataclasses
 import secrets
 import time
+from array import array
 
 from vllm.logger import init_logger
 
@@ -252,6 +253,7 @@ class SchedulerSide:
                 for feature in getattr(request, "mm_features", None) or ()
                 if state.hashed <= feature.mm_position.offset < tokens
             ]
-            state.prompt.extend(request.all_token_ids[state.hashed : tokens], extras)
+            new = array("I", request.all_token_ids[state.hashed : tokens])
+            state.prompt.extend(new.tobytes(), extras)
             state.hashed = tokens
         return len(state.prompt)
