@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
-use crate::api::wire::{CommitOutcome, ReserveChunk, ReservedChunk, SlotName};
+use crate::api::wire::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 use crate::arena::AttachedSlot;
 use crate::chunk::ChunkHash;
 use crate::client::Session;
@@ -121,7 +121,7 @@ impl Worker {
     async fn reserve(
         &self,
         chunks: &[NewChunk],
-    ) -> Result<(Arc<Session>, Registered, crate::api::wire::ReserveAnswer), WorkerError> {
+    ) -> Result<(Arc<Session>, Registered, ReserveAnswer), WorkerError> {
         let (session, pinned) = self.session().await?;
         let wanted = chunks.iter().map(|chunk| ReserveChunk {
             hash: chunk.hash,
