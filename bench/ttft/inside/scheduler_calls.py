@@ -108,12 +108,20 @@ def store(socket, space, tokens):
     pages = torch.zeros((CHUNK_TOKENS // BLOCK_TOKENS, 1, BLOCK_TOKENS, 16))
     tensors = [describe(pages, "BHNC", 0, (0, 1))]
     attach = {"instance": "scheduler-calls", "rank": 0, "world_size": 1}
-    worker = Worker(json.dumps({"socket": socket, "attach": attach, "tensors": tensors, "device": None}), space)
+    limits = {"load_deadline_ms": 30_000, "store_deadline_ms": 30_000, "patience_ms": 30_000}
+    breaker = {"breaker_timeouts": 3, "breaker_pause_ms": 1}
+    settings = {"socket": socket, "attach": attach, "tensors": tensors, "device": None, **limits, **breaker}
+    worker = Worker(json.dumps(settings), space)
     for chunk in range(chunks):
         table = list(range(CHUNK_TOKENS // BLOCK_TOKENS))
         worker.store(f"chunk {chunk}", prompt.hashes(chunk, chunk + 1), prompt.parent(chunk), 0, table)
-    worker.wait()
+    stored = []
+    while len(stored) < chunks:
+        time.sleep(0.01)
+        stored += worker.stored()
     worker.close()
+    if errors := [one.error for one in stored if one.error]:
+        raise SystemExit(errors[0])
 
 
 def main():
