@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
-use kvgate::copy::cuda::Gpu;
+use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::{
     Copier as AnyCopier, CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job,
     PagedCache, SlotMapping, Tensor,
@@ -41,7 +41,8 @@ impl Copier {
     fn load(&self, py: Python<'_>, payload: Vec<u8>, slots: Vec<i64>, stream: Option<u64>) -> PyResult<()> {
         let job = self.job(&slots)?;
         py.detach(|| {
-            let pending = self.0.load(payload, &job, stream.map(EngineStream))?;
+            let after = self.mark(stream)?;
+            let pending = self.0.load(payload, &job, after.as_ref())?;
             pending.wait().map(drop)
         })
         .map_err(failed)
@@ -57,7 +58,8 @@ impl Copier {
         let job = self.job(&slots)?;
         let payload = vec![0; self.0.cache().space().layout().payload_len()];
         let stored = py.detach(|| {
-            let pending = self.0.store(payload, &job, stream.map(EngineStream))?;
+            let after = self.mark(stream)?;
+            let pending = self.0.store(payload, &job, after.as_ref())?;
             pending.wait()
         });
         Ok(PyBytes::new(py, &stored.map_err(failed)?))
@@ -65,6 +67,11 @@ impl Copier {
 }
 
 impl Copier {
+    fn mark(&self, stream: Option<u64>) -> Result<Option<Mark>, CopyError> {
+        let marked = stream.map(|stream| self.0.mark(EngineStream(stream)));
+        Ok(marked.transpose()?.flatten())
+    }
+
     fn job(&self, slots: &[i64]) -> PyResult<Job> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
         let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_tokens());

@@ -8,7 +8,7 @@ use kvgate::client::{Client, Target};
 use kvgate::connector::{
     Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
 };
-use kvgate::copy::cuda::Gpu;
+use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::gateway::Order;
 use pyo3::prelude::*;
@@ -114,6 +114,7 @@ impl Worker {
             false => Order::Chunk,
         };
         py.detach(|| {
+            let after = self.mark(stream)?;
             let (id, waited) = (job.clone(), (job.clone(), Arc::clone(&progress)));
             let all = 0..wanted.len();
             let work = async move {
@@ -122,7 +123,7 @@ impl Worker {
                     wanted: &wanted,
                     order,
                     deadline_ms: Some(deadline_ms),
-                    engine: stream.map(EngineStream),
+                    after,
                 };
                 rank.load(load, &progress).await
             };
@@ -201,11 +202,12 @@ impl Worker {
         let (rank, deadline) = (Arc::clone(&self.rank), self.store_deadline);
         let hold = Arc::<Hold>::default();
         py.detach(|| {
+            let after = self.mark(stream)?;
             let held = (job.clone(), Arc::clone(&hold));
             let work = async move {
                 let store = Store {
                     chunks: &chunks,
-                    engine: stream.map(EngineStream),
+                    after,
                     deadline,
                 };
                 rank.store(store, &hold).await
@@ -330,6 +332,11 @@ impl Worker {
             })
         });
         wanted.collect()
+    }
+
+    fn mark(&self, stream: Option<u64>) -> PyResult<Option<Mark>> {
+        let marked = stream.map(|stream| self.rank.mark(EngineStream(stream)));
+        Ok(marked.transpose().map_err(failed)?.flatten())
     }
 
     /// Of so many tokens.

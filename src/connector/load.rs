@@ -8,22 +8,22 @@ use crate::api::wire::{LoadLine, LoadRequest, SlotName};
 use crate::arena::{AttachedArena, AttachedSlot};
 use crate::chunk::ChunkHash;
 use crate::client::{ClientError, Session};
-use crate::copy::{EngineStream, Job, Pending, Spans};
+use crate::copy::cuda::Mark;
+use crate::copy::{Job, Pending, Spans};
 use crate::gateway::Order;
 
 /// Copies that are on their way while the next chunk is waited for.
 const COPIES: usize = 4;
 
 /// Chunks of a prompt, in its order, to bring into their pages.
-#[derive(Debug)]
 pub struct Load<'a> {
     /// The same on all ranks of an engine, and never used twice.
     pub id: &'a str,
     pub wanted: &'a [Wanted],
     pub order: Order,
     pub deadline_ms: Option<u64>,
-    /// What was given to this stream so far comes before the pages are written.
-    pub engine: Option<EngineStream>,
+    /// What the engine's stream was given until here comes before the pages are written.
+    pub after: Option<Mark>,
 }
 
 /// A chunk to load, and where its tokens go.
@@ -171,8 +171,8 @@ impl Worker {
             spans: load.wanted[index].spans.clone(),
             at,
         };
-        let (copier, engine) = (Arc::clone(&self.load), load.engine);
-        let begun = tokio::task::spawn_blocking(move || copier.load(slot, &job, engine)).await?;
+        let (copier, after) = (Arc::clone(&self.load), load.after.clone());
+        let begun = tokio::task::spawn_blocking(move || copier.load(slot, &job, after.as_ref())).await?;
         Ok(begun?)
     }
 }

@@ -8,15 +8,15 @@ use crate::api::wire::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk
 use crate::arena::AttachedSlot;
 use crate::chunk::ChunkHash;
 use crate::client::Session;
-use crate::copy::{CopyError, EngineStream, Job, Pending, Spans};
+use crate::copy::cuda::Mark;
+use crate::copy::{CopyError, Job, Pending, Spans};
 use crate::node::Share;
 
 /// Chunks of a prompt, in its order, to hand over out of their pages.
-#[derive(Debug)]
 pub struct Store<'a> {
     pub chunks: &'a [NewChunk],
-    /// What was given to this stream so far computes them.
-    pub engine: Option<EngineStream>,
+    /// What the engine's stream was given until here computes them.
+    pub after: Option<Mark>,
     /// A node that has not made room by then gets nothing: the engine wants its pages back.
     pub deadline: Duration,
 }
@@ -162,9 +162,9 @@ impl Worker {
                 Err(error) => return (0, Some(error.into())),
             }
         }
-        let engine = store.engine;
+        let after = store.after.clone();
         let copied = tokio::task::spawn_blocking(move || {
-            let begin = |(slot, job): (AttachedSlot, Job)| copier.store(slot, &job, engine);
+            let begin = |(slot, job): (AttachedSlot, Job)| copier.store(slot, &job, after.as_ref());
             let pending: Vec<Result<Pending<AttachedSlot>, CopyError>> =
                 jobs.into_iter().map(begin).collect();
             let mut good = 0;

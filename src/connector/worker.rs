@@ -9,7 +9,8 @@ use crate::api::wire::{AttachRequest, SpaceInfo};
 use crate::arena::AttachedError;
 use crate::chunk::Space;
 use crate::client::{Client, ClientError, Engine, Session};
-use crate::copy::{Copier, CopyError};
+use crate::copy::cuda::Mark;
+use crate::copy::{Copier, CopyError, EngineStream};
 use crate::node::Share;
 
 /// One rank of an engine: chunks from the node into its pages ([`load`](Self::load)), and back ([`store`](Self::store)).
@@ -72,6 +73,11 @@ impl Worker {
             closed: watch::Sender::new(false),
             breaker,
         }
+    }
+
+    /// What the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
+    pub fn mark(&self, engine: EngineStream) -> Result<Option<Mark>, CopyError> {
+        self.load.mark(engine)
     }
 
     /// No load goes on: what is not loaded yet never is.

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::cache::PagedCache;
 use super::cpu::CpuCopier;
-use super::cuda::{CudaCopier, Event, Pinned};
+use super::cuda::{CudaCopier, Event, Mark, Pinned};
 use super::error::CopyError;
 use super::mapping::Spans;
 use super::object::{Source, Target};
@@ -30,29 +30,28 @@ pub struct Job {
 pub struct EngineStream(pub u64);
 
 impl Copier {
-    /// From the object into the pages, after all that `engine` was given so far.
-    pub fn load<S: Source>(
-        &self,
-        from: S,
-        job: &Job,
-        engine: Option<EngineStream>,
-    ) -> Result<Pending<S>, CopyError> {
+    /// From the object into the pages, after what the engine's stream was given until `after`.
+    pub fn load<S: Source>(&self, from: S, job: &Job, after: Option<&Mark>) -> Result<Pending<S>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.load(from, job),
-            Self::Cuda(copier) => copier.load(from, job, engine),
+            Self::Cuda(copier) => copier.load(from, job, after),
         }
     }
 
-    /// From the pages into the object, after all that `engine` was given so far: the forward pass.
-    pub fn store<T: Target>(
-        &self,
-        to: T,
-        job: &Job,
-        engine: Option<EngineStream>,
-    ) -> Result<Pending<T>, CopyError> {
+    /// From the pages into the object, after what the engine's stream was given until `after`: the forward pass.
+    pub fn store<T: Target>(&self, to: T, job: &Job, after: Option<&Mark>) -> Result<Pending<T>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.store(to, job),
-            Self::Cuda(copier) => copier.store(to, job, engine),
+            Self::Cuda(copier) => copier.store(to, job, after),
+        }
+    }
+
+    /// What `engine` was given so far. Marked when the engine orders a copy: what it is given later does not hold that up.
+    /// None: a CPU.
+    pub fn mark(&self, engine: EngineStream) -> Result<Option<Mark>, CopyError> {
+        match self {
+            Self::Cpu(_) => Ok(None),
+            Self::Cuda(copier) => Ok(Some(copier.mark(engine)?)),
         }
     }
 

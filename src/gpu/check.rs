@@ -116,15 +116,18 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checke
     };
 
     let source = source.freeze();
-    let engine = Some(device.engine());
-    device.copier().load(source.clone(), &job, engine)?.wait()?;
+    let copier = device.copier();
+    let after = copier.mark(device.engine())?;
+    copier.load(source.clone(), &job, Some(&after))?.wait()?;
     twin.load(source, &job)?;
     case.compare("pages after a load", &device.image()?, twin.image())?;
 
     fastrand::Rng::with_seed(2).fill(twin.image_mut());
     device.set_image(twin.image())?;
     let expected = twin.store(vec![POISON; object_len], &job)?;
-    let target: SlotMut = device.copier().store(target, &job, engine)?.wait()?;
+    let copier = device.copier();
+    let after = copier.mark(device.engine())?;
+    let target: SlotMut = copier.store(target, &job, Some(&after))?.wait()?;
     case.compare("the object after a store", &target, &expected)?;
     case.compare("pages after a store", &device.image()?, twin.image())?;
     Ok(Checked {

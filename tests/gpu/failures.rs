@@ -36,11 +36,13 @@ const CALLS: [&str; 21] = [
 fn copies() -> Result<(), CopyError> {
     let stage = Stage::new(&KNOWN[1], usize::MAX)?;
     let (job, object) = (stage.job(0), stage.object(1));
-    let loaded = stage.copier().load(object, &job, Some(stage.stream()))?;
+    let copier = stage.copier();
+    let loaded = copier.load(object, &job, Some(&copier.mark(stage.stream())?))?;
     loaded.hold_up(stage.stream())?;
-    let stored = stage.copier().store(stage.slot(), &job, Some(stage.stream()));
+    let after = copier.mark(stage.stream());
+    let stored = after.map(|after| copier.store(stage.slot(), &job, Some(&after)));
     loaded.wait()?;
-    let stored = stored?.wait()?;
+    let stored = stored??.wait()?;
     let share = stage.space.layout().plane(0);
     let heads = share.start + share.len() / 4..share.start + share.len() / 4 * 3;
     let object = stage.object(1);

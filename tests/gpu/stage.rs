@@ -3,7 +3,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
 use kvgate::chunk::Space;
-use kvgate::copy::cuda::Gpu;
+use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
 use kvgate::copy::{
     CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
@@ -84,6 +84,10 @@ impl Stage {
         self.copier.as_ref().unwrap()
     }
 
+    pub fn mark(&self) -> Mark {
+        self.copier().mark(self.stream()).unwrap()
+    }
+
     pub fn stream(&self) -> EngineStream {
         EngineStream(self.engine.cu_stream() as u64)
     }
@@ -149,7 +153,7 @@ impl Stage {
 
     pub fn load(&self, object: &Slot, job: &Job) -> Pending<Slot> {
         self.copier()
-            .load(object.clone(), job, Some(self.stream()))
+            .load(object.clone(), job, Some(&self.mark()))
             .unwrap()
     }
 
@@ -223,13 +227,13 @@ fn sees_what_was_loaded(mut stage: Stage) {
     let mut image = stage.compute(4);
     let copies = [0, 1].map(|nth| (stage.object(nth.into()), stage.job(nth)));
     // Whoever has waited for the engine once need not do it again.
-    let load = |nth: usize, engine| {
+    let load = |nth: usize, after: Option<&Mark>| {
         stage
             .copier()
-            .load(copies[nth].0.clone(), &copies[nth].1, engine)
+            .load(copies[nth].0.clone(), &copies[nth].1, after)
             .unwrap()
     };
-    let loads = [load(0, Some(stage.stream())), load(1, None)];
+    let loads = [load(0, Some(&stage.mark())), load(1, None)];
     for (load, (object, job)) in loads.into_iter().zip(&copies) {
         load.wait().unwrap();
         stage.twin_load(&mut image, object, job);
@@ -250,13 +254,13 @@ fn sees_what_was_loaded(mut stage: Stage) {
 fn stores_what_was_computed(mut stage: Stage) {
     let mut image = stage.compute(5);
     let jobs = [0, 1].map(|nth| stage.job(nth));
-    let store = |nth: usize, engine| {
+    let store = |nth: usize, after: Option<&Mark>| {
         stage
             .copier()
-            .store(stage.poisoned_slot(), &jobs[nth], engine)
+            .store(stage.poisoned_slot(), &jobs[nth], after)
             .unwrap()
     };
-    let stores = [store(0, Some(stage.stream())), store(1, None)];
+    let stores = [store(0, Some(&stage.mark())), store(1, None)];
     // The engine writes these blocks again.
     stores[1].hold_up(stage.stream()).unwrap();
     let object_len = stage.space.layout().object_len();
@@ -278,7 +282,7 @@ fn goes_while_copies_are_under_way(mut stage: Stage) {
     let stored_at = slot.as_ptr() as u64;
     let store = stage
         .copier()
-        .store(slot, &store_job, Some(stage.stream()))
+        .store(slot, &store_job, Some(&stage.mark()))
         .unwrap();
     stage.copier = None;
     assert!(

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use super::dma::{self, Block};
-use super::gpu::{CudaError, Event, Gpu, call};
+use super::gpu::{CudaError, Event, Gpu, Mark, call};
 use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
 use super::pinned::{Mapped, Pinned};
@@ -60,7 +60,7 @@ impl CudaCopier {
     ///
     /// # Safety
     /// The cache's addresses are of memory on this GPU that stays there for as long as the copier lives. Between a
-    /// copy's call and its end the engine touches its tokens only on the stream that the call names.
+    /// copy's call and its end the engine touches its tokens only on the stream that was marked for it.
     pub unsafe fn new(gpu: &Arc<Gpu>, cache: PagedCache, options: CudaOptions) -> Result<Self, CudaError> {
         let shares = Shares::new(&cache)?;
         let ring = RingSize {
@@ -86,30 +86,30 @@ impl CudaCopier {
         })
     }
 
-    /// From the object into the pages, after what `engine` was given so far.
-    pub fn load<S: Source>(
-        &self,
-        from: S,
-        job: &Job,
-        engine: Option<EngineStream>,
-    ) -> Result<Pending<S>, CopyError> {
+    /// From the object into the pages, which comes after `after`.
+    pub fn load<S: Source>(&self, from: S, job: &Job, after: Option<&Mark>) -> Result<Pending<S>, CopyError> {
         let bytes = from.bytes();
         let parts = job.check_load(&self.cache, bytes.len())?;
         let host = bytes.cast::<u8>() as usize;
-        self.copy(from, Way::Scatter, host, job, parts, engine)
+        self.copy(from, Way::Scatter, host, job, parts, after)
     }
 
-    /// From the pages into the object, after what `engine` was given so far.
+    /// From the pages into the object, which comes after `after`.
     pub fn store<T: Target>(
         &self,
         mut to: T,
         job: &Job,
-        engine: Option<EngineStream>,
+        after: Option<&Mark>,
     ) -> Result<Pending<T>, CopyError> {
         let bytes = to.bytes();
         let parts = job.check_store(&self.cache, bytes.len())?;
         let host = bytes.cast::<u8>() as usize;
-        self.copy(to, Way::Gather, host, job, parts, engine)
+        self.copy(to, Way::Gather, host, job, parts, after)
+    }
+
+    /// What `engine` was given so far, for copies that come after it.
+    pub fn mark(&self, engine: EngineStream) -> Result<Mark, CudaError> {
+        self.gpu.mark(engine)
     }
 
     /// Registers memory with this copier's GPU, for [`pin`](Self::pin). That of a large arena takes seconds.
@@ -148,14 +148,14 @@ impl CudaCopier {
         host: usize,
         job: &Job,
         parts: Range<usize>,
-        engine: Option<EngineStream>,
+        after: Option<&Mark>,
     ) -> Result<Pending<H>, CopyError> {
         let lane = match way {
             Way::Scatter => &self.load,
             Way::Gather => &self.store,
         };
         let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.submit(&mut lane, way, host, job, parts, engine) {
+        match self.submit(&mut lane, way, host, job, parts, after) {
             Ok(done) => Ok(Pending::new(held, Some(done))),
             Err(error) => {
                 // Some of it may be under way.
@@ -174,12 +174,10 @@ impl CudaCopier {
         host: usize,
         job: &Job,
         parts: Range<usize>,
-        engine: Option<EngineStream>,
+        after: Option<&Mark>,
     ) -> Result<Event, CudaError> {
-        if let Some(engine) = engine {
-            let before = self.gpu.mark(engine)?;
-            let waits = lane.toucher().wait(&before);
-            waits.map_err(call("wait for the engine's stream"))?;
+        if let Some(after) = after {
+            after.hold_up(lane.toucher())?;
         }
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };

@@ -106,12 +106,22 @@ impl Gpu {
     }
 
     /// What `engine` was given so far.
-    pub(super) fn mark(&self, engine: EngineStream) -> Result<CudaEvent, CudaError> {
+    pub fn mark(&self, engine: EngineStream) -> Result<Mark, CudaError> {
         // SAFETY: the engine vouches for its stream, and the wrapper is gone at the end of this call.
         let stream = unsafe { self.context.wrap_borrowed_stream(engine.0 as sys::CUstream) };
-        stream
-            .record_event(None)
-            .map_err(call("mark the engine's stream"))
+        let event = stream.record_event(None);
+        Ok(Mark(Arc::new(event.map_err(call("mark the engine's stream"))?)))
+    }
+}
+
+/// A place in the engine's stream, which copies come after.
+#[derive(Clone)]
+pub struct Mark(Arc<CudaEvent>);
+
+impl Mark {
+    /// `stream` goes on when the engine's is past it.
+    pub(super) fn hold_up(&self, stream: &CudaStream) -> Result<(), CudaError> {
+        stream.wait(&self.0).map_err(call("wait for the engine's stream"))
     }
 }
 

@@ -35,7 +35,7 @@ mod pinned;
 mod shares;
 
 pub use copier::{CudaCopier, CudaOptions};
-pub use gpu::{CudaError, Event, Gpu, Presence};
+pub use gpu::{CudaError, Event, Gpu, Mark, Presence};
 pub use kernel::PTX;
 pub use pages::{DevicePages, PagesError};
 pub use pinned::{Mapped, Pinned};
