@@ -63,7 +63,7 @@ impl Lookups {
         let (deadline, pin_ms, breaker) = (self.deadline, self.pin_ms, Arc::clone(&self.breaker));
         py.detach(|| {
             runtime()?.spawn(async move {
-                let found = tokio::time::timeout(deadline, look(&client, &space, &hashes, pin_ms)).await;
+                let found = tokio::time::timeout(deadline, look(&client, &space, &hashes, deadline, pin_ms)).await;
                 breaker.note(found.is_ok());
                 let prefix = match found {
                     Ok(Ok(prefix)) => prefix,
@@ -100,14 +100,21 @@ fn lock(
     answers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Of the deadline; the rest is for the way.
+const GATEWAYS_SHARE: f64 = 0.8;
+
 /// Declares the space when the daemon, perhaps a new one, does not know it.
 async fn look(
     client: &Client,
     space: &kvgate::chunk::Space,
     hashes: &[ChunkHash],
+    deadline: Duration,
     pin_ms: u64,
 ) -> Result<usize, ClientError> {
-    let (id, query) = (space.id().to_string(), format!("pin_ms={pin_ms}&prefetch=true"));
+    // What the gateway knows by then is better than no answer.
+    let deadline_ms = (deadline.mul_f64(GATEWAYS_SHARE).as_millis()).max(1);
+    let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true");
+    let id = space.id().to_string();
     match client.lookup_hashes(&id, hashes, &query).await {
         Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
             client.declare(space).await?;

@@ -28,7 +28,9 @@ class EngineCase(unittest.TestCase):
             EngineCase.plain = cls.alive(PROMPTS)
 
     def setUp(self):
-        self.gateway = Gateway(tempfile.mkdtemp(prefix="kvgate-vllm-"))
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-vllm-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        self.gateway = Gateway(folder.name)
         self.addCleanup(self.gateway.end)
 
     @classmethod

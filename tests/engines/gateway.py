@@ -3,7 +3,6 @@ And what stands between."""
 
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -18,7 +17,7 @@ KVGATE = Path(sys.executable).with_name("kvgate")
 
 class Gateway:
     def __init__(self, folder, name="gateway", s3=None):
-        """`s3`: arguments that name another S3 than the embedded one."""
+        """`folder`: the caller's, for the socket, the log and the objects. `s3`: arguments that name another S3 than the embedded one."""
         self.folder = Path(folder)
         self.s3 = s3 or ["--embedded", self.folder / "objects"]
         self.socket = self.folder / f"{name}.sock"
@@ -70,7 +69,6 @@ class Gateway:
     def end(self):
         self.stop(signal.SIGTERM)
         self.arena.unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Proxy:

@@ -106,7 +106,9 @@ class LookupsTest(unittest.TestCase):
 
 class CommandTest(unittest.TestCase):
     def test_a_gateway_outlives_clients_that_go(self):
-        gateway = Gateway(tempfile.mkdtemp(prefix="kvgate-wheel-")).start()
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-wheel-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        gateway = Gateway(folder.name).start()
         self.addCleanup(gateway.end)
         pid = gateway.pid()
         for _ in range(100):
