@@ -63,7 +63,8 @@ impl Lookups {
         let (deadline, pin_ms, breaker) = (self.deadline, self.pin_ms, Arc::clone(&self.breaker));
         py.detach(|| {
             runtime()?.spawn(async move {
-                let found = tokio::time::timeout(deadline, look(&client, &space, &hashes, deadline, pin_ms)).await;
+                let found =
+                    tokio::time::timeout(deadline, look(&client, &space, &hashes, deadline, pin_ms)).await;
                 breaker.note(found.is_ok());
                 let prefix = match found {
                     Ok(Ok(prefix)) => prefix,
