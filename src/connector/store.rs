@@ -33,12 +33,10 @@ pub struct NewChunk {
 /// What became of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stored {
-    /// Which are in the node's hands, handed over by this rank now or there before.
+    /// Which are in the node's hands: handed over by this rank, there already, or another rank's or engine's to hand over.
     pub there: Vec<usize>,
     /// Handed over by this rank.
     pub stored: usize,
-    /// There already, or another rank's or engine's to hand over.
-    pub skipped: usize,
     /// For which the node had no room.
     pub refused: usize,
 }
@@ -88,10 +86,7 @@ impl Worker {
                     offset,
                 } => named.push((index, SlotName { slot, generation }, offset)),
                 ReservedChunk::Skip { skip } if skip == "full" => stored.refused += 1,
-                ReservedChunk::Skip { .. } => {
-                    stored.skipped += 1;
-                    stored.there.push(index);
-                }
+                ReservedChunk::Skip { .. } => stored.there.push(index),
             }
         }
         let names = |range: Range<usize>| named[range].iter().map(|&(_, name, _)| name).collect::<Vec<_>>();

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from kvgate import Space, weights
 from kvgate.vllm import KvGateConnector
+from kvgate.vllm.metadata import StepMetadata, WorkerReport
 from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
@@ -276,6 +277,50 @@ class SchedulerTest(unittest.TestCase):
         meta = SimpleNamespace(stores=[])
         self.scheduler.add_store(meta, state, 20)
         self.assertEqual(meta.stores, [])
+
+
+class LoadTest(unittest.TestCase):
+    """A request of 20 tokens in blocks of 4 and chunks of 8, of which the first chunk is loaded on two ranks."""
+
+    def setUp(self):
+        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
+        model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
+        self.scheduler = SchedulerSide(model, Settings.read({"socket": "/nowhere/sock", "layerwise": True}), ranks=2)
+        self.request = SchedulerTest.request(self)
+        self.scheduler.new_request(self.request)
+        self.state = self.scheduler.requests["r"]
+        self.state.found, self.state.blocks = 1, [10, 11, 12, 13, 14]
+        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 8)
+
+    def stored(self):
+        meta = StepMetadata()
+        self.scheduler.add_store(meta, self.state, 20)
+        return [store.first_token for store in meta.stores]
+
+    def report(self, failed_blocks=()):
+        self.scheduler.ended(failed_blocks, WorkerReport(loaded={self.state.load.job: 1}))
+
+    def test_nothing_is_stored_before_all_ranks_have_what_it_was_computed_from(self):
+        self.assertEqual(self.stored(), [])
+        self.report()
+        self.assertEqual(self.stored(), [])
+        self.report()
+        self.assertEqual(self.stored(), [8])
+
+    def test_what_a_rank_did_not_get_is_stored_anew(self):
+        self.report()
+        self.report(failed_blocks={11})
+        self.assertEqual(self.stored(), [0])
+        self.assertEqual(self.scheduler.matched_tokens(self.request, 0), (0, False))
+
+    def test_reports_of_ranks_are_added_up(self):
+        one = WorkerReport({"r#1": 1}, {"r#s1": (1, {0, 1})})
+        both = one.aggregate(WorkerReport({"r#1": 1}, {"r#s1": (1, {1, 2}), "r#s2": (1, {0})}))
+        self.assertEqual((both.loaded, both.stored), ({"r#1": 2}, {"r#s1": (2, {1}), "r#s2": (1, {0})}))
+
+    def test_the_end_of_an_earlier_load_says_nothing(self):
+        self.scheduler.ended((), WorkerReport(loaded={"r#0": 2, "gone#1": 2}))
+        self.assertEqual(self.stored(), [])
 
 
 class LayoutTest(unittest.TestCase):

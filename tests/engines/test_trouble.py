@@ -121,7 +121,7 @@ class CephTest(EngineCase):
         self.gateway.flush()
         self.gateway.kill()
         self.gateway.start()
-        # The gateway has none of it in memory, and knows of half of it only.
+        # The gateway has none of it in memory.
         first = PROMPTS[:1]
 
         def act(llm, generate):

@@ -15,6 +15,7 @@ import torch
 from kvgate import Prompt, Space, Worker
 from kvgate.tensors import describe
 from kvgate.vllm import KvGateConnector
+from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import Model
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
@@ -69,7 +70,8 @@ class Calls:
         self.timed("update_state_after_alloc", request, Blocks(self.table), found)
         self.timed("build_connector_meta", SchedulerOutput.make_empty(), what=" with a load")
         request.num_computed_tokens = found
-        loaded = KVConnectorOutput(finished_recving={request.request_id})
+        report = WorkerReport(loaded={f"{request.request_id}#1": 1})
+        loaded = KVConnectorOutput(finished_recving={request.request_id}, kv_connector_worker_meta=report)
         self.timed("update_connector_output", loaded)
         self.timed("update_state_after_alloc", request, Blocks(self.table), 0)
         self.timed("build_connector_meta", self.first_step(request, found), what=" with a new request")

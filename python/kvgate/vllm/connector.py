@@ -66,11 +66,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output):
-        self.scheduler.ended(
-            connector_output.finished_recving or (),
-            connector_output.invalid_block_ids or (),
-            connector_output.kv_connector_worker_meta,
-        )
+        self.scheduler.ended(connector_output.invalid_block_ids or (), connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request, block_ids):
         return self.scheduler.finished(request), None

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class Load:
     """Chunks of a request into its blocks."""
 
+    job: str
     request: str
-    attempt: int
     hashes: bytes
     first_token: int
     tokens: tuple[int, int]
@@ -39,12 +39,20 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclasses.dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Of the stores that have ended: how many ranks say so, and the chunks that are there for all of them."""
+    """Jobs that have ended, and how many ranks say so."""
 
+    loaded: dict[str, int] = dataclasses.field(default_factory=dict)
     stored: dict[str, tuple[int, set[int]]] = dataclasses.field(default_factory=dict)
+    """With the chunks that are there for all of them."""
 
     def aggregate(self, other):
+        for job, ranks in other.loaded.items():
+            self.loaded[job] = self.loaded.get(job, 0) + ranks
         for job, (ranks, there) in other.stored.items():
             before, all_there = self.stored.get(job, (0, there))
             self.stored[job] = (before + ranks, all_there & there)
         return self
+
+
+def request_of(job):
+    return job.rpartition("#")[0]

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
 from kvgate.vllm.events import Events
-from kvgate.vllm.metadata import Load, StepMetadata, Store
+from kvgate.vllm.metadata import Load, StepMetadata, Store, request_of
 from kvgate.vllm.rates import LoadOrCompute
 from kvgate.vllm.stats import KvGateStats
 
@@ -32,8 +32,9 @@ class RequestState:
     """Chunks of the leading run that are known to be there, or were handed to a store."""
     blocks: list[int] = dataclasses.field(default_factory=list)
     load: Load | None = None
-    """The latest; of those between steps, until it has ended."""
+    """The latest, until all ranks have ended it."""
     load_began: float = 0.0
+    ranks_ended: int = 0
     loads: int = 0
     to_load: bool = False
     """Whether no worker has been told of it."""
@@ -57,7 +58,7 @@ class SchedulerSide:
             settings.breaker_timeouts,
             settings.breaker_pause_ms,
         )
-        self.is_consumer, self.is_producer = is_consumer, is_producer
+        self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
         self.is_layerwise = settings.layerwise
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
         self.events = Events(self.block_tokens, self.chunk_tokens, ranks) if has_events else None
@@ -111,10 +112,10 @@ class SchedulerSide:
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
-        state.to_load = True
+        state.to_load, state.ranks_ended = True, 0
         state.load = Load(
+            job=f"{request.request_id}#{state.loads}",
             request=request.request_id,
-            attempt=state.loads,
             hashes=state.prompt.hashes(first, last),
             first_token=first * self.chunk_tokens,
             tokens=(start, end),
@@ -150,9 +151,10 @@ class SchedulerSide:
         return meta
 
     def add_store(self, meta, state, computed_tokens):
-        """Of the chunks that are full after this step and that nobody has yet."""
+        """Of the chunks that are full after this step and that nobody has yet. While a load within steps is not known to
+        have come, on any rank, what is computed may be nothing: it is stored after that."""
         full = computed_tokens // self.chunk_tokens
-        if full <= state.found or state.is_stale:
+        if full <= state.found or state.is_stale or state.load is not None:
             return
         # What was generated has hashes, too, once it is a full chunk.
         full = min(full, self.extend(state, min(full * self.chunk_tokens, state.request.num_tokens)))
@@ -174,33 +176,32 @@ class SchedulerSide:
             )
         )
 
-    def ended(self, received, failed_blocks, report):
+    def ended(self, failed_blocks, report):
         """What the workers have told after a step."""
-        for request_id in received:
-            state = self.requests.get(request_id)
-            if state is None or state.load is None:
+        if report is None:
+            return
+        for job, ranks in report.loaded.items():
+            state = self.requests.get(request_of(job))
+            if state is None or state.load is None or state.load.job != job:
                 continue
-            if not self.not_loaded(state, failed_blocks) and self.load_or_compute is not None:
-                tokens = state.load.tokens[1] - state.load.tokens[0]
-                self.load_or_compute.loaded(tokens, time.monotonic() - state.load_began)
-            state.load = None
-        if failed_blocks and self.is_layerwise:
-            for state in self.requests.values():
-                if state is not None and state.load is not None:
-                    self.not_loaded(state, failed_blocks)
-        if report is not None and self.events is not None:
+            state.ranks_ended += ranks
+            self.note_failure(state, failed_blocks)
+            if state.ranks_ended == self.ranks:
+                if self.load_or_compute is not None and not state.gave_up:
+                    tokens = state.load.tokens[1] - state.load.tokens[0]
+                    self.load_or_compute.loaded(tokens, time.monotonic() - state.load_began)
+                state.load = None
+        if self.events is not None:
             self.events.ended(report.stored)
 
-    def not_loaded(self, state, failed_blocks):
+    def note_failure(self, state, failed_blocks):
         """What a load did not bring is computed, and stored again: it may have been damaged."""
         load, size = state.load, self.block_tokens
         blocks = range(load.tokens[0] // size, (load.tokens[1] - 1) // size + 1)
         failed = next((at for at in blocks if load.block_table[at] in failed_blocks), None)
-        if failed is None:
-            return False
-        state.gave_up = True
-        state.found = min(state.found, failed * size // self.chunk_tokens)
-        return True
+        if failed is not None:
+            state.gave_up = True
+            state.found = min(state.found, failed * size // self.chunk_tokens)
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""

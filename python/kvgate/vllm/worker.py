@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 
 from kvgate import Worker
 from kvgate.tensors import describe
-from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.metadata import WorkerReport, request_of
 from kvgate.vllm.stats import KvGateStats
 
 logger = init_logger(__name__)
@@ -32,8 +32,6 @@ class WorkerSide:
         """Finished requests whose blocks are needed."""
         self.received: set[str] = set()
         """Requests whose loads have ended."""
-        self.failed_requests: set[str] = set()
-        """Those that this step's loads have failed."""
         self.failed_blocks: set[int] = set()
         self.report = WorkerReport()
         self.stats = KvGateStats()
@@ -79,18 +77,17 @@ class WorkerSide:
 
     def load(self, loads, stream, by_layer=False):
         for load in loads:
-            job = f"{load.request}#{load.attempt}"
             try:
                 self.need_worker().load(
-                    job, load.hashes, load.first_token, load.tokens, load.block_table, stream, by_layer
+                    load.job, load.hashes, load.first_token, load.tokens, load.block_table, stream, by_layer
                 )
             except Exception as error:
                 # It is computed.
                 logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
                 self.fail(load, 0)
-                self.received.add(load.request)
+                self.end(load)
             else:
-                self.loads[job] = load
+                self.loads[load.job] = load
 
     def wait_layer(self, name):
         """Until this layer of all loads is in its pages."""
@@ -105,10 +102,6 @@ class WorkerSide:
     def store(self, stores, stream):
         for store in stores:
             self.stores.setdefault(store.request, set())
-            # What was computed from something that did not come is nothing.
-            if store.request in self.failed_requests:
-                self.report.stored[store.job] = (1, set())
-                continue
             try:
                 self.need_worker().store(
                     store.job, store.hashes, store.parent, store.first_token, store.block_table, stream
@@ -138,7 +131,6 @@ class WorkerSide:
         for request in sent:
             del self.stores[request]
         received, self.received = self.received, set()
-        self.failed_requests = set()
         return sent, received
 
     def collect(self):
@@ -150,7 +142,7 @@ class WorkerSide:
             if ended.missing:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
                 self.fail(load, min(ended.missing))
-            self.received.add(load.request)
+            self.end(load)
         for job in self.worker.freed():
             self.stores[request_of(job)].discard(job)
         for ended in self.worker.stored():
@@ -159,11 +151,14 @@ class WorkerSide:
             if ended.error:
                 logger.debug("kvgate: %s was not stored: %s", ended.job, ended.error)
 
+    def end(self, load):
+        self.received.add(load.request)
+        self.report.loaded[load.job] = 1
+
     def fail(self, load, chunk):
         """All blocks from this chunk of the load on are not there."""
         first = max(load.tokens[0], load.first_token + chunk * self.model.space.chunk_tokens)
         block_tokens = self.model.block_tokens
-        self.failed_requests.add(load.request)
         self.failed_blocks.update(load.block_table[first // block_tokens : -(-load.tokens[1] // block_tokens)])
 
     def take_failed_blocks(self):
@@ -171,16 +166,12 @@ class WorkerSide:
         return failed
 
     def take_report(self):
-        """None: no store has ended."""
+        """None: no job has ended."""
         report, self.report = self.report, WorkerReport()
-        return report if report.stored else None
+        return report if report.loaded or report.stored else None
 
     def close(self):
         self.unregister()
-
-
-def request_of(job):
-    return job.rpartition("#")[0]
 
 
 def axes_of(shape, block_tokens):
