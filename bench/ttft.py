@@ -13,6 +13,7 @@ Installs what is missing unless told where vLLM is, starts its servers, ends the
 import argparse
 import datetime
 import json
+import os
 import random
 import shlex
 import signal
@@ -61,6 +62,7 @@ def arguments() -> argparse.Namespace:
     add("--gpus", default="", help="CUDA_VISIBLE_DEVICES of the engine with kvgate")
     add("--plain-gpus", default="", help="and of the one without; the same GPUs need --gpu-memory-utilization")
     add("--kv-extra", type=json.loads, default={}, help="more for kv_connector_extra_config, JSON")
+    add("--threads", type=int, help="the tiny one's (default: a core is left to all else)")
     add("--kv-memory", type=parse_size, default="1GiB", help="an engine's KV cache on CPUs (default: 1GiB)")
     add("--arena-size", default="4GiB", help="the node's memory for chunks (default: 4GiB)")
     for flag in ("endpoint", "bucket", "prefix", "region"):
@@ -75,6 +77,7 @@ def arguments() -> argparse.Namespace:
     if unknown := set(given.workloads) - {"documents", "multi-turn", "rag"}:
         parser.error(f"--workloads: unknown: {', '.join(sorted(unknown))}; there are documents, multi-turn, rag")
     given.seed = random.randrange(1 << 32) if given.seed is None else given.seed
+    given.threads = given.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     given.tiny = TINY | {
         name: int(size) for name, _, size in (word.partition("=") for word in given.tiny.split(",") if word)
     }
@@ -89,7 +92,7 @@ class Setup:
         self.python = given.python or environment.python(given.wheel)
         self.flags = shlex.split(given.engine_args)
         self.model = given.model or self.tiny_model()
-        self.launcher = Launcher(self.python, forked=not given.model)
+        self.launcher = Launcher(self.python, forked=not given.model, threads=given.threads)
         s3 = [
             f"--{name}={value}"
             for name in ("endpoint", "bucket", "prefix", "region")
@@ -152,15 +155,17 @@ def facts(given: argparse.Namespace, setup: Setup) -> dict:
         "model": given.model or f"a Llama of random weights, {', '.join(f'{k} {v}' for k, v in given.tiny.items())}",
         "seed": given.seed,
         "engine_flags": setup.flags,
+        "engine_threads": None if given.model else given.threads,
         "settings": setup.extra,
     }
 
 
 def told(known: dict, given: argparse.Namespace, how: str) -> list[str]:
     """The same for people."""
+    on_cpus = f"; engines compute with {known['engine_threads']} of the cores" if known["engine_threads"] else ""
     return [
         tools.machine(),
-        f"{known['model']}; `{shlex.join(known['engine_flags'])}`",
+        f"{known['model']}; `{shlex.join(known['engine_flags'])}`{on_cpus}",
         f"kvgate's settings {json.dumps(known['settings'])}, the node's memory {given.arena_size}",
         f"objects on {given.endpoint or 'an S3 server inside of kvgate serve, on this disk'}",
         how,

@@ -123,11 +123,11 @@ reference_tests() {
     fi
 }
 
-# A real vLLM on a CPU, with the wheel as people install it.
+# A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
     local env=$KVGATE_TEST_CACHE/vllm
-    check "build the wheel" "$VENV/bin/maturin" build --quiet --profile dev --locked -m python/Cargo.toml -o "$WORK/wheels"
+    check "build the wheel" "$VENV/bin/maturin" build --quiet --release --locked -m python/Cargo.toml -o "$WORK/wheels"
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py

@@ -32,12 +32,15 @@ class Answer:
 class Launcher:
     """Starts `vllm serve`; on a CPU out of one process that has vLLM imported, since a restart takes minutes else."""
 
-    def __init__(self, python: Path, forked: bool) -> None:
+    def __init__(self, python: Path, forked: bool, threads: int) -> None:
+        """`threads`: that each engine computes with, if they are forked."""
         self.python = python
         self.environment = {**os.environ, "PYTHONPATH": str(HERE / "inside"), "VLLM_NO_USAGE_STATS": "1"}
         self.parent = None
         if forked:
             tools.say("importing vLLM")
+            # Left alone, vLLM takes more or fewer cores when it is given a connector.
+            self.environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             pipe = subprocess.PIPE
             command = [str(python), "-W", "ignore", str(FORKS)]
             self.parent = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=self.environment, text=True)
