@@ -113,7 +113,7 @@ sections! {
         part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
         /// Time to connect, TLS included.
         connect_timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
-        /// Time in which not a byte is sent or received, after which an attempt is given up.
+        /// Time without a byte sent or received after which an attempt is given up; a head must come whole within it.
         read_timeout: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
         /// Time for one attempt as a whole.
         request_timeout: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };

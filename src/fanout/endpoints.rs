@@ -108,7 +108,7 @@ impl<T> Endpoints<T> {
             {
                 return self.begin(&mut set, chosen, bytes, route, now);
             }
-            set.members.iter_mut().for_each(Member::is_full);
+            set.members.iter_mut().for_each(|member| member.is_full(bytes));
             set.numbers += 1;
             let number = set.numbers;
             let (sender, lease) = oneshot::channel();
@@ -143,7 +143,7 @@ impl<T> Endpoints<T> {
         let number = set.numbers;
         // Those that it passes by for lack of room; for who limits what is in flight, it never happens to all at once.
         let full = set.members.iter_mut().filter(|member| !member.has_room(bytes));
-        full.for_each(Member::is_full);
+        full.for_each(|member| member.is_full(bytes));
         let member = &mut set.members[at];
         member.begin(number, bytes, route.start(), now);
         let (payload, address) = (Arc::clone(&member.payload), member.address);
@@ -173,7 +173,7 @@ impl<T> Endpoints<T> {
         while let Some(first) = set.line.first() {
             let (bytes, route) = (first.bytes, first.route.clone());
             let Some(chosen) = set.choose(bytes, &route, now) else {
-                set.members.iter_mut().for_each(Member::is_full);
+                set.members.iter_mut().for_each(|member| member.is_full(bytes));
                 break;
             };
             let Some(waiter) = set.line.pop() else { break };

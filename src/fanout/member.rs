@@ -87,8 +87,9 @@ impl<T> Member<T> {
         self.window.bytes()
     }
 
-    pub fn is_full(&mut self) {
-        self.window.is_full();
+    /// A request for `bytes` has to wait, or to go elsewhere.
+    pub fn is_full(&mut self, bytes: usize) {
+        self.window.is_full(self.in_flight_bytes + bytes);
     }
 
     /// What a request for `bytes` costs here, in seconds: what one takes there lately, and more if the oldest under way

@@ -30,8 +30,9 @@ pub(super) struct Window {
     idle_since: Option<Instant>,
     /// In this epoch.
     came: usize,
-    /// Something had to wait, so throughput says what the endpoint can do with this window.
-    was_full: bool,
+    /// With this in flight, nothing would have had to wait; 0: nothing had to, so throughput does not say what the endpoint
+    /// can do with this window.
+    wanted: usize,
     /// Bytes a second in the last epoch; 0 before the first.
     throughput: f64,
     trend: Trend,
@@ -58,7 +59,7 @@ impl Window {
             began: now,
             idle_since: Some(now),
             came: 0,
-            was_full: false,
+            wanted: 0,
             throughput: 0.0,
             trend: Trend::Holding { epochs: 0 },
             shrank: None,
@@ -86,9 +87,9 @@ impl Window {
         }
     }
 
-    /// Something could not be sent for lack of room.
-    pub fn is_full(&mut self) {
-        self.was_full = true;
+    /// Something could not be sent for lack of room: so many bytes would have been in flight with it.
+    pub fn is_full(&mut self, wanted: usize) {
+        self.wanted = self.wanted.max(wanted);
     }
 
     /// Bytes of a body, or of an upload, are through.
@@ -99,7 +100,7 @@ impl Window {
             return;
         }
         self.throughput = self.came as f64 / elapsed.as_secs_f64();
-        if self.was_full {
+        if self.wanted > 0 {
             self.adapt();
         }
         self.epoch(now);
@@ -117,7 +118,8 @@ impl Window {
                     from: self.bytes,
                     throughput: self.throughput,
                 };
-                self.bytes = scaled(self.bytes, GROWTH).min(self.options.max);
+                // Less than what waits is room for nothing more, and would show no gain.
+                self.bytes = scaled(self.bytes, GROWTH).max(self.wanted).min(self.options.max);
             }
             _ => self.trend = Trend::Holding { epochs: HOLD },
         }
@@ -137,7 +139,7 @@ impl Window {
     fn epoch(&mut self, now: Instant) {
         self.began = now;
         self.came = 0;
-        self.was_full = false;
+        self.wanted = 0;
     }
 }
 
@@ -164,7 +166,7 @@ mod tests {
     /// An endpoint whose throughput grows with its window up to `most` bytes in flight, kept full for so many epochs.
     fn driven(window: &mut Window, now: &mut Instant, most: usize, epochs: usize) {
         for _ in 0..epochs {
-            window.is_full();
+            window.is_full(window.bytes() + 1);
             let came = window.bytes();
             // Twice a second, what is in flight comes; of what is more than it can do, nothing.
             *now += Duration::from_secs_f64(0.5 * (came as f64 / most as f64).max(1.0));
@@ -180,6 +182,21 @@ mod tests {
         let settled = window.bytes();
         assert!((25 * MIB..=60 * MIB).contains(&settled), "{settled}");
         driven(&mut window, &mut now, 1000 * MIB, 100);
+        assert!(window.bytes() > 80 * MIB, "{}", window.bytes());
+    }
+
+    /// A request of half a window more let in nothing, so throughput stayed, and the window went back.
+    #[test]
+    fn it_grows_by_what_waits() {
+        let mut now = Instant::now();
+        let mut window = Window::new(OPTIONS, now);
+        let large = 8 * MIB;
+        for _ in 0..100 {
+            let in_flight = window.bytes() / large * large;
+            window.is_full(in_flight + large);
+            now += Duration::from_secs(1);
+            window.came(in_flight, now);
+        }
         assert!(window.bytes() > 80 * MIB, "{}", window.bytes());
     }
 

@@ -84,8 +84,8 @@ impl Connection {
         matches!(self.stream, Stream::Tls(_))
     }
 
-    /// Sends the request and reads the answer's head. An answer that comes before the request is sent whole (a refusal)
-    /// ends the sending.
+    /// Sends the request and reads the answer's head, which must be whole within the stall time after the last byte sent.
+    /// An answer that comes before the request is sent whole (a refusal) ends the sending.
     pub async fn exchange(&mut self, request: &Outgoing<'_>) -> Result<Head, NetError> {
         self.stall.progress();
         self.expect(0)?;
@@ -110,7 +110,7 @@ impl Connection {
                 }
                 let read = match self.poll_ahead(cx, HEAD_READ_BYTES) {
                     Poll::Ready(read) => read,
-                    Poll::Pending => return self.stall.poll(cx, "answer").map(Err),
+                    Poll::Pending => return self.stall.poll(cx, "whole head of an answer").map(Err),
                 };
                 match (read, sending.failed.take()) {
                     (Ok(1..), failed) => sending.failed = failed,
@@ -216,7 +216,10 @@ impl Connection {
     pub async fn more(&mut self, most: usize) -> Result<usize, NetError> {
         poll_fn(|cx| match self.poll_ahead(cx, most) {
             Poll::Pending => self.stall.poll(cx, "byte of the body").map(Err),
-            Poll::Ready(read) => Poll::Ready(read),
+            Poll::Ready(read) => {
+                self.stall.progress();
+                Poll::Ready(read)
+            }
         })
         .await
     }
@@ -242,7 +245,6 @@ impl Connection {
             Stream::Plain(tcp) => ready!(pin!(tcp.read_buf(&mut room)).poll(cx)),
             Stream::Tls(tls) => ready!(pin!(tls.read_buf(&mut room)).poll(cx)),
         };
-        self.stall.progress();
         Poll::Ready(read.map_err(NetError::Io))
     }
 }

@@ -23,6 +23,9 @@ use super::stats::{Counters, Traffic, add};
 use crate::dns::Resolver;
 use crate::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Lease, Loss, Outcome, Route};
 
+/// Of a refusal, more is not read. S3's have some hundred bytes.
+const REFUSAL_BYTES_MAX: usize = 64 << 10;
+
 /// Limits, and whom to trust.
 #[derive(Debug, Clone)]
 pub struct ConnectorOptions {
@@ -102,7 +105,8 @@ impl Connector {
         let (head, body) = self
             .send(&target.origin, &outgoing, cell, &route, connect_timeout)
             .await?;
-        response(&head, body, cell.is_some() && head.is_success())
+        let is_elsewhere = body.is_empty() && (cell.is_some() || !head.is_success());
+        response(&head, body, is_elsewhere)
     }
 
     /// One request to one endpoint. The body of a 2xx answer lands if there is a cell for it, and is empty then.
@@ -147,8 +151,14 @@ impl Connector {
         let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
             self.land(&mut connection, &head, cell, route, lease).await?;
             Bytes::new()
-        } else {
+        } else if head.is_success() {
             body::collect(&mut connection, head.framing, self.0.options.answer_bytes_max).await?
+        } else {
+            match body::collect(&mut connection, head.framing, REFUSAL_BYTES_MAX).await {
+                // The status says enough.
+                Err(NetError::TooLong { .. }) => return Ok((head, Bytes::new())),
+                body => body?,
+            }
         };
         if connection.is_reusable(&head) {
             pool.keep(connection);
@@ -337,15 +347,15 @@ fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, Ne
     ))
 }
 
-/// `landed`: the body is in its slot, so the SDK sees an empty one.
-fn response(head: &Head, body: Bytes, landed: bool) -> Result<HttpResponse, NetError> {
+/// `is_elsewhere`: the body is in its slot, or was not read, so the SDK sees an empty one.
+fn response(head: &Head, body: Bytes, is_elsewhere: bool) -> Result<HttpResponse, NetError> {
     let odd = || NetError::Head("a header is none");
     let status = StatusCode::try_from(head.status).map_err(|_| odd())?;
     let mut response = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in &head.headers {
         let value = match &**name {
             // The SDK would wait for the bytes.
-            "content-length" if landed => "0",
+            "content-length" if is_elsewhere => "0",
             _ => value,
         };
         let (name, value) = (name.clone(), value.to_owned());

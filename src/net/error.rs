@@ -46,7 +46,11 @@ impl NetError {
             Self::Closed => true,
             Self::Io(error) => matches!(
                 error.kind(),
-                io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted | io::ErrorKind::BrokenPipe
+                io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::ConnectionAborted
+                    | io::ErrorKind::BrokenPipe
+                    // TLS that was ended without a word.
+                    | io::ErrorKind::UnexpectedEof
             ),
             _ => false,
         }

@@ -90,6 +90,9 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
                 }
                 content_length = Some(len);
             }
+            "content-range" | "etag" if head.header(&name).is_some_and(|before| before != value) => {
+                return Err(NetError::Head("it has two Content-Ranges, or two ETags"));
+            }
             "transfer-encoding" if value.trim().eq_ignore_ascii_case("chunked") && !chunked => chunked = true,
             "transfer-encoding" => return Err(NetError::Head("its Transfer-Encoding is not chunked")),
             "connection" => {
@@ -182,6 +185,8 @@ mod tests {
         for bad in [
             "HTTP/1.1 200 OK\nContent-Length: 5\nContent-Length: 6",
             "HTTP/1.1 200 OK\nContent-Length: 5\nTransfer-Encoding: chunked",
+            "HTTP/1.1 206 Partial Content\nContent-Length: 5\nContent-Range: bytes 0-4/9\nContent-Range: bytes 1-5/9",
+            "HTTP/1.1 200 OK\nContent-Length: 5\nETag: \"a\"\nEtag: \"b\"",
             "HTTP/1.1 200 OK\nTransfer-Encoding: gzip, chunked",
             "HTTP/1.1 200 OK\nTransfer-Encoding: chunked\nTransfer-Encoding: chunked",
             "HTTP/1.1 200 OK\nContent-Length: +5",

@@ -67,6 +67,18 @@ impl Expect {
             expected: self.object_len,
             actual,
         };
+        if !matches!(head.status, 200 | 206) {
+            return odd(format!("status {} to a GET", head.status));
+        }
+        match head.header("etag").map(unquoted) {
+            // Not of an S3 server: a page of something between.
+            None | Some("") => return odd("no ETag in the answer".into()),
+            // A server that ignores If-Match.
+            Some(came) if self.etag.as_ref().is_some_and(|etag| **etag != *came) => {
+                return Err(Mismatch::Etag);
+            }
+            Some(_) => {}
+        }
         let body = match head.body_len() {
             Some(len) => len as u64,
             None => return odd("the answer's length is not known in advance".into()),
@@ -99,12 +111,7 @@ impl Expect {
         if body != wanted.end - wanted.start {
             return odd(format!("a body of {body} bytes where {wanted:?} was asked for"));
         }
-        match head.header("etag").map(unquoted) {
-            None | Some("") => odd("no ETag in the answer".into()),
-            // A server that ignores If-Match.
-            Some(came) if self.etag.as_ref().is_some_and(|etag| **etag != *came) => Err(Mismatch::Etag),
-            Some(_) => Ok(()),
-        }
+        Ok(())
     }
 }
 

@@ -19,6 +19,7 @@ use kvgate::gateway::AfterMiss;
 
 use crate::backends::{Backend, listen, open, options};
 use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
+use crate::tls_front::TlsFront;
 
 const STALL: Duration = Duration::from_millis(300);
 const ANSWER_MAX: usize = 1 << 20;
@@ -94,14 +95,23 @@ impl Hostile {
     }
 
     async fn store_with(&self, read_timeout: Duration, request_timeout: Duration) -> S3 {
-        S3::connect(&S3Options {
+        let options = S3Options {
             read_timeout,
             request_timeout,
             answer_bytes_max: ANSWER_MAX,
             ..options(&self.endpoint)
-        })
-        .await
-        .unwrap()
+        };
+        S3::connect(&options).await.unwrap()
+    }
+
+    /// With TLS in front of it, for as long as the front lives.
+    async fn store_over_tls(&self) -> (S3, TlsFront) {
+        let front = TlsFront::new(&self.endpoint);
+        let options = S3Options {
+            ca_file: Some(front.ca_file.clone()),
+            ..options(&front.endpoint)
+        };
+        (S3::connect(&options).await.unwrap(), front)
     }
 }
 
@@ -379,6 +389,16 @@ async fn what_was_not_asked_for_does_not_land() {
             format!("{ten} 10-19/{OBJECT_LEN}").replace("ETag: \"e\"\n", ""),
             ErrorKind::Protocol,
         ),
+        (
+            format!("{ten} 10-19/{OBJECT_LEN}").replace("206 Partial Content", "203 Not from the server"),
+            ErrorKind::Protocol,
+        ),
+        // A page of something between: it says nothing of the object.
+        (
+            "HTTP/1.1 200 OK\nContent-Type: text/html\nContent-Length: 10".into(),
+            ErrorKind::Protocol,
+        ),
+        ("HTTP/1.1 204 No Content".into(), ErrorKind::Protocol),
     ] {
         assert_eq!(get_kind(text(&format!("{head}\n\n{body}"))).await, kind, "{head}");
     }
@@ -460,12 +480,17 @@ async fn what_hangs_times_out_and_what_drips_ends_with_the_attempt() {
         assert_eq!(get_kind(steps).await, ErrorKind::Timeout);
     }
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
-    let drip = vec![Step::Drip(answer, STALL / 3)];
-    assert_eq!(
-        get_kind(drip).await,
-        ErrorKind::Timeout,
-        "the attempt's own limit"
-    );
+    // A body may drip for as long as the attempt may take, 3 s; this one takes 5 s.
+    let mut head = answer_to(10..60);
+    let body = head.split_off(head.len() - 50);
+    let server = Hostile::always(vec![Step::Send(head), Step::Drip(body, STALL / 3)]).await;
+    let got = get(&server.impatient().await, &arena(1 << 16), 10..60).await;
+    assert_eq!(got.expect_err("too slow").kind, ErrorKind::Timeout);
+    // A head is whole in time, or none. This one would be here after some seconds.
+    let server = Hostile::always(vec![Step::Drip(answer, STALL / 10)]).await;
+    let store = server.store_with(STALL, Duration::from_secs(60)).await;
+    let got = get(&store, &arena(1 << 16), 10..20).await;
+    assert_eq!(got.expect_err("too slow").kind, ErrorKind::Timeout);
 }
 
 /// A server that closes connections without a word after each answer, or after a while.
@@ -488,6 +513,82 @@ async fn stale_connections_cost_no_attempt() {
     }
     assert_eq!(store.traffic().stale, 9);
     assert_eq!(store.requests().get, 10, "no attempt more");
+}
+
+#[tokio::test]
+async fn over_tls_bodies_land_and_connections_are_kept() {
+    let server = Hostile::new(true, |_, head| vec![Step::Send(right_answer(head))]).await;
+    let ((store, _front), arena) = (server.store_over_tls().await, arena(1 << 20));
+    for range in [0..1, 10..20, 0..OBJECT_LEN, 5000..90_000] {
+        get(&store, &arena, range).await.unwrap();
+    }
+    assert_eq!(server.connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn over_tls_cut_off_after_every_possible_number_of_bytes() {
+    let whole = answer_to(10..60);
+    let len = whole.len();
+    let server = Hostile::new(true, move |number, _| {
+        vec![Step::Send(whole[..number.min(len)].to_vec()), Step::Close]
+    })
+    .await;
+    let ((store, _front), arena) = (server.store_over_tls().await, arena(1 << 16));
+    for sent in 0..=len {
+        match get(&store, &arena, 10..60).await {
+            Ok(_) => assert_eq!(sent, len),
+            Err(error) => assert_eq!(error.kind, ErrorKind::Broken, "after {sent}: {error}"),
+        }
+    }
+    let requests = server.requests.load(Ordering::SeqCst);
+    assert_eq!(requests, len + 1, "each is one attempt");
+}
+
+#[tokio::test]
+async fn over_tls_stale_connections_cost_no_attempt() {
+    let server = Hostile::new(true, |number, head| match number % 2 {
+        0 => vec![Step::Send(right_answer(head))],
+        _ => vec![Step::Close],
+    })
+    .await;
+    let ((store, _front), arena) = (server.store_over_tls().await, arena(1 << 20));
+    for _ in 0..10 {
+        get(&store, &arena, 10..20).await.unwrap();
+    }
+    assert_eq!((store.traffic().stale, store.requests().get), (9, 10));
+}
+
+/// It is neither hashed for the signature, nor sent in chunks with checksums, nor announced and waited for.
+#[tokio::test]
+async fn an_upload_is_sent_as_it_is() {
+    let (heads, seen) = std::sync::mpsc::channel();
+    let server = Hostile::new(true, move |_, head| {
+        heads.send(head.to_owned()).unwrap();
+        text("HTTP/1.1 200 OK\nETag: \"e\"\nContent-Length: 0\n\n")
+    })
+    .await;
+    let body = Bytes::from(vec![7; 1 << 20]);
+    let put = server
+        .store()
+        .await
+        .put("k", body, Condition::Always, soon())
+        .await;
+    put.unwrap();
+    let head = seen.recv().unwrap();
+    assert!(head.contains("content-length: 1048576\r\n"), "{head}");
+    assert!(
+        head.contains("x-amz-content-sha256: unsigned-payload\r\n"),
+        "{head}"
+    );
+    for odd in [
+        "x-amz-checksum",
+        "aws-chunked",
+        "transfer-encoding",
+        "expect:",
+        "x-amz-trailer",
+    ] {
+        assert!(!head.contains(odd), "{odd}: {head}");
+    }
 }
 
 #[tokio::test]
@@ -529,9 +630,14 @@ async fn other_bodies_are_read_in_every_framing_up_to_a_limit() {
     let mut until_close = text(&format!("HTTP/1.1 404 Not Found\n\n{xml}"));
     until_close.push(Step::Close);
     assert_eq!(get_kind(until_close).await, ErrorKind::NotFound);
+    // Of a refusal that is too long, its status is enough.
+    for long in [
+        format!("HTTP/1.1 403 Forbidden\nContent-Length: {}\n\n", usize::MAX),
+        "HTTP/1.1 403 Forbidden\nTransfer-Encoding: chunked\n\nffffffffffffffff\n".into(),
+    ] {
+        assert_eq!(get_kind(text(&long)).await, ErrorKind::Denied, "{long}");
+    }
     for bad in [
-        format!("HTTP/1.1 404 Not Found\nContent-Length: {}\n\n", usize::MAX),
-        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\nffffffffffffffff\n".into(),
         "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\nzz\n".into(),
         "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n2\nabcdef\n".into(),
         format!(
@@ -549,13 +655,20 @@ async fn other_bodies_are_read_in_every_framing_up_to_a_limit() {
             "{kind:?}: {bad:.99}"
         );
     }
-    for endless in [
-        "HTTP/1.1 500 Oh\n\n".to_owned(),
-        "HTTP/1.1 500 Oh\nTransfer-Encoding: chunked\n\n".to_owned(),
-    ] {
-        let mut steps = text(&endless);
-        steps.push(Step::Forever(b"4\r\nabcd\r\n".repeat(1000)));
-        assert_eq!(get_kind(steps).await, ErrorKind::Protocol, "{endless}");
+    for endless in ["\n", "Transfer-Encoding: chunked\n\n"] {
+        let steps = |status: &str| {
+            let mut steps = text(&format!("HTTP/1.1 {status}\n{endless}"));
+            steps.push(Step::Forever(b"4\r\nabcd\r\n".repeat(1000)));
+            steps
+        };
+        assert_eq!(
+            get_kind(steps("500 Oh")).await,
+            ErrorKind::Unavailable,
+            "{endless}"
+        );
+        let server = Hostile::always(steps("200 OK")).await;
+        let read = server.impatient().await.read("k", ANSWER_MAX, soon()).await;
+        assert_eq!(read.expect_err("endless").kind, ErrorKind::Protocol, "{endless}");
     }
 }
 

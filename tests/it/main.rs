@@ -33,5 +33,6 @@ mod rig;
 mod serve;
 mod serving;
 mod tiers;
+mod tls_front;
 mod vectors;
 mod wire;
