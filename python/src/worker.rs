@@ -71,7 +71,7 @@ struct State {
     stored: Vec<Stored>,
     /// Of stores whose pages the engine has not been told to be free.
     holds: Vec<(String, Arc<Hold>)>,
-    /// Of loads that the engine waits for layer by layer.
+    /// Of loads under way that the engine waits for layer by layer.
     by_layer: Vec<(String, Arc<Progress>)>,
 }
 
@@ -128,7 +128,9 @@ impl Worker {
                 rank.load(load, &progress).await
             };
             let began = Instant::now();
-            self.spawn(work, move |state, ended: Result<Vec<Failed>, String>| {
+            let begin = |state: &mut State| state.by_layer.extend(by_layer.then_some(waited));
+            self.spawn(work, begin, move |state, ended: Result<Vec<Failed>, String>| {
+                state.by_layer.retain(|(by_layer, _)| *by_layer != job);
                 // What is not known to be there is computed.
                 let (missing, error) = match ended {
                     Ok(failed) => (
@@ -144,11 +146,7 @@ impl Worker {
                     seconds: began.elapsed().as_secs_f64(),
                     error,
                 });
-            })?;
-            if by_layer {
-                self.jobs.lock().by_layer.push(waited);
-            }
-            Ok(())
+            })
         })
     }
 
@@ -166,11 +164,7 @@ impl Worker {
         py.detach(|| {
             let mut state = self.jobs.lock();
             while !state.by_layer.is_empty() {
-                let State { by_layer, loaded, .. } = &mut *state;
-                by_layer.retain(|(job, _)| !loaded.iter().any(|loaded| loaded.job == *job));
-                if !by_layer.is_empty() {
-                    state = self.jobs.wait(state);
-                }
+                state = self.jobs.wait(state);
             }
         });
     }
@@ -213,7 +207,8 @@ impl Worker {
                 rank.store(store, &hold).await
             };
             let began = Instant::now();
-            self.spawn(work, move |state, ended| {
+            let begin = |state: &mut State| state.holds.push(held);
+            self.spawn(work, begin, move |state, ended| {
                 // What can't be stored is stored the next time that somebody computes it.
                 let (stored, error) = match ended {
                     Ok(stored) => (stored, None),
@@ -228,9 +223,7 @@ impl Worker {
                     seconds: began.elapsed().as_secs_f64(),
                     error,
                 });
-            })?;
-            self.jobs.lock().holds.push(held);
-            Ok(())
+            })
         })
     }
 
@@ -348,11 +341,15 @@ impl Worker {
     fn spawn<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, WorkerError>> + Send + 'static,
+        begin: impl FnOnce(&mut State),
         end: impl FnOnce(&mut State, Result<T, String>) + Send + 'static,
     ) -> PyResult<()> {
         let jobs = Arc::clone(&self.jobs);
         let runtime = runtime()?;
-        self.jobs.lock().under_way += 1;
+        let mut state = self.jobs.lock();
+        state.under_way += 1;
+        begin(&mut state);
+        drop(state);
         let task = runtime.spawn(work);
         runtime.spawn(async move {
             let ended = match task.await {

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 from kvgate import Space, weights
 from kvgate.vllm import KvGateConnector
-from kvgate.vllm.metadata import StepMetadata, WorkerReport
+from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.model import describe
 from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
@@ -213,11 +214,14 @@ class StatsTest(unittest.TestCase):
         )
 
 
+MHA = {"layers": 1, "heads": 1, "head_dim": 8}
+
+
 class SchedulerTest(unittest.TestCase):
     """Without a gateway: nothing is there."""
 
     def setUp(self):
-        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
+        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": MHA}
         self.model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
         self.scheduler = SchedulerSide(self.model, Settings.read({"socket": "/nowhere/sock"}))
 
@@ -260,6 +264,12 @@ class SchedulerTest(unittest.TestCase):
         self.scheduler.reset()
         self.assertNotEqual(self.hashes(), hashes[0])
 
+    def test_weights_that_never_change_keep_their_hashes_through_a_reset(self):
+        before = self.hashes()
+        self.scheduler = SchedulerSide(self.model, Settings.read({"socket": "/nowhere/sock", "fixed_weights": True}))
+        self.assertTrue(self.scheduler.reset())
+        self.assertEqual(self.hashes(), before)
+
     def test_prompts_by_embeddings_reuse_nothing(self):
         request = self.request(prompt_embeds=object())
         self.scheduler.new_request(request)
@@ -275,52 +285,149 @@ class SchedulerTest(unittest.TestCase):
         self.scheduler.reset()
         state = self.scheduler.requests["r"]
         meta = SimpleNamespace(stores=[])
-        self.scheduler.add_store(meta, state, 20)
+        self.scheduler.add_store(meta, state, 20, set())
         self.assertEqual(meta.stores, [])
 
 
-class LoadTest(unittest.TestCase):
-    """A request of 20 tokens in blocks of 4 and chunks of 8, of which the first chunk is loaded on two ranks."""
+class RunningRequest(unittest.TestCase):
+    """A request of 20 tokens in blocks of 4 and chunks of 8, of which the first chunk is there, on two ranks."""
+
+    layerwise = False
+    model = SimpleNamespace(
+        space=Space(json.dumps({"model": "m", "revision": "1", "chunk_tokens": 8, "mha": MHA})), block_tokens=4
+    )
 
     def setUp(self):
-        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
-        model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
-        self.scheduler = SchedulerSide(model, Settings.read({"socket": "/nowhere/sock", "layerwise": True}), ranks=2)
-        self.request = SchedulerTest.request(self)
-        self.scheduler.new_request(self.request)
-        self.state = self.scheduler.requests["r"]
-        self.state.found, self.state.blocks = 1, [10, 11, 12, 13, 14]
-        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 8)
+        settings = Settings.read({"socket": "/nowhere/sock", "layerwise": self.layerwise})
+        self.scheduler = SchedulerSide(self.model, settings, ranks=2)
+        self.request, self.state = self.add("r", [10, 11, 12, 13, 14], found=1)
 
-    def stored(self):
-        meta = StepMetadata()
-        self.scheduler.add_store(meta, self.state, 20)
-        return [store.first_token for store in meta.stores]
+    def add(self, name, blocks, found=0, tokens=20):
+        request = SchedulerTest.request(self, name, range(tokens))
+        self.scheduler.new_request(request)
+        state = self.scheduler.requests[name]
+        state.found, state.blocks = found, blocks
+        return request, state
+
+    def load(self):
+        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 8)
+        return self.step()
+
+    def step(self, **more):
+        """Nothing is computed in it."""
+        empty = SimpleNamespace(req_ids=[])
+        output = {"total_num_scheduled_tokens": 0, "scheduled_new_reqs": [], "scheduled_cached_reqs": empty, **more}
+        return self.scheduler.step(SimpleNamespace(**output))
+
+    def new(self, *names, tokens=20, **more):
+        """The step that computes these."""
+        new = [
+            SimpleNamespace(req_id=name, block_ids=[self.scheduler.requests[name].blocks], num_computed_tokens=0)
+            for name in names
+        ]
+        return self.step(scheduled_new_reqs=new, num_scheduled_tokens=dict.fromkeys(names, tokens), **more)
+
+    def stored(self, *names, **more):
+        """First tokens of what is stored after the step that computes these."""
+        return {store.request: store.first_token for store in self.new(*(names or "r"), **more).stores}
+
+    def report_store(self, meta, there):
+        (store,) = meta.stores
+        self.scheduler.ended((), WorkerReport(stored={store.job: (2, there)}))
+
+
+class StoreTest(RunningRequest):
+    def test_what_did_not_get_there_is_stored_again_before_what_follows_it(self):
+        self.request, self.state = self.add("long", [10, 11, 12, 13, 14, 15, 16, 17, 18], tokens=36)
+        self.report_store(self.new("long", tokens=20), {1})
+        self.assertEqual(self.stored("long", tokens=21), {}, "not before another chunk is full")
+        meta = self.new("long", tokens=24)
+        self.assertEqual([store.first_token for store in meta.stores], [0])
+        self.report_store(meta, {0, 1, 2})
+        self.assertEqual(self.stored("long", tokens=35), {"long": 24})
+
+    def test_nothing_is_stored_of_a_step_in_which_another_connector_loads(self):
+        self.assertEqual(self.stored(has_sync_kv_loads=True), {})
+        self.assertEqual(self.stored(), {"r": 8})
+
+    def test_blocks_are_waited_for_where_something_was_stored(self):
+        self.assertFalse(self.scheduler.finished(self.request), "nothing was")
+        self.request, self.state = self.add("s", [10, 11, 12, 13, 14])
+        self.new("s")
+        self.assertTrue(self.scheduler.finished(self.request))
+        self.assertEqual([self.step().finished, self.step().finished], [{"s"}, set()])
+
+    def test_of_a_load_that_is_aborted_vllm_itself_keeps_the_blocks(self):
+        """It was preempted after a store, and loads what it had."""
+        self.new("r")
+        self.load()
+        self.assertFalse(self.scheduler.finished(self.request))
+        self.assertEqual(self.step().finished, set())
+
+
+class RateTest(RunningRequest):
+    def test_what_the_slowest_rank_took_counts_and_what_came(self):
+        rates = self.scheduler.load_or_compute
+        self.state.found = 2
+        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 16)
+        report = WorkerReport({"r#1": (1, 0.5)}).aggregate(WorkerReport({"r#1": (1, 2.0)}))
+        self.scheduler.ended({12}, report)
+        self.assertEqual((rates.load.tokens, rates.load.seconds), (8, 2.0))
+
+    def test_loads_that_bring_nothing_are_slow(self):
+        rates = self.scheduler.load_or_compute
+        rates.prefill.add(1000, 1)
+        self.load()
+        self.scheduler.ended({10}, WorkerReport({"r#1": (2, 30.0)}))
+        self.assertFalse(rates.should_load(8))
+
+
+class LayerwiseTest(RunningRequest):
+    layerwise = True
+
+    def setUp(self):
+        super().setUp()
+        self.load()
 
     def report(self, failed_blocks=()):
-        self.scheduler.ended(failed_blocks, WorkerReport(loaded={self.state.load.job: 1}))
+        self.scheduler.ended(failed_blocks, WorkerReport(loaded={self.state.load.job: (1, 0.1)}))
 
     def test_nothing_is_stored_before_all_ranks_have_what_it_was_computed_from(self):
-        self.assertEqual(self.stored(), [])
+        self.assertEqual(self.stored(), {})
         self.report()
-        self.assertEqual(self.stored(), [])
+        self.assertEqual(self.stored(), {})
         self.report()
-        self.assertEqual(self.stored(), [8])
+        self.assertEqual(self.stored(), {"r": 8})
+
+    def test_nor_by_who_shares_its_blocks(self):
+        self.add("shares", [10, 11, 22, 23, 24])
+        self.add("alone", [30, 31, 32, 33, 34])
+        self.assertEqual(self.stored("r", "shares", "alone"), {"alone": 0})
+        self.report()
+        self.report(failed_blocks={11})
+        self.assertEqual(self.stored("shares"), {"shares": 0})
 
     def test_what_a_rank_did_not_get_is_stored_anew(self):
         self.report()
         self.report(failed_blocks={11})
-        self.assertEqual(self.stored(), [0])
+        self.assertEqual(self.stored(), {"r": 0})
         self.assertEqual(self.scheduler.matched_tokens(self.request, 0), (0, False))
 
     def test_reports_of_ranks_are_added_up(self):
-        one = WorkerReport({"r#1": 1}, {"r#s1": (1, {0, 1})})
-        both = one.aggregate(WorkerReport({"r#1": 1}, {"r#s1": (1, {1, 2}), "r#s2": (1, {0})}))
-        self.assertEqual((both.loaded, both.stored), ({"r#1": 2}, {"r#s1": (2, {1}), "r#s2": (1, {0})}))
+        one = WorkerReport({"r#1": (1, 0.5)}, {"r#s1": (1, {0, 1})})
+        both = one.aggregate(WorkerReport({"r#1": (1, 0.2)}, {"r#s1": (1, {1, 2}), "r#s2": (1, {0})}))
+        self.assertEqual((both.loaded, both.stored), ({"r#1": (2, 0.5)}, {"r#s1": (2, {1}), "r#s2": (1, {0})}))
 
     def test_the_end_of_an_earlier_load_says_nothing(self):
-        self.scheduler.ended((), WorkerReport(loaded={"r#0": 2, "gone#1": 2}))
-        self.assertEqual(self.stored(), [])
+        self.scheduler.ended((), WorkerReport(loaded={"r#0": (2, 0.1), "gone#1": (2, 0.1)}))
+        self.assertEqual(self.stored(), {})
+
+
+class RefusalTest(unittest.TestCase):
+    def test_layers_are_not_waited_for_where_the_next_step_is_already_ordered(self):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+        with self.assertRaisesRegex(ValueError, "--no-async-scheduling"):
+            describe(config, None, Settings.read({"layerwise": True}))
 
 
 class LayoutTest(unittest.TestCase):

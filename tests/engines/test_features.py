@@ -61,6 +61,9 @@ class LoadTest(EngineCase):
             connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
             rates = connector.scheduler.load_or_compute
             rates.prefill.add(1_000_000, 1)
+            # Nothing is known of loads, so it loads, and knows.
+            generate(PROMPTS)
+            measured = (rates.load.tokens > 0, rates.load.seconds > 0)
             told = []
             # Tokens a second of loads.
             for rate in (10_000_000, 1000):
@@ -68,10 +71,11 @@ class LoadTest(EngineCase):
                 forget(llm)
                 tokens, outputs = generate(PROMPTS)
                 told.append((tokens, sum(output.num_cached_tokens for output in outputs)))
-            return told, rates.prefill.seconds_of(1) is not None
+            return told, measured, rates.prefill.seconds_of(1) is not None
 
         result = self.alive([], self.kv(load_policy="auto"), act=act)
-        quick, slow = result["act"][0]
+        (quick, slow), measured, _ = result["act"]
+        self.assertEqual(measured, (True, True))
         self.assertEqual(quick, [self.plain["tokens"], REUSED])
         self.assertEqual(slow, [self.plain["tokens"], 0])
         self.assertEqual(result["metrics"]["vllm:kvgate_declined_loads"], 2)

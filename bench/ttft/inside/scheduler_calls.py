@@ -70,7 +70,7 @@ class Calls:
         self.timed("update_state_after_alloc", request, Blocks(self.table), found)
         self.timed("build_connector_meta", SchedulerOutput.make_empty(), what=" with a load")
         request.num_computed_tokens = found
-        report = WorkerReport(loaded={f"{request.request_id}#1": 1})
+        report = WorkerReport(loaded={f"{request.request_id}#1": (1, 0.1)})
         loaded = KVConnectorOutput(finished_recving={request.request_id}, kv_connector_worker_meta=report)
         self.timed("update_connector_output", loaded)
         self.timed("update_state_after_alloc", request, Blocks(self.table), 0)

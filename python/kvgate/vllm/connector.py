@@ -106,13 +106,14 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         """Chunks are stored as a whole, after the step."""
 
     def wait_for_save(self):
-        if self.settings.layerwise:
-            self.worker.wait_layers()
         if stores := self._get_connector_metadata().stores:
             self.worker.store(stores, current_stream())
 
     def get_finished(self, finished_req_ids):
-        sent, received = self.worker.results(finished_req_ids)
+        if self.settings.layerwise:
+            # With a drafter `wait_for_save` comes later, and what failed would be told a step late.
+            self.worker.wait_layers()
+        sent, received = self.worker.results(self._get_connector_metadata().finished)
         # vLLM did not wait for what was loaded within the step.
         return sent, set() if self.settings.layerwise else received
 

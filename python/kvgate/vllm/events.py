@@ -9,33 +9,18 @@ from vllm.v1.core.kv_cache_utils import (
 
 
 class Events:
-    def __init__(self, block_tokens, chunk_tokens, ranks):
-        self.block_tokens, self.chunk_tokens, self.ranks = block_tokens, chunk_tokens, ranks
-        self.pending = {}
-        """For each store: its event for each chunk, the ranks that have ended it, and what is there for them."""
+    def __init__(self, block_tokens, chunk_tokens):
+        self.block_tokens, self.chunk_tokens = block_tokens, chunk_tokens
         self.ready = []
 
-    def begun(self, job, request, first, end):
-        """A store of these chunks of a request."""
-        events = [self.event(request, chunk) for chunk in range(first, end)]
-        self.pending[job] = (events, 0, set(range(end - first)))
-
-    def ended(self, stored):
-        for job, (ranks, there) in stored.items():
-            events, before, all_there = self.pending.pop(job, (None, 0, set()))
-            if events is None:
-                continue
-            ranks, there = before + ranks, all_there & there
-            if ranks < self.ranks:
-                self.pending[job] = (events, ranks, there)
-            else:
-                self.ready.extend(event for index in sorted(there) if (event := events[index]))
+    def add(self, events):
+        self.ready.extend(event for event in events if event)
 
     def take(self):
         ready, self.ready = self.ready, []
         return ready
 
-    def event(self, request, chunk):
+    def stored(self, request, chunk):
         """None: vLLM has no hashes of its own for these blocks."""
         size = self.block_tokens
         start, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens

@@ -35,19 +35,23 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     stores: list[Store] = dataclasses.field(default_factory=list)
     preempted: set[str] = dataclasses.field(default_factory=set)
+    finished: set[str] = dataclasses.field(default_factory=set)
+    """Requests whose blocks stay until the worker has said that they are free."""
 
 
 @dataclasses.dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """Jobs that have ended, and how many ranks say so."""
 
-    loaded: dict[str, int] = dataclasses.field(default_factory=dict)
+    loaded: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    """With the seconds that the slowest took."""
     stored: dict[str, tuple[int, set[int]]] = dataclasses.field(default_factory=dict)
     """With the chunks that are there for all of them."""
 
     def aggregate(self, other):
-        for job, ranks in other.loaded.items():
-            self.loaded[job] = self.loaded.get(job, 0) + ranks
+        for job, (ranks, seconds) in other.loaded.items():
+            before, slowest = self.loaded.get(job, (0, 0.0))
+            self.loaded[job] = (before + ranks, max(slowest, seconds))
         for job, (ranks, there) in other.stored.items():
             before, all_there = self.stored.get(job, (0, there))
             self.stored[job] = (before + ranks, all_there & there)

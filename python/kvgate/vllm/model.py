@@ -31,6 +31,11 @@ class Model:
 
 def describe(vllm_config, kv_cache_config, settings):
     """The model as this rank has it. Refuses what can't be reused."""
+    if settings.layerwise and vllm_config.scheduler_config.async_scheduling:
+        raise ValueError(
+            "with layerwise and asynchronous scheduling vLLM would go on from a load that failed: "
+            "give it --no-async-scheduling, or leave layerwise out"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -1,5 +1,6 @@
 """What is quicker: to load tokens or to compute them. From what both took so far."""
 
+import math
 import time
 
 FORGET = 0.9
@@ -22,7 +23,9 @@ class Rate:
 
     def seconds_of(self, tokens):
         """None: nothing was measured."""
-        return tokens * self.seconds / self.tokens if self.tokens else None
+        if not self.seconds:
+            return None
+        return tokens * self.seconds / self.tokens if self.tokens else math.inf
 
 
 class LoadOrCompute:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import secrets
-import time
 from array import array
 
 from vllm.logger import init_logger
@@ -18,6 +17,19 @@ logger = init_logger(__name__)
 
 
 @dataclasses.dataclass
+class OpenStore:
+    """One that not all ranks have ended."""
+
+    first: int
+    """Of its chunks."""
+    there: set[int]
+    """Of them, counted from the first, for all ranks that have ended it."""
+    events: list[object]
+    """For each."""
+    ranks: int = 0
+
+
+@dataclasses.dataclass
 class RequestState:
     request: object
     prompt: Prompt
@@ -29,11 +41,14 @@ class RequestState:
     local: int = 0
     """Tokens that vLLM had itself when it asked last."""
     found: int = 0
-    """Chunks of the leading run that are known to be there, or were handed to a store."""
+    """Chunks of the leading run that are there, or are in the hands of a store."""
+    handed: int = 0
+    """Chunks that were ever handed to a store. Those that did not get there are handed again with the next that is full."""
     blocks: list[int] = dataclasses.field(default_factory=list)
     load: Load | None = None
     """The latest, until all ranks have ended it."""
-    load_began: float = 0.0
+    load_seconds: float = 0.0
+    """Of the slowest rank so far."""
     ranks_ended: int = 0
     loads: int = 0
     to_load: bool = False
@@ -59,15 +74,18 @@ class SchedulerSide:
             settings.breaker_pause_ms,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
-        self.is_layerwise = settings.layerwise
+        self.is_layerwise, self.has_fixed_weights = settings.layerwise, settings.fixed_weights
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
-        self.events = Events(self.block_tokens, self.chunk_tokens, ranks) if has_events else None
+        self.events = Events(self.block_tokens, self.chunk_tokens) if has_events else None
         self.adapters = Adapters()
         self.stats = KvGateStats()
         self.epoch = b""
         """Goes into all hashes since the last reset, so that nothing from before is found."""
         self.requests: dict[str, RequestState | None] = {}
         """None: a request whose tokens don't say what its KV is."""
+        self.open_stores: dict[str, OpenStore] = {}
+        self.to_free: set[str] = set()
+        """Finished requests whose blocks the workers are to tell to be free."""
 
     # ---- what there is
 
@@ -112,7 +130,7 @@ class SchedulerSide:
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
-        state.to_load, state.ranks_ended = True, 0
+        state.to_load, state.ranks_ended, state.load_seconds = True, 0, 0.0
         state.load = Load(
             job=f"{request.request_id}#{state.loads}",
             request=request.request_id,
@@ -127,17 +145,24 @@ class SchedulerSide:
     def step(self, output):
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
-        meta = StepMetadata(preempted=set(getattr(output, "preempted_req_ids", None) or ()))
+        meta = StepMetadata(preempted=set(getattr(output, "preempted_req_ids", None) or ()), finished=self.to_free)
+        self.to_free = set()
         for state in self.requests.values():
             if state is not None and state.to_load:
                 meta.loads.append(state.load)
-                state.to_load, state.load_began = False, time.monotonic()
-        if not self.is_producer:
-            return meta
+                state.to_load = False
+        # What another connector loads within the step is not known by its blocks.
+        if self.is_producer and (self.is_layerwise or not getattr(output, "has_sync_kv_loads", False)):
+            self.add_stores(meta, output)
+        return meta
+
+    def add_stores(self, meta, output):
+        unsure = self.unsure_blocks()
         for new in output.scheduled_new_reqs:
             if (state := self.requests.get(new.req_id)) is not None:
                 state.blocks = list(new.block_ids[0])
-                self.add_store(meta, state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+                computed = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                self.add_store(meta, state, computed, unsure)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             if (state := self.requests.get(request_id)) is not None:
@@ -147,24 +172,27 @@ class SchedulerSide:
                 elif blocks:
                     state.blocks.extend(blocks[0])
                 computed = cached.num_computed_tokens[index] + output.num_scheduled_tokens[request_id]
-                self.add_store(meta, state, computed)
-        return meta
+                self.add_store(meta, state, computed, unsure)
 
-    def add_store(self, meta, state, computed_tokens):
-        """Of the chunks that are full after this step and that nobody has yet. While a load within steps is not known to
-        have come, on any rank, what is computed may be nothing: it is stored after that."""
+    def add_store(self, meta, state, computed_tokens, unsure_blocks):
+        """Of the chunks that are full after this step and that nobody has yet. While it is not known that a load within the
+        step has come, on all ranks, what is computed from its blocks may be nothing, also for who shares them: it is stored
+        after that."""
         full = computed_tokens // self.chunk_tokens
-        if full <= state.found or state.is_stale or state.load is not None:
+        if full <= max(state.found, state.handed) or state.is_stale:
+            return
+        if unsure_blocks and not unsure_blocks.isdisjoint(state.blocks):
             return
         # What was generated has hashes, too, once it is a full chunk.
         full = min(full, self.extend(state, min(full * self.chunk_tokens, state.request.num_tokens)))
         if full <= state.found:
             return
-        first, state.found = state.found, full
+        first, state.found, state.handed = state.found, full, full
         state.stores += 1
         job = f"{state.request.request_id}#s{state.stores}"
-        if self.events is not None:
-            self.events.begun(job, state.request, first, full)
+        events = self.events
+        told = [events.stored(state.request, chunk) if events else None for chunk in range(first, full)]
+        self.open_stores[job] = OpenStore(first, set(range(full - first)), told)
         meta.stores.append(
             Store(
                 job=job,
@@ -180,28 +208,56 @@ class SchedulerSide:
         """What the workers have told after a step."""
         if report is None:
             return
-        for job, ranks in report.loaded.items():
+        for job, (ranks, seconds) in report.loaded.items():
             state = self.requests.get(request_of(job))
             if state is None or state.load is None or state.load.job != job:
                 continue
             state.ranks_ended += ranks
+            state.load_seconds = max(state.load_seconds, seconds)
             self.note_failure(state, failed_blocks)
             if state.ranks_ended == self.ranks:
-                if self.load_or_compute is not None and not state.gave_up:
-                    tokens = state.load.tokens[1] - state.load.tokens[0]
-                    self.load_or_compute.loaded(tokens, time.monotonic() - state.load_began)
+                if self.load_or_compute is not None:
+                    self.load_or_compute.loaded(self.loaded_tokens(state), state.load_seconds)
                 state.load = None
-        if self.events is not None:
-            self.events.ended(report.stored)
+        for job, (ranks, there) in report.stored.items():
+            if (store := self.open_stores.get(job)) is not None:
+                store.ranks += ranks
+                store.there &= there
+                if store.ranks == self.ranks:
+                    self.stored(job, self.open_stores.pop(job))
 
     def note_failure(self, state, failed_blocks):
         """What a load did not bring is computed, and stored again: it may have been damaged."""
-        load, size = state.load, self.block_tokens
-        blocks = range(load.tokens[0] // size, (load.tokens[1] - 1) // size + 1)
-        failed = next((at for at in blocks if load.block_table[at] in failed_blocks), None)
-        if failed is not None:
+        load = state.load
+        failed = [at for at in self.blocks_of(load) if load.block_table[at] in failed_blocks]
+        if failed:
             state.gave_up = True
-            state.found = min(state.found, failed * size // self.chunk_tokens)
+            state.found = state.handed = min(state.found, failed[0] * self.block_tokens // self.chunk_tokens)
+
+    def loaded_tokens(self, state):
+        start, end = state.load.tokens
+        return max(0, min(end, state.found * self.chunk_tokens) - start) if state.gave_up else end - start
+
+    def stored(self, job, store):
+        """What is not there ends the run that lookups can find: it is stored again before what follows it."""
+        if self.events is not None:
+            self.events.add(store.events[index] for index in sorted(store.there))
+        state = self.requests.get(request_of(job))
+        missing = [index for index in range(len(store.events)) if index not in store.there]
+        if state is not None and missing:
+            state.found = min(state.found, store.first + missing[0])
+
+    def blocks_of(self, load):
+        """Places in the block table that a load writes to."""
+        start, end = load.tokens
+        return range(start // self.block_tokens, (end - 1) // self.block_tokens + 1)
+
+    def unsure_blocks(self):
+        """Of loads within steps that are not known to have come."""
+        if not self.is_layerwise:
+            return set()
+        loads = [state.load for state in self.requests.values() if state is not None and state.load is not None]
+        return {load.block_table[at] for load in loads for at in self.blocks_of(load)}
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
@@ -209,10 +265,17 @@ class SchedulerSide:
         state = self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
-        return state is not None and state.stores > 0
+        # A load between steps: vLLM itself keeps the blocks until it has ended, and no store needs them: they were taken
+        # back when it was preempted.
+        if state is None or state.stores == 0 or (state.load is not None and not self.is_layerwise):
+            return False
+        self.to_free.add(request.request_id)
+        return True
 
     def reset(self):
         """Nothing that was stored so far is found any more by this engine: its weights may have changed."""
+        if self.has_fixed_weights:
+            return True
         self.epoch = secrets.token_bytes(16)
         for state in self.requests.values():
             if state is not None:

@@ -26,6 +26,8 @@ class Settings:
     """`auto`: a load that would take longer than computing is left; `always`: what is there is loaded."""
     layerwise: bool = False
     """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
+    fixed_weights: bool = False
+    """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50
     """After so long a chunk that nobody has told of is not there."""
     load_deadline_ms: int = 30_000

@@ -1,6 +1,7 @@
 """A rank's side: its tensors, and the jobs that move chunks in and out of them."""
 
 import json
+import time
 
 from vllm.logger import init_logger
 
@@ -26,10 +27,10 @@ class WorkerSide:
         self.worker = None
         """None while the engine sleeps, too."""
         self.loads: dict[str, object] = {}
-        self.stores: dict[str, set[str]] = {}
-        """Jobs that need a request's blocks."""
+        self.stores: set[str] = set()
+        """Jobs that need their request's blocks."""
         self.over: set[str] = set()
-        """Finished requests whose blocks are needed."""
+        """Finished requests whose blocks are not known to be free."""
         self.received: set[str] = set()
         """Requests whose loads have ended."""
         self.failed_blocks: set[int] = set()
@@ -77,6 +78,7 @@ class WorkerSide:
 
     def load(self, loads, stream, by_layer=False):
         for load in loads:
+            began = time.monotonic()
             try:
                 self.need_worker().load(
                     load.job, load.hashes, load.first_token, load.tokens, load.block_table, stream, by_layer
@@ -85,7 +87,7 @@ class WorkerSide:
                 # It is computed.
                 logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
                 self.fail(load, 0)
-                self.end(load)
+                self.end(load, time.monotonic() - began)
             else:
                 self.loads[load.job] = load
 
@@ -101,7 +103,6 @@ class WorkerSide:
 
     def store(self, stores, stream):
         for store in stores:
-            self.stores.setdefault(store.request, set())
             try:
                 self.need_worker().store(
                     store.job, store.hashes, store.parent, store.first_token, store.block_table, stream
@@ -110,7 +111,7 @@ class WorkerSide:
                 logger.warning("kvgate: a store of %s could not be begun: %s", store.request, error)
                 self.report.stored[store.job] = (1, set())
             else:
-                self.stores[store.request].add(store.job)
+                self.stores.add(store.job)
 
     def need_worker(self):
         if self.worker is None:
@@ -119,17 +120,15 @@ class WorkerSide:
 
     def preempted(self, requests):
         """Their blocks are vLLM's after this: what is being copied out of them ends, the rest never begins."""
-        if jobs := [job for request in requests for job in self.stores.get(request, ())]:
+        if jobs := [job for job in self.stores if request_of(job) in requests]:
             self.worker.take_back(jobs)
 
     def results(self, finished_requests):
         """Finished requests whose blocks are free, and requests whose loads have ended, since the last call."""
         self.collect()
-        self.over.update(request for request in finished_requests if request in self.stores)
-        sent = {request for request in self.over if not self.stores[request]}
+        self.over |= finished_requests
+        sent = self.over - {request_of(job) for job in self.stores}
         self.over -= sent
-        for request in sent:
-            del self.stores[request]
         received, self.received = self.received, set()
         return sent, received
 
@@ -142,18 +141,17 @@ class WorkerSide:
             if ended.missing:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
                 self.fail(load, min(ended.missing))
-            self.end(load)
-        for job in self.worker.freed():
-            self.stores[request_of(job)].discard(job)
+            self.end(load, ended.seconds)
+        self.stores.difference_update(self.worker.freed())
         for ended in self.worker.stored():
             self.stats.stored(ended)
             self.report.stored[ended.job] = (1, set(ended.there))
             if ended.error:
                 logger.debug("kvgate: %s was not stored: %s", ended.job, ended.error)
 
-    def end(self, load):
+    def end(self, load, seconds):
         self.received.add(load.request)
-        self.report.loaded[load.job] = 1
+        self.report.loaded[load.job] = (1, seconds)
 
     def fail(self, load, chunk):
         """All blocks from this chunk of the load on are not there."""
