@@ -52,22 +52,6 @@ class GatewayTest(EngineCase):
         self.gateway.flush()
         self.loads(self.kv())
 
-    def test_what_shares_blocks_with_a_load_that_did_not_come_is_not_stored(self):
-        """Both in one step: the first loads layer by layer, and the second takes its blocks for computed."""
-        first = PROMPTS[0]["prompt_token_ids"]
-        prompts = [PROMPTS[0], {"prompt_token_ids": first[: 3 * CHUNK] + PROMPTS[1]["prompt_token_ids"]}]
-        plain = self.alive(prompts)
-        self.gateway.start()
-        self.alive(PROMPTS[:1], self.kv())
-        self.gateway.flush()
-        self.gateway.kill()
-        self.damage()
-        self.gateway.start()
-        for _ in range(2):
-            result = self.alive(prompts, self.kv(layerwise=True))
-            self.assertEqual(result["tokens"], plain["tokens"])
-            self.gateway.flush()
-
     def test_the_gateway_is_killed_in_the_middle_of_a_load(self):
         self.stored()
         result = self.alive(PROMPTS, self.between("--kill", self.gateway.pid()))
