@@ -16,7 +16,7 @@ use super::session::{Bench, Clock};
 use super::settings::{Phase, PromptSettings, to_usize};
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use crate::config::Strategy;
+use crate::config::{Config, Strategy};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::object::{Capabilities, ErrorKind, ProbeMode};
 
@@ -68,6 +68,17 @@ impl Prompt {
     /// Bytes of a chunk's object.
     pub fn object_bytes(&self) -> u64 {
         self.space.layout().object_len() as u64
+    }
+
+    /// Bytes of the largest GET that loads it: parts end where planes do, or layers.
+    pub fn part_bytes(&self, config: &Config) -> u64 {
+        let layout = self.space.layout();
+        let sections = match self.order {
+            Order::Chunk => layout.sections(to_usize(config.s3.part_size.bytes())),
+            Order::Layer => layout.layer_groups(to_usize(config.load.layer_part_size.bytes())),
+        };
+        let bytes = sections.iter().map(|section| section.bytes.len() as u64);
+        bytes.max().unwrap_or(self.object_bytes())
     }
 
     pub fn settings(&self) -> PromptSettings {

@@ -238,10 +238,8 @@ impl Bench {
         capabilities: Capabilities,
     ) -> Gateway {
         let settings = &self.target.settings;
-        let part_bytes = to_usize(settings.part_bytes);
         let options = GatewayOptions {
-            part_bytes,
-            get_bytes_max: part_bytes.saturating_mul(settings.concurrency),
+            get_bytes_max: to_usize(settings.part_bytes).saturating_mul(settings.concurrency),
             put_bytes_max: usize::MAX,
             lookup_concurrency: settings.concurrency,
             lookup_deadline: self.target.read_limit,

@@ -52,7 +52,7 @@ pub struct Settings {
     pub embedded: bool,
     pub objects: u64,
     pub object_bytes: u64,
-    /// Bytes that one GET asks for.
+    /// Bytes that one GET asks for; of a prompt's, the largest.
     pub part_bytes: u64,
     /// Requests in flight.
     pub concurrency: usize,

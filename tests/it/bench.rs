@@ -573,3 +573,43 @@ async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
     assert_eq!(site.objects(), 0);
     said.says(&["interrupted"]);
 }
+
+/// Chunks of 256 tokens: 2 layers of 1 MiB.
+const WIDE_JSON: &str = r#"{"model":"wide","revision":"abc123","chunk_tokens":256,
+    "mha":{"layers":2,"heads":8,"head_dim":128}}"#;
+
+/// 4 of them.
+const WIDE: [&str; 5] = ["bench", "--space", "wide.json", "--tokens", "1024"];
+
+async fn wide_place() -> Place {
+    let place = Place::new().await;
+    std::fs::write(place.home.path().join("wide.json"), WIDE_JSON).unwrap();
+    place
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_come_in_parts_of_the_size_that_is_told() {
+    let place = wide_place().await;
+    place.say(&[&WIDE[..], &["write"]].concat()).await.exits(0);
+    let (header, layer) = (4096, 1 << 20);
+    let cases: [(&[&str], &str, u64, u64); 4] = [
+        // The configuration's 4 MiB have room for a whole chunk.
+        (&["--layers-first"], "4MiB", header + 2 * layer, 4),
+        (&["--layers-first"], "64KiB", header + layer, 8),
+        (
+            &["--layers-first", "--part-size", "1MiB"],
+            "4MiB",
+            header + layer,
+            8,
+        ),
+        (&["--part-size", "1MiB"], "4MiB", header + layer, 8),
+    ];
+    for (args, configured, part_bytes, gets) in cases {
+        let args = [&WIDE[..], &["read", "--json"], args].concat();
+        let mut command = place.command(&args);
+        command.env("KVGATE__LOAD__LAYER_PART_SIZE", configured);
+        let said = Said::new(command.output().await.unwrap()).exits(0);
+        assert_eq!(said.json()["settings"]["part_bytes"], part_bytes, "{args:?}");
+        assert_eq!(phases(&said)[0]["requests"]["get"], gets, "{args:?}");
+    }
+}

@@ -51,7 +51,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value_t = ByteSize(16 * MIB), conflicts_with_all = PROMPT,
           value_parser = some_bytes)]
     object_size: ByteSize,
-    /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller].
+    /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller; with --layers-first
+    /// [load] layer_part_size]. A prompt's parts end where planes do, or layers: what is reported is the largest.
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     part_size: Option<ByteSize>,
     /// Requests in flight.
@@ -141,6 +142,9 @@ fn some_time(text: &str) -> Result<Duration, String> {
 
 pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let mut config = args.connect.load(Vec::new())?.config;
+    if let Some(size) = args.part_size {
+        (config.s3.part_size, config.load.layer_part_size) = (size, size);
+    }
     // As many requests in flight as were asked for, not as the configuration has connections.
     config.s3.connections = config.s3.connections.max(args.concurrency);
     logging::init(&config.log, verbose);
@@ -221,9 +225,10 @@ impl BenchArgs {
             Some(prompt) => (prompt.len(), prompt.object_bytes()),
             None => (self.objects, self.object_size.bytes()),
         };
-        let part_bytes = match self.part_size {
-            Some(size) if prompt.is_none() => size.bytes(),
-            size => size.unwrap_or(config.s3.part_size).bytes().min(object_bytes),
+        let part_bytes = match (prompt, self.part_size) {
+            (Some(prompt), _) => prompt.part_bytes(config),
+            (None, Some(size)) => size.bytes(),
+            (None, None) => config.s3.part_size.bytes().min(object_bytes),
         };
         let settings = Settings {
             endpoint: config.s3.endpoint.clone(),
