@@ -2,13 +2,16 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
-use tokio::io::copy_bidirectional;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
+use tokio::sync::watch;
 
+use crate::backends::listen;
 use crate::program::{PREFIX, Place, Said, say};
 
 /// Where small benches run.
@@ -611,5 +614,102 @@ async fn layers_come_in_parts_of_the_size_that_is_told() {
         let said = Said::new(command.output().await.unwrap()).exits(0);
         assert_eq!(said.json()["settings"]["part_bytes"], part_bytes, "{args:?}");
         assert_eq!(phases(&said)[0]["requests"]["get"], gets, "{args:?}");
+    }
+}
+
+/// A way to a server on which the requests of one method for objects of the bench are counted, and wait until so many of
+/// them have come.
+struct Way {
+    endpoint: String,
+    came: watch::Receiver<usize>,
+}
+
+impl Way {
+    async fn to(site: &Place, method: &'static str, together: usize) -> Self {
+        let server: SocketAddr = site
+            .s3
+            .endpoint()
+            .strip_prefix("http://")
+            .unwrap()
+            .parse()
+            .unwrap();
+        let (listener, endpoint) = listen().await;
+        let (counter, came) = watch::channel(0);
+        let counter = Arc::new(counter);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let (mut answers, mut requests) = TcpStream::connect(server).await.unwrap().into_split();
+                let (mut asks, mut hears) = client.into_split();
+                tokio::spawn(async move { tokio::io::copy(&mut answers, &mut hears).await });
+                let counter = Arc::clone(&counter);
+                tokio::spawn(async move {
+                    let mut piece = vec![0; 64 << 10];
+                    while let Ok(len @ 1..) = asks.read(&mut piece).await {
+                        // No request begins before the one before it was answered.
+                        if is_for_object(method, &piece[..len]) {
+                            counter.send_modify(|came| *came += 1);
+                            let all = counter
+                                .subscribe()
+                                .wait_for(|&came| came >= together)
+                                .await
+                                .is_ok();
+                            assert!(all);
+                        }
+                        requests.write_all(&piece[..len]).await.unwrap();
+                    }
+                });
+            }
+        });
+        Self { endpoint, came }
+    }
+
+    fn came(&self) -> usize {
+        *self.came.borrow()
+    }
+}
+
+/// Whether a request begins here, for an object or for a chunk.
+fn is_for_object(method: &str, piece: &[u8]) -> bool {
+    let line = String::from_utf8_lossy(piece.split(|&byte| byte == b'\r').next().unwrap_or_default());
+    let name = line
+        .split(' ')
+        .nth(1)
+        .and_then(|path| path.split('?').next()?.rsplit('/').next());
+    line.starts_with(method) && name.is_some_and(|name| name.starts_with("bench-o") || name.len() == 64)
+}
+
+/// Room for one of the requests below in each window, unless the bench makes more.
+fn narrow(command: &mut Command) -> &mut Command {
+    let windows = ["WINDOW", "WINDOW_MIN", "WINDOW_MAX"];
+    let windows = windows.map(|name| (format!("KVGATE__ENDPOINTS__{name}"), "1MiB"));
+    command.envs(windows).env("KVGATE__S3__RETRIES", "0")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_requests_are_in_flight_as_were_asked_for() {
+    let site = Site::new().await;
+    for (phase, method, part_size) in [("write", "PUT ", "1MiB"), ("read", "GET ", "512KiB")] {
+        let way = Way::to(&site.0, method, 12).await;
+        let sizes = ["--object-size", "1MiB", "--part-size", part_size];
+        let shape = ["--objects", "12", "-t", "12", "--endpoint", &way.endpoint];
+        let args = [&[phase][..], &sizes, &shape].concat();
+        Said::new(narrow(&mut site.command(&args)).output().await.unwrap()).exits(0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_of_a_prompts_parts_are_in_flight_as_were_asked_for() {
+    let place = wide_place().await;
+    let cases: [(&[&str], &str, usize); 3] = [
+        (&["write", "-t", "4"], "PUT ", 4),
+        (&["read", "-t", "6"], "GET ", 6),
+        // One layer with the header is more than a part.
+        (&["read", "-t", "4", "--layers-first"], "GET ", 4),
+    ];
+    for (args, method, together) in cases {
+        let way = Way::to(&place, method, together).await;
+        let shape = ["--part-size", "1MiB", "--endpoint", &way.endpoint];
+        let args = [&WIDE[..], args, &shape].concat();
+        Said::new(narrow(&mut place.command(&args)).output().await.unwrap()).exits(0);
     }
 }

@@ -55,7 +55,8 @@ pub struct BenchArgs {
     /// [load] layer_part_size]. A prompt's parts end where planes do, or layers: what is reported is the largest.
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     part_size: Option<ByteSize>,
-    /// Requests in flight.
+    /// Requests in flight: connections and windows ([endpoints] window) are raised to have room for them, and shrink only
+    /// where the server says that it is too much. Of a prompt that is loaded, the bytes of so many parts.
     #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: u32,
     /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes
@@ -145,11 +146,10 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     if let Some(size) = args.part_size {
         (config.s3.part_size, config.load.layer_part_size) = (size, size);
     }
-    // As many requests in flight as were asked for, not as the configuration has connections.
-    config.s3.connections = config.s3.connections.max(args.concurrency);
     logging::init(&config.log, verbose);
     let prompt = args.prompt()?;
     let settings = args.settings(&config, prompt.as_ref())?;
+    make_room(&mut config, args.concurrency, &settings);
     // Before anything is measured that could then not be told.
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
     let host = Host::start(&config, "kvgate-bench", false).await?;
@@ -167,6 +167,17 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
         .await;
     host.stop().await;
     result
+}
+
+/// As many requests in flight as were asked for, on one endpoint too: the configuration may have fewer connections, and
+/// windows for fewer bytes.
+fn make_room(config: &mut Config, concurrency: u32, settings: &Settings) {
+    let largest = settings.object_bytes.max(settings.part_bytes);
+    let window = ByteSize(largest.saturating_mul(concurrency.into()));
+    let (s3, endpoints) = (&mut config.s3, &mut config.endpoints);
+    s3.connections = s3.connections.max(concurrency);
+    endpoints.window = endpoints.window.max(window);
+    endpoints.window_max = endpoints.window_max.max(window);
 }
 
 /// What to measure.
