@@ -183,10 +183,10 @@ class Kvgate(Program):
         endpoint = self.server.sink_endpoint if work.op == "write" else self.endpoint
         flags = ["--endpoint", endpoint, "--bucket", BUCKET, "--prefix", KVGATE_PREFIX]
         flags += ["--objects", objects, "--object-size", show_size(object_size), "--part-size", show_size(part_size)]
-        flags += ["-t", self.workload.in_flight, "--rounds", rounds, "--json"]
-        if work.op == "read":
-            # The peers are warm, too.
-            flags += ["--warm-up"] if self.verify else ["--warm-up", "--no-verify"]
+        # The peers are warm, too.
+        flags += ["-t", self.workload.in_flight, "--rounds", rounds, "--warm-up", "--json"]
+        if work.op == "read" and not self.verify:
+            flags.append("--no-verify")
         if work.op != "lookup":
             # What is read again and again stays; and the sink forgets.
             flags.append("--keep")

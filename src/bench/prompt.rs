@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use futures::future::try_join_all;
 use tokio::time::Instant;
 
 use super::content::Content;
@@ -197,22 +198,28 @@ impl Bench {
             root,
             chunks: Arc::clone(&chunks),
         };
-        let workers = (0..lanes).map(worker).collect();
+        let mut workers = (0..lanes).map(worker).collect();
+        if self.settings().warm_up {
+            self.connect(lanes).await?;
+        }
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, report) = self.course(Phase::Write, limits, workers).await?;
+        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
         self.objects = course.issued();
         Ok(report)
+    }
+
+    /// What is stored is not stored again, so only connections and signatures can be warm before.
+    async fn connect(&self, connections: usize) -> Result<(), BenchError> {
+        let soon = Instant::now() + self.target.read_limit;
+        let asks = (0..connections).map(|_| self.target.store.check_bucket(soon));
+        Ok(try_join_all(asks).await.map(drop)?)
     }
 
     /// Looks the whole prompt up and loads it, one time after the other.
     pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
         if self.settings().warm_up {
-            let once = Limits {
-                total: Some(1),
-                ..Limits::default()
-            };
-            let report = self.load_prompts_within(once).await?;
-            if report.interrupted || report.errors.count > 0 {
+            let report = self.load_prompts_within(Limits::turns(1)).await?;
+            if report.is_cut_short() {
                 return Ok(report);
             }
         }

@@ -68,7 +68,7 @@ pub struct Settings {
     pub requests_per_second: Option<u64>,
     /// Digest every part that is read.
     pub verify: bool,
-    /// Read everything once before the read phase.
+    /// Do everything once before each phase is measured, where that can be.
     pub warm_up: bool,
     /// The objects are the chunks of a prompt.
     pub prompt: Option<PromptSettings>,

@@ -713,3 +713,29 @@ async fn as_many_of_a_prompts_parts_are_in_flight_as_were_asked_for() {
         Said::new(narrow(&mut place.command(&args)).output().await.unwrap()).exits(0);
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_warm_was_done_once_untimed() {
+    let site = Site::new().await;
+    for (phase, method) in [
+        ("write", "PUT "),
+        ("read", "GET "),
+        ("head", "HEAD "),
+        ("lookup", "HEAD "),
+    ] {
+        let way = Way::to(&site.0, method, 0).await;
+        let done = site
+            .phases(&[phase, "--warm-up", "--endpoint", &way.endpoint])
+            .await;
+        let once = if phase == "read" { 15 } else { 5 };
+        assert_eq!(done[0]["ops"], once as u64, "{}", done[0]);
+        assert_eq!(way.came(), 2 * once, "{phase}");
+    }
+    // What the warm-up wrote goes, too, where the time was too short to write all of it again.
+    let short = ["--objects", "50", "--rate-iops", "20", "--time-limit", "190ms"];
+    let phases = site
+        .phases(&[&["write", "delete", "--warm-up"], &short[..]].concat())
+        .await;
+    assert!(phases[0]["ops"].as_u64() < Some(50), "{}", phases[0]);
+    assert_eq!((phases[1]["ops"].as_u64(), site.objects()), (Some(50), 0));
+}

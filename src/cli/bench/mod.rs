@@ -78,7 +78,8 @@ pub struct BenchArgs {
     /// Don't check what is read.
     #[arg(long, conflicts_with_all = PROMPT)]
     no_verify: bool,
-    /// Read everything once, untimed, before the read phase.
+    /// Do everything once, untimed, before each phase but delete: connections are there then, and signatures quick. What a
+    /// prompt's write stores is not stored again, so there it only connects.
     #[arg(long)]
     warm_up: bool,
     /// Leave the objects where they are, for a later run with the same --prefix. They are also left when phases are
