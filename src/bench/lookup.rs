@@ -47,7 +47,7 @@ impl Bench {
                 return Ok(report);
             }
         }
-        let rounds = self.settings().rounds;
+        let rounds = self.rounds(each);
         let total = rounds.map(|rounds| rounds.saturating_mul(each));
         let limits = self.limits(total, |_| 0);
         self.look_up(&space, &chunks, rounds, limits).await

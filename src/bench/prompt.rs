@@ -218,13 +218,15 @@ impl Bench {
     /// Looks the whole prompt up and loads it, one time after the other.
     pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
         if self.settings().warm_up {
-            let report = self.load_prompts_within(Limits::turns(1)).await?;
+            let report = self
+                .load_prompts_within(Limits::turns(self.objects.min(1)))
+                .await?;
             if report.is_cut_short() {
                 return Ok(report);
             }
         }
         let bytes = self.objects * self.settings().object_bytes;
-        let limits = self.limits(self.settings().rounds, move |_| bytes);
+        let limits = self.limits(self.rounds(self.objects), move |_| bytes);
         self.load_prompts_within(limits).await
     }
 

@@ -172,11 +172,8 @@ impl Bench {
 
     async fn read(&mut self) -> Result<PhaseReport, BenchError> {
         let settings = &self.target.settings;
-        let (each, rounds) = (self.objects * settings.parts(), settings.rounds);
-        let total = match each {
-            0 => Some(0),
-            _ => rounds.map(|rounds| each.saturating_mul(rounds)),
-        };
+        let each = self.objects * settings.parts();
+        let total = self.rounds(each).map(|rounds| each.saturating_mul(rounds));
         let lanes = self.lanes(total);
         let mut readers = Vec::with_capacity(lanes);
         for _ in 0..lanes {
@@ -193,14 +190,7 @@ impl Bench {
 
     async fn head(&mut self) -> Result<PhaseReport, BenchError> {
         let objects = self.objects;
-        let total = match objects {
-            0 => Some(0),
-            _ => self
-                .target
-                .settings
-                .rounds
-                .map(|rounds| objects.saturating_mul(rounds)),
-        };
+        let total = self.rounds(objects).map(|rounds| objects.saturating_mul(rounds));
         let worker = |_| Header {
             target: Arc::clone(&self.target),
             objects,
@@ -252,6 +242,14 @@ impl Bench {
         Capabilities {
             attributes: self.config.s3.probe == Probe::Attributes,
             ..Capabilities::default()
+        }
+    }
+
+    /// How often a phase goes over so many objects. Nothing is not gone over again and again until the time is over.
+    pub(super) fn rounds(&self, objects: u64) -> Option<u64> {
+        match objects {
+            0 => Some(0),
+            _ => self.settings().rounds,
         }
     }
 

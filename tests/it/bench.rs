@@ -739,3 +739,15 @@ async fn what_is_warm_was_done_once_untimed() {
     assert!(phases[0]["ops"].as_u64() < Some(50), "{}", phases[0]);
     assert_eq!((phases[1]["ops"].as_u64(), site.objects()), (Some(50), 0));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_of_which_nothing_was_written_in_time_is_no_work() {
+    let place = wide_place().await;
+    let args = [&WIDE[..], &["--time-limit", "1us", "--warm-up", "--json"]].concat();
+    let said = tokio::time::timeout(Duration::from_secs(60), place.say(&args)).await;
+    let phases = phases(&said.expect("it ends").exits(0));
+    assert_eq!(names(&phases), ["write", "read", "head", "lookup", "delete"]);
+    for phase in phases {
+        assert_eq!(phase["ops"], 0, "{phase}");
+    }
+}
