@@ -154,6 +154,8 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
         "inside this process",
         "first done",
         "last done",
+        "    min    avg    p50    p99    max\n",
+        "\n- latency up to ",
         "\nwrite ",
         "\nread ",
         "\ndelete ",

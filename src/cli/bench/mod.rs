@@ -113,7 +113,7 @@ struct OutputArgs {
     #[arg(long)]
     json: bool,
     /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
-    /// several; `-` writes them instead of the table.
+    /// several; `-` writes them instead of the table. Histograms are only in the table and in --json.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.
