@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use futures::future::try_join_all;
-use tokio::time::Instant;
+use tokio::time::{Duration, Instant};
 
 use super::content::Content;
 use super::course::{Failure, Limits, Op, Worker};
@@ -12,7 +12,7 @@ use super::error::BenchError;
 use super::histogram::Histogram;
 use super::lookup::WHOLE;
 use super::raw::Target;
-use super::report::{Latency, PhaseReport, PromptReport};
+use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock};
 use super::settings::{Phase, PromptSettings, to_usize};
 use crate::arena::Arena;
@@ -160,6 +160,8 @@ struct Times {
     first_chunk: Histogram,
     first_layer: Histogram,
     last_chunk: Histogram,
+    /// To the last chunks, all prompts together.
+    sum: Duration,
 }
 
 impl Bench {
@@ -255,8 +257,11 @@ impl Bench {
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
         let mut report = self.finish(&course, &clock, !done)?;
+        let prompts = times.last_chunk.count();
+        let loaded = prompts * self.objects * self.settings().object_bytes;
         report.prompt = Some(PromptReport {
-            prompts: times.last_chunk.count(),
+            prompts,
+            gib_per_s: gib_per_s(loaded, times.sum),
             chunks: chunks.len() as u64,
             lookup_us: Latency::of(&times.lookup),
             first_chunk_us: Latency::of(&times.first_chunk),
@@ -352,5 +357,7 @@ async fn load(
             mixed: false,
         })));
     }
-    times.last_chunk.record(began.elapsed());
+    let took = began.elapsed();
+    times.last_chunk.record(took);
+    times.sum += took;
 }

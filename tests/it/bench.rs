@@ -496,10 +496,12 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     assert_eq!(files(&place.bucket()).len(), 0, "space.json is gone, too");
 
     // Kept for a later run; each load begins with a lookup that knows nothing.
-    bench(&["--keep"])
-        .await
-        .exits(0)
-        .says(&["1 prompt of 9 chunks: lookup ", "first chunk", "last chunk"]);
+    bench(&["--keep"]).await.exits(0).says(&[
+        "1 prompt of 9 chunks: lookup ",
+        "first chunk",
+        "last chunk",
+        " GiB/s from",
+    ]);
     let said = bench(&["read", "--rounds", "3", "--warm-up", "--json"])
         .await
         .exits(0);
@@ -513,6 +515,10 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     let time = |of: &str| read["prompt"][of]["p50"].as_f64().unwrap();
     let times = ["first_chunk_us", "first_layer_us", "last_chunk_us"].map(time);
     assert!(time("lookup_us") < times[0] && times.is_sorted(), "{read}");
+    let seconds = 3.0 * read["prompt"]["last_chunk_us"]["mean"].as_f64().unwrap() / 1e6;
+    let speed = read["bytes"].as_f64().unwrap() / f64::from(1 << 30) / seconds;
+    let told = read["prompt"]["gib_per_s"].as_f64().unwrap();
+    assert!((told / speed - 1.0).abs() < 0.02, "{told}, not {speed}");
     let again = bench(&["write", "--json"]).await.exits(0);
     assert_eq!(phases(&again)[0]["bytes"], 0, "all were there");
 
