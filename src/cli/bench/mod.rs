@@ -56,7 +56,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     part_size: Option<ByteSize>,
     /// Requests in flight: connections and windows ([endpoints] window) are raised to have room for them, and shrink only
-    /// where the server says that it is too much. Of a prompt that is loaded, the bytes of so many parts.
+    /// where the server is overloaded. Of a prompt that is loaded, the bytes of so many parts.
     #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: u32,
     /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes

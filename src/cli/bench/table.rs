@@ -103,16 +103,20 @@ fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
     let known = times
         .iter()
         .filter_map(|(what, time)| Some(format!("{what} {} ms", figure(time.as_ref()?.p50 / 1e3))));
-    let speed = report
-        .gib_per_s
-        .map(|speed| format!("{} GiB/s from the lookup to the last chunk", figure(speed)));
-    let known: Vec<String> = known.chain(speed).collect();
+    let known: Vec<String> = known.collect();
     out.line(format_args!(
         "- {} of {}: {}",
         count(report.prompts, "prompt"),
         count(report.chunks, "chunk"),
         known.join(", ")
-    ))
+    ))?;
+    match report.gib_per_s {
+        Some(speed) => out.line(format_args!(
+            "- {} GiB/s from a prompt's lookup to its last chunk",
+            figure(speed)
+        )),
+        None => Ok(()),
+    }
 }
 
 fn share(name: &str, share: &Share) -> Vec<String> {
