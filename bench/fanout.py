@@ -99,7 +99,7 @@ class Bench:
                 tools.say(f"round {number} of {self.given.rounds}: {case}")
                 try:
                     phase = self.bench(program, running, "read", "--warm-up", "--rounds", self.given.loads)
-                except clients.FailedError as error:
+                except tools.FailedError as error:
                     tools.say(f"  {error}")
                     self.failures[Case("ceph", "loads", case)] = str(error)
                     continue
@@ -249,7 +249,7 @@ class Bench:
 
 def sample(case: str, number: int, slow: str, phase: dict) -> Measured:
     if phase["errors"]["count"]:
-        raise clients.FailedError(f"{phase['errors']['count']} errors, the first: {phase['errors']['first']}")
+        raise tools.FailedError(f"{phase['errors']['count']} errors, the first: {phase['errors']['first']}")
     load = phase["prompt"]["last_chunk_us"]
     endpoints = phase["endpoints"]
     return Measured(

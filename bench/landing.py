@@ -92,10 +92,11 @@ class Bench:
                 name = NAMES[word]
                 try:
                     made = self.make(word, server)
-                except (tools.MissingError, clients.FailedError) as error:
-                    tools.say(f"{name} is missing: {error}")
-                    self.missing[name] = str(error)
-                    self.never(server.name, name, str(error))
+                except Exception as error:
+                    reason = tools.reason(error)
+                    tools.say(f"{name} is missing: {reason}")
+                    self.missing[name] = reason
+                    self.never(server.name, name, reason)
                     continue
                 for client in made.values():
                     stack.callback(client.stop)
@@ -114,7 +115,8 @@ class Bench:
         names = [name, "kvgate CRC64", "kvgate TLS"] if name == "kvgate" else [name]
         for work in self.works(server):
             for each in names:
-                self.samples.failures[Case(server, work.name, each)] = reason
+                # What was said of it before says more.
+                self.samples.failures.setdefault(Case(server, work.name, each), reason)
 
     def make(self, word: str, server: Server) -> dict[str, Client]:
         """The client, ready to be measured; kvgate in several ways."""
@@ -161,8 +163,8 @@ class Bench:
         if server.name == "ceph":
             servers.upload(server.endpoint, hosted)
 
-    def write(self) -> None:
-        """The three files; and the tables to the standard output."""
+    def write(self) -> str:
+        """The three files; answers the tables."""
         size = self.workload.object_size
         wanted = rows.wanted(self.given.part_sizes, size, PEERS)
         wanted.append(rows.best_peer(self.samples, size, PEERS))
@@ -184,8 +186,8 @@ class Bench:
         (self.given.out / f"{title}.md").write_text(tables)
         (self.given.out / f"{title}.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
         (self.given.out / f"{title}.svg").write_text(report.svg(title, self.samples))
-        print(tables)
         tools.say(f"written: {self.given.out / title}.md, .json, .svg")
+        return tables
 
     def facts(self, command: str) -> list[str]:
         workload = self.workload
@@ -218,12 +220,15 @@ def main() -> int:
             try:
                 with start[name]() as server:
                     bench.measure(server)
-            except tools.MissingError as error:
-                tools.say(f"{name} is missing: {error}")
-                bench.missing[name] = str(error)
+            except Exception as error:
+                reason = tools.reason(error)
+                tools.say(f"{name} is missing: {reason}")
+                bench.missing[name] = reason
                 for client in NAMES.values():
                     bench.never(name, client, f"{name} is missing")
-    bench.write()
+            # Also if there are more servers to come: they take long.
+            tables = bench.write()
+    print(tables)
     return 0
 
 

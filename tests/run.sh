@@ -123,6 +123,9 @@ reference_tests() {
     fi
 }
 
+# bench/landing.py takes long: what happens to one client may not lose the rest.
+harness_tests() { tests "tests of the bench's harness" env PYTHONPATH=bench "$VENV/bin/python" -B -m unittest harness.test_rounds; }
+
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
@@ -327,6 +330,7 @@ case $TIER in
         bring_up "${servers[@]}"
         rust_tests
         reference_tests
+        harness_tests
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         engine_tests

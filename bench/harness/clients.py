@@ -18,15 +18,12 @@ from pathlib import Path
 
 from . import tools
 from .servers import Server, client_environment
+from .tools import FailedError
 from .workload import BUCKET, GIB, KVGATE_PREFIX, PREFIX, Workload, show_size
 
 RUN_SECONDS_MAX = 300
 # How long warp measures; it knows no number of objects.
 WARP_SECONDS = 2
-
-
-class FailedError(Exception):
-    """A run that did not do what it should; with the reason."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +180,10 @@ class Kvgate(Program):
         endpoint = self.server.sink_endpoint if work.op == "write" else self.endpoint
         flags = ["--endpoint", endpoint, "--bucket", BUCKET, "--prefix", KVGATE_PREFIX]
         flags += ["--objects", objects, "--object-size", show_size(object_size), "--part-size", show_size(part_size)]
-        flags += ["-t", self.workload.in_flight, "--rounds", rounds, "--json"]
-        if work.op == "read":
-            # The peers are warm, too.
-            flags += ["--warm-up"] if self.verify else ["--warm-up", "--no-verify"]
+        # The peers are warm, too.
+        flags += ["-t", self.workload.in_flight, "--rounds", rounds, "--warm-up", "--json"]
+        if work.op == "read" and not self.verify:
+            flags.append("--no-verify")
         if work.op != "lookup":
             # What is read again and again stays; and the sink forgets.
             flags.append("--keep")
@@ -361,15 +358,19 @@ class Warp(Command):
         command += ["--benchdata", self.folder / "warp", "--no-color", "--json"]
         log = self.folder / "warp.log"
         measured = self.measure(command, log)
-        said = log.read_text(errors="replace")
-        report = re.search(r"^\{", said, re.MULTILINE)
-        if not report:
-            raise FailedError(f"no report: {said.strip()[-300:]}")
+        ops, size = warp_total(log.read_text(errors="replace"))
+        return Measured(ops, size, WARP_SECONDS, measured.cpu_seconds, measured.minor_faults)
+
+
+def warp_total(said: str) -> tuple[int, int]:
+    """Requests and bytes of the report in what warp said."""
+    report = re.search(r"^\{", said, re.MULTILINE)
+    if not report:
+        raise FailedError(f"no report: {said.strip()[-300:]}")
+    try:
         total = json.JSONDecoder().raw_decode(said, report.start())[0]["total"]
-        return Measured(
-            ops=total["total_requests"],
-            bytes=total["total_bytes"],
-            seconds=WARP_SECONDS,
-            cpu_seconds=measured.cpu_seconds,
-            minor_faults=measured.minor_faults,
-        )
+        return int(total["total_requests"]), int(total["total_bytes"])
+    except json.JSONDecodeError as error:
+        raise FailedError(f"no whole report: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise FailedError(f"a report without the totals that are needed: {error}") from error

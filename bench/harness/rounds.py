@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from . import tools
-from .clients import FailedError, Measured, Peer, Work
+from .clients import Measured, Peer, Work
+from .tools import FailedError
 
 
 class Client(Protocol):
@@ -68,8 +69,13 @@ def run(server: str, clients: dict[str, Client], works: list[Work], rounds: int,
 def attempt(case: Case, client: Client, work: Work, samples: Samples) -> Measured | None:
     """One measurement; a failure is remembered, and what failed gets its turn in the next round all the same."""
     try:
-        return client.run(work)
-    except FailedError as error:
-        tools.say(f"  {case.client}, {case.work}: {error}")
-        samples.failures[case] = str(error)
+        measured = client.run(work)
+        moved = measured.bytes or work.op not in ("read", "write")
+        if not measured.ops or not moved or measured.seconds <= 0:
+            raise FailedError(f"{measured.ops} operations, {measured.bytes} bytes in {measured.seconds} s")
+        return measured
+    # Whatever it is, the others' samples are worth more.
+    except Exception as error:
+        samples.failures[case] = tools.reason(error)
+        tools.say(f"  {case.client}, {case.work}: {samples.failures[case]}")
         return None

@@ -22,6 +22,10 @@ class MissingError(Exception):
     """Something that can't be had here, with the reason."""
 
 
+class FailedError(Exception):
+    """A run that did not do what it should; with the reason."""
+
+
 def run(*command: str | Path, **options) -> str:
     """The command's output. Fails with the last line that it said."""
     try:
@@ -32,6 +36,12 @@ def run(*command: str | Path, **options) -> str:
         said = [line for line in (error.stderr + error.stdout).splitlines() if line.strip()]
         raise MissingError(f"{Path(command[0]).name}: {said[-1].strip()[:LAST_WORDS] if said else error}") from error
     return done.stdout
+
+
+def reason(error: Exception) -> str:
+    """What it says; with its name, which may be all that there is, if nobody meant it for people."""
+    meant = isinstance(error, (MissingError, FailedError))
+    return str(error) if meant else f"{type(error).__name__}: {error}"
 
 
 def say(*words: object) -> None:

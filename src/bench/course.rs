@@ -97,6 +97,16 @@ pub(super) struct Limits {
     pub more_ops_a_turn: u64,
 }
 
+impl Limits {
+    /// Nothing but so many turns.
+    pub fn turns(total: u64) -> Self {
+        Self {
+            total: Some(total),
+            ..Self::default()
+        }
+    }
+}
+
 impl Course {
     /// The clock starts now.
     pub fn start(phase: Phase, limits: Limits, lanes: usize) -> Self {
@@ -120,14 +130,19 @@ impl Course {
         }
     }
 
-    /// Runs a task for each worker until nothing is left to do. Answers whether it was interrupted.
-    pub async fn run<W: Worker>(self: &Arc<Self>, workers: Vec<W>, interrupts: &mut Interrupts) -> bool {
+    /// Runs a task for each worker until nothing is left to do. Answers whether it was interrupted; if not, the workers are
+    /// there again.
+    pub async fn run<W: Worker>(self: &Arc<Self>, workers: &mut Vec<W>, interrupts: &mut Interrupts) -> bool {
         let mut tasks = JoinSet::new();
-        for (lane, worker) in workers.into_iter().enumerate() {
+        for (lane, worker) in workers.drain(..).enumerate() {
             let course = Arc::clone(self);
             tasks.spawn(async move { course.work(lane, worker).await });
         }
-        let all = async { while tasks.join_next().await.is_some() {} };
+        let all = async {
+            while let Some(done) = tasks.join_next().await {
+                workers.extend(done.ok());
+            }
+        };
         if self.interruptible(all, interrupts).await {
             return false;
         }
@@ -149,12 +164,13 @@ impl Course {
         }
     }
 
-    async fn work(&self, lane: usize, mut worker: impl Worker) {
+    async fn work<W: Worker>(&self, lane: usize, mut worker: W) -> W {
         while let Some(turn) = self.turn().await {
             let result = worker.turn(turn).await;
             self.count(lane, result);
         }
         self.first_done.get_or_init(|| self.mark());
+        worker
     }
 
     /// The next turn; None when there is none any more.
@@ -371,9 +387,10 @@ mod tests {
     async fn run(limits: Limits, workers: usize, each: Duration) -> (Arc<Course>, Duration) {
         let (_keep, mut interrupts) = watch::channel(0);
         let course = Arc::new(Course::start(Phase::Read, limits, workers));
-        let workers = (0..workers).map(|_| Sleeper(each)).collect();
-        assert!(!course.run(workers, &mut interrupts).await);
+        let mut sleepers: Vec<_> = (0..workers).map(|_| Sleeper(each)).collect();
+        assert!(!course.run(&mut sleepers, &mut interrupts).await);
         let took = course.started.elapsed();
+        assert_eq!(sleepers.len(), workers, "they are there again");
         (course, took)
     }
 
@@ -449,13 +466,13 @@ mod tests {
     async fn an_interruption_ends_it_also_when_requests_hang() {
         let (interrupt, mut interrupts) = watch::channel(0);
         let course = Arc::new(Course::start(Phase::Read, Limits::default(), 2));
-        let workers = vec![Sleeper(10 * MS), Sleeper(3600 * 1000 * MS)];
+        let mut workers = vec![Sleeper(10 * MS), Sleeper(3600 * 1000 * MS)];
         tokio::spawn(async move {
             tokio::time::sleep(95 * MS).await;
             interrupt.send_replace(1);
             tokio::time::sleep(GRACE * 2).await;
         });
-        assert!(course.run(workers, &mut interrupts).await);
+        assert!(course.run(&mut workers, &mut interrupts).await);
         assert_eq!(course.started.elapsed(), 95 * MS + GRACE);
         assert_eq!(course.tally().main.ops + course.tally().errors, 10);
     }
@@ -470,7 +487,7 @@ mod tests {
         }
         let (_keep, mut interrupts) = watch::channel(0);
         let course = Arc::new(Course::start(Phase::Read, Limits::default(), 1));
-        course.run(vec![Failing], &mut interrupts).await;
+        course.run(&mut vec![Failing], &mut interrupts).await;
         assert_eq!(course.tally().errors, ERRORS_MAX);
     }
 }

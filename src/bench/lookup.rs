@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::{Duration, Instant};
 
-use super::course::{Course, Failure, Op};
+use super::course::{Course, Failure, Limits, Op};
 use super::error::BenchError;
 use super::report::PhaseReport;
 use super::session::{Bench, Clock};
@@ -32,13 +32,35 @@ const LOOKUP_CHUNKS: usize = 4096;
 impl Bench {
     /// Asks a gateway that knows nothing for each chunk: for those of the prompt, else for some that nobody has.
     pub(super) async fn lookup(&mut self) -> Result<PhaseReport, BenchError> {
-        let (count, rounds) = (self.objects, self.settings().rounds);
         let (space, chunks) = match &self.prompt {
-            Some(prompt) => (prompt.space.clone(), prompt.chunks[..to_usize(count)].to_vec()),
+            Some(prompt) => {
+                let count = to_usize(self.objects);
+                (prompt.space.clone(), prompt.chunks[..count].to_vec())
+            }
             None => absent(self.settings().objects)?,
         };
-        let total = rounds.map(|rounds| rounds.saturating_mul(chunks.len() as u64));
+        let each = chunks.len() as u64;
+        if self.settings().warm_up {
+            let once = Limits::turns(each);
+            let report = self.look_up(&space, &chunks, Some(1), once).await?;
+            if report.is_cut_short() {
+                return Ok(report);
+            }
+        }
+        let rounds = self.rounds(each);
+        let total = rounds.map(|rounds| rounds.saturating_mul(each));
         let limits = self.limits(total, |_| 0);
+        self.look_up(&space, &chunks, rounds, limits).await
+    }
+
+    /// All chunks, so often.
+    async fn look_up(
+        &mut self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        rounds: Option<u64>,
+        limits: Limits,
+    ) -> Result<PhaseReport, BenchError> {
         let arena = self.arena_of(SLOT_ALIGN)?;
         let clock = Clock::start(&*self.target.store);
         let course = self.start(Phase::Lookup, limits, 1);
@@ -52,7 +74,7 @@ impl Bench {
             for _ in 0..rounds.unwrap_or(u64::MAX) {
                 for some in chunks.chunks(LOOKUP_CHUNKS) {
                     let deadline = Instant::now() + WHOLE;
-                    gateway.lookup(&space, some, Strategy::Exact, deadline).await;
+                    gateway.lookup(space, some, Strategy::Exact, deadline).await;
                     if course.is_over() {
                         return;
                     }

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use tokio::time::Instant;
+use futures::future::try_join_all;
+use tokio::time::{Duration, Instant};
 
 use super::content::Content;
 use super::course::{Failure, Limits, Op, Worker};
@@ -11,12 +12,12 @@ use super::error::BenchError;
 use super::histogram::Histogram;
 use super::lookup::WHOLE;
 use super::raw::Target;
-use super::report::{Latency, PhaseReport, PromptReport};
+use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock};
 use super::settings::{Phase, PromptSettings, to_usize};
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use crate::config::Strategy;
+use crate::config::{Config, Strategy};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::object::{Capabilities, ErrorKind, ProbeMode};
 
@@ -68,6 +69,17 @@ impl Prompt {
     /// Bytes of a chunk's object.
     pub fn object_bytes(&self) -> u64 {
         self.space.layout().object_len() as u64
+    }
+
+    /// Bytes of the largest GET that loads it: parts end where planes do, or layers.
+    pub fn part_bytes(&self, config: &Config) -> u64 {
+        let layout = self.space.layout();
+        let sections = match self.order {
+            Order::Chunk => layout.sections(to_usize(config.s3.part_size.bytes())),
+            Order::Layer => layout.layer_groups(to_usize(config.load.layer_part_size.bytes())),
+        };
+        let bytes = sections.iter().map(|section| section.bytes.len() as u64);
+        bytes.max().unwrap_or(self.object_bytes())
     }
 
     pub fn settings(&self) -> PromptSettings {
@@ -148,6 +160,8 @@ struct Times {
     first_chunk: Histogram,
     first_layer: Histogram,
     last_chunk: Histogram,
+    /// To the last chunks, all prompts together.
+    sum: Duration,
 }
 
 impl Bench {
@@ -186,27 +200,35 @@ impl Bench {
             root,
             chunks: Arc::clone(&chunks),
         };
-        let workers = (0..lanes).map(worker).collect();
+        let mut workers = (0..lanes).map(worker).collect();
+        if self.settings().warm_up {
+            self.connect(lanes).await?;
+        }
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, report) = self.course(Phase::Write, limits, workers).await?;
+        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
         self.objects = course.issued();
         Ok(report)
+    }
+
+    /// What is stored is not stored again, so only connections and signatures can be warm before.
+    async fn connect(&self, connections: usize) -> Result<(), BenchError> {
+        let soon = Instant::now() + self.target.read_limit;
+        let asks = (0..connections).map(|_| self.target.store.check_bucket(soon));
+        Ok(try_join_all(asks).await.map(drop)?)
     }
 
     /// Looks the whole prompt up and loads it, one time after the other.
     pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
         if self.settings().warm_up {
-            let once = Limits {
-                total: Some(1),
-                ..Limits::default()
-            };
-            let report = self.load_prompts_within(once).await?;
-            if report.interrupted || report.errors.count > 0 {
+            let report = self
+                .load_prompts_within(Limits::turns(self.objects.min(1)))
+                .await?;
+            if report.is_cut_short() {
                 return Ok(report);
             }
         }
         let bytes = self.objects * self.settings().object_bytes;
-        let limits = self.limits(self.settings().rounds, move |_| bytes);
+        let limits = self.limits(self.rounds(self.objects), move |_| bytes);
         self.load_prompts_within(limits).await
     }
 
@@ -235,8 +257,11 @@ impl Bench {
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
         let mut report = self.finish(&course, &clock, !done)?;
+        let prompts = times.last_chunk.count();
+        let loaded = prompts * self.objects * self.settings().object_bytes;
         report.prompt = Some(PromptReport {
-            prompts: times.last_chunk.count(),
+            prompts,
+            gib_per_s: gib_per_s(loaded, times.sum),
             chunks: chunks.len() as u64,
             lookup_us: Latency::of(&times.lookup),
             first_chunk_us: Latency::of(&times.first_chunk),
@@ -332,5 +357,7 @@ async fn load(
             mixed: false,
         })));
     }
-    times.last_chunk.record(began.elapsed());
+    let took = began.elapsed();
+    times.last_chunk.record(took);
+    times.sum += took;
 }

@@ -115,6 +115,9 @@ pub struct Share {
 pub struct PromptReport {
     pub prompts: u64,
     pub chunks: u64,
+    /// Bytes of whole prompts, by the time from the lookup's start to the last chunk. What --rate makes prompts wait does
+    /// not count.
+    pub gib_per_s: Option<f64>,
     pub lookup_us: Option<Latency>,
     pub first_chunk_us: Option<Latency>,
     /// Until every chunk's first layer was there: in chunk order, when the last chunk was.
@@ -128,6 +131,11 @@ pub(super) struct Cost {
     pub requests: RequestCounts,
     pub traffic: Traffic,
     pub endpoints: Vec<Endpoint>,
+}
+
+/// None: nothing moved.
+pub(super) fn gib_per_s(bytes: u64, took: Duration) -> Option<f64> {
+    (bytes > 0).then(|| bytes as f64 / GIB / took.as_secs_f64().max(1e-9))
 }
 
 impl Mark {
@@ -159,6 +167,11 @@ impl Latency {
 }
 
 impl PhaseReport {
+    /// Somebody ended it early, or something failed.
+    pub(super) fn is_cut_short(&self) -> bool {
+        self.interrupted || self.errors.count > 0
+    }
+
     /// `ended`: what was done when the last request was.
     pub(super) fn new(settings: &Settings, course: &Course, ended: Mark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());

@@ -152,66 +152,55 @@ impl Bench {
             };
             workers.push(Writer::new(&self.target, &arena, mix));
         }
+        let once = turns_with_writes(objects, percent);
+        if let Some(report) = self.warm_up(Phase::Write, once, &mut workers).await? {
+            return Ok(report);
+        }
         let target = Arc::clone(&self.target);
         let bytes = move |turn| match is_read(turn, percent) {
             true => target.settings.part_bytes,
             false => target.settings.object_bytes,
         };
         let limits = self.limits(total, bytes);
-        let (course, report) = self.course(Phase::Write, limits, workers).await?;
-        self.objects = objects.min(writes(course.issued(), percent));
+        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
+        // What the warm-up wrote is there, whether it was written again or not.
+        if !self.settings().warm_up {
+            self.objects = objects.min(writes(course.issued(), percent));
+        }
         Ok(report)
     }
 
     async fn read(&mut self) -> Result<PhaseReport, BenchError> {
         let settings = &self.target.settings;
-        let (each, rounds, warm_up) = (self.objects * settings.parts(), settings.rounds, settings.warm_up);
-        let total = match each {
-            0 => Some(0),
-            _ => rounds.map(|rounds| each.saturating_mul(rounds)),
-        };
+        let each = self.objects * settings.parts();
+        let total = self.rounds(each).map(|rounds| each.saturating_mul(rounds));
         let lanes = self.lanes(total);
         let mut readers = Vec::with_capacity(lanes);
         for _ in 0..lanes {
             readers.push(self.reader().await?);
         }
-        if warm_up {
-            let limits = Limits {
-                total: Some(each),
-                ..Limits::default()
-            };
-            let (_, report) = self.course(Phase::Read, limits, readers).await?;
-            if report.interrupted || report.errors.count > 0 {
-                return Ok(report);
-            }
-            readers = Vec::with_capacity(lanes);
-            for _ in 0..lanes {
-                readers.push(self.reader().await?);
-            }
+        if let Some(report) = self.warm_up(Phase::Read, each, &mut readers).await? {
+            return Ok(report);
         }
         let target = Arc::clone(&self.target);
         let parts = target.settings.parts();
         let limits = self.limits(total, move |turn| target.part_len(turn % parts));
-        Ok(self.course(Phase::Read, limits, readers).await?.1)
+        Ok(self.course(Phase::Read, limits, &mut readers).await?.1)
     }
 
     async fn head(&mut self) -> Result<PhaseReport, BenchError> {
         let objects = self.objects;
-        let total = match objects {
-            0 => Some(0),
-            _ => self
-                .target
-                .settings
-                .rounds
-                .map(|rounds| objects.saturating_mul(rounds)),
-        };
+        let total = self.rounds(objects).map(|rounds| objects.saturating_mul(rounds));
         let worker = |_| Header {
             target: Arc::clone(&self.target),
             objects,
         };
-        let workers = (0..self.lanes(total)).map(worker).collect();
+        let mut workers: Vec<_> = (0..self.lanes(total)).map(worker).collect();
+        if let Some(report) = self.warm_up(Phase::Head, objects, &mut workers).await? {
+            return Ok(report);
+        }
         let limits = self.limits(total, |_| 0);
-        Ok(self.course(Phase::Head, limits, workers).await?.1)
+        Ok(self.course(Phase::Head, limits, &mut workers).await?.1)
     }
 
     /// All objects once, whatever rounds and time limit are: nothing is left behind.
@@ -220,12 +209,12 @@ impl Bench {
         let worker = |_| Deleter {
             target: Arc::clone(&self.target),
         };
-        let workers = (0..self.lanes(total)).map(worker).collect();
+        let mut workers = (0..self.lanes(total)).map(worker).collect();
         let limits = Limits {
             time: None,
             ..self.limits(total, |_| 0)
         };
-        let report = self.course(Phase::Delete, limits, workers).await?.1;
+        let report = self.course(Phase::Delete, limits, &mut workers).await?.1;
         self.undeclare().await?;
         Ok(report)
     }
@@ -238,10 +227,8 @@ impl Bench {
         capabilities: Capabilities,
     ) -> Gateway {
         let settings = &self.target.settings;
-        let part_bytes = to_usize(settings.part_bytes);
         let options = GatewayOptions {
-            part_bytes,
-            get_bytes_max: part_bytes.saturating_mul(settings.concurrency),
+            get_bytes_max: to_usize(settings.part_bytes).saturating_mul(settings.concurrency),
             put_bytes_max: usize::MAX,
             lookup_concurrency: settings.concurrency,
             lookup_deadline: self.target.read_limit,
@@ -255,6 +242,14 @@ impl Bench {
         Capabilities {
             attributes: self.config.s3.probe == Probe::Attributes,
             ..Capabilities::default()
+        }
+    }
+
+    /// How often a phase goes over so many objects. Nothing is not gone over again and again until the time is over.
+    pub(super) fn rounds(&self, objects: u64) -> Option<u64> {
+        match objects {
+            0 => Some(0),
+            _ => self.settings().rounds,
         }
     }
 
@@ -295,13 +290,27 @@ impl Bench {
         &mut self,
         phase: Phase,
         limits: Limits,
-        workers: Vec<W>,
+        workers: &mut Vec<W>,
     ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
         let clock = Clock::start(&*self.target.store);
         let course = self.start(phase, limits, workers.len());
         let interrupted = course.run(workers, &mut self.interrupts).await;
         let report = self.finish(&course, &clock, interrupted)?;
         Ok((course, report))
+    }
+
+    /// If it is wanted, so many turns that are not measured. Answers what ends the phase, if anything went wrong.
+    async fn warm_up<W: Worker>(
+        &mut self,
+        phase: Phase,
+        turns: u64,
+        workers: &mut Vec<W>,
+    ) -> Result<Option<PhaseReport>, BenchError> {
+        if !self.settings().warm_up {
+            return Ok(None);
+        }
+        let report = self.course(phase, Limits::turns(turns), workers).await?.1;
+        Ok(report.is_cut_short().then_some(report))
     }
 
     /// The clock starts now.

@@ -52,7 +52,7 @@ pub struct Settings {
     pub embedded: bool,
     pub objects: u64,
     pub object_bytes: u64,
-    /// Bytes that one GET asks for.
+    /// Bytes that one GET asks for; of a prompt's, the largest.
     pub part_bytes: u64,
     /// Requests in flight.
     pub concurrency: usize,
@@ -68,7 +68,7 @@ pub struct Settings {
     pub requests_per_second: Option<u64>,
     /// Digest every part that is read.
     pub verify: bool,
-    /// Read everything once before the read phase.
+    /// Do everything once before each phase is measured, where that can be.
     pub warm_up: bool,
     /// The objects are the chunks of a prompt.
     pub prompt: Option<PromptSettings>,

@@ -2,13 +2,16 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
-use tokio::io::copy_bidirectional;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
+use tokio::sync::watch;
 
+use crate::backends::listen;
 use crate::program::{PREFIX, Place, Said, say};
 
 /// Where small benches run.
@@ -151,6 +154,8 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
         "inside this process",
         "first done",
         "last done",
+        "    min    avg    p50    p99    max\n",
+        "\n- latency up to ",
         "\nwrite ",
         "\nread ",
         "\ndelete ",
@@ -491,10 +496,12 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     assert_eq!(files(&place.bucket()).len(), 0, "space.json is gone, too");
 
     // Kept for a later run; each load begins with a lookup that knows nothing.
-    bench(&["--keep"])
-        .await
-        .exits(0)
-        .says(&["1 prompt of 9 chunks: lookup ", "first chunk", "last chunk"]);
+    bench(&["--keep"]).await.exits(0).says(&[
+        "1 prompt of 9 chunks: lookup ",
+        "first chunk",
+        "last chunk",
+        " GiB/s from",
+    ]);
     let said = bench(&["read", "--rounds", "3", "--warm-up", "--json"])
         .await
         .exits(0);
@@ -508,6 +515,10 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     let time = |of: &str| read["prompt"][of]["p50"].as_f64().unwrap();
     let times = ["first_chunk_us", "first_layer_us", "last_chunk_us"].map(time);
     assert!(time("lookup_us") < times[0] && times.is_sorted(), "{read}");
+    let seconds = 3.0 * read["prompt"]["last_chunk_us"]["mean"].as_f64().unwrap() / 1e6;
+    let speed = read["bytes"].as_f64().unwrap() / f64::from(1 << 30) / seconds;
+    let told = read["prompt"]["gib_per_s"].as_f64().unwrap();
+    assert!((told / speed - 1.0).abs() < 0.02, "{told}, not {speed}");
     let again = bench(&["write", "--json"]).await.exits(0);
     assert_eq!(phases(&again)[0]["bytes"], 0, "all were there");
 
@@ -572,4 +583,179 @@ async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
     assert!(phases[0]["ops"].as_u64() >= Some(3) && phases[0]["ops"].as_u64() < Some(1000));
     assert_eq!(site.objects(), 0);
     said.says(&["interrupted"]);
+}
+
+/// Chunks of 256 tokens: 2 layers of 1 MiB.
+const WIDE_JSON: &str = r#"{"model":"wide","revision":"abc123","chunk_tokens":256,
+    "mha":{"layers":2,"heads":8,"head_dim":128}}"#;
+
+/// 4 of them.
+const WIDE: [&str; 5] = ["bench", "--space", "wide.json", "--tokens", "1024"];
+
+async fn wide_place() -> Place {
+    let place = Place::new().await;
+    std::fs::write(place.home.path().join("wide.json"), WIDE_JSON).unwrap();
+    place
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_come_in_parts_of_the_size_that_is_told() {
+    let place = wide_place().await;
+    place.say(&[&WIDE[..], &["write"]].concat()).await.exits(0);
+    let (header, layer) = (4096, 1 << 20);
+    let cases: [(&[&str], &str, u64, u64); 4] = [
+        // The configuration's 4 MiB have room for a whole chunk.
+        (&["--layers-first"], "4MiB", header + 2 * layer, 4),
+        (&["--layers-first"], "64KiB", header + layer, 8),
+        (
+            &["--layers-first", "--part-size", "1MiB"],
+            "4MiB",
+            header + layer,
+            8,
+        ),
+        (&["--part-size", "1MiB"], "4MiB", header + layer, 8),
+    ];
+    for (args, configured, part_bytes, gets) in cases {
+        let args = [&WIDE[..], &["read", "--json"], args].concat();
+        let mut command = place.command(&args);
+        command.env("KVGATE__LOAD__LAYER_PART_SIZE", configured);
+        let said = Said::new(command.output().await.unwrap()).exits(0);
+        assert_eq!(said.json()["settings"]["part_bytes"], part_bytes, "{args:?}");
+        assert_eq!(phases(&said)[0]["requests"]["get"], gets, "{args:?}");
+    }
+}
+
+/// A way to a server on which the requests of one method for objects of the bench are counted, and wait until so many of
+/// them have come.
+struct Way {
+    endpoint: String,
+    came: watch::Receiver<usize>,
+}
+
+impl Way {
+    async fn to(site: &Place, method: &'static str, together: usize) -> Self {
+        let server: SocketAddr = site
+            .s3
+            .endpoint()
+            .strip_prefix("http://")
+            .unwrap()
+            .parse()
+            .unwrap();
+        let (listener, endpoint) = listen().await;
+        let (counter, came) = watch::channel(0);
+        let counter = Arc::new(counter);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let (mut answers, mut requests) = TcpStream::connect(server).await.unwrap().into_split();
+                let (mut asks, mut hears) = client.into_split();
+                tokio::spawn(async move { tokio::io::copy(&mut answers, &mut hears).await });
+                let counter = Arc::clone(&counter);
+                tokio::spawn(async move {
+                    let mut piece = vec![0; 64 << 10];
+                    while let Ok(len @ 1..) = asks.read(&mut piece).await {
+                        // No request begins before the one before it was answered.
+                        if is_for_object(method, &piece[..len]) {
+                            counter.send_modify(|came| *came += 1);
+                            let all = counter
+                                .subscribe()
+                                .wait_for(|&came| came >= together)
+                                .await
+                                .is_ok();
+                            assert!(all);
+                        }
+                        requests.write_all(&piece[..len]).await.unwrap();
+                    }
+                });
+            }
+        });
+        Self { endpoint, came }
+    }
+
+    fn came(&self) -> usize {
+        *self.came.borrow()
+    }
+}
+
+/// Whether a request begins here, for an object or for a chunk.
+fn is_for_object(method: &str, piece: &[u8]) -> bool {
+    let line = String::from_utf8_lossy(piece.split(|&byte| byte == b'\r').next().unwrap_or_default());
+    let name = line
+        .split(' ')
+        .nth(1)
+        .and_then(|path| path.split('?').next()?.rsplit('/').next());
+    line.starts_with(method) && name.is_some_and(|name| name.starts_with("bench-o") || name.len() == 64)
+}
+
+/// Room for one of the requests below in each window, unless the bench makes more.
+fn narrow(command: &mut Command) -> &mut Command {
+    let windows = ["WINDOW", "WINDOW_MIN", "WINDOW_MAX"];
+    let windows = windows.map(|name| (format!("KVGATE__ENDPOINTS__{name}"), "1MiB"));
+    command.envs(windows).env("KVGATE__S3__RETRIES", "0")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_requests_are_in_flight_as_were_asked_for() {
+    let site = Site::new().await;
+    for (phase, method, part_size) in [("write", "PUT ", "1MiB"), ("read", "GET ", "512KiB")] {
+        let way = Way::to(&site.0, method, 12).await;
+        let sizes = ["--object-size", "1MiB", "--part-size", part_size];
+        let shape = ["--objects", "12", "-t", "12", "--endpoint", &way.endpoint];
+        let args = [&[phase][..], &sizes, &shape].concat();
+        Said::new(narrow(&mut site.command(&args)).output().await.unwrap()).exits(0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_of_a_prompts_parts_are_in_flight_as_were_asked_for() {
+    let place = wide_place().await;
+    let cases: [(&[&str], &str, usize); 3] = [
+        (&["write", "-t", "4"], "PUT ", 4),
+        (&["read", "-t", "6"], "GET ", 6),
+        // One layer with the header is more than a part.
+        (&["read", "-t", "4", "--layers-first"], "GET ", 4),
+    ];
+    for (args, method, together) in cases {
+        let way = Way::to(&place, method, together).await;
+        let shape = ["--part-size", "1MiB", "--endpoint", &way.endpoint];
+        let args = [&WIDE[..], args, &shape].concat();
+        Said::new(narrow(&mut place.command(&args)).output().await.unwrap()).exits(0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_warm_was_done_once_untimed() {
+    let site = Site::new().await;
+    for (phase, method) in [
+        ("write", "PUT "),
+        ("read", "GET "),
+        ("head", "HEAD "),
+        ("lookup", "HEAD "),
+    ] {
+        let way = Way::to(&site.0, method, 0).await;
+        let done = site
+            .phases(&[phase, "--warm-up", "--endpoint", &way.endpoint])
+            .await;
+        let once = if phase == "read" { 15 } else { 5 };
+        assert_eq!(done[0]["ops"], once as u64, "{}", done[0]);
+        assert_eq!(way.came(), 2 * once, "{phase}");
+    }
+    // What the warm-up wrote goes, too, where the time was too short to write all of it again.
+    let short = ["--objects", "50", "--rate-iops", "20", "--time-limit", "190ms"];
+    let phases = site
+        .phases(&[&["write", "delete", "--warm-up"], &short[..]].concat())
+        .await;
+    assert!(phases[0]["ops"].as_u64() < Some(50), "{}", phases[0]);
+    assert_eq!((phases[1]["ops"].as_u64(), site.objects()), (Some(50), 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_of_which_nothing_was_written_in_time_is_no_work() {
+    let place = wide_place().await;
+    let args = [&WIDE[..], &["--time-limit", "1us", "--warm-up", "--json"]].concat();
+    let said = tokio::time::timeout(Duration::from_secs(60), place.say(&args)).await;
+    let phases = phases(&said.expect("it ends").exits(0));
+    assert_eq!(names(&phases), ["write", "read", "head", "lookup", "delete"]);
+    for phase in phases {
+        assert_eq!(phase["ops"], 0, "{phase}");
+    }
 }

@@ -51,10 +51,12 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value_t = ByteSize(16 * MIB), conflicts_with_all = PROMPT,
           value_parser = some_bytes)]
     object_size: ByteSize,
-    /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller].
+    /// Bytes that one GET asks for [default: [s3] part_size, or the whole object if that is smaller; with --layers-first
+    /// [load] layer_part_size]. A prompt's parts end where planes do, or layers: what is reported is the largest.
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     part_size: Option<ByteSize>,
-    /// Requests in flight.
+    /// Requests in flight: connections and windows ([endpoints] window) are raised to have room for them, and shrink only
+    /// where the server is overloaded. Of a prompt that is loaded, the bytes of so many parts.
     #[arg(short = 't', long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: u32,
     /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes
@@ -76,7 +78,8 @@ pub struct BenchArgs {
     /// Don't check what is read.
     #[arg(long, conflicts_with_all = PROMPT)]
     no_verify: bool,
-    /// Read everything once, untimed, before the read phase.
+    /// Do everything once, untimed, before each phase but delete: connections are there then, and signatures quick. What a
+    /// prompt's write stores is not stored again, so there it only connects.
     #[arg(long)]
     warm_up: bool,
     /// Leave the objects where they are, for a later run with the same --prefix. They are also left when phases are
@@ -110,7 +113,7 @@ struct OutputArgs {
     #[arg(long)]
     json: bool,
     /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
-    /// several; `-` writes them instead of the table.
+    /// several; `-` writes them instead of the table. Histograms are only in the table and in --json.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.
@@ -141,11 +144,13 @@ fn some_time(text: &str) -> Result<Duration, String> {
 
 pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let mut config = args.connect.load(Vec::new())?.config;
-    // As many requests in flight as were asked for, not as the configuration has connections.
-    config.s3.connections = config.s3.connections.max(args.concurrency);
+    if let Some(size) = args.part_size {
+        (config.s3.part_size, config.load.layer_part_size) = (size, size);
+    }
     logging::init(&config.log, verbose);
     let prompt = args.prompt()?;
     let settings = args.settings(&config, prompt.as_ref())?;
+    make_room(&mut config, args.concurrency, &settings);
     // Before anything is measured that could then not be told.
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
     let host = Host::start(&config, "kvgate-bench", false).await?;
@@ -163,6 +168,17 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
         .await;
     host.stop().await;
     result
+}
+
+/// As many requests in flight as were asked for, on one endpoint too: the configuration may have fewer connections, and
+/// windows for fewer bytes.
+fn make_room(config: &mut Config, concurrency: u32, settings: &Settings) {
+    let largest = settings.object_bytes.max(settings.part_bytes);
+    let window = ByteSize(largest.saturating_mul(concurrency.into()));
+    let (s3, endpoints) = (&mut config.s3, &mut config.endpoints);
+    s3.connections = s3.connections.max(concurrency);
+    endpoints.window = endpoints.window.max(window);
+    endpoints.window_max = endpoints.window_max.max(window);
 }
 
 /// What to measure.
@@ -221,9 +237,10 @@ impl BenchArgs {
             Some(prompt) => (prompt.len(), prompt.object_bytes()),
             None => (self.objects, self.object_size.bytes()),
         };
-        let part_bytes = match self.part_size {
-            Some(size) if prompt.is_none() => size.bytes(),
-            size => size.unwrap_or(config.s3.part_size).bytes().min(object_bytes),
+        let part_bytes = match (prompt, self.part_size) {
+            (Some(prompt), _) => prompt.part_bytes(config),
+            (None, Some(size)) => size.bytes(),
+            (None, None) => config.s3.part_size.bytes().min(object_bytes),
         };
         let settings = Settings {
             endpoint: config.s3.endpoint.clone(),

@@ -1,17 +1,41 @@
-//! For people: a line a phase, written as soon as it is over.
+//! For people: a line a phase, written as soon as it is over, and what belongs to it below.
 
 use std::fmt::Write;
 
 use super::endpoints;
-use crate::bench::{Latency, Mark, PhaseReport, PromptReport, Settings, Share};
+use crate::bench::{Bucket, Latency, Mark, PhaseReport, PromptReport, Settings, Share};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, count};
 
-const WIDTHS: [usize; 13] = [9, 10, 8, 8, 10, 8, 8, 8, 8, 8, 9, 8, 8];
+/// No line is longer.
+const WIDTH: usize = 120;
 
-const TITLES: [&str; 2] = [
-    ",first done,,,last done,,,,CPU,,latency",
-    "phase,seconds,MiB/s,IOPS,seconds,MiB/s,IOPS,ops,us/op,s/GiB,p50 ms,p99 ms,max ms",
+/// Columns, with their widths: 103, and 14 between them.
+const COLUMNS: [(&str, usize); 15] = [
+    ("phase", 8),
+    ("seconds", 8),
+    ("MiB/s", 7),
+    ("IOPS", 7),
+    ("seconds", 8),
+    ("MiB/s", 7),
+    ("IOPS", 7),
+    ("ops", 8),
+    ("us/op", 7),
+    ("s/GiB", 6),
+    ("min", 6),
+    ("avg", 6),
+    ("p50", 6),
+    ("p99", 6),
+    ("max", 6),
+];
+
+/// What columns have in common, and how many.
+const GROUPS: [(&str, usize); 5] = [
+    ("", 1),
+    (" first done ", 3),
+    (" last done ", 4),
+    (" CPU ", 2),
+    (" latency, ms ", 5),
 ];
 
 pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), CliError> {
@@ -39,10 +63,8 @@ pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), Cli
         out.field("note", "that server's work is in the CPU figures, too")?;
     }
     out.line("")?;
-    for titles in TITLES {
-        let titles: Vec<String> = titles.split(',').map(str::to_owned).collect();
-        out.line(line(&titles))?;
-    }
+    out.line(groups())?;
+    out.line(line(&COLUMNS.map(|(name, _)| name.to_owned())))?;
     out.flush()
 }
 
@@ -56,6 +78,9 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     cells.push(or_dash(phase.cpu_seconds_per_gib));
     cells.extend(latency(phase.latency_us.as_ref()));
     out.line(line(&cells))?;
+    for line in histogram(&phase.histogram) {
+        out.line(line)?;
+    }
     if let Some(prompt) = &phase.prompt {
         prompts(prompt, out)?;
     }
@@ -84,13 +109,21 @@ fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
         count(report.prompts, "prompt"),
         count(report.chunks, "chunk"),
         known.join(", ")
-    ))
+    ))?;
+    match report.gib_per_s {
+        Some(speed) => out.line(format_args!(
+            "- {} GiB/s from a prompt's lookup to its last chunk",
+            figure(speed)
+        )),
+        None => Ok(()),
+    }
 }
 
 fn share(name: &str, share: &Share) -> Vec<String> {
     let mut cells = vec![name.to_owned()];
     cells.resize(5, String::new());
     cells.extend([figure(share.mib_per_s), figure(share.iops), share.ops.to_string()]);
+    // No CPU time of its own.
     cells.resize(10, String::new());
     cells.extend(latency(share.latency_us.as_ref()));
     cells
@@ -104,9 +137,37 @@ fn mark(mark: &Mark, moved: bool) -> [String; 3] {
     ]
 }
 
-fn latency(latency: Option<&Latency>) -> [String; 3] {
+fn latency(latency: Option<&Latency>) -> [String; 5] {
     let ms = |of: fn(&Latency) -> f64| or_dash(latency.map(|latency| of(latency) / 1e3));
-    [ms(|all| all.p50), ms(|all| all.p99), ms(|all| all.max)]
+    [
+        ms(|all| all.min),
+        ms(|all| all.mean),
+        ms(|all| all.p50),
+        ms(|all| all.p99),
+        ms(|all| all.max),
+    ]
+}
+
+/// How many requests took how long, each octave with those that the ones before it don't have.
+fn histogram(octaves: &[Bucket]) -> Vec<String> {
+    const START: &str = "- latency up to";
+    let some = octaves.iter().filter(|octave| octave.count > 0);
+    let mut lines: Vec<String> = Vec::new();
+    for octave in some {
+        let cell = format!(" {} ms: {}", figure(octave.up_to_us / 1e3), octave.count);
+        match lines.last_mut() {
+            Some(line) if line.len() + 1 + cell.len() < WIDTH => {
+                line.push(',');
+                line.push_str(&cell);
+            }
+            Some(line) => {
+                line.push(',');
+                lines.push(format!("{:len$}{cell}", "", len = START.len()));
+            }
+            None => lines.push(format!("{START}{cell}")),
+        }
+    }
+    lines
 }
 
 fn or_dash(number: Option<f64>) -> String {
@@ -124,10 +185,23 @@ pub fn figure(number: f64) -> String {
     format!("{number:.decimals$}")
 }
 
+/// Above their columns.
+fn groups() -> String {
+    let mut widths = COLUMNS.iter().map(|(_, width)| width);
+    let group = |(name, columns): (&str, usize)| {
+        let width = widths.by_ref().take(columns).sum::<usize>() + columns - 1;
+        match name {
+            "" => " ".repeat(width),
+            _ => format!("{name:-^width$}"),
+        }
+    };
+    GROUPS.map(group).join(" ")
+}
+
 /// The first to the left, the others to the right.
 fn line(cells: &[String]) -> String {
     let mut line = String::new();
-    for (index, (cell, width)) in cells.iter().zip(WIDTHS).enumerate() {
+    for (index, (cell, (_, width))) in cells.iter().zip(COLUMNS).enumerate() {
         // Writing to a string can't fail.
         let _ = match index {
             0 => write!(line, "{cell:<width$}"),
@@ -145,5 +219,30 @@ mod tests {
     fn figures_are_short() {
         let shown = [0.0, 0.01234, 1.5, 12.345, 99.99, 123.4, 98_765.4].map(figure);
         assert_eq!(shown, ["0.000", "0.012", "1.50", "12.3", "100.0", "123", "98765"]);
+    }
+
+    #[test]
+    fn lines_are_not_too_long() {
+        let columns = line(&COLUMNS.map(|(name, width)| format!("{name:_>width$}")));
+        assert!(columns.len() <= WIDTH, "{}", columns.len());
+        assert_eq!(groups().len(), columns.len());
+        let octaves: Vec<Bucket> = (0..42)
+            .map(|octave| Bucket {
+                up_to_us: f64::from(octave).exp2() / 1e3,
+                count: 1 << octave,
+            })
+            .collect();
+        let lines = histogram(&octaves);
+        assert!(lines.iter().all(|line| line.len() <= WIDTH), "{lines:#?}");
+        let counts: usize = lines.iter().map(|line| line.matches(" ms: ").count()).sum();
+        assert_eq!(counts, octaves.len(), "{lines:#?}");
+    }
+
+    #[test]
+    fn a_histogram_has_those_of_each_octave() {
+        let octaves =
+            [(262.144, 3), (524.288, 0), (1048.576, 40)].map(|(up_to_us, count)| Bucket { up_to_us, count });
+        assert_eq!(histogram(&octaves), ["- latency up to 0.262 ms: 3, 1.05 ms: 40"]);
+        assert!(histogram(&[]).is_empty());
     }
 }
