@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvgate import Space, weights
+from kvgate import Space
+from kvgate.vllm.identity import architecture, extra, revision
 
 DTYPES = {
     "torch.float32": "float32",
@@ -54,7 +54,7 @@ def describe(vllm_config, kv_cache_config, settings):
         json.dumps(
             {
                 "model": settings.model or architecture(vllm_config.model_config),
-                "revision": settings.revision or revision(vllm_config.model_config),
+                "revision": settings.revision or revision(vllm_config),
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
@@ -88,22 +88,6 @@ def only_group(kv_cache_config):
     return spec, groups[0].layer_names
 
 
-def architecture(model_config):
-    return (getattr(model_config.hf_config, "architectures", None) or ["unknown"])[0]
-
-
-def extra(model_config):
-    """What else the KV of the same weights depends on."""
-    config = model_config.hf_text_config
-    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    rope = {key: value for key in keys if (value := getattr(config, key, None)) is not None}
-    return {
-        "rope": json.dumps(rope, sort_keys=True),
-        "compute": str(model_config.dtype),
-        "quantization": str(model_config.quantization or ""),
-    }
-
-
 def refuse_what_has_kv_of_its_own(vllm_config):
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
@@ -115,19 +99,3 @@ def refuse_what_has_kv_of_its_own(vllm_config):
         raise ValueError(
             "kvgate can't reuse KV whose scales each engine makes itself: set calculate_kv_scales to false"
         )
-
-
-def revision(model_config):
-    """What pins the weights, never a path or a branch's name."""
-    commit = getattr(model_config.hf_config, "_commit_hash", None)
-    if commit:
-        return commit
-    folder = Path(model_config.model)
-    if not folder.is_dir():
-        raise ValueError(
-            f"nothing pins the weights of {model_config.model}: set revision in kv_connector_extra_config to their commit"
-        )
-    try:
-        return weights.digest(folder)
-    except FileNotFoundError as error:
-        raise ValueError(f"{error}: set revision in kv_connector_extra_config to what pins its weights") from error

@@ -1,0 +1,104 @@
+"""What a space says of a model, and what is refused; with configurations as vLLM has them, without an engine.
+
+python tests/engines/test_model.py     in an environment with vLLM and the wheel
+"""
+
+import json
+import os
+import pickle
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from huggingface_hub import ResolvedRevision
+from kvgate import weights
+from kvgate.vllm.model import describe
+from kvgate.vllm.settings import Settings
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def model_config(**more):
+    fields = {
+        "model": "Qwen/Qwen3-8B",
+        "revision": COMMIT,
+        "hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+        "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "get_total_num_kv_heads": lambda: 8,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+def engine(**more):
+    """vLLM's configuration; `more` is of the model's."""
+    return SimpleNamespace(
+        model_config=model_config(**more),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+
+
+def caches(**more):
+    """Two layers of full attention in one group."""
+    fields = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    spec = FullAttentionSpec(**{**fields, **more})
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=names)])
+
+
+def space(config, kv_caches=None, **settings):
+    """The space's JSON."""
+    model = describe(config, kv_caches or caches(), Settings.read({"socket": "/nowhere/sock", **settings}))
+    return json.loads(model.space.canonical_json)
+
+
+class RevisionTest(unittest.TestCase):
+    def folder(self, path):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        os.environ["XDG_CACHE_HOME"] = folder.name + "/cache"
+        model = Path(folder.name) / path
+        model.mkdir(parents=True)
+        (model / "model.safetensors").write_bytes(bytes(100))
+        return model
+
+    def revision(self, **more):
+        return space(engine(**more))["revision"]
+
+    def test_a_hub_s_name_is_pinned_by_what_vllm_resolved_it_to(self):
+        for asked in (None, "main"):
+            # As the engine's process gets it.
+            resolved = pickle.loads(pickle.dumps(ResolvedRevision(COMMIT, asked, "Qwen/Qwen3-8B")))
+            self.assertEqual(self.revision(revision=resolved), COMMIT)
+        self.assertEqual(self.revision(revision=COMMIT), COMMIT)
+
+    def test_a_branch_pins_nothing(self):
+        for asked in (None, "main", "v1.0", COMMIT[:12]):
+            with self.assertRaisesRegex(ValueError, "nothing pins the weights of Qwen/Qwen3-8B: set revision"):
+                self.revision(revision=asked)
+            self.assertEqual(space(engine(revision=asked), revision="mine")["revision"], "mine")
+
+    def test_a_folder_goes_by_its_bytes_whatever_was_asked(self):
+        model = self.folder("model")
+        self.assertEqual(self.revision(model=str(model), revision=COMMIT), weights.digest(model))
+
+    def test_a_folder_without_weights_is_told(self):
+        model = self.folder("model")
+        (model / "model.safetensors").unlink()
+        with self.assertRaisesRegex(ValueError, "has no weights .*: set revision in kv_connector_extra_config"):
+            self.revision(model=str(model))
+
+    def test_offline_the_hub_s_cache_tells_the_same_commit(self):
+        model = self.folder(f"hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}")
+        self.assertEqual(self.revision(model=str(model), revision=None), COMMIT)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
