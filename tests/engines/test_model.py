@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import torch
 from huggingface_hub import ResolvedRevision
 from kvgate import weights
+from kvgate.vllm import KvGateConnector
 from kvgate.vllm.model import describe
 from kvgate.vllm.settings import Settings
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -30,6 +32,8 @@ def model_config(**more):
         "dtype": torch.bfloat16,
         "quantization": None,
         "get_total_num_kv_heads": lambda: 8,
+        "runner_type": "generate",
+        "is_prefix_caching_supported": True,
     }
     return SimpleNamespace(**{**fields, **more})
 
@@ -42,6 +46,13 @@ def engine(**more):
         cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
+        kv_events_config=None,
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"socket": "/nowhere/sock"},
+            kv_load_failure_policy="recompute",
+            is_kv_consumer=True,
+            is_kv_producer=True,
+        ),
     )
 
 
@@ -57,6 +68,10 @@ def space(config, kv_caches=None, **settings):
     """The space's JSON."""
     model = describe(config, kv_caches or caches(), Settings.read({"socket": "/nowhere/sock", **settings}))
     return json.loads(model.space.canonical_json)
+
+
+def scheduler_side(config):
+    return KvGateConnector(config, KVConnectorRole.SCHEDULER, caches()).scheduler
 
 
 class RevisionTest(unittest.TestCase):
@@ -98,6 +113,19 @@ class RevisionTest(unittest.TestCase):
     def test_offline_the_hub_s_cache_tells_the_same_commit(self):
         model = self.folder(f"hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}")
         self.assertEqual(self.revision(model=str(model), revision=None), COMMIT)
+
+
+class PoolingTest(unittest.TestCase):
+    def test_a_model_that_pools_over_all_tokens_loads_nothing(self):
+        for runner, is_cached, loads in (
+            ("pooling", False, False),
+            ("pooling", True, True),
+            ("generate", True, True),
+            ("generate", False, True),
+        ):
+            side = scheduler_side(engine(runner_type=runner, is_prefix_caching_supported=is_cached))
+            # What it computes is stored: it is the same KV.
+            self.assertEqual((side.is_consumer, side.is_producer), (loads, True), (runner, is_cached))
 
 
 if __name__ == "__main__":

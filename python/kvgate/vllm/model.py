@@ -99,3 +99,9 @@ def refuse_what_has_kv_of_its_own(vllm_config):
         raise ValueError(
             "kvgate can't reuse KV whose scales each engine makes itself: set calculate_kv_scales to false"
         )
+
+
+def needs_whole_prompts(model_config):
+    """Whether it pools over all tokens of a prompt: one of which a part was loaded would end the engine. vLLM's own cache
+    is off then, but a connector is asked all the same."""
+    return model_config.runner_type == "pooling" and not model_config.is_prefix_caching_supported
