@@ -17,6 +17,8 @@ from kvgate import weights
 from kvgate.vllm import KvGateConnector
 from kvgate.vllm.model import describe
 from kvgate.vllm.settings import Settings
+from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -31,6 +33,11 @@ def model_config(**more):
         "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
         "dtype": torch.bfloat16,
         "quantization": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "quantization_config": None,
+        "multimodal_config": None,
+        "max_model_len": 4096,
         "get_total_num_kv_heads": lambda: 8,
         "runner_type": "generate",
         "is_prefix_caching_supported": True,
@@ -38,13 +45,13 @@ def model_config(**more):
     return SimpleNamespace(**{**fields, **more})
 
 
-def engine(**more):
+def engine(load_format="auto", **more):
     """vLLM's configuration; `more` is of the model's."""
     return SimpleNamespace(
         model_config=model_config(**more),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format=load_format),
         speculative_config=None,
         kv_events_config=None,
         kv_transfer_config=SimpleNamespace(
@@ -113,6 +120,68 @@ class RevisionTest(unittest.TestCase):
     def test_offline_the_hub_s_cache_tells_the_same_commit(self):
         model = self.folder(f"hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}")
         self.assertEqual(self.revision(model=str(model), revision=None), COMMIT)
+
+
+PLAIN = {
+    "rope": '{"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}',
+    "compute": "torch.bfloat16",
+    "quantization": "",
+}
+
+
+class ExtraTest(unittest.TestCase):
+    def more(self, **more):
+        """What there is beside a plain engine's."""
+        extra = space(engine(**more))["extra"]
+        self.assertLessEqual(PLAIN.items() - {("rope", PLAIN["rope"])}, extra.items())
+        return {key: value for key, value in extra.items() if PLAIN.get(key) != value}
+
+    def test_a_plain_engine_s_never_changes(self):
+        # Or nothing that was stored would be found.
+        self.assertEqual(space(engine())["extra"], PLAIN)
+        self.assertEqual(self.more(multimodal_config=MultiModalConfig()), {})
+
+    def test_flags_that_change_kv_are_in_it(self):
+        self.assertEqual(
+            self.more(hf_overrides={"sliding_window": None, "rope_parameters": {"rope_theta": 5}}),
+            {"hf_overrides": '{"rope_parameters": {"rope_theta": 5}, "sliding_window": null}'},
+        )
+        images = MultiModalConfig(mm_processor_kwargs={"max_pixels": 100}, media_io_kwargs={"video": {"num_frames": 8}})
+        self.assertEqual(
+            self.more(multimodal_config=images),
+            {"mm_processor_kwargs": '{"max_pixels": 100}', "media_io_kwargs": '{"video": {"num_frames": 8}}'},
+        )
+        online = [
+            self.more(quantization_config=resolve_quantization_config("online", {"linear": name}))
+            for name in ("fp8_per_tensor", "fp8_per_block", "fp8_per_tensor")
+        ]
+        self.assertNotEqual(online[0], online[1])
+        self.assertEqual(online[0], online[2])
+
+    def test_of_long_rope_the_choice_is_in_it(self):
+        rope = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 48,
+            "long_factor": [2.5] * 200,
+        }
+        for parameters in (rope, {"full_attention": rope}):
+            config = SimpleNamespace(rope_parameters=parameters)
+            short, long = (self.more(hf_text_config=config, max_model_len=tokens) for tokens in (4096, 4097))
+            self.assertEqual((short.pop("longrope"), long.pop("longrope")), ("short", "long"))
+            # The factors are too long for a space, so it has their digest.
+            self.assertEqual((short, len(short["rope"])), (long, 64))
+
+    def test_what_nothing_pins_needs_a_revision(self):
+        for more, told in (
+            ({"load_format": "dummy"}, "nothing pins random weights"),
+            ({"hf_overrides": lambda config: config}, "nothing pins a function in hf_overrides"),
+            ({"hf_config_path": "/other"}, "nothing pins a config from elsewhere .hf_config_path /other."),
+        ):
+            with self.assertRaisesRegex(ValueError, told + ".*: set revision in kv_connector_extra_config"):
+                space(engine(**more))
+            own = space(engine(**more), revision="mine")
+            self.assertEqual((own["revision"], own["extra"]), ("mine", PLAIN))
 
 
 class PoolingTest(unittest.TestCase):
