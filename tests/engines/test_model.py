@@ -184,6 +184,12 @@ class ExtraTest(unittest.TestCase):
             self.assertEqual((own["revision"], own["extra"]), ("mine", PLAIN))
 
 
+class RefusalTest(unittest.TestCase):
+    def test_attention_that_looks_ahead(self):
+        with self.assertRaisesRegex(ValueError, "causal attention only"):
+            space(engine(), caches(non_causal=True))
+
+
 class PoolingTest(unittest.TestCase):
     def test_a_model_that_pools_over_all_tokens_loads_nothing(self):
         for runner, is_cached, loads in (

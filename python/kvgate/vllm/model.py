@@ -85,6 +85,8 @@ def only_group(kv_cache_config):
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     if not isinstance(spec, FullAttentionSpec) or window:
         raise ValueError(f"kvgate reuses full attention only, not {type(spec).__name__} (window {window})")
+    if getattr(spec, "non_causal", False):
+        raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
 
 
