@@ -266,6 +266,14 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
         self.assertFalse(self.scheduler.finished(request))
 
+    def test_images_without_a_digest_reuse_nothing(self):
+        self.scheduler.items_have_digests = False
+        image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3))
+        request = self.request(mm_features=[image])
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        self.assertFalse(self.scheduler.finished(request))
+        self.assertTrue(self.hashes())
+
     def test_an_adapter_that_nobody_knows_reuses_nothing(self):
         request = self.request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))

@@ -50,7 +50,7 @@ def engine(load_format="auto", **more):
     return SimpleNamespace(
         model_config=model_config(**more),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=None,
         kv_events_config=None,
@@ -188,6 +188,17 @@ class RefusalTest(unittest.TestCase):
     def test_attention_that_looks_ahead(self):
         with self.assertRaisesRegex(ValueError, "causal attention only"):
             space(engine(), caches(non_causal=True))
+
+
+class ImagesTest(unittest.TestCase):
+    def test_with_both_caches_off_vllm_counts_images(self):
+        for is_caching, gb, have_digests in ((True, 0, True), (False, 4, True), (False, 0, False)):
+            config = engine(multimodal_config=MultiModalConfig(mm_processor_cache_gb=gb))
+            config.cache_config.enable_prefix_caching = is_caching
+            self.assertEqual(scheduler_side(config).items_have_digests, have_digests, (is_caching, gb))
+        config = engine()
+        config.cache_config.enable_prefix_caching = False
+        self.assertTrue(scheduler_side(config).items_have_digests)
 
 
 class PoolingTest(unittest.TestCase):

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
+from kvgate.vllm.identity import items_have_digests
 from kvgate.vllm.model import describe, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
@@ -42,6 +43,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
                 config.is_kv_producer,
                 parallel.tensor_parallel_size,
                 events is not None and events.enable_kv_cache_events,
+                items_have_digests(vllm_config),
             )
         else:
             self.worker = WorkerSide(model, settings, parallel, config.engine_id)

@@ -99,3 +99,10 @@ def flags(model_config):
 def fitting(text):
     """Itself, or its digest where it is too long for a space."""
     return text if len(text.encode()) <= TEXT_BYTES_MAX else hashlib.sha256(text.encode()).hexdigest()
+
+
+def items_have_digests(vllm_config):
+    """Whether the identifier of an image is a digest of it. With both of its caches off vLLM counts images instead, in each
+    process from 1."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return multimodal is None or multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching

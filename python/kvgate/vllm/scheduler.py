@@ -47,7 +47,16 @@ class RequestState:
 
 
 class SchedulerSide:
-    def __init__(self, model, settings, is_consumer=True, is_producer=True, ranks=1, has_events=False):
+    def __init__(
+        self,
+        model,
+        settings,
+        is_consumer=True,
+        is_producer=True,
+        ranks=1,
+        has_events=False,
+        items_have_digests=True,
+    ):
         self.space, self.block_tokens = model.space, model.block_tokens
         self.chunk_tokens = model.space.chunk_tokens
         self.lookups = Lookups(
@@ -59,6 +68,7 @@ class SchedulerSide:
             settings.breaker_pause_ms,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
+        self.items_have_digests = items_have_digests
         self.is_layerwise = settings.layerwise
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
         self.events = Events(self.block_tokens, self.chunk_tokens, ranks) if has_events else None
@@ -230,11 +240,16 @@ class SchedulerSide:
         if adapter is None:
             return None
         state = None
-        if adapter is not False and getattr(request, "prompt_embeds", None) is None:
+        if adapter is not False and self.do_tokens_say_all(request):
             salt = (request.cache_salt or "").encode()
             state = RequestState(request, Prompt(self.space, salt, adapter))
         self.requests[request_id] = state
         return state
+
+    def do_tokens_say_all(self, request):
+        """Together with the digests of its images."""
+        items = getattr(request, "mm_features", None)
+        return getattr(request, "prompt_embeds", None) is None and (self.items_have_digests or not items)
 
     def adapter(self, request):
         """None: ask again; False: nobody knows what it is."""
