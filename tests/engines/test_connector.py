@@ -4,6 +4,7 @@ python tests/engines/test_connector.py     in an environment with vLLM and the w
 """
 
 import ast
+import concurrent.futures
 import inspect
 import json
 import os
@@ -276,6 +277,8 @@ class SchedulerTest(unittest.TestCase):
 
     def test_an_adapter_that_nobody_knows_reuses_nothing(self):
         request = self.request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        concurrent.futures.wait([self.scheduler.adapters.asked["r"].digest])
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
 
     def test_requests_that_run_through_a_reset_store_nothing(self):

@@ -72,7 +72,7 @@ class SchedulerSide:
         self.is_layerwise = settings.layerwise
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
         self.events = Events(self.block_tokens, self.chunk_tokens, ranks) if has_events else None
-        self.adapters = Adapters()
+        self.adapters = Adapters(settings.adapter_deadline_ms)
         self.stats = KvGateStats()
         self.epoch = b""
         """Goes into all hashes since the last reset, so that nothing from before is found."""
@@ -216,6 +216,7 @@ class SchedulerSide:
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
         self.lookups.forget(request.request_id)
+        self.adapters.forget(request.request_id)
         state = self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
