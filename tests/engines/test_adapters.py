@@ -14,6 +14,7 @@ from unittest import mock
 
 from kvgate import weights
 from kvgate.vllm.adapters import THREADS, Adapters
+from vllm.lora.request import LoRARequest
 
 
 class AdaptersCase(unittest.TestCase):
@@ -31,9 +32,9 @@ class AdaptersCase(unittest.TestCase):
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "adapter_model.safetensors").write_bytes(bytes([content]) * 100)
 
-    def request(self, request="r", folder="one", name="a", number=1, **more):
-        fields = {"lora_path": str(self.folder / folder), "lora_name": name, "lora_int_id": number}
-        return SimpleNamespace(request_id=request, lora_request=SimpleNamespace(**fields, load_inplace=False, **more))
+    def request(self, request="r", folder="one", name="a", number=1, load_inplace=False):
+        lora = LoRARequest(name, number, str(self.folder / folder), load_inplace=load_inplace)
+        return SimpleNamespace(request_id=request, lora_request=lora)
 
     def digest(self, request="r", **more):
         """Asked until it is answered."""
@@ -103,6 +104,51 @@ class BackgroundTest(AdaptersCase):
         self.adapters.of(self.request())
         self.adapters.forget("r")
         self.assertEqual(self.adapters.asked, {})
+
+
+class ServedTest(AdaptersCase):
+    """vLLM keeps what it has loaded by number, and what it has computed by name and folder."""
+
+    def is_unknown(self, **request):
+        try:
+            self.digest(**request)
+        except OSError as error:
+            self.assertIn("load these under a new name, from a folder of their own", str(error))
+            return True
+        return False
+
+    def test_files_that_were_rewritten_while_they_are_served_are_unknown(self):
+        first = self.digest()
+        self.write("one", 2)
+        self.assertTrue(self.is_unknown())
+        # In between vLLM may have loaded them, or not.
+        self.write("one", 1)
+        self.assertTrue(self.is_unknown())
+        # What the message says.
+        self.write("two", 2)
+        self.assertNotEqual(self.digest(folder="two", name="b", number=2), first)
+
+    def test_files_that_were_written_as_they_are_stay_known(self):
+        first = self.digest()
+        self.write("one", 1)
+        self.assertEqual(self.digest(), first)
+
+    def test_other_weights_by_a_number_in_use_need_load_inplace(self):
+        first = self.digest()
+        self.write("two", 2)
+        self.assertTrue(self.is_unknown(folder="two"))
+        second = self.digest(folder="two", name="b", load_inplace=True)
+        self.assertNotEqual(second, first)
+        self.assertEqual(self.digest(folder="two", name="b"), second)
+        # By this name vLLM has computed with the first ones.
+        self.assertTrue(self.is_unknown(folder="two", load_inplace=True))
+
+    def test_what_was_loaded_in_place_is_unknown_while_vllm_s_cache_is_of_what_was_there(self):
+        self.digest()
+        self.write("one", 2)
+        self.assertTrue(self.is_unknown(load_inplace=True))
+        self.adapters.reset()
+        self.assertEqual(self.digest(load_inplace=True), weights.digest(self.folder / "one"))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ class Adapters:
         """Of each request that has no answer yet."""
         self.known: dict[str, tuple] = {}
         """Of each folder, what its files were like when they were read, and their digest."""
+        self.cached: dict[tuple, str | None] = {}
+        """By what vLLM's own cache knows an adapter by, its digest; None: there were several."""
+        self.loaded: dict[int, str | None] = {}
+        """By what vLLM knows loaded weights by, their digest; None: there were several."""
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgate-adapters")
 
     def of(self, request):
@@ -37,11 +41,29 @@ class Adapters:
             return b""
         job = self.asked.pop(request.request_id, None) or self.job(lora.lora_path)
         if job.digest.done():
-            return job.digest.result().encode()
+            return self.as_served(lora, job.digest.result()).encode()
         if self.now() - job.began >= self.deadline_ms / 1000:
             raise TimeoutError(f"{lora.lora_path} was not read within adapter_deadline_ms {self.deadline_ms}")
         self.asked[request.request_id] = job
         return None
+
+    def as_served(self, lora, digest):
+        """Refuses files that may be others than what vLLM has loaded, or its own cache was computed with: both stay when a
+        folder is rewritten."""
+        if lora.load_inplace:
+            self.loaded.pop(lora.lora_int_id, None)
+        name, number = (lora.lora_name, lora.lora_path), lora.lora_int_id
+        if not self.cached.setdefault(name, digest) == digest == self.loaded.setdefault(number, digest):
+            self.cached[name] = self.loaded[number] = None
+            raise OSError(
+                f"{lora.lora_name} was served with other weights than are in {lora.lora_path} now: "
+                "load these under a new name, from a folder of their own"
+            )
+        return digest
+
+    def reset(self):
+        """vLLM's own cache was emptied."""
+        self.cached.clear()
 
     def forget(self, request_id):
         self.asked.pop(request_id, None)

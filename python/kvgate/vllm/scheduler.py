@@ -225,6 +225,7 @@ class SchedulerSide:
     def reset(self):
         """Nothing that was stored so far is found any more by this engine: its weights may have changed."""
         self.epoch = secrets.token_bytes(16)
+        self.adapters.reset()
         for state in self.requests.values():
             if state is not None:
                 state.is_stale = True
