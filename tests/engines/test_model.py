@@ -20,7 +20,8 @@ from kvgate.vllm.settings import Settings
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -63,10 +64,10 @@ def engine(load_format="auto", **more):
     )
 
 
-def caches(**more):
+def caches(kind=FullAttentionSpec, **more):
     """Two layers of full attention in one group."""
     fields = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-    spec = FullAttentionSpec(**{**fields, **more})
+    spec = kind(**{**fields, **more})
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=names)])
 
@@ -184,7 +185,47 @@ class ExtraTest(unittest.TestCase):
             self.assertEqual((own["revision"], own["extra"]), ("mine", PLAIN))
 
 
+class DtypeTest(unittest.TestCase):
+    def dtype(self, cache_dtype, spec=FullAttentionSpec, **more):
+        config = engine()
+        config.cache_config.cache_dtype = cache_dtype
+        dtype = kv_cache_dtype_str_to_dtype(cache_dtype, config.model_config)
+        found = space(config, caches(spec, **{"dtype": dtype, **more}))
+        return found["dtype"], found["planes"][0]["row_bytes"]
+
+    def test_a_space_has_its_own_names(self):
+        for name, dtype, row_bytes in (
+            ("auto", "bfloat16", 512),
+            ("float16", "float16", 512),
+            ("fp8", "fp8_e4m3", 256),
+            ("fp8_e4m3", "fp8_e4m3", 256),
+            ("fp8_e5m2", "fp8_e5m2", 256),
+        ):
+            self.assertEqual(self.dtype(name), (dtype, row_bytes), name)
+
+    def test_a_checkpoint_that_asks_for_fp8_is_known_in_the_scheduler_s_process(self):
+        self.assertEqual(self.dtype("auto", dtype=torch.uint8), ("fp8_e4m3", 256))
+
+    def test_other_bytes_are_refused_by_vllm_s_name(self):
+        for name in ("nvfp4", "turboquant_4bit_nc", "int4_per_token_head", "fp8_per_token_head"):
+            with self.assertRaisesRegex(ValueError, f"kv_cache_dtype {name} .torch.uint8. yet: set it to auto"):
+                self.dtype(name)
+
+    def test_a_layer_s_own_name_counts(self):
+        # A worker may change it, and the scheduler's process is not told.
+        mla = {"spec": MLAAttentionSpec, "num_kv_heads": 1, "head_size": 576}
+        self.assertEqual(self.dtype("fp8", **mla, cache_dtype_str="fp8"), ("fp8_e4m3", 576))
+        with self.assertRaisesRegex(ValueError, "kv_cache_dtype fp8_ds_mla "):
+            self.dtype("fp8", **mla, cache_dtype_str="fp8_ds_mla")
+
+
 class RefusalTest(unittest.TestCase):
+    def test_scales_that_each_engine_makes(self):
+        config = engine()
+        config.cache_config.calculate_kv_scales = True
+        with self.assertRaisesRegex(ValueError, "set calculate_kv_scales to false"):
+            space(config)
+
     def test_attention_that_looks_ahead(self):
         with self.assertRaisesRegex(ValueError, "causal attention only"):
             space(engine(), caches(non_causal=True))

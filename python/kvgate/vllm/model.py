@@ -17,6 +17,9 @@ DTYPES = {
     "torch.float8_e5m2": "fp8_e5m2",
     "torch.int8": "int8",
 }
+FP8 = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+"""What vLLM keeps as plain bytes with a scale for each layer, by its name. The scales are the checkpoint's, so what pins the
+weights pins them; `auto` is what the scheduler's process sees where the checkpoint asked for fp8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +50,7 @@ def describe(vllm_config, kv_cache_config, settings):
     is_mla = isinstance(spec, MLAAttentionSpec)
     total = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
     row_bytes = spec.state_content_size_bytes
-    dtype = DTYPES.get(str(spec.dtype))
-    if dtype is None:
-        raise ValueError(f"kvgate knows no KV of {spec.dtype}: there are {', '.join(DTYPES)}")
+    dtype = dtype_of(spec, vllm_config.cache_config.cache_dtype)
     space = Space(
         json.dumps(
             {
@@ -88,6 +89,19 @@ def only_group(kv_cache_config):
     if getattr(spec, "non_causal", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
+
+
+def dtype_of(spec, cache_dtype):
+    """Of the KV, by a space's names. Bytes are what vLLM has for all that PyTorch has no type for: there its own name says
+    what they mean."""
+    name = getattr(spec, "cache_dtype_str", None) or cache_dtype
+    dtype = FP8.get(name) if str(spec.dtype) == "torch.uint8" else DTYPES.get(str(spec.dtype))
+    if dtype is None:
+        raise ValueError(
+            f"kvgate can't reuse KV of kv_cache_dtype {name} ({spec.dtype}) yet: set it to auto, float16, bfloat16, "
+            "fp8, fp8_e4m3 or fp8_e5m2"
+        )
+    return dtype
 
 
 def refuse_what_has_kv_of_its_own(vllm_config):
