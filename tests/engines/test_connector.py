@@ -272,7 +272,8 @@ class SchedulerTest(unittest.TestCase):
         image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3))
         request = self.request(mm_features=[image])
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
-        self.assertFalse(self.scheduler.finished(request))
+        self.assertIsNone(self.scheduler.requests["r"])
+        self.scheduler.finished(request)
         self.assertTrue(self.hashes())
 
     def test_an_adapter_that_nobody_knows_reuses_nothing(self):
