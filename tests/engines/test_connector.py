@@ -4,6 +4,7 @@ python tests/engines/test_connector.py     in an environment with vLLM and the w
 """
 
 import ast
+import concurrent.futures
 import inspect
 import json
 import os
@@ -276,9 +277,21 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
         self.assertFalse(self.scheduler.finished(request))
 
+    def test_images_without_a_digest_reuse_nothing(self):
+        self.scheduler.items_have_digests = False
+        image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3))
+        request = self.request(mm_features=[image])
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        self.assertIsNone(self.scheduler.requests["r"])
+        self.scheduler.finished(request)
+        self.assertTrue(self.hashes())
+
     def test_an_adapter_that_nobody_knows_reuses_nothing(self):
         request = self.request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        while (matched := self.scheduler.matched_tokens(request, 0)) == (None, False):
+            concurrent.futures.wait([self.scheduler.adapters.asked["r"].digest])
+        self.assertEqual(matched, (0, False))
+        self.assertIsNone(self.scheduler.requests["r"])
 
     def test_requests_that_run_through_a_reset_store_nothing(self):
         self.scheduler.new_request(self.request())

@@ -1,21 +1,37 @@
 """LoRA adapters by what they are, not by what they are called."""
 
-from concurrent.futures import ThreadPoolExecutor
-
-from vllm.logger import init_logger
+import dataclasses
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvgate import weights
 
-logger = init_logger(__name__)
+THREADS = 4
+"""A mount that hangs keeps one for each of its folders that is asked for."""
+
+
+@dataclasses.dataclass
+class Job:
+    digest: Future
+    began: float
 
 
 class Adapters:
-    """Digests of adapters' folders, made in the background: the scheduler never waits."""
+    """Digests of adapters' folders, made in the background: the scheduler never waits, and touches no file."""
 
-    def __init__(self):
-        self.digests = {}
-        """By folder and what its files are like now."""
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="kvgate-adapters")
+    def __init__(self, deadline_ms, now=time.monotonic):
+        self.deadline_ms, self.now = deadline_ms, now
+        self.jobs: dict[str, Job] = {}
+        """The latest of each folder."""
+        self.asked: dict[str, Job] = {}
+        """Of each request that has no answer yet."""
+        self.known: dict[str, tuple] = {}
+        """Of each folder, what its files were like when they were read, and their digest."""
+        self.cached: dict[tuple, str | None] = {}
+        """By what vLLM's own cache knows an adapter by, its digest; None: there were several."""
+        self.loaded: dict[int, str | None] = {}
+        """By what vLLM knows loaded weights by, their digest; None: there were several."""
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgate-adapters")
 
     def of(self, request):
         """What goes into the request's hashes: empty without an adapter; None: ask again. Raises OSError for one that
@@ -23,11 +39,44 @@ class Adapters:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return b""
-        key = (lora.lora_path, weights.stamp(lora.lora_path))
-        digest = self.digests.get(key)
-        if digest is None:
-            self.digests[key] = self.pool.submit(weights.digest, lora.lora_path)
-            return None
-        if not digest.done():
-            return None
-        return digest.result().encode()
+        job = self.asked.pop(request.request_id, None) or self.job(lora.lora_path)
+        if job.digest.done():
+            return self.as_served(lora, job.digest.result()).encode()
+        if self.now() - job.began >= self.deadline_ms / 1000:
+            raise TimeoutError(f"{lora.lora_path} was not read within adapter_deadline_ms {self.deadline_ms}")
+        self.asked[request.request_id] = job
+        return None
+
+    def as_served(self, lora, digest):
+        """Refuses files that may be others than what vLLM has loaded, or its own cache was computed with: both stay when a
+        folder is rewritten."""
+        if lora.load_inplace:
+            self.loaded.pop(lora.lora_int_id, None)
+        name, number = (lora.lora_name, lora.lora_path), lora.lora_int_id
+        if not self.cached.setdefault(name, digest) == digest == self.loaded.setdefault(number, digest):
+            self.cached[name] = self.loaded[number] = None
+            raise OSError(
+                f"{lora.lora_name} was served with other weights than are in {lora.lora_path} now: "
+                "load these under a new name, from a folder of their own"
+            )
+        return digest
+
+    def reset(self):
+        """vLLM's own cache was emptied."""
+        self.cached.clear()
+
+    def forget(self, request_id):
+        self.asked.pop(request_id, None)
+
+    def job(self, folder):
+        """Each request looks at the files anew, or with others whose look has not ended."""
+        job = self.jobs.get(folder)
+        if job is None or job.digest.done():
+            job = self.jobs[folder] = Job(self.pool.submit(self.digest, folder), self.now())
+        return job
+
+    def digest(self, folder):
+        stamp = weights.stamp(folder)
+        if self.known.get(folder, (None,))[0] != stamp:
+            self.known[folder] = (stamp, weights.digest(folder))
+        return self.known[folder][1]

@@ -9,7 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
-from kvgate.vllm.model import describe
+from kvgate.vllm.identity import items_have_digests
+from kvgate.vllm.model import describe, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateMetrics, KvGateStats
@@ -38,10 +39,11 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = SchedulerSide(
                 model,
                 settings,
-                config.is_kv_consumer,
+                config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
                 config.is_kv_producer,
                 parallel.tensor_parallel_size,
                 events is not None and events.enable_kv_cache_events,
+                items_have_digests(vllm_config),
             )
         else:
             self.worker = WorkerSide(model, settings, parallel, config.engine_id)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvgate import Space, weights
+from kvgate import Space
+from kvgate.vllm.identity import architecture, extra, revision
 
 DTYPES = {
     "torch.float32": "float32",
@@ -17,6 +17,9 @@ DTYPES = {
     "torch.float8_e5m2": "fp8_e5m2",
     "torch.int8": "int8",
 }
+FP8 = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+"""What vLLM keeps as plain bytes with a scale for each layer, by its name. The scales are the checkpoint's, so what pins the
+weights pins them; `auto` is what the scheduler's process sees where the checkpoint asked for fp8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +55,12 @@ def describe(vllm_config, kv_cache_config, settings):
     is_mla = isinstance(spec, MLAAttentionSpec)
     total = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
     row_bytes = spec.state_content_size_bytes
-    dtype = DTYPES.get(str(spec.dtype))
-    if dtype is None:
-        raise ValueError(f"kvgate knows no KV of {spec.dtype}: there are {', '.join(DTYPES)}")
+    dtype = dtype_of(spec, vllm_config.cache_config.cache_dtype)
     space = Space(
         json.dumps(
             {
                 "model": settings.model or architecture(vllm_config.model_config),
-                "revision": settings.revision or revision(vllm_config.model_config),
+                "revision": settings.revision or revision(vllm_config),
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
@@ -90,23 +91,22 @@ def only_group(kv_cache_config):
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     if not isinstance(spec, FullAttentionSpec) or window:
         raise ValueError(f"kvgate reuses full attention only, not {type(spec).__name__} (window {window})")
+    if getattr(spec, "non_causal", False):
+        raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
 
 
-def architecture(model_config):
-    return (getattr(model_config.hf_config, "architectures", None) or ["unknown"])[0]
-
-
-def extra(model_config):
-    """What else the KV of the same weights depends on."""
-    config = model_config.hf_text_config
-    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    rope = {key: value for key in keys if (value := getattr(config, key, None)) is not None}
-    return {
-        "rope": json.dumps(rope, sort_keys=True),
-        "compute": str(model_config.dtype),
-        "quantization": str(model_config.quantization or ""),
-    }
+def dtype_of(spec, cache_dtype):
+    """Of the KV, by a space's names. Bytes are what vLLM has for all that PyTorch has no type for: there its own name says
+    what they mean."""
+    name = getattr(spec, "cache_dtype_str", None) or cache_dtype
+    dtype = FP8.get(name) if str(spec.dtype) == "torch.uint8" else DTYPES.get(str(spec.dtype))
+    if dtype is None:
+        raise ValueError(
+            f"kvgate can't reuse KV of kv_cache_dtype {name} ({spec.dtype}) yet: set it to auto, float16, bfloat16, "
+            "fp8, fp8_e4m3 or fp8_e5m2"
+        )
+    return dtype
 
 
 def refuse_what_has_kv_of_its_own(vllm_config):
@@ -122,17 +122,7 @@ def refuse_what_has_kv_of_its_own(vllm_config):
         )
 
 
-def revision(model_config):
-    """What pins the weights, never a path or a branch's name."""
-    commit = getattr(model_config.hf_config, "_commit_hash", None)
-    if commit:
-        return commit
-    folder = Path(model_config.model)
-    if not folder.is_dir():
-        raise ValueError(
-            f"nothing pins the weights of {model_config.model}: set revision in kv_connector_extra_config to their commit"
-        )
-    try:
-        return weights.digest(folder)
-    except FileNotFoundError as error:
-        raise ValueError(f"{error}: set revision in kv_connector_extra_config to what pins its weights") from error
+def needs_whole_prompts(model_config):
+    """Whether it pools over all tokens of a prompt: one of which a part was loaded would end the engine. vLLM's own cache
+    is off then, but a connector is asked all the same."""
+    return model_config.runner_type == "pooling" and not model_config.is_prefix_caching_supported

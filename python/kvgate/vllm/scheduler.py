@@ -62,7 +62,16 @@ class RequestState:
 
 
 class SchedulerSide:
-    def __init__(self, model, settings, is_consumer=True, is_producer=True, ranks=1, has_events=False):
+    def __init__(
+        self,
+        model,
+        settings,
+        is_consumer=True,
+        is_producer=True,
+        ranks=1,
+        has_events=False,
+        items_have_digests=True,
+    ):
         self.space, self.block_tokens = model.space, model.block_tokens
         self.chunk_tokens = model.space.chunk_tokens
         self.lookups = Lookups(
@@ -74,10 +83,11 @@ class SchedulerSide:
             settings.breaker_pause_ms,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
+        self.items_have_digests = items_have_digests
         self.is_layerwise, self.has_fixed_weights = settings.layerwise, settings.fixed_weights
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
         self.events = Events(self.block_tokens, self.chunk_tokens) if has_events else None
-        self.adapters = Adapters()
+        self.adapters = Adapters(settings.adapter_deadline_ms)
         self.stats = KvGateStats()
         self.epoch = b""
         """Goes into all hashes since the last reset, so that nothing from before is found."""
@@ -262,6 +272,7 @@ class SchedulerSide:
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
         self.lookups.forget(request.request_id)
+        self.adapters.forget(request.request_id)
         state = self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
@@ -277,6 +288,7 @@ class SchedulerSide:
         if self.has_fixed_weights:
             return True
         self.epoch = secrets.token_bytes(16)
+        self.adapters.reset()
         for state in self.requests.values():
             if state is not None:
                 state.is_stale = True
@@ -293,11 +305,16 @@ class SchedulerSide:
         if adapter is None:
             return None
         state = None
-        if adapter is not False and getattr(request, "prompt_embeds", None) is None:
+        if adapter is not False and self.do_tokens_say_all(request):
             salt = (request.cache_salt or "").encode()
             state = RequestState(request, Prompt(self.space, salt, adapter))
         self.requests[request_id] = state
         return state
+
+    def do_tokens_say_all(self, request):
+        """Together with the digests of its images."""
+        items = getattr(request, "mm_features", None)
+        return getattr(request, "prompt_embeds", None) is None and (self.items_have_digests or not items)
 
     def adapter(self, request):
         """None: ask again; False: nobody knows what it is."""

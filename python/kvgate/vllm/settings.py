@@ -32,6 +32,8 @@ class Settings:
     """After so long a chunk that nobody has told of is not there."""
     load_deadline_ms: int = 30_000
     """After so long what was not loaded is computed."""
+    adapter_deadline_ms: int = 5_000
+    """After so long a LoRA adapter whose files were not read is unknown: its requests reuse nothing until they were."""
     store_deadline_ms: int = 1_000
     """After so long a gateway that has made no room gets nothing: the blocks are vLLM's again."""
     patience_ms: int = 10_000
