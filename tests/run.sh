@@ -176,7 +176,7 @@ fuzz() {
         return
     fi
     check "install cargo-fuzz" tests/servers/install.sh fuzz
-    for target in header key space http_head; do
+    for target in header key space http_answer; do
         corpus=$KVGATE_TEST_CACHE/fuzz/$target seeds=()
         mkdir -p "$corpus"
         if [ -d "fuzz/seeds/$target" ]; then seeds=("fuzz/seeds/$target"); fi

@@ -75,7 +75,7 @@ class LoadTest(EngineCase):
 
         result = self.alive([], self.kv(load_policy="auto"), act=act)
         (quick, slow), measured, _ = result["act"]
-        self.assertEqual(measured, (True, True))
+        self.assertEqual(measured, [True, True])
         self.assertEqual(quick, [self.plain["tokens"], REUSED])
         self.assertEqual(slow, [self.plain["tokens"], 0])
         self.assertEqual(result["metrics"]["vllm:kvgate_declined_loads"], 2)

@@ -132,12 +132,15 @@ fn load() -> usize {
 
 /// Compiles it, with the kernels of `source` in place of the real ones.
 pub fn build(name: &str, source: Option<&Path>) -> PathBuf {
+    // Tests run side by side.
+    static DRIVER: OnceLock<PathBuf> = OnceLock::new();
     let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-{}", std::process::id()));
-    std::fs::create_dir_all(&work).unwrap();
-    let driver = work.join("libcuda.o");
-    if !driver.exists() {
+    let driver = DRIVER.get_or_init(|| {
+        std::fs::create_dir_all(&work).unwrap();
+        let driver = work.join("libcuda.o");
         compile(&["-c", "libcuda.cc", "-o", driver.to_str().unwrap()]);
-    }
+        driver
+    });
     let library = work.join(format!("{name}.so"));
     let kernels = source.map(|path| format!("-DKERNEL_SOURCE=\"{}\"", path.display()));
     let mut arguments = vec![
