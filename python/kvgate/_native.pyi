@@ -19,7 +19,7 @@ class Space:
     def canonical_json(self) -> str: ...
 
 class Prompt:
-    """The chunk hashes of one prompt, which may grow."""
+    """The chunk hashes of one prompt, which may grow. They are made when they are asked for."""
 
     def __init__(
         self, space: Space, salt: bytes | None = None, adapter: bytes | None = None, secret: bytes | None = None
@@ -60,8 +60,8 @@ class Lookups:
         breaker_timeouts: int = 3,
         breaker_pause_ms: int = 10000,
     ) -> None: ...
-    def ask(self, request: str, hashes: bytes) -> None:
-        """Asks which of these chunks are there, in the background."""
+    def ask(self, request: str, prompt: Prompt) -> None:
+        """Hashes the prompt and asks which of its chunks are there, in the background."""
 
     def answer(self, request: str) -> int | None:
         """Chunks of the leading run that are there; None while nobody knows. After the deadline, or an error: 0."""

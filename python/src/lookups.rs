@@ -9,6 +9,7 @@ use kvgate::connector::Breaker;
 use pyo3::prelude::*;
 
 use crate::error::failed;
+use crate::prompt::{self, Prompt};
 use crate::runtime::runtime;
 use crate::space::Space;
 
@@ -50,10 +51,12 @@ impl Lookups {
         }
     }
 
-    fn ask(&self, py: Python<'_>, request: String, hashes: &[u8]) -> PyResult<()> {
-        let hashes = split(hashes)?;
+    /// The hashes are made on the way, off the caller's thread.
+    fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt) -> PyResult<()> {
+        let chain = prompt.chain();
+        let is_empty = prompt::lock(&chain).chunks() == 0;
         let mut answers = self.lock();
-        if hashes.is_empty() || self.breaker.is_open() {
+        if is_empty || self.breaker.is_open() {
             answers.insert(request, Some(0));
             return Ok(());
         }
@@ -63,14 +66,15 @@ impl Lookups {
         let (deadline, pin_ms, breaker) = (self.deadline, self.pin_ms, Arc::clone(&self.breaker));
         py.detach(|| {
             runtime()?.spawn(async move {
-                let found =
-                    tokio::time::timeout(deadline, look(&client, &space, &hashes, deadline, pin_ms)).await;
-                breaker.note(found.is_ok());
-                let prefix = match found {
-                    Ok(Ok(prefix)) => prefix,
-                    // What nobody can tell is not there.
-                    Ok(Err(_)) | Err(_) => 0,
-                };
+                let hashes = prompt::lock(&chain).hashes().map(<[_]>::to_vec);
+                // What nobody can tell is not there.
+                let mut prefix = 0;
+                if let Ok(hashes) = hashes {
+                    let asked = look(&client, &space, &hashes, deadline, pin_ms);
+                    let found = tokio::time::timeout(deadline, asked).await;
+                    breaker.note(found.is_ok());
+                    prefix = found.map_or(0, |found| found.unwrap_or(0));
+                }
                 // Unless it was forgotten meanwhile.
                 if let Some(answer) = lock(&answers).get_mut(&request) {
                     *answer = Some(prefix);

@@ -1,3 +1,5 @@
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use kvgate::chunk::{ChunkHash, ChunkHasher, Extra, TenantSecret};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -6,13 +8,19 @@ use pyo3::types::PyBytes;
 use crate::error::failed;
 use crate::space::Space;
 
-#[pyclass(module = "kvgate._native")]
+#[pyclass(frozen, module = "kvgate._native")]
 pub struct Prompt {
+    root: ChunkHash,
+    chain: Arc<Mutex<Chain>>,
+}
+
+/// Tokens, and the hashes of their chunks once somebody wants them.
+pub struct Chain {
     hasher: ChunkHasher,
     root: ChunkHash,
     chunk_tokens: usize,
     hashes: Vec<ChunkHash>,
-    /// After the last full chunk.
+    /// After the last hashed chunk.
     rest: Vec<u32>,
     /// In the rest, with offsets that count from its start.
     extras: Vec<Extra>,
@@ -38,68 +46,90 @@ impl Prompt {
         let secret = secret.map(<[u8; 32]>::try_from).transpose();
         let secret = secret.map_err(|_| failed("a tenant's secret has 32 bytes"))?;
         let hasher = ChunkHasher::new(&space.0, secret.map(TenantSecret::new).as_ref()).map_err(failed)?;
-        Ok(Self {
-            root: hasher
-                .root(salt.unwrap_or_default(), adapter.unwrap_or_default())
-                .map_err(failed)?,
-            chunk_tokens: space.0.chunk_tokens() as usize,
+        let root = hasher.root(salt.unwrap_or_default(), adapter.unwrap_or_default());
+        let root = root.map_err(failed)?;
+        let chain = Chain {
             hasher,
+            root,
+            chunk_tokens: space.0.chunk_tokens() as usize,
             hashes: Vec::new(),
             rest: Vec::new(),
             extras: Vec::new(),
-        })
+        };
+        let chain = Arc::new(Mutex::new(chain));
+        Ok(Self { root, chain })
     }
 
     #[pyo3(signature = (tokens, extras=Vec::new()))]
-    fn extend(&mut self, py: Python<'_>, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
-        let tokens = match &tokens {
-            Tokens::Numbers(numbers) => numbers,
-            Tokens::Bytes(bytes) => {
-                let (tokens, rest) = bytes.as_bytes().as_chunks::<4>();
-                if !rest.is_empty() {
-                    return Err(failed("tokens have 4 bytes each"));
-                }
-                &tokens.iter().map(|&token| u32::from_ne_bytes(token)).collect()
-            }
+    fn extend(&self, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
+        let (bytes, odd) = match &tokens {
+            Tokens::Bytes(bytes) => bytes.as_bytes().as_chunks(),
+            Tokens::Numbers(_) => Default::default(),
         };
-        py.detach(|| self.take(tokens, extras)).map_err(failed)
+        if !odd.is_empty() {
+            return Err(failed("tokens have 4 bytes each"));
+        }
+        let mut chain = lock(&self.chain);
+        chain.add_extras(extras).map_err(failed)?;
+        chain.rest.extend(bytes.iter().copied().map(u32::from_ne_bytes));
+        if let Tokens::Numbers(numbers) = tokens {
+            chain.rest.extend(numbers);
+        }
+        Ok(chain.chunks())
     }
 
     fn __len__(&self) -> usize {
-        self.hashes.len()
+        lock(&self.chain).chunks()
     }
 
     fn hashes<'py>(&self, py: Python<'py>, first: usize, end: usize) -> PyResult<Bound<'py, PyBytes>> {
-        let hashes = self.hashes.get(first..end).ok_or_else(|| {
-            PyIndexError::new_err(format!("chunks {first} to {end} of {}", self.hashes.len()))
+        let bytes: Option<Vec<u8>> = py.detach(|| {
+            let mut chain = lock(&self.chain);
+            let hashes = chain.hashes().map_err(failed)?.get(first..end);
+            PyResult::Ok(hashes.map(|hashes| hashes.iter().flat_map(|hash| *hash.as_bytes()).collect()))
         })?;
-        let bytes: Vec<u8> = hashes.iter().flat_map(|hash| *hash.as_bytes()).collect();
+        let chunks = self.__len__();
+        let bytes =
+            bytes.ok_or_else(|| PyIndexError::new_err(format!("chunks {first} to {end} of {chunks}")))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
     fn parent<'py>(&self, py: Python<'py>, chunk: usize) -> PyResult<Bound<'py, PyBytes>> {
-        let parent = match chunk.checked_sub(1) {
-            None => Some(&self.root),
-            Some(before) => self.hashes.get(before),
-        };
-        let parent =
-            parent.ok_or_else(|| PyIndexError::new_err(format!("chunk {chunk} of {}", self.hashes.len())))?;
-        Ok(PyBytes::new(py, parent.as_bytes()))
+        match chunk.checked_sub(1) {
+            None => Ok(PyBytes::new(py, self.root.as_bytes())),
+            Some(before) => self.hashes(py, before, chunk),
+        }
     }
 }
 
 impl Prompt {
-    fn take(&mut self, tokens: &[u32], extras: Vec<(u64, Vec<u8>)>) -> Result<usize, String> {
-        let before = (self.hashes.len() * self.chunk_tokens) as u64;
+    pub fn chain(&self) -> Arc<Mutex<Chain>> {
+        Arc::clone(&self.chain)
+    }
+}
+
+impl Chain {
+    /// Full ones, hashed or not.
+    pub fn chunks(&self) -> usize {
+        self.hashes.len() + self.rest.len() / self.chunk_tokens
+    }
+
+    fn add_extras(&mut self, extras: Vec<(u64, Vec<u8>)>) -> Result<(), String> {
+        let full = (self.chunks() * self.chunk_tokens) as u64;
+        let hashed = (self.hashes.len() * self.chunk_tokens) as u64;
         for (offset, bytes) in extras {
-            let in_rest = offset
-                .checked_sub(before)
-                .and_then(|offset| u32::try_from(offset).ok());
-            let offset = in_rest
-                .ok_or_else(|| format!("the extra at {offset} is in a chunk that is hashed already"))?;
+            let in_rest = (offset >= full)
+                .then(|| u32::try_from(offset - hashed).ok())
+                .flatten();
+            let offset =
+                in_rest.ok_or_else(|| format!("the extra at {offset} is in a chunk that is full already"))?;
             self.extras.push(Extra { offset, bytes });
         }
-        self.rest.extend_from_slice(tokens);
+        Ok(())
+    }
+
+    /// Of all full chunks.
+    pub fn hashes(&mut self) -> Result<&[ChunkHash], String> {
         let full = self.rest.len() / self.chunk_tokens * self.chunk_tokens;
         if full > 0 {
             let parent = self.hashes.last().copied().unwrap_or(self.root);
@@ -116,6 +146,10 @@ impl Prompt {
             });
             self.extras = moved.collect();
         }
-        Ok(self.hashes.len())
+        Ok(&self.hashes)
     }
+}
+
+pub fn lock(chain: &Mutex<Chain>) -> MutexGuard<'_, Chain> {
+    chain.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -62,7 +62,7 @@ class PromptTest(unittest.TestCase):
         for wrong in (
             lambda: prompt.hashes(0, 3),
             lambda: prompt.parent(3),
-            lambda: prompt.extend([1], [(3, b"in a chunk that is hashed")]),
+            lambda: prompt.extend([1], [(3, b"in a chunk that is full")]),
             lambda: prompt.extend([-1]),
             lambda: prompt.extend(b"odd"),
             lambda: Prompt(tiny_space(), secret=b"short"),
@@ -82,11 +82,14 @@ class LookupsTest(unittest.TestCase):
     def test_without_a_gateway_nothing_is_there(self):
         lookups = Lookups("/nowhere/kvgate.sock", tiny_space())
         self.assertIsNone(lookups.answer("never asked"))
-        lookups.ask("r", bytes(64))
+        prompt = Prompt(tiny_space())
+        lookups.ask("r", prompt)
+        self.assertEqual(lookups.answer("r"), 0, "at once: there is nothing to ask for")
+        prompt.extend(range(8))
+        lookups.ask("r", prompt)
         self.assertEqual(self.answer(lookups, "r"), 0)
         lookups.forget("r")
         self.assertIsNone(lookups.answer("r"))
-        self.assertRaises(KvGateError, lookups.ask, "r", b"no hash")
 
     def test_a_gateway_that_hangs_is_soon_left_alone(self):
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -95,11 +98,13 @@ class LookupsTest(unittest.TestCase):
             accepted = []
             threading.Thread(target=lambda: accept_all(listener, accepted), daemon=True).start()
             lookups = Lookups(folder + "/sock", tiny_space(), deadline_ms=20)
+            prompt = Prompt(tiny_space())
+            prompt.extend(range(8))
             for request in "abc":
-                lookups.ask(request, bytes(32))
+                lookups.ask(request, prompt)
                 self.assertEqual(self.answer(lookups, request), 0)
             asked = len(accepted)
-            lookups.ask("d", bytes(32))
+            lookups.ask("d", prompt)
             self.assertEqual(lookups.answer("d"), 0, "at once, without asking")
             self.assertEqual(len(accepted), asked)
 

@@ -33,7 +33,7 @@ class OpenStore:
 class RequestState:
     request: object
     prompt: Prompt
-    hashed: int = 0
+    taken: int = 0
     """Tokens that the prompt has been given."""
     asked: bool = False
     worth_it: bool | None = None
@@ -100,12 +100,12 @@ class SchedulerSide:
     # ---- what there is
 
     def new_request(self, request):
-        """Hashes the prompt and asks which of its chunks are there: what they are brought up from is told meanwhile."""
+        """Takes the prompt over and asks which of its chunks are there: what they are brought up from is told meanwhile."""
         state = self.state(request)
         if state is not None and self.is_consumer and not state.asked:
-            chunks = self.extend(state, request.num_prompt_tokens)
+            self.extend(state, request.num_prompt_tokens)
             state.asked = True
-            self.lookups.ask(request.request_id, state.prompt.hashes(0, chunks))
+            self.lookups.ask(request.request_id, state.prompt)
 
     def matched_tokens(self, request, num_computed_tokens):
         """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again."""
@@ -326,15 +326,15 @@ class SchedulerSide:
         return adapter if adapter is None else self.epoch + adapter
 
     def extend(self, state, tokens):
-        """Full chunks, with at least these first tokens hashed; each is hashed once."""
+        """Full chunks, with at least these first tokens in the prompt; each is hashed once, when it is asked for."""
         request = state.request
-        if tokens > state.hashed:
+        if tokens > state.taken:
             extras = [
                 (feature.mm_position.offset, feature.identifier.encode())
                 for feature in getattr(request, "mm_features", None) or ()
-                if state.hashed <= feature.mm_position.offset < tokens
+                if state.taken <= feature.mm_position.offset < tokens
             ]
-            new = array("I", request.all_token_ids[state.hashed : tokens])
+            new = array("I", request.all_token_ids[state.taken : tokens])
             state.prompt.extend(new.tobytes(), extras)
-            state.hashed = tokens
+            state.taken = tokens
         return len(state.prompt)
