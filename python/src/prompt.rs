@@ -61,25 +61,28 @@ impl Prompt {
     }
 
     #[pyo3(signature = (tokens, extras=Vec::new()))]
-    fn extend(&self, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
-        let (bytes, odd) = match &tokens {
-            Tokens::Bytes(bytes) => bytes.as_bytes().as_chunks(),
-            Tokens::Numbers(_) => Default::default(),
+    fn extend(&self, py: Python<'_>, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
+        let tokens = match tokens {
+            Tokens::Numbers(numbers) => numbers,
+            Tokens::Bytes(bytes) => {
+                let (tokens, odd) = bytes.as_bytes().as_chunks();
+                if !odd.is_empty() {
+                    return Err(failed("tokens have 4 bytes each"));
+                }
+                tokens.iter().copied().map(u32::from_ne_bytes).collect()
+            }
         };
-        if !odd.is_empty() {
-            return Err(failed("tokens have 4 bytes each"));
-        }
-        let mut chain = lock(&self.chain);
-        chain.add_extras(extras).map_err(failed)?;
-        chain.rest.extend(bytes.iter().copied().map(u32::from_ne_bytes));
-        if let Tokens::Numbers(numbers) = tokens {
-            chain.rest.extend(numbers);
-        }
-        Ok(chain.chunks())
+        // A lookup may be hashing what is there so far.
+        py.detach(|| {
+            let mut chain = lock(&self.chain);
+            chain.add_extras(extras).map_err(failed)?;
+            chain.rest.extend(tokens);
+            Ok(chain.chunks())
+        })
     }
 
-    fn __len__(&self) -> usize {
-        lock(&self.chain).chunks()
+    fn __len__(&self, py: Python<'_>) -> usize {
+        py.detach(|| lock(&self.chain).chunks())
     }
 
     fn hashes<'py>(&self, py: Python<'py>, first: usize, end: usize) -> PyResult<Bound<'py, PyBytes>> {
@@ -88,9 +91,9 @@ impl Prompt {
             let hashes = chain.hashes().map_err(failed)?.get(first..end);
             PyResult::Ok(hashes.map(|hashes| hashes.iter().flat_map(|hash| *hash.as_bytes()).collect()))
         })?;
-        let chunks = self.__len__();
-        let bytes =
-            bytes.ok_or_else(|| PyIndexError::new_err(format!("chunks {first} to {end} of {chunks}")))?;
+        let bytes = bytes.ok_or_else(|| {
+            PyIndexError::new_err(format!("chunks {first} to {end} of {}", self.__len__(py)))
+        })?;
         Ok(PyBytes::new(py, &bytes))
     }
 

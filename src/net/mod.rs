@@ -17,6 +17,7 @@ mod body;
 mod connection;
 mod connector;
 mod error;
+#[cfg(any(test, fuzzing))]
 mod fuzz;
 mod head;
 mod host;
@@ -37,5 +38,5 @@ pub(crate) use pool::Origin;
 pub use stats::Traffic;
 pub use tls::{TlsError, client_config};
 
-#[doc(hidden)]
+#[cfg(fuzzing)]
 pub use fuzz::answer as fuzz_answer;

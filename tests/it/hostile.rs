@@ -258,13 +258,13 @@ async fn get_kind(steps: Vec<Step>) -> ErrorKind {
 /// The error of a PUT of more than sockets buffer, to a server that reads nothing of it.
 async fn put_error(steps: Vec<Step>) -> ObjectError {
     let server = Hostile::new(false, move |_, _| steps.clone()).await;
-    let body = Bytes::from(vec![7; 32 << 20]);
-    let put = server
-        .impatient()
-        .await
-        .put("k", body, Condition::Always, soon())
-        .await;
+    let put = put(&server.impatient().await, 32 << 20).await;
     put.expect_err("it was not stored")
+}
+
+async fn put(store: &S3, len: usize) -> Result<Arc<str>> {
+    let body = Bytes::from(vec![7; len]);
+    store.put("k", body, Condition::Always, soon()).await
 }
 
 fn halves(answer: &[u8], at: usize, pause: Duration) -> Vec<Step> {
@@ -567,13 +567,7 @@ async fn an_upload_is_sent_as_it_is() {
         text("HTTP/1.1 200 OK\nETag: \"e\"\nContent-Length: 0\n\n")
     })
     .await;
-    let body = Bytes::from(vec![7; 1 << 20]);
-    let put = server
-        .store()
-        .await
-        .put("k", body, Condition::Always, soon())
-        .await;
-    put.unwrap();
+    put(&server.store().await, 1 << 20).await.unwrap();
     let head = seen.recv().unwrap();
     assert!(head.contains("content-length: 1048576\r\n"), "{head}");
     assert!(

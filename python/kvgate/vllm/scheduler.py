@@ -51,8 +51,6 @@ class RequestState:
     """Of the slowest rank so far."""
     ranks_ended: int = 0
     loads: int = 0
-    to_load: bool = False
-    """Whether no worker has been told of it."""
     gave_up: bool = False
     """A load failed: the rest is computed."""
     is_stale: bool = False
@@ -93,6 +91,8 @@ class SchedulerSide:
         """Goes into all hashes since the last reset, so that nothing from before is found."""
         self.requests: dict[str, RequestState | None] = {}
         """None: a request whose tokens don't say what its KV is."""
+        self.new_loads: list[Load] = []
+        """Of which no worker has been told."""
         self.open_stores: dict[str, OpenStore] = {}
         self.to_free: set[str] = set()
         """Finished requests whose blocks the workers are to tell to be free."""
@@ -140,7 +140,7 @@ class SchedulerSide:
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         state.loads += 1
-        state.to_load, state.ranks_ended, state.load_seconds = True, 0, 0.0
+        state.ranks_ended, state.load_seconds = 0, 0.0
         state.load = Load(
             job=f"{request.request_id}#{state.loads}",
             request=request.request_id,
@@ -149,18 +149,16 @@ class SchedulerSide:
             tokens=(start, end),
             block_table=list(blocks.get_block_ids()[0]),
         )
+        self.new_loads.append(state.load)
 
     # ---- steps
 
     def step(self, output):
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
-        meta = StepMetadata(preempted=set(getattr(output, "preempted_req_ids", None) or ()), finished=self.to_free)
-        self.to_free = set()
-        for state in self.requests.values():
-            if state is not None and state.to_load:
-                meta.loads.append(state.load)
-                state.to_load = False
+        preempted = set(getattr(output, "preempted_req_ids", None) or ())
+        meta = StepMetadata(loads=self.new_loads, preempted=preempted, finished=self.to_free)
+        self.new_loads, self.to_free = [], set()
         # What another connector loads within the step is not known by its blocks.
         if self.is_producer and (self.is_layerwise or not getattr(output, "has_sync_kv_loads", False)):
             self.add_stores(meta, output)
