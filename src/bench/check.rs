@@ -1,14 +1,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crc_fast::Digest;
-
-use super::content;
+use crate::chunk::Crc64;
 use crate::net::Watch;
 
 /// Digests a read while it arrives.
 struct Crc {
-    digest: Digest,
+    crc: Crc64,
     seen: Arc<Seen>,
 }
 
@@ -22,9 +20,8 @@ pub(super) struct Seen {
 /// A watch, and where its result can be read once the landing has come back.
 pub(super) fn watch() -> (Box<dyn Watch>, Arc<Seen>) {
     let seen = Arc::new(Seen::default());
-    let digest = content::digest();
     let crc = Crc {
-        digest,
+        crc: Crc64::new(),
         seen: Arc::clone(&seen),
     };
     (Box::new(crc), seen)
@@ -33,11 +30,11 @@ pub(super) fn watch() -> (Box<dyn Watch>, Arc<Seen>) {
 impl Watch for Crc {
     fn arrived(&mut self, at: usize, bytes: &[u8]) {
         if at == 0 {
-            self.digest.reset();
+            self.crc = Crc64::new();
         }
-        self.digest.update(bytes);
+        self.crc.update(bytes);
         // The landing is handed back through a channel or a lock, which orders these.
-        self.seen.crc.store(self.digest.finalize(), Ordering::Relaxed);
+        self.seen.crc.store(self.crc.sum(), Ordering::Relaxed);
         self.seen.len.store((at + bytes.len()) as u64, Ordering::Relaxed);
     }
 }

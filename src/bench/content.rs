@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 
-pub(super) const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
+const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 const BLOCK: usize = 1 << 20;
 const MAGIC: [u8; 8] = *b"kvgbench";
 /// Magic, object, offset.
@@ -148,11 +148,6 @@ fn read_stamp(block: &[u8]) -> Option<(u64, u64)> {
     let (object, rest) = rest.split_first_chunk()?;
     let (offset, _) = rest.split_first_chunk()?;
     Some((u64::from_le_bytes(*object), u64::from_le_bytes(*offset)))
-}
-
-/// Digests what arrives in stretches.
-pub(super) fn digest() -> Digest {
-    Digest::new(CRC)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! The format is written down in `docs/FORMAT.md`. It can't change once caches exist, except with a new format
 //! version; `tests/data/vectors.json` pins it, and a Python implementation in `tests/reference` reproduces it.
 
+mod crc64;
 mod digest;
 mod dtype;
 mod hash;
@@ -19,6 +20,7 @@ mod preset;
 mod space;
 mod space_input;
 
+pub(crate) use crc64::Crc64;
 pub use digest::{DigestKind, Digester};
 pub use dtype::DType;
 pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};
