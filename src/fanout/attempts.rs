@@ -169,10 +169,11 @@ impl Attempts {
         E: Failure,
         F: Future<Output = Result<T, E>>,
     {
-        let Some(after) = hedge.after() else {
-            return attempt(route).await;
-        };
+        // One place for the future, which is large.
         let mut first = pin!(Some(attempt(route.clone())));
+        let Some(after) = hedge.after() else {
+            return running(first).await;
+        };
         loop {
             // It is not slow while it waits for its turn.
             let slow = route.sent().unwrap_or_else(Instant::now) + after;

@@ -352,13 +352,13 @@ fn response(head: &Head, body: Bytes, is_elsewhere: bool) -> Result<HttpResponse
     let odd = || NetError::Head("a header is none");
     let status = StatusCode::try_from(head.status).map_err(|_| odd())?;
     let mut response = HttpResponse::new(status, SdkBody::from(body));
-    for (name, value) in &head.headers {
-        let value = match &**name {
+    for (name, value) in head.headers() {
+        let value = match name {
             // The SDK would wait for the bytes.
             "content-length" if is_elsewhere => "0",
             _ => value,
         };
-        let (name, value) = (name.clone(), value.to_owned());
+        let (name, value) = (name.to_owned(), value.to_owned());
         response
             .headers_mut()
             .try_append(name, value)

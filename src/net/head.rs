@@ -1,5 +1,7 @@
 //! The head of an answer: status, headers, and how its body ends.
 
+use std::mem::MaybeUninit;
+
 use super::error::NetError;
 
 /// An S3 answer's head has a few hundred bytes; metadata may bring it to 8 KiB.
@@ -10,8 +12,7 @@ const HEADERS_MAX: usize = 100;
 #[derive(Debug, Clone)]
 pub(crate) struct Head {
     pub status: u16,
-    /// Names in lower case.
-    pub headers: Vec<(String, String)>,
+    headers: Headers,
     pub framing: Framing,
     /// The connection may be used again.
     pub keep_alive: bool,
@@ -29,10 +30,12 @@ pub(crate) enum Framing {
 impl Head {
     /// The first header of this name, which is in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers
-            .iter()
-            .find(|(key, _)| key == name)
-            .map(|(_, value)| value.as_str())
+        self.headers.get(name)
+    }
+
+    /// Names, in lower case, and values.
+    pub fn headers(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.headers.iter()
     }
 
     /// Bytes of the body, where that is known from the head.
@@ -48,13 +51,56 @@ impl Head {
     }
 }
 
+/// All in one string: a small allocation for each name and value costs more than to parse them.
+#[derive(Debug, Clone)]
+struct Headers {
+    text: String,
+    /// Where a name and its value end; the next one begins there.
+    ends: Vec<(usize, usize)>,
+}
+
+impl Headers {
+    fn with_room_for(headers: &[httparse::Header<'_>]) -> Self {
+        let bytes = headers
+            .iter()
+            .map(|header| header.name.len() + header.value.len());
+        Self {
+            text: String::with_capacity(bytes.sum()),
+            ends: Vec::with_capacity(headers.len()),
+        }
+    }
+
+    fn get(&self, name: &str) -> Option<&str> {
+        self.iter().find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        let mut start = 0;
+        self.ends.iter().map(move |&(name_end, end)| {
+            let header = (&self.text[start..name_end], &self.text[name_end..end]);
+            start = end;
+            header
+        })
+    }
+
+    fn push(&mut self, name: &str, value: &str) {
+        let start = self.text.len();
+        self.text.push_str(name);
+        self.text[start..].make_ascii_lowercase();
+        let name_end = self.text.len();
+        self.text.push_str(value);
+        self.ends.push((name_end, self.text.len()));
+    }
+}
+
 /// The head at the front of `bytes` and its length, or None if there is more to come. `bodyless`: the answer to a HEAD.
 ///
 /// Stricter than most clients: a head that another reader could understand in another way is refused.
 pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)>, NetError> {
-    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
-    let mut response = httparse::Response::new(&mut headers);
-    let len = match response.parse(bytes) {
+    let mut headers = [const { MaybeUninit::uninit() }; HEADERS_MAX];
+    let mut response = httparse::Response::new(&mut []);
+    let parser = httparse::ParserConfig::default();
+    let len = match parser.parse_response_with_uninit_headers(&mut response, bytes, &mut headers) {
         Ok(httparse::Status::Complete(len)) => len,
         Ok(httparse::Status::Partial) if bytes.len() >= HEAD_BYTES_MAX => {
             return Err(NetError::Head("its head is too long"));
@@ -69,20 +115,16 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
     if !(100..600).contains(&status) || status == 101 {
         return Err(NetError::Head("its status is none that can be asked for"));
     }
-    let mut head = Head {
-        status,
-        headers: Vec::with_capacity(response.headers.len()),
-        framing: Framing::Close,
-        keep_alive: version == 1,
-    };
+    let mut headers = Headers::with_room_for(response.headers);
+    for header in response.headers.iter() {
+        let value = std::str::from_utf8(header.value).map_err(|_| NetError::Head("a header is not text"))?;
+        headers.push(header.name, value);
+    }
+    let mut keep_alive = version == 1;
     let mut content_length = None;
     let mut chunked = false;
-    for header in response.headers.iter() {
-        let name = header.name.to_ascii_lowercase();
-        let Ok(value) = std::str::from_utf8(header.value) else {
-            return Err(NetError::Head("a header is not text"));
-        };
-        match &*name {
+    for (name, value) in headers.iter() {
+        match name {
             "content-length" => {
                 let len = parse_len(value).ok_or(NetError::Head("Content-Length is not a length"))?;
                 if content_length.is_some_and(|before| before != len) {
@@ -90,7 +132,7 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
                 }
                 content_length = Some(len);
             }
-            "content-range" | "etag" if head.header(&name).is_some_and(|before| before != value) => {
+            "content-range" | "etag" if headers.get(name) != Some(value) => {
                 return Err(NetError::Head("it has two Content-Ranges, or two ETags"));
             }
             "transfer-encoding" if value.trim().eq_ignore_ascii_case("chunked") && !chunked => chunked = true,
@@ -101,21 +143,26 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
                         .split(',')
                         .any(|part| part.trim().eq_ignore_ascii_case(word))
                 };
-                head.keep_alive = (head.keep_alive || has("keep-alive")) && !has("close");
+                keep_alive = (keep_alive || has("keep-alive")) && !has("close");
             }
             _ => {}
         }
-        head.headers.push((name, value.to_owned()));
     }
-    head.framing = match (chunked, content_length) {
+    let framing = match (chunked, content_length) {
         (true, Some(_)) => return Err(NetError::Head("it has a Content-Length and is chunked")),
         _ if bodyless || status < 200 || status == 204 || status == 304 => Framing::Length(0),
         (true, None) => Framing::Chunked,
         (false, Some(len)) => Framing::Length(len),
         (false, None) => {
-            head.keep_alive = false;
+            keep_alive = false;
             Framing::Close
         }
+    };
+    let head = Head {
+        status,
+        headers,
+        framing,
+        keep_alive,
     };
     Ok(Some((head, len)))
 }

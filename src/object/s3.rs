@@ -1,3 +1,4 @@
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -87,6 +88,8 @@ impl S3 {
         }
         self.counters.add(operation);
         let limit = now + self.request_timeout;
+        // Not moved again: it is large.
+        let request = pin!(request);
         match tokio::time::timeout_at(limit.min(deadline), request).await {
             Ok(result) => result,
             Err(_) if limit < deadline => Err(ObjectError::new(

@@ -153,17 +153,12 @@ impl std::fmt::Debug for Signer {
 /// `YYYYMMDDTHHMMSSZ`.
 fn stamp(date: &str, now: SystemTime) -> String {
     let second = since_1970(now).as_secs() % 86_400;
-    let digits = [second / 3600, second / 60 % 60, second % 60].map(|n| [n / 10, n % 10]);
-    let mut stamp = String::with_capacity(16);
-    stamp.extend([date, "T"]);
-    stamp.extend(
-        digits
-            .iter()
-            .flatten()
-            .filter_map(|&digit| char::from_digit(u32::try_from(digit).ok()?, 10)),
-    );
-    stamp.push('Z');
-    stamp
+    format!(
+        "{date}T{:02}{:02}{:02}Z",
+        second / 3600,
+        second / 60 % 60,
+        second % 60
+    )
 }
 
 fn day_number(now: SystemTime) -> u64 {
