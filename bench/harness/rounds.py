@@ -1,7 +1,10 @@
-"""Who is measured when: every round measures everyone once, in an order of its own."""
+"""Who is measured when: every round does each work once, in an order of its own, and with each work everyone, in an order
+of its own: the machine changes its pace within seconds, and ratios are between clients at the same work."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from . import tools
@@ -48,22 +51,26 @@ class Samples:
 
 def run(server: str, clients: dict[str, Client], works: list[Work], rounds: int, samples: Samples) -> None:
     """Adds the samples of all clients with all that each of them can do."""
-    cases = [
-        (Case(server, work.name, name), client, work)
+    at_work = [
+        [(Case(server, work.name, name), client, work) for name, client in clients.items() if client.can(work)]
         for work in works
-        for name, client in clients.items()
-        if client.can(work)
     ]
     # What lives through all rounds has its connections and its buffers before the first.
-    for case, client, work in cases:
+    for case, client, work in chain.from_iterable(at_work):
         if isinstance(client, Peer):
             attempt(case, client, work, samples)
     for number in range(1, rounds + 1):
-        tools.say(f"{server}: round {number} of {rounds}, {len(cases)} measurements")
-        for case, client, work in random.sample(cases, len(cases)):
+        tools.say(f"{server}: round {number} of {rounds}, {sum(map(len, at_work))} measurements")
+        for case, client, work in chain.from_iterable(shuffled(map(shuffled, at_work))):
             measured = attempt(case, client, work, samples)
             if measured:
                 samples.measured.setdefault(case, {})[number] = measured
+
+
+def shuffled(items: Iterable) -> list:
+    items = list(items)
+    random.shuffle(items)
+    return items
 
 
 def attempt(case: Case, client: Client, work: Work, samples: Samples) -> Measured | None:

@@ -81,6 +81,14 @@ def wanted(part_sizes: list[int], object_size: int, peers: list[str]) -> list[Ro
     rows += [
         Row("HEAD", "cpu_us_per_op", Case("nginx", "HEAD", "kvgate"), at_most=25),
         Row("HEAD, AWS SDK", "cpu_us_per_op", Case("nginx", "HEAD", SDK)),
+        # 25 µs where the SDK takes 125 to 150: what is left of them on a slower or busier machine.
+        Row(
+            "HEAD, kvgate / AWS SDK",
+            "cpu_us_per_op",
+            Case("nginx", "HEAD", "kvgate"),
+            Case("nginx", "HEAD", SDK),
+            at_most=25 / 150,
+        ),
         Row(
             "LOOKUP of unknown chunks, each HEAD, kvgate / LMCache",
             "cpu_us_per_op",

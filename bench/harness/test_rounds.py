@@ -51,6 +51,25 @@ class Rounds(unittest.TestCase):
                 self.assertEqual(samples.failures, {case: words})
                 self.assertEqual([len(those) for those in samples.measured.values()], [2])
 
+    def test_everyone_is_at_the_same_work(self):
+        done = []
+
+        class Noting(Fake):
+            def run(self, work: Work) -> Measured:
+                done.append((work.op, self.outcome))
+                return GOOD
+
+        those = {name: Noting(name) for name in "abc"}
+        works = [READ, Work("head"), Work("write")]
+        with contextlib.redirect_stderr(io.StringIO()):
+            rounds.run("nginx", those, works, 2, rounds.Samples())
+        self.assertEqual(len(done), 18)
+        for at in range(0, 18, 3):
+            self.assertEqual(len({op for op, _ in done[at : at + 3]}), 1)
+            self.assertEqual({name for _, name in done[at : at + 3]}, set("abc"))
+        for at in (0, 9):
+            self.assertEqual({op for op, _ in done[at : at + 9]}, {"read", "head", "write"})
+
     def test_heads_move_no_bytes(self):
         samples = rounds.Samples()
         case = rounds.Case("nginx", "HEAD", "it")

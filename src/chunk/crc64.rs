@@ -21,16 +21,26 @@ impl Crc64 {
     }
 
     pub fn update(&mut self, bytes: &[u8]) {
-        let mut left = bytes;
-        #[cfg(target_arch = "x86_64")]
-        if bytes.len() >= FOLDED_MIN
-            && !is_x86_feature_detected!("avx512vl")
-            && let Some((folded, rest)) = fold::fold(self.register, bytes)
-        {
-            self.register = after(0, &folded);
-            left = rest;
-        }
+        let left = self.fold(bytes);
         self.register = after(self.register, left);
+    }
+
+    /// Takes in whole blocks where that is faster, and answers what is left.
+    #[cfg(target_arch = "x86_64")]
+    fn fold<'a>(&mut self, bytes: &'a [u8]) -> &'a [u8] {
+        if bytes.len() < FOLDED_MIN || is_x86_feature_detected!("avx512vl") {
+            return bytes;
+        }
+        let Some((folded, left)) = fold::fold(self.register, bytes) else {
+            return bytes;
+        };
+        self.register = after(0, &folded);
+        left
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn fold<'a>(&mut self, bytes: &'a [u8]) -> &'a [u8] {
+        bytes
     }
 
     /// Of all bytes so far.

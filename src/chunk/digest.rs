@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 
 use super::crc64::Crc64;
 
-/// How the planes of a chunk are digested. CRC-64/NVME costs about 1/28 s per GB, BLAKE3 seven times that.
+/// How the planes of a chunk are digested. CRC-64/NVME costs 0.02 to 0.06 s per GB, BLAKE3 several times that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DigestKind {
