@@ -2,7 +2,7 @@ use serde::{Deserialize, Serialize};
 
 use super::crc64::Crc64;
 
-/// How the planes of a chunk are digested. CRC-64/NVME costs 0.02 to 0.06 s per GB, BLAKE3 several times that.
+/// How the planes of a chunk are digested. `bench/micro.rs` has what each costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DigestKind {
