@@ -218,31 +218,36 @@ async fn one_that_answers_503() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_moves_to_another_endpoint() {
-    // Slow enough that its stores are still under way when it is killed, however busy the machine is.
+    // Slow enough that stores are still under way when one is killed, however busy the machine is.
     let rig = Rig::new(3, 8 * MB, 1).await;
     let gateway = rig
         .gateway_with(&S3Options {
             attempts: AttemptPolicy { budget: 2, ..RETRIES },
-            read_timeout: Duration::from_secs(1),
             ..rig.options()
         })
         .await;
     let prompt = Prompt::of(space(), 12);
+    // Who gets the stores is chance.
+    let storing = |proxy: &&Capped| {
+        proxy.carried().bytes > MIB as u64 && state(&gateway, proxy.address()).in_flight > 0
+    };
     let kill = async {
         until("stores are under way", || {
-            rig.proxies[0].carried().bytes > MIB as u64
+            rig.proxies.iter().any(|proxy| storing(&proxy))
         })
         .await;
-        rig.proxies[0].kill();
+        rig.proxies.iter().find(storing).unwrap().kill();
     };
     let stores = (0..12).map(|i| store_chunk(&gateway, &prompt, i));
     let (outcomes, ()) = tokio::join!(futures::future::join_all(stores), kill);
     for outcome in outcomes {
-        assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
+        // Present: it was there, and the answer that said so was lost.
+        let stored = matches!(outcome, StoreOutcome::Stored | StoreOutcome::Present);
+        assert!(stored, "{outcome:?}");
     }
     let codes = load_codes(&gateway, &prompt, AfterMiss::Continue).await;
     assert_eq!(codes, ["ok"; 12]);
-    assert!(totals(&gateway).retries > 0);
+    assert!(totals(&gateway).retries > 0, "{:#?}", gateway.endpoints());
 }
 
 /// Uploads are slow, and one endpoint hangs: they wait and go on elsewhere, but never twice at a time.
