@@ -1,4 +1,4 @@
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -65,17 +65,21 @@ impl S3 {
         deadline: Instant,
         request: impl Fn(Route) -> F,
     ) -> Result<T> {
-        let attempt = |route| self.attempt(operation, target, deadline, request(route));
+        let request = &request;
+        let attempt = |route| async move {
+            let request = pin!(request(route));
+            self.attempt(operation, target, deadline, request).await
+        };
         self.attempts.run(deadline, attempt).await
     }
 
-    /// Counts the request and ends it in time.
+    /// Counts the request and ends it in time. It is pinned: given by value, it would be here twice, and it is large.
     async fn attempt<T>(
         &self,
         operation: Operation,
         target: &str,
         deadline: Instant,
-        request: impl Future<Output = Result<T>>,
+        request: Pin<&mut impl Future<Output = Result<T>>>,
     ) -> Result<T> {
         let now = Instant::now();
         if deadline <= now {
@@ -88,8 +92,6 @@ impl S3 {
         }
         self.counters.add(operation);
         let limit = now + self.request_timeout;
-        // Not moved again: it is large.
-        let request = pin!(request);
         match tokio::time::timeout_at(limit.min(deadline), request).await {
             Ok(result) => result,
             Err(_) if limit < deadline => Err(ObjectError::new(
@@ -198,7 +200,7 @@ impl ObjectStore for S3 {
         let operation = Operation::Head;
         Box::pin(async move {
             let hedge = self.reads.hedge(0);
-            let attempt = |route| {
+            let attempt = |route| async move {
                 let read = Read {
                     method: "HEAD",
                     key: key.to_owned(),
@@ -207,7 +209,7 @@ impl ObjectStore for S3 {
                     landing: None,
                     route,
                 };
-                let request = async move {
+                let request = pin!(async {
                     let answer = self.send(operation, read).await?;
                     let modified = answer.last_modified();
                     meta_of(
@@ -217,8 +219,8 @@ impl ObjectStore for S3 {
                         answer.etag.as_deref(),
                         modified.as_ref(),
                     )
-                };
-                self.attempt(operation, key, deadline, request)
+                });
+                self.attempt(operation, key, deadline, request).await
             };
             let nothing = None::<&Handover<()>>;
             self.attempts.run_hedged(deadline, &hedge, nothing, attempt).await
@@ -253,7 +255,8 @@ impl ObjectStore for S3 {
         let cell = LandingCell::new(landing, expect);
         Box::pin(async move {
             let hedge = self.reads.hedge(get.range.len());
-            let attempt = |route| {
+            let cell = &cell;
+            let attempt = |route| async move {
                 let read = Read {
                     method: "GET",
                     key: get.key.to_owned(),
@@ -263,7 +266,7 @@ impl ObjectStore for S3 {
                     route,
                 };
                 let (key, len) = (get.key, get.object_len);
-                let request = async move {
+                let request = pin!(async {
                     let answer = self.send(operation, read).await.map_err(|mut error| {
                         if let ErrorKind::Length { expected, .. } = &mut error.kind {
                             *expected = len;
@@ -273,8 +276,8 @@ impl ObjectStore for S3 {
                     let modified = answer.last_modified();
                     let len = Some(len as u64);
                     meta_of(operation, key, len, answer.etag.as_deref(), modified.as_ref())
-                };
-                self.attempt(operation, key, deadline, request)
+                });
+                self.attempt(operation, key, deadline, request).await
             };
             let handover = Some(cell.handover());
             let result = self.attempts.run_hedged(deadline, &hedge, handover, attempt);
