@@ -119,7 +119,7 @@ cargo_tool() {
     local root=$KVGATE_TEST_CACHE/cargo
     if [ "$("$root/bin/$1" --version 2>/dev/null)" = "$1 $2" ]; then return; fi
     echo "building $1 $2 (some minutes)"
-    (cd / && cargo install --quiet --locked --root "$root" "$1@$2")
+    (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
 [ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm deny fuzz"
