@@ -274,7 +274,7 @@ async fn land(
 ) -> Result<(), Fault> {
     let server = Arc::clone(lease.payload());
     let breaks = server.answer().await?;
-    lease.answered();
+    lease.answered(0);
     let held = landing.claim(route.start()).await;
     let mut landed = 0;
     let progress = |moved: usize| {

@@ -168,6 +168,9 @@ impl<T> Endpoints<T> {
 
     /// Serves those in line for as long as there is room.
     fn grant(&self, mut set: MutexGuard<'_, Set<T>>) {
+        if set.line.is_empty() {
+            return;
+        }
         let now = Instant::now();
         let mut granted = Vec::new();
         while let Some(first) = set.line.first() {

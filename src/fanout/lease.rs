@@ -73,9 +73,10 @@ impl<T> Lease<T> {
         &self.payload
     }
 
-    /// The answer begins.
-    pub fn answered(&mut self) {
+    /// The answer begins, to a request with so many bytes of body.
+    pub fn answered(&mut self, sent: usize) {
         let now = Instant::now();
+        self.ending.moved += sent;
         self.ending.answered = Some(now);
         self.ending.moved_at = now;
     }

@@ -273,6 +273,7 @@ impl Sending<'_> {
                 }
                 other => other.map_ok(|()| 0),
             },
+            Stream::Plain(tcp) if body.is_empty() => Pin::new(tcp).poll_write(cx, head),
             Stream::Plain(tcp) => {
                 Pin::new(tcp).poll_write_vectored(cx, &[IoSlice::new(head), IoSlice::new(body)])
             }

@@ -11,6 +11,7 @@ use aws_smithy_runtime_api::http::StatusCode;
 use aws_smithy_types::body::SdkBody;
 use bytes::Bytes;
 use dashmap::DashMap;
+use foldhash::fast::RandomState;
 
 use super::body;
 use super::connection::{Connection, Outgoing};
@@ -52,7 +53,7 @@ pub struct Connector(Arc<Inner>);
 
 struct Inner {
     options: Arc<ConnectorOptions>,
-    hosts: DashMap<Origin, Arc<Host>>,
+    hosts: DashMap<Origin, Arc<Host>, RandomState>,
     counters: Arc<Counters>,
 }
 
@@ -60,7 +61,7 @@ impl Connector {
     pub fn new(options: ConnectorOptions) -> Self {
         Self(Arc::new(Inner {
             options: Arc::new(options),
-            hosts: DashMap::new(),
+            hosts: DashMap::default(),
             counters: Arc::default(),
         }))
     }
@@ -146,8 +147,7 @@ impl Connector {
     ) -> Result<(Head, Bytes), NetError> {
         let pool = Arc::clone(lease.payload());
         let (mut connection, head) = self.exchange(&pool, outgoing, connect_timeout).await?;
-        lease.moved(outgoing.body.len());
-        lease.answered();
+        lease.answered(outgoing.body.len());
         let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
             self.land(&mut connection, &head, cell, route, lease).await?;
             Bytes::new()

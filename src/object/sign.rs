@@ -1,13 +1,14 @@
 //! SigV4 for the two calls that are made by the thousand, HEAD and ranged GET. The crate's own signer costs more than the
-//! request; this one keeps the day's key. Key derivation and HMAC are the crate's.
+//! request; this one keeps the day's key, as an HMAC that has taken it in. Key derivation is the crate's.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_credential_types::Credentials;
-use aws_sigv4::sign::v4::{calculate_signature, generate_signing_key};
+use aws_sigv4::sign::v4::generate_signing_key;
 use aws_smithy_types::DateTime;
 use aws_smithy_types::date_time::Format;
+use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use crate::chunk::hex;
@@ -41,7 +42,7 @@ pub(super) struct Day {
     resolved: Instant,
     /// Since 1970.
     number: u64,
-    key: Vec<u8>,
+    mac: Hmac<Sha256>,
     /// `YYYYMMDD`.
     date: String,
     /// `YYYYMMDD/REGION/s3/aws4_request`.
@@ -84,7 +85,7 @@ impl Signer {
             credentials: credentials.clone(),
             resolved: Instant::now(),
             number: day_number(now),
-            key: key.as_ref().to_vec(),
+            mac: Hmac::new_from_slice(key.as_ref()).expect("HMAC takes keys of any length"),
             scope: format!("{date}/{}/s3/aws4_request", self.region),
             date,
         }
@@ -123,7 +124,8 @@ impl Day {
         canonical.extend(["\n", &names, "\n", UNSIGNED]);
         let digest = hex::encode(&Sha256::digest(canonical.as_bytes()));
         let to_sign = ["AWS4-HMAC-SHA256\n", &stamp, "\n", &self.scope, "\n", &digest].concat();
-        let signature = calculate_signature(&self.key, to_sign.as_bytes());
+        let signature = self.mac.clone().chain_update(to_sign).finalize();
+        let signature = hex::encode(&signature.into_bytes());
         let authorization = [
             "AWS4-HMAC-SHA256 Credential=",
             self.credentials.access_key_id(),

@@ -103,7 +103,7 @@ async fn windows_grow_where_nobody_ever_waits_for_room() {
         }
         sleep(Duration::from_millis(100)).await;
         for mut lease in leases {
-            lease.answered();
+            lease.answered(0);
             lease.moved(4 * MIB);
             lease.end(Outcome::Answered { status: 206 });
         }

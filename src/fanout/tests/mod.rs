@@ -159,7 +159,7 @@ impl Fleet {
             Does::Hang => std::future::pending().await,
             Does::Serve(_) | Does::StopAfter(_) => sleep(Duration::from_millis(5)).await,
         }
-        lease.answered();
+        lease.answered(0);
         let held = into.claim(route.start()).await;
         let (mut came, step) = (0, bytes.div_ceil(16).max(1));
         while came < bytes {
