@@ -175,7 +175,7 @@ fuzz() {
         corpus=$KVGATE_TEST_CACHE/fuzz/$target seeds=()
         mkdir -p "$corpus"
         if [ -d "fuzz/seeds/$target" ]; then seeds=("fuzz/seeds/$target"); fi
-        # Sanitizers need a nightly toolchain, and what is fuzzed has no unsafe code of its own.
+        # Without sanitizers, which need a nightly toolchain, it finds panics and broken assertions.
         check "fuzz the $target" "$KVGATE_TEST_CACHE/cargo/bin/cargo-fuzz" run --sanitizer none "$target" \
             "$corpus" "${seeds[@]}" -- "-max_total_time=$FUZZ_SECONDS"
     done

@@ -1,6 +1,7 @@
 //! One name, many addresses, and what becomes of loads when some of them are slow, hung, gone, or new. Each address is a
 //! proxy with a cap of its own in front of the embedded server; a scripted DNS server says which addresses there are.
 
+use std::cell::Cell;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
@@ -232,11 +233,13 @@ async fn a_store_moves_to_another_endpoint() {
         proxy.carried().bytes > MIB as u64 && state(&gateway, proxy.address()).in_flight > 0
     };
     let kill = async {
+        let victim = Cell::new(None);
         until("stores are under way", || {
-            rig.proxies.iter().any(|proxy| storing(&proxy))
+            victim.set(rig.proxies.iter().find(storing));
+            victim.get().is_some()
         })
         .await;
-        rig.proxies.iter().find(storing).unwrap().kill();
+        victim.get().unwrap().kill();
     };
     let stores = (0..12).map(|i| store_chunk(&gateway, &prompt, i));
     let (outcomes, ()) = tokio::join!(futures::future::join_all(stores), kill);
