@@ -119,7 +119,8 @@ impl Course {
             phase,
             ops_a_turn: 1 + limits.more_ops_a_turn,
             total: limits.total,
-            until: limits.time.map(|time| started + time),
+            // One that is too far off to count is none.
+            until: limits.time.and_then(|time| started.checked_add(time)),
             pace,
             next: AtomicU64::new(0),
             stopped: AtomicBool::new(false),

@@ -9,7 +9,7 @@ pub enum BenchError {
     #[error("{0}")]
     Settings(String),
     #[error(
-        "{slots} slots of {} need {} of memory, and {} are available: lower --concurrency or {lower}",
+        "{slots} slots of {} need {} of memory, and {} are available: lower {lower}",
         ByteSize(*slot_bytes), ByteSize(slots * slot_bytes), ByteSize(*available)
     )]
     Memory {

@@ -185,7 +185,7 @@ impl Bench {
         let total = Some(chunks.len() as u64);
         let object_bytes = self.settings().object_bytes;
         let lanes = self.lanes(total);
-        let arena = self.arena(lanes, object_bytes, "--chunk-tokens")?;
+        let arena = self.arena(lanes, object_bytes, "--concurrency or --chunk-tokens")?;
         let gateway = self.gateway(Arc::clone(&self.target.store), arena, capabilities);
         // All at once, so that each place in the arena gets its share; only the stamps change later.
         let slots: Vec<StoreSlot> = std::iter::from_fn(|| gateway.reserve(&space).ok()).collect();
@@ -276,11 +276,14 @@ impl Bench {
     fn load_arena(&self) -> Result<Arena, BenchError> {
         let settings = self.settings();
         let in_flight = settings.part_bytes.saturating_mul(settings.concurrency as u64);
-        let slots = match self.prompt.as_ref().map(|prompt| prompt.order) {
-            Some(Order::Layer) => self.objects.saturating_mul(2),
-            _ => in_flight.div_ceil(settings.object_bytes) + 2,
+        let (slots, lower) = match self.prompt.as_ref().map(|prompt| prompt.order) {
+            Some(Order::Layer) => (self.objects.saturating_mul(2), "--tokens"),
+            _ => (
+                in_flight.div_ceil(settings.object_bytes) + 2,
+                "--concurrency or --part-size",
+            ),
         };
-        self.arena(to_usize(slots), settings.object_bytes, "--part-size")
+        self.arena(to_usize(slots), settings.object_bytes, lower)
     }
 
     /// Removes the space.json that a store of this run wrote.

@@ -141,7 +141,7 @@ impl Bench {
         let rounds = settings.rounds;
         let total = rounds.map(|rounds| turns_with_writes(objects.saturating_mul(rounds), percent));
         let lanes = self.lanes(total);
-        let arena = self.arena(lanes, settings.object_bytes, "--object-size")?;
+        let arena = self.arena(lanes, settings.object_bytes, "--concurrency or --object-size")?;
         Writer::fill(&self.target, &arena);
         let written = Arc::new(Written::new());
         let mut workers = Vec::with_capacity(lanes);
@@ -349,7 +349,11 @@ impl Bench {
         let arena = if let Some(arena) = &self.parts {
             arena
         } else {
-            let arena = self.arena(settings.concurrency, settings.part_bytes, "--part-size")?;
+            let arena = self.arena(
+                settings.concurrency,
+                settings.part_bytes,
+                "--concurrency or --part-size",
+            )?;
             self.parts.insert(arena)
         };
         Ok(Reader::new(&self.target, arena, objects, self.crcs.as_ref()).await)

@@ -25,13 +25,15 @@ pub struct AttemptPolicy {
 
 /// Hedges that may be saved up.
 const HEDGES_SAVED: u32 = 16;
-const CALLS_A_RETRY: u32 = 10;
+pub(super) const CALLS_A_RETRY: u32 = 10;
 
 /// What an error means for the next attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It would be the same.
+    /// It would be the same: the server has said so.
     Final,
+    /// No time is left. It says nothing of the servers, which may all hang.
+    Late,
     /// It may succeed.
     Again,
     /// The same, and its endpoint is not there: to go to another for the first time costs no token.
@@ -115,16 +117,24 @@ impl Attempts {
         deadline: Instant,
     ) -> Option<Result<T, E>> {
         let (error, verdict) = match result {
-            Err(error) if error.verdict() != Verdict::Final => {
+            Err(error) => {
                 let verdict = error.verdict();
                 (error, verdict)
             }
-            answer => {
-                // The servers work, whatever they said.
+            Ok(answer) => {
                 self.retries.earn(100 / CALLS_A_RETRY);
-                return Some(answer);
+                return Some(Ok(answer));
             }
         };
+        match verdict {
+            Verdict::Late => return Some(Err(error)),
+            Verdict::Final => {
+                // The servers work, whatever they said.
+                self.retries.earn(100 / CALLS_A_RETRY);
+                return Some(Err(error));
+            }
+            Verdict::Again | Verdict::Lost | Verdict::Unreached => {}
+        }
         let moves = so_far.route.can_move();
         // Of many addresses many may be dead: all may be tried before a call fails.
         let counts = !moves || verdict != Verdict::Unreached || self.policy.retries == 0;
@@ -223,7 +233,7 @@ async fn both<T, E: Failure, F: Future<Output = Result<T, E>>, L>(
     let mut take_over: Option<Instant> = None;
     loop {
         let both = first.is_some() && second.is_some();
-        let waits_on = |error: &E| both && error.verdict() != Verdict::Final;
+        let waits_on = |error: &E| both && !matches!(error.verdict(), Verdict::Final | Verdict::Late);
         tokio::select! {
             biased;
             answer = running(first.as_mut()) => match answer {

@@ -155,6 +155,15 @@ impl<T> Endpoints<T> {
         Lease::new(self.clone(), payload, address, number, now)
     }
 
+    /// A request could not be sent when its lease began, and is sent now.
+    pub(super) fn goes(&self, address: SocketAddr, lease: u64, now: Instant) {
+        let mut set = self.lock();
+        let member = set.members.iter_mut().find(|member| member.address == address);
+        if let Some(member) = member {
+            member.goes(lease, now);
+        }
+    }
+
     /// A request ended.
     pub(super) fn end(&self, address: SocketAddr, ending: &Ending) {
         let now = Instant::now();

@@ -5,6 +5,7 @@ use tokio::time::Instant;
 
 use super::endpoints::Endpoints;
 use super::member::Ending;
+use super::route::Route;
 
 /// What waits for room goes by its class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +52,7 @@ impl<T> Lease<T> {
         let ending = Ending {
             lease: number,
             outcome: None,
+            waits: false,
             began: now,
             answered: None,
             moved_at: now,
@@ -71,6 +73,22 @@ impl<T> Lease<T> {
     /// What goes with the endpoint.
     pub fn payload(&self) -> &Arc<T> {
         &self.payload
+    }
+
+    /// It can't be sent yet, for a reason of our own: until it [goes](Self::goes), time says nothing of the endpoint.
+    pub fn waits(&mut self, route: &Route) {
+        self.ending.waits = true;
+        route.waits();
+    }
+
+    /// Nothing holds it up any more.
+    pub fn goes(&mut self, route: &Route) {
+        let now = Instant::now();
+        self.ending.waits = false;
+        self.ending.began = now;
+        self.ending.moved_at = now;
+        self.endpoints.goes(self.address, self.ending.lease, now);
+        route.goes(now);
     }
 
     /// The answer begins, to a request with so many bytes of body.

@@ -50,6 +50,8 @@ pub(super) struct Ending {
     pub lease: u64,
     /// None: given up.
     pub outcome: Option<Outcome>,
+    /// It was not sent yet.
+    pub waits: bool,
     pub began: Instant,
     /// The answer's first byte.
     pub answered: Option<Instant>,
@@ -130,6 +132,13 @@ impl<T> Member<T> {
         }
     }
 
+    /// A request that could not be sent when its lease began.
+    pub fn goes(&mut self, lease: u64, now: Instant) {
+        if let Some(flight) = self.flights.get_mut(&lease) {
+            flight.since = now;
+        }
+    }
+
     /// Learns from how a request ended. Answers the time that it took, if its answer came whole.
     pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<(usize, Duration)> {
         let Flight { bytes, probe, .. } = self.flights.remove(&ending.lease)?;
@@ -152,6 +161,13 @@ impl<T> Member<T> {
                     }
                 }
                 self.breaker.failed(probe, now);
+                None
+            }
+            None if ending.waits => {
+                self.totals.given_up += 1;
+                if probe {
+                    self.breaker.probe_given_up(now);
+                }
                 None
             }
             None => {

@@ -52,7 +52,7 @@ impl Route {
         self.start
     }
 
-    /// When the last attempt got its endpoint; None while it waits for one.
+    /// When the last attempt was sent; None while it waits for an endpoint, or for a connection.
     pub fn sent(&self) -> Option<Instant> {
         self.lock().sent
     }
@@ -72,6 +72,14 @@ impl Route {
         taken.addresses.push(address);
         taken.sent = Some(now);
         taken.others = others;
+    }
+
+    pub(super) fn waits(&self) {
+        self.lock().sent = None;
+    }
+
+    pub(super) fn goes(&self, now: Instant) {
+        self.lock().sent = Some(now);
     }
 
     /// All endpoints may be taken again.

@@ -102,6 +102,7 @@ pub async fn open_store(
         connections_max: config.s3.connections as usize,
         answer_bytes_max: bytes(config.s3.answer_max),
         credentials,
+        credentials_ttl: config.s3.credentials_ttl,
         attempts: AttemptPolicy {
             retries: config.s3.retries,
             base: config.s3.retry_base,

@@ -39,7 +39,10 @@ async fn chunked(connection: &mut Connection, limit: usize) -> Result<Bytes, Net
     loop {
         let line = line(connection).await?;
         let size = match httparse::parse_chunk_size(&line) {
-            Ok(httparse::Status::Complete((_, size))) => usize::try_from(size).unwrap_or(usize::MAX),
+            // It takes a line without a digit for a 0.
+            Ok(httparse::Status::Complete((_, size))) if line[0].is_ascii_hexdigit() => {
+                usize::try_from(size).unwrap_or(usize::MAX)
+            }
             _ => return Err(NetError::Framing("a chunk's size can't be read")),
         };
         if size == 0 {

@@ -36,6 +36,8 @@ pub(super) struct Connection {
     ahead: BytesMut,
     stall: Stall,
     low_water: LowWater,
+    /// `ahead` has, or had, room for a whole body: it keeps that for as long as it lives.
+    roomy: bool,
     /// The answer came before the whole request was sent.
     cut_off: bool,
 }
@@ -60,11 +62,14 @@ impl Connection {
             ahead: BytesMut::new(),
             stall: Stall::new(stall),
             low_water: LowWater::new(wake),
+            roomy: false,
             cut_off: false,
         }
     }
 
-    /// Whether another request may be sent: nothing more came, and nobody closed it.
+    /// Whether another request may be sent: nothing more came, and nobody closed it. For plain TCP it is what tokio has heard
+    /// of so far, without a system call: news that comes later makes the next answer no head, or a [stale](NetError::Closed)
+    /// connection, and both are tried again.
     pub fn is_open(&mut self) -> bool {
         match &mut self.stream {
             Stream::Plain(tcp) => {
@@ -77,6 +82,13 @@ impl Connection {
     /// Whether it may be kept, after an answer that was read to its end.
     pub fn is_reusable(&self, head: &Head) -> bool {
         head.keep_alive && !self.cut_off && self.ahead.is_empty()
+    }
+
+    /// Gives up memory that it does not need while it is idle.
+    pub fn rest(&mut self) {
+        if std::mem::take(&mut self.roomy) {
+            self.ahead = BytesMut::new();
+        }
     }
 
     /// Whether bytes that land are copied on their way.
@@ -98,6 +110,8 @@ impl Connection {
         poll_fn(|cx| {
             loop {
                 if let Some(head) = self.next_head(request.bodyless, &mut interim)? {
+                    // The body has the whole time to come, however long the head took.
+                    self.stall.progress();
                     self.cut_off = !sending.flushed;
                     return Poll::Ready(match self.cut_off && head.is_success() {
                         true => Err(NetError::Head("it came before the request was sent whole")),
@@ -201,6 +215,7 @@ impl Connection {
 
     /// Reads ahead until `len` bytes are there.
     pub async fn fill(&mut self, len: usize) -> Result<(), NetError> {
+        self.roomy |= len > READ_BYTES;
         while self.ahead.len() < len {
             if self.more(len - self.ahead.len()).await? == 0 {
                 return Err(NetError::Cut {

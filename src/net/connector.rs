@@ -126,7 +126,7 @@ impl Connector {
         };
         let bytes = outgoing.body.len() + cell.map_or(0, LandingCell::len);
         let mut lease = host.lease(class, bytes, route, connect_timeout).await?;
-        let _turn = host.turn().await;
+        let _turn = host.turn(&mut lease, route).await;
         let sent = self
             .send_over(&mut lease, outgoing, cell, route, connect_timeout)
             .await;
@@ -243,6 +243,8 @@ impl std::fmt::Debug for Connector {
 struct Timed {
     connector: Connector,
     connect_timeout: Duration,
+    /// Of who waits for small answers: those that give credentials. S3's own calls have the connector's limits.
+    read_timeout: Option<Duration>,
 }
 
 impl HttpClient for Connector {
@@ -252,14 +254,28 @@ impl HttpClient for Connector {
             connect_timeout: settings
                 .connect_timeout()
                 .unwrap_or(self.0.options.connect_timeout),
+            read_timeout: settings.read_timeout(),
         })
     }
 }
 
 impl HttpConnector for Timed {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let (connector, limit) = (self.connector.clone(), self.connect_timeout);
-        HttpConnectorFuture::new(async move { connector.call(request, limit).await.map_err(for_sdk) })
+        let (connector, connect, read) = (self.connector.clone(), self.connect_timeout, self.read_timeout);
+        HttpConnectorFuture::new(async move {
+            let call = connector.call(request, connect);
+            let answer = match read {
+                None => call.await,
+                // Not counted: to connect, which may take its own time.
+                Some(limit) => tokio::time::timeout(connect + limit, call).await.unwrap_or({
+                    Err(NetError::Timeout {
+                        what: "whole answer",
+                        limit,
+                    })
+                }),
+            };
+            answer.map_err(for_sdk)
+        })
     }
 }
 

@@ -120,7 +120,7 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
         let value = std::str::from_utf8(header.value).map_err(|_| NetError::Head("a header is not text"))?;
         headers.push(header.name, value);
     }
-    let mut keep_alive = version == 1;
+    let (mut stays, mut closes) = (version == 1, false);
     let mut content_length = None;
     let mut chunked = false;
     for (name, value) in headers.iter() {
@@ -143,26 +143,25 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
                         .split(',')
                         .any(|part| part.trim().eq_ignore_ascii_case(word))
                 };
-                keep_alive = (keep_alive || has("keep-alive")) && !has("close");
+                stays |= has("keep-alive");
+                closes |= has("close");
             }
             _ => {}
         }
     }
     let framing = match (chunked, content_length) {
         (true, Some(_)) => return Err(NetError::Head("it has a Content-Length and is chunked")),
+        (true, None) if version == 0 => return Err(NetError::Head("it is chunked, which HTTP/1.0 has not")),
         _ if bodyless || status < 200 || status == 204 || status == 304 => Framing::Length(0),
         (true, None) => Framing::Chunked,
         (false, Some(len)) => Framing::Length(len),
-        (false, None) => {
-            keep_alive = false;
-            Framing::Close
-        }
+        (false, None) => Framing::Close,
     };
     let head = Head {
         status,
         headers,
         framing,
-        keep_alive,
+        keep_alive: stays && !closes && framing != Framing::Close,
     };
     Ok(Some((head, len)))
 }
@@ -220,6 +219,16 @@ mod tests {
                 .unwrap()
                 .keep_alive
         );
+        for connection in [
+            "close\nConnection: keep-alive",
+            "keep-alive\nConnection: close",
+            "keep-alive, close",
+        ] {
+            let both = head(&format!(
+                "HTTP/1.1 200 OK\nContent-Length: 1\nConnection: {connection}"
+            ));
+            assert!(!both.unwrap().keep_alive, "{connection}");
+        }
         let twice = head("HTTP/1.1 200 OK\nContent-Length: 5\nContent-Length: 5").unwrap();
         assert_eq!(twice.framing, Framing::Length(5));
         let text = b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\n\r\n";
@@ -235,6 +244,7 @@ mod tests {
             "HTTP/1.1 206 Partial Content\nContent-Length: 5\nContent-Range: bytes 0-4/9\nContent-Range: bytes 1-5/9",
             "HTTP/1.1 200 OK\nContent-Length: 5\nETag: \"a\"\nEtag: \"b\"",
             "HTTP/1.1 200 OK\nTransfer-Encoding: gzip, chunked",
+            "HTTP/1.0 200 OK\nTransfer-Encoding: chunked",
             "HTTP/1.1 200 OK\nTransfer-Encoding: chunked\nTransfer-Encoding: chunked",
             "HTTP/1.1 200 OK\nContent-Length: +5",
             "HTTP/1.1 200 OK\nContent-Length: -5",

@@ -97,8 +97,14 @@ impl Host {
     }
 
     /// Waits until one more connection may be used.
-    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
-        self.in_use.acquire().await.ok()
+    pub async fn turn(&self, lease: &mut Lease<Pool>, route: &Route) -> Option<SemaphorePermit<'_>> {
+        if let Ok(turn) = self.in_use.try_acquire() {
+            return Some(turn);
+        }
+        lease.waits(route);
+        let turn = self.in_use.acquire().await.ok();
+        lease.goes(route);
+        turn
     }
 }
 

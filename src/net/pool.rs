@@ -65,7 +65,8 @@ impl Pool {
     }
 
     /// Keeps a connection for the next request.
-    pub fn keep(&self, connection: Connection) {
+    pub fn keep(&self, mut connection: Connection) {
+        connection.rest();
         self.lock().push((connection, Instant::now()));
     }
 

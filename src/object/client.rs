@@ -11,6 +11,7 @@ use aws_sdk_s3::config::{
 };
 use aws_smithy_runtime_api::box_error::BoxError;
 
+use super::credentials::Chain;
 use crate::dns::{DnsOptions, Resolver, Source};
 use crate::fanout::{AttemptPolicy, EndpointOptions};
 use crate::net::{self, Connector, ConnectorOptions, Origin, Place, Target, TlsError};
@@ -38,6 +39,8 @@ pub struct S3Options {
     /// Bytes of an answer that is no chunk: an error, a page of a listing.
     pub answer_bytes_max: usize,
     pub credentials: Option<Credentials>,
+    /// Those of the chain that don't expire are asked for again after so long: files may be rewritten.
+    pub credentials_ttl: Duration,
     pub attempts: AttemptPolicy,
     pub endpoints: EndpointOptions,
     pub dns: DnsOptions,
@@ -112,13 +115,17 @@ pub(super) fn connector(options: &S3Options) -> Result<Connector, ClientError> {
 /// What every client of AWS's shares: region, credentials, our connector.
 pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
     let shared = aws_config::defaults(BehaviorVersion::latest())
-        .http_client(http)
+        .http_client(http.clone())
         .region(Region::new(options.region.clone()))
         .retry_config(RetryConfig::disabled())
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled());
     let shared = match &options.credentials {
         Some(credentials) => shared.credentials_provider(credentials.clone()),
-        None => shared,
+        None => shared.credentials_provider(Chain::new(
+            http,
+            Region::new(options.region.clone()),
+            options.credentials_ttl,
+        )),
     };
     shared.load().await
 }
@@ -155,6 +162,7 @@ pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
         connections_max: 1,
         answer_bytes_max: 1 << 20,
         credentials: Some(Credentials::from_keys("key", "secret", None)),
+        credentials_ttl: second,
         attempts: AttemptPolicy {
             retries: 0,
             base: second,
@@ -182,5 +190,44 @@ pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
             timeout: second,
         },
         srv: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aws_smithy_runtime::client::orchestrator::operation::Operation;
+    use aws_smithy_runtime_api::client::orchestrator::{HttpRequest, HttpResponse, OrchestratorError};
+    use aws_smithy_types::body::SdkBody;
+
+    use super::*;
+
+    /// Who gives credentials must not be waited for as long as S3 is.
+    #[tokio::test]
+    async fn the_callers_own_read_timeout_is_kept() {
+        let hangs = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("http://{}", hangs.local_addr().unwrap());
+        let minutes = Duration::from_secs(600);
+        let http = connector(&S3Options {
+            read_timeout: minutes,
+            ..for_tests(&endpoint, "b")
+        });
+        let timeouts = TimeoutConfig::builder()
+            .connect_timeout(Duration::from_millis(100))
+            .read_timeout(Duration::from_millis(100));
+        let operation = Operation::builder()
+            .service_name("instance")
+            .operation_name("credentials")
+            .behavior_version(BehaviorVersion::latest())
+            .http_client(http.unwrap())
+            .endpoint_url(&endpoint)
+            .no_auth()
+            .no_retry()
+            .timeout_config(timeouts.build())
+            .serializer(|()| Ok(HttpRequest::new(SdkBody::empty())))
+            .deserializer(|_: &HttpResponse| Ok::<(), OrchestratorError<std::io::Error>>(()))
+            .build();
+        let answer = tokio::time::timeout(minutes / 10, operation.invoke(())).await;
+        let error = answer.expect("it gives up").expect_err("nobody answers");
+        assert!(format!("{error:?}").contains("whole answer"), "{error:?}");
     }
 }

@@ -267,6 +267,7 @@ impl Failure for ObjectError {
         match self.kind {
             ErrorKind::Connect => Verdict::Unreached,
             ErrorKind::Broken => Verdict::Lost,
+            ErrorKind::Deadline => Verdict::Late,
             kind if kind.retryable() => Verdict::Again,
             _ => Verdict::Final,
         }

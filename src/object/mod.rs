@@ -9,6 +9,7 @@
 
 mod capabilities;
 mod client;
+mod credentials;
 mod error;
 mod reads;
 mod s3;

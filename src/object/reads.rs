@@ -1,7 +1,7 @@
 //! HEAD and ranged GET without the SDK's typed operations, which cost more than the requests.
 //!
-//! The SDK's orchestrator resolves and renews the credentials: once a minute, or when they are about to expire, a request
-//! goes through it. All others are signed with what it used last and go straight to the connector.
+//! The SDK's orchestrator resolves and renews the credentials: when they are about to expire, a request goes through it
+//! ([`Chain`](super::credentials::Chain) has even those expire that don't). All others are signed with what it used last and go straight to the connector.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ use aws_smithy_types::timeout::TimeoutConfig;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::client::{ClientError, S3Options};
-use super::sign::{Day, Signable, Signer};
+use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
 use crate::fanout::{EndpointState, Hedge, Route};
 use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target, head_of};
 
@@ -65,7 +65,7 @@ pub(super) enum ReadError {
 }
 
 /// One request.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Read {
     pub method: &'static str,
     pub key: String,
@@ -80,15 +80,10 @@ pub(super) struct Read {
 #[derive(Debug, Default)]
 pub(super) struct Answer {
     pub content_length: Option<u64>,
+    /// As in the header.
     pub etag: Option<String>,
-    pub last_modified: Option<String>,
+    pub last_modified: Option<DateTime>,
     pub has_request_id: bool,
-}
-
-impl Answer {
-    pub fn last_modified(&self) -> Option<DateTime> {
-        DateTime::from_str(self.last_modified.as_deref()?, Format::HttpDate).ok()
-    }
 }
 
 /// Any other answer, in the server's words.
@@ -122,7 +117,8 @@ impl Reads {
         let mut components = RuntimeComponentsBuilder::new("kvgate reads")
             .with_auth_scheme_option_resolver(Some(StaticAuthSchemeOptionResolver::new(vec![SCHEME])))
             .with_auth_scheme(SigV4(Arc::clone(&signer)))
-            .with_identity_cache(Some(IdentityCache::lazy().build()));
+            // It renews what expires some seconds before it has to; the signer must not ask sooner than that.
+            .with_identity_cache(Some(IdentityCache::lazy().buffer_time(2 * EXPIRES_SOON).build()));
         if let Some(credentials) = credentials {
             components = components.with_identity_resolver(SCHEME, SharedIdentityResolver::new(credentials));
         }
@@ -158,7 +154,7 @@ impl Reads {
         })
     }
 
-    pub async fn send(&self, read: Read) -> Result<Answer, ReadError> {
+    pub async fn send(&self, read: &Read) -> Result<Answer, ReadError> {
         let now = SystemTime::now();
         let values = [&read.range, &read.if_match].into_iter().flatten();
         if values
@@ -168,9 +164,9 @@ impl Reads {
             return Err(ReadError::Net(NetError::Header));
         }
         match self.signer.known(now) {
-            Some(day) => self.send_signed(&read, &day, now).await,
+            Some(day) => self.send_signed(read, &day, now).await,
             // Boxed: its future is large, and would be moved about with every request.
-            None => Box::pin(self.operation.invoke(read))
+            None => Box::pin(self.operation.invoke(read.clone()))
                 .await
                 .map_err(|error| match error {
                     SdkError::ServiceError(error) => ReadError::Refused(error.into_err()),
@@ -195,7 +191,7 @@ impl Reads {
     async fn send_signed(&self, read: &Read, day: &Day, now: SystemTime) -> Result<Answer, ReadError> {
         let Bucket { origin, host, path } = &self.bucket;
         let path = [path, "/", &encode_key(&read.key)].concat();
-        let mut headers = Vec::with_capacity(2);
+        let mut headers = Vec::new();
         headers.extend(read.if_match.as_deref().map(|etag| ("if-match", etag)));
         headers.extend(read.range.as_deref().map(|range| ("range", range)));
         let request = Signable {
@@ -205,7 +201,7 @@ impl Reads {
             headers: &headers,
         };
         let signed = day.sign(now, &request);
-        let signed = signed.iter().map(|(name, value)| (*name, value.as_str()));
+        let signed = signed.iter().map(|(name, value)| (*name, &**value));
         let head = head_of(
             read.method,
             &path,
@@ -275,7 +271,8 @@ fn answer<'a>(status: u16, header: impl Fn(&str) -> Option<&'a str>, body: &[u8]
         return Ok(Answer {
             content_length: header("content-length").and_then(|len| len.parse().ok()),
             etag: header("etag").map(Into::into),
-            last_modified: header("last-modified").map(Into::into),
+            last_modified: header("last-modified")
+                .and_then(|date| DateTime::from_str(date, Format::HttpDate).ok()),
             has_request_id: request_id.is_some(),
         });
     }
@@ -346,7 +343,7 @@ impl Sign for SigV4 {
         let headers = request.headers_mut();
         headers.insert("host", host);
         for (name, value) in signed {
-            headers.insert(name, value);
+            headers.insert(name, value.into_owned());
         }
         Ok(())
     }

@@ -127,23 +127,24 @@ impl S3 {
     }
 
     async fn send(&self, operation: Operation, read: Read) -> Result<Answer> {
-        let key = read.key.clone();
-        match self.reads.send(read).await {
+        let key = &read.key;
+        match self.reads.send(&read).await {
             Ok(answer) => {
                 self.saw_request_id(answer.has_request_id);
                 Ok(answer)
             }
             Err(ReadError::Refused(refusal)) => {
                 self.saw_request_id(refusal.request_id.is_some());
-                Err(ObjectError::from_refusal(operation, &key, &refusal, self.signs()))
+                Err(ObjectError::from_refusal(operation, key, &refusal, self.signs()))
             }
-            Err(ReadError::Net(error)) => Err(ObjectError::from_net(operation, &key, &error)),
-            Err(ReadError::Sdk(error)) => Err(ObjectError::from_failure(operation, &key, &error)),
+            Err(ReadError::Net(error)) => Err(ObjectError::from_net(operation, key, &error)),
+            Err(ReadError::Sdk(error)) => Err(ObjectError::from_failure(operation, key, &error)),
         }
     }
 
     fn saw_request_id(&self, saw: bool) {
-        if saw {
+        // A write would take the line from all other cores.
+        if saw && !self.signs() {
             self.signs.store(true, Ordering::Relaxed);
         }
     }
@@ -211,13 +212,12 @@ impl ObjectStore for S3 {
                 };
                 let request = pin!(async {
                     let answer = self.send(operation, read).await?;
-                    let modified = answer.last_modified();
                     meta_of(
                         operation,
                         key,
                         answer.content_length,
                         answer.etag.as_deref(),
-                        modified.as_ref(),
+                        answer.last_modified.as_ref(),
                     )
                 });
                 self.attempt(operation, key, deadline, request).await
@@ -273,9 +273,8 @@ impl ObjectStore for S3 {
                         }
                         error
                     })?;
-                    let modified = answer.last_modified();
-                    let len = Some(len as u64);
-                    meta_of(operation, key, len, answer.etag.as_deref(), modified.as_ref())
+                    let (len, etag) = (Some(len as u64), answer.etag.as_deref());
+                    meta_of(operation, key, len, etag, answer.last_modified.as_ref())
                 });
                 self.attempt(operation, key, deadline, request).await
             };

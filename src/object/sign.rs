@@ -1,8 +1,9 @@
 //! SigV4 for the two calls that are made by the thousand, HEAD and ranged GET. The crate's own signer costs more than the
 //! request; this one keeps the day's key, as an HMAC that has taken it in. Key derivation is the crate's.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use aws_credential_types::Credentials;
 use aws_sigv4::sign::v4::generate_signing_key;
@@ -15,10 +16,8 @@ use crate::chunk::hex;
 
 /// These requests have no payload.
 const UNSIGNED: &str = "UNSIGNED-PAYLOAD";
-/// Credentials that were resolved are used again for so long: keys that are rotated in a file are noticed.
-const REUSED_FOR: Duration = Duration::from_secs(60);
-/// Not when they expire so soon; the SDK renews them 10 s before they do.
-const EXPIRES_SOON: Duration = Duration::from_secs(15);
+/// Credentials that expire so soon are asked for again.
+pub(super) const EXPIRES_SOON: Duration = Duration::from_secs(15);
 
 /// What is signed.
 pub(super) struct Signable<'a> {
@@ -39,7 +38,6 @@ pub(super) struct Signer {
 /// All that stays the same for a day with the same credentials.
 pub(super) struct Day {
     credentials: Credentials,
-    resolved: Instant,
     /// Since 1970.
     number: u64,
     mac: Hmac<Sha256>,
@@ -64,7 +62,7 @@ impl Signer {
             .credentials
             .expiry()
             .is_none_or(|expiry| expiry > now + EXPIRES_SOON);
-        (lasts && day.resolved.elapsed() < REUSED_FOR && day.number == day_number(now)).then_some(day)
+        (lasts && day.number == day_number(now)).then_some(day)
     }
 
     /// Credentials were just resolved: they are known from here on.
@@ -83,7 +81,6 @@ impl Signer {
         let key = generate_signing_key(credentials.secret_access_key(), now, &self.region, "s3");
         Day {
             credentials: credentials.clone(),
-            resolved: Instant::now(),
             number: day_number(now),
             mac: Hmac::new_from_slice(key.as_ref()).expect("HMAC takes keys of any length"),
             scope: format!("{date}/{}/s3/aws4_request", self.region),
@@ -98,7 +95,7 @@ impl Signer {
 
 impl Day {
     /// The headers to add, all but Host.
-    pub fn sign(&self, now: SystemTime, request: &Signable<'_>) -> Vec<(&'static str, String)> {
+    pub fn sign(&self, now: SystemTime, request: &Signable<'_>) -> Vec<(&'static str, Cow<'_, str>)> {
         let token = self.credentials.session_token();
         let stamp = stamp(&self.date, now);
         let mut signed: Vec<(&str, &str)> = Vec::with_capacity(8);
@@ -111,37 +108,35 @@ impl Day {
         signed.extend(token.map(|token| ("x-amz-security-token", token)));
         // Canonical: names in lower case, in order.
         signed.sort_unstable();
+
+        let mut authorization = String::with_capacity(384);
+        let key_id = self.credentials.access_key_id();
+        authorization.extend(["AWS4-HMAC-SHA256 Credential=", key_id, "/", &self.scope]);
+        authorization.push_str(", SignedHeaders=");
+        let names = authorization.len();
         let mut canonical = String::with_capacity(1024);
         canonical.extend([request.method, "\n", request.path, "\n\n"]);
-        let mut names = String::with_capacity(128);
         for (name, value) in &signed {
             canonical.extend([name, ":", value.trim(), "\n"]);
-            if !names.is_empty() {
-                names.push(';');
-            }
-            names.push_str(name);
+            authorization.extend([name, ";"]);
         }
-        canonical.extend(["\n", &names, "\n", UNSIGNED]);
+        authorization.pop();
+        canonical.extend(["\n", &authorization[names..], "\n", UNSIGNED]);
+
         let digest = hex::encode(&Sha256::digest(canonical.as_bytes()));
-        let to_sign = ["AWS4-HMAC-SHA256\n", &stamp, "\n", &self.scope, "\n", &digest].concat();
-        let signature = self.mac.clone().chain_update(to_sign).finalize();
-        let signature = hex::encode(&signature.into_bytes());
-        let authorization = [
-            "AWS4-HMAC-SHA256 Credential=",
-            self.credentials.access_key_id(),
-            "/",
-            &self.scope,
-            ", SignedHeaders=",
-            &names,
-            ", Signature=",
-            &signature,
-        ];
-        let mut headers = vec![
-            ("authorization", authorization.concat()),
-            ("x-amz-content-sha256", UNSIGNED.to_owned()),
-            ("x-amz-date", stamp),
-        ];
-        headers.extend(token.map(|token| ("x-amz-security-token", token.to_owned())));
+        let mut mac = self.mac.clone();
+        for part in ["AWS4-HMAC-SHA256\n", &stamp, "\n", &self.scope, "\n", &digest] {
+            mac.update(part.as_bytes());
+        }
+        let signature = hex::encode(&mac.finalize().into_bytes());
+        authorization.extend([", Signature=", &signature]);
+        let mut headers = Vec::with_capacity(4);
+        headers.extend([
+            ("authorization", authorization.into()),
+            ("x-amz-content-sha256", UNSIGNED.into()),
+            ("x-amz-date", stamp.into()),
+        ]);
+        headers.extend(token.map(|token| ("x-amz-security-token", token.into())));
         headers
     }
 }
@@ -242,10 +237,11 @@ mod tests {
                         path,
                         headers: &headers,
                     };
-                    let signed = signer.learn(&credentials, now).sign(now, &request);
+                    let day = signer.learn(&credentials, now);
+                    let signed = day.sign(now, &request);
                     let url = format!("http://{host}{path}");
                     let expected = authorization_of_the_crate(&credentials, now, method, &url, &headers);
-                    assert_eq!(signed[0], ("authorization", expected), "{method} {url}");
+                    assert_eq!(signed[0], ("authorization", expected.into()), "{method} {url}");
                 }
             }
         }

@@ -141,6 +141,7 @@ pub fn options(endpoint: &str) -> S3Options {
         connections_max: 256,
         answer_bytes_max: 1 << 24,
         credentials: Some(Credentials::from_keys("key", "secret", None)),
+        credentials_ttl: Duration::from_secs(60),
         attempts: ONCE,
         endpoints: ENDPOINTS,
         dns: DnsOptions {

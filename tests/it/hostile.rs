@@ -19,6 +19,7 @@ use kvgate::gateway::AfterMiss;
 
 use crate::backends::{Backend, listen, open, options};
 use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
+use crate::program::kvgate;
 use crate::tls_front::TlsFront;
 
 const STALL: Duration = Duration::from_millis(300);
@@ -341,6 +342,24 @@ async fn cut_off_after_every_possible_number_of_bytes() {
     }
 }
 
+/// The time without a byte is counted from the last byte, not from the request.
+#[tokio::test]
+async fn head_and_body_may_each_take_their_time() {
+    let pause = Duration::from_millis(1800);
+    let whole = answer_to(10..40);
+    let server = Hostile::new(true, move |_, _| {
+        let mut steps = vec![Step::Pause(pause)];
+        steps.extend(halves(&whole, whole.len() - 30, pause));
+        steps
+    })
+    .await;
+    let store = server
+        .store_with(Duration::from_secs(3), Duration::from_secs(20))
+        .await;
+    get(&store, &arena(1 << 16), 10..40).await.unwrap();
+    assert_eq!(server.requests.load(Ordering::SeqCst), 1);
+}
+
 #[tokio::test]
 async fn what_was_not_asked_for_does_not_land() {
     let ten = "HTTP/1.1 206 Partial Content\nETag: \"e\"\nContent-Length: 10\nContent-Range: bytes";
@@ -633,6 +652,8 @@ async fn other_bodies_are_read_in_every_framing_up_to_a_limit() {
     }
     for bad in [
         "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\nzz\n".into(),
+        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n\n\n".into(),
+        "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n5\nhello\n;ext=1\n\n".into(),
         "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n2\nabcdef\n".into(),
         format!(
             "HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n{}",
@@ -760,4 +781,57 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
         ["ok"; 12],
         "nothing at the server was harmed"
     );
+}
+
+/// Not hostile, but it hears whose keys requests are signed with.
+#[tokio::test]
+async fn keys_that_are_rotated_in_a_file_are_found() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("credentials");
+    let write = |key: &str| {
+        let text = format!("[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n");
+        std::fs::write(&file, text).unwrap();
+    };
+    let heard = Arc::new(std::sync::Mutex::new(String::new()));
+    let server = Hostile::new(true, {
+        let heard = Arc::clone(&heard);
+        move |_, head| {
+            let (_, rest) = head.split_once("credential=").unwrap();
+            *heard.lock().unwrap() = rest.split_once('/').unwrap().0.to_owned();
+            match head.starts_with("head") {
+                true => text("HTTP/1.1 200 OK\nETag: \"e\"\nContent-Length: 1048576\n\n"),
+                false => {
+                    text("HTTP/1.1 200 OK\nContent-Length: 39\n\n<ListBucketResult></ListBucketResult>\n")
+                }
+            }
+        }
+    })
+    .await;
+    write("old");
+    let args = "bench head --bucket keys --objects 1 --object-size 1MiB --part-size 1MiB -t 1 --rate-iops 20 --time-limit 2m";
+    let mut bench = kvgate(home.path(), &args.split(' ').collect::<Vec<_>>())
+        .env("AWS_SHARED_CREDENTIALS_FILE", &file)
+        .env("KVGATE__S3__ENDPOINT", &server.endpoint)
+        .env("KVGATE__S3__CREDENTIALS_TTL", "1s")
+        .env("AWS_EC2_METADATA_DISABLED", "true")
+        .stdout(std::process::Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let hears = async |key: &str| {
+        let heard = async {
+            while *heard.lock().unwrap() != key {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let in_time = tokio::time::timeout(Duration::from_secs(60), heard).await;
+        in_time.unwrap_or_else(|_| panic!("nothing is signed with {key:?}"));
+    };
+    hears("old").await;
+    // While it is being written, the old ones do.
+    std::fs::write(&file, "").unwrap();
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    write("new");
+    hears("new").await;
+    assert!(bench.try_wait().unwrap().is_none(), "it goes on");
 }

@@ -78,6 +78,9 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     cells.push(or_dash(phase.cpu_seconds_per_gib));
     cells.extend(latency(phase.latency_us.as_ref()));
     out.line(line(&cells))?;
+    if moved {
+        out.line(format_args!("- {} in all", bytes(phase.bytes)))?;
+    }
     for line in histogram(&phase.histogram) {
         out.line(line)?;
     }

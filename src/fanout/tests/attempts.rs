@@ -1,5 +1,6 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::super::attempts::CALLS_A_RETRY;
 use super::*;
 
 const ALIKE: [Does; 3] = [Does::Serve(40); 3];
@@ -45,7 +46,12 @@ async fn retries_are_bounded_by_count_budget_and_deadline() {
         }
     };
     let soon = Instant::now() + 60 * SECOND;
-    for (error, expected) in [(Failed::Throttled, 5), (Failed::Lost, 5), (Failed::NotFound, 1)] {
+    for (error, expected) in [
+        (Failed::Throttled, 5),
+        (Failed::Lost, 5),
+        (Failed::NotFound, 1),
+        (Failed::Late, 1),
+    ] {
         let result = Attempts::new(POLICY).run(soon, failing(error)).await;
         assert_eq!((result, made.load(Ordering::Relaxed)), (Err(error), expected));
     }
@@ -55,6 +61,17 @@ async fn retries_are_bounded_by_count_budget_and_deadline() {
         assert!(attempts.run(soon, &attempt).await.is_err());
     }
     assert_eq!(made.load(Ordering::Relaxed), 10 + 3, "the budget is spent");
+    // Who hangs until the deadline earns nothing; who answers does, whatever it is.
+    for (error, retries) in [(Failed::Late, 0), (Failed::NotFound, 2)] {
+        for _ in 0..2 * CALLS_A_RETRY {
+            assert!(attempts.run(soon, failing(error)).await.is_err());
+        }
+        let attempt = failing(Failed::Throttled);
+        for _ in 0..3 {
+            assert!(attempts.run(soon, &attempt).await.is_err());
+        }
+        assert_eq!(made.load(Ordering::Relaxed), 3 + retries, "{error:?}");
+    }
 
     let deadline = Instant::now() + Duration::from_millis(1);
     let result = Attempts::new(POLICY).run(deadline, failing(Failed::Lost)).await;

@@ -215,3 +215,42 @@ async fn heads_wait_for_nobody() {
     let head = endpoints.lease(Class::Load, 0, &Route::default()).now_or_never();
     assert!(head.is_some());
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_could_not_be_sent_says_nothing_of_its_endpoint() {
+    let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
+    endpoints.update(&[address(0)], |_| ());
+    let take = async |route: &Route| {
+        let mut lease = endpoints.lease(Class::Load, MIB, route).await;
+        lease.waits(route);
+        assert_eq!(route.sent(), None, "it is not slow yet");
+        sleep(60 * SECOND).await;
+        lease
+    };
+    for _ in 0..2 * OPTIONS.breaker.failures {
+        drop(take(&Route::default()).await);
+    }
+    let state = &endpoints.states()[0];
+    assert_eq!((state.breaker, state.latency_us), (Phase::Closed, None));
+
+    let route = Route::default();
+    let mut lease = take(&route).await;
+    lease.goes(&route);
+    assert_eq!(route.sent(), Some(Instant::now()));
+    sleep(Duration::from_millis(5)).await;
+    lease.answered(0);
+    sleep(Duration::from_millis(1)).await;
+    lease.moved(MIB);
+    lease.end(Outcome::Answered { status: 206 });
+    assert_eq!(endpoints.states()[0].latency_us, Some(5000), "without the wait");
+
+    // Once it goes, being given up after a long silence counts again.
+    for _ in 0..OPTIONS.breaker.failures {
+        let route = Route::default();
+        let mut lease = take(&route).await;
+        lease.goes(&route);
+        sleep(SECOND).await;
+        drop(lease);
+    }
+    assert_ne!(endpoints.states()[0].breaker, Phase::Closed);
+}

@@ -55,6 +55,7 @@ enum Failed {
     Unreached,
     Throttled,
     NotFound,
+    Late,
 }
 
 impl Failure for Failed {
@@ -64,6 +65,7 @@ impl Failure for Failed {
             Self::Unreached => Verdict::Unreached,
             Self::Throttled => Verdict::Again,
             Self::NotFound => Verdict::Final,
+            Self::Late => Verdict::Late,
         }
     }
 }
