@@ -1,7 +1,8 @@
 //! HEAD and ranged GET without the SDK's typed operations, which cost more than the requests.
 //!
 //! The SDK's orchestrator resolves and renews the credentials: when they are about to expire, a request goes through it
-//! ([`Chain`](super::credentials::Chain) has even those expire that don't). All others are signed with what it used last and go straight to the connector.
+//! ([`Chain`](super::credentials::Chain) has even those expire that don't). All others are signed with what it used last
+//! and go straight to the connector.
 
 use std::borrow::Cow;
 use std::sync::Arc;

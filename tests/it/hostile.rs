@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::arena::Arena;
+use kvgate::fanout::Phase;
 use kvgate::net::{Landing, Watch};
 use kvgate::object::{
     Condition, ErrorKind, GetRange, ObjectError, ObjectMeta, ObjectStore, Result, S3, S3Options,
@@ -781,6 +782,24 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
         ["ok"; 12],
         "nothing at the server was harmed"
     );
+}
+
+#[tokio::test]
+async fn who_gives_up_while_waiting_for_a_connection_says_nothing_of_the_server() {
+    let server = Hostile::always(vec![Step::Pause(Duration::from_secs(20))]).await;
+    let one = S3Options {
+        connections_max: 1,
+        ..options(&server.endpoint)
+    };
+    let store = S3::connect(&one).await.unwrap();
+    let heads = futures::future::join_all((0..20).map(|_| store.head("k", soon())));
+    let given_up = tokio::time::timeout(Duration::from_millis(600), heads).await;
+    assert!(given_up.is_err());
+    let state = &store.endpoints()[0];
+    // The one that was sent counts, and it alone.
+    assert_eq!(server.requests.load(Ordering::SeqCst), 1);
+    assert_eq!(state.totals.given_up, 20);
+    assert_eq!(state.breaker, Phase::Closed);
 }
 
 /// Not hostile, but it hears whose keys requests are signed with.
