@@ -110,6 +110,8 @@ impl Limits {
 impl Course {
     /// The clock starts now.
     pub fn start(phase: Phase, limits: Limits, lanes: usize) -> Self {
+        // The histograms are the bench's own memory, so they are there before anything is measured.
+        let lanes = (0..lanes).map(|_| Mutex::default()).collect();
         let started = Instant::now();
         let pace = limits.cost.map(|cost| Pace {
             cost,
@@ -124,7 +126,7 @@ impl Course {
             pace,
             next: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
-            lanes: (0..lanes).map(|_| Mutex::default()).collect(),
+            lanes,
             started,
             first_done: OnceLock::new(),
             fatal: Mutex::default(),

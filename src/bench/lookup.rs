@@ -62,8 +62,8 @@ impl Bench {
         limits: Limits,
     ) -> Result<PhaseReport, BenchError> {
         let arena = self.arena_of(SLOT_ALIGN)?;
-        let clock = Clock::start(&*self.target.store);
         let course = self.start(Phase::Lookup, limits, 1);
+        let clock = Clock::start(&*self.target.store);
         let asked = Asked {
             inner: Arc::clone(&self.target.store),
             course: Arc::clone(&course),

@@ -246,8 +246,8 @@ impl Bench {
         let gateway = self.gateway(store, self.load_arena()?, self.reads_only());
         let (strategy, order) = (self.config.lookup.strategy, prompt.order);
         let mut times = Times::default();
-        let clock = Clock::start(&*self.target.store);
         let course = self.start(Phase::Read, limits, 1);
+        let clock = Clock::start(&*self.target.store);
         let all = async {
             while course.turn().await.is_some() {
                 gateway.forget_existence();

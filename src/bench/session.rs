@@ -292,8 +292,8 @@ impl Bench {
         limits: Limits,
         workers: &mut Vec<W>,
     ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
-        let clock = Clock::start(&*self.target.store);
         let course = self.start(phase, limits, workers.len());
+        let clock = Clock::start(&*self.target.store);
         let interrupted = course.run(workers, &mut self.interrupts).await;
         let report = self.finish(&course, &clock, interrupted)?;
         Ok((course, report))
