@@ -1,7 +1,7 @@
-//! Where the keys come from: the SDK's chain (environment, profile, web identity, container, instance), built anew each
-//! time, for it reads a file only once in its life and would never see keys that were rotated.
+//! Where the keys come from: the SDK's chain (environment, profile, web identity, container, instance). It reads a file only
+//! once in its life and would never see keys that were rotated, so where keys don't expire it is built anew each time.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use aws_config::Region;
@@ -19,8 +19,18 @@ pub(super) struct Chain {
     region: Region,
     /// Keys without an expiry are asked for again after so long.
     ttl: Duration,
-    /// The last of those: a file that is being written is no reason to forget them.
-    last: Mutex<Option<Credentials>>,
+    last: Mutex<Last>,
+}
+
+/// What was found last.
+#[derive(Debug, Default)]
+enum Last {
+    #[default]
+    Nothing,
+    /// Keys without an expiry: a file that is being written is no reason to forget them.
+    Keys(Credentials),
+    /// Others. What gave them bridges failures to renew them by itself, as long as it lives.
+    Session(Arc<DefaultCredentialsChain>),
 }
 
 impl Chain {
@@ -29,38 +39,60 @@ impl Chain {
             http,
             region,
             ttl,
-            last: Mutex::new(None),
+            last: Mutex::default(),
         }
     }
 
     async fn credentials(&self) -> provider::Result {
+        let kept = match &*self.lock() {
+            Last::Session(chain) => Some(Arc::clone(chain)),
+            Last::Nothing | Last::Keys(_) => None,
+        };
+        let chain = match kept {
+            Some(chain) => chain,
+            None => Arc::new(self.build().await),
+        };
+        let found = chain.provide_credentials().await;
+        self.lasting(found, chain)
+    }
+
+    async fn build(&self) -> DefaultCredentialsChain {
         // It has what was read of the profiles, and so do its clones.
         let config = ProviderConfig::without_region()
             .with_region(Some(self.region.clone()))
             .with_http_client(self.http.clone());
-        let chain = DefaultCredentialsChain::builder()
-            .configure(config)
-            .region(self.region.clone());
-        self.lasting(chain.build().await.provide_credentials().await)
+        let chain = DefaultCredentialsChain::builder().configure(config);
+        chain.region(self.region.clone()).build().await
     }
 
-    /// Keys that never expire do so for whoever keeps them.
-    fn lasting(&self, found: provider::Result) -> provider::Result {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut keys = match (found, &*last) {
+    /// Remembers what was found. Keys that never expire do so for whoever keeps them.
+    fn lasting(&self, found: provider::Result, chain: Arc<DefaultCredentialsChain>) -> provider::Result {
+        let mut last = self.lock();
+        let keys = match (found, &*last) {
             (Ok(keys), _) if keys.expiry().is_some() => {
-                *last = None;
+                *last = Last::Session(chain);
                 return Ok(keys);
             }
-            (Ok(keys), _) => last.insert(keys).clone(),
-            (Err(error), Some(last)) => {
+            (Ok(keys), _) => {
+                *last = Last::Keys(keys.clone());
+                keys
+            }
+            (Err(error), Last::Keys(last)) => {
                 tracing::warn!(%error, "no credentials are found any more: the last ones are used");
                 last.clone()
             }
-            (Err(error), None) => return Err(error),
+            (Err(error), _) => return Err(error),
         };
+        Ok(self.expiring(keys))
+    }
+
+    fn expiring(&self, mut keys: Credentials) -> Credentials {
         *keys.expiry_mut() = Some(SystemTime::now() + self.ttl + EXPIRES_SOON);
-        Ok(keys)
+        keys
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -70,6 +102,15 @@ impl ProvideCredentials for Chain {
         Self: 'a,
     {
         future::ProvideCredentials::new(self.credentials())
+    }
+
+    /// When the SDK has waited for long enough.
+    fn fallback_on_interrupt(&self) -> Option<Credentials> {
+        match &*self.lock() {
+            Last::Nothing => None,
+            Last::Keys(keys) => Some(self.expiring(keys.clone())),
+            Last::Session(chain) => chain.fallback_on_interrupt(),
+        }
     }
 }
 
@@ -86,23 +127,26 @@ mod tests {
         let ttl = Duration::from_secs(60);
         let chain = Chain::new(http, Region::new("us-east-1"), ttl);
         let none = || Err(CredentialsError::not_loaded("the file is empty"));
-        assert!(chain.lasting(none()).is_err());
+        let built = Arc::new(chain.build().await);
+        let lasting = |found| chain.lasting(found, Arc::clone(&built));
+        assert!(lasting(none()).is_err());
 
         let key = |keys: provider::Result| keys.unwrap().access_key_id().to_owned();
-        let keys = chain.lasting(Ok(Credentials::from_keys("A", "a", None))).unwrap();
+        let of = |key: &str| Ok(Credentials::from_keys(key, "secret", None));
+        let keys = lasting(of("A")).unwrap();
         let expiry = keys.expiry().unwrap();
         assert!(expiry <= SystemTime::now() + ttl + EXPIRES_SOON && expiry > SystemTime::now() + ttl);
-        assert_eq!(key(chain.lasting(none())), "A");
-        assert_eq!(
-            key(chain.lasting(Ok(Credentials::from_keys("B", "b", None)))),
-            "B"
-        );
-        assert_eq!(key(chain.lasting(none())), "B");
+        assert_eq!(key(lasting(none())), "A");
+        assert_eq!(key(lasting(of("B"))), "B");
+        assert_eq!(key(lasting(none())), "B");
+        let fallback = chain.fallback_on_interrupt().unwrap();
+        assert!(fallback.access_key_id() == "B" && fallback.expiry().is_some());
 
-        // Those that expire by themselves do it when they say so.
+        // Those that expire by themselves do it when they say so, and what gave them is asked again.
         let expiry = SystemTime::now() + Duration::from_secs(7);
         let session = Credentials::new("C", "c", None, Some(expiry), "test");
-        assert_eq!(chain.lasting(Ok(session)).unwrap().expiry(), Some(expiry));
-        assert!(chain.lasting(none()).is_err());
+        assert_eq!(lasting(Ok(session)).unwrap().expiry(), Some(expiry));
+        assert!(matches!(&*chain.lock(), Last::Session(kept) if Arc::ptr_eq(kept, &built)));
+        assert!(lasting(none()).is_err());
     }
 }
