@@ -10,6 +10,7 @@ use aws_sdk_s3::primitives::ByteStream;
 use aws_smithy_http_client::tls::{Provider, rustls_provider::CryptoMode};
 use bytes::Bytes;
 use clap::Args;
+use futures::future::join_all;
 use kvgate::arena::Slot;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -163,9 +164,9 @@ where
 {
     Runtime::new()?.block_on(async {
         let client = bucket.client().await;
-        // Credentials and the first connection; whether the object is there does not matter.
-        let warm_up = client.head_object().bucket(&bucket.bucket).key("warm-up");
-        let _ = warm_up.send().await;
+        // Credentials and all connections; whether the object is there does not matter.
+        let warm_up = |_| client.head_object().bucket(&bucket.bucket).key("warm-up").send();
+        join_all((0..workload.in_flight).map(warm_up)).await;
         let meter = Meter::start()?;
         let mut workers = JoinSet::new();
         for _ in 0..workload.in_flight {

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import tools
@@ -331,7 +331,7 @@ class S5cmd(Command):
             landed = sum(file.stat().st_size for file in Path(target).iterdir())
             if landed != self.workload.bytes:
                 raise FailedError(f"{landed} bytes of {self.workload.bytes} came")
-            return measured
+            return replace(measured, ops=measured.ops * parts)
 
 
 class Warp(Command):

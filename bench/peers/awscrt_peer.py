@@ -44,6 +44,7 @@ class Awscrt:
         parts = -(-size // part_size)
         client = self.client(part_size)
         turns = threading.Semaphore(max(1, args.in_flight // parts))
+        peer.spoil(memoryview(self.buffer))
         meter = peer.Meter()
         requests = []
         for i in range(args.objects):

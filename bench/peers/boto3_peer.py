@@ -19,6 +19,7 @@ class Boto3:
     def read(self, part_size: int) -> dict:
         size = self.args.object_size
         parts = [(i, at) for i in range(self.args.objects) for at in range(0, size, part_size)]
+        peer.spoil(self.buffer)
         meter = peer.Meter()
         for _ in self.threads.map(lambda part: self.read_part(*part, part_size), parts):
             pass

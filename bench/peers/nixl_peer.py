@@ -27,6 +27,8 @@ class Nixl:
             "region": os.environ["AWS_REGION"],
             "use_virtual_addressing": "false",
             "req_checksum": "required",
+            # By itself it takes half as many as there are cores, and each waits for its GET.
+            "num_threads": str(args.in_flight),
         }
         self.agent.create_backend("OBJ", options)
         size = args.object_size
@@ -43,6 +45,7 @@ class Nixl:
         zipped = list(zip(parts, lengths, strict=True))
         memory = self.agent.get_xfer_descs([(self.address + i * size + at, n, 0) for (i, at), n in zipped], "DRAM")
         objects = self.agent.get_xfer_descs([(at, n, i) for (i, at), n in zipped], "OBJ")
+        peer.spoil(self.buffer.data)
         meter = peer.Meter()
         transfer = self.agent.initialize_xfer("READ", memory, objects, "bench", b"", backends=["OBJ"])
         state = self.agent.transfer(transfer)
