@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -31,6 +31,8 @@ pub(super) struct Course {
     pace: Option<Pace>,
     next: AtomicU64,
     stopped: AtomicBool,
+    /// Wakes whoever waits for its pace when it is stopped.
+    stops: Notify,
     /// A task's tally each: nobody else locks it, except to look.
     lanes: Box<[Mutex<Tally>]>,
     started: Instant,
@@ -126,6 +128,7 @@ impl Course {
             pace,
             next: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
+            stops: Notify::new(),
             lanes,
             started,
             first_done: OnceLock::new(),
@@ -183,12 +186,14 @@ impl Course {
         };
         // Whoever waits for the time to come also keeps the others waiting, in order.
         let mut free_at = pace.free_at.lock().await;
-        if self.was_the_last() {
+        let stops = self.stops.notified();
+        if self.was_the_last() || self.is_over() {
             return None;
         }
-        match self.until {
-            Some(until) => tokio::time::sleep_until((*free_at).min(until)).await,
-            None => tokio::time::sleep_until(*free_at).await,
+        let due = self.until.map_or(*free_at, |until| (*free_at).min(until));
+        tokio::select! {
+            () = tokio::time::sleep_until(due) => {}
+            () = stops => {}
         }
         let turn = self.take()?;
         *free_at = (*free_at).max(Instant::now()) + (pace.cost)(turn);
@@ -268,6 +273,7 @@ impl Course {
 
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
+        self.stops.notify_waiters();
     }
 
     /// Whether turns are given still.
@@ -398,6 +404,22 @@ mod tests {
     }
 
     const MS: Duration = Duration::from_millis(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stop_wakes_who_waits_for_its_pace() {
+        let limits = Limits {
+            cost: Some(Box::new(|_| 1_000_000 * MS)),
+            ..Limits::default()
+        };
+        let course = Arc::new(Course::start(Phase::Write, limits, 1));
+        assert_eq!(course.turn().await, Some(0));
+        let waiting = Arc::clone(&course);
+        let turn = tokio::spawn(async move { waiting.turn().await });
+        tokio::time::sleep(MS).await;
+        course.stop();
+        assert_eq!(turn.await.unwrap(), None);
+        assert_eq!(course.started.elapsed(), MS);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn every_turn_is_taken_once_and_the_first_done_is_earlier() {

@@ -8,7 +8,7 @@ use tokio::time::{Duration, Instant};
 use super::course::{Course, Failure, Limits, Op};
 use super::error::BenchError;
 use super::report::PhaseReport;
-use super::session::{Bench, Clock};
+use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, ChunkHasher, Space};
@@ -41,9 +41,12 @@ impl Bench {
         };
         let each = chunks.len() as u64;
         if self.settings().warm_up {
-            let once = Limits::turns(each);
+            let once = Limits {
+                time: None,
+                ..self.limits(Some(each), |_| 0)
+            };
             let report = self.look_up(&space, &chunks, Some(1), once).await?;
-            if report.is_cut_short() {
+            if let Some(report) = ends_phase(report) {
                 return Ok(report);
             }
         }

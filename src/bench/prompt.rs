@@ -13,7 +13,7 @@ use super::histogram::Histogram;
 use super::lookup::WHOLE;
 use super::raw::Target;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
-use super::session::{Bench, Clock};
+use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, PromptSettings, to_usize};
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
@@ -223,7 +223,7 @@ impl Bench {
             let report = self
                 .load_prompts_within(Limits::turns(self.objects.min(1)))
                 .await?;
-            if report.is_cut_short() {
+            if let Some(report) = ends_phase(report) {
                 return Ok(report);
             }
         }
@@ -279,7 +279,7 @@ impl Bench {
         let (slots, lower) = match self.prompt.as_ref().map(|prompt| prompt.order) {
             Some(Order::Layer) => (self.objects.saturating_mul(2), "--tokens"),
             _ => (
-                in_flight.div_ceil(settings.object_bytes) + 2,
+                (in_flight.div_ceil(settings.object_bytes) + 2).min(self.objects.max(1)),
                 "--concurrency or --part-size",
             ),
         };

@@ -302,7 +302,7 @@ pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
     let mut turns = (u128::from(count) * 100 / u128::from(100 - percent))
         .try_into()
         .unwrap_or(u64::MAX);
-    while writes(turns, percent) < count {
+    while turns < u64::MAX && writes(turns, percent) < count {
         turns += 1;
     }
     while turns > 0 && writes(turns - 1, percent) >= count {
@@ -383,6 +383,8 @@ mod tests {
                     .collect();
                 assert!(written.iter().copied().eq(0..count), "{percent}%: {written:?}");
             }
+            // More than can be counted, and it ends.
+            assert!(turns_with_writes(u64::MAX, percent) > u64::MAX / 2);
         }
     }
 }

@@ -167,11 +167,6 @@ impl Latency {
 }
 
 impl PhaseReport {
-    /// Somebody ended it early, or something failed.
-    pub(super) fn is_cut_short(&self) -> bool {
-        self.interrupted || self.errors.count > 0
-    }
-
     /// `ended`: what was done when the last request was.
     pub(super) fn new(settings: &Settings, course: &Course, ended: Mark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());

@@ -92,7 +92,7 @@ impl Bench {
         let keys = match &prompt {
             Some(prompt) => prompt.keys(&prefix),
             None => (0..settings.objects)
-                .map(|object| format!("{}bench-o{object:05}", prefix.as_str()))
+                .map(|object| format!("{}{}-o{object:05}", prefix.as_str(), settings.name))
                 .collect(),
         };
         Ok(Self {
@@ -116,6 +116,11 @@ impl Bench {
 
     pub fn settings(&self) -> &Settings {
         &self.target.settings
+    }
+
+    /// Of the interruptions, only those that come from now on count.
+    pub fn forget_interrupts(&mut self) {
+        self.interrupts.mark_unchanged();
     }
 
     pub fn under_way(&self) -> UnderWay {
@@ -153,14 +158,15 @@ impl Bench {
             workers.push(Writer::new(&self.target, &arena, mix));
         }
         let once = turns_with_writes(objects, percent);
-        if let Some(report) = self.warm_up(Phase::Write, once, &mut workers).await? {
-            return Ok(report);
-        }
         let target = Arc::clone(&self.target);
         let bytes = move |turn| match is_read(turn, percent) {
             true => target.settings.part_bytes,
             false => target.settings.object_bytes,
         };
+        let limits = self.limits(Some(once), bytes.clone());
+        if let Some(report) = self.warm_up(Phase::Write, limits, &mut workers).await? {
+            return Ok(report);
+        }
         let limits = self.limits(total, bytes);
         let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
         // What the warm-up wrote is there, whether it was written again or not.
@@ -179,12 +185,14 @@ impl Bench {
         for _ in 0..lanes {
             readers.push(self.reader().await?);
         }
-        if let Some(report) = self.warm_up(Phase::Read, each, &mut readers).await? {
-            return Ok(report);
-        }
         let target = Arc::clone(&self.target);
         let parts = target.settings.parts();
-        let limits = self.limits(total, move |turn| target.part_len(turn % parts));
+        let bytes = move |turn| target.part_len(turn % parts);
+        let limits = self.limits(Some(each), bytes.clone());
+        if let Some(report) = self.warm_up(Phase::Read, limits, &mut readers).await? {
+            return Ok(report);
+        }
+        let limits = self.limits(total, bytes);
         Ok(self.course(Phase::Read, limits, &mut readers).await?.1)
     }
 
@@ -196,7 +204,8 @@ impl Bench {
             objects,
         };
         let mut workers: Vec<_> = (0..self.lanes(total)).map(worker).collect();
-        if let Some(report) = self.warm_up(Phase::Head, objects, &mut workers).await? {
+        let limits = self.limits(Some(objects), |_| 0);
+        if let Some(report) = self.warm_up(Phase::Head, limits, &mut workers).await? {
             return Ok(report);
         }
         let limits = self.limits(total, |_| 0);
@@ -299,18 +308,19 @@ impl Bench {
         Ok((course, report))
     }
 
-    /// If it is wanted, so many turns that are not measured. Answers what ends the phase, if anything went wrong.
+    /// If it is wanted, turns that are not measured, whatever time they take. Answers what ends the phase, if something did.
     async fn warm_up<W: Worker>(
         &mut self,
         phase: Phase,
-        turns: u64,
+        limits: Limits,
         workers: &mut Vec<W>,
     ) -> Result<Option<PhaseReport>, BenchError> {
         if !self.settings().warm_up {
             return Ok(None);
         }
-        let report = self.course(phase, Limits::turns(turns), workers).await?.1;
-        Ok(report.is_cut_short().then_some(report))
+        let limits = Limits { time: None, ..limits };
+        let report = self.course(phase, limits, workers).await?.1;
+        Ok(ends_phase(report))
     }
 
     /// The clock starts now.
@@ -349,8 +359,12 @@ impl Bench {
         let arena = if let Some(arena) = &self.parts {
             arena
         } else {
+            // No phase has more that read, mixed ones included.
+            let each = settings.objects.saturating_mul(settings.parts());
+            let turns = each.max(turns_with_writes(settings.objects, settings.mix_percent));
+            let total = settings.rounds.map(|rounds| rounds.saturating_mul(turns));
             let arena = self.arena(
-                settings.concurrency,
+                self.lanes(total),
                 settings.part_bytes,
                 "--concurrency or --part-size",
             )?;
@@ -390,4 +404,17 @@ impl Bench {
             ..ArenaOptions::default()
         })?)
     }
+}
+
+/// What becomes of a phase after its warm-up: one that was interrupted is its report. Requests that failed don't end it:
+/// those that are measured will tell.
+pub(super) fn ends_phase(warm_up: PhaseReport) -> Option<PhaseReport> {
+    if let Some(first) = &warm_up.errors.first {
+        tracing::warn!(
+            count = warm_up.errors.count,
+            first,
+            "requests failed in the warm-up"
+        );
+    }
+    warm_up.interrupted.then_some(warm_up)
 }

@@ -48,6 +48,8 @@ pub struct Settings {
     pub endpoint: Option<String>,
     pub bucket: String,
     pub prefix: String,
+    /// What the objects' keys begin with, after the prefix; a prompt's are those of its chunks.
+    pub name: String,
     /// The server is in this process, and its work in the CPU figures.
     pub embedded: bool,
     pub objects: u64,

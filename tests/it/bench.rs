@@ -185,7 +185,7 @@ async fn named_phases_imply_nothing() {
         .exits(0)
         .says(&["\nread ", "\nlookup "]);
     assert_eq!(site.objects(), 5);
-    site.say(&[]).await.exits(0);
+    site.say(&["delete"]).await.exits(0);
     assert_eq!(site.objects(), 0);
 }
 
@@ -436,6 +436,7 @@ async fn what_can_not_be_is_said_with_the_flag() {
         (&["--time-limit", "0"], &["--time-limit"]),
         (&["--rate", "fast"], &["--rate", "a size such as"]),
         (&["--json", "--csv", "-"], &["--json", "--csv"]),
+        (&["write", "delete", "--keep"], &["--keep or delete?"]),
         (&["--csv", "no/such/folder"], &["--csv no/such/folder"]),
         (
             &["--bucket", "not-there"],
@@ -557,11 +558,10 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
         .says(&["--model PRESET"]);
 }
 
-/// Ctrl-C.
-fn interrupt(child: &tokio::process::Child) {
+fn signal(name: &str, child: &tokio::process::Child) {
     let pid = child.id().unwrap().to_string();
     let status = std::process::Command::new("kill")
-        .args(["-INT", &pid])
+        .args([name, &pid])
         .status()
         .unwrap();
     assert!(status.success());
@@ -569,22 +569,53 @@ fn interrupt(child: &tokio::process::Child) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
-    let site = Site::new().await;
-    let child = site
-        .command(&["--objects", "1000", "--rate-iops", "50", "--json"])
-        .spawn()
-        .unwrap();
-    while site.objects() < 3 {
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    // Ctrl-C; and what service managers send.
+    for (name, named) in [
+        ("-INT", &[][..]),
+        ("-TERM", &[]),
+        ("-INT", &["write", "read", "delete"]),
+    ] {
+        let site = Site::new().await;
+        let args = [named, &["--objects", "1000", "--rate-iops", "50", "--json"]].concat();
+        let child = site.command(&args).spawn().unwrap();
+        while site.objects() < 3 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        signal(name, &child);
+        let said = Said::new(child.wait_with_output().await.unwrap()).exits(1);
+        assert_eq!(said.json()["interrupted"], true);
+        let phases = phases(&said);
+        assert_eq!(names(&phases), ["write", "delete"]);
+        assert!(phases[0]["ops"].as_u64() >= Some(3) && phases[0]["ops"].as_u64() < Some(1000));
+        assert_eq!(site.objects(), 0, "{name} {named:?}");
+        said.says(&["interrupted"]);
     }
-    interrupt(&child);
-    let said = Said::new(child.wait_with_output().await.unwrap()).exits(1);
-    assert_eq!(said.json()["interrupted"], true);
-    let phases = phases(&said);
-    assert_eq!(names(&phases), ["write", "delete"]);
-    assert!(phases[0]["ops"].as_u64() >= Some(3) && phases[0]["ops"].as_u64() < Some(1000));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_can_not_be_told_leaves_no_objects() {
+    let site = Site::new().await;
+    let said = site.say(&["--csv", "/dev/full"]).await.exits(1);
+    said.says(&["can't write --csv /dev/full"]);
     assert_eq!(site.objects(), 0);
-    said.says(&["interrupted"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_that_tidies_up_leaves_the_objects_of_others_alone() {
+    let site = Site::new().await;
+    site.say(&["write", "--keep"]).await.exits(0);
+    let kept = std::fs::metadata(site.file(4)).unwrap().modified().unwrap();
+    let said = site.say(&["--json"]).await.exits(0);
+    assert!(
+        said.json()["settings"]["name"]
+            .as_str()
+            .unwrap()
+            .starts_with("bench-")
+    );
+    assert_eq!(site.objects(), 5);
+    assert_eq!(std::fs::metadata(site.file(4)).unwrap().modified().unwrap(), kept);
+    site.say(&["read", "delete"]).await.exits(0);
+    assert_eq!(site.objects(), 0);
 }
 
 /// Chunks of 256 tokens: 2 layers of 1 MiB.

@@ -3,9 +3,12 @@ mod endpoints;
 mod live;
 mod table;
 
+use std::io;
+use std::time::Duration;
+
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use std::time::Duration;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -69,10 +72,10 @@ pub struct BenchArgs {
     /// Of the write phase's requests, those that read objects already written, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, conflicts_with_all = PROMPT, value_parser = clap::value_parser!(u64).range(0..=99))]
     mix: u64,
-    /// Most bytes to write and to read in a second, such as 100MiB.
+    /// Most bytes to write and to read in a second, such as 100MiB. A prompt is loaded at full speed, and then waited for.
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     rate: Option<ByteSize>,
-    /// Most requests to make in a second.
+    /// Most requests to make in a second; where prompts are loaded, most prompts.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
     rate_iops: Option<u64>,
     /// Don't check what is read.
@@ -82,8 +85,9 @@ pub struct BenchArgs {
     /// prompt's write stores is not stored again, so there it only connects.
     #[arg(long)]
     warm_up: bool,
-    /// Leave the objects where they are, for a later run with the same --prefix. They are also left when phases are
-    /// given and delete is none of them.
+    /// Leave the objects where they are, for a later run with the same --prefix, which gives its phases. They are also
+    /// left when phases are given and delete is none of them. Where they are not left, a run without phases has objects of
+    /// its own; one that deletes after it wrote does so after a failure, Ctrl-C and SIGTERM, too.
     #[arg(long)]
     keep: bool,
     /// Tokens of a synthetic prompt of --space or --model, whose chunks are the objects then: write stores them, read
@@ -113,7 +117,8 @@ struct OutputArgs {
     #[arg(long)]
     json: bool,
     /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
-    /// several; `-` writes them instead of the table. Histograms are only in the table and in --json.
+    /// several; `-` writes them instead of the table. Histograms, and what only prompts and mixes have, are in the table
+    /// and in --json.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.
@@ -228,6 +233,9 @@ impl BenchArgs {
                 "--keep needs --bucket NAME (and --endpoint URL): the server in this process ends with it",
             ));
         }
+        if self.keep && self.phases.contains(&Phase::Delete) {
+            return Err(CliError::usage("--keep or delete? Leave one of them out"));
+        }
         if self.output.json && self.output.csv.as_deref() == Some("-") {
             return Err(CliError::usage(
                 "--json and --csv - both write to the standard output",
@@ -246,6 +254,7 @@ impl BenchArgs {
             endpoint: config.s3.endpoint.clone(),
             bucket: config.s3.bucket.clone().unwrap_or_default(),
             prefix: config.s3.prefix.clone(),
+            name: self.name(),
             embedded: ours,
             objects,
             object_bytes,
@@ -264,13 +273,20 @@ impl BenchArgs {
         Ok(settings)
     }
 
-    /// The phases, and whether their last only tidies up.
-    fn phases(&self) -> (Vec<Phase>, bool) {
+    fn phases(&self) -> Vec<Phase> {
         if !self.phases.is_empty() {
-            return (self.phases.clone(), false);
+            return self.phases.clone();
         }
         let kept = |phase: &Phase| !self.keep || *phase != Phase::Delete;
-        (Phase::ALL.into_iter().filter(kept).collect(), !self.keep)
+        Phase::ALL.into_iter().filter(kept).collect()
+    }
+
+    /// Objects that nobody is to find later have names of their own: somebody else's may be there.
+    fn name(&self) -> String {
+        match self.phases.is_empty() && !self.keep {
+            true => format!("bench-{:08x}", fastrand::u32(..)),
+            false => "bench".into(),
+        }
     }
 
     async fn run_on(
@@ -285,6 +301,8 @@ impl BenchArgs {
             mut settings,
             prompt,
         } = ready;
+        let interrupts =
+            interrupts().map_err(|error| CliError::Failed(format!("can't wait for signals: {error}")))?;
         settings.endpoint.clone_from(&host.endpoint);
         settings.bucket.clone_from(&host.bucket);
         let soon = Instant::now() + 2 * config.s3.request_timeout;
@@ -292,7 +310,7 @@ impl BenchArgs {
             true => host.store.create_bucket(soon).await?,
             false => host.store.check_bucket(soon).await?,
         }
-        let bench = Bench::new(host.store.clone(), config, settings, prompt, interrupts())?;
+        let bench = Bench::new(host.store.clone(), config, settings, prompt, interrupts)?;
         let table = !self.output.json && !csv.as_ref().is_some_and(Csv::is_stdout);
         let mut report = Report {
             version: env!("CARGO_PKG_VERSION"),
@@ -327,21 +345,24 @@ impl BenchArgs {
         report: &mut Report,
         mut tell: impl FnMut(&PhaseReport, &Settings) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
-        let (phases, tidies) = self.phases();
         let live = LiveLine::start(!self.output.no_live, bench.under_way());
         let mut outcome = Ok(());
-        for phase in phases {
-            // After a failure, and after an interruption, only what was written is removed.
-            let ends = outcome.is_err() || report.interrupted;
-            let wrote = report.phases.iter().any(|phase| phase.phase == Phase::Write);
-            if ends && !(tidies && wrote && phase == Phase::Delete) {
-                continue;
+        let mut wrote = false;
+        for phase in self.phases() {
+            // After a failure, and after an interruption, only what was written is removed, if it was to be.
+            if outcome.is_err() || report.interrupted {
+                if !(wrote && phase == Phase::Delete) {
+                    continue;
+                }
+                bench.forget_interrupts();
             }
+            wrote |= phase == Phase::Write;
             match bench.run(phase).await {
                 Ok(done) => {
-                    live.pause(|| tell(&done, &report.settings))?;
                     report.interrupted |= done.interrupted;
+                    let told = live.pause(|| tell(&done, &report.settings));
                     report.phases.push(done);
+                    outcome = outcome.and(told);
                 }
                 Err(error) if outcome.is_ok() => outcome = Err(error.into()),
                 Err(error) => tracing::warn!(%error, "the objects could not be removed"),
@@ -371,17 +392,20 @@ fn verdict(report: &Report) -> Result<(), CliError> {
     }
 }
 
-/// Counts Ctrl-C: each ends the phase under way.
-fn interrupts() -> watch::Receiver<u32> {
+/// Counts Ctrl-C and SIGTERM: each ends the phase under way.
+fn interrupts() -> io::Result<watch::Receiver<u32>> {
+    let (mut int, mut term) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let (sender, receiver) = watch::channel(0);
     tokio::spawn(async move {
-        while tokio::signal::ctrl_c().await.is_ok() {
+        loop {
+            tokio::select! {
+                Some(()) = int.recv() => {}
+                Some(()) = term.recv() => {}
+            }
             sender.send_modify(|count| *count += 1);
         }
-        // Nobody can interrupt; the receiver must not take that for an interruption.
-        std::future::pending::<()>().await;
     });
-    receiver
+    Ok(receiver)
 }
 
 impl From<BenchError> for CliError {
