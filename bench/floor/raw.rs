@@ -5,8 +5,6 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
 
-use kvgate::net::LowWater;
-
 use crate::Error;
 use crate::measure::{Measured, Meter};
 use crate::workload::{Part, Queue, Workload};
@@ -19,32 +17,18 @@ pub fn send(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> 
     run(server, workload, "write", send_part)
 }
 
-struct Wire {
-    stream: TcpStream,
-    low_water: LowWater,
-}
-
-fn receive_part(Wire { stream, low_water }: &mut Wire, part: &mut Part) -> io::Result<()> {
+fn receive_part(stream: &mut TcpStream, part: &mut Part) -> io::Result<()> {
     let length = u32::try_from(part.slot.len()).map_err(io::Error::other)?;
     let mut request = [0; 16];
     request[..4].copy_from_slice(&part.object.to_le_bytes());
     request[4..8].copy_from_slice(&length.to_le_bytes());
     request[8..].copy_from_slice(&part.offset.to_le_bytes());
     stream.write_all(&request)?;
-    let mut missing = &mut part.slot[..];
-    while !missing.is_empty() {
-        // As kvgate: a thread that wakes up for each segment would be no floor.
-        low_water.expect(stream, missing.len())?;
-        let landed = match stream.read(missing)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            landed => landed,
-        };
-        missing = &mut missing[landed..];
-    }
-    Ok(())
+    // Each call asks for all that is missing.
+    stream.read_exact(&mut part.slot)
 }
 
-fn send_part(Wire { stream, .. }: &mut Wire, part: &mut Part) -> io::Result<()> {
+fn send_part(stream: &mut TcpStream, part: &mut Part) -> io::Result<()> {
     stream.write_all(&(part.slot.len() as u64).to_le_bytes())?;
     stream.write_all(&part.slot)?;
     stream.read_exact(&mut [0])
@@ -55,30 +39,31 @@ fn run(
     server: SocketAddr,
     workload: &Workload,
     phase: &'static str,
-    transfer: fn(&mut Wire, &mut Part) -> io::Result<()>,
+    transfer: fn(&mut TcpStream, &mut Part) -> io::Result<()>,
 ) -> Result<Measured, Error> {
     let queue = Queue::new(workload)?;
-    let mut wires = Vec::new();
+    let mut streams = Vec::new();
     for _ in 0..workload.in_flight {
-        let stream = TcpStream::connect(server)?;
+        let mut stream = TcpStream::connect(server)?;
         stream.set_nodelay(true)?;
-        let low_water = LowWater::plain();
-        let mut wire = Wire { stream, low_water };
         let mut part = queue.borrow()?;
-        transfer(&mut wire, &mut part)?;
+        transfer(&mut stream, &mut part)?;
         queue.give_back(part);
-        wires.push(wire);
+        streams.push(stream);
     }
-    let work = |mut wire: Wire| {
+    let work = |mut stream: TcpStream| {
         while let Some(mut part) = queue.take() {
-            transfer(&mut wire, &mut part)?;
+            transfer(&mut stream, &mut part)?;
             queue.give_back(part);
         }
         Ok(())
     };
     let meter = Meter::start()?;
     thread::scope(|scope| {
-        let threads: Vec<_> = wires.into_iter().map(|wire| scope.spawn(|| work(wire))).collect();
+        let threads: Vec<_> = streams
+            .into_iter()
+            .map(|stream| scope.spawn(|| work(stream)))
+            .collect();
         let results = threads
             .into_iter()
             .map(|thread| thread.join().expect("a worker panicked"));
