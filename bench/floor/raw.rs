@@ -5,6 +5,11 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
 
+use kvgate::net::LowWater;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+
 use crate::Error;
 use crate::measure::{Measured, Meter};
 use crate::workload::{Part, Queue, Workload};
@@ -17,18 +22,35 @@ pub fn send(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> 
     run(server, workload, "write", send_part)
 }
 
-fn receive_part(stream: &mut TcpStream, part: &mut Part) -> io::Result<()> {
+struct Wire {
+    stream: TcpStream,
+    low_water: LowWater,
+}
+
+fn receive_part(Wire { stream, low_water }: &mut Wire, part: &mut Part) -> io::Result<()> {
     let length = u32::try_from(part.slot.len()).map_err(io::Error::other)?;
     let mut request = [0; 16];
     request[..4].copy_from_slice(&part.object.to_le_bytes());
     request[4..8].copy_from_slice(&length.to_le_bytes());
     request[8..].copy_from_slice(&part.offset.to_le_bytes());
     stream.write_all(&request)?;
-    // Each call asks for all that is missing.
-    stream.read_exact(&mut part.slot)
+    let mut missing = &mut part.slot[..];
+    while !missing.is_empty() {
+        // As kvgate does. A read that blocks would wait for the mark anew after it has taken some.
+        low_water.expect(stream, missing.len())?;
+        poll(&mut [PollFd::new(stream, PollFlags::IN)], None)?;
+        let landed = match recv(&*stream, &mut *missing, RecvFlags::DONTWAIT) {
+            Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((landed, _)) => landed,
+            Err(Errno::AGAIN) => 0,
+            Err(error) => return Err(error.into()),
+        };
+        missing = &mut missing[landed..];
+    }
+    Ok(())
 }
 
-fn send_part(stream: &mut TcpStream, part: &mut Part) -> io::Result<()> {
+fn send_part(Wire { stream, .. }: &mut Wire, part: &mut Part) -> io::Result<()> {
     stream.write_all(&(part.slot.len() as u64).to_le_bytes())?;
     stream.write_all(&part.slot)?;
     stream.read_exact(&mut [0])
@@ -39,31 +61,30 @@ fn run(
     server: SocketAddr,
     workload: &Workload,
     phase: &'static str,
-    transfer: fn(&mut TcpStream, &mut Part) -> io::Result<()>,
+    transfer: fn(&mut Wire, &mut Part) -> io::Result<()>,
 ) -> Result<Measured, Error> {
     let queue = Queue::new(workload)?;
-    let mut streams = Vec::new();
+    let mut wires = Vec::new();
     for _ in 0..workload.in_flight {
-        let mut stream = TcpStream::connect(server)?;
+        let stream = TcpStream::connect(server)?;
         stream.set_nodelay(true)?;
+        let low_water = LowWater::plain();
+        let mut wire = Wire { stream, low_water };
         let mut part = queue.borrow()?;
-        transfer(&mut stream, &mut part)?;
+        transfer(&mut wire, &mut part)?;
         queue.give_back(part);
-        streams.push(stream);
+        wires.push(wire);
     }
-    let work = |mut stream: TcpStream| {
+    let work = |mut wire: Wire| {
         while let Some(mut part) = queue.take() {
-            transfer(&mut stream, &mut part)?;
+            transfer(&mut wire, &mut part)?;
             queue.give_back(part);
         }
         Ok(())
     };
     let meter = Meter::start()?;
     thread::scope(|scope| {
-        let threads: Vec<_> = streams
-            .into_iter()
-            .map(|stream| scope.spawn(|| work(stream)))
-            .collect();
+        let threads: Vec<_> = wires.into_iter().map(|wire| scope.spawn(|| work(wire))).collect();
         let results = threads
             .into_iter()
             .map(|thread| thread.join().expect("a worker panicked"));

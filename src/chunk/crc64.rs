@@ -1,12 +1,10 @@
-//! CRC-64/NVME: crc-fast, except on CPUs with 256-bit carry-less multiplication and no AVX-512 (Zen 3, Alder Lake). It
-//! has only 128-bit code for them; `bench/landing.py` has what that makes of a verified GET.
+//! CRC-64/NVME: crc-fast, and for long stretches our own way where the CPU has vectors for it. crc-fast has only 128-bit
+//! code for CPUs without AVX-512 (Zen 3, Alder Lake), and with AVX-512 it waits for the caches; `bench/landing.py` has
+//! what that makes of a verified GET.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
 const ALGORITHM: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
-/// Below, the way back from the folded bytes costs more than it saves.
-#[cfg(target_arch = "x86_64")]
-const FOLDED_MIN: usize = 1 << 10;
 
 /// The checksum of bytes that come in stretches, one after the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,13 +23,14 @@ impl Crc64 {
         self.register = after(self.register, left);
     }
 
-    /// Takes in whole blocks where that is faster, and answers what is left.
+    /// Takes in whole regions, and answers what is left.
     #[cfg(target_arch = "x86_64")]
     fn fold<'a>(&mut self, bytes: &'a [u8]) -> &'a [u8] {
-        if bytes.len() < FOLDED_MIN || is_x86_feature_detected!("avx512vl") {
+        let Some(kernel) = fold::kernels().next() else {
             return bytes;
-        }
-        let Some((folded, left)) = fold::fold(self.register, bytes) else {
+        };
+        // SAFETY: the kernel is one for this CPU.
+        let Some((folded, left)) = (unsafe { fold::fold(kernel, self.register, bytes) }) else {
             return bytes;
         };
         self.register = after(0, &folded);
@@ -62,73 +61,169 @@ fn after(register: u64, bytes: &[u8]) -> u64 {
     digest.get_state()
 }
 
-/// As in Intel's "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ": a block of bytes is multiplied by the
-/// power of x that is as far from it as the next block, and added to that, until one is left.
+/// As in Intel's "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ": bytes are multiplied by the power of x
+/// that is as far from them as later ones, and added to those, until the last are left. What has arrived is rarely in
+/// the nearest cache any more, and one stream of bytes would wait for each line of it; so several go through a region
+/// side by side, and each asks for its line of the next one.
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::inline_always, reason = "a function of its own could use only what every CPU has")]
 mod fold {
     use std::arch::x86_64::{
-        __m128i, __m256i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_cvtsi64_si128, _mm_prefetch, _mm_set_epi64x,
+        __m128i, __m256i, __m512i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_prefetch, _mm_set_epi64x,
         _mm_xor_si128, _mm256_broadcastsi128_si256, _mm256_clmulepi64_epi128, _mm256_xor_si256,
-        _mm256_zextsi128_si256,
+        _mm512_broadcast_i32x4, _mm512_clmulepi64_epi128, _mm512_ternarylogic_epi64,
     };
+    use std::mem::{transmute, zeroed};
 
-    /// Four registers of two lanes.
-    const BLOCK: usize = 128;
+    const STREAMS: usize = 8;
+    /// Bytes of a region that one stream goes through. The nearest cache has room for two regions.
+    const STRIDE: usize = 2048;
+    const REGION: usize = STREAMS * STRIDE;
+    /// Bytes that are one number; reflected, as all here: its lowest bit is its highest power of x.
     const LANE: usize = 16;
-    const LANES: usize = BLOCK / LANE;
-    /// Bytes that the CPU's cache is told of in advance: what arrived last is rarely in the nearest one any more, and by
-    /// itself the CPU looks ahead no further than the page.
-    const AHEAD: usize = 4096;
-    /// Without its x^64; reflected, as all here: a number's lowest bit is its highest power of x.
+    /// Without its x^64.
     const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
-    /// 16 bytes from which a register of 0 comes to where `register` comes from all whole blocks of `bytes`, and the bytes
-    /// after those. None if there is no block, or this CPU can't.
-    pub fn fold(register: u64, bytes: &[u8]) -> Option<([u8; LANE], &[u8])> {
-        let (blocks, rest) = bytes.as_chunks();
-        let (first, more) = blocks.split_first()?;
-        let can = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("pclmulqdq")
-            && is_x86_feature_detected!("vpclmulqdq");
-        // SAFETY: the CPU has what the function needs.
-        can.then(|| (unsafe { fold_blocks(register, first, more) }, rest))
+    /// From the lane before the regions to the one that stands for it and them.
+    pub type Kernel = unsafe fn(__m128i, &[[u8; REGION]]) -> __m128i;
+
+    /// Those that this CPU can run, the fastest first.
+    pub fn kernels() -> impl Iterator<Item = Kernel> {
+        let any = is_x86_feature_detected!("pclmulqdq") && is_x86_feature_detected!("vpclmulqdq");
+        let wide = any && is_x86_feature_detected!("avx512f");
+        let narrow = any && is_x86_feature_detected!("avx2");
+        let kernels = [wide.then_some(fold_512 as Kernel), narrow.then_some(fold_256)];
+        kernels.into_iter().flatten()
+    }
+
+    /// 16 bytes from which a register of 0 comes to where `register` comes from 16 bytes and all whole regions after them,
+    /// and the bytes that are left. None if there is no region.
+    ///
+    /// # Safety
+    ///
+    /// The CPU can run the kernel.
+    pub unsafe fn fold(kernel: Kernel, register: u64, bytes: &[u8]) -> Option<([u8; LANE], &[u8])> {
+        let (first, bytes) = bytes.split_first_chunk::<LANE>()?;
+        let (regions, left) = bytes.as_chunks();
+        if regions.is_empty() {
+            return None;
+        }
+        let first = u128::from_le_bytes(*first) ^ u128::from(register);
+        // SAFETY: as promised; and 16 bytes are a lane, whatever their values, and the other way round.
+        let last: [u8; LANE] = unsafe { transmute(kernel(transmute::<u128, __m128i>(first), regions)) };
+        Some((last, left))
+    }
+
+    #[target_feature(enable = "avx512f,pclmulqdq,vpclmulqdq")]
+    fn fold_512(before: __m128i, regions: &[[u8; REGION]]) -> __m128i {
+        // SAFETY: a CPU that runs this has the vector.
+        unsafe { fold_regions::<__m512i>(before, regions) }
     }
 
     #[target_feature(enable = "avx2,pclmulqdq,vpclmulqdq")]
-    fn fold_blocks(register: u64, first: &[u8; BLOCK], more: &[[u8; BLOCK]]) -> [u8; LANE] {
-        let mut sums = load(first);
-        let start = _mm256_zextsi128_si256(_mm_cvtsi64_si128(register.cast_signed()));
-        sums[0] = _mm256_xor_si256(sums[0], start);
-        let by = _mm256_broadcastsi128_si256(const { Power::of_bytes(BLOCK) }.lane());
-        for block in more {
-            let ahead = block.as_ptr().wrapping_add(AHEAD).cast();
-            _mm_prefetch::<_MM_HINT_T0>(ahead);
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(BLOCK / 2));
-            let block = load(block);
-            for (sum, new) in sums.iter_mut().zip(block) {
-                let low = _mm256_clmulepi64_epi128::<0x00>(*sum, by);
-                let high = _mm256_clmulepi64_epi128::<0x11>(*sum, by);
-                *sum = _mm256_xor_si256(_mm256_xor_si256(low, new), high);
-            }
-        }
-        // SAFETY: both are 128 bytes, of which every pattern is a value.
-        let lanes: [__m128i; LANES] = unsafe { std::mem::transmute(sums) };
-        let [.., last] = lanes;
-        let far = lanes.iter().zip(const { Power::of_the_others() });
-        let sum = far.fold(last, |sum, (lane, by)| {
-            let low = _mm_clmulepi64_si128::<0x00>(*lane, by.lane());
-            let high = _mm_clmulepi64_si128::<0x11>(*lane, by.lane());
-            _mm_xor_si128(sum, _mm_xor_si128(low, high))
-        });
-        // SAFETY: both are 16 bytes, of which every pattern is a value.
-        unsafe { std::mem::transmute(sum) }
+    fn fold_256(before: __m128i, regions: &[[u8; REGION]]) -> __m128i {
+        // SAFETY: as above.
+        unsafe { fold_regions::<__m256i>(before, regions) }
     }
 
-    /// Built from integers, LLVM does it in a dozen instructions, more slowly.
-    #[target_feature(enable = "avx2")]
-    fn load(block: &[u8; BLOCK]) -> [__m256i; 4] {
-        // SAFETY: both are 128 bytes, of which every pattern is a value.
-        unsafe { std::mem::transmute(*block) }
+    /// # Safety
+    ///
+    /// The CPU has both vectors, V and a lane.
+    #[inline(always)]
+    unsafe fn fold_regions<V: Vector>(mut before: __m128i, regions: &[[u8; REGION]]) -> __m128i {
+        // SAFETY: as promised; all that is read is within a region, and any bytes are a vector, or lanes.
+        unsafe {
+            let by_vector = V::all(const { Power::of_bytes(size_of::<V>()) }.lane());
+            let by_stride = const { Power::of_bytes(STRIDE) }.lane();
+            let by_lane = const { Power::of_bytes(LANE) }.lane();
+            for region in regions {
+                let mut sums = [zeroed::<V>(); STREAMS];
+                for at in (0..STRIDE).step_by(size_of::<V>()) {
+                    for (stream, sum) in sums.iter_mut().enumerate() {
+                        let bytes = region.as_ptr().add(stream * STRIDE + at);
+                        _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(REGION).cast());
+                        *sum = bytes.cast::<V>().read_unaligned().add_product(*sum, by_vector);
+                    }
+                }
+                for sum in &sums {
+                    let lanes = std::slice::from_raw_parts(
+                        (&raw const *sum).cast::<__m128i>(),
+                        size_of::<V>() / LANE,
+                    );
+                    let sum = lanes[1..]
+                        .iter()
+                        .fold(lanes[0], |sum, lane| lane.add_product(sum, by_lane));
+                    before = sum.add_product(before, by_stride);
+                }
+            }
+            before
+        }
+    }
+
+    /// One lane or several.
+    ///
+    /// # Safety
+    ///
+    /// Its functions run on CPUs that have such vectors, with carry-less multiplication.
+    trait Vector: Copy {
+        /// The lane, over and over.
+        unsafe fn all(lane: __m128i) -> Self;
+        unsafe fn add_product(self, number: Self, by: Self) -> Self;
+    }
+
+    impl Vector for __m128i {
+        #[inline(always)]
+        unsafe fn all(lane: __m128i) -> Self {
+            lane
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(self, number: Self, by: Self) -> Self {
+            // SAFETY: as promised.
+            unsafe {
+                let low = _mm_clmulepi64_si128::<0x00>(number, by);
+                let high = _mm_clmulepi64_si128::<0x11>(number, by);
+                _mm_xor_si128(_mm_xor_si128(low, self), high)
+            }
+        }
+    }
+
+    impl Vector for __m256i {
+        #[inline(always)]
+        unsafe fn all(lane: __m128i) -> Self {
+            // SAFETY: as promised.
+            unsafe { _mm256_broadcastsi128_si256(lane) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(self, number: Self, by: Self) -> Self {
+            // SAFETY: as promised.
+            unsafe {
+                let low = _mm256_clmulepi64_epi128::<0x00>(number, by);
+                let high = _mm256_clmulepi64_epi128::<0x11>(number, by);
+                _mm256_xor_si256(_mm256_xor_si256(low, self), high)
+            }
+        }
+    }
+
+    impl Vector for __m512i {
+        #[inline(always)]
+        unsafe fn all(lane: __m128i) -> Self {
+            // SAFETY: as promised.
+            unsafe { _mm512_broadcast_i32x4(lane) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_product(self, number: Self, by: Self) -> Self {
+            /// In each bit: the first operand's, the second's and the third's, added.
+            const ADD: i32 = 0x96;
+            // SAFETY: as promised.
+            unsafe {
+                let low = _mm512_clmulepi64_epi128::<0x00>(number, by);
+                let high = _mm512_clmulepi64_epi128::<0x11>(number, by);
+                _mm512_ternarylogic_epi64::<ADD>(low, self, high)
+            }
+        }
     }
 
     /// What the low and the high half of a lane are multiplied by to get a number of bytes further.
@@ -145,17 +240,6 @@ mod fold {
                 low: power(8 * bytes + 63),
                 high: power(8 * bytes - 1),
             }
-        }
-
-        /// From each lane of a block but the last to the last.
-        const fn of_the_others() -> [Self; LANES - 1] {
-            let mut powers = [Self { low: 0, high: 0 }; LANES - 1];
-            let mut lane = 0;
-            while lane < powers.len() {
-                powers[lane] = Self::of_bytes((powers.len() - lane) * LANE);
-                lane += 1;
-            }
-            powers
         }
 
         #[target_feature(enable = "sse2")]
@@ -191,8 +275,8 @@ mod tests {
     proptest! {
         #[test]
         fn stretches_of_any_length_from_anywhere(
-            bytes in prop::collection::vec(any::<u8>(), 20_000),
-            cuts in prop::collection::vec(0_usize..20_000, 0..6),
+            bytes in prop::collection::vec(any::<u8>(), 80_000),
+            cuts in prop::collection::vec(0_usize..80_000, 0..6),
         ) {
             let mut cuts = cuts;
             cuts.sort_unstable();
@@ -205,16 +289,18 @@ mod tests {
             }
         }
 
-        /// Also where crc-fast is used.
+        /// With each kernel that this CPU can run, not only the fastest.
         #[cfg(target_arch = "x86_64")]
         #[test]
-        fn folded_bytes_stand_for_all(register: u64, bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
-            let can = is_x86_feature_detected!("vpclmulqdq") && is_x86_feature_detected!("avx2");
-            let folded = fold::fold(register, &bytes);
-            prop_assert_eq!(folded.is_some(), can && bytes.len() >= 128);
-            if let Some((folded, rest)) = folded {
-                prop_assert_eq!(rest.len(), bytes.len() % 128);
-                prop_assert_eq!(after(after(0, &folded), rest), after(register, &bytes));
+        fn folded_bytes_stand_for_all(register: u64, bytes in prop::collection::vec(any::<u8>(), 0..80_000)) {
+            for kernel in fold::kernels() {
+                // SAFETY: see above.
+                let folded = unsafe { fold::fold(kernel, register, &bytes) };
+                prop_assert_eq!(folded.is_some(), bytes.len() >= 16 + (16 << 10));
+                if let Some((folded, rest)) = folded {
+                    prop_assert_eq!(rest.len(), (bytes.len() - 16) % (16 << 10));
+                    prop_assert_eq!(after(after(0, &folded), rest), after(register, &bytes));
+                }
             }
         }
     }

@@ -14,7 +14,7 @@ use tokio::time::{Instant, Sleep};
 use super::error::NetError;
 use super::head::{self, Head};
 use super::landing::Landing;
-use super::lowat::{self, LowWater};
+use super::lowat::LowWater;
 use super::tls::TlsStream;
 use crate::fanout::Held;
 
@@ -53,15 +53,15 @@ pub(crate) struct Outgoing<'a> {
 impl Connection {
     /// `stall` limits the time in which not a byte is sent or received.
     pub fn new(stream: Stream, stall: Duration) -> Self {
-        let wake = match stream {
-            Stream::Plain(_) => lowat::PLAIN_BYTES,
-            Stream::Tls(_) => lowat::TLS_BYTES,
+        let low_water = match stream {
+            Stream::Plain(_) => LowWater::plain(),
+            Stream::Tls(_) => LowWater::tls(),
         };
         Self {
             stream,
             ahead: BytesMut::new(),
             stall: Stall::new(stall),
-            low_water: LowWater::new(wake),
+            low_water,
             roomy: false,
             cut_off: false,
         }

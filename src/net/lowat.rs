@@ -4,22 +4,31 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
 /// Where the kernel copies into the slot, more brings nothing: `bench/landing.py` has the cost of a GiB.
-pub(super) const PLAIN_BYTES: usize = 256 << 10;
+const PLAIN_BYTES: usize = 256 << 10;
 /// TLS is slower, so more bytes come while nobody waits for them.
-pub(super) const TLS_BYTES: usize = 2 << 20;
+const TLS_BYTES: usize = 2 << 20;
 
 #[expect(clippy::cast_possible_truncation, reason = "4")]
 const VALUE_LEN: libc::socklen_t = size_of::<libc::c_int>() as libc::socklen_t;
 
 /// `SO_RCVLOWAT` of one socket.
-pub(super) struct LowWater {
+pub struct LowWater {
     most: usize,
     now: usize,
 }
 
 impl LowWater {
-    /// Of a new socket.
-    pub fn new(most: usize) -> Self {
+    /// Of a new socket whose bytes the kernel copies into the slot.
+    pub fn plain() -> Self {
+        Self::new(PLAIN_BYTES)
+    }
+
+    /// Of a new socket whose bytes are deciphered into the slot.
+    pub(super) fn tls() -> Self {
+        Self::new(TLS_BYTES)
+    }
+
+    fn new(most: usize) -> Self {
         Self { most, now: 1 }
     }
 

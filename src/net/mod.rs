@@ -34,6 +34,7 @@ pub use error::NetError;
 pub use host::Place;
 pub(crate) use landing::unquoted;
 pub use landing::{Expect, Landing, LandingCell, Mismatch, Watch};
+pub use lowat::LowWater;
 pub(crate) use pool::Origin;
 pub use stats::Traffic;
 pub use tls::{TlsError, client_config};
