@@ -2,8 +2,8 @@
 //!
 //! `bench/landing.py` and `bench/fanout.py` start it and `bench/README.md` says what for. Servers run until they are ended; each client
 //! runs once and prints one line of JSON, with the same names as `kvgate bench --json`. Both sides of the floor are
-//! as cheap as blocking sockets can be: the server sends with `sendfile` or throws away what it gets, the client
-//! receives into kvgate's own arena, asking for all that is missing in each call.
+//! as cheap as sockets can be: the server sends with `sendfile` or throws away what it gets; the client receives into
+//! kvgate's own arena, a thread for each core, wakes up when as much is there as kvgate waits for, and takes all of it.
 //!
 //! Not for: anything that a client of S3 must do besides (heads, signatures, retries, time limits).
 

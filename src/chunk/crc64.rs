@@ -26,11 +26,10 @@ impl Crc64 {
     /// Takes in whole regions, and answers what is left.
     #[cfg(target_arch = "x86_64")]
     fn fold<'a>(&mut self, bytes: &'a [u8]) -> &'a [u8] {
-        let Some(kernel) = fold::kernels().next() else {
-            return bytes;
-        };
-        // SAFETY: the kernel is one for this CPU.
-        let Some((folded, left)) = (unsafe { fold::fold(kernel, self.register, bytes) }) else {
+        let Some((folded, left)) = fold::kernels()
+            .next()
+            .and_then(|kernel| kernel.fold(self.register, bytes))
+        else {
             return bytes;
         };
         self.register = after(0, &folded);
@@ -66,7 +65,10 @@ fn after(register: u64, bytes: &[u8]) -> u64 {
 /// the nearest cache any more, and one stream of bytes would wait for each line of it; so several go through a region
 /// side by side, and each asks for its line of the next one.
 #[cfg(target_arch = "x86_64")]
-#[expect(clippy::inline_always, reason = "a function of its own could use only what every CPU has")]
+#[expect(
+    clippy::inline_always,
+    reason = "a function of its own could use only what every CPU has"
+)]
 mod fold {
     use std::arch::x86_64::{
         __m128i, __m256i, __m512i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_prefetch, _mm_set_epi64x,
@@ -84,34 +86,36 @@ mod fold {
     /// Without its x^64.
     const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
-    /// From the lane before the regions to the one that stands for it and them.
-    pub type Kernel = unsafe fn(__m128i, &[[u8; REGION]]) -> __m128i;
+    /// From the lane before the regions to the one that stands for it and them. This CPU can run it.
+    #[derive(Clone, Copy)]
+    pub struct Kernel(unsafe fn(__m128i, &[[u8; REGION]]) -> __m128i);
 
-    /// Those that this CPU can run, the fastest first.
+    /// The fastest first.
     pub fn kernels() -> impl Iterator<Item = Kernel> {
         let any = is_x86_feature_detected!("pclmulqdq") && is_x86_feature_detected!("vpclmulqdq");
         let wide = any && is_x86_feature_detected!("avx512f");
         let narrow = any && is_x86_feature_detected!("avx2");
-        let kernels = [wide.then_some(fold_512 as Kernel), narrow.then_some(fold_256)];
+        let kernels = [
+            wide.then_some(Kernel(fold_512)),
+            narrow.then_some(Kernel(fold_256)),
+        ];
         kernels.into_iter().flatten()
     }
 
-    /// 16 bytes from which a register of 0 comes to where `register` comes from 16 bytes and all whole regions after them,
-    /// and the bytes that are left. None if there is no region.
-    ///
-    /// # Safety
-    ///
-    /// The CPU can run the kernel.
-    pub unsafe fn fold(kernel: Kernel, register: u64, bytes: &[u8]) -> Option<([u8; LANE], &[u8])> {
-        let (first, bytes) = bytes.split_first_chunk::<LANE>()?;
-        let (regions, left) = bytes.as_chunks();
-        if regions.is_empty() {
-            return None;
+    impl Kernel {
+        /// 16 bytes from which a register of 0 comes to where `register` comes from 16 bytes and all whole regions after
+        /// them, and the bytes that are left. None if there is no region.
+        pub fn fold(self, register: u64, bytes: &[u8]) -> Option<([u8; LANE], &[u8])> {
+            let (first, bytes) = bytes.split_first_chunk::<LANE>()?;
+            let (regions, left) = bytes.as_chunks();
+            if regions.is_empty() {
+                return None;
+            }
+            let first = u128::from_le_bytes(*first) ^ u128::from(register);
+            // SAFETY: the CPU can run it; and any 16 bytes are a lane, and the other way round.
+            let last: [u8; LANE] = unsafe { transmute(self.0(transmute::<u128, __m128i>(first), regions)) };
+            Some((last, left))
         }
-        let first = u128::from_le_bytes(*first) ^ u128::from(register);
-        // SAFETY: as promised; and 16 bytes are a lane, whatever their values, and the other way round.
-        let last: [u8; LANE] = unsafe { transmute(kernel(transmute::<u128, __m128i>(first), regions)) };
-        Some((last, left))
     }
 
     #[target_feature(enable = "avx512f,pclmulqdq,vpclmulqdq")]
@@ -294,8 +298,7 @@ mod tests {
         #[test]
         fn folded_bytes_stand_for_all(register: u64, bytes in prop::collection::vec(any::<u8>(), 0..80_000)) {
             for kernel in fold::kernels() {
-                // SAFETY: see above.
-                let folded = unsafe { fold::fold(kernel, register, &bytes) };
+                let folded = kernel.fold(register, &bytes);
                 prop_assert_eq!(folded.is_some(), bytes.len() >= 16 + (16 << 10));
                 if let Some((folded, rest)) = folded {
                     prop_assert_eq!(rest.len(), (bytes.len() - 16) % (16 << 10));
