@@ -3,7 +3,6 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::slice;
 use std::thread;
 
 use kvgate::net::LowWater;
@@ -18,18 +17,9 @@ use crate::workload::{Part, Queue, Workload};
 /// A thread for each core, and the connections divided among them.
 pub fn receive(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> {
     let queue = Queue::new(workload)?;
-    let mut lines = Vec::new();
-    for stream in connect(server, workload)? {
-        let mut line = Line::new(stream);
-        line.ask(queue.borrow()?)?;
-        receive_parts(slice::from_mut(&mut line), &queue, || None)?;
-        lines.push(line);
-    }
-    let threads = thread::available_parallelism()?.get();
-    let share = lines.len().div_ceil(threads);
-    let measured = measure("read", workload, &mut lines, share, |lines| {
-        receive_parts(lines, &queue, || queue.take())
-    })?;
+    let mut lines: Vec<_> = connect(server, workload)?.into_iter().map(Line::new).collect();
+    let share = lines.len().div_ceil(thread::available_parallelism()?.get());
+    let measured = measure("read", workload, &queue, &mut lines, share, receive_parts)?;
     queue.check()?;
     Ok(measured)
 }
@@ -38,20 +28,7 @@ pub fn receive(server: SocketAddr, workload: &Workload) -> Result<Measured, Erro
 pub fn send(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> {
     let queue = Queue::new(workload)?;
     let mut streams = connect(server, workload)?;
-    for stream in &mut streams {
-        let part = queue.borrow()?;
-        send_part(stream, &part)?;
-        queue.give_back(part);
-    }
-    measure("write", workload, &mut streams, 1, |streams| {
-        for stream in streams {
-            while let Some(part) = queue.take() {
-                send_part(stream, &part)?;
-                queue.give_back(part);
-            }
-        }
-        Ok(())
-    })
+    measure("write", workload, &queue, &mut streams, 1, send_parts)
 }
 
 fn connect(server: SocketAddr, workload: &Workload) -> io::Result<Vec<TcpStream>> {
@@ -63,24 +40,32 @@ fn connect(server: SocketAddr, workload: &Workload) -> io::Result<Vec<TcpStream>
     (0..workload.in_flight).map(connect).collect()
 }
 
-/// A thread for each `share` of the connections. All of them have transferred a part before, so nothing is new.
+/// A thread for each `share` of the connections. All is done once before the meter starts, as `kvgate bench --warm-up`
+/// does: TCP's windows grow by then.
 fn measure<T: Send>(
     phase: &'static str,
     workload: &Workload,
+    queue: &Queue,
     connections: &mut [T],
     share: usize,
-    work: impl Fn(&mut [T]) -> io::Result<()> + Sync,
+    work: fn(&mut [T], &Queue) -> io::Result<()>,
 ) -> Result<Measured, Error> {
+    let mut transfer = || {
+        queue.refill(workload);
+        thread::scope(|scope| {
+            let shares = connections.chunks_mut(share);
+            let threads: Vec<_> = shares
+                .map(|share| scope.spawn(move || work(share, queue)))
+                .collect();
+            let results = threads
+                .into_iter()
+                .map(|thread| thread.join().expect("a worker panicked"));
+            results.collect::<io::Result<()>>()
+        })
+    };
+    transfer()?;
     let meter = Meter::start()?;
-    thread::scope(|scope| {
-        let work = &work;
-        let shares = connections.chunks_mut(share);
-        let threads: Vec<_> = shares.map(|share| scope.spawn(move || work(share))).collect();
-        let results = threads
-            .into_iter()
-            .map(|thread| thread.join().expect("a worker panicked"));
-        results.collect::<io::Result<()>>()
-    })?;
+    transfer()?;
     meter.stop(phase, workload.ops(), workload.bytes())
 }
 
@@ -134,12 +119,11 @@ impl Line {
     }
 }
 
-/// Until `next` has nothing more for any of them.
-fn receive_parts(lines: &mut [Line], queue: &Queue, next: impl Fn() -> Option<Part>) -> io::Result<()> {
+fn receive_parts(lines: &mut [Line], queue: &Queue) -> io::Result<()> {
     loop {
         for line in &mut *lines {
             if line.part.is_none()
-                && let Some(part) = next()
+                && let Some(part) = queue.take()
             {
                 line.ask(part)?;
             }
@@ -160,8 +144,14 @@ fn receive_parts(lines: &mut [Line], queue: &Queue, next: impl Fn() -> Option<Pa
     }
 }
 
-fn send_part(stream: &mut TcpStream, part: &Part) -> io::Result<()> {
-    stream.write_all(&(part.slot.len() as u64).to_le_bytes())?;
-    stream.write_all(&part.slot)?;
-    stream.read_exact(&mut [0])
+fn send_parts(streams: &mut [TcpStream], queue: &Queue) -> io::Result<()> {
+    for stream in streams {
+        while let Some(part) = queue.take() {
+            stream.write_all(&(part.slot.len() as u64).to_le_bytes())?;
+            stream.write_all(&part.slot)?;
+            stream.read_exact(&mut [0])?;
+            queue.give_back(part);
+        }
+    }
+    Ok(())
 }

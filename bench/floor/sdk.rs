@@ -1,7 +1,7 @@
 //! The AWS SDK as it comes: typed operations, its default HTTP client (hyper), its default checksums and retries.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use aws_config::{BehaviorVersion, Region};
 use aws_sdk_s3::Client;
@@ -10,7 +10,6 @@ use aws_sdk_s3::primitives::ByteStream;
 use aws_smithy_http_client::tls::{Provider, rustls_provider::CryptoMode};
 use bytes::Bytes;
 use clap::Args;
-use futures::future::join_all;
 use kvgate::arena::Slot;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -69,16 +68,23 @@ pub fn seed(bucket: &Bucket, folder: &Path) -> Result<(), Error> {
 
 pub fn get(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
     let queue = Arc::new(Queue::new(workload)?);
-    let measured = measure(bucket, workload, "read", workload.bytes(), |client| {
-        let (bucket, queue, size) = (bucket.bucket.clone(), Arc::clone(&queue), workload.object_size.0);
-        async move {
-            while let Some(mut part) = queue.take() {
-                get_part(&client, &bucket, size, &mut part).await?;
-                queue.give_back(part);
+    let measured = measure(
+        bucket,
+        workload,
+        "read",
+        workload.bytes(),
+        || queue.refill(workload),
+        |client| {
+            let (bucket, queue, size) = (bucket.bucket.clone(), Arc::clone(&queue), workload.object_size.0);
+            async move {
+                while let Some(mut part) = queue.take() {
+                    get_part(&client, &bucket, size, &mut part).await?;
+                    queue.give_back(part);
+                }
+                Ok(())
             }
-            Ok(())
-        }
-    })?;
+        },
+    )?;
     queue.check()?;
     Ok(measured)
 }
@@ -113,20 +119,27 @@ pub fn head(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
         ..workload.clone()
     };
     let queue = Arc::new(Queue::new(&workload)?);
-    measure(bucket, &workload, "head", 0, |client| {
-        let (bucket, queue) = (bucket.bucket.clone(), Arc::clone(&queue));
-        async move {
-            while let Some(part) = queue.take() {
-                let request = client
-                    .head_object()
-                    .bucket(&bucket)
-                    .key(Workload::name(part.object));
-                request.send().await?;
-                queue.give_back(part);
+    measure(
+        bucket,
+        &workload,
+        "head",
+        0,
+        || queue.refill(&workload),
+        |client| {
+            let (bucket, queue) = (bucket.bucket.clone(), Arc::clone(&queue));
+            async move {
+                while let Some(part) = queue.take() {
+                    let request = client
+                        .head_object()
+                        .bucket(&bucket)
+                        .key(Workload::name(part.object));
+                    request.send().await?;
+                    queue.give_back(part);
+                }
+                Ok(())
             }
-            Ok(())
-        }
-    })
+        },
+    )
 }
 
 pub fn put(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
@@ -135,9 +148,12 @@ pub fn put(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
         .into_iter()
         .map(|part| (part.object, part.slot.freeze()))
         .collect();
-    let turns: Vec<(u32, Slot)> = (0..workload.rounds).flat_map(|_| slots.clone()).collect();
-    let turns = Arc::new(std::sync::Mutex::new(turns));
-    measure(bucket, workload, "write", workload.bytes(), |client| {
+    let turns = Arc::new(Mutex::new(Vec::new()));
+    let refill = || {
+        let all = (0..workload.rounds).flat_map(|_| slots.clone());
+        turns.lock().unwrap_or_else(PoisonError::into_inner).extend(all);
+    };
+    measure(bucket, workload, "write", workload.bytes(), refill, |client| {
         let (bucket, turns) = (bucket.bucket.clone(), Arc::clone(&turns));
         async move {
             loop {
@@ -151,12 +167,14 @@ pub fn put(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
     })
 }
 
-/// Runs as many workers as may be in flight, from when a connection was tried to when the last one is done.
+/// Runs as many workers as may be in flight on what `refill` gives them to do. All is done once before the meter starts, as
+/// `kvgate bench --warm-up` does.
 fn measure<W>(
     bucket: &Bucket,
     workload: &Workload,
     phase: &'static str,
     bytes: u64,
+    refill: impl Fn(),
     worker: impl Fn(Client) -> W,
 ) -> Result<Measured, Error>
 where
@@ -164,17 +182,20 @@ where
 {
     Runtime::new()?.block_on(async {
         let client = bucket.client().await;
-        // Credentials and all connections; whether the object is there does not matter.
-        let warm_up = |_| client.head_object().bucket(&bucket.bucket).key("warm-up").send();
-        join_all((0..workload.in_flight).map(warm_up)).await;
+        let transfer = async || {
+            refill();
+            let mut workers = JoinSet::new();
+            for _ in 0..workload.in_flight {
+                workers.spawn(worker(client.clone()));
+            }
+            while let Some(result) = workers.join_next().await {
+                result??;
+            }
+            Ok::<_, Error>(())
+        };
+        transfer().await?;
         let meter = Meter::start()?;
-        let mut workers = JoinSet::new();
-        for _ in 0..workload.in_flight {
-            workers.spawn(worker(client.clone()));
-        }
-        while let Some(result) = workers.join_next().await {
-            result??;
-        }
+        transfer().await?;
         meter.stop(phase, workload.ops(), bytes)
     })
 }

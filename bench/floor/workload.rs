@@ -55,7 +55,7 @@ struct Waiting {
 }
 
 impl Queue {
-    /// In an arena of its own, every page of which was touched.
+    /// In an arena of its own, every page of which was touched; nothing is to be done yet.
     pub fn new(workload: &Workload) -> Result<Self, Error> {
         let size = usize::try_from(workload.object_size.0)?;
         let part_size = usize::try_from(workload.part_size.0)?;
@@ -93,8 +93,7 @@ impl Queue {
             )
             .into());
         }
-        let left = workload.ops();
-        Ok(Self(Mutex::new(Waiting { parts, left })))
+        Ok(Self(Mutex::new(Waiting { parts, left: 0 })))
     }
 
     pub fn take(&self) -> Option<Part> {
@@ -108,10 +107,10 @@ impl Queue {
         waiting.parts.push_back(part);
     }
 
-    /// A part that does not count as work: to warm up with.
-    pub fn borrow(&self) -> Result<Part, Error> {
+    /// There is all the work to do, once more if it was done.
+    pub fn refill(&self, workload: &Workload) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(waiting.parts.pop_front().ok_or("no part is left")?)
+        waiting.left = workload.ops();
     }
 
     pub fn into_parts(self) -> VecDeque<Part> {
