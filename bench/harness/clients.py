@@ -140,7 +140,8 @@ def shape(workload: Workload, work: Work) -> tuple[int, int, int, int]:
     match work.op:
         case "write":
             objects = max(workload.bytes // workload.put_size, workload.in_flight)
-            return objects, workload.put_size, workload.put_size, 1
+            # Once takes 0.15 s, in which a neighbour's turn weighs too much.
+            return objects, workload.put_size, workload.put_size, 4
         case "head":
             rounds = max(1, workload.heads // workload.objects)
             return workload.objects, workload.object_size, workload.object_size, rounds
