@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use crc_fast::CrcAlgorithm;
 use kvgate::arena::{Arena, ArenaOptions, SlotMut};
 use kvgate::chunk::{
     ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
@@ -270,6 +271,14 @@ fn digest(bench: &mut Bench) {
             None,
         );
     }
+    bench.compare(
+        "digest: CRC64NVME of 16 MiB, folded by ourselves",
+        ("crc-fast", || {
+            crc_fast::checksum(CrcAlgorithm::Crc64Nvme, black_box(&bytes))
+        }),
+        || DigestKind::Crc64Nvme.of(black_box(&bytes)),
+        None,
+    );
 }
 
 fn mask(bench: &mut Bench) {
