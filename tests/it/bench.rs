@@ -304,6 +304,13 @@ async fn csv_has_a_line_a_phase() {
     let file = std::fs::read_to_string(site.0.home.path().join("all.csv")).unwrap();
     let starts: Vec<&str> = file.lines().map(|line| &line[..5]).collect();
     assert_eq!(starts, ["phase", "head,", "head,"]);
+    // Not if it has other columns.
+    let other = "phase,endpoint\nhead,here\n";
+    std::fs::write(site.0.home.path().join("other.csv"), other).unwrap();
+    let said = site.say(&["head", "--csv", "other.csv"]).await.exits(2);
+    said.says(&["--csv other.csv", "give it a new file"]);
+    let file = std::fs::read_to_string(site.0.home.path().join("other.csv")).unwrap();
+    assert_eq!(file, other);
 }
 
 /// Another address of the same server.

@@ -2,10 +2,10 @@
 //! the same columns as far as they make sense for an address.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, BufRead, BufReader, Read, Write};
 
 use super::endpoints::breaker;
-use crate::bench::{Endpoint, Latency, Mark, PhaseReport, Settings};
+use crate::bench::{Endpoint, Latency, PhaseReport, Settings};
 use crate::cli::error::CliError;
 use crate::cli::output::Out;
 
@@ -24,6 +24,75 @@ const SHARED: [&str; 11] = [
     "last_done_seconds",
 ];
 
+/// What a column has where the line is of a phase.
+type Value = fn(&Settings, &PhaseReport) -> String;
+
+const COLUMNS: [(&str, Value); 52] = [
+    ("phase", |_, phase| phase.phase.name().into()),
+    ("endpoint", |settings, _| {
+        settings.endpoint.clone().unwrap_or_else(|| "AWS".into())
+    }),
+    ("bucket", |settings, _| settings.bucket.clone()),
+    ("prefix", |settings, _| settings.prefix.clone()),
+    ("embedded", |settings, _| settings.embedded.to_string()),
+    ("objects", |_, phase| phase.objects.to_string()),
+    ("object_bytes", |settings, _| settings.object_bytes.to_string()),
+    ("part_bytes", |settings, _| settings.part_bytes.to_string()),
+    ("concurrency", |settings, _| settings.concurrency.to_string()),
+    ("verify", |settings, _| settings.verify.to_string()),
+    ("mix_percent", |settings, _| settings.mix_percent.to_string()),
+    ("ops", |_, phase| phase.ops.to_string()),
+    ("bytes", |_, phase| phase.bytes.to_string()),
+    ("first_done_seconds", |_, phase| number(phase.first_done.seconds)),
+    ("first_done_ops", |_, phase| phase.first_done.ops.to_string()),
+    ("first_done_bytes", |_, phase| phase.first_done.bytes.to_string()),
+    ("first_done_iops", |_, phase| number(phase.first_done.iops)),
+    ("first_done_mib_per_s", |_, phase| {
+        number(phase.first_done.mib_per_s)
+    }),
+    ("last_done_seconds", |_, phase| number(phase.last_done.seconds)),
+    ("last_done_iops", |_, phase| number(phase.last_done.iops)),
+    ("last_done_mib_per_s", |_, phase| {
+        number(phase.last_done.mib_per_s)
+    }),
+    ("cpu_seconds", |_, phase| number(phase.cpu_seconds)),
+    ("cpu_seconds_per_gib", |_, phase| maybe(phase.cpu_seconds_per_gib)),
+    ("cpu_us_per_op", |_, phase| maybe(phase.cpu_us_per_op)),
+    ("minor_faults", |_, phase| phase.minor_faults.to_string()),
+    ("minor_faults_per_gib", |_, phase| {
+        maybe(phase.minor_faults_per_gib)
+    }),
+    ("latency_min_us", |_, phase| latency(phase, |all| all.min)),
+    ("latency_mean_us", |_, phase| latency(phase, |all| all.mean)),
+    ("latency_p50_us", |_, phase| latency(phase, |all| all.p50)),
+    ("latency_p90_us", |_, phase| latency(phase, |all| all.p90)),
+    ("latency_p99_us", |_, phase| latency(phase, |all| all.p99)),
+    ("latency_p999_us", |_, phase| latency(phase, |all| all.p999)),
+    ("latency_max_us", |_, phase| latency(phase, |all| all.max)),
+    ("requests", |_, phase| phase.requests.total().to_string()),
+    ("retries", |_, phase| phase.retries.to_string()),
+    ("hedges", |_, phase| phase.hedges.to_string()),
+    ("errors", |_, phase| phase.errors.count.to_string()),
+    ("first_error", |_, phase| {
+        phase.errors.first.clone().unwrap_or_default()
+    }),
+    ("interrupted", |_, phase| phase.interrupted.to_string()),
+    ("addresses", |_, phase| phase.endpoints.len().to_string()),
+    // Only where the line is of one address:
+    ("address", |_, _| String::new()),
+    ("share_percent", |_, _| String::new()),
+    ("ok", |_, _| String::new()),
+    ("refused", |_, _| String::new()),
+    ("throttled", |_, _| String::new()),
+    ("failed", |_, _| String::new()),
+    ("lost", |_, _| String::new()),
+    ("timed_out", |_, _| String::new()),
+    ("given_up", |_, _| String::new()),
+    ("first_byte_us", |_, _| String::new()),
+    ("window_bytes", |_, _| String::new()),
+    ("breaker", |_, _| String::new()),
+];
+
 /// Where lines are added; the header is written with the first.
 pub struct Csv {
     /// None: the standard output.
@@ -32,7 +101,7 @@ pub struct Csv {
 }
 
 impl Csv {
-    /// A file is made if it is not there, and added to if it is.
+    /// A file is made if it is not there, and added to if it has the same columns.
     pub fn open(name: &str) -> Result<Self, CliError> {
         if name == "-" {
             return Ok(Self {
@@ -47,6 +116,11 @@ impl Csv {
             .open(name)
             .map_err(error)?;
         let empty = file.metadata().map_err(error)?.len() == 0;
+        if !empty && first_line(name).map_err(error)? != header() {
+            return Err(CliError::usage(format!(
+                "--csv {name}: its first line does not name this version's columns; give it a new file"
+            )));
+        }
         Ok(Self {
             file: Some((file, name.to_owned())),
             header: empty,
@@ -58,16 +132,21 @@ impl Csv {
     }
 
     pub fn add(&mut self, settings: &Settings, phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
-        let columns = columns(settings, phase);
-        let line = |columns: &[Column]| columns.iter().map(|(_, value)| cell(value)).collect();
-        let names = || columns.iter().map(|(name, _)| cell(name)).collect();
-        let mut lines: Vec<Vec<String>> = std::mem::take(&mut self.header).then(names).into_iter().collect();
-        lines.push(line(&columns));
+        let mut lines: Vec<String> = std::mem::take(&mut self.header)
+            .then(header)
+            .into_iter()
+            .collect();
+        lines.push(line(|_, of_phase| of_phase(settings, phase)));
         if phase.endpoints.len() > 1 {
-            let endpoint = |one| line(&endpoint_columns(&columns, phase, one));
-            lines.extend(phase.endpoints.iter().map(endpoint));
+            let of_address = |endpoint| {
+                line(|name, of_phase| match of_address(name, phase, endpoint) {
+                    None if SHARED.contains(&name) => of_phase(settings, phase),
+                    value => value.unwrap_or_default(),
+                })
+            };
+            lines.extend(phase.endpoints.iter().map(of_address));
         }
-        for line in lines.into_iter().map(|cells| cells.join(",")) {
+        for line in lines {
             match &mut self.file {
                 None => out.line(line)?,
                 Some((file, name)) => writeln!(file, "{line}")
@@ -78,6 +157,24 @@ impl Csv {
     }
 }
 
+fn header() -> String {
+    COLUMNS.map(|(name, _)| name).join(",")
+}
+
+fn line(value: impl Fn(&'static str, Value) -> String) -> String {
+    COLUMNS
+        .map(|(name, of_phase)| cell(&value(name, of_phase)))
+        .join(",")
+}
+
+fn first_line(name: &str) -> io::Result<String> {
+    // Longer than ours is another one.
+    let most = header().len() as u64 + 2;
+    let mut bytes = Vec::new();
+    BufReader::new(File::open(name)?.take(most)).read_until(b'\n', &mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
+}
+
 /// Quoted where it must be.
 fn cell(text: &str) -> String {
     match text.contains([',', '"', '\n', '\r']) {
@@ -86,109 +183,42 @@ fn cell(text: &str) -> String {
     }
 }
 
-/// A name and a value.
-type Column = (&'static str, String);
-
 fn number(number: f64) -> String {
     format!("{number:.6}")
 }
 
-fn columns(settings: &Settings, phase: &PhaseReport) -> Vec<Column> {
-    let maybe = |some: Option<f64>| some.map(number).unwrap_or_default();
-    let latency = |of: fn(&Latency) -> f64| maybe(phase.latency_us.as_ref().map(of));
-    let mark = |of: fn(&PhaseReport) -> Mark| of(phase);
-    let (first, last) = (mark(|phase| phase.first_done), mark(|phase| phase.last_done));
-    vec![
-        ("phase", phase.phase.name().into()),
-        (
-            "endpoint",
-            settings.endpoint.clone().unwrap_or_else(|| "AWS".into()),
-        ),
-        ("bucket", settings.bucket.clone()),
-        ("prefix", settings.prefix.clone()),
-        ("embedded", settings.embedded.to_string()),
-        ("objects", phase.objects.to_string()),
-        ("object_bytes", settings.object_bytes.to_string()),
-        ("part_bytes", settings.part_bytes.to_string()),
-        ("concurrency", settings.concurrency.to_string()),
-        ("verify", settings.verify.to_string()),
-        ("mix_percent", settings.mix_percent.to_string()),
-        ("ops", phase.ops.to_string()),
-        ("bytes", phase.bytes.to_string()),
-        ("first_done_seconds", number(first.seconds)),
-        ("first_done_ops", first.ops.to_string()),
-        ("first_done_bytes", first.bytes.to_string()),
-        ("first_done_iops", number(first.iops)),
-        ("first_done_mib_per_s", number(first.mib_per_s)),
-        ("last_done_seconds", number(last.seconds)),
-        ("last_done_iops", number(last.iops)),
-        ("last_done_mib_per_s", number(last.mib_per_s)),
-        ("cpu_seconds", number(phase.cpu_seconds)),
-        ("cpu_seconds_per_gib", maybe(phase.cpu_seconds_per_gib)),
-        ("cpu_us_per_op", maybe(phase.cpu_us_per_op)),
-        ("minor_faults", phase.minor_faults.to_string()),
-        ("minor_faults_per_gib", maybe(phase.minor_faults_per_gib)),
-        ("latency_min_us", latency(|all| all.min)),
-        ("latency_mean_us", latency(|all| all.mean)),
-        ("latency_p50_us", latency(|all| all.p50)),
-        ("latency_p90_us", latency(|all| all.p90)),
-        ("latency_p99_us", latency(|all| all.p99)),
-        ("latency_p999_us", latency(|all| all.p999)),
-        ("latency_max_us", latency(|all| all.max)),
-        ("requests", phase.requests.total().to_string()),
-        ("retries", phase.retries.to_string()),
-        ("hedges", phase.hedges.to_string()),
-        ("errors", phase.errors.count.to_string()),
-        ("first_error", phase.errors.first.clone().unwrap_or_default()),
-        ("interrupted", phase.interrupted.to_string()),
-        ("addresses", phase.endpoints.len().to_string()),
-        // Only where the line is of one address:
-        ("address", String::new()),
-        ("share_percent", String::new()),
-        ("ok", String::new()),
-        ("refused", String::new()),
-        ("throttled", String::new()),
-        ("failed", String::new()),
-        ("lost", String::new()),
-        ("timed_out", String::new()),
-        ("given_up", String::new()),
-        ("first_byte_us", String::new()),
-        ("window_bytes", String::new()),
-        ("breaker", String::new()),
-    ]
+fn maybe(some: Option<f64>) -> String {
+    some.map(number).unwrap_or_default()
 }
 
-/// The phase's columns with the figures of one address, empty where it has none.
-fn endpoint_columns(columns: &[Column], phase: &PhaseReport, endpoint: &Endpoint) -> Vec<Column> {
+fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
+    maybe(phase.latency_us.as_ref().map(of))
+}
+
+/// None where there is no such figure of one address.
+fn of_address(name: &str, phase: &PhaseReport, endpoint: &Endpoint) -> Option<String> {
     let (state, totals) = (&endpoint.state, &endpoint.state.totals);
-    let of_address = |name: &str| {
-        Some(match name {
-            "bytes" => totals.bytes.to_string(),
-            "last_done_mib_per_s" => number(endpoint.mib_per_s),
-            "last_done_iops" => number(endpoint.requests as f64 / phase.seconds),
-            "requests" => endpoint.requests.to_string(),
-            "retries" => totals.retries.to_string(),
-            "hedges" => totals.hedges.to_string(),
-            "address" => state.address.to_string(),
-            "share_percent" => number(endpoint.share_percent),
-            "ok" => totals.ok.to_string(),
-            "refused" => totals.refused.to_string(),
-            "throttled" => totals.throttled.to_string(),
-            "failed" => totals.failed.to_string(),
-            "lost" => totals.lost.to_string(),
-            "timed_out" => totals.timed_out.to_string(),
-            "given_up" => totals.given_up.to_string(),
-            "first_byte_us" => state.latency_us?.to_string(),
-            "window_bytes" => state.window_bytes.to_string(),
-            "breaker" => breaker(state.breaker).to_owned(),
-            _ => return None,
-        })
-    };
-    let value = |(name, of_phase): &Column| {
-        let shared = SHARED.contains(name).then(|| of_phase.clone());
-        (*name, of_address(name).or(shared).unwrap_or_default())
-    };
-    columns.iter().map(value).collect()
+    Some(match name {
+        "bytes" => totals.bytes.to_string(),
+        "last_done_mib_per_s" => number(endpoint.mib_per_s),
+        "last_done_iops" => number(endpoint.requests as f64 / phase.seconds),
+        "requests" => endpoint.requests.to_string(),
+        "retries" => totals.retries.to_string(),
+        "hedges" => totals.hedges.to_string(),
+        "address" => state.address.to_string(),
+        "share_percent" => number(endpoint.share_percent),
+        "ok" => totals.ok.to_string(),
+        "refused" => totals.refused.to_string(),
+        "throttled" => totals.throttled.to_string(),
+        "failed" => totals.failed.to_string(),
+        "lost" => totals.lost.to_string(),
+        "timed_out" => totals.timed_out.to_string(),
+        "given_up" => totals.given_up.to_string(),
+        "first_byte_us" => state.latency_us?.to_string(),
+        "window_bytes" => state.window_bytes.to_string(),
+        "breaker" => breaker(state.breaker).to_owned(),
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

@@ -117,8 +117,8 @@ struct OutputArgs {
     #[arg(long)]
     json: bool,
     /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
-    /// several; `-` writes them instead of the table. Histograms, and what only prompts and mixes have, are in the table
-    /// and in --json.
+    /// several; `-` writes them instead of the table. A file with other columns is refused. Histograms, and what only
+    /// prompts and mixes have, are in the table and in --json.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.
