@@ -132,7 +132,7 @@ mod fold {
 
     /// # Safety
     ///
-    /// The CPU has both vectors, V and a lane.
+    /// The CPU has V, and carry-less multiplication of it and of a lane.
     #[inline(always)]
     unsafe fn fold_regions<V: Vector>(mut before: __m128i, regions: &[[u8; REGION]]) -> __m128i {
         // SAFETY: as promised; all that is read is within a region, and any bytes are a vector, or lanes.
@@ -156,15 +156,22 @@ mod fold {
                     );
                     let sum = lanes[1..]
                         .iter()
-                        .fold(lanes[0], |sum, lane| lane.add_product(sum, by_lane));
-                    before = sum.add_product(before, by_stride);
+                        .fold(lanes[0], |sum, lane| add_product(*lane, sum, by_lane));
+                    before = add_product(sum, before, by_stride);
                 }
             }
             before
         }
     }
 
-    /// One lane or several.
+    #[target_feature(enable = "pclmulqdq")]
+    fn add_product(lane: __m128i, number: __m128i, by: __m128i) -> __m128i {
+        let low = _mm_clmulepi64_si128::<0x00>(number, by);
+        let high = _mm_clmulepi64_si128::<0x11>(number, by);
+        _mm_xor_si128(_mm_xor_si128(low, lane), high)
+    }
+
+    /// Several lanes.
     ///
     /// # Safety
     ///
@@ -172,24 +179,8 @@ mod fold {
     trait Vector: Copy {
         /// The lane, over and over.
         unsafe fn all(lane: __m128i) -> Self;
+        /// In each lane.
         unsafe fn add_product(self, number: Self, by: Self) -> Self;
-    }
-
-    impl Vector for __m128i {
-        #[inline(always)]
-        unsafe fn all(lane: __m128i) -> Self {
-            lane
-        }
-
-        #[inline(always)]
-        unsafe fn add_product(self, number: Self, by: Self) -> Self {
-            // SAFETY: as promised.
-            unsafe {
-                let low = _mm_clmulepi64_si128::<0x00>(number, by);
-                let high = _mm_clmulepi64_si128::<0x11>(number, by);
-                _mm_xor_si128(_mm_xor_si128(low, self), high)
-            }
-        }
     }
 
     impl Vector for __m256i {
