@@ -21,10 +21,9 @@ use crate::config::{Config, Strategy};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::object::{Capabilities, ErrorKind, ProbeMode};
 
-const SALT: &[u8] = b"kvgate bench";
 const VOCABULARY: u32 = 100_003;
 
-/// A synthetic prompt, the same each time.
+/// A synthetic prompt, the same each time that it has the same name.
 pub struct Prompt {
     pub space: Space,
     pub tokens: u32,
@@ -38,13 +37,13 @@ pub struct Prompt {
 
 impl Prompt {
     /// Tokens beyond the last full chunk count for nothing.
-    pub fn new(space: Space, tokens: u32, order: Order) -> Result<Self, BenchError> {
+    pub fn new(space: Space, name: &str, tokens: u32, order: Order) -> Result<Self, BenchError> {
         let chunk_tokens = space.chunk_tokens();
         if tokens < chunk_tokens {
             return Err(BenchError::Tokens { tokens, chunk_tokens });
         }
         let hasher = ChunkHasher::new(&space, None)?;
-        let root = hasher.root(SALT, b"")?;
+        let root = hasher.root(format!("kvgate {name}").as_bytes(), b"")?;
         let words: Vec<u32> = (0..tokens).map(|at| at.wrapping_mul(7919) % VOCABULARY).collect();
         Ok(Self {
             chunks: hasher.chain(&root, &words, &[])?,
@@ -205,7 +204,10 @@ impl Bench {
             self.connect(lanes).await?;
         }
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
+        let done = self.course(Phase::Write, limits, &mut workers).await;
+        // What an interruption has left under way could come after its DELETE.
+        gateway.puts_ended(Instant::now() + self.target.write_limit).await;
+        let (course, report) = done?;
         self.objects = course.issued();
         Ok(report)
     }

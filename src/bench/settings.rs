@@ -48,7 +48,7 @@ pub struct Settings {
     pub endpoint: Option<String>,
     pub bucket: String,
     pub prefix: String,
-    /// What the objects' keys begin with, after the prefix; a prompt's are those of its chunks.
+    /// What the objects' keys begin with, after the prefix. A prompt's are those of its chunks, whose salt it is in.
     pub name: String,
     /// The server is in this process, and its work in the CPU figures.
     pub embedded: bool,

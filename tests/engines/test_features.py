@@ -233,6 +233,8 @@ class OperatorTest(EngineCase):
         # Two ranks and a scheduler race for it.
         self.computes(started, tensor_parallel_size=2)
         self.assertIsNotNone(self.gateway.pid(), "it went with the engine")
+        # It may have come too late for what the first engine computed.
+        self.alive(PROMPTS, started)
         self.gateway.flush()
         self.loads(started)
 

@@ -1,5 +1,6 @@
 //! `kvgate bench` as people type it: what it counts, what it finds wrong, and what it leaves behind.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -283,19 +284,46 @@ async fn writes_and_reads_are_mixed_and_paced() {
     assert!(lookups[0]["seconds"].as_f64() > Some(0.17), "{}", lookups[0]);
 }
 
+/// The rows' cells by their columns' names; none of these has a comma.
+fn rows(csv: &str) -> Vec<HashMap<&str, &str>> {
+    let mut lines = csv.lines().map(|line| line.split(',').collect::<Vec<_>>());
+    let columns = lines.next().unwrap();
+    let row = |cells: Vec<_>| {
+        assert_eq!(cells.len(), columns.len(), "{csv}");
+        columns.iter().copied().zip(cells).collect()
+    };
+    lines.map(row).collect()
+}
+
+fn number(cell: &str) -> f64 {
+    cell.parse().unwrap_or_else(|_| panic!("{cell:?}"))
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn csv_has_a_line_a_phase() {
     let site = Site::new().await;
     let said = site.say(&["write", "head", "--csv", "-"]).await.exits(0);
-    let rows: Vec<Vec<&str>> = said.out.lines().map(|line| line.split(',').collect()).collect();
-    assert_eq!(rows.len(), 3, "{said:?}");
-    assert!(rows.iter().all(|row| row.len() == rows[0].len()), "{said:?}");
-    let cell = |row: usize, name: &str| rows[row][rows[0].iter().position(|column| *column == name).unwrap()];
+    let [write, head] = &rows(&said.out)[..] else {
+        panic!("{said:?}")
+    };
     assert_eq!(
-        [cell(1, "phase"), cell(1, "ops"), cell(1, "bytes")],
-        ["write", "5", "1500000"]
+        ["phase", "ops", "bytes", "mixed_reads_ops", "tokens", "prompts"].map(|name| write[name]),
+        ["write", "5", "1500000", "", "", ""]
     );
-    assert_eq!([cell(2, "phase"), cell(2, "cpu_seconds_per_gib")], ["head", ""]);
+    assert_eq!([head["phase"], head["cpu_seconds_per_gib"]], ["head", ""]);
+    let said = site
+        .say(&["write", "-t", "1", "--mix", "60", "--csv", "-"])
+        .await
+        .exits(0);
+    let mixed = &rows(&said.out)[0];
+    assert_eq!([mixed["mix_percent"], mixed["mixed_writes_ops"]], ["60", "5"]);
+    let [reads, all]: [u64; 2] = ["mixed_reads_ops", "ops"].map(|name| mixed[name].parse().unwrap());
+    assert_eq!(reads + 5, all);
+    for of in ["writes", "reads"] {
+        let [p50, p99, speed] =
+            ["p50_us", "p99_us", "mib_per_s"].map(|what| number(mixed[&*format!("mixed_{of}_{what}")]));
+        assert!(0.0 < p50 && p50 <= p99 && speed > 0.0, "{mixed:?}");
+    }
     // A file is added to, and does not take the table's place.
     for _ in 0..2 {
         let said = site.say(&["head", "--csv", "all.csv"]).await.exits(0);
@@ -531,6 +559,24 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     assert!((told / speed - 1.0).abs() < 0.02, "{told}, not {speed}");
     let again = bench(&["write", "--json"]).await.exits(0);
     assert_eq!(phases(&again)[0]["bytes"], 0, "all were there");
+    // A run that tidies up has chunks of its own.
+    let there = files(&place.bucket()).len();
+    let said = bench(&["--csv", "-", "--layers-first"]).await.exits(0);
+    assert_eq!((there, files(&place.bucket()).len()), (10, 10));
+    let rows = rows(&said.out);
+    assert_ne!(rows[0]["bytes"], "0");
+    assert_eq!(
+        ["model", "tokens", "order", "prompts", "prompt_chunks"].map(|name| rows[1][name]),
+        ["tiny", "150", "layer", "1", "9"]
+    );
+    assert_eq!([rows[0]["prompts"], rows[2]["prompts"]], ["", ""]);
+    let of = |what: &str| number(rows[1][&*format!("prompt_{what}")]);
+    let times = ["lookup_p50_us", "first_chunk_p50_us", "last_chunk_p99_us"].map(of);
+    assert!(
+        times[0] > 0.0 && times.is_sorted() && of("gib_per_s") > 0.0,
+        "{times:?}"
+    );
+    assert!(of("first_layer_p99_us") <= times[2]);
 
     // A damaged chunk ends the load.
     let mut chunks = files(&place.bucket()).into_iter();
@@ -669,7 +715,7 @@ async fn layers_come_in_parts_of_the_size_that_is_told() {
 /// them have come.
 struct Way {
     endpoint: String,
-    came: watch::Receiver<usize>,
+    came: Arc<watch::Sender<usize>>,
 }
 
 impl Way {
@@ -682,8 +728,8 @@ impl Way {
             .parse()
             .unwrap();
         let (listener, endpoint) = listen().await;
-        let (counter, came) = watch::channel(0);
-        let counter = Arc::new(counter);
+        let came = Arc::new(watch::Sender::new(0));
+        let counter = Arc::clone(&came);
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let (mut answers, mut requests) = TcpStream::connect(server).await.unwrap().into_split();
@@ -714,6 +760,11 @@ impl Way {
     fn came(&self) -> usize {
         *self.came.borrow()
     }
+
+    /// Nothing waits any more.
+    fn open(&self) {
+        self.came.send_replace(usize::MAX / 2);
+    }
 }
 
 /// Whether a request begins here, for an object or for a chunk.
@@ -743,6 +794,25 @@ async fn as_many_requests_are_in_flight_as_were_asked_for() {
         let args = [&[phase][..], &sizes, &shape].concat();
         Said::new(narrow(&mut site.command(&args)).output().await.unwrap()).exits(0);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_under_way_at_an_interruption_does_not_come_after_its_delete() {
+    let place = wide_place().await;
+    let way = Way::to(&place, "PUT ", 5).await;
+    let args = [&WIDE[..], &["-t", "4", "--endpoint", &way.endpoint]].concat();
+    let child = place.command(&args).spawn().unwrap();
+    while way.came() < 4 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    signal("-INT", &child);
+    // Longer than requests get to end after it.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    way.open();
+    Said::new(child.wait_with_output().await.unwrap())
+        .exits(1)
+        .says(&["interrupted"]);
+    assert_eq!(files(&place.bucket()), Vec::<PathBuf>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -5,12 +5,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 
 use super::endpoints::breaker;
-use crate::bench::{Endpoint, Latency, PhaseReport, Settings};
+use crate::bench::{Endpoint, Latency, PhaseReport, PromptReport, PromptSettings, Settings, Share};
 use crate::cli::error::CliError;
 use crate::cli::output::Out;
 
 /// What lines of addresses have in common with their phase's.
-const SHARED: [&str; 11] = [
+const SHARED: [&str; 14] = [
     "phase",
     "endpoint",
     "bucket",
@@ -21,13 +21,16 @@ const SHARED: [&str; 11] = [
     "concurrency",
     "verify",
     "mix_percent",
+    "model",
+    "tokens",
+    "order",
     "last_done_seconds",
 ];
 
 /// What a column has where the line is of a phase.
 type Value = fn(&Settings, &PhaseReport) -> String;
 
-const COLUMNS: [(&str, Value); 52] = [
+const COLUMNS: [(&str, Value); 74] = [
     ("phase", |_, phase| phase.phase.name().into()),
     ("endpoint", |settings, _| {
         settings.endpoint.clone().unwrap_or_else(|| "AWS".into())
@@ -41,6 +44,15 @@ const COLUMNS: [(&str, Value); 52] = [
     ("concurrency", |settings, _| settings.concurrency.to_string()),
     ("verify", |settings, _| settings.verify.to_string()),
     ("mix_percent", |settings, _| settings.mix_percent.to_string()),
+    ("model", |settings, _| {
+        of_prompt(settings, |prompt| prompt.model.clone())
+    }),
+    ("tokens", |settings, _| {
+        of_prompt(settings, |prompt| prompt.tokens.to_string())
+    }),
+    ("order", |settings, _| {
+        of_prompt(settings, |prompt| prompt.order.word().into())
+    }),
     ("ops", |_, phase| phase.ops.to_string()),
     ("bytes", |_, phase| phase.bytes.to_string()),
     ("first_done_seconds", |_, phase| number(phase.first_done.seconds)),
@@ -77,6 +89,65 @@ const COLUMNS: [(&str, Value); 52] = [
         phase.errors.first.clone().unwrap_or_default()
     }),
     ("interrupted", |_, phase| phase.interrupted.to_string()),
+    // Only of a write with --mix:
+    ("mixed_writes_ops", |_, phase| {
+        writes(phase, |share| share.ops.to_string())
+    }),
+    ("mixed_writes_mib_per_s", |_, phase| {
+        writes(phase, |share| number(share.mib_per_s))
+    }),
+    ("mixed_writes_p50_us", |_, phase| {
+        writes(phase, |share| maybe(share.latency_us.map(|all| all.p50)))
+    }),
+    ("mixed_writes_p99_us", |_, phase| {
+        writes(phase, |share| maybe(share.latency_us.map(|all| all.p99)))
+    }),
+    ("mixed_reads_ops", |_, phase| {
+        reads(phase, |share| share.ops.to_string())
+    }),
+    ("mixed_reads_mib_per_s", |_, phase| {
+        reads(phase, |share| number(share.mib_per_s))
+    }),
+    ("mixed_reads_p50_us", |_, phase| {
+        reads(phase, |share| maybe(share.latency_us.map(|all| all.p50)))
+    }),
+    ("mixed_reads_p99_us", |_, phase| {
+        reads(phase, |share| maybe(share.latency_us.map(|all| all.p99)))
+    }),
+    // Only where prompts are loaded:
+    ("prompts", |_, phase| {
+        prompts(phase, |report| Some(report.prompts.to_string()))
+    }),
+    ("prompt_chunks", |_, phase| {
+        prompts(phase, |report| Some(report.chunks.to_string()))
+    }),
+    ("prompt_gib_per_s", |_, phase| {
+        prompts(phase, |report| report.gib_per_s.map(number))
+    }),
+    ("prompt_lookup_p50_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.lookup_us?.p50)))
+    }),
+    ("prompt_lookup_p99_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.lookup_us?.p99)))
+    }),
+    ("prompt_first_chunk_p50_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.first_chunk_us?.p50)))
+    }),
+    ("prompt_first_chunk_p99_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.first_chunk_us?.p99)))
+    }),
+    ("prompt_first_layer_p50_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.first_layer_us?.p50)))
+    }),
+    ("prompt_first_layer_p99_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.first_layer_us?.p99)))
+    }),
+    ("prompt_last_chunk_p50_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.last_chunk_us?.p50)))
+    }),
+    ("prompt_last_chunk_p99_us", |_, phase| {
+        prompts(phase, |report| Some(number(report.last_chunk_us?.p99)))
+    }),
     ("addresses", |_, phase| phase.endpoints.len().to_string()),
     // Only where the line is of one address:
     ("address", |_, _| String::new()),
@@ -193,6 +264,24 @@ fn maybe(some: Option<f64>) -> String {
 
 fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
     maybe(phase.latency_us.as_ref().map(of))
+}
+
+fn of_prompt(settings: &Settings, of: fn(&PromptSettings) -> String) -> String {
+    settings.prompt.as_ref().map(of).unwrap_or_default()
+}
+
+fn writes(phase: &PhaseReport, of: fn(&Share) -> String) -> String {
+    let mix = phase.mix.as_ref();
+    mix.map(|mix| of(&mix.writes)).unwrap_or_default()
+}
+
+fn reads(phase: &PhaseReport, of: fn(&Share) -> String) -> String {
+    let mix = phase.mix.as_ref();
+    mix.map(|mix| of(&mix.reads)).unwrap_or_default()
+}
+
+fn prompts(phase: &PhaseReport, of: fn(&PromptReport) -> Option<String>) -> String {
+    phase.prompt.as_ref().and_then(of).unwrap_or_default()
 }
 
 /// None where there is no such figure of one address.

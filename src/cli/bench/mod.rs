@@ -117,8 +117,8 @@ struct OutputArgs {
     #[arg(long)]
     json: bool,
     /// Add a line for each phase to a CSV file, with a header if it is new, and one for each address where the server has
-    /// several; `-` writes them instead of the table. A file with other columns is refused. Histograms, and what only
-    /// prompts and mixes have, are in the table and in --json.
+    /// several; `-` writes them instead of the table. A file with other columns is refused. Histograms are in the table and
+    /// in --json.
     #[arg(long, value_name = "FILE|-")]
     csv: Option<String>,
     /// Don't show what goes on, on a terminal either.
@@ -153,8 +153,9 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
         (config.s3.part_size, config.load.layer_part_size) = (size, size);
     }
     logging::init(&config.log, verbose);
-    let prompt = args.prompt()?;
-    let settings = args.settings(&config, prompt.as_ref())?;
+    let name = args.name();
+    let prompt = args.prompt(&name)?;
+    let settings = args.settings(&config, name, prompt.as_ref())?;
     make_room(&mut config, args.concurrency, &settings);
     // Before anything is measured that could then not be told.
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
@@ -194,7 +195,7 @@ struct Ready {
 }
 
 impl BenchArgs {
-    fn prompt(&self) -> Result<Option<Prompt>, CliError> {
+    fn prompt(&self, name: &str) -> Result<Option<Prompt>, CliError> {
         let model = self.space.model.as_ref();
         let given = SpaceArgs {
             revision: self
@@ -218,7 +219,7 @@ impl BenchArgs {
                     true => Order::Layer,
                     false => Order::Chunk,
                 };
-                Ok(Some(Prompt::new(space, tokens, order)?))
+                Ok(Some(Prompt::new(space, name, tokens, order)?))
             }
             Some(SpaceRef::Id(..)) => Err(CliError::usage(
                 "a space's id does not say what its chunks are: give --space FILE or --model PRESET",
@@ -226,7 +227,7 @@ impl BenchArgs {
         }
     }
 
-    fn settings(&self, config: &Config, prompt: Option<&Prompt>) -> Result<Settings, CliError> {
+    fn settings(&self, config: &Config, name: String, prompt: Option<&Prompt>) -> Result<Settings, CliError> {
         let ours = config.s3.endpoint.is_none() && config.s3.bucket.is_none();
         if self.keep && ours {
             return Err(CliError::usage(
@@ -254,7 +255,7 @@ impl BenchArgs {
             endpoint: config.s3.endpoint.clone(),
             bucket: config.s3.bucket.clone().unwrap_or_default(),
             prefix: config.s3.prefix.clone(),
-            name: self.name(),
+            name,
             embedded: ours,
             objects,
             object_bytes,
