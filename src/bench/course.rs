@@ -15,7 +15,7 @@ use crate::object::{ErrorKind, ObjectError};
 
 /// Requests that may fail before a phase gives up: what fails that often won't get better.
 const ERRORS_MAX: u64 = 1000;
-/// For requests under way when the phase is interrupted.
+/// For requests under way when the phase is interrupted, if they are not PUTs.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Counts interruptions.
@@ -153,9 +153,14 @@ impl Course {
             return false;
         }
         let all = async { while tasks.join_next().await.is_some() {} };
-        if tokio::time::timeout(GRACE, all).await.is_err() {
-            tasks.shutdown().await;
+        // A PUT that nobody waits for could come after its DELETE.
+        let puts = self.phase == Phase::Write;
+        tokio::select! {
+            () = all => {}
+            () = tokio::time::sleep(GRACE), if !puts => {}
+            () = interrupted(interrupts) => {}
         }
+        tasks.shutdown().await;
         true
     }
 

@@ -204,10 +204,7 @@ impl Bench {
             self.connect(lanes).await?;
         }
         let limits = self.limits(total, move |_| object_bytes);
-        let done = self.course(Phase::Write, limits, &mut workers).await;
-        // What an interruption has left under way could come after its DELETE.
-        gateway.puts_ended(Instant::now() + self.target.write_limit).await;
-        let (course, report) = done?;
+        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
         self.objects = course.issued();
         Ok(report)
     }

@@ -195,19 +195,6 @@ impl Gateway {
         }
     }
 
-    /// Waits until nothing changes S3 any more, or for so long.
-    pub async fn puts_ended(&self, deadline: Instant) {
-        loop {
-            let changed = self.0.changed.notified();
-            tokio::pin!(changed);
-            // As above.
-            changed.as_mut().enable();
-            if self.0.changing.is_empty() || tokio::time::timeout_at(deadline, changed).await.is_err() {
-                return;
-            }
-        }
-    }
-
     /// Ends all PUTs under way: nobody is left who could ask what became of them.
     pub(super) fn abort_puts(&self) {
         let puts = self.0.changing.iter();

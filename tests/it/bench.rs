@@ -800,34 +800,55 @@ async fn as_many_requests_are_in_flight_as_were_asked_for() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_under_way_at_an_interruption_does_not_come_after_its_delete() {
-    let place = Place::new().await;
-    std::fs::write(place.home.path().join("space.json"), SPACE_JSON).unwrap();
-    let way = Way::to(&place, "PUT ", 5).await;
-    let child = place
-        .command(&[
-            "bench",
-            "--space",
-            "space.json",
-            "-t",
-            "4",
-            "--endpoint",
-            &way.endpoint,
-        ])
-        .spawn()
-        .unwrap();
+    let objects = ["write", "delete", "--objects", "4", "--object-size", "30000"];
+    let prompt = ["--space", "space.json"];
+    for args in [&objects[..], &prompt] {
+        let place = Place::new().await;
+        std::fs::write(place.home.path().join("space.json"), SPACE_JSON).unwrap();
+        let way = Way::to(&place, "PUT ", 5).await;
+        let args = [&["bench", "-t", "4", "--endpoint", &way.endpoint], args].concat();
+        let child = place.command(&args).spawn().unwrap();
+        while way.came() < 4 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        signal("-INT", &child);
+        // Longer than other requests get to end after it; the bodies are small, so all of them is on the way by then.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        way.open();
+        Said::new(child.wait_with_output().await.unwrap())
+            .exits(1)
+            .says(&["interrupted"]);
+        // Whatever was to come is here.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(files(&place.bucket()), Vec::<PathBuf>::new());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_second_interruption_waits_for_nothing() {
+    let site = Site::new().await;
+    let way = Way::to(&site.0, "PUT ", 5).await;
+    let args = [
+        "write",
+        "delete",
+        "--objects",
+        "4",
+        "-t",
+        "4",
+        "--endpoint",
+        &way.endpoint,
+    ];
+    let child = site.command(&args).spawn().unwrap();
     while way.came() < 4 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    signal("-INT", &child);
-    // Longer than requests get to end after it; the bodies are small, so all of them is on the way by then.
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    way.open();
-    Said::new(child.wait_with_output().await.unwrap())
-        .exits(1)
-        .says(&["interrupted"]);
-    // Whatever was to come is here.
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    assert_eq!(files(&place.bucket()), Vec::<PathBuf>::new());
+    for _ in 0..2 {
+        signal("-INT", &child);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    let ended = tokio::time::timeout(Duration::from_secs(20), child.wait_with_output());
+    let said = Said::new(ended.await.expect("it ends").unwrap()).exits(1);
+    said.says(&["interrupted"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -87,7 +87,8 @@ pub struct BenchArgs {
     warm_up: bool,
     /// Leave the objects where they are, for a later run with the same --prefix, which gives its phases. They are also
     /// left when phases are given and delete is none of them. Where they are not left, a run without phases has objects of
-    /// its own; one that deletes after it wrote does so after a failure, Ctrl-C and SIGTERM, too.
+    /// its own; one that deletes after it wrote does so after a failure, Ctrl-C and SIGTERM, too, once the PUTs under way have
+    /// ended (the second time at once, so that some may be left).
     #[arg(long)]
     keep: bool,
     /// Tokens of a synthetic prompt of --space or --model, whose chunks are the objects then: write stores them, read
