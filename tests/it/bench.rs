@@ -838,7 +838,9 @@ async fn the_second_interruption_waits_for_nothing() {
         "--endpoint",
         &way.endpoint,
     ];
-    let child = site.command(&args).spawn().unwrap();
+    // Whoever waits for them waits longer than we do.
+    let mut command = site.command(&args);
+    let child = command.env("KVGATE__S3__READ_TIMEOUT", "50s").spawn().unwrap();
     while way.came() < 4 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

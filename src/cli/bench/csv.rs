@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 
 use super::endpoints::breaker;
-use crate::bench::{Endpoint, Latency, PhaseReport, PromptReport, PromptSettings, Settings, Share};
+use crate::bench::{Endpoint, Latency, PhaseReport, Settings};
 use crate::cli::error::CliError;
 use crate::cli::output::Out;
 
@@ -45,13 +45,15 @@ const COLUMNS: [(&str, Value); 74] = [
     ("verify", |settings, _| settings.verify.to_string()),
     ("mix_percent", |settings, _| settings.mix_percent.to_string()),
     ("model", |settings, _| {
-        of_prompt(settings, |prompt| prompt.model.clone())
+        of(settings.prompt.as_ref(), |prompt| Some(prompt.model.clone()))
     }),
     ("tokens", |settings, _| {
-        of_prompt(settings, |prompt| prompt.tokens.to_string())
+        of(settings.prompt.as_ref(), |prompt| Some(prompt.tokens.to_string()))
     }),
     ("order", |settings, _| {
-        of_prompt(settings, |prompt| prompt.order.word().into())
+        of(settings.prompt.as_ref(), |prompt| {
+            Some(prompt.order.word().into())
+        })
     }),
     ("ops", |_, phase| phase.ops.to_string()),
     ("bytes", |_, phase| phase.bytes.to_string()),
@@ -91,62 +93,78 @@ const COLUMNS: [(&str, Value); 74] = [
     ("interrupted", |_, phase| phase.interrupted.to_string()),
     // Only of a write with --mix:
     ("mixed_writes_ops", |_, phase| {
-        writes(phase, |share| share.ops.to_string())
+        of(phase.mix.as_ref(), |mix| Some(mix.writes.ops.to_string()))
     }),
     ("mixed_writes_mib_per_s", |_, phase| {
-        writes(phase, |share| number(share.mib_per_s))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.mib_per_s)))
     }),
     ("mixed_writes_p50_us", |_, phase| {
-        writes(phase, |share| maybe(share.latency_us.map(|all| all.p50)))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.latency_us?.p50)))
     }),
     ("mixed_writes_p99_us", |_, phase| {
-        writes(phase, |share| maybe(share.latency_us.map(|all| all.p99)))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.latency_us?.p99)))
     }),
     ("mixed_reads_ops", |_, phase| {
-        reads(phase, |share| share.ops.to_string())
+        of(phase.mix.as_ref(), |mix| Some(mix.reads.ops.to_string()))
     }),
     ("mixed_reads_mib_per_s", |_, phase| {
-        reads(phase, |share| number(share.mib_per_s))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.mib_per_s)))
     }),
     ("mixed_reads_p50_us", |_, phase| {
-        reads(phase, |share| maybe(share.latency_us.map(|all| all.p50)))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.latency_us?.p50)))
     }),
     ("mixed_reads_p99_us", |_, phase| {
-        reads(phase, |share| maybe(share.latency_us.map(|all| all.p99)))
+        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.latency_us?.p99)))
     }),
     // Only where prompts are loaded:
     ("prompts", |_, phase| {
-        prompts(phase, |report| Some(report.prompts.to_string()))
+        of(phase.prompt.as_ref(), |report| Some(report.prompts.to_string()))
     }),
     ("prompt_chunks", |_, phase| {
-        prompts(phase, |report| Some(report.chunks.to_string()))
+        of(phase.prompt.as_ref(), |report| Some(report.chunks.to_string()))
     }),
     ("prompt_gib_per_s", |_, phase| {
-        prompts(phase, |report| report.gib_per_s.map(number))
+        of(phase.prompt.as_ref(), |report| report.gib_per_s.map(number))
     }),
     ("prompt_lookup_p50_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.lookup_us?.p50)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.lookup_us?.p50))
+        })
     }),
     ("prompt_lookup_p99_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.lookup_us?.p99)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.lookup_us?.p99))
+        })
     }),
     ("prompt_first_chunk_p50_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.first_chunk_us?.p50)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.first_chunk_us?.p50))
+        })
     }),
     ("prompt_first_chunk_p99_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.first_chunk_us?.p99)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.first_chunk_us?.p99))
+        })
     }),
     ("prompt_first_layer_p50_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.first_layer_us?.p50)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.first_layer_us?.p50))
+        })
     }),
     ("prompt_first_layer_p99_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.first_layer_us?.p99)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.first_layer_us?.p99))
+        })
     }),
     ("prompt_last_chunk_p50_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.last_chunk_us?.p50)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.last_chunk_us?.p50))
+        })
     }),
     ("prompt_last_chunk_p99_us", |_, phase| {
-        prompts(phase, |report| Some(number(report.last_chunk_us?.p99)))
+        of(phase.prompt.as_ref(), |report| {
+            Some(number(report.last_chunk_us?.p99))
+        })
     }),
     ("addresses", |_, phase| phase.endpoints.len().to_string()),
     // Only where the line is of one address:
@@ -266,22 +284,9 @@ fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
     maybe(phase.latency_us.as_ref().map(of))
 }
 
-fn of_prompt(settings: &Settings, of: fn(&PromptSettings) -> String) -> String {
-    settings.prompt.as_ref().map(of).unwrap_or_default()
-}
-
-fn writes(phase: &PhaseReport, of: fn(&Share) -> String) -> String {
-    let mix = phase.mix.as_ref();
-    mix.map(|mix| of(&mix.writes)).unwrap_or_default()
-}
-
-fn reads(phase: &PhaseReport, of: fn(&Share) -> String) -> String {
-    let mix = phase.mix.as_ref();
-    mix.map(|mix| of(&mix.reads)).unwrap_or_default()
-}
-
-fn prompts(phase: &PhaseReport, of: fn(&PromptReport) -> Option<String>) -> String {
-    phase.prompt.as_ref().and_then(of).unwrap_or_default()
+/// Empty where there is none.
+fn of<T>(some: Option<&T>, value: fn(&T) -> Option<String>) -> String {
+    some.and_then(value).unwrap_or_default()
 }
 
 /// None where there is no such figure of one address.
