@@ -22,6 +22,8 @@ use crate::fanout::Held;
 const HEAD_READ_BYTES: usize = 4096;
 /// Read at once of a body that is buffered.
 const READ_BYTES: usize = 64 << 10;
+/// Read at once into a slot with a watch, so that the CPU's cache still has most of it when the watch looks.
+const WATCHED_BYTES: usize = 1 << 20;
 /// Interim answers (100 Continue, 103 Early Hints) before the real one.
 const INTERIM_MAX: usize = 8;
 
@@ -172,8 +174,13 @@ impl Connection {
         arrived(landing, copied);
         let mut landed = copied;
         while landed < len {
-            // All the room that is left: smaller reads cost more system calls.
-            let read = self.read(&mut landing.slot[landed..]).await?;
+            self.expect(len - landed)?;
+            // Smaller reads cost more system calls.
+            let end = match landing.watch {
+                Some(_) => len.min(landed + WATCHED_BYTES),
+                None => len,
+            };
+            let read = self.read(&mut landing.slot[landed..end]).await?;
             if read == 0 {
                 return Err(NetError::Cut { got: landed, len });
             }
@@ -183,9 +190,8 @@ impl Connection {
         Ok(copied)
     }
 
-    /// Reads some of a body of which `into` is the rest.
+    /// Reads some of a body.
     async fn read(&mut self, into: &mut [u8]) -> Result<usize, NetError> {
-        self.expect(into.len())?;
         poll_fn(|cx| {
             loop {
                 let mut buf = ReadBuf::new(into);
@@ -358,5 +364,75 @@ impl Stall {
             }
             self.timer.as_mut().reset(due);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpListener;
+
+    use super::super::landing::{Expect, LandingCell, Watch};
+    use super::*;
+    use crate::arena::{Arena, ArenaOptions};
+    use crate::fanout::Start;
+
+    const BODY_BYTES: usize = 64 << 20;
+
+    /// Takes its time, in which more arrives; knows the longest stretch.
+    struct Slow(Arc<AtomicUsize>);
+
+    impl Watch for Slow {
+        fn arrived(&mut self, _at: usize, bytes: &[u8]) {
+            self.0.fetch_max(bytes.len(), Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_watch_gets_stretches_that_fit_in_a_cache() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (ours, theirs) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
+        let mut server = theirs.unwrap().0;
+        let sent = tokio::spawn(async move { server.write_all(&vec![1; BODY_BYTES]).await });
+
+        let arena = Arena::new(&ArenaOptions {
+            size: BODY_BYTES,
+            ticket_bytes: 0,
+            path: None,
+            mode: 0,
+            huge_pages: false,
+            prefault: false,
+            mlock: false,
+        })
+        .unwrap();
+        let longest = Arc::new(AtomicUsize::new(0));
+        let landing = Landing {
+            slot: arena.try_reserve(BODY_BYTES).unwrap(),
+            watch: Some(Box::new(Slow(Arc::clone(&longest)))),
+        };
+        let expect = Expect {
+            range: 0..BODY_BYTES as u64,
+            object_len: BODY_BYTES as u64,
+            etag: None,
+        };
+        let mut landing = LandingCell::new(landing, expect).claim(Start::First).await;
+        let mut connection = Connection::new(Stream::Plain(ours.unwrap()), Duration::from_secs(30));
+        let mut landed = 0;
+        let arrived = |landing: &mut Held<Landing>, len| {
+            landing.arrived(landed, len);
+            landed += len;
+        };
+        connection.land(&mut landing, arrived).await.unwrap();
+        sent.await.unwrap().unwrap();
+        let longest = longest.load(Ordering::Relaxed);
+        assert!(longest <= WATCHED_BYTES, "{longest}");
     }
 }
