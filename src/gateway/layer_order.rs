@@ -57,8 +57,8 @@ type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
 /// What the tasks of a chunk's groups share.
 struct Shared {
     wanted: Arc<Wanted>,
-    /// From its first group; None if that is a miss.
-    head: SetOnce<Option<Head>>,
+    /// From its first group, or why that is a miss.
+    head: SetOnce<Result<Head, Miss>>,
     missed: AtomicBool,
     credit: Option<Spent>,
     landed: Mutex<Landed>,
@@ -266,8 +266,8 @@ impl Shared {
 
     async fn first(self: Arc<Self>, part: Part, waiting: Waiting) -> Result<LoadedChunk, Miss> {
         let (head, outcome) = match self.land_first(part, waiting).await {
-            Ok((head, chunk)) => (Some(head), Ok(chunk)),
-            Err(miss) => (None, Err(miss)),
+            Ok((head, chunk)) => (Ok(head), Ok(chunk)),
+            Err(miss) => (Err(miss.clone()), Err(miss)),
         };
         // Nobody else sets it.
         let _ = self.head.set(head);
@@ -294,10 +294,8 @@ impl Shared {
     }
 
     async fn further(self: Arc<Self>, mut part: Part, group: usize) -> Result<LoadedChunk, Miss> {
-        let Some(head) = self.head.wait().await else {
-            // Nobody asks: the first group's miss was the chunk's last outcome.
-            return Err(Miss::Absent);
-        };
+        // The asker has it from the first group; those who joined have it from whichever tells them first.
+        let head = self.head.wait().await.as_ref().map_err(Miss::clone)?;
         let wanted = &self.wanted;
         let (etag, kind) = (&head.version.etag, head.header.digest_kind);
         let waiting = wanted.wait(&part);

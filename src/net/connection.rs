@@ -24,6 +24,9 @@ const HEAD_READ_BYTES: usize = 4096;
 const READ_BYTES: usize = 64 << 10;
 /// Read at once into a slot with a watch, so that the CPU's cache still has most of it when the watch looks.
 const WATCHED_BYTES: usize = 1 << 20;
+/// How often one who waits for a body looks what the socket has: less than its low-water mark wakes nobody. What judges
+/// progress (breakers, hedges) must not take a slow body for a silent one.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Interim answers (100 Continue, 103 Early Hints) before the real one.
 const INTERIM_MAX: usize = 8;
 
@@ -203,16 +206,15 @@ impl Connection {
                     self.stall.progress();
                     return Poll::Ready(read.map(|()| buf.filled().len()).map_err(NetError::Io));
                 }
-                let late = ready!(self.stall.poll(cx, "byte of the body"));
-                // Bytes may be there that are too few to wake anybody.
-                match self.stream.read_now(into) {
-                    Ok((0, _)) | Err(_) => return Poll::Ready(Err(late)),
-                    Ok((_, read)) => {
-                        self.stall.progress();
-                        if read > 0 {
-                            return Poll::Ready(Ok(read));
-                        }
+                ready!(self.stall.poll_look(cx));
+                // The end and errors are found anew by who reads next.
+                if let Ok((1.., read)) = self.stream.read_now(into) {
+                    self.stall.progress();
+                    if read > 0 {
+                        return Poll::Ready(Ok(read));
                     }
+                } else if let Some(late) = self.stall.late("byte of the body") {
+                    return Poll::Ready(Err(late));
                 }
             }
         })
@@ -345,7 +347,7 @@ impl Stall {
         Self {
             limit,
             last: Instant::now(),
-            timer: Box::pin(tokio::time::sleep(limit)),
+            timer: Box::pin(tokio::time::sleep(limit.min(LOOK_EVERY))),
         }
     }
 
@@ -356,14 +358,30 @@ impl Stall {
     /// Ready when the limit has passed.
     fn poll(&mut self, cx: &mut Context<'_>, what: &'static str) -> Poll<NetError> {
         loop {
-            ready!(self.timer.as_mut().poll(cx));
-            let due = self.last + self.limit;
-            if Instant::now() >= due {
-                let limit = self.limit;
-                return Poll::Ready(NetError::Timeout { what, limit });
+            ready!(self.poll_look(cx));
+            if let Some(late) = self.late(what) {
+                return Poll::Ready(late);
             }
-            self.timer.as_mut().reset(due);
         }
+    }
+
+    /// Ready when it is time to look, and when the limit passes.
+    fn poll_look(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        ready!(self.timer.as_mut().poll(cx));
+        let now = Instant::now();
+        let left = (self.last + self.limit).saturating_duration_since(now);
+        let next = if left.is_zero() {
+            LOOK_EVERY
+        } else {
+            left.min(LOOK_EVERY)
+        };
+        self.timer.as_mut().reset(now + next);
+        Poll::Ready(())
+    }
+
+    fn late(&self, what: &'static str) -> Option<NetError> {
+        let limit = self.limit;
+        (self.last.elapsed() >= limit).then_some(NetError::Timeout { what, limit })
     }
 }
 
@@ -375,6 +393,7 @@ mod tests {
 
     use tokio::io::AsyncWriteExt;
     use tokio::net::TcpListener;
+    use tokio::sync::mpsc;
 
     use super::super::landing::{Expect, LandingCell, Watch};
     use super::*;
@@ -393,16 +412,17 @@ mod tests {
         }
     }
 
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_watch_gets_stretches_that_fit_in_a_cache() {
+    async fn connected() -> (Connection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (ours, theirs) = tokio::join!(
             TcpStream::connect(listener.local_addr().unwrap()),
             listener.accept()
         );
-        let mut server = theirs.unwrap().0;
-        let sent = tokio::spawn(async move { server.write_all(&vec![1; BODY_BYTES]).await });
+        let connection = Connection::new(Stream::Plain(ours.unwrap()), Duration::from_secs(30));
+        (connection, theirs.unwrap().0)
+    }
 
+    async fn landing(watch: Option<Box<dyn Watch>>) -> Held<Landing> {
         let arena = Arena::new(&ArenaOptions {
             size: BODY_BYTES,
             ticket_bytes: 0,
@@ -413,18 +433,24 @@ mod tests {
             mlock: false,
         })
         .unwrap();
-        let longest = Arc::new(AtomicUsize::new(0));
         let landing = Landing {
             slot: arena.try_reserve(BODY_BYTES).unwrap(),
-            watch: Some(Box::new(Slow(Arc::clone(&longest)))),
+            watch,
         };
         let expect = Expect {
             range: 0..BODY_BYTES as u64,
             object_len: BODY_BYTES as u64,
             etag: None,
         };
-        let mut landing = LandingCell::new(landing, expect).claim(Start::First).await;
-        let mut connection = Connection::new(Stream::Plain(ours.unwrap()), Duration::from_secs(30));
+        LandingCell::new(landing, expect).claim(Start::First).await
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_watch_gets_stretches_that_fit_in_a_cache() {
+        let (mut connection, mut server) = connected().await;
+        let sent = tokio::spawn(async move { server.write_all(&vec![1; BODY_BYTES]).await });
+        let longest = Arc::new(AtomicUsize::new(0));
+        let mut landing = landing(Some(Box::new(Slow(Arc::clone(&longest))))).await;
         let mut landed = 0;
         let arrived = |landing: &mut Held<Landing>, len| {
             landing.arrived(landed, len);
@@ -434,5 +460,28 @@ mod tests {
         sent.await.unwrap().unwrap();
         let longest = longest.load(Ordering::Relaxed);
         assert!(longest <= WATCHED_BYTES, "{longest}");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_is_too_little_to_wake_anybody_is_seen_nevertheless() {
+        let (mut connection, mut server) = connected().await;
+        let (saw, mut seen) = mpsc::unbounded_channel();
+        let sent = tokio::spawn(async move {
+            let body = vec![1; BODY_BYTES];
+            let (little, rest) = body.split_at(1000);
+            server.write_all(little).await.unwrap();
+            // The whole limit is longer.
+            let saw = tokio::time::timeout(Duration::from_secs(20), seen.recv()).await;
+            server.write_all(rest).await.unwrap();
+            saw
+        });
+        let mut landing = landing(None).await;
+        let arrived = |_: &mut Held<Landing>, len| {
+            if len > 0 {
+                saw.send(len).unwrap_or_default();
+            }
+        };
+        connection.land(&mut landing, arrived).await.unwrap();
+        assert_eq!(sent.await.unwrap(), Ok(Some(1000)));
     }
 }

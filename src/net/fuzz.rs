@@ -10,7 +10,7 @@ use super::connection::{Connection, Outgoing, Stream};
 use super::error::NetError;
 use super::landing::{Expect, Landing, LandingCell};
 use crate::arena::{Arena, ArenaOptions};
-use crate::fanout::Start;
+use crate::fanout::{Held, Start};
 
 const STALL: Duration = Duration::from_secs(5);
 const BODY_BYTES_MAX: usize = 1000;
@@ -64,6 +64,9 @@ async fn ask(arena: &Arena, what: u8, bytes: &[u8], pieces: (&[u8], &[u8])) -> R
         if what < 2 {
             let body = body::collect(&mut connection, head.framing, BODY_BYTES_MAX).await?;
             assert!(body.len() <= BODY_BYTES_MAX);
+            if connection.is_reusable(&head) && connection.is_open() {
+                connection.exchange(&request).await?;
+            }
             return Ok(());
         }
         let expect = Expect {
@@ -75,7 +78,13 @@ async fn ask(arena: &Arena, what: u8, bytes: &[u8], pieces: (&[u8], &[u8])) -> R
         let slot = arena.try_reserve(SLOT_BYTES).expect("it came back");
         let cell = LandingCell::new(Landing::new(slot), expect);
         let mut landing = cell.claim(Start::First).await;
-        connection.land(&mut landing, |_, _| {}).await?;
+        let mut digested = Vec::new();
+        let arrived = |landing: &mut Held<Landing>, len| {
+            let at = digested.len();
+            digested.extend_from_slice(&landing.slot[at..at + len]);
+        };
+        connection.land(&mut landing, arrived).await?;
+        assert_eq!(digested, landing.slot[..]);
         assert!(
             bytes
                 .windows(SLOT_BYTES)

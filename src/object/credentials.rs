@@ -8,6 +8,7 @@ use aws_config::Region;
 use aws_config::default_provider::credentials::DefaultCredentialsChain;
 use aws_config::provider_config::ProviderConfig;
 use aws_credential_types::Credentials;
+use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, ProvideCredentials, future};
 
 use super::sign::EXPIRES_SOON;
@@ -68,7 +69,7 @@ impl Chain {
     /// Remembers what was found. Keys that never expire do so for whoever keeps them.
     fn lasting(&self, found: provider::Result, chain: Arc<DefaultCredentialsChain>) -> provider::Result {
         let mut last = self.lock();
-        let keys = match (found, &*last) {
+        let keys = match (found.and_then(printable), &*last) {
             (Ok(keys), _) if keys.expiry().is_some() => {
                 *last = Last::Session(chain);
                 return Ok(keys);
@@ -96,6 +97,23 @@ impl Chain {
     }
 }
 
+/// A key goes into request heads as it is, and a line break that somebody's `echo` left at its end would end a line there.
+fn printable(keys: Credentials) -> provider::Result {
+    let parts = [
+        ("access key id", keys.access_key_id()),
+        ("secret access key", keys.secret_access_key()),
+        ("session token", keys.session_token().unwrap_or_default()),
+    ];
+    let is_broken = |part: &str| !part.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+    match parts.iter().find(|(_, part)| is_broken(part)) {
+        Some((name, _)) => Err(CredentialsError::invalid_configuration(format!(
+            "the {name} has a line break or another character that can't be printed: set it again without, as with \
+             `printf %s` in place of `echo`"
+        ))),
+        None => Ok(keys),
+    }
+}
+
 impl ProvideCredentials for Chain {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
@@ -116,8 +134,6 @@ impl ProvideCredentials for Chain {
 
 #[cfg(test)]
 mod tests {
-    use aws_credential_types::provider::error::CredentialsError;
-
     use super::*;
 
     #[tokio::test]
@@ -141,6 +157,16 @@ mod tests {
         assert_eq!(key(lasting(none())), "B");
         let fallback = chain.fallback_on_interrupt().unwrap();
         assert!(fallback.access_key_id() == "B" && fallback.expiry().is_some());
+
+        for (id, secret, token) in [
+            ("D\n", "d", None),
+            ("D", "d\r\n", None),
+            ("D", "d", Some("é".into())),
+        ] {
+            assert!(printable(Credentials::from_keys(id, secret, token.clone())).is_err());
+            let keys = lasting(Ok(Credentials::from_keys(id, secret, token)));
+            assert_eq!(key(keys), "B", "the last that can be used");
+        }
 
         // Those that expire by themselves do it when they say so, and what gave them is asked again.
         let expiry = SystemTime::now() + Duration::from_secs(7);
