@@ -136,6 +136,16 @@ impl Host {
         false
     }
 
+    /// Where the objects of a server of our own are, and how many bytes may still come there.
+    pub fn room(&self) -> Option<(&Path, u64)> {
+        #[cfg(feature = "embedded")]
+        if let Some(server) = &self.embedded {
+            let room = rustix::fs::statvfs(server.root()).ok()?;
+            return Some((server.root(), room.f_bavail.saturating_mul(room.f_frsize)));
+        }
+        None
+    }
+
     pub async fn stop(self) {
         #[cfg(feature = "embedded")]
         if let Some(server) = self.embedded {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 
 const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 const BLOCK: usize = 1 << 20;
@@ -53,17 +53,22 @@ impl Content {
     /// The digest that `range` of an object must have.
     pub fn crc(&self, object: u64, range: Range<u64>) -> u64 {
         let mut crc = checksum(CRC, &[]);
-        let mut piece = Vec::new();
         for (at, len) in pieces(range) {
-            if at.is_multiple_of(BLOCK as u64) && len == BLOCK {
-                let stamp = checksum(CRC, &stamp(object, at));
-                let whole = self.after_stamp.digest(stamp, self.rest_crc);
-                crc = self.whole_block.digest(crc, whole);
+            let stamp = stamp(object, at - at % BLOCK as u64);
+            let start = usize::try_from(at % BLOCK as u64).unwrap_or_default();
+            crc = if len == BLOCK {
+                let whole = self.after_stamp.digest(checksum(CRC, &stamp), self.rest_crc);
+                self.whole_block.digest(crc, whole)
             } else {
-                piece.resize(len, 0);
-                self.generate(object, at, &mut piece);
-                crc = checksum_combine(CRC, crc, checksum(CRC, &piece), len as u64);
-            }
+                let (of_stamp, of_block) = (
+                    start.min(STAMP)..STAMP.min(start + len),
+                    start.max(STAMP)..start + len,
+                );
+                let mut digest = Digest::new_with_init_state(CRC, !crc);
+                digest.update(&stamp[of_stamp]);
+                digest.update(self.block.get(of_block).unwrap_or_default());
+                digest.finalize()
+            };
         }
         crc
     }

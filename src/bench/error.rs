@@ -1,7 +1,7 @@
 use crate::arena::ArenaError;
 use crate::chunk::{HashError, SpaceError};
 use crate::object::ObjectError;
-use crate::units::ByteSize;
+use crate::units::{ByteSize, MIB};
 
 /// The bench can't run, or can't go on. Requests that fail by themselves are in the report.
 #[derive(Debug, thiserror::Error)]
@@ -10,7 +10,7 @@ pub enum BenchError {
     Settings(String),
     #[error(
         "{slots} slots of {} need {} of memory, and {} are available: lower {lower}",
-        ByteSize(*slot_bytes), ByteSize(slots * slot_bytes), ByteSize(*available)
+        ByteSize(*slot_bytes), ByteSize(slots * slot_bytes), ByteSize(available / MIB * MIB)
     )]
     Memory {
         slots: u64,
@@ -26,6 +26,9 @@ pub enum BenchError {
     Space(#[from] SpaceError),
     #[error(transparent)]
     Hash(#[from] HashError),
+    /// Before there was anything to report.
+    #[error("interrupted")]
+    Interrupted,
     /// What every request would meet: no bucket, no credentials, no right.
     #[error(transparent)]
     Object(#[from] ObjectError),

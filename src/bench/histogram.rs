@@ -11,7 +11,11 @@ const DIGITS: u8 = 2;
 
 /// Counts times in nanoseconds. It has room for all of them from the start, 18 KiB, so none grows while the clock runs.
 #[derive(Debug, Clone)]
-pub(super) struct Histogram(hdrhistogram::Histogram<u32>);
+pub(super) struct Histogram {
+    counts: hdrhistogram::Histogram<u32>,
+    /// Exact, so that no request seems longer than its phase.
+    longest: u64,
+}
 
 /// Times of one octave: longer than the bucket before says, up to this.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -23,35 +27,40 @@ pub struct Bucket {
 impl Default for Histogram {
     fn default() -> Self {
         let counts = hdrhistogram::Histogram::new_with_bounds(1, nanos(LONGEST), DIGITS);
-        Self(counts.expect("good bounds"))
+        Self {
+            counts: counts.expect("good bounds"),
+            longest: 0,
+        }
     }
 }
 
 impl Histogram {
     pub fn record(&mut self, time: Duration) {
-        self.0.saturating_record(nanos(time));
+        self.counts.saturating_record(nanos(time));
+        self.longest = self.longest.max(nanos(time));
     }
 
     pub fn add(&mut self, other: &Self) {
-        self.0 += &other.0;
+        self.counts += &other.counts;
+        self.longest = self.longest.max(other.longest);
     }
 
     pub fn count(&self) -> u64 {
-        self.0.len()
+        self.counts.len()
     }
 
     pub fn mean_us(&self) -> f64 {
-        self.0.mean() / 1e3
+        self.counts.mean() / 1e3
     }
 
     /// A time that at least this share of all did not exceed; `share` from 0, the shortest, to 1, the longest.
     pub fn quantile_us(&self, share: f64) -> f64 {
-        micros(self.0.value_at_quantile(share))
+        micros(self.counts.value_at_quantile(share).min(self.longest))
     }
 
     /// By octave, from the first that has some to the last.
     pub fn octaves(&self) -> Vec<Bucket> {
-        let octaves = self.0.iter_log(1, 2.0).map(|octave| Bucket {
+        let octaves = self.counts.iter_log(1, 2.0).map(|octave| Bucket {
             // 2^n is the first of the next octave: nobody minds the nanosecond.
             up_to_us: micros(octave.value_iterated_to() + 1),
             count: octave.count_since_last_iteration(),
@@ -85,6 +94,7 @@ mod tests {
         let mut histogram = of((1..=500).map(|us| us * 1000));
         histogram.add(&of((501..=1000).map(|us| us * 1000)));
         assert_eq!(histogram.count(), 1000);
+        assert_eq!(histogram.quantile_us(1.0).to_bits(), 1000.0_f64.to_bits());
         let quantiles = [0.0, 0.5, 0.9, 0.99, 0.999, 1.0].map(|share| histogram.quantile_us(share));
         let exact = [1.0, 500.0, 900.0, 990.0, 999.0, 1000.0];
         for (found, exact) in quantiles

@@ -86,7 +86,7 @@ impl Bench {
             }
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
-        self.finish(&course, &clock, !done)
+        Ok(self.finish(&course, &clock, !done))
     }
 }
 
@@ -139,8 +139,12 @@ impl Asked {
                 (Err(cause.into()), Err(told))
             }
         };
+        let failed = counted.is_err();
         self.course.count(0, counted);
         self.course.ended_one();
+        if failed {
+            self.course.after_failure().await;
+        }
         answer
     }
 }

@@ -2,6 +2,7 @@
 //! then loaded in order. What is stored is synthetic and under a salt of its own, so no prompt ever finds it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures::future::try_join_all;
 use tokio::time::{Duration, Instant};
@@ -15,7 +16,6 @@ use super::raw::Target;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, PromptSettings, to_usize};
-use crate::arena::Arena;
 use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::config::{Config, Strategy};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
@@ -104,6 +104,8 @@ struct Storer {
     space: Space,
     root: ChunkHash,
     chunks: Arc<[ChunkHash]>,
+    /// Chunks that were there.
+    present: Arc<AtomicU64>,
 }
 
 impl Storer {
@@ -135,8 +137,11 @@ impl Worker for Storer {
         let chunk = NewChunk { hash, parent, slot };
         let bytes = match self.gateway.store(chunk, deadline).await {
             StoreOutcome::Stored => self.target.settings.object_bytes,
-            // Left by a run that kept it: nothing was sent.
-            StoreOutcome::Present | StoreOutcome::Pending => 0,
+            // Left by a run that kept it. Some servers take the body before they say so.
+            StoreOutcome::Present | StoreOutcome::Pending => {
+                self.present.fetch_add(1, Ordering::Relaxed);
+                0
+            }
             StoreOutcome::Failed(error) => {
                 return Err(match Arc::try_unwrap(error) {
                     Ok(error) => error.into(),
@@ -171,7 +176,8 @@ impl Bench {
         };
         let space_json = KeyPrefix::new(&self.target.settings.prefix).space_json(prompt.space.key());
         let soon = Instant::now() + self.target.read_limit;
-        prompt.declares = match self.target.store.head(&space_json, soon).await {
+        let head = self.target.store.head(&space_json, soon);
+        prompt.declares = match Self::unless_interrupted(&mut self.interrupts, head).await? {
             Err(error) if error.kind == ErrorKind::NotFound => true,
             result => result.map(|_| false)?,
         };
@@ -179,7 +185,8 @@ impl Bench {
         let probe_key =
             KeyPrefix::new(&self.target.settings.prefix).own(&format!("probe-{:016x}", fastrand::u64(..)));
         let store = &*self.target.store;
-        let capabilities = Capabilities::probe(store, &probe_key, ProbeMode::Head, soon).await?;
+        let probe = Capabilities::probe(store, &probe_key, ProbeMode::Head, soon);
+        let capabilities = Self::unless_interrupted(&mut self.interrupts, probe).await??;
         let (space, root, chunks) = (prompt.space.clone(), prompt.root, prompt.chunks.clone());
         let total = Some(chunks.len() as u64);
         let object_bytes = self.settings().object_bytes;
@@ -192,28 +199,33 @@ impl Bench {
             self.target.content.fill(slot.payload_mut());
         }
         let chunks: Arc<[ChunkHash]> = chunks.into();
+        let present = Arc::new(AtomicU64::new(0));
         let worker = |_| Storer {
             gateway: gateway.clone(),
             target: Arc::clone(&self.target),
             space: space.clone(),
             root,
             chunks: Arc::clone(&chunks),
+            present: Arc::clone(&present),
         };
         let mut workers = (0..lanes).map(worker).collect();
         if self.settings().warm_up {
             self.connect(lanes).await?;
         }
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
+        let (course, mut report) = self.course(Phase::Write, limits, &mut workers).await?;
+        report.present = present.load(Ordering::Relaxed);
         self.objects = course.issued();
         Ok(report)
     }
 
     /// What is stored is not stored again, so only connections and signatures can be warm before.
-    async fn connect(&self, connections: usize) -> Result<(), BenchError> {
+    async fn connect(&mut self, connections: usize) -> Result<(), BenchError> {
         let soon = Instant::now() + self.target.read_limit;
         let asks = (0..connections).map(|_| self.target.store.check_bucket(soon));
-        Ok(try_join_all(asks).await.map(drop)?)
+        let all = try_join_all(asks);
+        Self::unless_interrupted(&mut self.interrupts, all).await??;
+        Ok(())
     }
 
     /// Looks the whole prompt up and loads it, one time after the other.
@@ -242,7 +254,9 @@ impl Bench {
             ..limits
         };
         let store = Arc::clone(&self.target.store);
-        let gateway = self.gateway(store, self.load_arena()?, self.reads_only());
+        let (slots, lower) = self.load_slots();
+        let arena = self.arena(to_usize(slots), self.settings().object_bytes, lower)?;
+        let gateway = self.gateway(store, arena, self.reads_only());
         let (strategy, order) = (self.config.lookup.strategy, prompt.order);
         let mut times = Times::default();
         let course = self.start(Phase::Read, limits, 1);
@@ -255,7 +269,7 @@ impl Bench {
             }
         };
         let done = course.interruptible(all, &mut self.interrupts).await;
-        let mut report = self.finish(&course, &clock, !done)?;
+        let mut report = self.finish(&course, &clock, !done);
         let prompts = times.last_chunk.count();
         let loaded = prompts * self.objects * self.settings().object_bytes;
         report.prompt = Some(PromptReport {
@@ -272,25 +286,25 @@ impl Bench {
 
     /// For the bytes in flight, and for a chunk that is awaited and one that was just handed over. Layer by layer: for the
     /// whole prompt in one window, which is half of an arena.
-    fn load_arena(&self) -> Result<Arena, BenchError> {
+    pub(super) fn load_slots(&self) -> (u64, &'static str) {
         let settings = self.settings();
         let in_flight = settings.part_bytes.saturating_mul(settings.concurrency as u64);
-        let (slots, lower) = match self.prompt.as_ref().map(|prompt| prompt.order) {
+        match self.prompt.as_ref().map(|prompt| prompt.order) {
             Some(Order::Layer) => (self.objects.saturating_mul(2), "--tokens"),
             _ => (
                 (in_flight.div_ceil(settings.object_bytes) + 2).min(self.objects.max(1)),
                 "--concurrency or --part-size",
             ),
-        };
-        self.arena(to_usize(slots), settings.object_bytes, lower)
+        }
     }
 
     /// Removes the space.json that a store of this run wrote.
     pub(super) async fn undeclare(&mut self) -> Result<(), BenchError> {
         if let Some(prompt) = self.prompt.as_mut().filter(|prompt| prompt.declares) {
             let key = KeyPrefix::new(&self.target.settings.prefix).space_json(prompt.space.key());
-            let deadline = Instant::now() + self.target.write_limit;
-            self.target.store.delete(&[key], deadline).await?;
+            let (deadline, key) = (Instant::now() + self.target.write_limit, [key]);
+            let delete = self.target.store.delete(&key, deadline);
+            Self::unless_interrupted(&mut self.interrupts, delete).await??;
             prompt.declares = false;
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! The requests of the phases that know nothing of chunks.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -44,15 +45,18 @@ impl Target {
             .min(settings.object_bytes - part * settings.part_bytes)
     }
 
-    /// The digests of all parts, object after object.
-    pub fn part_crcs(&self) -> Vec<u64> {
+    /// The digests of all parts, object after object. Fewer when it is told to stop.
+    pub fn part_crcs(&self, stop: &AtomicBool) -> Vec<u64> {
         let (parts, part_bytes) = (self.settings.parts(), self.settings.part_bytes);
         let crc = |index: u64| {
             let (object, part) = (index / parts, index % parts);
             let start = part * part_bytes;
             self.content.crc(object, start..start + self.part_len(part))
         };
-        (0..self.settings.objects * parts).map(crc).collect()
+        (0..self.settings.objects * parts)
+            .take_while(|_| !stop.load(Ordering::Relaxed))
+            .map(crc)
+            .collect()
     }
 }
 
@@ -165,9 +169,12 @@ fn wrong(target: &Target, object: u64, start: u64, bytes: &[u8]) -> String {
 /// With what to do where the objects are not those that the settings say.
 fn explained(error: crate::object::ObjectError, target: &Target) -> Failure {
     match error.kind {
-        ErrorKind::NotFound => Failure::Wrong(format!(
-            "{error}; write the objects first: kvgate bench write, with the same --prefix and --objects"
-        )),
+        ErrorKind::NotFound => Failure::Wrong(match target.settings.embedded {
+            true => format!("{error}; write the objects first, in the same run: kvgate bench write read"),
+            false => format!(
+                "{error}; write the objects first: kvgate bench write, with the same --prefix, --name and --objects"
+            ),
+        }),
         ErrorKind::Length { .. } => Failure::Wrong(format!(
             "{error}; was it written with another --object-size than {}?",
             crate::units::ByteSize(target.settings.object_bytes)
@@ -342,6 +349,9 @@ impl Worker for Header {
     }
 }
 
+/// Pauses after which a DELETE that failed is made again: what one leaves behind has to be looked for.
+const DELETE_AGAIN: [Duration; 3] = [Duration::from_secs(1); 3];
+
 /// Removes objects, each with a request of its own.
 pub(super) struct Deleter {
     pub target: Arc<Target>,
@@ -349,12 +359,22 @@ pub(super) struct Deleter {
 
 impl Worker for Deleter {
     async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
-        let key = self.target.key(turn).to_owned();
+        let key = [self.target.key(turn).to_owned()];
         let began = Instant::now();
-        self.target
-            .store
-            .delete(&[key], began + self.target.write_limit)
-            .await?;
+        let delete = || {
+            self.target
+                .store
+                .delete(&key, Instant::now() + self.target.write_limit)
+        };
+        let mut result = delete().await;
+        for pause in DELETE_AGAIN {
+            if !matches!(&result, Err(error) if error.kind.retryable()) {
+                break;
+            }
+            tokio::time::sleep(pause).await;
+            result = delete().await;
+        }
+        result?;
         Ok(Some(Op {
             bytes: 0,
             latency: began.elapsed(),

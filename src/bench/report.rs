@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -8,7 +9,7 @@ use super::settings::{Phase, Settings};
 use super::split::{self, Endpoint};
 use super::usage::Usage;
 use crate::net::Traffic;
-use crate::object::RequestCounts;
+use crate::object::{ObjectError, RequestCounts};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -28,6 +29,8 @@ pub struct Report {
 #[derive(Debug, Clone, Serialize)]
 pub struct PhaseReport {
     pub phase: Phase,
+    /// When it began, in seconds since 1970.
+    pub began: f64,
     /// That it went over, again and again if asked to.
     pub objects: u64,
     /// Requests that succeeded.
@@ -49,6 +52,8 @@ pub struct PhaseReport {
     /// By octave.
     pub histogram: Vec<Bucket>,
     pub errors: Errors,
+    /// Chunks that a prompt's write found there already, so that they were not stored.
+    pub present: u64,
     /// Requests that were sent because an earlier one had failed.
     pub retries: u64,
     /// Requests that were sent because an earlier one was slow.
@@ -63,6 +68,9 @@ pub struct PhaseReport {
     /// Where whole prompts are read.
     pub prompt: Option<PromptReport>,
     pub interrupted: bool,
+    /// What every further request would meet: the phase ended with it.
+    #[serde(skip)]
+    pub fatal: Option<Arc<ObjectError>>,
 }
 
 /// How far a phase was at a time.
@@ -91,6 +99,8 @@ pub struct Latency {
 pub struct Errors {
     pub count: u64,
     pub first: Option<String>,
+    /// There were so many that the phase ended.
+    pub gave_up: bool,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -185,6 +195,7 @@ impl PhaseReport {
         };
         Self {
             phase,
+            began: course.began(),
             objects: settings.objects,
             ops: ended.ops,
             bytes: ended.bytes,
@@ -213,9 +224,12 @@ impl PhaseReport {
             errors: Errors {
                 count: tally.errors,
                 first: tally.first_error,
+                gave_up: course.gave_up(),
             },
+            present: 0,
             prompt: None,
             interrupted: false,
+            fatal: course.take_fatal().map(Arc::new),
         }
     }
 }

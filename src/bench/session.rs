@@ -1,8 +1,9 @@
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::content::Content;
-use super::course::{Course, Interrupts, Limits, Live, Worker};
+use super::course::{Course, Interrupts, Limits, Live, Worker, interrupted};
 use super::error::BenchError;
 use super::prompt::Prompt;
 use super::raw::{Deleter, Header, Reader, Target, Writer, Written, is_read, turns_with_writes, writes};
@@ -127,8 +128,26 @@ impl Bench {
         self.under_way.clone()
     }
 
-    /// Runs one phase. Fails with what every request would meet; what single ones met is in the report.
+    /// Fails if there is not the memory for one of the phases: before a prompt is written, not after it.
+    pub fn check(&self, phases: &[Phase]) -> Result<(), BenchError> {
+        if self.prompt.is_some() && phases.contains(&Phase::Read) {
+            let (slots, lower) = self.load_slots();
+            slots_bytes(slots, self.settings().object_bytes, lower)?;
+        }
+        Ok(())
+    }
+
+    /// Runs one phase. Fails if it can't begin; what its requests met is in the report.
     pub async fn run(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
+        let result = self.run_phase(phase).await;
+        if matches!((phase, &result), (Phase::Write, Err(_))) {
+            // It did not begin.
+            self.objects = 0;
+        }
+        result
+    }
+
+    async fn run_phase(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
         match phase {
             Phase::Write if self.prompt.is_some() => self.store_prompt().await,
             Phase::Read if self.prompt.is_some() => self.load_prompts().await,
@@ -304,7 +323,7 @@ impl Bench {
         let course = self.start(phase, limits, workers.len());
         let clock = Clock::start(&*self.target.store);
         let interrupted = course.run(workers, &mut self.interrupts).await;
-        let report = self.finish(&course, &clock, interrupted)?;
+        let report = self.finish(&course, &clock, interrupted);
         Ok((course, report))
     }
 
@@ -330,31 +349,37 @@ impl Bench {
         course
     }
 
-    pub(super) fn finish(
-        &self,
-        course: &Course,
-        clock: &Clock,
-        interrupted: bool,
-    ) -> Result<PhaseReport, BenchError> {
+    pub(super) fn finish(&self, course: &Course, clock: &Clock, interrupted: bool) -> PhaseReport {
         let ended = course.mark();
         let cost = clock.read(&*self.target.store, ended.seconds);
         *self.under_way.lock() = None;
-        if let Some(error) = course.take_fatal() {
-            return Err(error.into());
-        }
         let mut report = PhaseReport::new(&self.target.settings, course, ended, cost);
         report.objects = self.objects;
         report.interrupted = interrupted;
-        Ok(report)
+        report
+    }
+
+    /// What a phase needs before it can begin.
+    pub(super) async fn unless_interrupted<T>(
+        interrupts: &mut Interrupts,
+        work: impl Future<Output = T>,
+    ) -> Result<T, BenchError> {
+        tokio::select! {
+            done = work => Ok(done),
+            () = interrupted(interrupts) => Err(BenchError::Interrupted),
+        }
     }
 
     async fn reader(&mut self) -> Result<Reader, BenchError> {
         let (settings, objects) = (&self.target.settings, self.objects);
         if settings.verify && self.crcs.is_none() {
-            let target = Arc::clone(&self.target);
-            let crcs = tokio::task::spawn_blocking(move || target.part_crcs()).await;
+            let (target, stop) = (Arc::clone(&self.target), Arc::new(AtomicBool::new(false)));
+            let stopped = Arc::clone(&stop);
+            let crcs = tokio::task::spawn_blocking(move || target.part_crcs(&stopped));
+            let crcs = Self::unless_interrupted(&mut self.interrupts, crcs).await;
+            stop.store(true, Ordering::Relaxed);
             // It only fails where it panics.
-            self.crcs = Some(crcs.unwrap_or_default().into());
+            self.crcs = Some(crcs?.unwrap_or_default().into());
         }
         let arena = if let Some(arena) = &self.parts {
             arena
@@ -380,17 +405,7 @@ impl Bench {
         slot_bytes: u64,
         lower: &'static str,
     ) -> Result<Arena, BenchError> {
-        let slot_bytes = slot_bytes.next_multiple_of(SLOT_ALIGN as u64);
-        let bytes = slot_bytes.saturating_mul(slots as u64);
-        if let Some(available) = memory_available().filter(|&available| bytes > available) {
-            return Err(BenchError::Memory {
-                slots: slots as u64,
-                slot_bytes,
-                available,
-                lower,
-            });
-        }
-        self.arena_of(to_usize(bytes))
+        self.arena_of(to_usize(slots_bytes(slots as u64, slot_bytes, lower)?))
     }
 
     pub(super) fn arena_of(&self, size: usize) -> Result<Arena, BenchError> {
@@ -406,7 +421,22 @@ impl Bench {
     }
 }
 
-/// What becomes of a phase after its warm-up: one that was interrupted is its report. Requests that failed don't end it:
+/// Fails with what must be lower if there is not so much memory.
+fn slots_bytes(slots: u64, slot_bytes: u64, lower: &'static str) -> Result<u64, BenchError> {
+    let slot_bytes = slot_bytes.next_multiple_of(SLOT_ALIGN as u64);
+    let bytes = slot_bytes.saturating_mul(slots);
+    if let Some(available) = memory_available().filter(|&available| bytes > available) {
+        return Err(BenchError::Memory {
+            slots,
+            slot_bytes,
+            available,
+            lower,
+        });
+    }
+    Ok(bytes)
+}
+
+/// What becomes of a phase after its warm-up: one that was ended is its report. Requests that failed don't end it:
 /// those that are measured will tell.
 pub(super) fn ends_phase(warm_up: PhaseReport) -> Option<PhaseReport> {
     if let Some(first) = &warm_up.errors.first {
@@ -416,5 +446,5 @@ pub(super) fn ends_phase(warm_up: PhaseReport) -> Option<PhaseReport> {
             "requests failed in the warm-up"
         );
     }
-    warm_up.interrupted.then_some(warm_up)
+    (warm_up.interrupted || warm_up.fatal.is_some()).then_some(warm_up)
 }

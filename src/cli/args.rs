@@ -103,6 +103,12 @@ impl SpaceArgs {
 
     /// The space, if one was given.
     pub fn given(&self) -> Result<Option<SpaceRef>, CliError> {
+        // clap forgets what these require where --space is given, which it may not be with --model.
+        if self.space.is_some() && (self.revision.is_some() || self.chunk_tokens.is_some()) {
+            return Err(CliError::usage(
+                "--revision and --chunk-tokens are for --model: a --space has its own; leave them out",
+            ));
+        }
         match (&self.space, &self.model) {
             (Some(text), _) => space_of(text).map(Some),
             (None, Some(model)) => self.preset(model).map(|space| Some(SpaceRef::Known(space))),

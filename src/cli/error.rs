@@ -47,6 +47,12 @@ impl CliError {
 
 impl From<ObjectError> for CliError {
     fn from(error: ObjectError) -> Self {
+        (&error).into()
+    }
+}
+
+impl From<&ObjectError> for CliError {
+    fn from(error: &ObjectError) -> Self {
         match error.kind {
             ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied => {
                 Self::Usage(error.to_string())

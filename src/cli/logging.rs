@@ -62,7 +62,9 @@ fn filter(level: LogLevel, verbose: u8, told: Option<&str>) -> String {
         ("s3s", 0) => "s3s=off".to_owned(),
         _ => format!("{library}={theirs}"),
     });
-    let filter = format!("{ours},{}", theirs.join(","));
+    // The SDK would have connections closed whose server failed; ours are not its own.
+    let poisoning = "aws_smithy_runtime::client::http::connection_poisoning=off";
+    let filter = format!("{ours},{},{poisoning}", theirs.join(","));
     match (verbose, told) {
         (0, Some(told)) => format!("{filter},{told}=error"),
         _ => filter,

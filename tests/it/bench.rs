@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -255,7 +256,7 @@ async fn a_time_limit_goes_round_until_it_is_over() {
 async fn writes_and_reads_are_mixed_and_paced() {
     let site = Site::new().await;
     let phases = site
-        .phases(&["write", "--objects", "20", "--mix", "60", "--rate", "15MB"])
+        .phases(&["write", "--objects", "20", "--mix", "60", "--rate", "15MB/s"])
         .await;
     let mix = &phases[0]["mix"];
     assert_eq!(
@@ -339,6 +340,15 @@ async fn csv_has_a_line_a_phase() {
     said.says(&["--csv other.csv", "give it a new file"]);
     let file = std::fs::read_to_string(site.0.home.path().join("other.csv")).unwrap();
     assert_eq!(file, other);
+    // Nor if its last line may have been cut off.
+    let all = std::fs::read_to_string(site.0.home.path().join("all.csv")).unwrap();
+    for cut in [&all[..all.len() - 9], all.lines().next().unwrap()] {
+        std::fs::write(site.0.home.path().join("cut.csv"), cut).unwrap();
+        let said = site.say(&["head", "--csv", "cut.csv"]).await.exits(2);
+        said.says(&["--csv cut.csv", "cut off"]);
+        let file = std::fs::read_to_string(site.0.home.path().join("cut.csv")).unwrap();
+        assert_eq!(file, cut);
+    }
 }
 
 /// Another address of the same server.
@@ -419,6 +429,15 @@ async fn what_goes_to_which_address_is_told() {
         .await
         .exits(0)
         .says(&["  address ", &format!("\n  {second} "), " % ", "closed"]);
+    // What a lookup is to find absent is answered 404.
+    let said = site
+        .say(&["lookup", "--endpoint", &format!("{url},http://{second}")])
+        .await
+        .exits(0);
+    assert!(
+        said.out.contains("  address ") && !said.out.contains("refused"),
+        "{said:?}"
+    );
     let file = std::fs::read_to_string(site.0.home.path().join("all.csv")).unwrap();
     let rows: Vec<Vec<&str>> = file.lines().map(|line| line.split(',').collect()).collect();
     // The URL of the server has commas itself.
@@ -464,7 +483,10 @@ async fn what_can_not_be_is_said_with_the_flag() {
             ],
             &["--concurrency", "--object-size"],
         ),
-        (&["--objects", "0"], &["--objects"]),
+        (&["--objects", "0"], &["--objects", "from 1 to 10000000"]),
+        (&["--objects", "1k"], &["--objects", "a whole number"]),
+        (&["--rate-iops", "-1"], &["--rate-iops", "a whole number from 1"]),
+        (&["--name", "a/b"], &["--name", "letters"]),
         (&["-t", "0"], &["--concurrency"]),
         (&["--mix", "100"], &["--mix"]),
         (&["--rounds", "0"], &["--rounds"]),
@@ -485,6 +507,20 @@ async fn what_can_not_be_is_said_with_the_flag() {
         .await
         .exits(2)
         .says(&["--keep needs --bucket"]);
+    say(&["bench", "read", "--objects", "1"])
+        .await
+        .exits(1)
+        .says(&["write the objects first", "kvgate bench write read"]);
+    // Before anything is written.
+    let large = ["--object-size", "5GiB", "--part-size", "5GiB"];
+    say(&[&["bench", "--objects", "1000000"][..], &large].concat())
+        .await
+        .exits(2)
+        .says(&["has room for", "--object-size", "TMPDIR"]);
+    let long = ["--model", "qwen3-32b", "--tokens", "16777216", "--layers-first"];
+    let said = site.0.say(&[&["bench"][..], &long].concat()).await.exits(2);
+    let said = said.says(&["lower --tokens"]);
+    assert_eq!((said.out.as_str(), site.objects()), ("", 0));
 }
 
 const SPACE_JSON: &str = r#"{"model":"tiny","revision":"abc123","chunk_tokens":16,
@@ -558,7 +594,12 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     let told = read["prompt"]["gib_per_s"].as_f64().unwrap();
     assert!((told / speed - 1.0).abs() < 0.02, "{told}, not {speed}");
     let again = bench(&["write", "--json"]).await.exits(0);
-    assert_eq!(phases(&again)[0]["bytes"], 0, "all were there");
+    let write = &phases(&again)[0];
+    assert_eq!((&write["bytes"], &write["present"]), (&0.into(), &9.into()));
+    bench(&["write"])
+        .await
+        .exits(0)
+        .says(&["- 9 of 9 chunks were there already", "kvgate bench delete"]);
     // A run that tidies up has chunks of its own.
     let there = files(&place.bucket()).len();
     let said = bench(&["--csv", "-", "--layers-first"]).await.exits(0);
@@ -600,6 +641,9 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
         (&["--mix", "5"], "--mix"),
     ] {
         bench(args).await.exits(2).says(&[part, "cannot be used with"]);
+    }
+    for args in [&["--chunk-tokens", "32"], &["--revision", "other"]] {
+        bench(args).await.exits(2).says(&["a --space has its own"]);
     }
     say(&["bench", "--model", "llama-3-8b", "--tokens", "9"])
         .await
@@ -649,7 +693,7 @@ async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
 async fn what_can_not_be_told_leaves_no_objects() {
     let site = Site::new().await;
     let said = site.say(&["--csv", "/dev/full"]).await.exits(1);
-    said.says(&["can't write --csv /dev/full"]);
+    said.says(&["\nwrite ", "can't write --csv /dev/full"]);
     assert_eq!(site.objects(), 0);
 }
 
@@ -776,7 +820,118 @@ fn is_for_object(method: &str, piece: &[u8]) -> bool {
         .split(' ')
         .nth(1)
         .and_then(|path| path.split('?').next()?.rsplit('/').next());
-    line.starts_with(method) && name.is_some_and(|name| name.starts_with("bench-o") || name.len() == 64)
+    let ours = |name: &str| ["bench-o", "mine-o"].iter().any(|start| name.starts_with(start));
+    line.starts_with(method) && name.is_some_and(|name| ours(name) || name.len() == 64)
+}
+
+/// A way to a server on which the first requests of one method for objects of the bench get another answer, or none.
+async fn way_that_answers(
+    site: &Place,
+    method: &'static str,
+    times: usize,
+    answer: Option<&'static str>,
+) -> String {
+    let server = site.s3.endpoint().strip_prefix("http://").unwrap().to_owned();
+    let (listener, endpoint) = listen().await;
+    let came = Arc::new(AtomicUsize::new(0));
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let (mut answers, mut requests) = TcpStream::connect(&server).await.unwrap().into_split();
+            let (mut asks, mut hears) = client.into_split();
+            let came = Arc::clone(&came);
+            tokio::spawn(async move {
+                let (mut asked, mut answered) = (vec![0; 64 << 10], vec![0; 64 << 10]);
+                loop {
+                    tokio::select! {
+                        len = asks.read(&mut asked) => {
+                            let Ok(len @ 1..) = len else { return };
+                            if is_for_object(method, &asked[..len]) && came.fetch_add(1, Ordering::Relaxed) < times {
+                                let answer = answer.unwrap_or_default().as_bytes();
+                                hears.write_all(answer).await.unwrap();
+                                return;
+                            }
+                            requests.write_all(&asked[..len]).await.unwrap();
+                        }
+                        len = answers.read(&mut answered) => {
+                            let Ok(len @ 1..) = len else { return };
+                            if hears.write_all(&answered[..len]).await.is_err() {
+                                return;
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    endpoint
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_delete_that_fails_is_made_again() {
+    let site = Site::new().await;
+    // More than the kept connections, which may be stale: those are replaced for nothing.
+    let endpoint = way_that_answers(&site.0, "DELETE ", 8, None).await;
+    let mut command = site.command(&["write", "delete", "--json", "--endpoint", &endpoint]);
+    command.env("KVGATE__S3__RETRIES", "0");
+    let said = Said::new(command.output().await.unwrap()).exits(0);
+    let delete = &phases(&said)[1];
+    assert_eq!(delete["ops"], 5);
+    assert!(delete["requests"]["delete"].as_u64() > Some(5), "{delete}");
+    assert_eq!(site.objects(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_measured_before_a_refusal_is_told() {
+    let site = Site::new().await;
+    let denied = "HTTP/1.1 403 Forbidden\r\nContent-Length: 50\r\nx-amz-request-id: 1\r\nConnection: close\r\n\r\n\
+                  <Error><Code>AccessDenied</Code><Message/></Error>";
+    let endpoint = way_that_answers(&site.0, "GET ", 1, Some(denied)).await;
+    let args = [
+        "write",
+        "read",
+        "head",
+        "delete",
+        "-t",
+        "1",
+        "--json",
+        "--endpoint",
+        &endpoint,
+    ];
+    let said = site.say(&args).await.exits(2);
+    let said = said.says(&["access denied"]);
+    let phases = phases(&said);
+    assert_eq!(names(&phases), ["write", "read", "delete"]);
+    assert_eq!(phases[1]["errors"]["count"], 1);
+    assert_eq!(site.objects(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_could_not_be_removed_is_named() {
+    let site = Site::new().await;
+    let endpoint = way_that_answers(&site.0, "DELETE ", usize::MAX, None).await;
+    let args = ["write", "delete", "--name", "mine", "-t", "5"];
+    let mut command = site.command(&[&args[..], &["--endpoint", &endpoint]].concat());
+    command.env("KVGATE__S3__RETRIES", "0");
+    let said = Said::new(command.output().await.unwrap()).exits(1);
+    assert_eq!(site.objects(), 5);
+    let remove = "kvgate bench delete --name mine --objects 5";
+    said.says(&["objects may be left", remove]);
+    let remove: Vec<&str> = remove.split(' ').skip(2).collect();
+    site.say(&remove).await.exits(0);
+    assert_eq!(site.objects(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interruption_before_the_first_phase_ends_it() {
+    let site = Site::new().await;
+    let (listener, endpoint) = listen().await;
+    let child = site.command(&["--endpoint", &endpoint]).spawn().unwrap();
+    // It is asked for the bucket, and never answers.
+    let _asked = listener.accept().await.unwrap();
+    signal("-INT", &child);
+    let ended = tokio::time::timeout(Duration::from_secs(15), child.wait_with_output());
+    let said = Said::new(ended.await.expect("it ends").unwrap()).exits(1);
+    said.says(&["interrupted"]);
 }
 
 /// Room for one of the requests below in each window, unless the bench makes more.

@@ -2,7 +2,7 @@
 //! the same columns as far as they make sense for an address.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 
 use super::endpoints::breaker;
 use crate::bench::{Endpoint, Latency, PhaseReport, Settings};
@@ -10,17 +10,25 @@ use crate::cli::error::CliError;
 use crate::cli::output::Out;
 
 /// What lines of addresses have in common with their phase's.
-const SHARED: [&str; 14] = [
+const SHARED: [&str; 22] = [
     "phase",
+    "began",
+    "version",
     "endpoint",
     "bucket",
     "prefix",
+    "name",
     "embedded",
     "object_bytes",
     "part_bytes",
     "concurrency",
     "verify",
     "mix_percent",
+    "warm_up",
+    "rounds",
+    "time_limit_seconds",
+    "bytes_per_second",
+    "requests_per_second",
     "model",
     "tokens",
     "order",
@@ -30,13 +38,16 @@ const SHARED: [&str; 14] = [
 /// What a column has where the line is of a phase.
 type Value = fn(&Settings, &PhaseReport) -> String;
 
-const COLUMNS: [(&str, Value); 74] = [
+const COLUMNS: [(&str, Value); 83] = [
     ("phase", |_, phase| phase.phase.name().into()),
+    ("began", |_, phase| number(phase.began)),
+    ("version", |_, _| env!("CARGO_PKG_VERSION").into()),
     ("endpoint", |settings, _| {
         settings.endpoint.clone().unwrap_or_else(|| "AWS".into())
     }),
     ("bucket", |settings, _| settings.bucket.clone()),
     ("prefix", |settings, _| settings.prefix.clone()),
+    ("name", |settings, _| settings.name.clone()),
     ("embedded", |settings, _| settings.embedded.to_string()),
     ("objects", |_, phase| phase.objects.to_string()),
     ("object_bytes", |settings, _| settings.object_bytes.to_string()),
@@ -44,6 +55,21 @@ const COLUMNS: [(&str, Value); 74] = [
     ("concurrency", |settings, _| settings.concurrency.to_string()),
     ("verify", |settings, _| settings.verify.to_string()),
     ("mix_percent", |settings, _| settings.mix_percent.to_string()),
+    ("warm_up", |settings, _| settings.warm_up.to_string()),
+    ("rounds", |settings, _| {
+        of(settings.rounds.as_ref(), |rounds| Some(rounds.to_string()))
+    }),
+    ("time_limit_seconds", |settings, _| {
+        maybe(settings.time_limit.map(|time| time.as_secs_f64()))
+    }),
+    ("bytes_per_second", |settings, _| {
+        of(settings.bytes_per_second.as_ref(), |rate| Some(rate.to_string()))
+    }),
+    ("requests_per_second", |settings, _| {
+        of(settings.requests_per_second.as_ref(), |rate| {
+            Some(rate.to_string())
+        })
+    }),
     ("model", |settings, _| {
         of(settings.prompt.as_ref(), |prompt| Some(prompt.model.clone()))
     }),
@@ -116,7 +142,8 @@ const COLUMNS: [(&str, Value); 74] = [
     ("mixed_reads_p99_us", |_, phase| {
         of(phase.mix.as_ref(), |mix| Some(number(mix.reads.latency_us?.p99)))
     }),
-    // Only where prompts are loaded:
+    // Only of prompts:
+    ("present", |_, phase| phase.present.to_string()),
     ("prompts", |_, phase| {
         of(phase.prompt.as_ref(), |report| Some(report.prompts.to_string()))
     }),
@@ -210,6 +237,11 @@ impl Csv {
                 "--csv {name}: its first line does not name this version's columns; give it a new file"
             )));
         }
+        if !empty && !is_ended(name).map_err(error)? {
+            return Err(CliError::usage(format!(
+                "--csv {name}: its last line has no end, so it may be cut off: end it or remove it, or give it a new file"
+            )));
+        }
         Ok(Self {
             file: Some((file, name.to_owned())),
             header: empty,
@@ -235,12 +267,10 @@ impl Csv {
             };
             lines.extend(phase.endpoints.iter().map(of_address));
         }
-        for line in lines {
-            match &mut self.file {
-                None => out.line(line)?,
-                Some((file, name)) => writeln!(file, "{line}")
-                    .map_err(|error| CliError::Failed(format!("can't write --csv {name}: {error}")))?,
-            }
+        match &mut self.file {
+            None => lines.iter().try_for_each(|line| out.line(line))?,
+            Some((file, name)) => append(file, &(lines.join("\n") + "\n"))
+                .map_err(|error| CliError::Failed(format!("can't write --csv {name}: {error}")))?,
         }
         out.flush()
     }
@@ -262,6 +292,26 @@ fn first_line(name: &str) -> io::Result<String> {
     let mut bytes = Vec::new();
     BufReader::new(File::open(name)?.take(most)).read_until(b'\n', &mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
+}
+
+/// All of it, or as far as can be nothing.
+fn append(file: &mut File, lines: &str) -> io::Result<()> {
+    let before = file.metadata()?.len();
+    file.write_all(lines.as_bytes()).inspect_err(|_| {
+        // A device can't be cut.
+        let _ = file.set_len(before);
+    })
+}
+
+fn is_ended(name: &str) -> io::Result<bool> {
+    let mut file = File::open(name)?;
+    // Not empty; what is no file of lines can't be looked at.
+    if file.seek(SeekFrom::End(-1)).is_err() {
+        return Ok(true);
+    }
+    let mut last = [0];
+    file.read_exact(&mut last)?;
+    Ok(last == *b"\n")
 }
 
 /// Quoted where it must be.

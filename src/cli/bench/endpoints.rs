@@ -1,6 +1,6 @@
 //! Below a phase's line, what went to each address.
 
-use crate::bench::Endpoint;
+use crate::bench::{Endpoint, Phase as BenchPhase, PhaseReport};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes};
 use crate::fanout::{Phase, Requests};
@@ -21,15 +21,17 @@ const HEADINGS: [&str; 10] = [
 ];
 
 /// Nothing where there is only one: the phase's line says it.
-pub fn table(endpoints: &[Endpoint], out: &mut Out) -> Result<(), CliError> {
-    if endpoints.len() < 2 {
+pub fn table(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
+    if phase.endpoints.len() < 2 {
         return Ok(());
     }
-    let rows: Vec<Vec<String>> = endpoints.iter().map(row).collect();
+    // A lookup's 404 may be the answer that is wanted; those that are not are the phase's errors.
+    let refusals = phase.phase != BenchPhase::Lookup;
+    let rows: Vec<Vec<String>> = phase.endpoints.iter().map(|one| row(one, refusals)).collect();
     out.table(&HEADINGS, &rows)
 }
 
-fn row(endpoint: &Endpoint) -> Vec<String> {
+fn row(endpoint: &Endpoint, refusals: bool) -> Vec<String> {
     let (state, totals) = (&endpoint.state, &endpoint.state.totals);
     vec![
         format!("  {}", state.address),
@@ -43,7 +45,7 @@ fn row(endpoint: &Endpoint) -> Vec<String> {
         endpoint.requests.to_string(),
         totals.retries.to_string(),
         totals.hedges.to_string(),
-        failed(totals),
+        failed(totals, refusals),
     ]
 }
 
@@ -57,9 +59,9 @@ pub fn breaker(phase: Phase) -> &'static str {
 }
 
 /// Those that did not end well, by kind.
-fn failed(totals: &Requests) -> String {
+fn failed(totals: &Requests, refusals: bool) -> String {
     let kinds = [
-        (totals.refused, "refused"),
+        (if refusals { totals.refused } else { 0 }, "refused"),
         (totals.throttled, "throttled"),
         (totals.failed, "failed"),
         (totals.lost, "lost"),

@@ -25,8 +25,9 @@ impl LiveLine {
             loop {
                 tokio::time::sleep(EVERY).await;
                 let now = under_way.live();
-                if let Some(now) = &now {
-                    shown.say(text(before.as_ref(), now));
+                match &now {
+                    Some(now) => shown.say(text(before.as_ref(), now)),
+                    None => shown.say("getting ready".into()),
                 }
                 before = now;
             }

@@ -81,6 +81,13 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     if moved {
         out.line(format_args!("- {} in all", bytes(phase.bytes)))?;
     }
+    if phase.present > 0 {
+        let all = count(phase.ops, "chunk");
+        out.line(format_args!(
+            "- {} of {all} were there already, so these are no figures of writes: remove them first (kvgate bench delete)",
+            phase.present
+        ))?;
+    }
     for line in histogram(&phase.histogram) {
         out.line(line)?;
     }
@@ -91,7 +98,7 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
         out.line(line(&share("- writes", &mix.writes)))?;
         out.line(line(&share("- reads", &mix.reads)))?;
     }
-    endpoints::table(&phase.endpoints, out)?;
+    endpoints::table(phase, out)?;
     out.flush()
 }
 
