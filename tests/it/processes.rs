@@ -139,9 +139,13 @@ fn is_stopped(child: &Child) -> bool {
 }
 
 async fn leases(daemon: &Daemon) -> u64 {
-    daemon.client.status().await.unwrap()["slots"]["leases"]
-        .as_u64()
-        .unwrap()
+    number(daemon, "/slots/leases").await
+}
+
+/// From the daemon's status.
+async fn number(daemon: &Daemon, pointer: &str) -> u64 {
+    let status = daemon.client.status().await.unwrap();
+    status.pointer(pointer).and_then(Value::as_u64).unwrap()
 }
 
 async fn until(is: impl AsyncFn() -> bool) {
@@ -238,7 +242,7 @@ async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
     );
     assert_eq!(spoilt().await, 8, "it may go on at any moment");
     signal(&stopped, Signal::CONT);
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    until(async || !is_stopped(&stopped)).await;
     signal(&stopped, Signal::KILL);
     until(async || spoilt().await == 0).await;
     let loaded = home.done("load", "one", 8).await;
@@ -252,10 +256,13 @@ async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
 /// Whatever moment it is killed at: what it serves afterwards verifies, and what flush acknowledged is there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
+    /// Chunks of the store that it is killed in.
+    const STORED: usize = 60;
     let full = std::env::var_os("KVGATE_TEST_FULL").is_some();
     let rounds = if full { 200 } else { 20 };
     let home = Home::new().await;
     let mut acknowledged: Option<String> = None;
+    let mut under_way = 0;
     for round in 0..rounds {
         let mut daemon = home.serve(&[]).await;
         let seed = format!("round {round}");
@@ -264,22 +271,18 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
             daemon.client.flush(Some(20_000)).await.unwrap();
             acknowledged = Some(seed.clone());
         }
-        let engines: Vec<Child> = (0..2)
-            .map(|i| {
-                home.engine(
-                    if i == 0 { "store" } else { "load" },
-                    &format!("{seed} under way"),
-                    60,
-                )
-            })
-            .collect();
-        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..120))).await;
+        let [mut storing, _loading] =
+            ["store", "load"].map(|action| home.engine(action, &format!("{seed} under way"), STORED));
+        let inserted = async || number(&daemon, "/tiers/memory/inserted").await;
+        let enough = inserted().await + fastrand::u64(1..STORED as u64 / 2);
+        while inserted().await < enough {}
         signal(&daemon.child, Signal::KILL);
         daemon.child.wait().await.unwrap();
-        drop(engines);
+        // Its calls were refused then.
+        under_way += usize::from(!storing.wait().await.unwrap().success());
 
         let mut daemon = home.serve(&[]).await;
-        let seen = home.done("load", &format!("{seed} under way"), 60).await;
+        let seen = home.done("load", &format!("{seed} under way"), STORED).await;
         assert_eq!(seen["wrong"], 0, "{seen}");
         if let Some(seed) = &acknowledged {
             let there = home.done("load", seed, 10).await;
@@ -292,6 +295,7 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
         // The next one needs its socket and disks.
         daemon.child.kill().await.unwrap();
     }
+    assert!(under_way * 2 > rounds, "a store was under way in {under_way} of {rounds} rounds only");
 }
 
 /// It had them on its disk, and S3 had never got them.
