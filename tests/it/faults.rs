@@ -441,7 +441,11 @@ async fn a_deadline_ends_a_lookup_and_its_answer_still_counts() {
     let asked = || slow.entered.load(Ordering::SeqCst);
     let before = asked();
     for when in ["waiting for the same answers", "afterwards"] {
-        assert_eq!(lookup(&gateway, &prompt, Strategy::Exact).await.prefix, 3, "{when}");
+        assert_eq!(
+            lookup(&gateway, &prompt, Strategy::Exact).await.prefix,
+            3,
+            "{when}"
+        );
         assert_eq!(asked(), before, "{when}");
     }
 }

@@ -295,7 +295,10 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
         // The next one needs its socket and disks.
         daemon.child.kill().await.unwrap();
     }
-    assert!(under_way * 2 > rounds, "a store was under way in {under_way} of {rounds} rounds only");
+    assert!(
+        under_way * 2 > rounds,
+        "a store was under way in {under_way} of {rounds} rounds only"
+    );
 }
 
 /// It had them on its disk, and S3 had never got them.
