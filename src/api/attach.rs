@@ -16,7 +16,7 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 const INSTANCE_BYTES_MAX: usize = 256;
 
 /// `POST /v1/attach`: a stream that lasts as long as the session.
-pub async fn attach(api: &Arc<Api>, caller: Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn attach(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: AttachRequest = body::parse(&text)?;
     let (session, events) = api.node.attach(checked(request, caller)?)?;
@@ -52,7 +52,10 @@ fn closed(api: &Api, session: &Arc<Session>) {
     api.node.stream_closed(session);
 }
 
-fn checked(request: AttachRequest, caller: Caller) -> Result<Attach, Problem> {
+fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, Problem> {
+    let &Caller::Unix(process) = caller else {
+        return Err(Problem::bad("sessions exist only over the unix socket"));
+    };
     let AttachRequest {
         instance,
         rank,
@@ -85,10 +88,7 @@ fn checked(request: AttachRequest, caller: Caller) -> Result<Attach, Problem> {
         rank,
         world_size,
         has: Has { layers, heads },
-        pid: match caller {
-            Caller::Unix { pid } => pid,
-            Caller::Tcp { .. } => None,
-        },
+        process,
     })
 }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Full, StreamBody, combinators::BoxBody};
 use hyper::body::{Body, Frame, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
-use hyper::{Request, Response, StatusCode};
+use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue};
+use hyper::{HeaderMap, Request, Response, StatusCode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
@@ -19,6 +19,13 @@ pub type Answer = Response<BoxBody<Bytes, Infallible>>;
 pub const JSON: &str = "application/json";
 pub const JSON_LINES: &str = "application/x-ndjson";
 pub const OCTETS: &str = "application/octet-stream";
+
+/// Whether a header names one of these types.
+pub fn content_type(headers: &HeaderMap, name: &HeaderName, kinds: &[&str]) -> bool {
+    let value = headers.get(name).and_then(|value| value.to_str().ok());
+    let names = |one: &str| kinds.iter().any(|kind| one.trim().eq_ignore_ascii_case(kind));
+    value.is_some_and(|value| value.split([',', ';']).any(names))
+}
 
 /// A request's body, of at most `most` bytes, sent within `time`.
 pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Result<Bytes, Problem> {

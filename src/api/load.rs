@@ -10,7 +10,7 @@ use super::body::{Answer, JSON_LINES, Lines, json, lines, push_line};
 use super::lookup::limited;
 use super::problem::Problem;
 use super::wire::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
-use super::{Api, body, spaces};
+use super::{Api, Caller, body, callers, spaces};
 use crate::gateway::{AfterMiss, Miss};
 use crate::node::{Lent, Load, LoadCall};
 
@@ -19,10 +19,10 @@ const LOAD_ID_BYTES_MAX: usize = 256;
 const TOGETHER: usize = 16 << 10;
 
 /// `POST /v1/load`: a line for each chunk, or group of layers, as soon as it may be read.
-pub async fn load(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: LoadRequest = body::parse(&text)?;
-    let session = api.node.session(&request.session)?;
+    let session = callers::session(api, caller, &request.session)?;
     let space = spaces::named(api, &request.space)?;
     api.check_count(request.hashes.len())?;
     if !(1..=LOAD_ID_BYTES_MAX).contains(&request.load_id.len()) {
@@ -140,10 +140,10 @@ fn line(i: usize, outcome: Result<Lent, Miss>) -> LoadLine {
 }
 
 /// `POST /v1/release`.
-pub async fn release(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn release(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: ReleaseRequest = body::parse(&text)?;
-    let session = api.node.session(&request.session)?;
+    let session = callers::session(api, caller, &request.session)?;
     let released = match &request.slots {
         None => api.node.release_load(&session, &request.load_id),
         Some(slots) => {

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::body::Incoming;
-use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue};
-use hyper::{HeaderMap, Request, StatusCode};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
+use hyper::{Request, StatusCode};
 use percent_encoding::percent_decode_str;
 use tokio::time::Instant;
 
-use super::body::{Answer, OCTETS, json};
+use super::body::{Answer, OCTETS, content_type, json};
 use super::problem::Problem;
 use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
 use super::{Api, body, spaces};
@@ -18,8 +18,8 @@ use crate::chunk::{ChunkHash, ChunkHasher, Space};
 use crate::gateway::Lookup;
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
-    let is_binary = is(request.headers(), &CONTENT_TYPE, OCTETS);
-    let wants_binary = is(request.headers(), &ACCEPT, OCTETS);
+    let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
+    let wants_binary = content_type(request.headers(), &ACCEPT, &[OCTETS]);
     let query = request.uri().query().unwrap_or_default().to_owned();
     let body = body::read(request, api.options.body_max, api.options.timeout).await?;
     let (request, hashes) = if is_binary {
@@ -85,11 +85,6 @@ fn binary(found: &Lookup) -> Answer {
         .headers_mut()
         .insert("x-kvgate-chunks", HeaderValue::from(found.chunks));
     answer
-}
-
-fn is(headers: &HeaderMap, name: &HeaderName, kind: &str) -> bool {
-    let value = headers.get(name).and_then(|value| value.to_str().ok());
-    value.is_some_and(|value| value.split([',', ';']).any(|one| one.trim() == kind))
 }
 
 /// The time that was asked for, within the limit.

@@ -4,12 +4,14 @@
 //! asks the [`Node`], and writes the answer. Streams (attach, load) are JSON lines that wait for their reader, and end when
 //! it takes nothing for `[api] timeout`.
 //!
-//! Who can open the unix socket may do everything that a call can, and who can map the arena can read and write every chunk
+//! A process that can open the unix socket may make every call, and one that can map the arena can read and write every chunk
 //! in it: its file has the socket's access rights. Engines of tenants that must not see each other need nodes of their own.
+//! What TCP gives is in `callers`.
 
 mod admin;
 mod attach;
 mod body;
+mod callers;
 mod chunk;
 mod connections;
 mod impatient;
@@ -24,6 +26,7 @@ mod spaces;
 mod store;
 pub mod wire;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -35,7 +38,7 @@ pub use server::{ListenError, Listening, Server};
 
 use self::connections::Connections;
 use crate::config::Strategy;
-use crate::node::Node;
+use crate::node::{Node, Process};
 
 /// Limits of the API.
 #[derive(Debug, Clone)]
@@ -50,6 +53,8 @@ pub struct ApiOptions {
     pub lookup_deadline: Duration,
     pub load_deadline: Duration,
     pub token_file: Option<PathBuf>,
+    /// Names that calls by TCP may be made to, besides the address itself.
+    pub hosts: Vec<String>,
 }
 
 /// What all connections share.
@@ -67,12 +72,10 @@ pub type Reload = Box<dyn Fn() -> Result<Vec<String>, String> + Send + Sync>;
 /// Who calls.
 #[derive(Debug, Clone, Copy)]
 pub enum Caller {
-    Unix {
-        /// None where the system does not tell.
-        pid: Option<i32>,
-    },
+    Unix(Process),
     Tcp {
-        loopback: bool,
+        /// Which address of this machine was called.
+        local: SocketAddr,
     },
 }
 

@@ -47,7 +47,7 @@ impl From<NodeError> for Problem {
     fn from(error: NodeError) -> Self {
         let status = match error.code() {
             "no_session" | "unknown_space" => StatusCode::NOT_FOUND,
-            "too_many" | "draining" => StatusCode::SERVICE_UNAVAILABLE,
+            "too_many" | "no_resources" | "draining" => StatusCode::SERVICE_UNAVAILABLE,
             "bad_rank" | "uncovered" => StatusCode::BAD_REQUEST,
             _ => StatusCode::CONFLICT,
         };

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, AUTHORIZATION, HeaderValue, WWW_AUTHENTICATE};
+use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 
 use super::body::{Answer, problem};
 use super::problem::Problem;
-use super::{Api, Caller, admin, attach, chunk, load, lookup, metrics, page, spaces, store};
+use super::{Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, spaces, store};
 
 /// Serves one request; whatever is wrong becomes a problem of the answer.
 pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Answer {
-    let answer = match allowed(&api, caller, &request) {
-        Ok(()) => route(&api, caller, request).await,
+    let answer = match callers::allowed(&api, &caller, &request) {
+        Ok(()) => route(&api, &caller, request).await,
         Err(problem) => Err(problem),
     };
     answer.unwrap_or_else(|error| {
@@ -31,39 +31,7 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
     })
 }
 
-/// Who may open the unix socket may call. By TCP the token is needed, unless there is none and it is loopback.
-fn allowed(api: &Api, caller: Caller, request: &Request<Incoming>) -> Result<(), Problem> {
-    let probe = matches!(request.uri().path(), "/healthz" | "/readyz");
-    let Caller::Tcp { loopback } = caller else {
-        return Ok(());
-    };
-    let Some(token) = api.token() else {
-        return match loopback {
-            true => Ok(()),
-            false => Err(unauthorized("this kvgate takes calls from loopback only")),
-        };
-    };
-    if probe {
-        return Ok(());
-    }
-    let given = request
-        .headers()
-        .get(AUTHORIZATION)
-        .and_then(|value| value.to_str().ok());
-    let given = given.and_then(|text| text.strip_prefix("Bearer "));
-    match given.is_some_and(|given| blake3::hash(given.trim().as_bytes()) == blake3::hash(token.as_bytes())) {
-        true => Ok(()),
-        false => Err(unauthorized(
-            "send the header `Authorization: Bearer TOKEN`, with the token of [api] token_file",
-        )),
-    }
-}
-
-fn unauthorized(detail: &str) -> Problem {
-    Problem::new(StatusCode::UNAUTHORIZED, "unauthorized", detail)
-}
-
-async fn route(api: &Arc<Api>, caller: Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let path = request.uri().path().to_owned();
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     let unknown = || {
@@ -80,11 +48,11 @@ async fn route(api: &Arc<Api>, caller: Caller, request: Request<Incoming>) -> Re
         ["v1", "spaces"] => spaces::declare(api, request).await,
         ["v1", "attach"] => attach::attach(api, caller, request).await,
         ["v1", "lookup"] => lookup::lookup(api, request).await,
-        ["v1", "load"] => load::load(api, request).await,
-        ["v1", "release"] => load::release(api, request).await,
-        ["v1", "store", "reserve"] => store::reserve(api, request).await,
-        ["v1", "store", "commit"] => store::commit(api, request).await,
-        ["v1", "store", "abort"] => store::abort(api, request).await,
+        ["v1", "load"] => load::load(api, caller, request).await,
+        ["v1", "release"] => load::release(api, caller, request).await,
+        ["v1", "store", "reserve"] => store::reserve(api, caller, request).await,
+        ["v1", "store", "commit"] => store::commit(api, caller, request).await,
+        ["v1", "store", "abort"] => store::abort(api, caller, request).await,
         ["v1", "prefetch"] => admin::prefetch(api, request).await,
         ["v1", "pin"] => admin::pin(api, request).await,
         ["v1", "unpin"] => admin::unpin(api, request).await,

@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 
 use super::impatient::{Impatient, Patient};
 use super::{Api, Caller, routes};
+use crate::node::Process;
 
 /// Where the API is to be reached.
 #[derive(Debug, Clone)]
@@ -95,18 +96,21 @@ impl Server {
             while calls.try_join_next().is_some() {}
             tokio::select! {
                 accepted = self.unix.accept() => match accepted {
-                    Ok((stream, _)) => {
-                        let pid = peer(&stream);
-                        accept(&api, stream, Caller::Unix { pid }, &mut calls, &ended);
-                    }
+                    Ok((stream, _)) => match process(&stream) {
+                        Ok(process) => accept(&api, stream, Caller::Unix(process), &mut calls, &ended),
+                        // It is closed: nobody knows whose it is.
+                        Err(error) => tracing::warn!(%error, "the system does not say which process called"),
+                    },
                     Err(error) => pause(&error).await,
                 },
                 accepted = accept_tcp(self.tcp.as_ref()) => match accepted {
-                    Ok((stream, from)) => {
+                    Ok((stream, _)) => {
                         // Lines of a stream are small.
                         let _ = stream.set_nodelay(true);
-                        let loopback = from.ip().to_canonical().is_loopback();
-                        accept(&api, stream, Caller::Tcp { loopback }, &mut calls, &ended);
+                        // A connection that is gone already has no address.
+                        if let Ok(local) = stream.local_addr() {
+                            accept(&api, stream, Caller::Tcp { local }, &mut calls, &ended);
+                        }
                     }
                     Err(error) => pause(&error).await,
                 },
@@ -147,10 +151,13 @@ async fn clear(path: &Path) -> Result<(), ListenError> {
     }
 }
 
-fn peer(stream: &UnixStream) -> Option<i32> {
-    let pid = stream.peer_cred().ok()?.pid()?;
-    // 0: it is not in our PID namespace.
-    (pid > 0).then_some(pid)
+fn process(stream: &UnixStream) -> io::Result<Process> {
+    let peer = stream.peer_cred()?;
+    Ok(Process {
+        // 0: it is not in our PID namespace.
+        pid: peer.pid().filter(|&pid| pid > 0),
+        uid: peer.uid(),
+    })
 }
 
 async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::TcpStream, SocketAddr)> {

@@ -6,14 +6,14 @@ use hyper::body::Incoming;
 use super::body::{Answer, json};
 use super::problem::Problem;
 use super::wire::{CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk};
-use super::{Api, body, spaces};
+use super::{Api, Caller, body, callers, spaces};
 use crate::node::{NodeError, Reservation, SlotError, ToStore};
 
 /// `POST /v1/store/reserve`.
-pub async fn reserve(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: ReserveRequest = body::parse(&text)?;
-    let session = api.node.session(&request.session)?;
+    let session = callers::session(api, caller, &request.session)?;
     let space = spaces::named(api, &request.space)?;
     api.check_count(request.chunks.len())?;
     for (i, chunk) in request.chunks.iter().enumerate() {
@@ -61,13 +61,16 @@ fn skipped(word: &str) -> ReservedChunk {
 }
 
 /// `POST /v1/store/commit`.
-pub async fn commit(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
-    each(api, request, |session, slot| api.node.commit(session, slot)).await
+pub async fn commit(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+    each(api, caller, request, |session, slot| {
+        api.node.commit(session, slot)
+    })
+    .await
 }
 
 /// `POST /v1/store/abort`.
-pub async fn abort(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
-    each(api, request, |session, slot| {
+pub async fn abort(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+    each(api, caller, request, |session, slot| {
         api.node.abort(session, slot).map(|()| false)
     })
     .await
@@ -75,12 +78,13 @@ pub async fn abort(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer,
 
 async fn each(
     api: &Arc<Api>,
+    caller: &Caller,
     request: Request<Incoming>,
     act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, SlotError>,
 ) -> Result<Answer, Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: CommitRequest = body::parse(&text)?;
-    let session = api.node.session(&request.session)?;
+    let session = callers::session(api, caller, &request.session)?;
     api.check_count(request.slots.len())?;
     let slots = request
         .slots

@@ -22,7 +22,7 @@ impl NodeArgs {
     /// The one that was named, else the configured one.
     pub fn client(&self, config: &Config) -> Client {
         let socket = self.socket.as_ref().unwrap_or(&config.api.socket);
-        Client::new(Target::Unix(socket.clone()))
+        Client::new(Target::Unix(socket.clone())).trusting(config.api.socket_owner)
     }
 }
 
@@ -43,7 +43,7 @@ pub async fn declared(client: &Client, space: &SpaceRef) -> Result<String, CliEr
 impl From<ClientError> for CliError {
     fn from(error: ClientError) -> Self {
         match &error {
-            ClientError::Connect { .. } => Self::usage(error.to_string()),
+            ClientError::Connect { .. } | ClientError::Stranger { .. } => Self::usage(error.to_string()),
             _ => Self::Failed(error.to_string()),
         }
     }

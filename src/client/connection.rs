@@ -10,6 +10,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
+use super::owner::Owner;
 use super::{ClientError, Target};
 
 trait Stream: AsyncRead + AsyncWrite + Send {}
@@ -51,11 +52,15 @@ fn is_cut(error: &hyper::Error) -> bool {
 }
 
 impl Connection {
-    pub async fn open(target: &Target) -> Result<Self, ClientError> {
+    pub async fn open(target: &Target, owner: Owner) -> Result<Self, ClientError> {
         let stream: io::Result<Pin<Box<dyn Stream>>> = match target {
-            Target::Unix(path) => UnixStream::connect(path)
-                .await
-                .map(|stream| Box::pin(stream) as _),
+            Target::Unix(path) => match UnixStream::connect(path).await {
+                Ok(stream) => {
+                    owner.check(&stream, path)?;
+                    Ok(Box::pin(stream) as _)
+                }
+                Err(error) => Err(error),
+            },
             Target::Tcp(address) => TcpStream::connect(address).await.map(|stream| {
                 // Calls are small.
                 let _ = stream.set_nodelay(true);

@@ -8,6 +8,7 @@
 mod connection;
 mod engine;
 mod load;
+mod owner;
 mod session;
 
 use std::net::SocketAddr;
@@ -24,6 +25,7 @@ use serde::de::DeserializeOwned;
 
 pub use engine::Engine;
 pub use load::LoadLines;
+pub use owner::Owner;
 pub use session::Session;
 
 use self::connection::{Connection, Unanswered};
@@ -47,7 +49,9 @@ pub struct Client(Arc<Inner>);
 
 struct Inner {
     target: Target,
+    host: HeaderValue,
     token: Option<HeaderValue>,
+    owner: Owner,
     patience: Duration,
     kept: Mutex<Vec<Connection>>,
 }
@@ -57,6 +61,11 @@ struct Inner {
 pub enum ClientError {
     #[error("can't reach kvgate at {at}: {source}. Is `kvgate serve` running, and is this its [api] socket?")]
     Connect { at: String, source: std::io::Error },
+    #[error(
+        "the socket {at} is user {uid}'s, neither root's nor this user's: whoever that is could hand out wrong KV. If it is \
+         your gateway, set [api] socket_owner (KVGATE__API__SOCKET_OWNER) to {uid}"
+    )]
+    Stranger { at: String, uid: u32 },
     #[error("the call broke off: {0}")]
     Http(#[from] hyper::Error),
     #[error("kvgate did not answer within {0:?}: does its process hang?")]
@@ -92,23 +101,43 @@ impl Client {
 
     pub fn with_token(target: Target, token: Option<&str>) -> Self {
         let token = token.and_then(|token| HeaderValue::from_str(&format!("Bearer {token}")).ok());
+        let host = match &target {
+            Target::Unix(_) => None,
+            Target::Tcp(address) => HeaderValue::from_str(&address.to_string()).ok(),
+        };
         Self(Arc::new(Inner {
             target,
+            host: host.unwrap_or(HeaderValue::from_static("kvgate")),
             token,
+            owner: Owner::default(),
             patience: PATIENCE,
             kept: Mutex::default(),
         }))
     }
 
+    /// The same, which also trusts a socket of this user. Without it only root's and this process's own user's.
+    #[must_use]
+    pub fn trusting(&self, owner: Option<u32>) -> Self {
+        self.with(|inner| inner.owner = Owner { told: owner })
+    }
+
     /// The same, with another patience than a minute, and connections of its own.
     #[must_use]
     pub fn with_patience(&self, patience: Duration) -> Self {
-        Self(Arc::new(Inner {
+        self.with(|inner| inner.patience = patience)
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Inner)) -> Self {
+        let mut inner = Inner {
             target: self.0.target.clone(),
+            host: self.0.host.clone(),
             token: self.0.token.clone(),
-            patience,
+            owner: self.0.owner,
+            patience: self.0.patience,
             kept: Mutex::default(),
-        }))
+        };
+        change(&mut inner);
+        Self(Arc::new(inner))
     }
 
     /// Makes a space known there.
@@ -279,7 +308,7 @@ impl Client {
         let mut request = Request::builder()
             .method(method)
             .uri(path)
-            .header(HOST, "kvgate")
+            .header(HOST, &self.0.host)
             .header(CONTENT_TYPE, kind)
             .header(ACCEPT, accept);
         if let Some(token) = &self.0.token {
@@ -303,7 +332,7 @@ impl Client {
                 Err(failed) => return Err(failed.error.into()),
             }
         }
-        let mut connection = Connection::open(&self.0.target).await?;
+        let mut connection = Connection::open(&self.0.target, self.0.owner).await?;
         match call(&mut connection, request).await {
             Ok(answer) => Ok((connection, answer)),
             Err(failed) => Err(failed.error.into()),

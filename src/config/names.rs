@@ -119,6 +119,30 @@ impl Kind for Folders {
     }
 }
 
+/// Names and addresses of this host, any number of them.
+pub(super) struct Hosts;
+
+impl Kind for Hosts {
+    type Value = Vec<String>;
+
+    fn parse(&self, text: &str) -> Result<Vec<String>, String> {
+        let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+        let checked = names.map(|name| match name.parse::<IpAddr>() {
+            Ok(address) => Ok(address.to_string()),
+            Err(_) => dns_name(name).map_err(|fault| format!("{fault}; write {}", self.accepts())),
+        });
+        checked.collect()
+    }
+
+    fn show(&self, value: &Vec<String>) -> String {
+        value.join(",")
+    }
+
+    fn accepts(&self) -> String {
+        "names or IP addresses without ports, with commas, such as \"kvgate.example,10.0.0.7\"".to_owned()
+    }
+}
+
 /// An address and port to listen on.
 pub(super) struct Address;
 

@@ -8,7 +8,8 @@ use super::choice::choices;
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
 use super::names::{
-    ABSOLUTE_PATH, Address, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Mode, PREFIX, REGION, Servers,
+    ABSOLUTE_PATH, Address, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Mode, PREFIX, REGION,
+    Servers,
 };
 use crate::units::{ByteSize, GIB, KIB, MIB, TIB};
 
@@ -311,8 +312,12 @@ sections! {
         socket_mode: u32 = "0600", Mode;
         /// Address to listen on as well, such as 127.0.0.1:9180; not set: none.
         listen: Option<SocketAddr> = "", Optional(Address);
-        /// File with the bearer token that calls by TCP must have; only loopback works without.
+        /// File with the bearer token that calls by TCP need, but for status, metrics, health and the page.
         token_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// Names that calls by TCP may be made to, besides the address itself: of a proxy, a service, in DNS.
+        hosts: Vec<String> = "", Hosts;
+        /// Whose socket the command line and the engines trust, by user id, besides root's and their own.
+        socket_owner: Option<u32> = "", Optional(Between(0, u32::MAX));
         /// Connections at a time; beyond that, those that do nothing are closed, the oldest first.
         connections: u32 = "4096", Between(8, 1_000_000);
         /// Engine processes at a time.

@@ -102,6 +102,7 @@ pub fn api(config: &Config) -> ApiOptions {
         lookup_deadline: config.lookup.deadline,
         load_deadline: config.load.deadline,
         token_file: config.api.token_file.clone(),
+        hosts: config.api.hosts.clone(),
     }
 }
 

@@ -48,6 +48,11 @@ impl StoreSlot {
         &mut self.slot[header_len..]
     }
 
+    /// The same, as it is now.
+    pub fn payload(&self) -> &[u8] {
+        &self.slot[self.space.layout().header_len()..]
+    }
+
     /// Where the whole slot starts in the arena's file.
     pub fn slot_offset(&self) -> usize {
         self.slot.slot_offset()

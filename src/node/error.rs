@@ -1,3 +1,6 @@
+use std::io;
+use std::sync::Arc;
+
 use super::ledger::{AttachError, SlotError};
 use super::owners::Uncovered;
 
@@ -26,6 +29,10 @@ pub enum NodeError {
         "load {0:?} is under way already, of other chunks or of this rank: give each load an id of its own"
     )]
     LoadTaken(String),
+    #[error(
+        "this process can't be attached now: {0}. Raise the daemon's ulimit -n (LimitNOFILE), or attach fewer"
+    )]
+    System(Arc<io::Error>),
     #[error("this kvgate is going down and takes no new work")]
     Draining,
 }
@@ -43,7 +50,9 @@ impl NodeError {
             Self::Uncovered(_) => "uncovered",
             Self::Slot(SlotError::NotYours) => "not_yours",
             Self::Slot(SlotError::Spoilt) => "spoilt",
+            Self::Slot(SlotError::Unwritten) => "unwritten",
             Self::LoadTaken(_) => "load_taken",
+            Self::System(_) => "no_resources",
             Self::Draining => "draining",
         }
     }

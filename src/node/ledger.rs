@@ -94,6 +94,11 @@ pub enum SlotError {
     #[error("the slot is not this session's to write: it was never reserved by it, or is committed already")]
     NotYours,
     #[error(
+        "the slot was not written where this rank should have: map the arena, write the whole share, then commit. The \
+         chunk is not stored; reserve it again"
+    )]
+    Unwritten,
+    #[error(
         "the chunk can't be stored any more: another rank gave it up or is gone, or it took too long. Reserve it again"
     )]
     Spoilt,
@@ -202,6 +207,13 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         self.fillings.insert(slot, filling);
         self.chunks.insert(chunk, slot);
         Ok(())
+    }
+
+    /// Whether a session writes to a slot that may still be published.
+    pub fn fills(&self, session: SessionId, slot: SlotId) -> bool {
+        self.fillings
+            .get(&slot)
+            .is_some_and(|filling| !filling.spoilt && filling.writers.contains(&session))
     }
 
     /// A rank has written its share, and writes no more.

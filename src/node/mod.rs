@@ -15,6 +15,7 @@ mod session;
 mod shared_load;
 mod status;
 mod store;
+mod unwritten;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,6 +34,8 @@ pub use status::Status;
 pub use store::{Reservation, Reservations, ToStore};
 
 use self::ledger::{Ledger, SessionId};
+pub use peer::Process;
+
 use self::peer::Peer;
 use self::shared_load::SharedLoad;
 use self::store::Filled;
@@ -167,7 +170,7 @@ impl Node {
             return Err(NodeError::TooMany { what, key, most });
         }
         let id = self.0.ids.fetch_add(1, Ordering::Relaxed);
-        let (session, events) = Session::new(id, attach);
+        let (session, events) = Session::new(id, attach)?;
         self.0.by_id.insert(id, Arc::clone(&session));
         let attached = self
             .ledger()
@@ -180,9 +183,16 @@ impl Node {
         tracing::info!(
             instance = session.instance,
             rank = session.rank,
-            pid = session.pid,
+            pid = session.process.pid,
             "attached"
         );
+        if !session.is_seen() {
+            tracing::warn!(
+                instance = session.instance,
+                "its process can't be watched (another PID namespace?): its slots are free [api] grace after its stream \
+                 closes, whether it still copies or not. Run kvgate in the engines' PID namespace (hostPID)"
+            );
+        }
         Ok((session, events))
     }
 

@@ -1,19 +1,36 @@
-//! Whether the process at the other end of a socket is still there.
+//! The process at the other end of a socket: which it is, and whether it is still there.
 
+use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A process as the kernel names it when it connects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Process {
+    /// None: it is in another PID namespace.
+    pub pid: Option<i32>,
+    pub uid: u32,
+}
 
 /// A process, told apart from any later one with its number.
 #[derive(Debug)]
 pub struct Peer(OwnedFd);
 
 impl Peer {
-    /// None where the system can't tell: another PID namespace, an old kernel.
-    pub fn new(pid: i32) -> Option<Self> {
-        let fd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
-        Some(Self(fd))
+    /// None where the system can't watch it: it is in another PID namespace, gone already, or the kernel is old. An error
+    /// where it only could not this time.
+    pub fn new(process: Process) -> io::Result<Option<Self>> {
+        let Some(pid) = process.pid.and_then(Pid::from_raw) else {
+            return Ok(None);
+        };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(fd) => Ok(Some(Self(fd))),
+            Err(Errno::SRCH | Errno::NOSYS | Errno::PERM | Errno::INVAL) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// However it ended.

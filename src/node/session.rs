@@ -1,11 +1,14 @@
+use std::io;
 use std::sync::Arc;
 
+use rustix::rand::GetRandomFlags;
 use serde::Serialize;
 use tokio::sync::{mpsc, watch};
 
+use super::NodeError;
 use super::ledger::{Rank, SessionId};
 use super::owners::Has;
-use super::peer::Peer;
+use super::peer::{Peer, Process};
 
 /// What an engine process says of itself when it attaches.
 #[derive(Debug, Clone)]
@@ -15,8 +18,7 @@ pub struct Attach {
     pub rank: Rank,
     pub world_size: u32,
     pub has: Has,
-    /// The process at the other end, where the system tells.
-    pub pid: Option<i32>,
+    pub process: Process,
 }
 
 /// An engine process that is attached.
@@ -29,7 +31,7 @@ pub struct Session {
     pub rank: Rank,
     pub world_size: u32,
     pub(super) has: Has,
-    pub pid: Option<i32>,
+    pub process: Process,
     pub(super) peer: Option<Peer>,
     pub(super) events: mpsc::Sender<Event>,
     ended: watch::Sender<bool>,
@@ -49,22 +51,25 @@ pub enum Event {
 const EVENTS_MAX: usize = 64;
 
 impl Session {
-    pub(super) fn new(id: SessionId, attach: Attach) -> (Arc<Self>, mpsc::Receiver<Event>) {
+    pub(super) fn new(
+        id: SessionId,
+        attach: Attach,
+    ) -> Result<(Arc<Self>, mpsc::Receiver<Event>), NodeError> {
         let (events, receiver) = mpsc::channel(EVENTS_MAX);
-        let name = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
+        let refused = |source: io::Error| NodeError::System(Arc::new(source));
         let session = Self {
             id,
-            name,
+            name: unguessable().map_err(refused)?,
             instance: attach.instance,
             rank: attach.rank,
             world_size: attach.world_size,
             has: attach.has,
-            peer: attach.pid.and_then(Peer::new),
-            pid: attach.pid,
+            peer: Peer::new(attach.process).map_err(refused)?,
+            process: attach.process,
             events,
             ended: watch::Sender::new(false),
         };
-        (Arc::new(session), receiver)
+        Ok((Arc::new(session), receiver))
     }
 
     /// Its process is watched: whether it is there does not depend on its stream.
@@ -86,5 +91,15 @@ impl Session {
         let mut ended = self.ended.subscribe();
         // The sender is in here.
         let _ = ended.wait_for(|ended| *ended).await;
+    }
+}
+
+/// 128 bits of the system's randomness, in hex.
+fn unguessable() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    let filled = rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
+    match filled == bytes.len() {
+        true => Ok(format!("{:032x}", u128::from_le_bytes(bytes))),
+        false => Err(io::Error::other("the system gave too few random bytes")),
     }
 }

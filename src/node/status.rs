@@ -82,7 +82,7 @@ impl Node {
                 instance: session.instance.clone(),
                 rank: session.rank,
                 world_size: session.world_size,
-                pid: session.pid,
+                pid: session.process.pid,
                 writes,
                 leases,
             });

@@ -6,6 +6,7 @@ use tokio::time::Instant;
 use super::ledger::{Committed, Offer, Rank, SlotError, SlotId};
 use super::owners::{Has, Share, shares};
 use super::session::Event;
+use super::unwritten::Marks;
 use super::{Node, NodeError, Session};
 use crate::chunk::{ChunkHash, Space};
 use crate::gateway::{Reserved, Skip};
@@ -22,9 +23,18 @@ pub struct ToStore {
 pub(super) struct Filled {
     pub reserved: Reserved,
     pub parent: ChunkHash,
+    unwritten: Marks,
     /// What each of its owners writes.
     shares: Arc<BTreeMap<Rank, Vec<Share>>>,
     pub since: Instant,
+}
+
+impl Filled {
+    fn is_written_by(&self, rank: Rank) -> bool {
+        let slot = &self.reserved.slot;
+        let shares = self.shares.get(&rank).map_or(&[][..], Vec::as_slice);
+        self.unwritten.are_gone(slot.payload(), slot.space(), shares)
+    }
 }
 
 /// What a rank is told of a chunk that it wants to store.
@@ -101,11 +111,14 @@ impl Node {
                         answers.push(Reservation::Skip(skip));
                         continue;
                     }
-                    Ok(reserved) => {
+                    Ok(mut reserved) => {
+                        let payload = reserved.slot.payload_mut();
+                        let unwritten = Marks::put(payload, space, shares.values().flatten());
                         let slot = (reserved.slot.slot_offset(), reserved.slot.generation());
                         let filled = Filled {
                             reserved,
                             parent: chunk.parent,
+                            unwritten,
                             shares: Arc::clone(&shares),
                             since: Instant::now(),
                         };
@@ -136,6 +149,18 @@ impl Node {
     /// The rank has written its share of a slot. True if the chunk is a hit from now on.
     pub fn commit(&self, session: &Session, slot: SlotId) -> Result<bool, SlotError> {
         let mut ledger = self.ledger();
+        let is_written = ledger
+            .reserved(slot)
+            .is_none_or(|filled| filled.is_written_by(session.rank));
+        if !is_written && ledger.fills(session.id, slot) {
+            ledger.abort(session.id, slot)?;
+            tracing::warn!(
+                instance = session.instance,
+                rank = session.rank,
+                "a commit of a slot that was not written was refused"
+            );
+            return Err(SlotError::Unwritten);
+        }
         match ledger.commit(session.id, slot)? {
             Committed::Waits => Ok(false),
             Committed::Whole { chunk, reserved } => {

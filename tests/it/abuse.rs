@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
 
 use crate::fixture::Prompt;
 use crate::serving::{Site, all, eventually, id, load, load_request, store};
@@ -146,11 +146,7 @@ async fn garbage_is_refused_and_costs_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_stops_reading_holds_up_nobody() {
     let site = Site::new().await;
-    let settings = [
-        ("api.timeout", "3s"),
-        ("load.window", "2MiB"),
-        ("api.listen", "127.0.0.1:0"),
-    ];
+    let settings = [("api.timeout", "3s"), ("load.window", "2MiB")];
     let serving = site.serve(&settings).await;
     serving.ready().await;
     let engine = serving.attach("one").await;
@@ -171,7 +167,7 @@ async fn who_stops_reading_holds_up_nobody() {
         stream.write_all(head.as_bytes()).await.unwrap();
         stuck.push(stream);
     }
-    let mut taker = TcpStream::connect(serving.address.unwrap()).await.unwrap();
+    let mut taker = UnixStream::connect(&serving.config.api.socket).await.unwrap();
     let path = format!("/v1/chunks/{}/{}", id(&prompt.space), prompt.hashes[29]);
     for _ in 0..200 {
         let _ = taker
@@ -193,52 +189,4 @@ async fn who_stops_reading_holds_up_nobody() {
     engine.release("stuck 0", None).await.unwrap();
     drop(engine);
     eventually(|| serving.node.status().slots.leases == 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn by_tcp_a_token_is_needed_where_there_is_one() {
-    let site = Site::new().await;
-    let token = site.home.path().join("token");
-    std::fs::write(&token, "sesame\n").unwrap();
-    let path = token.display().to_string();
-    let serving = site
-        .serve(&[("api.listen", "127.0.0.1:0"), ("api.token_file", &path)])
-        .await;
-    serving.ready().await;
-    let at = serving.address.unwrap();
-    let ask = async |head: &str| {
-        let mut stream = TcpStream::connect(at).await.unwrap();
-        stream
-            .write_all(format!("{head} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n").as_bytes())
-            .await
-            .unwrap();
-        stream
-    };
-    for (authorization, status) in [
-        ("", "401"),
-        ("authorization: Bearer wrong\r\n", "401"),
-        ("authorization: Basic sesame\r\n", "401"),
-        ("authorization: Bearer sesame\r\n", "200"),
-    ] {
-        let mut stream = ask("GET /v1/status").await;
-        stream
-            .write_all(format!("{authorization}\r\n").as_bytes())
-            .await
-            .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.unwrap();
-        assert!(
-            answer.starts_with(&format!("HTTP/1.1 {status}")),
-            "{authorization}: {answer}"
-        );
-    }
-    let mut stream = ask("GET /healthz").await;
-    stream.write_all(b"\r\n").await.unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
-    assert!(answer.ends_with("ok\n"), "{answer}");
-    assert!(
-        serving.client.status().await.is_ok(),
-        "who can open the socket needs none"
-    );
 }

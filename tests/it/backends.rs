@@ -177,14 +177,19 @@ pub fn skip(test: &str, server: &str) {
         !required.split(',').any(|name| name == server),
         "{server} is required (KVGATE_TEST_REQUIRE) but not up"
     );
-    eprintln!("SKIPPED {test}: {server} is not up (tests/run.sh brings it up)");
+    skip_because(test, &format!("{server} is not up (tests/run.sh brings it up)"));
+}
+
+/// Counts the test as skipped.
+pub fn skip_because(test: &str, why: &str) {
+    eprintln!("SKIPPED {test}: {why}");
     if let Ok(path) = std::env::var("KVGATE_TEST_SKIP_LOG") {
         let mut log = std::fs::OpenOptions::new()
             .append(true)
             .create(true)
             .open(path)
             .expect("the skip log");
-        writeln!(log, "{test}: {server} is not up").expect("the skip log can be written");
+        writeln!(log, "{test}: {why}").expect("the skip log can be written");
     }
 }
 

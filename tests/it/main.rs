@@ -6,6 +6,7 @@
 mod abuse;
 mod backends;
 mod bench;
+mod callers;
 mod capped;
 mod cli;
 mod client;

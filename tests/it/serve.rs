@@ -8,7 +8,7 @@ use kvgate::client::ClientError;
 use kvgate::gateway::Order;
 
 use crate::fixture::{Prompt, space};
-use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store};
+use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write};
 
 fn code(error: &ClientError) -> String {
     match error {
@@ -182,7 +182,9 @@ async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
     let first = serving.rank("engine", 0, 2, (0, 2)).await;
     let second = serving.rank("engine", 1, 2, (2, 4)).await;
     let begun = first.reserve(&space, chunks(&prompt)).await.unwrap();
-    first.commit(vec![slot_of(&begun.chunks[0])]).await.unwrap();
+    let name = write(&first, &prompt, 0, &begun.own, &begun.chunks[0]);
+    let committed = first.commit(vec![name]).await.unwrap();
+    assert_eq!(committed.slots, [CommitOutcome::Ok { published: false }]);
     drop(first);
     eventually(|| serving.node.status().sessions.len() == 1).await;
     let first = serving.rank("engine", 0, 2, (0, 3)).await;
@@ -197,7 +199,8 @@ async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
     // Anew, all together.
     for (rank, published) in [(&first, false), (&second, true)] {
         let reserved = rank.reserve(&space, chunks(&prompt)).await.unwrap();
-        let committed = rank.commit(vec![slot_of(&reserved.chunks[0])]).await.unwrap();
+        let name = write(rank, &prompt, 0, &reserved.own, &reserved.chunks[0]);
+        let committed = rank.commit(vec![name]).await.unwrap();
         assert_eq!(committed.slots, [CommitOutcome::Ok { published }]);
     }
 }
@@ -212,12 +215,14 @@ async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     let space = id(&prompt.space);
     let first = serving.rank("engine", 0, 2, (0, 2)).await;
     let second = serving.rank("engine", 1, 2, (2, 4)).await;
-    let name = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0]);
+    let reserved = first.reserve(&space, chunks(&prompt)).await.unwrap();
+    let name = write(&first, &prompt, 0, &reserved.own, &reserved.chunks[0]);
     assert_eq!(
         name,
         slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0])
     );
-    first.commit(vec![name]).await.unwrap();
+    let committed = first.commit(vec![name]).await.unwrap();
+    assert_eq!(committed.slots, [CommitOutcome::Ok { published: false }]);
     // Too long; the second one may still write there.
     eventually(|| serving.node.status().slots.spoilt == 1).await;
     let anew = slot_of(&first.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0]);
@@ -235,6 +240,17 @@ async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     assert_eq!(
         name,
         slot_of(&second.reserve(&space, chunks(&prompt)).await.unwrap().chunks[0])
+    );
+    write(
+        &first,
+        &prompt,
+        0,
+        &reserved.own,
+        &ReservedChunk::Slot {
+            slot: name.slot,
+            generation: name.generation,
+            offset: name.slot + prompt.space.layout().header_len(),
+        },
     );
     drop(second);
     eventually(|| serving.node.status().sessions.len() == 1).await;

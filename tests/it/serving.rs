@@ -10,6 +10,7 @@ use kvgate::config::{self, Config, Override};
 use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::gateway::Order;
+use kvgate::node::Share;
 use kvgate::object::ObjectStore;
 use kvgate::tier::DiskError;
 use tempfile::TempDir;
@@ -281,6 +282,35 @@ pub async fn store(client: &Client, session: &Session, prompt: &Prompt) -> Vec<&
         }
     }
     words
+}
+
+/// Writes what a rank owns of a chunk into its slot, as `reserve` answered it.
+pub fn write(
+    session: &Session,
+    prompt: &Prompt,
+    chunk: usize,
+    own: &[Share],
+    to: &ReservedChunk,
+) -> SlotName {
+    let &ReservedChunk::Slot {
+        slot,
+        generation,
+        offset,
+    } = to
+    else {
+        panic!("{to:?}");
+    };
+    let (layout, payload) = (prompt.space.layout(), prompt.payload(chunk));
+    for share in own {
+        for plane in share.planes.0..share.planes.1 {
+            let bytes = layout.plane(plane);
+            let head = bytes.len() / prompt.space.planes()[plane].heads as usize;
+            let start = bytes.start - layout.header_len();
+            let run = start + share.heads.0 as usize * head..start + share.heads.1 as usize * head;
+            session.arena.copy_in(offset + run.start, &payload[run]).unwrap();
+        }
+    }
+    SlotName { slot, generation }
 }
 
 pub fn load_request(prompt: &Prompt, load_id: &str, order: Order) -> LoadRequest {

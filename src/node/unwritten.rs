@@ -1,0 +1,54 @@
+//! Whether a rank wrote its share of a slot at all.
+//!
+//! A slot holds what was there before, and a process that never mapped the arena can still send a commit. So random marks
+//! go into each rank's share before the slot is given out, at both ends of each run that it owns, and a commit finds none of
+//! them left: those bytes were written by somebody who has the arena mapped. A mark is 128 random bits, so no KV looks like it.
+//!
+//! Not for: telling whether what was written is right. Engines of one daemon trust each other.
+
+use std::ops::Range;
+
+use super::owners::Share;
+use crate::chunk::Space;
+
+/// Bytes of a mark. A run that is shorter has a shorter one.
+const MARK_BYTES: usize = 16;
+
+/// The marks of one slot.
+pub struct Marks([u8; MARK_BYTES]);
+
+impl Marks {
+    /// Puts them into the shares of a payload.
+    pub fn put<'a>(payload: &mut [u8], space: &Space, shares: impl Iterator<Item = &'a Share>) -> Self {
+        let marks = Self(fastrand::u128(..).to_le_bytes());
+        for at in shares.flat_map(|share| places(space, share)) {
+            let mark = &marks.0[..at.len()];
+            payload[at].copy_from_slice(mark);
+        }
+        marks
+    }
+
+    /// Whether none is left in a rank's shares.
+    pub fn are_gone(&self, payload: &[u8], space: &Space, shares: &[Share]) -> bool {
+        let mut places = shares.iter().flat_map(|share| places(space, share));
+        places.all(|at| payload[at.clone()] != self.0[..at.len()])
+    }
+}
+
+/// Where the marks of a share are in the payload: at both ends of its run in each plane, which is `[head][token][row]`.
+fn places(space: &Space, share: &Share) -> impl Iterator<Item = Range<usize>> {
+    let layout = space.layout();
+    let (first, end) = share.heads;
+    let planes = share.planes.0..share.planes.1;
+    planes.flat_map(move |plane| {
+        let bytes = layout.plane(plane);
+        let start = bytes.start - layout.header_len();
+        let head_bytes = bytes.len() / space.planes()[plane].heads as usize;
+        let run = start + first as usize * head_bytes..start + end as usize * head_bytes;
+        let mark = MARK_BYTES.min(run.len());
+        let ends = [run.start..run.start + mark, run.end - mark..run.end];
+        // They must not overlap, or the second would spoil the first.
+        let count = if run.len() >= 2 * mark { 2 } else { 1 };
+        ends.into_iter().take(count)
+    })
+}
