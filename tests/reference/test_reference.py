@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check_objects
 import kvgate_format as kv
 import make_vectors
+from awscrt.checksums import crc64nvme
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "FORMAT.md"
 
