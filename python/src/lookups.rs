@@ -275,7 +275,7 @@ impl Asker {
                 break;
             };
             tell(found.prefix);
-            let is_open = found.prefix < hashes.len() && found.unknown.get(found.prefix);
+            let is_open = found.unknown.get(found.prefix);
             // One that did not take its time has nobody to ask.
             if !is_open || began.elapsed() < time {
                 return;
