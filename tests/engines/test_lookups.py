@@ -14,6 +14,7 @@ import time
 import unittest
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
+from typing import ClassVar
 
 from kvgate import Space
 from kvgate.vllm.metadata import WorkerReport
@@ -90,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 class LookupCase(unittest.TestCase):
     """Chunks of 8 tokens, blocks of 4."""
 
-    settings = {}
+    settings: ClassVar = {}
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -156,11 +157,17 @@ class LookupCase(unittest.TestCase):
 
     def store(self, request, computed):
         """What is full after a step that computes so many tokens goes to a store, and gets there."""
-        meta = SimpleNamespace(stores=[])
-        state = self.scheduler.requests[request.request_id]
-        state.blocks = list(range(10, 30))
-        self.scheduler.add_store(meta, state, computed, set())
-        return meta.stores
+        name, table = request.request_id, list(range(10, 30))
+        new = SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0)
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=computed,
+            num_scheduled_tokens={name: computed},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            preempted_req_ids=None,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table]),
+        )
+        return self.scheduler.step(output).stores
 
     def get_there(self, stores):
         for store in stores:
@@ -171,7 +178,7 @@ class LookupCase(unittest.TestCase):
 class QueuedTest(LookupCase):
     """While a request waits for others."""
 
-    settings = {"lookup_deadline_ms": 400}
+    settings: ClassVar = {"lookup_deadline_ms": 400}
 
     def test_its_lookup_goes_on(self):
         request = self.arrive()
@@ -206,7 +213,7 @@ class QueuedTest(LookupCase):
 class HungTest(LookupCase):
     """A gateway that takes questions, and answers none."""
 
-    settings = {"lookup_deadline_ms": 20, "breaker_timeouts": 2}
+    settings: ClassVar = {"lookup_deadline_ms": 20, "breaker_timeouts": 2}
 
     def test_each_request_goes_on_and_later_ones_wait_for_nothing(self):
         requests = [self.arrive(name=f"r{number}") for number in range(4)]
@@ -233,7 +240,7 @@ class HungTest(LookupCase):
 
 
 class PatienceTest(LookupCase):
-    settings = {"patience_ms": 30, "breaker_timeouts": 1, "lookup_deadline_ms": SECONDS_MAX * 2000}
+    settings: ClassVar = {"patience_ms": 30, "breaker_timeouts": 1, "lookup_deadline_ms": SECONDS_MAX * 2000}
 
     def test_a_question_ends(self):
         request = self.arrive()
@@ -243,7 +250,7 @@ class PatienceTest(LookupCase):
 
 
 class AgainTest(LookupCase):
-    settings = {"lookup_again_ms": 1}
+    settings: ClassVar = {"lookup_again_ms": 1}
 
     def test_a_request_that_was_queued_is_asked_for_again(self):
         request = self.queued(1)
@@ -271,7 +278,7 @@ class AgainTest(LookupCase):
 class OldAnswerTest(LookupCase):
     """The second question gets no answer in time."""
 
-    settings = {"lookup_again_ms": 1, "lookup_deadline_ms": 50}
+    settings: ClassVar = {"lookup_again_ms": 1, "lookup_deadline_ms": 50}
 
     def test_a_good_answer_is_kept_while_its_pins_hold(self):
         request = self.queued(2)
@@ -301,7 +308,7 @@ class OldAnswerTest(LookupCase):
 
 
 class PreemptedTest(LookupCase):
-    settings = {"lookup_again_ms": 10_000}
+    settings: ClassVar = {"lookup_again_ms": 10_000}
 
     def running(self, found=0, tokens=0):
         request = self.arrive()
@@ -344,7 +351,8 @@ class PreemptedTest(LookupCase):
         self.assertEqual(self.matched(request), 8)
         self.admit(request, 8)
         stores = self.store(request, 36)
-        self.assertEqual([store.first_token for store in stores], [8])
+        prompt = self.scheduler.requests["r"].prompt
+        self.assertEqual([store.hashes for store in stores], [prompt.hashes(1, 4)])
         self.get_there(stores)
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
         self.gateway.next().answer(4)

@@ -63,7 +63,8 @@ class Settings:
                 problems.append(f"{key} must be more than 0, not {value}")
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
-        if not problems and (again := extra.get("lookup_again_ms", cls.lookup_again_ms)) >= extra.get("pin_ms", cls.pin_ms):
+        again, pin = (extra.get(name, getattr(cls, name)) for name in ("lookup_again_ms", "pin_ms"))
+        if not problems and again >= pin:
             problems.append(f"pin_ms must be more than lookup_again_ms, which is {again}")
         if problems:
             raise ValueError("kv_connector_extra_config: " + "; ".join(problems))
