@@ -49,6 +49,8 @@ struct Question {
     told: Option<Told>,
     /// What the question before was told.
     before: Option<Told>,
+    /// There is more than `before`: it counts only where this question has no answer in time.
+    is_awaited: bool,
     /// When nothing more was to come.
     ended: Option<Instant>,
     /// When the scheduler came to the request.
@@ -142,17 +144,20 @@ impl Lookups {
         })
     }
 
-    /// Whether there is no question, or its answer is too old to go by. One that is waited for is not, however long a step
-    /// of the engine takes.
+    /// Whether its answer is too old for a request that goes on waiting.
+    fn is_old(&self, request: &str) -> bool {
+        let is_old = |question: &Question| question.is_over_for(self.again);
+        self.lock().get(request).is_some_and(is_old)
+    }
+
+    /// Whether there is no question, or its answer is worth nothing any more. One that was waited for counts once, however
+    /// long a step of the engine takes.
     fn is_due(&self, request: &str) -> bool {
-        self.lock().get(request).is_none_or(|question| {
-            let is_old = |ended: Instant| {
-                ended.elapsed() >= self.again && (question.wanted.is_none() || question.is_given)
-            };
-            question
-                .ended
-                .is_some_and(|ended| question.is_outdated || is_old(ended))
-        })
+        let is_due = |question: &Question| {
+            let may_wait = question.is_given || question.is_outdated || question.wanted.is_none();
+            may_wait && question.is_over_for(self.pin)
+        };
+        self.lock().get(request).is_none_or(is_due)
     }
 
     /// The deadline counts from the first call on.
@@ -160,13 +165,14 @@ impl Lookups {
         let mut questions = self.lock();
         let question = questions.get_mut(request)?;
         let wanted = *question.wanted.get_or_insert_with(Instant::now);
-        let is_over = question.ended.is_some() || wanted.elapsed() >= self.deadline;
-        // A gateway that hangs is not waited for again.
+        let is_late = wanted.elapsed() >= self.deadline;
+        // Nothing is waited for where an answer is good still, or where it would be waited for in vain.
+        let is_good = !question.is_awaited && question.pinned(self.pin).is_some();
         let is_vain = question.told.is_none() && self.asker.breaker.is_open();
-        if !is_over && !is_vain {
+        if question.ended.is_none() && !is_late && !is_good && !is_vain {
             return None;
         }
-        if question.ended.is_none() && !is_vain {
+        if question.ended.is_none() && is_late {
             question.note(&self.asker.breaker, false);
         }
         question.is_given = true;
@@ -188,9 +194,10 @@ impl Lookups {
 impl Lookups {
     fn put(&self, request: String, mut question: Question) {
         let mut questions = self.lock();
-        question.before = questions
-            .get(&request)
-            .and_then(|before| before.told.or(before.before));
+        if let Some(before) = questions.get(&request) {
+            question.before = before.told.or(before.before);
+            question.is_awaited = before.is_outdated || (before.told.is_none() && before.is_awaited);
+        }
         questions.insert(request, question);
     }
 
@@ -210,6 +217,7 @@ impl Question {
             number,
             told: None,
             before: None,
+            is_awaited: true,
             ended: Some(Instant::now()),
             wanted: None,
             is_given: false,
@@ -230,8 +238,16 @@ impl Question {
         if self.ended.is_some() && self.told.is_some() {
             return prefix(self.told);
         }
-        let pinned = self.before.filter(|before| before.at.elapsed() < pin);
-        prefix(self.told).max(prefix(pinned))
+        prefix(self.told).max(prefix(self.pinned(pin)))
+    }
+
+    fn pinned(&self, pin: Duration) -> Option<Told> {
+        self.before.filter(|before| before.at.elapsed() < pin)
+    }
+
+    fn is_over_for(&self, age: Duration) -> bool {
+        self.ended
+            .is_some_and(|ended| self.is_outdated || ended.elapsed() >= age)
     }
 
     /// Once.

@@ -129,7 +129,7 @@ class LookupCase(unittest.TestCase):
         """A request whose answer is old when the scheduler comes to it."""
         request = self.arrive()
         self.gateway.next().answer(found)
-        wait_for(lambda: self.scheduler.lookups.is_due("r"))
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
         return request
 
     def matched(self, request, local=0):
@@ -157,17 +157,22 @@ class LookupCase(unittest.TestCase):
 
     def store(self, request, computed):
         """What is full after a step that computes so many tokens goes to a store, and gets there."""
-        name, table = request.request_id, list(range(10, 30))
-        new = SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0)
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=computed,
-            num_scheduled_tokens={name: computed},
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            preempted_req_ids=None,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table]),
+        return self.step({request.request_id: computed}).stores
+
+    def step(self, computed=None):
+        """One in which these new requests get so many tokens."""
+        computed, table = computed or {}, list(range(10, 30))
+        new = [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0) for name in computed]
+        return self.scheduler.step(
+            SimpleNamespace(
+                total_num_scheduled_tokens=sum(computed.values()),
+                num_scheduled_tokens=computed,
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+                preempted_req_ids=None,
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table]),
+            )
         )
-        return self.scheduler.step(output).stores
 
     def get_there(self, stores):
         for store in stores:
@@ -250,50 +255,82 @@ class PatienceTest(LookupCase):
 
 
 class AgainTest(LookupCase):
-    settings: ClassVar = {"lookup_again_ms": 1}
+    """A request has been queued for long."""
 
-    def test_a_request_that_was_queued_is_asked_for_again(self):
+    settings: ClassVar = {"lookup_again_ms": 1, "lookup_deadline_ms": SECONDS_MAX * 2000, "lookups_ahead": 1}
+
+    def test_it_is_asked_for_again_and_the_old_answer_counts_until_there_is_one(self):
         request = self.queued(1)
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.step()
+        again = self.gateway.next()
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (8, True))
         # Another engine has stored more.
-        self.gateway.next().answer(3)
-        self.assertEqual(self.matched(request), 24)
+        again.answer(3)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (24, True))
 
     def test_what_is_gone_by_then_is_not_loaded(self):
         request = self.queued(3)
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.step()
         self.gateway.next().answer(0)
-        self.assertEqual(self.matched(request), 0)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (0, False))
         self.assertEqual(self.scheduler.requests["r"].found, 0, "so it is stored again")
+
+    def test_others_got_the_place_in_which_it_could_have_been_admitted(self):
+        request = self.arrive()
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(1)
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
+        self.step()
+        self.gateway.next().answer(2)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (16, True))
+
+    def test_only_the_next_in_the_queue_are_asked_for(self):
+        request = self.queued(1)
+        self.arrive(name="later")
+        self.gateway.next().answer(1)
+        wait_for(lambda: self.scheduler.lookups.is_old("later"))
+        self.step()
+        self.assertTrue(self.scheduler.lookups.is_old("later"))
+        self.gateway.next()
+        self.admit(request)
+        self.step()
+        self.assertFalse(self.scheduler.lookups.is_old("later"))
+
+
+class PinsTest(LookupCase):
+    """What a lookup found is pinned for 2 ms."""
+
+    settings: ClassVar = {"lookup_again_ms": 1, "pin_ms": 2, "lookup_deadline_ms": 1000}
+
+    def queued(self, found):
+        request = super().queued(found)
+        wait_for(lambda: self.scheduler.lookups.is_due("r"))
+        return request
+
+    def test_without_pins_an_answer_is_worth_nothing(self):
+        request = self.queued(2)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(1)
+        self.assertEqual(self.matched(request), 8)
+
+    def test_nor_when_no_other_comes_in_time(self):
+        request = self.queued(2)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next()
+        self.assertEqual(self.matched(request), 0)
 
     def test_an_answer_that_was_waited_for_counts_after_a_long_step(self):
         request = self.arrive()
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
         self.gateway.next().answer(2)
-        time.sleep(0.05)
-        self.assertEqual(self.matched(request), 16)
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
+        time.sleep(0.01)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (16, True))
         self.assertTrue(self.gateway.questions.empty())
 
 
-class OldAnswerTest(LookupCase):
-    """The second question gets no answer in time."""
-
-    settings: ClassVar = {"lookup_again_ms": 1, "lookup_deadline_ms": 50}
-
-    def test_a_good_answer_is_kept_while_its_pins_hold(self):
-        request = self.queued(2)
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
-        self.gateway.next()
-        self.assertEqual(self.matched(request), 16)
-
-    def test_without_pins_it_is_worth_nothing(self):
-        self.scheduler.lookups = type(self.scheduler.lookups)(
-            self.gateway.server_address, self.scheduler.space, deadline_ms=50, again_ms=1, pin_ms=2
-        )
-        request = self.queued(2)
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
-        self.gateway.next()
-        self.assertEqual(self.matched(request), 0)
+class LateTest(LookupCase):
+    settings: ClassVar = {"lookup_deadline_ms": 50}
 
     def test_a_late_answer_is_not_taken_for_a_newer_question_s(self):
         self.arrive()

@@ -1,6 +1,7 @@
 """The scheduler's side: never waits, and keeps what it knows by request."""
 
 import dataclasses
+import itertools
 import secrets
 from array import array
 
@@ -91,6 +92,9 @@ class SchedulerSide:
         self.stats = KvGateStats()
         self.epoch = b""
         """Goes into all hashes since the last reset, so that nothing from before is found."""
+        self.looks_ahead = settings.lookups_ahead
+        self.waiting: dict[str, RequestState] = {}
+        """Requests with a lookup that vLLM has not admitted, the first to come first."""
         self.requests: dict[str, RequestState | None] = {}
         """None: a request whose tokens don't say what its KV is."""
         self.new_loads: list[Load] = []
@@ -114,7 +118,18 @@ class SchedulerSide:
         """Of what was generated, too: a request that was preempted needs it."""
         self.extend(state, state.request.num_tokens)
         state.worth_it = None
+        self.waiting[state.request.request_id] = state
         self.lookups.ask(state.request.request_id, state.prompt)
+
+    def look_ahead(self):
+        """What is there for the next in the queue may have changed since they came."""
+        for state in list(itertools.islice(self.waiting.values(), self.looks_ahead)):
+            if self.may_load(state) and self.lookups.is_old(state.request.request_id):
+                self.ask(state)
+
+    def forget_lookup(self, request_id):
+        self.waiting.pop(request_id, None)
+        self.lookups.forget(request_id)
 
     def matched_tokens(self, request, num_computed_tokens):
         """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again. vLLM
@@ -150,7 +165,7 @@ class SchedulerSide:
 
     def allocated(self, request, blocks, num_external_tokens):
         """vLLM admits the request. Should it be preempted, what is there then is another question."""
-        self.lookups.forget(request.request_id)
+        self.forget_lookup(request.request_id)
         state = self.requests.get(request.request_id)
         if state is None:
             return
@@ -178,6 +193,7 @@ class SchedulerSide:
     # ---- steps
 
     def step(self, output):
+        self.look_ahead()
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
         preempted = set(getattr(output, "preempted_req_ids", None) or ())
@@ -307,7 +323,7 @@ class SchedulerSide:
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
-        self.lookups.forget(request.request_id)
+        self.forget_lookup(request.request_id)
         self.adapters.forget(request.request_id)
         state = self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:

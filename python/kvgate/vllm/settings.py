@@ -32,7 +32,10 @@ class Settings:
     """So long a request that could be admitted waits for its lookup, which began when the request came. Then a chunk that
     the gateway does not know of yet counts as absent."""
     lookup_again_ms: int = 5_000
-    """A request that has waited for so long since its lookup is looked up again. Less than `pin_ms`."""
+    """A request at the head of the queue that has waited for so long since its lookup is looked up again. Less than
+    `pin_ms`."""
+    lookups_ahead: int = 16
+    """So many requests are the head of the queue."""
     lookups_at_once: int = 256
     """Lookups under way, each with a connection of its own; more wait for one to end."""
     load_deadline_ms: int = 30_000
