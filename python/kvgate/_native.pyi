@@ -49,7 +49,7 @@ class Copier:
         """The payload of the tokens in these slots."""
 
 class Lookups:
-    """Lookups that are under way, for a scheduler that never waits."""
+    """Lookups of waiting requests, for a scheduler that never waits."""
 
     def __init__(
         self,
@@ -59,14 +59,30 @@ class Lookups:
         pin_ms: int = 30000,
         breaker_timeouts: int = 3,
         breaker_pause_ms: int = 10000,
+        again_ms: int = 5000,
+        patience_ms: int = 10000,
+        at_once: int = 256,
     ) -> None: ...
     def ask(self, request: str, prompt: Prompt) -> None:
-        """Hashes the prompt and asks which of its chunks are there, in the background."""
+        """Hashes the prompt and asks which of its chunks are there, in the background, until `patience_ms`. Takes the place of what the request has asked before."""
+
+    def is_old(self, request: str) -> bool:
+        """Whether to ask again although nobody waits for it: its answer is older than `again_ms`, or outdated."""
+
+    def is_due(self, request: str) -> bool:
+        """Whether to ask: the request has no question, or its answer is outdated, or the pins of what it found are gone. An
+        answer that was waited for counts once, however old it is by then."""
 
     def answer(self, request: str) -> int | None:
-        """Chunks of the leading run that are there; None while nobody knows. After the deadline, or an error: 0."""
+        """Chunks of the leading run that are there; None while nobody knows, until `deadline_ms` after the first of these
+        calls. Then it is what is known so far: of this question, or of the one before while its pins hold. An answer from
+        before that is not outdated counts at once. After an error: 0."""
 
-    def forget(self, request: str) -> None: ...
+    def outdate(self, request: str) -> None:
+        """There may be more than its question could find."""
+
+    def forget(self, request: str) -> None:
+        """And ends its question."""
 
 class Loaded:
     """A load that has ended."""

@@ -1,35 +1,85 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use kvgate::chunk::ChunkHash;
-use kvgate::client::{Client, ClientError, Target};
+use kvgate::client::{Client, ClientError, Found, Target};
 use kvgate::connector::Breaker;
 use pyo3::prelude::*;
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
 
 use crate::error::failed;
-use crate::prompt::{self, Prompt};
+use crate::prompt::{self, Chain, Prompt};
 use crate::runtime::runtime;
 use crate::space::Space;
 
-/// For each request: None while it is under way, then the length of the prefix.
-type Answers = Arc<Mutex<HashMap<String, Option<usize>>>>;
+/// The latest question of each request.
+type Questions = Arc<Mutex<HashMap<String, Question>>>;
 
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Lookups {
+    asker: Asker,
+    deadline: Duration,
+    pin: Duration,
+    again: Duration,
+    questions: Questions,
+}
+
+/// What a question needs, off the caller's thread.
+#[derive(Clone)]
+struct Asker {
     client: Client,
     space: kvgate::chunk::Space,
-    deadline: Duration,
+    /// Of the first round.
+    round: Duration,
     pin_ms: u64,
-    answers: Answers,
+    patience: Duration,
+    at_once: Arc<Semaphore>,
     breaker: Arc<Breaker>,
+}
+
+/// A lookup of a waiting request. It goes on while the request waits: its time is over only when the scheduler has come
+/// to the request, and has then waited for the deadline.
+struct Question {
+    /// No other question has it: what an older one finds is not taken for this one's answer.
+    number: Number,
+    /// The longest prefix so far, and when it was told: its pins hold from then on.
+    told: Option<Told>,
+    /// What the question before was told.
+    before: Option<Told>,
+    /// There is more than `before`: it counts only where this question has no answer in time.
+    is_awaited: bool,
+    /// When nothing more was to come.
+    ended: Option<Instant>,
+    /// When the scheduler came to the request.
+    wanted: Option<Instant>,
+    /// An answer was given out.
+    is_given: bool,
+    /// More than this question was told of is there by now.
+    is_outdated: bool,
+    /// The gateway was asked, and the breaker does not know yet whether it answered in time.
+    is_owed: bool,
+    task: Option<AbortHandle>,
+}
+
+/// By its address.
+type Number = Arc<()>;
+
+#[derive(Clone, Copy)]
+struct Told {
+    prefix: usize,
+    at: Instant,
 }
 
 #[pymethods]
 impl Lookups {
     #[new]
-    #[pyo3(signature = (socket, space, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000))]
+    #[pyo3(signature = (
+        socket, space, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000, again_ms=5_000,
+        patience_ms=10_000, at_once=256,
+    ))]
     fn new(
         socket: PathBuf,
         space: &Space,
@@ -37,55 +87,103 @@ impl Lookups {
         pin_ms: u64,
         breaker_timeouts: u32,
         breaker_pause_ms: u64,
+        again_ms: u64,
+        patience_ms: u64,
+        at_once: usize,
     ) -> Self {
+        let deadline = Duration::from_millis(deadline_ms);
+        let pause = Duration::from_millis(breaker_pause_ms);
         Self {
-            client: Client::new(Target::Unix(socket)),
-            space: space.0.clone(),
-            deadline: Duration::from_millis(deadline_ms),
-            pin_ms,
-            answers: Answers::default(),
-            breaker: Arc::new(Breaker::new(
-                breaker_timeouts,
-                Duration::from_millis(breaker_pause_ms),
-            )),
+            asker: Asker {
+                client: Client::new(Target::Unix(socket)),
+                space: space.0.clone(),
+                round: deadline.mul_f64(GATEWAYS_SHARE),
+                pin_ms,
+                patience: Duration::from_millis(patience_ms),
+                at_once: Arc::new(Semaphore::new(at_once.min(Semaphore::MAX_PERMITS))),
+                breaker: Arc::new(Breaker::new(breaker_timeouts, pause)),
+            },
+            deadline,
+            pin: Duration::from_millis(pin_ms),
+            again: Duration::from_millis(again_ms),
+            questions: Questions::default(),
         }
     }
 
-    /// The hashes are made on the way, off the caller's thread.
+    /// The hashes are made on the way, off the caller's thread. Takes the place of the request's question before.
     fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt) -> PyResult<()> {
-        let chain = prompt.chain();
+        let (chain, number) = (prompt.chain(), Number::default());
         let is_empty = prompt::lock(&chain).chunks() == 0;
-        let mut answers = self.lock();
-        if is_empty || self.breaker.is_open() {
-            answers.insert(request, Some(0));
+        let is_asked = !is_empty && !self.asker.breaker.is_open();
+        let mut question = Question::new(Arc::clone(&number));
+        if is_empty {
+            question.tell(0);
+        }
+        if is_asked {
+            question.ended = None;
+        }
+        self.put(request.clone(), question);
+        if !is_asked {
             return Ok(());
         }
-        answers.insert(request.clone(), None);
-        drop(answers);
-        let (client, space, answers) = (self.client.clone(), self.space.clone(), Arc::clone(&self.answers));
-        let (deadline, pin_ms, breaker) = (self.deadline, self.pin_ms, Arc::clone(&self.breaker));
-        py.detach(|| {
-            runtime()?.spawn(async move {
-                let hashes = prompt::lock(&chain).hashes().map(<[_]>::to_vec);
-                // What nobody can tell is not there.
-                let mut prefix = 0;
-                if let Ok(hashes) = hashes {
-                    let asked = look(&client, &space, &hashes, deadline, pin_ms);
-                    let found = tokio::time::timeout(deadline, asked).await;
-                    breaker.note(found.is_ok());
-                    prefix = found.map_or(0, |found| found.unwrap_or(0));
-                }
-                // Unless it was forgotten meanwhile.
-                if let Some(answer) = lock(&answers).get_mut(&request) {
-                    *answer = Some(prefix);
-                }
+        let (asker, questions, name) = (self.asker.clone(), Arc::clone(&self.questions), request.clone());
+        let asked = async move {
+            let change = |change: &dyn Fn(&mut Question)| with(&questions, &name, &number, change);
+            let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, &change)).await;
+            change(&|question| {
+                question.ended = Some(Instant::now());
+                question.note(&asker.breaker, in_time.is_ok());
             });
+        };
+        py.detach(|| {
+            let task = runtime()?.spawn(asked);
+            if let Some(question) = self.lock().get_mut(&request) {
+                question.task = Some(task.abort_handle());
+            }
             Ok(())
         })
     }
 
+    /// Whether its answer is too old for a request that goes on waiting.
+    fn is_old(&self, request: &str) -> bool {
+        let is_old = |question: &Question| question.is_over_for(self.again);
+        self.lock().get(request).is_some_and(is_old)
+    }
+
+    /// Whether there is no question, or its answer is worth nothing any more. One that was waited for counts once, however
+    /// long a step of the engine takes.
+    fn is_due(&self, request: &str) -> bool {
+        let is_due = |question: &Question| {
+            let may_wait = question.is_given || question.is_outdated || question.wanted.is_none();
+            may_wait && question.is_over_for(self.pin)
+        };
+        self.lock().get(request).is_none_or(is_due)
+    }
+
+    /// The deadline counts from the first call on.
     fn answer(&self, request: &str) -> Option<usize> {
-        self.lock().get(request).copied().flatten()
+        let mut questions = self.lock();
+        let question = questions.get_mut(request)?;
+        let wanted = *question.wanted.get_or_insert_with(Instant::now);
+        let is_late = wanted.elapsed() >= self.deadline;
+        // Nothing is waited for where an answer is good still, or where it would be waited for in vain.
+        let is_good = !question.is_awaited && question.pinned(self.pin).is_some();
+        let is_vain = question.told.is_none() && self.asker.breaker.is_open();
+        if question.ended.is_none() && !is_late && !is_good && !is_vain {
+            return None;
+        }
+        if question.ended.is_none() && is_late {
+            question.note(&self.asker.breaker, false);
+        }
+        question.is_given = true;
+        Some(question.prefix(self.pin))
+    }
+
+    /// More is there than its question could find.
+    fn outdate(&self, request: &str) {
+        if let Some(question) = self.lock().get_mut(request) {
+            question.is_outdated = true;
+        }
     }
 
     fn forget(&self, request: &str) {
@@ -94,38 +192,138 @@ impl Lookups {
 }
 
 impl Lookups {
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Option<usize>>> {
-        lock(&self.answers)
+    fn put(&self, request: String, mut question: Question) {
+        let mut questions = self.lock();
+        if let Some(before) = questions.get(&request) {
+            question.before = before.told.or(before.before);
+            question.is_awaited = before.is_outdated || (before.told.is_none() && before.is_awaited);
+        }
+        questions.insert(request, question);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Question>> {
+        lock(&self.questions)
     }
 }
 
-fn lock(
-    answers: &Mutex<HashMap<String, Option<usize>>>,
-) -> std::sync::MutexGuard<'_, HashMap<String, Option<usize>>> {
-    answers.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(questions: &Mutex<HashMap<String, Question>>) -> MutexGuard<'_, HashMap<String, Question>> {
+    questions.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Question {
+    /// With nothing to come.
+    fn new(number: Number) -> Self {
+        Self {
+            number,
+            told: None,
+            before: None,
+            is_awaited: true,
+            ended: Some(Instant::now()),
+            wanted: None,
+            is_given: false,
+            is_outdated: false,
+            is_owed: false,
+            task: None,
+        }
+    }
+
+    fn tell(&mut self, prefix: usize) {
+        let at = Instant::now();
+        self.told = Some(Told { prefix, at });
+    }
+
+    /// What the question before was told counts until this one has an answer, as long as its pins hold.
+    fn prefix(&self, pin: Duration) -> usize {
+        let prefix = |told: Option<Told>| told.map_or(0, |told| told.prefix);
+        if self.ended.is_some() && self.told.is_some() {
+            return prefix(self.told);
+        }
+        prefix(self.told).max(prefix(self.pinned(pin)))
+    }
+
+    fn pinned(&self, pin: Duration) -> Option<Told> {
+        self.before.filter(|before| before.at.elapsed() < pin)
+    }
+
+    fn is_over_for(&self, age: Duration) -> bool {
+        self.ended
+            .is_some_and(|ended| self.is_outdated || ended.elapsed() >= age)
+    }
+
+    /// Once.
+    fn note(&mut self, breaker: &Breaker, in_time: bool) {
+        if std::mem::take(&mut self.is_owed) {
+            breaker.note(in_time);
+        }
+    }
+}
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
 }
 
 /// Of the deadline; the rest is for the way.
 const GATEWAYS_SHARE: f64 = 0.8;
 
-/// Declares the space when the daemon, perhaps a new one, does not know it.
-async fn look(
-    client: &Client,
-    space: &kvgate::chunk::Space,
-    hashes: &[ChunkHash],
-    deadline: Duration,
-    pin_ms: u64,
-) -> Result<usize, ClientError> {
-    // What the gateway knows by then is better than no answer.
-    let deadline_ms = (deadline.mul_f64(GATEWAYS_SHARE).as_millis()).max(1);
-    let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true");
-    let id = space.id().to_string();
-    match client.lookup_hashes(&id, hashes, &query).await {
-        Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
-            client.declare(space).await?;
-            Ok(client.lookup_hashes(&id, hashes, &query).await?.prefix)
+impl Asker {
+    /// Tells what the gateway knows after a time that the scheduler would wait, and again after twice as long, until it
+    /// knows all of the prefix, or can't.
+    async fn look(&self, chain: &Mutex<Chain>, change: &(impl Fn(&dyn Fn(&mut Question)) + Sync)) {
+        let tell = |prefix| {
+            change(&|question| {
+                question.tell(prefix);
+                question.note(&self.breaker, true);
+            });
+        };
+        let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
+        let mut time = self.round;
+        let mut is_first = true;
+        while let (Ok(hashes), Ok(_permit)) = (&hashes, self.at_once.acquire().await) {
+            if std::mem::take(&mut is_first) {
+                change(&|question| question.is_owed = true);
+            }
+            let began = Instant::now();
+            let Ok(found) = self.look_for(hashes, time).await else {
+                break;
+            };
+            tell(found.prefix);
+            let is_open = found.unknown.get(found.prefix);
+            // One that did not take its time has nobody to ask.
+            if !is_open || began.elapsed() < time {
+                return;
+            }
+            time *= 2;
         }
-        found => Ok(found?.prefix),
+        // What nobody can tell is not there.
+        tell(0);
+    }
+
+    /// Declares the space when the daemon, perhaps a new one, does not know it.
+    async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<Found, ClientError> {
+        // What the gateway knows by then is better than no answer.
+        let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
+        let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true");
+        let id = self.space.id().to_string();
+        match self.client.lookup_hashes(&id, hashes, &query).await {
+            Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
+                self.client.declare(&self.space).await?;
+                self.client.lookup_hashes(&id, hashes, &query).await
+            }
+            found => found,
+        }
+    }
+}
+
+/// Unless it was forgotten, or another question has taken its place.
+fn with(questions: &Questions, request: &str, number: &Number, change: impl FnOnce(&mut Question)) {
+    if let Some(question) = lock(questions).get_mut(request)
+        && Arc::ptr_eq(&question.number, number)
+    {
+        change(question);
     }
 }
 

@@ -17,7 +17,7 @@ from kvgate import Space, weights
 from kvgate.vllm import KvGateConnector
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe
-from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute
+from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute, LoadTimes
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateStats
@@ -90,34 +90,70 @@ class RatesTest(unittest.TestCase):
     def step(self, tokens, seconds):
         self.rates.stepped(tokens)
         self.now += seconds
+        self.rates.computed()
+
+    def load(self, tokens, seconds):
+        self.rates.load_begins("j")
+        self.now += seconds
+        self.rates.loaded("j", tokens, seconds)
 
     def test_without_measurements_it_loads(self):
         self.assertTrue(self.rates.should_load(10_000))
-        self.rates.loaded(1000, 5)
+        self.load(1000, 5)
         self.assertTrue(self.rates.should_load(10_000))
 
     def test_what_is_quicker_is_chosen(self):
         for _ in range(3):
             self.step(1000, 1)
-        self.rates.loaded(1000, 0.5)
+        self.load(1000, 0.5)
         self.assertTrue(self.rates.should_load(10_000))
         for _ in range(50):
-            self.rates.loaded(1000, 2)
+            self.load(1000, 2)
         self.assertFalse(self.rates.should_load(10_000))
 
     def test_steps_that_say_nothing_of_prefills_are_left_out(self):
         self.step(STEP_TOKENS - 1, 100)
         self.step(1000, 1)
-        self.rates.idle()
         self.now += 1000
         self.step(1000, 1)
         self.step(0, 1)
         self.assertEqual(self.rates.prefill.seconds_of(1000), 1)
 
+    def test_a_step_that_is_given_out_early_begins_when_the_one_before_has_ended(self):
+        """As with asynchronous scheduling: a long prefill between short decodes."""
+        for _ in range(3):
+            self.rates.stepped(8)
+            self.rates.stepped(1000)
+            self.now += 0.01
+            self.rates.computed()
+            self.rates.stepped(8)
+            self.now += 1
+            self.rates.computed()
+            self.now += 0.01
+            self.rates.computed()
+        self.assertAlmostEqual(self.rates.prefill.seconds_of(1000), 1)
+
+    def test_loads_share_the_time_in_which_there_was_any(self):
+        times = LoadTimes()
+        times.begin("a", 0)
+        times.begin("b", 2)
+        one = times.end("a", 3, 3)
+        times.begin("c", 5)
+        other = times.end("b", 4, 6)
+        # Nothing is under way until 10.
+        last = times.end("c", 3, 8)
+        times.begin("d", 10)
+        self.assertEqual((one, other, last, times.end("d", 1, 11)), (2.5, 0.5 + 2 + 0.5, 2.5, 1))
+
+    def test_a_load_is_over_before_the_step_in_which_it_ends(self):
+        times = LoadTimes()
+        times.begin("a", 0)
+        self.assertEqual(times.end("a", 0.05, 0.5), 0.05)
+
     def test_it_tries_again_now_and_then(self):
         self.step(1000, 0.001)
         self.step(1000, 0.001)
-        self.rates.loaded(1000, 1)
+        self.load(1000, 1)
         loads = [self.rates.should_load(1000) for _ in range(2 * TRY_AGAIN)]
         self.assertEqual(sum(loads), 2)
 
@@ -178,6 +214,7 @@ class SettingsTest(unittest.TestCase):
             ({"chunk_tokens": True}, "chunk_tokens must be int, not True"),
             ({"chunk_tokens": 0}, "chunk_tokens must be more than 0"),
             ({"layerwise": 1}, "layerwise must be bool, not 1"),
+            ({"pin_ms": 5000}, "pin_ms must be more than lookup_again_ms, which is 5000"),
             ({"load_policy": "never"}, "load_policy must be auto or always, not 'never'"),
         ):
             with self.assertRaisesRegex(ValueError, told):
@@ -379,20 +416,63 @@ class StoreTest(RunningRequest):
 
 
 class RateTest(RunningRequest):
+    def setUp(self):
+        super().setUp()
+        self.now = 0.0
+        self.scheduler.load_or_compute = self.rates = LoadOrCompute(lambda: self.now)
+
     def test_what_the_slowest_rank_took_counts_and_what_came(self):
-        rates = self.scheduler.load_or_compute
         self.state.found = 2
         self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 16)
+        self.now = 2.0
         report = WorkerReport({"r#1": (1, 0.5)}).aggregate(WorkerReport({"r#1": (1, 2.0)}))
         self.scheduler.ended({12}, report)
-        self.assertEqual((rates.load.tokens, rates.load.seconds), (8, 2.0))
+        self.assertEqual((self.rates.load.tokens, self.rates.load.seconds), (8, 2.0))
 
     def test_loads_that_bring_nothing_are_slow(self):
-        rates = self.scheduler.load_or_compute
-        rates.prefill.add(1000, 1)
+        self.rates.prefill.add(1000, 1)
         self.load()
+        self.now = 30.0
         self.scheduler.ended({10}, WorkerReport({"r#1": (2, 30.0)}))
-        self.assertFalse(rates.should_load(8))
+        self.assertFalse(self.rates.should_load(8))
+
+    def test_a_load_whose_request_is_gone_says_nothing_and_is_no_longer_under_way(self):
+        self.add("other", [20, 21, 22, 23, 24])
+        self.load()
+        self.scheduler.finished(self.request)
+        self.assertEqual(set(self.rates.loads.under_way), {"r#1"})
+        self.scheduler.ended((), WorkerReport({"r#1": (2, 1.0)}))
+        self.assertEqual((self.rates.loads.under_way, self.rates.load.tokens), ({}, 0))
+
+    def loads(self, waves, seconds):
+        """Of requests that come eight at a time: how many are loaded, each of which takes so long."""
+        taken, blocks = 0, list(range(5))
+        for _ in range(waves):
+            jobs = []
+            for _ in range(8):
+                request, state = self.add(f"r{len(self.scheduler.requests)}", blocks)
+                if self.scheduler.is_worth_it(state, 16):
+                    self.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), 16)
+                    jobs.append(state.load.job)
+            self.step()
+            self.now += seconds
+            # Each is told after a step of its own.
+            for job in jobs:
+                self.scheduler.ended((), WorkerReport(loaded={job: (2, seconds)}))
+            taken += len(jobs)
+        return taken
+
+    def test_loads_of_many_requests_are_taken_together(self):
+        """Eight are loaded in half the time in which they would be computed, though one load takes longer than one
+        computation."""
+        self.rates.prefill.add(8 * 16, 3.28)
+        self.loads(1, 1.64)
+        self.assertEqual(self.loads(4, 1.64), 32)
+
+    def test_where_even_all_of_them_take_longer_they_are_computed(self):
+        self.rates.prefill.add(8 * 16, 3.28)
+        self.loads(1, 2 * 3.28)
+        self.assertEqual(self.loads(4, 2 * 3.28), 32 // TRY_AGAIN)
 
 
 class LayerwiseTest(RunningRequest):

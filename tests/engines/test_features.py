@@ -81,6 +81,28 @@ class LoadTest(EngineCase):
         self.assertEqual(result["metrics"]["vllm:kvgate_declined_loads"], 2)
 
 
+class WaitingTest(EngineCase):
+    """Requests of which more is there when they are admitted than when they came. vLLM keeps no prefixes itself."""
+
+    def test_what_was_stored_while_a_request_was_queued_is_loaded(self):
+        same = [PROMPTS[0]] * 2
+        one_by_one = {"enable_prefix_caching": False, "max_num_seqs": 1, "max_tokens": 60}
+        plain = self.alive(same, **one_by_one)
+        self.gateway.start()
+        result = self.alive(same, self.kv(lookup_again_ms=1), **one_by_one)
+        self.assertEqual((result["tokens"], result["external"]), (plain["tokens"], 3 * CHUNK))
+
+    def test_what_a_preempted_request_has_stored_is_loaded(self):
+        few = {"num_gpu_blocks_override": 18, "max_model_len": 2048, "max_tokens": 60, "enable_prefix_caching": False}
+        plain = self.alive(PROMPTS, **few)
+        self.gateway.start()
+        result = self.alive(PROMPTS, self.kv(), **few)
+        self.assertEqual(result["tokens"], plain["tokens"])
+        self.assertGreater(result["preemptions"], 0)
+        self.assertEqual(result["metrics"]["vllm:kvgate_loads"], result["preemptions"])
+        self.assertEqual(result["metrics"]["vllm:kvgate_failed_loads"], 0)
+
+
 class AdapterTest(EngineCase):
     def test_adapters_are_told_apart_by_what_they_are(self):
         folder = Path(self.models.name)

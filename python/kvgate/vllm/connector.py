@@ -77,6 +77,8 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request), None
 
     def take_events(self):
+        # vLLM's last call after each step, whatever the step was.
+        self.scheduler.computed()
         return self.scheduler.events.take() if self.scheduler.events is not None else ()
 
     def reset_cache(self):

@@ -1,6 +1,7 @@
 """The scheduler's side: never waits, and keeps what it knows by request."""
 
 import dataclasses
+import itertools
 import secrets
 from array import array
 
@@ -35,9 +36,8 @@ class RequestState:
     prompt: Prompt
     taken: int = 0
     """Tokens that the prompt has been given."""
-    asked: bool = False
     worth_it: bool | None = None
-    """Whether loading is quicker than computing; None: not asked yet."""
+    """Whether loading what the latest question found is quicker than computing; None: not decided yet."""
     local: int = 0
     """Tokens that vLLM had itself when it asked last."""
     found: int = 0
@@ -51,8 +51,8 @@ class RequestState:
     """Of the slowest rank so far."""
     ranks_ended: int = 0
     loads: int = 0
-    gave_up: bool = False
-    """A load failed: the rest is computed."""
+    lost: int | None = None
+    """The chunk that a load did not bring. From there on nothing is loaded, until it was stored again."""
     is_stale: bool = False
     """From before a reset: some of it may have been computed with other weights. It neither loads nor stores."""
     stores: int = 0
@@ -79,6 +79,9 @@ class SchedulerSide:
             settings.pin_ms,
             settings.breaker_timeouts,
             settings.breaker_pause_ms,
+            settings.lookup_again_ms,
+            settings.patience_ms,
+            settings.lookups_at_once,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
         self.items_have_digests = items_have_digests
@@ -89,6 +92,9 @@ class SchedulerSide:
         self.stats = KvGateStats()
         self.epoch = b""
         """Goes into all hashes since the last reset, so that nothing from before is found."""
+        self.looks_ahead = settings.lookups_ahead
+        self.waiting: dict[str, RequestState] = {}
+        """Requests with a lookup that vLLM has not admitted, the first to come first."""
         self.requests: dict[str, RequestState | None] = {}
         """None: a request whose tokens don't say what its KV is."""
         self.new_loads: list[Load] = []
@@ -102,23 +108,49 @@ class SchedulerSide:
     def new_request(self, request):
         """Takes the prompt over and asks which of its chunks are there: what they are brought up from is told meanwhile."""
         state = self.state(request)
-        if state is not None and self.is_consumer and not state.asked:
-            self.extend(state, request.num_prompt_tokens)
-            state.asked = True
-            self.lookups.ask(request.request_id, state.prompt)
+        if state is not None and self.may_load(state) and self.lookups.is_due(request.request_id):
+            self.ask(state)
+
+    def may_load(self, state):
+        return self.is_consumer and not state.is_stale
+
+    def ask(self, state):
+        """Of what was generated, too: a request that was preempted needs it."""
+        self.extend(state, state.request.num_tokens)
+        state.worth_it = None
+        self.waiting[state.request.request_id] = state
+        self.lookups.ask(state.request.request_id, state.prompt)
+
+    def look_ahead(self):
+        """What is there for the next in the queue may have changed since they came."""
+        for state in list(itertools.islice(self.waiting.values(), self.looks_ahead)):
+            if self.may_load(state) and self.lookups.is_old(state.request.request_id):
+                self.ask(state)
+
+    def forget_lookup(self, request_id):
+        self.waiting.pop(request_id, None)
+        self.lookups.forget(request_id)
 
     def matched_tokens(self, request, num_computed_tokens):
-        """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again."""
+        """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again. vLLM
+        calls it in each step in which it could admit the request, new or preempted, until it does."""
+        state = self.requests.get(request.request_id)
+        if state is not None and state.lost is not None and state.lost * self.chunk_tokens <= num_computed_tokens:
+            return 0, False
         self.new_request(request)
         if request.request_id not in self.requests:
             return None, False
         state = self.requests[request.request_id]
-        if state is None or state.gave_up or state.is_stale or not self.is_consumer:
+        if state is None or not self.may_load(state):
             return 0, False
         found = self.lookups.answer(request.request_id)
         if found is None:
             return None, False
-        state.found, state.local = max(state.found, found), num_computed_tokens
+        if state.lost is not None:
+            found = min(found, state.lost)
+        # Chunks that were handed to a store since may not be known yet.
+        state.found = max(state.found, found) if state.handed else found
+        state.local = num_computed_tokens
         # Whole blocks, and something is left to compute.
         most = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
         tokens = min(found * self.chunk_tokens, most) - num_computed_tokens
@@ -129,13 +161,18 @@ class SchedulerSide:
     def is_worth_it(self, state, tokens):
         if state.worth_it is None:
             state.worth_it = self.load_or_compute is None or self.load_or_compute.should_load(tokens)
-            if not state.worth_it:
-                self.stats.add("declined_loads")
         return state.worth_it
 
     def allocated(self, request, blocks, num_external_tokens):
+        """vLLM admits the request. Should it be preempted, what is there then is another question."""
+        self.forget_lookup(request.request_id)
         state = self.requests.get(request.request_id)
-        if state is None or num_external_tokens == 0:
+        if state is None:
+            return
+        if num_external_tokens == 0:
+            if state.worth_it is False:
+                self.stats.add("declined_loads")
+                state.worth_it = None
             return
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
@@ -149,11 +186,14 @@ class SchedulerSide:
             tokens=(start, end),
             block_table=list(blocks.get_block_ids()[0]),
         )
+        if self.load_or_compute is not None:
+            self.load_or_compute.load_begins(state.load.job)
         self.new_loads.append(state.load)
 
     # ---- steps
 
     def step(self, output):
+        self.look_ahead()
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
         preempted = set(getattr(output, "preempted_req_ids", None) or ())
@@ -212,6 +252,11 @@ class SchedulerSide:
             )
         )
 
+    def computed(self):
+        """A step has ended."""
+        if self.load_or_compute is not None:
+            self.load_or_compute.computed()
+
     def ended(self, failed_blocks, report):
         """What the workers have told after a step."""
         if report is None:
@@ -219,13 +264,15 @@ class SchedulerSide:
         for job, (ranks, seconds) in report.loaded.items():
             state = self.requests.get(request_of(job))
             if state is None or state.load is None or state.load.job != job:
+                if self.load_or_compute is not None:
+                    self.load_or_compute.dropped(job)
                 continue
             state.ranks_ended += ranks
             state.load_seconds = max(state.load_seconds, seconds)
             self.note_failure(state, failed_blocks)
             if state.ranks_ended == self.ranks:
                 if self.load_or_compute is not None:
-                    self.load_or_compute.loaded(self.loaded_tokens(state), state.load_seconds)
+                    self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)
                 state.load = None
         for job, (ranks, there) in report.stored.items():
             if (store := self.open_stores.get(job)) is not None:
@@ -239,21 +286,28 @@ class SchedulerSide:
         load = state.load
         failed = [at for at in self.blocks_of(load) if load.block_table[at] in failed_blocks]
         if failed:
-            state.gave_up = True
-            state.found = state.handed = min(state.found, failed[0] * self.block_tokens // self.chunk_tokens)
+            chunk = failed[0] * self.block_tokens // self.chunk_tokens
+            state.lost = chunk if state.lost is None else min(state.lost, chunk)
+            state.found = state.handed = min(state.found, state.lost)
 
     def loaded_tokens(self, state):
         start, end = state.load.tokens
-        return max(0, min(end, state.found * self.chunk_tokens) - start) if state.gave_up else end - start
+        return end - start if state.lost is None else max(0, min(end, state.lost * self.chunk_tokens) - start)
 
     def stored(self, job, store):
         """What is not there ends the run that lookups can find: it is stored again before what follows it."""
         if self.events is not None:
             self.events.add(store.events[index] for index in sorted(store.there))
         state = self.requests.get(request_of(job))
+        if state is None:
+            return
         missing = [index for index in range(len(store.events)) if index not in store.there]
-        if state is not None and missing:
+        if missing:
             state.found = min(state.found, store.first + missing[0])
+        if state.lost is not None and state.lost - store.first in store.there:
+            state.lost = None
+        # It may wait, having been preempted: it finds this, too.
+        self.lookups.outdate(state.request.request_id)
 
     def blocks_of(self, load):
         """Places in the block table that a load writes to."""
@@ -269,7 +323,7 @@ class SchedulerSide:
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
-        self.lookups.forget(request.request_id)
+        self.forget_lookup(request.request_id)
         self.adapters.forget(request.request_id)
         state = self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:

@@ -29,7 +29,15 @@ class Settings:
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50
-    """After so long a chunk that nobody has told of is not there."""
+    """So long a request that could be admitted waits for its lookup, which began when the request came. Then a chunk that
+    the gateway does not know of yet counts as absent."""
+    lookup_again_ms: int = 5_000
+    """A request at the head of the queue that has waited for so long since its lookup is looked up again. Less than
+    `pin_ms`."""
+    lookups_ahead: int = 16
+    """So many requests are the head of the queue."""
+    lookups_at_once: int = 256
+    """Lookups under way, each with a connection of its own; more wait for one to end."""
     load_deadline_ms: int = 30_000
     """After so long what was not loaded is computed."""
     adapter_deadline_ms: int = 5_000
@@ -58,6 +66,9 @@ class Settings:
                 problems.append(f"{key} must be more than 0, not {value}")
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
+        again, pin = (extra.get(name, getattr(cls, name)) for name in ("lookup_again_ms", "pin_ms"))
+        if not problems and again >= pin:
+            problems.append(f"pin_ms must be more than lookup_again_ms, which is {again}")
         if problems:
             raise ValueError("kv_connector_extra_config: " + "; ".join(problems))
         settings = cls(**extra)

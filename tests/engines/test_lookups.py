@@ -1,0 +1,413 @@
+"""What the scheduler's side asks a gateway, when, and what it makes of the answers. The gateway's answers are given by hand.
+
+python tests/engines/test_lookups.py     in an environment with vLLM and the wheel
+"""
+
+import contextlib
+import json
+import queue
+import re
+import socketserver
+import tempfile
+import threading
+import time
+import unittest
+from http.server import BaseHTTPRequestHandler
+from types import SimpleNamespace
+from typing import ClassVar
+
+from kvgate import Space
+from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.scheduler import SchedulerSide
+from kvgate.vllm.settings import Settings
+
+SECONDS_MAX = 20
+"""So long a test waits for what must come."""
+HASH_BYTES = 32
+
+
+def wait_for(what):
+    end = time.monotonic() + SECONDS_MAX
+    while not what():
+        if time.monotonic() > end:
+            raise AssertionError("it does not come")
+        time.sleep(0.001)
+
+
+class Question:
+    """A lookup that has come, and waits for its answer."""
+
+    def __init__(self, query, hashes):
+        self.deadline_ms = int(re.search(r"deadline_ms=(\d+)", query)[1])
+        self.hashes = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        self.told = threading.Event()
+
+    def answer(self, prefix, unknown=()):
+        self.prefix, self.unknown = prefix, unknown
+        self.told.set()
+
+    def body(self):
+        masks = (range(self.prefix), self.unknown, ())
+        return b"".join(self.mask(bits) for bits in masks)
+
+    def mask(self, bits):
+        return sum(1 << bit for bit in bits).to_bytes(-(-len(self.hashes) // 8), "little")
+
+
+class Answers(socketserver.ThreadingUnixStreamServer):
+    """Speaks as a gateway does in a lookup."""
+
+    daemon_threads = True
+
+    def __init__(self, path):
+        self.questions = queue.Queue()
+        super().__init__(path, Handler)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def next(self):
+        return self.questions.get(timeout=SECONDS_MAX)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        question = Question(self.path, self.rfile.read(int(self.headers["content-length"])))
+        self.server.questions.put(question)
+        question.told.wait()
+        body = question.body()
+        # The other end may be gone by now.
+        with contextlib.suppress(OSError):
+            self.send_response(200)
+            self.send_header("x-kvgate-prefix", str(question.prefix))
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+class LookupCase(unittest.TestCase):
+    """Chunks of 8 tokens, blocks of 4."""
+
+    settings: ClassVar = {}
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = folder.name + "/sock"
+        self.gateway = Answers(path)
+        self.addCleanup(self.gateway.server_close)
+        self.addCleanup(self.gateway.shutdown)
+        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
+        model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
+        always = {"load_policy": "always", "socket": path, "lookup_deadline_ms": 5000}
+        self.scheduler = SchedulerSide(model, Settings.read({**always, **self.settings}))
+        self.blocks = SimpleNamespace(get_block_ids=lambda: [list(range(10, 30))])
+
+    def request(self, name="r", tokens=36):
+        tokens = list(range(tokens))
+        request = SimpleNamespace(
+            request_id=name,
+            all_token_ids=tokens,
+            num_tokens=len(tokens),
+            num_prompt_tokens=len(tokens),
+            cache_salt=None,
+            lora_request=None,
+            mm_features=[],
+            prompt_embeds=None,
+        )
+        return request
+
+    def arrive(self, **more):
+        request = self.request(**more)
+        self.scheduler.new_request(request)
+        return request
+
+    def queued(self, found):
+        """A request whose answer is old when the scheduler comes to it."""
+        request = self.arrive()
+        self.gateway.next().answer(found)
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
+        return request
+
+    def matched(self, request, local=0):
+        """What vLLM is told at last."""
+        told = []
+
+        def is_told():
+            told.append(self.scheduler.matched_tokens(request, local)[0])
+            return told[-1] is not None
+
+        wait_for(is_told)
+        return told[-1]
+
+    def grow(self, request, tokens):
+        request.all_token_ids += range(100, 100 + tokens)
+        request.num_tokens += tokens
+
+    def admit(self, request, tokens=0):
+        self.scheduler.allocated(request, self.blocks, tokens)
+
+    def fail_load(self, request, block):
+        """The load under way ends without this block and those that follow."""
+        job = self.scheduler.requests[request.request_id].load.job
+        self.scheduler.ended(set(range(block, 30)), WorkerReport(loaded={job: (1, 0.1)}))
+
+    def store(self, request, computed):
+        """What is full after a step that computes so many tokens goes to a store, and gets there."""
+        return self.step({request.request_id: computed}).stores
+
+    def step(self, computed=None):
+        """One in which these new requests get so many tokens."""
+        computed, table = computed or {}, list(range(10, 30))
+        new = [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0) for name in computed]
+        return self.scheduler.step(
+            SimpleNamespace(
+                total_num_scheduled_tokens=sum(computed.values()),
+                num_scheduled_tokens=computed,
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+                preempted_req_ids=None,
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table]),
+            )
+        )
+
+    def get_there(self, stores):
+        for store in stores:
+            there = set(range(len(store.hashes) // HASH_BYTES))
+            self.scheduler.ended((), WorkerReport(stored={store.job: (1, there)}))
+
+
+class QueuedTest(LookupCase):
+    """While a request waits for others."""
+
+    settings: ClassVar = {"lookup_deadline_ms": 400}
+
+    def test_its_lookup_goes_on(self):
+        request = self.arrive()
+        first = self.gateway.next()
+        self.assertEqual(first.deadline_ms, 320, "four fifths: the rest is for the way")
+        # Longer than any request is waited for.
+        time.sleep(0.5)
+        first.answer(1, unknown=[1, 2, 3])
+        # S3 has not told of the rest in so short a time.
+        second = self.gateway.next()
+        self.assertEqual(second.deadline_ms, 640)
+        second.answer(3)
+        self.assertEqual(self.matched(request), 24)
+
+    def test_what_is_known_in_time_counts(self):
+        request = self.arrive()
+        time.sleep(0.35)
+        self.gateway.next().answer(1, unknown=[1, 2, 3])
+        late = self.gateway.next()
+        self.assertEqual(self.matched(request), 8)
+        # vLLM had no blocks for it so far.
+        late.answer(3)
+        wait_for(lambda: self.matched(request) == 24)
+
+    def test_where_nobody_can_tell_it_is_not_asked_on(self):
+        request = self.arrive()
+        self.gateway.next().answer(2, unknown=[2, 3])
+        self.assertEqual(self.matched(request), 16)
+        self.assertTrue(self.gateway.questions.empty())
+
+
+class HungTest(LookupCase):
+    """A gateway that takes questions, and answers none."""
+
+    settings: ClassVar = {"lookup_deadline_ms": 20, "breaker_timeouts": 2}
+
+    def test_each_request_goes_on_and_later_ones_wait_for_nothing(self):
+        requests = [self.arrive(name=f"r{number}") for number in range(4)]
+        for request in requests[:2]:
+            self.gateway.next()
+            self.assertEqual(self.matched(request), 0)
+        for request in requests[2:]:
+            self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        later = self.arrive(name="later")
+        self.assertEqual(self.scheduler.matched_tokens(later, 0), (0, False))
+
+    def test_a_request_that_waits_for_blocks_is_told_the_same_again(self):
+        request = self.arrive()
+        self.assertEqual(self.matched(request), 0)
+        for _ in range(3):
+            self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+
+    def test_one_that_is_not_there_is_not_waited_for(self):
+        self.scheduler.lookups = type(self.scheduler.lookups)(
+            "/nowhere/sock", self.scheduler.space, deadline_ms=SECONDS_MAX * 1000, again_ms=1
+        )
+        request = self.arrive()
+        self.assertEqual(self.matched(request), 0)
+
+
+class PatienceTest(LookupCase):
+    settings: ClassVar = {"patience_ms": 30, "breaker_timeouts": 1, "lookup_deadline_ms": SECONDS_MAX * 2000}
+
+    def test_a_question_ends(self):
+        request = self.arrive()
+        self.gateway.next()
+        self.assertEqual(self.matched(request), 0)
+        self.assertEqual(self.scheduler.matched_tokens(self.arrive(name="later"), 0), (0, False))
+
+
+class AgainTest(LookupCase):
+    """A request has been queued for long."""
+
+    settings: ClassVar = {"lookup_again_ms": 1, "lookup_deadline_ms": SECONDS_MAX * 2000, "lookups_ahead": 1}
+
+    def test_it_is_asked_for_again_and_the_old_answer_counts_until_there_is_one(self):
+        request = self.queued(1)
+        self.step()
+        again = self.gateway.next()
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (8, True))
+        # Another engine has stored more.
+        again.answer(3)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (24, True))
+
+    def test_what_is_gone_by_then_is_not_loaded(self):
+        request = self.queued(3)
+        self.step()
+        self.gateway.next().answer(0)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (0, False))
+        self.assertEqual(self.scheduler.requests["r"].found, 0, "so it is stored again")
+
+    def test_others_got_the_place_in_which_it_could_have_been_admitted(self):
+        request = self.arrive()
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(1)
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
+        self.step()
+        self.gateway.next().answer(2)
+        wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (16, True))
+
+    def test_only_the_next_in_the_queue_are_asked_for(self):
+        request = self.queued(1)
+        self.arrive(name="later")
+        self.gateway.next().answer(1)
+        wait_for(lambda: self.scheduler.lookups.is_old("later"))
+        self.step()
+        self.assertTrue(self.scheduler.lookups.is_old("later"))
+        self.gateway.next()
+        self.admit(request)
+        self.step()
+        self.assertFalse(self.scheduler.lookups.is_old("later"))
+
+
+class PinsTest(LookupCase):
+    """What a lookup found is pinned for 2 ms."""
+
+    settings: ClassVar = {"lookup_again_ms": 1, "pin_ms": 2, "lookup_deadline_ms": 1000}
+
+    def queued(self, found):
+        request = super().queued(found)
+        wait_for(lambda: self.scheduler.lookups.is_due("r"))
+        return request
+
+    def test_without_pins_an_answer_is_worth_nothing(self):
+        request = self.queued(2)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(1)
+        self.assertEqual(self.matched(request), 8)
+
+    def test_nor_when_no_other_comes_in_time(self):
+        request = self.queued(2)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next()
+        self.assertEqual(self.matched(request), 0)
+
+    def test_an_answer_that_was_waited_for_counts_after_a_long_step(self):
+        request = self.arrive()
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(2)
+        wait_for(lambda: self.scheduler.lookups.is_old("r"))
+        time.sleep(0.01)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (16, True))
+        self.assertTrue(self.gateway.questions.empty())
+
+
+class LateTest(LookupCase):
+    settings: ClassVar = {"lookup_deadline_ms": 50}
+
+    def test_a_late_answer_is_not_taken_for_a_newer_question_s(self):
+        self.arrive()
+        old = self.gateway.next()
+        self.scheduler.finished(self.request())
+        request = self.arrive()
+        new = self.gateway.next()
+        old.answer(3)
+        self.assertEqual(self.matched(request), 0)
+        new.answer(1)
+        wait_for(lambda: self.matched(request) == 8)
+
+
+class PreemptedTest(LookupCase):
+    settings: ClassVar = {"lookup_again_ms": 10_000}
+
+    def running(self, found=0, tokens=0):
+        request = self.arrive()
+        self.gateway.next().answer(found)
+        self.assertEqual(self.matched(request), tokens)
+        self.admit(request, tokens)
+        return request
+
+    def test_what_it_has_stored_is_loaded_with_what_was_generated(self):
+        request = self.running()
+        self.grow(request, 8)
+        self.get_there(self.store(request, 43))
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        question = self.gateway.next()
+        self.assertEqual(len(question.hashes), 5)
+        question.answer(5)
+        self.assertEqual(self.matched(request), 40)
+        self.admit(request, 40)
+        self.assertEqual(self.scheduler.requests["r"].load.tokens, (0, 40))
+
+    def test_what_gets_there_while_it_waits_is_found(self):
+        request = self.running()
+        stores = self.store(request, 36)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(0)
+        self.assertEqual(self.matched(request), 0)
+        self.get_there(stores)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(4)
+        self.assertEqual(self.matched(request), 32)
+
+    def test_what_a_load_did_not_bring_is_not_loaded_until_it_was_stored_again(self):
+        request = self.running(found=4, tokens=32)
+        # Of the second chunk.
+        self.fail_load(request, 12)
+        self.assertEqual(self.scheduler.matched_tokens(request, 8), (0, False))
+        # The gateway does not know that it is too slow.
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(4)
+        self.assertEqual(self.matched(request), 8)
+        self.admit(request, 8)
+        stores = self.store(request, 36)
+        prompt = self.scheduler.requests["r"].prompt
+        self.assertEqual([store.hashes for store in stores], [prompt.hashes(1, 4)])
+        self.get_there(stores)
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
+        self.gateway.next().answer(4)
+        self.assertEqual(self.matched(request), 32)
+
+    def test_a_load_that_brought_nothing_is_not_tried_again(self):
+        request = self.running(found=4, tokens=32)
+        self.fail_load(request, 10)
+        for _ in range(3):
+            self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        self.assertTrue(self.gateway.questions.empty())
+
+    def test_nothing_is_asked_for_a_request_that_is_gone(self):
+        request = self.running()
+        self.scheduler.finished(request)
+        self.assertTrue(self.scheduler.lookups.is_due("r"))
+        self.assertIsNone(self.scheduler.lookups.answer("r"))
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
