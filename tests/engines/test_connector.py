@@ -12,6 +12,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 from kvgate import Space, weights
 from kvgate.vllm import KvGateConnector
@@ -184,8 +185,27 @@ class WeightsTest(unittest.TestCase):
 
     def test_a_tokenizer_makes_none(self):
         digest = weights.digest(self.folder)
-        (self.folder / "tokenizer.json").write_text("{}")
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"):
+            (self.folder / name).write_text("{}")
         self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_code_and_every_config_of_the_model_make_another(self):
+        seen = {weights.digest(self.folder)}
+        (self.folder / "parts").mkdir()
+        for name in (
+            "modeling.py",
+            "parts/attention.py",
+            "params.json",
+            "hf_quant_config.json",
+            "preprocessor_config.json",
+        ):
+            for content in ("1", "2"):
+                (self.folder / name).write_text(content)
+                seen.add(weights.digest(self.folder))
+        self.assertEqual(len(seen), 11)
+        # The same file in another place is another model.
+        (self.folder / "parts/attention.py").rename(self.folder / "attention.py")
+        self.assertNotIn(weights.digest(self.folder), seen)
 
     def test_what_was_read_is_remembered(self):
         weights.digest(self.folder)
@@ -199,6 +219,49 @@ class WeightsTest(unittest.TestCase):
         digest = weights.digest(self.folder)
         os.environ["XDG_CACHE_HOME"] = str(self.weights)
         self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_a_cache_of_digests_that_lies_or_breaks_is_read_past(self):
+        digest = weights.digest(self.folder)
+        remembered = list((Path(os.environ["XDG_CACHE_HOME"]) / "kvgate").iterdir())
+        for content in (b"", b"x" * 64, bytes(range(128, 192)), digest[:63].encode(), b"A" * 64, b"\xff" * 4096):
+            for file in remembered:
+                file.write_bytes(content)
+            self.assertEqual(weights.digest(self.folder), digest, content[:8])
+        with mock.patch.object(weights.fcntl, "flock", side_effect=OSError("no locks")):
+            self.assertEqual(weights.digest(self.folder), digest)
+        del os.environ["XDG_CACHE_HOME"]
+        with mock.patch.object(Path, "home", side_effect=RuntimeError("no home")):
+            self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_a_full_home_leaves_no_half_digest(self):
+        class Full:
+            def __getattr__(self, name):
+                return getattr(self.file, name)
+
+            def write(self, content):
+                self.file.write(content[:10])
+                raise OSError("no space left on device")
+
+        real = Path.open
+
+        def opened(path, mode="r", **more):
+            file = real(path, mode, **more)
+            if mode != "a+b":
+                return file
+            full = Full()
+            full.file = file
+            full.__class__.__enter__ = lambda self: self
+            full.__class__.__exit__ = lambda self, *error: self.file.close()
+            return full
+
+        with mock.patch.object(Path, "open", opened):
+            digest = weights.digest(self.folder)
+        self.assertEqual(weights.digest(self.folder), digest)
+
+    def test_how_far_it_is_is_told(self):
+        told = []
+        weights.digest(self.folder, lambda read, total: told.append((read, total)))
+        self.assertEqual(sorted(told), [(2, 100_002), (100_000, 100_002)])
 
     def test_a_folder_without_weights_is_told(self):
         self.weights.unlink()

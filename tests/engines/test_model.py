@@ -10,6 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from huggingface_hub import ResolvedRevision
@@ -20,8 +21,9 @@ from kvgate.vllm.settings import Settings
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -42,6 +44,10 @@ def model_config(**more):
         "get_total_num_kv_heads": lambda: 8,
         "runner_type": "generate",
         "is_prefix_caching_supported": True,
+        "architecture": "Qwen3ForCausalLM",
+        "trust_remote_code": False,
+        "code_revision": None,
+        "config_format": "auto",
     }
     return SimpleNamespace(**{**fields, **more})
 
@@ -173,6 +179,35 @@ class ExtraTest(unittest.TestCase):
             # The factors are too long for a space, so it has their digest.
             self.assertEqual((short, len(short["rope"])), (long, 64))
 
+    def test_which_files_are_taken_is_in_it(self):
+        self.assertEqual(
+            self.more(load_format="mistral", config_format="mistral"),
+            {"load_format": "mistral", "config_format": "mistral"},
+        )
+        for usual in ("hf", "safetensors", "runai_streamer"):
+            self.assertEqual(self.more(load_format=usual), {})
+
+    def test_code_of_elsewhere_needs_a_commit(self):
+        own = {"AutoModelForCausalLM": "modeling.Model"}
+        other = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": ["org/code--modeling.Model", None]}
+        for auto_map, code, told in (
+            (other, None, "nothing pins the code of org/code"),
+            (other, "main", "nothing pins the code of org/code"),
+            (own, "main", "nothing pins code_revision main"),
+        ):
+            config = SimpleNamespace(architectures=["Model"], auto_map=auto_map)
+            more = {"hf_config": config, "code_revision": code}
+            with self.assertRaisesRegex(ValueError, told + ": set --code-revision to a commit"):
+                space(engine(trust_remote_code=True, **more))
+            # Without it vLLM runs none of it.
+            self.assertEqual(self.more(**more), {})
+        config = SimpleNamespace(architectures=["Model"], auto_map=other)
+        self.assertEqual(
+            self.more(hf_config=config, trust_remote_code=True, code_revision=COMMIT), {"remote_code": COMMIT}
+        )
+        config = SimpleNamespace(architectures=["Model"], auto_map=own)
+        self.assertEqual(self.more(hf_config=config, trust_remote_code=True), {"remote_code": "of the model"})
+
     def test_what_nothing_pins_needs_a_revision(self):
         for more, told in (
             ({"load_format": "dummy"}, "nothing pins random weights"),
@@ -226,6 +261,41 @@ class RefusalTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "set calculate_kv_scales to false"):
             space(config)
 
+    def test_other_kinds_of_attention_though_they_are_subclasses(self):
+        # What R-SWA generates depends on the prompt's length, too.
+        for kind, more in ((RSWASpec, {"rswa_window": 64}), (SinkFullAttentionSpec, {"sink_len": 4})):
+            with self.assertRaisesRegex(ValueError, f"full attention only, and this model has {kind.__name__}"):
+                space(engine(), caches(kind, **more))
+
+    def test_models_for_which_vllm_turns_prefix_caching_off(self):
+        class Hook:
+            @staticmethod
+            def verify_and_update_config(vllm_config):
+                vllm_config.cache_config.enable_prefix_caching = False
+
+        class Other:
+            @staticmethod
+            def verify_and_update_config(vllm_config):
+                vllm_config.cache_config.block_size = 64
+
+        for hook, refused in ((Hook, True), (Other, False)):
+            config = engine(architecture="HookedForCausalLM")
+            config.cache_config.enable_prefix_caching = False
+            with mock.patch.dict(MODELS_CONFIG_MAP, {"HookedForCausalLM": hook}):
+                if refused:
+                    with self.assertRaisesRegex(ValueError, "HookedForCausalLM: vLLM turns prefix caching off"):
+                        space(config)
+                else:
+                    space(config)
+            self.assertFalse(hasattr(config.cache_config, "block_size"), "it was a copy that was asked")
+        with self.assertRaisesRegex(ValueError, "vLLM has no prefix caching"):
+            space(engine(is_prefix_caching_supported=False))
+
+    def test_what_a_user_turned_off_is_reused(self):
+        config = engine()
+        config.cache_config.enable_prefix_caching = False
+        space(config)
+
     def test_attention_that_looks_ahead(self):
         with self.assertRaisesRegex(ValueError, "causal attention only"):
             space(engine(), caches(non_causal=True))
@@ -248,7 +318,6 @@ class PoolingTest(unittest.TestCase):
             ("pooling", False, False),
             ("pooling", True, True),
             ("generate", True, True),
-            ("generate", False, True),
         ):
             side = scheduler_side(engine(runner_type=runner, is_prefix_caching_supported=is_cached))
             # What it computes is stored: it is the same KV.

@@ -10,6 +10,9 @@ from kvgate import weights
 COMMIT = "[0-9a-f]{40}"
 SNAPSHOT = re.compile(rf"/models--[^/]+/snapshots/({COMMIT})/?$")
 """Where a hub's cache keeps a commit; vLLM takes this folder for the hub's name with HF_HUB_OFFLINE."""
+USUAL_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
+"""All of these take the folder's safetensors where there are some; random weights have a name of the user's."""
+USUAL_CONFIGS = ("auto", "hf")
 TEXT_BYTES_MAX = 512
 """Of a value in a space's `extra`."""
 
@@ -22,6 +25,7 @@ def revision(vllm_config):
     """What pins the weights, never a path or a branch's name."""
     model_config = vllm_config.model_config
     refuse_what_nothing_pins(vllm_config)
+    refuse_code_that_nothing_pins(model_config)
     if not Path(model_config.model).is_dir():
         return hub_commit(model_config)
     if snapshot := SNAPSHOT.search(model_config.model):
@@ -47,6 +51,30 @@ def refuse_what_nothing_pins(vllm_config):
             )
 
 
+def refuse_code_that_nothing_pins(model_config):
+    """Code of another repository than the weights' comes from its main branch, or from `code_revision`."""
+    if not model_config.trust_remote_code:
+        return
+    code = model_config.code_revision
+    is_pinned = code is not None and re.fullmatch(COMMIT, code)
+    elsewhere = sorted(repositories(getattr(model_config.hf_config, "auto_map", None)))
+    if (code is not None or elsewhere) and not is_pinned:
+        what = f"the code of {', '.join(elsewhere)}" if elsewhere else f"code_revision {code}"
+        raise ValueError(
+            f"nothing pins {what}: set --code-revision to a commit, or revision in kv_connector_extra_config to a name of your "
+            "own for this model, another one whenever it changes"
+        )
+
+
+def repositories(auto_map):
+    """Of the classes that a config takes from elsewhere, as `organisation/name--module.Class`."""
+    if isinstance(auto_map, dict):
+        return set().union(*map(repositories, auto_map.values()))
+    if isinstance(auto_map, list | tuple):
+        return set().union(*map(repositories, auto_map))
+    return {auto_map.partition("--")[0]} if isinstance(auto_map, str) and "--" in auto_map else set()
+
+
 def hub_commit(model_config):
     """Which vLLM has resolved the asked revision to, if the hub's library told it."""
     asked = model_config.revision
@@ -58,8 +86,9 @@ def hub_commit(model_config):
     return commit
 
 
-def extra(model_config):
+def extra(vllm_config):
     """What else the KV of the same weights depends on. What is not set has no key, so that a new one changes no other id."""
+    model_config = vllm_config.model_config
     config = model_config.hf_text_config
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     rope = {key: value for key in keys if (value := getattr(config, key, None)) is not None}
@@ -68,6 +97,7 @@ def extra(model_config):
         "compute": str(model_config.dtype),
         "quantization": str(model_config.quantization or ""),
         **long_rope(model_config),
+        **formats(vllm_config),
         **{name: fitting(json.dumps(value, sort_keys=True, default=str)) for name, value in flags(model_config)},
     }
 
@@ -80,6 +110,18 @@ def long_rope(model_config):
             is_long = model_config.max_model_len > one["original_max_position_embeddings"]
             return {"longrope": "long" if is_long else "short"}
     return {}
+
+
+def formats(vllm_config):
+    """Which of a folder's weights and configs are taken: it may hold several, and code of another commit."""
+    model_config, chosen = vllm_config.model_config, {}
+    if (weights_format := vllm_config.load_config.load_format) not in USUAL_WEIGHTS:
+        chosen["load_format"] = str(weights_format)
+    if model_config.config_format not in USUAL_CONFIGS:
+        chosen["config_format"] = str(model_config.config_format)
+    if model_config.trust_remote_code:
+        chosen["remote_code"] = model_config.code_revision or "of the model"
+    return chosen
 
 
 def flags(model_config):

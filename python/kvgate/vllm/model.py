@@ -1,8 +1,10 @@
 """The space of a model: what must be equal for the KV of two engines to be interchangeable."""
 
+import copy
 import dataclasses
 import json
 
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -44,6 +46,7 @@ def describe(vllm_config, kv_cache_config, settings):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
     refuse_what_has_kv_of_its_own(vllm_config)
+    refuse_what_is_no_function_of_its_prefix(vllm_config)
     spec, names = only_group(kv_cache_config)
     if settings.chunk_tokens % spec.block_size:
         least = -(-settings.chunk_tokens // spec.block_size) * spec.block_size
@@ -64,7 +67,7 @@ def describe(vllm_config, kv_cache_config, settings):
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
-                "extra": extra(vllm_config.model_config),
+                "extra": extra(vllm_config),
                 "planes": [
                     {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
                     for name in names
@@ -89,8 +92,12 @@ def only_group(kv_cache_config):
         )
     spec = groups[0].kv_cache_spec
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    if not isinstance(spec, FullAttentionSpec) or window:
-        raise ValueError(f"kvgate reuses full attention only, not {type(spec).__name__} (window {window})")
+    # A subclass is another kind of attention, whose KV may depend on more than the tokens before it.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or window:
+        raise ValueError(
+            f"kvgate reuses full attention only, and this model has {type(spec).__name__} (window {window}): "
+            "run it without kvgate"
+        )
     if getattr(spec, "non_causal", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
@@ -119,6 +126,28 @@ def refuse_what_has_kv_of_its_own(vllm_config):
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ValueError(
             "kvgate can't reuse KV whose scales each engine makes itself: set calculate_kv_scales to false"
+        )
+
+
+def refuse_what_is_no_function_of_its_prefix(vllm_config):
+    """Models for which vLLM turns its own prefix caching off. What the user has turned off looks alike, so the model's hook
+    is asked what it makes of a configuration where it is on."""
+    model_config = vllm_config.model_config
+    architecture = model_config.architecture
+    if model_config.runner_type != "pooling" and not model_config.is_prefix_caching_supported:
+        raise ValueError(
+            f"kvgate can't reuse KV of {architecture}, for which vLLM has no prefix caching: run it without kvgate"
+        )
+    hook = MODELS_CONFIG_MAP.get(architecture)
+    if hook is None or vllm_config.cache_config.enable_prefix_caching:
+        return
+    asked = copy.deepcopy(vllm_config)
+    asked.cache_config.enable_prefix_caching = True
+    hook.verify_and_update_config(asked)
+    if not asked.cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"kvgate can't reuse KV of {architecture}: vLLM turns prefix caching off for it, as its KV depends on more than "
+            "the tokens before it. Run it without kvgate"
         )
 
 

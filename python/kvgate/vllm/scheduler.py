@@ -372,7 +372,7 @@ class SchedulerSide:
         """None: ask again; False: nobody knows what it is."""
         try:
             adapter = self.adapters.of(request)
-        except OSError as error:
+        except Exception as error:
             logger.warning_once("kvgate: requests with the adapter reuse nothing: %s", str(error))
             return False
         return adapter if adapter is None else self.epoch + adapter
