@@ -79,10 +79,11 @@ class Lookups:
         prompt = self.prompts.get(request)
         if prompt is None or world.numbers.random() < 0.2:
             return None
-        found = 0
-        while found < len(prompt) and prompt.hashes(found, found + 1) in world.gateway:
-            found += 1
-        return found
+        hashes = prompt.hashes(0, len(prompt))
+        for at in range(0, len(hashes), 32):
+            if hashes[at : at + 32] not in world.gateway:
+                return at // 32
+        return len(prompt)
 
     def forget(self, request):
         self.prompts.pop(request, None)
@@ -355,7 +356,7 @@ class History:
         self.blocks = needed + numbers.choice((4, needed // 2, 2 * needed)) + 4
         self.content = [[[GARBAGE] * self.block_tokens for _ in range(self.blocks)] for _ in range(self.ranks)]
         self.gateway, self.of_chunk, self.published_by = set(), {}, {}
-        self.epochs, self.siblings = [b""], []
+        self.epochs, self.siblings, self.known = [b""], [], set()
         self.truth, self.rejected = {}, {}
         self.names = 0
         self.space = space_of(self.chunk_tokens)
@@ -479,12 +480,18 @@ class History:
     def know(self, tokens):
         """The chunks of these tokens, by all hashes that they may have."""
         full = len(tokens) // self.chunk_tokens
-        kv = kv_of(tokens)
+        tokens = tuple(tokens[: full * self.chunk_tokens])
         for epoch in self.epochs:
+            if not full or (epoch, tokens) in self.known:
+                continue
+            self.known.add((epoch, tokens))
+            kv = kv_of(tokens)
             prompt = Prompt(self.space, b"", epoch)
-            prompt.extend(tokens[: full * self.chunk_tokens])
+            prompt.extend(tokens)
+            hashes = prompt.hashes(0, full)
             for chunk in range(full):
-                self.of_chunk[prompt.hashes(chunk, chunk + 1)] = kv[chunk * self.chunk_tokens :][: self.chunk_tokens]
+                held = kv[chunk * self.chunk_tokens : (chunk + 1) * self.chunk_tokens]
+                self.of_chunk[hashes[chunk * 32 : (chunk + 1) * 32]] = held
 
     def kv_of_chunk(self, chunk):
         if chunk not in self.of_chunk:
