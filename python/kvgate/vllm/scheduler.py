@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
+from kvgate.vllm.doubts import Doubts
 from kvgate.vllm.events import Events
 from kvgate.vllm.metadata import Load, StepMetadata, Store, request_of
 from kvgate.vllm.rates import LoadOrCompute
@@ -21,13 +22,19 @@ logger = init_logger(__name__)
 class OpenStore:
     """One that not all ranks have ended."""
 
+    request: str
     first: int
     """Of its chunks."""
     there: set[int]
     """Of them, counted from the first, for all ranks that have ended it."""
     events: list[object]
     """For each."""
+    copying: int
+    """Ranks that may still copy out of the request's blocks."""
+    is_held: bool = False
+    """The request has finished, and vLLM keeps its blocks for these copies."""
     ranks: int = 0
+    """That have ended it."""
 
 
 @dataclasses.dataclass
@@ -44,19 +51,15 @@ class RequestState:
     """Chunks of the leading run that are there, or are in the hands of a store."""
     handed: int = 0
     """Chunks that were ever handed to a store. Those that did not get there are handed again with the next that is full."""
-    blocks: list[int] = dataclasses.field(default_factory=list)
     load: Load | None = None
     """The latest, until all ranks have ended it."""
     load_seconds: float = 0.0
     """Of the slowest rank so far."""
     ranks_ended: int = 0
-    loads: int = 0
     lost: int | None = None
     """The chunk that a load did not bring. From there on nothing is loaded, until it was stored again."""
     is_stale: bool = False
     """From before a reset: some of it may have been computed with other weights. It neither loads nor stores."""
-    stores: int = 0
-    """If there was any, the worker says when the blocks are free."""
 
 
 class SchedulerSide:
@@ -99,9 +102,15 @@ class SchedulerSide:
         """None: a request whose tokens don't say what its KV is."""
         self.new_loads: list[Load] = []
         """Of which no worker has been told."""
+        self.jobs = itertools.count()
         self.open_stores: dict[str, OpenStore] = {}
         self.to_free: set[str] = set()
         """Finished requests whose blocks the workers are to tell to be free."""
+        self.wanted_back: set[str] = set()
+        """Of those that they were told of, the ones that vLLM can't go on without."""
+        self.local: dict[str, int] = {}
+        """Of each request that waits, the tokens that vLLM has itself."""
+        self.doubts = Doubts(self.block_tokens, ranks)
 
     # ---- what there is
 
@@ -134,6 +143,7 @@ class SchedulerSide:
     def matched_tokens(self, request, num_computed_tokens):
         """Tokens beyond the local ones that can be loaded, and whether that is done between steps; None: ask again. vLLM
         calls it in each step in which it could admit the request, new or preempted, until it does."""
+        self.local[request.request_id] = num_computed_tokens
         state = self.requests.get(request.request_id)
         if state is not None and state.lost is not None and state.lost * self.chunk_tokens <= num_computed_tokens:
             return 0, False
@@ -176,15 +186,15 @@ class SchedulerSide:
             return
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
-        state.loads += 1
+        base = first * self.chunk_tokens
         state.ranks_ended, state.load_seconds = 0, 0.0
         state.load = Load(
-            job=f"{request.request_id}#{state.loads}",
+            job=f"{request.request_id}#{next(self.jobs)}",
             request=request.request_id,
             hashes=state.prompt.hashes(first, last),
-            first_token=first * self.chunk_tokens,
-            tokens=(start, end),
-            block_table=list(blocks.get_block_ids()[0]),
+            first_chunk=first,
+            tokens=(start - base, end - base),
+            block_table=blocks.get_block_ids()[0][base // self.block_tokens : -(-end // self.block_tokens)],
         )
         if self.load_or_compute is not None:
             self.load_or_compute.load_begins(state.load.job)
@@ -196,59 +206,60 @@ class SchedulerSide:
         self.look_ahead()
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
-        preempted = set(getattr(output, "preempted_req_ids", None) or ())
-        meta = StepMetadata(loads=self.new_loads, preempted=preempted, finished=self.to_free)
-        self.new_loads, self.to_free = [], set()
-        # What another connector loads within the step is not known by its blocks.
-        if self.is_producer and (self.is_layerwise or not getattr(output, "has_sync_kv_loads", False)):
-            self.add_stores(meta, output)
+        preempted = set(output.preempted_req_ids or ())
+        for store in self.open_stores.values():
+            if store.request in preempted:
+                store.copying = 0
+        meta = StepMetadata(loads=self.new_loads, taken_back=preempted | self.wanted_back, finished=self.to_free)
+        self.new_loads, self.to_free, self.wanted_back = [], set(), set()
+        scheduled = in_order(output)
+        self.note_doubts(meta, output, scheduled)
+        if self.is_producer:
+            for request_id, _, end in scheduled:
+                if (state := self.requests.get(request_id)) is not None:
+                    self.add_store(meta, state, end, output.kv_connector_block_state)
         return meta
 
-    def add_stores(self, meta, output):
-        unsure = self.unsure_blocks()
-        for new in output.scheduled_new_reqs:
-            if (state := self.requests.get(new.req_id)) is not None:
-                state.blocks = list(new.block_ids[0])
-                computed = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-                self.add_store(meta, state, computed, unsure)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if (state := self.requests.get(request_id)) is not None:
-                blocks = cached.new_block_ids[index]
-                if request_id in cached.resumed_req_ids:
-                    state.blocks = list(blocks[0]) if blocks else []
-                elif blocks:
-                    state.blocks.extend(blocks[0])
-                computed = cached.num_computed_tokens[index] + output.num_scheduled_tokens[request_id]
-                self.add_store(meta, state, computed, unsure)
+    def note_doubts(self, meta, output, scheduled):
+        """What is loaded within the step, by whomever, and what is computed from it."""
+        if getattr(output, "has_sync_kv_loads", False):
+            meta.loads_within = self.doubts.begin()
+        for request_id, start, end in scheduled:
+            local = self.local.pop(request_id, start)
+            if self.doubts or meta.loads_within is not None:
+                table = output.kv_connector_block_state.get_block_ids(request_id)[0]
+                self.doubts.loaded(table, local, start, meta.loads_within)
+                self.doubts.computed(table, start, end)
 
-    def add_store(self, meta, state, computed_tokens, unsure_blocks):
-        """Of the chunks that are full after this step and that nobody has yet. While it is not known that a load within the
-        step has come, on all ranks, what is computed from its blocks may be nothing, also for who shares them: it is stored
-        after that."""
+    def add_store(self, meta, state, computed_tokens, block_state):
+        """Of the chunks that are full after this step, that nobody has yet, and that are known to be right: the others are
+        stored once they are."""
         full = computed_tokens // self.chunk_tokens
         if full <= max(state.found, state.handed) or state.is_stale:
-            return
-        if unsure_blocks and not unsure_blocks.isdisjoint(state.blocks):
             return
         # What was generated has hashes, too, once it is a full chunk.
         full = min(full, self.extend(state, min(full * self.chunk_tokens, state.request.num_tokens)))
         if full <= state.found:
             return
+        table = block_state.get_block_ids(state.request.request_id)[0]
+        full = self.doubts.sure(table, full * self.chunk_tokens) // self.chunk_tokens
+        if full <= state.found:
+            return
         first, state.found, state.handed = state.found, full, full
-        state.stores += 1
-        job = f"{state.request.request_id}#s{state.stores}"
+        job = f"{state.request.request_id}#{next(self.jobs)}"
         events = self.events
         told = [events.stored(state.request, chunk) if events else None for chunk in range(first, full)]
-        self.open_stores[job] = OpenStore(first, set(range(full - first)), told)
+        self.open_stores[job] = OpenStore(
+            state.request.request_id, first, set(range(full - first)), told, copying=self.ranks
+        )
+        chunk_blocks = self.chunk_tokens // self.block_tokens
         meta.stores.append(
             Store(
                 job=job,
                 request=state.request.request_id,
                 hashes=state.prompt.hashes(first, full),
                 parent=state.prompt.parent(first),
-                first_token=first * self.chunk_tokens,
-                block_table=list(state.blocks),
+                block_table=table[first * chunk_blocks : full * chunk_blocks],
             )
         )
 
@@ -274,31 +285,39 @@ class SchedulerSide:
                 if self.load_or_compute is not None:
                     self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)
                 state.load = None
+        for step, ranks in report.steps.items():
+            self.doubts.ended(step, ranks, set(failed_blocks))
+        for job, ranks in report.freed.items():
+            if (store := self.open_stores.get(job)) is not None:
+                store.copying = max(0, store.copying - ranks)
         for job, (ranks, there) in report.stored.items():
             if (store := self.open_stores.get(job)) is not None:
                 store.ranks += ranks
                 store.there &= there
                 if store.ranks == self.ranks:
-                    self.stored(job, self.open_stores.pop(job))
+                    self.stored(self.open_stores.pop(job))
 
     def note_failure(self, state, failed_blocks):
         """What a load did not bring is computed, and stored again: it may have been damaged."""
         load = state.load
         failed = [at for at in self.blocks_of(load) if load.block_table[at] in failed_blocks]
         if failed:
-            chunk = failed[0] * self.block_tokens // self.chunk_tokens
+            chunk = load.first_chunk + failed[0] * self.block_tokens // self.chunk_tokens
             state.lost = chunk if state.lost is None else min(state.lost, chunk)
             state.found = state.handed = min(state.found, state.lost)
 
     def loaded_tokens(self, state):
         start, end = state.load.tokens
-        return end - start if state.lost is None else max(0, min(end, state.lost * self.chunk_tokens) - start)
+        if state.lost is None:
+            return end - start
+        there = (state.lost - state.load.first_chunk) * self.chunk_tokens
+        return max(0, min(end, there) - start)
 
-    def stored(self, job, store):
+    def stored(self, store):
         """What is not there ends the run that lookups can find: it is stored again before what follows it."""
         if self.events is not None:
             self.events.add(store.events[index] for index in sorted(store.there))
-        state = self.requests.get(request_of(job))
+        state = self.requests.get(store.request)
         if state is None:
             return
         missing = [index for index in range(len(store.events)) if index not in store.there]
@@ -310,30 +329,31 @@ class SchedulerSide:
         self.lookups.outdate(state.request.request_id)
 
     def blocks_of(self, load):
-        """Places in the block table that a load writes to."""
+        """Places in its block table that a load writes to."""
         start, end = load.tokens
         return range(start // self.block_tokens, (end - 1) // self.block_tokens + 1)
-
-    def unsure_blocks(self):
-        """Of loads within steps that are not known to have come."""
-        if not self.is_layerwise:
-            return set()
-        loads = [state.load for state in self.requests.values() if state is not None and state.load is not None]
-        return {load.block_table[at] for load in loads for at in self.blocks_of(load)}
 
     def finished(self, request):
         """Whether its blocks must stay until the worker has said that they are free."""
         self.forget_lookup(request.request_id)
         self.adapters.forget(request.request_id)
-        state = self.requests.pop(request.request_id, None)
+        self.local.pop(request.request_id, None)
+        self.requests.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
-        # A load between steps: vLLM itself keeps the blocks until it has ended, and no store needs them: they were taken
-        # back when it was preempted.
-        if state is None or state.stores == 0 or (state.load is not None and not self.is_layerwise):
-            return False
-        self.to_free.add(request.request_id)
-        return True
+        # A load between steps: vLLM itself keeps the blocks until it has ended.
+        copied = [store for store in self.open_stores.values() if store.request == request.request_id and store.copying]
+        for store in copied:
+            store.is_held = True
+        if copied:
+            self.to_free.add(request.request_id)
+        return bool(copied)
+
+    def has_pending_block_frees(self):
+        """vLLM can't go on without more blocks: instead of preempting a request it gets back those of finished ones."""
+        held = {store.request for store in self.open_stores.values() if store.is_held and store.copying}
+        self.wanted_back |= held
+        return bool(held)
 
     def reset(self):
         """Nothing that was stored so far is found any more by this engine: its weights may have changed."""
@@ -390,3 +410,15 @@ class SchedulerSide:
             state.prompt.extend(new.tobytes(), extras)
             state.taken = tokens
         return len(state.prompt)
+
+
+def in_order(output):
+    """A step's requests in the order in which they got their blocks, each with its tokens before and after it: who shares a
+    block with another comes later."""
+    cached = output.scheduled_cached_reqs
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [
+        (request_id, before[request_id], before[request_id] + tokens)
+        for request_id, tokens in output.num_scheduled_tokens.items()
+    ]

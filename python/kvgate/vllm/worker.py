@@ -80,9 +80,7 @@ class WorkerSide:
         for load in loads:
             began = time.monotonic()
             try:
-                self.need_worker().load(
-                    load.job, load.hashes, load.first_token, load.tokens, load.block_table, stream, by_layer
-                )
+                self.need_worker().load(load.job, load.hashes, 0, load.tokens, load.block_table, stream, by_layer)
             except Exception as error:
                 # It is computed.
                 logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
@@ -104,12 +102,11 @@ class WorkerSide:
     def store(self, stores, stream):
         for store in stores:
             try:
-                self.need_worker().store(
-                    store.job, store.hashes, store.parent, store.first_token, store.block_table, stream
-                )
+                self.need_worker().store(store.job, store.hashes, store.parent, 0, store.block_table, stream)
             except Exception as error:
                 logger.warning("kvgate: a store of %s could not be begun: %s", store.request, error)
                 self.report.stored[store.job] = (1, set())
+                self.report.freed[store.job] = 1
             else:
                 self.stores.add(store.job)
 
@@ -118,7 +115,7 @@ class WorkerSide:
             raise RuntimeError("the engine's memory is not registered: it sleeps")
         return self.worker
 
-    def preempted(self, requests):
+    def take_back(self, requests):
         """Their blocks are vLLM's after this: what is being copied out of them ends, the rest never begins."""
         if jobs := [job for job in self.stores if request_of(job) in requests]:
             self.worker.take_back(jobs)
@@ -142,7 +139,9 @@ class WorkerSide:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
                 self.fail(load, min(ended.missing))
             self.end(load, ended.seconds)
-        self.stores.difference_update(self.worker.freed())
+        for job in self.worker.freed():
+            self.stores.discard(job)
+            self.report.freed[job] = 1
         for ended in self.worker.stored():
             self.stats.stored(ended)
             self.report.stored[ended.job] = (1, set(ended.there))
@@ -155,7 +154,7 @@ class WorkerSide:
 
     def fail(self, load, chunk):
         """All blocks from this chunk of the load on are not there."""
-        first = max(load.tokens[0], load.first_token + chunk * self.model.space.chunk_tokens)
+        first = max(load.tokens[0], chunk * self.model.space.chunk_tokens)
         block_tokens = self.model.block_tokens
         self.failed_blocks.update(load.block_table[first // block_tokens : -(-load.tokens[1] // block_tokens)])
 
@@ -163,10 +162,12 @@ class WorkerSide:
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 
-    def take_report(self):
-        """None: no job has ended."""
+    def take_report(self, loads_within=None):
+        """After a step; None: there is nothing to tell."""
         report, self.report = self.report, WorkerReport()
-        return report if report.loaded or report.stored else None
+        if loads_within is not None:
+            report.steps[loads_within] = 1
+        return report or None
 
     def close(self):
         self.unregister()
