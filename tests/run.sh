@@ -140,7 +140,7 @@ engine_tests() {
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     tests "histories of the next vLLM's scheduler" env PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" \
-        "$env/bin/python" -B tests/engines/test_histories.py
+        KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B tests/engines/test_histories.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py

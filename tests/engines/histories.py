@@ -69,11 +69,24 @@ def kv_of(tokens):
 
 
 class Lookups:
-    def __init__(self, *settings):
-        self.prompts = {}
+    """Answers that come when they come, and may be old by then: what is pinned is there, the rest may be gone."""
 
-    def ask(self, request, prompt, *more):
+    def __init__(self, *settings):
+        self.prompts, self.outdated = {}, set()
+
+    def ask(self, request, prompt):
         self.prompts[request] = prompt
+        self.outdated.discard(request)
+
+    def is_due(self, request):
+        return request not in self.prompts or request in self.outdated or world.numbers.random() < 0.05
+
+    def is_old(self, request):
+        return self.is_due(request)
+
+    def outdate(self, request):
+        if request in self.prompts:
+            self.outdated.add(request)
 
     def answer(self, request):
         prompt = self.prompts.get(request)
@@ -87,6 +100,7 @@ class Lookups:
 
     def forget(self, request):
         self.prompts.pop(request, None)
+        self.outdated.discard(request)
 
 
 class Job:

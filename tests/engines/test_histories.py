@@ -18,6 +18,8 @@ from kvgate.vllm.scheduler import SchedulerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 HISTORIES = 500_000 if os.environ.get("KVGATE_TEST_FULL") else 20_000
+if share := os.environ.get("KVGATE_TEST_HISTORIES_SHARE"):
+    HISTORIES //= int(share)
 PLANTED = 1_000
 """Among so many a mistake must be found."""
 AGAIN = f"PYTHONHASHSEED=0 {sys.executable} tests/engines/histories.py"
