@@ -60,7 +60,7 @@ struct Question {
     /// More than this question was told of is there by now.
     is_outdated: bool,
     /// The gateway was asked, and the breaker does not know yet whether it answered in time.
-    is_owed: bool,
+    owed: Option<Arc<Breaker>>,
     task: Option<AbortHandle>,
 }
 
@@ -132,7 +132,7 @@ impl Lookups {
             let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, &change)).await;
             change(&|question| {
                 question.ended = Some(Instant::now());
-                question.note(&asker.breaker, in_time.is_ok());
+                question.note(in_time.is_ok());
             });
         };
         py.detach(|| {
@@ -173,7 +173,7 @@ impl Lookups {
             return None;
         }
         if question.ended.is_none() && is_late {
-            question.note(&self.asker.breaker, false);
+            question.note(false);
         }
         question.is_given = true;
         Some(question.prefix(self.pin))
@@ -222,7 +222,7 @@ impl Question {
             wanted: None,
             is_given: false,
             is_outdated: false,
-            is_owed: false,
+            owed: None,
             task: None,
         }
     }
@@ -251,8 +251,8 @@ impl Question {
     }
 
     /// Once.
-    fn note(&mut self, breaker: &Breaker, in_time: bool) {
-        if std::mem::take(&mut self.is_owed) {
+    fn note(&mut self, in_time: bool) {
+        if let Some(breaker) = self.owed.take() {
             breaker.note(in_time);
         }
     }
@@ -276,7 +276,7 @@ impl Asker {
         let tell = |prefix| {
             change(&|question| {
                 question.tell(prefix);
-                question.note(&self.breaker, true);
+                question.note(true);
             });
         };
         let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
@@ -284,7 +284,7 @@ impl Asker {
         let mut is_first = true;
         while let (Ok(hashes), Ok(_permit)) = (&hashes, self.at_once.acquire().await) {
             if std::mem::take(&mut is_first) {
-                change(&|question| question.is_owed = true);
+                change(&|question| question.owed = Some(Arc::clone(&self.breaker)));
             }
             let began = Instant::now();
             let Ok(found) = self.look_for(hashes, time).await else {
