@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The daemon against its own description: schemathesis makes calls from docs/openapi.json, and the answers must be as it says.
+# The daemon against its own description: schemathesis makes calls from docs/openapi.json, and the answers must be as it says;
+# over the unix socket, through a small forwarder since schemathesis knows TCP only, and by TCP with the token.
 #
 #     tests/api.sh            with the tools of tests/servers/install.sh python
 set -euo pipefail
@@ -9,6 +10,8 @@ source tests/servers/common.sh
 
 work=$(mktemp -d)
 port=${KVGATE_TEST_API_PORT:-9380}
+through=$((port + 1))
+echo sesame >"$work/token"
 trap 'kill "$daemon" $(jobs -p) 2>/dev/null || true; rm -rf "$work" "/dev/shm/kvgate-api-$$"' EXIT
 
 # By itself cargo builds it with fewer features of what it depends on, and all of that anew.
@@ -17,7 +20,7 @@ if [ -z "$kvgate" ]; then
     cargo build --quiet --bin kvgate
     kvgate=${CARGO_TARGET_DIR:-target}/debug/kvgate
 fi
-"$kvgate" serve --embedded "$work/data" --socket "$work/kvgate.sock" \
+KVGATE__API__TOKEN_FILE=$work/token "$kvgate" serve --embedded "$work/data" --socket "$work/kvgate.sock" \
     --listen "127.0.0.1:$port" --arena-path "/dev/shm/kvgate-api-$$" >"$work/log" 2>&1 &
 daemon=$!
 for _ in $(seq 100); do
@@ -25,8 +28,33 @@ for _ in $(seq 100); do
     sleep 0.1
 done
 
+# All calls come from the forwarder's process, so a session of one of them is a session of all.
+"$VENV/bin/python" - "$through" "$work/kvgate.sock" <<'END' &
+import asyncio, sys
+
+async def copy(reader, writer):
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+async def forward(reader, writer):
+    there = await asyncio.open_unix_connection(sys.argv[2])
+    await asyncio.gather(copy(reader, there[1]), copy(there[0], writer), return_exceptions=True)
+
+async def main():
+    server = await asyncio.start_server(forward, "127.0.0.1", int(sys.argv[1]))
+    await server.serve_forever()
+
+asyncio.run(main())
+END
+at="http://127.0.0.1:$through"
+for _ in $(seq 100); do
+    curl -fsS "$at/healthz" >/dev/null 2>&1 && break
+    sleep 0.1
+done
+
 # What calls need to get anywhere: a space, and a session, whose stream stays open.
-at="http://127.0.0.1:$port"
 space='{"model":"test/api","revision":"1","dtype":"float16","chunk_tokens":16,"mha":{"layers":2,"heads":2,"head_dim":16}}'
 space_id=$(curl -fsS -X PUT "$at/v1/spaces" -d "$space" | "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["space_id"])')
 curl -fsSN -X POST "$at/v1/attach" -d '{"instance": "api.sh"}' >"$work/attached" &
@@ -59,12 +87,13 @@ def fill(schema):
 json.dump(fill(doc), sys.stdout)
 END
 
-# check DESCRIPTION EXAMPLES : attach's stream ends only with its client, and is used above.
+# check DESCRIPTION EXAMPLES URL MORE... : attach's stream ends only with its client, and is used above.
 check() {
-    "$VENV/bin/schemathesis" run "$1" --url "$at" --exclude-path /v1/attach --exclude-path / \
+    "$VENV/bin/schemathesis" run "$1" --url "$3" "${@:4}" --exclude-path /v1/attach --exclude-path / \
         --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
         --max-examples "$2" --phases coverage,fuzzing --seed 1 --no-color --request-timeout 20
 }
-check docs/openapi.json 15
-check "$work/known.json" "${KVGATE_TEST_API_EXAMPLES:-25}"
+check docs/openapi.json 15 "$at"
+check "$work/known.json" "${KVGATE_TEST_API_EXAMPLES:-25}" "$at"
+check "$work/known.json" 5 "http://127.0.0.1:$port" --header "Authorization: Bearer sesame"
 kill -0 "$daemon"
