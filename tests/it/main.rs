@@ -10,6 +10,7 @@ mod capped;
 mod cli;
 mod client;
 mod conformance;
+mod connector;
 mod damage;
 mod demo;
 mod dns;
