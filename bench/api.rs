@@ -283,6 +283,7 @@ impl Engine<'_> {
             order: Order::Chunk,
             continue_after_miss: false,
             deadline_ms: None,
+            declines: false,
         };
         let began = Instant::now();
         let mut lines = self.session.load(request).await?;

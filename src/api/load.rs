@@ -47,6 +47,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
             false => AfterMiss::Stop,
         },
         deadline: Instant::now() + limited(request.deadline_ms, api.options.load_deadline),
+        declines: request.declines,
     };
     let mut pump = Pump::new(api.node.load(&session, call)?);
     // What is in memory is here without waiting; often that is all.

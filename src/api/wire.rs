@@ -141,6 +141,9 @@ pub struct LoadRequest {
     pub continue_after_miss: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<u64>,
+    /// This rank takes no part: the others need not wait for it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub declines: bool,
 }
 
 /// A line of a load's stream.

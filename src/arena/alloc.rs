@@ -50,6 +50,8 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// Frees a slot that nobody uses, if there is one.
     pressure: OnceLock<Pressure>,
+    /// Whether all that is taken stays taken.
+    stuck: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
     /// Wakes the one ticket that waits.
     freed: Notify,
     waiting: AtomicBool,
@@ -118,6 +120,7 @@ impl Arena {
             front,
             state,
             pressure: OnceLock::new(),
+            stuck: OnceLock::new(),
             freed: Notify::new(),
             waiting: AtomicBool::new(false),
             turn: Arc::default(),
@@ -135,6 +138,12 @@ impl Arena {
     pub fn on_pressure(&self, free_one: impl Fn(Option<usize>) -> bool + Send + Sync + 'static) {
         // A second one would be a second owner of the arena.
         let _ = self.0.pressure.set(Box::new(free_one));
+    }
+
+    /// What tells that nothing that is taken will be given back, so that nobody need wait for it. Called without locks. Only
+    /// the first one counts.
+    pub fn on_stuck(&self, is_stuck: impl Fn() -> bool + Send + Sync + 'static) {
+        let _ = self.0.stuck.set(Box::new(is_stuck));
     }
 
     /// A slot of `len` bytes, if there is room now. Its bytes are whatever was there before.
@@ -223,10 +232,28 @@ impl Ticket {
     /// A slot of `len` bytes as soon as there is room; never if it is larger than the arena. Dropping the future
     /// gives up.
     pub async fn reserve(&self, len: usize) -> SlotMut {
+        loop {
+            if let Some(slot) = self.wait(len, || false).await {
+                return slot;
+            }
+        }
+    }
+
+    /// The same; None as soon as nothing can come free.
+    pub async fn reserve_unless_stuck(&self, len: usize) -> Option<SlotMut> {
+        let stuck = &self.arena.0.stuck;
+        self.wait(len, || stuck.get().is_some_and(|is_stuck| is_stuck()))
+            .await
+    }
+
+    async fn wait(&self, len: usize, is_stuck: impl Fn() -> bool) -> Option<SlotMut> {
         let _waiting = Waiting::new(&self.arena.0);
         loop {
             if let Some(slot) = self.arena.take(len, true) {
-                return slot;
+                return Some(slot);
+            }
+            if is_stuck() {
+                return None;
             }
             // A release between the try and here has left its permit.
             self.arena.0.freed.notified().await;

@@ -264,6 +264,10 @@ sections! {
         window: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Part of the arena that stores never take, so that the oldest load always goes on.
         reserve: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Percent of the arena without the reserve that one engine may hold, all its ranks, loads and stores together.
+        engine_share: u32 = "40", Between(1, 95);
+        /// Time for a rank to join a load that another rank began; then the others go on without it.
+        join_grace: Duration = "2s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Prefetches at a time.
         prefetches: u32 = "2", Between(1, 1024);
     }
@@ -294,7 +298,7 @@ sections! {
         thread_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
         /// Bytes of a transfer to or from a GPU, and of a staging buffer there.
         piece_size: ByteSize = "16MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
-        /// Staging buffers on the GPU for each direction.
+        /// Staging buffers on the GPU for each direction; loads have as many again for those that wait for the engine.
         staging_buffers: u32 = "3", Between(1, 64);
         /// Blocks of 256 threads of a copy kernel; about so many multiprocessors are busy with it.
         thread_blocks: u32 = "16", Between(1, 4096);
@@ -332,6 +336,8 @@ sections! {
         timeout: Duration = "30s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// How long an engine's leases outlive its attach stream while its process is there.
         grace: Duration = "5s", Time { min_ms: 0, max_ms: 3_600_000 };
+        /// An engine that made no call for so long hangs: no load waits for the slots that it holds.
+        stalled: Duration = "5s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
     }

@@ -1,19 +1,22 @@
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
+use futures::FutureExt;
 use tokio::sync::mpsc;
 
-use super::worker::{Worker, WorkerError, pin};
+use super::worker::{Worker, WorkerError};
 use crate::api::wire::{LoadLine, LoadRequest, SlotName};
 use crate::arena::{AttachedArena, AttachedSlot};
 use crate::chunk::ChunkHash;
 use crate::client::{ClientError, Session};
 use crate::copy::cuda::Mark;
-use crate::copy::{Job, Pending, Spans};
+use crate::copy::{CopyError, Job, Pending, Spans};
 use crate::gateway::Order;
 
 /// Copies that are on their way while the next chunk is waited for.
 const COPIES: usize = 4;
+/// Chunks that are given back together while there are more to copy: few calls, and the node's window is not used up long.
+const RELEASES: usize = 4;
 
 /// Chunks of a prompt, in its order, to bring into their pages.
 pub struct Load<'a> {
@@ -70,8 +73,6 @@ impl Worker {
     pub async fn load(&self, load: Load<'_>, progress: &Arc<Progress>) -> Result<Vec<Failed>, WorkerError> {
         // However it ends, nobody waits for more.
         let _ends = Ends(Arc::clone(progress));
-        let (session, pinned) = self.session().await?;
-        pin(Arc::clone(&self.load), pinned).await?;
         let request = LoadRequest {
             session: String::new(),
             load_id: load.id.to_owned(),
@@ -80,23 +81,35 @@ impl Worker {
             order: load.order,
             continue_after_miss: false,
             deadline_ms: load.deadline_ms,
+            declines: false,
         };
+        let session = self.session_to_load(&request).await?;
         let mut lines = session.load(request).await?;
         let (copying, copied) = mpsc::channel(COPIES);
-        let releaser = Releaser {
+        let (releases, to_release) = mpsc::unbounded_channel();
+        let copies = Copies {
             session: Arc::clone(&session),
-            load_id: load.id.to_owned(),
             progress: Arc::clone(progress),
             chunks: vec![Chunk::default(); load.wanted.len()],
             planes: self.space.layout().planes(),
+            releases,
+            kept: false,
         };
-        let released = tokio::spawn(releaser.run(copied));
+        let copied = tokio::spawn(copies.run(copied));
+        let released = tokio::spawn(release(Arc::clone(&session), load.id.to_owned(), to_release));
         let mut missing = vec![None; load.wanted.len()];
         let mut closed = self.closed.subscribe();
         let broke = loop {
-            let line = tokio::select! {
-                line = lines.next() => line,
-                _ = closed.wait_for(|&closed| closed) => break Some(WorkerError::Closed),
+            let line = match lines.next().now_or_never() {
+                Some(line) => line,
+                None => {
+                    // The node may wait for what was copied.
+                    let _ = copying.send(Step::Pause).await;
+                    tokio::select! {
+                        line = lines.next() => line,
+                        _ = closed.wait_for(|&closed| closed) => break Some(WorkerError::Closed),
+                    }
+                }
             };
             match line {
                 Ok(Some(LoadLine::Missing { i, miss, detail })) if i < missing.len() => {
@@ -115,16 +128,22 @@ impl Worker {
                         Ok(pending) => {
                             let name = SlotName { slot, generation };
                             // It ends only when this end is dropped.
-                            let _ = copying
-                                .send(Copying {
-                                    index: i,
-                                    name,
-                                    planes,
-                                    pending,
-                                })
-                                .await;
+                            let copy = Copying {
+                                index: i,
+                                name,
+                                planes,
+                                pending,
+                            };
+                            let _ = copying.send(Step::Copy(copy)).await;
                         }
-                        Err(error) => missing[i] = Some(error.to_string()),
+                        Err(error) => {
+                            missing[i] = Some(error.to_string());
+                            let kept = matches!(
+                                error,
+                                WorkerError::Copy(CopyError::Kept(_)) | WorkerError::Task(_)
+                            );
+                            let _ = copying.send(Step::Failed { kept }).await;
+                        }
                     }
                 }
                 Ok(Some(_)) => {}
@@ -133,9 +152,19 @@ impl Worker {
             }
         };
         drop(copying);
-        let (chunks, planes) = released.await?;
-        // Whatever was not released one by one. A session that is over has nothing left.
-        let _ = session.release(load.id, None).await;
+        let Copied {
+            chunks,
+            all_planes: planes,
+            kept,
+            left,
+        } = copied.await?;
+        let all_released = released.await?;
+        // A load that broke off ends with its stream. A session that is over has nothing left.
+        drop(lines);
+        let rest = broke.is_some() || left || !all_released;
+        if rest && !kept {
+            let _ = session.release(load.id, None).await;
+        }
         let early = match broke {
             None => "the load ended before it".to_owned(),
             Some(error) => format!("the load broke off: {error}"),
@@ -177,49 +206,130 @@ impl Worker {
     }
 }
 
-/// Waits for copies in the order in which they were begun, and gives their slots back.
-struct Releaser {
+/// What the copies of a load are told.
+enum Step {
+    Copy(Copying),
+    /// A copy that could not be begun.
+    Failed {
+        kept: bool,
+    },
+    /// Nothing more is here for now.
+    Pause,
+}
+
+/// Waits for copies in the order in which they were begun, and has their slots given back: some at a time, all when the
+/// load waits for the node.
+struct Copies {
     session: Arc<Session>,
-    load_id: String,
     progress: Arc<Progress>,
     chunks: Vec<Chunk>,
     /// Of each chunk.
     planes: usize,
+    releases: mpsc::UnboundedSender<Vec<SlotName>>,
+    kept: bool,
 }
 
-impl Releaser {
-    /// What became of each chunk, and how many planes one has.
-    async fn run(mut self, mut copied: mpsc::Receiver<Copying>) -> (Vec<Chunk>, usize) {
-        while let Some(copying) = copied.recv().await {
-            let Copying {
-                index,
-                name,
-                planes,
-                pending,
-            } = copying;
-            let done = tokio::task::spawn_blocking(move || pending.wait().map(drop)).await;
-            let done = match done {
-                Ok(Ok(())) => is_still(&self.session.arena, name),
-                Ok(Err(error)) => Err(error.to_string()),
-                Err(error) => Err(error.to_string()),
-            };
-            let chunk = &mut self.chunks[index];
-            match done {
-                Ok(()) => {
-                    chunk.planes += planes.len();
-                    self.progress.copied(planes);
+/// What became of a load's copies.
+struct Copied {
+    chunks: Vec<Chunk>,
+    /// Of a chunk.
+    all_planes: usize,
+    /// The device may still read some slots: they are not given back while this process lives.
+    kept: bool,
+    /// Some slots are still to be given back.
+    left: bool,
+}
+
+impl Copies {
+    async fn run(mut self, mut steps: mpsc::Receiver<Step>) -> Copied {
+        let (mut done, mut left) = (Vec::new(), false);
+        while let Some(step) = steps.recv().await {
+            let copying = match step {
+                Step::Copy(copying) => copying,
+                Step::Failed { kept } => {
+                    self.kept |= kept;
+                    left = true;
+                    continue;
                 }
-                Err(reason) => chunk.failed = chunk.failed.take().or(Some(reason)),
-            }
+                Step::Pause => {
+                    self.release(&mut done);
+                    continue;
+                }
+            };
+            let (index, name) = (copying.index, copying.name);
+            self.copied(copying).await;
+            let chunk = &self.chunks[index];
             // One that failed goes with the load.
-            if chunk.planes == self.planes
-                && let Err(error) = self.session.release(&self.load_id, Some(vec![name])).await
-            {
-                tracing::debug!(%error, load_id = self.load_id, "a slot could not be released; its session's end will");
+            if chunk.planes == self.planes {
+                done.push(name);
+            }
+            left |= chunk.failed.is_some();
+            if done.len() >= RELEASES {
+                self.release(&mut done);
             }
         }
-        (self.chunks, self.planes)
+        self.release(&mut done);
+        Copied {
+            left: left
+                || self
+                    .chunks
+                    .iter()
+                    .any(|chunk| (1..self.planes).contains(&chunk.planes)),
+            chunks: self.chunks,
+            all_planes: self.planes,
+            kept: self.kept,
+        }
     }
+
+    async fn copied(&mut self, copying: Copying) {
+        let Copying {
+            index,
+            name,
+            planes,
+            pending,
+        } = copying;
+        let done = tokio::task::spawn_blocking(move || pending.wait().map(drop)).await;
+        self.kept |= matches!(&done, Ok(Err(CopyError::Kept(_))) | Err(_));
+        let done = match done {
+            Ok(Ok(())) => is_still(&self.session.arena, name),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        let chunk = &mut self.chunks[index];
+        match done {
+            Ok(()) => {
+                chunk.planes += planes.len();
+                self.progress.copied(planes);
+            }
+            Err(reason) => chunk.failed = chunk.failed.take().or(Some(reason)),
+        }
+    }
+
+    fn release(&self, done: &mut Vec<SlotName>) {
+        if !done.is_empty() {
+            // It ends only when this end is dropped.
+            let _ = self.releases.send(std::mem::take(done));
+        }
+    }
+}
+
+/// Gives slots back while copies go on: in one call whatever came since the last one. Whether all calls were answered.
+async fn release(
+    session: Arc<Session>,
+    load_id: String,
+    mut done: mpsc::UnboundedReceiver<Vec<SlotName>>,
+) -> bool {
+    let mut all = true;
+    while let Some(mut slots) = done.recv().await {
+        while let Ok(more) = done.try_recv() {
+            slots.extend(more);
+        }
+        if let Err(error) = session.release(&load_id, Some(slots)).await {
+            tracing::debug!(%error, load_id, "slots could not be released");
+            all = false;
+        }
+    }
+    all
 }
 
 /// Whether what was copied was the slot that was meant, all the time.

@@ -94,10 +94,13 @@ impl Worker {
             session.abort(names(0..named.len())).await?;
             return Err(WorkerError::GivenUp);
         }
-        let (good, error) = self.gather(&session, pinned, &reserved.own, &named, &store).await;
+        let gathered = self.gather(&session, pinned, &reserved.own, &named, &store).await;
         hold.free();
-        if good < named.len() {
-            session.abort(names(good..named.len())).await?;
+        let Gathered { good, kept, error } = gathered;
+        let mut given_up = names(good..named.len());
+        given_up.retain(|name| !kept.contains(name));
+        if !given_up.is_empty() {
+            session.abort(given_up).await?;
         }
         let committed = session.commit(names(0..good)).await?;
         for (&(index, ..), outcome) in named.iter().zip(&committed.slots) {
@@ -128,7 +131,7 @@ impl Worker {
         Ok((session, pinned, reserved))
     }
 
-    /// Copies what is owned of each chunk into its slot. How many are there, and why not more.
+    /// Copies what is owned of each chunk into its slot.
     async fn gather(
         &self,
         session: &Arc<Session>,
@@ -136,42 +139,73 @@ impl Worker {
         own: &[Share],
         named: &[(usize, SlotName, usize)],
         store: &Store<'_>,
-    ) -> (usize, Option<WorkerError>) {
+    ) -> Gathered {
         let copier = match self.store_copier(own) {
             Ok(copier) => copier,
-            Err(error) => return (0, Some(error.into())),
+            Err(error) => return Gathered::none(error.into()),
         };
         if let Err(error) = pin(Arc::clone(&copier), pinned).await {
-            return (0, Some(error));
+            return Gathered::none(error);
         }
         let layout = self.space.layout();
         let mut jobs = Vec::with_capacity(named.len());
-        for &(index, _, offset) in named {
+        for &(index, name, offset) in named {
             let job = Job {
                 planes: 0..layout.planes(),
                 spans: store.chunks[index].spans.clone(),
                 at: layout.header_len(),
             };
             match session.arena.slot(offset, layout.payload_len()) {
-                Ok(slot) => jobs.push((slot.kept_by(Arc::clone(session)), job)),
-                Err(error) => return (0, Some(error.into())),
+                Ok(slot) => jobs.push((name, slot.kept_by(Arc::clone(session)), job)),
+                Err(error) => return Gathered::none(error.into()),
             }
         }
         let after = store.after.clone();
         let copied = tokio::task::spawn_blocking(move || {
-            let begin = |(slot, job): (AttachedSlot, Job)| copier.store(slot, &job, after.as_ref());
-            let pending: Vec<Result<Pending<AttachedSlot>, CopyError>> =
+            let begin = |(name, slot, job): (SlotName, AttachedSlot, Job)| {
+                (name, copier.store(slot, &job, after.as_ref()))
+            };
+            let pending: Vec<(SlotName, Result<Pending<AttachedSlot>, CopyError>)> =
                 jobs.into_iter().map(begin).collect();
-            let mut good = 0;
-            for copy in pending {
+            let mut gathered = Gathered::default();
+            for (name, copy) in pending {
                 match copy.and_then(Pending::wait) {
-                    Ok(_) => good += 1,
-                    Err(error) => return (good, Some(error.into())),
+                    Ok(_) if gathered.error.is_none() => gathered.good += 1,
+                    Ok(_) => {}
+                    Err(error) => {
+                        if matches!(error, CopyError::Kept(_)) {
+                            gathered.kept.push(name);
+                        }
+                        gathered.error = gathered.error.or(Some(error.into()));
+                    }
                 }
             }
-            (good, None)
+            gathered
         });
-        copied.await.unwrap_or_else(|error| (0, Some(error.into())))
+        copied.await.unwrap_or_else(|error| Gathered {
+            // Some of it may still be under way.
+            kept: named.iter().map(|&(_, name, _)| name).collect(),
+            ..Gathered::none(error.into())
+        })
+    }
+}
+
+/// What became of the copies of a store.
+#[derive(Default)]
+struct Gathered {
+    /// How many of the first ones are in their slots.
+    good: usize,
+    /// Where the device may still write: neither committed nor given up. The process's end ends it.
+    kept: Vec<SlotName>,
+    error: Option<WorkerError>,
+}
+
+impl Gathered {
+    fn none(error: WorkerError) -> Self {
+        Self {
+            error: Some(error),
+            ..Self::default()
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use tokio::task::JoinError;
 
 use super::breaker::Breaker;
 use super::pinning::{Pinning, Registered};
-use crate::api::wire::{AttachRequest, SpaceInfo};
+use crate::api::wire::{AttachRequest, LoadRequest, SpaceInfo};
 use crate::arena::AttachedError;
 use crate::chunk::Space;
 use crate::client::{Client, ClientError, Engine, Session};
@@ -87,11 +87,36 @@ impl Worker {
 
     /// The session with the node, and what copies by it are pinned to. Attaches, and makes the space known, when it has to.
     pub async fn session(&self) -> Result<(Arc<Session>, Registered), WorkerError> {
-        let declare = || self.engine.declare(&self.space);
-        self.declared.get_or_try_init(declare).await?;
-        let session = self.engine.session().await?;
+        let session = self.attached().await?;
         let pinned = self.pinning.of(&session, &self.load)?;
         Ok((session, pinned))
+    }
+
+    async fn attached(&self) -> Result<Arc<Session>, WorkerError> {
+        let declare = || self.engine.declare(&self.space);
+        self.declared.get_or_try_init(declare).await?;
+        Ok(self.engine.session().await?)
+    }
+
+    /// The session, for a load: what is loaded is in memory that the device knows.
+    pub(super) async fn session_to_load(&self, request: &LoadRequest) -> Result<Arc<Session>, WorkerError> {
+        let session = self.attached().await?;
+        let pinned = match self.pinning.of(&session, &self.load) {
+            Ok(pinned) => pin(Arc::clone(&self.load), pinned).await,
+            Err(error) => Err(error),
+        };
+        let Err(error) = pinned else {
+            return Ok(session);
+        };
+        // The other ranks need not wait for this one.
+        let declines = LoadRequest {
+            declines: true,
+            ..request.clone()
+        };
+        if let Err(error) = session.load(declines).await {
+            tracing::debug!(%error, load_id = request.load_id, "a load could not be declined");
+        }
+        Err(error)
     }
 
     /// The node says the same each time, for as long as the ranks are the same.

@@ -123,7 +123,7 @@ impl<T> Pending<T> {
         };
         if let Err(error) = event.wait() {
             std::mem::forget(self.held.take());
-            return Err(error.into());
+            return Err(CopyError::Kept(error));
         }
         Ok(())
     }

@@ -44,4 +44,7 @@ pub enum CopyError {
     Tokens { tokens: u32, chunk_tokens: u32 },
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// Nobody knows what the device still does with the memory: it must not be handed back while this process lives.
+    #[error("{0}; its slot is kept until the engine is gone")]
+    Kept(CudaError),
 }

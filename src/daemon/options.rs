@@ -84,6 +84,12 @@ pub fn node(config: &Config) -> NodeOptions {
         sessions_max: config.api.sessions as usize,
         spaces_max: config.api.spaces as usize,
         load_window_bytes: bytes(config.load.window),
+        engine_bytes: percent_of(
+            bytes(config.arena.size).saturating_sub(bytes(config.load.reserve)),
+            config.load.engine_share,
+        ),
+        join_grace: config.load.join_grace,
+        stalled: config.api.stalled,
         commit_timeout: config.store.commit_timeout,
         grace: config.api.grace,
         pin_max: config.memory.pin_max,
@@ -128,6 +134,10 @@ fn policy(policy: config::Policy) -> EvictionPolicy {
         config::Policy::Sieve => EvictionPolicy::Sieve,
         config::Policy::S3Fifo => EvictionPolicy::S3Fifo,
     }
+}
+
+fn percent_of(bytes: usize, percent: u32) -> usize {
+    bytes / 100 * percent as usize
 }
 
 fn bytes(size: ByteSize) -> usize {

@@ -5,6 +5,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::behind::{BehindStats, Flushed, Room, Sealed};
+use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
@@ -15,6 +16,7 @@ pub struct Reserved {
     pub slot: StoreSlot,
     room: Room,
     share: Share,
+    spent: Option<Spent>,
 }
 
 /// Why a chunk need not, or can't, be stored now.
@@ -24,7 +26,7 @@ pub enum Skip {
     Present,
     /// Somebody else is about to bring it.
     Pending,
-    /// There is no room: in the arena, in the write-behind, or in the tenant's share.
+    /// There is no room: in the arena, in the write-behind, in the tenant's share, or in the engine's.
     Full,
 }
 
@@ -55,6 +57,17 @@ impl Gateway {
         chunk: &ChunkHash,
         parent: &ChunkHash,
     ) -> Result<Reserved, Skip> {
+        self.reserve_on_credit(space, chunk, parent, None)
+    }
+
+    /// The same, with a limit on what the engine holds at a time.
+    pub fn reserve_on_credit(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: &ChunkHash,
+        credit: Option<&Credit>,
+    ) -> Result<Reserved, Skip> {
         // Without tiers nobody would keep it.
         let tiers = self.0.tiers.as_ref().ok_or(Skip::Full)?;
         let key = (space.key(), *chunk);
@@ -71,13 +84,19 @@ impl Gateway {
         if tiers.arriving.join(&key).is_some() {
             return Err(Skip::Pending);
         }
-        self.take_room(space, &key, parent).ok_or_else(|| {
+        self.take_room(space, &key, parent, credit).ok_or_else(|| {
             tiers.behind.refused(key);
             Skip::Full
         })
     }
 
-    fn take_room(&self, space: &Space, key: &CacheKey, parent: &ChunkHash) -> Option<Reserved> {
+    fn take_room(
+        &self,
+        space: &Space,
+        key: &CacheKey,
+        parent: &ChunkHash,
+        credit: Option<&Credit>,
+    ) -> Option<Reserved> {
         let tiers = self.0.tiers.as_ref()?;
         let parent = (key.0, *parent);
         if self.0.cache.is_present(&parent, Instant::now()) == Some(true) {
@@ -88,10 +107,19 @@ impl Gateway {
             return None;
         }
         let bytes = space.layout().object_len();
+        let spent = match credit {
+            Some(credit) => Some(credit.try_spend(bytes)?),
+            None => None,
+        };
         let share = tiers.memory.share(space.tenant(), bytes)?;
         let room = tiers.behind.room(bytes, Some(&parent))?;
         let slot = self.reserve(space).ok()?;
-        Some(Reserved { slot, room, share })
+        Some(Reserved {
+            slot,
+            room,
+            share,
+            spent,
+        })
     }
 
     /// A chunk that is in memory, but was given up on its way down, is sent there once more.
@@ -113,7 +141,14 @@ impl Gateway {
     /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.
     pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
         let Some(tiers) = &self.0.tiers else { return false };
-        let Reserved { slot, room, share } = reserved;
+        let Reserved {
+            slot,
+            room,
+            share,
+            spent,
+        } = reserved;
+        // Nobody writes there any more.
+        drop(spent);
         let space = slot.space().clone();
         let key = (space.key(), chunk);
         let (header, payload) = slot.split();

@@ -6,14 +6,25 @@ use super::kib;
 
 /// Bytes of slots that a load may hold at a time, handed out and not yet released ones included. A load that has spent it
 /// waits for its own client, and lets other loads have the arena meanwhile.
+///
+/// An engine has one, too, which all of its loads and stores spend from: whatever it holds and never gives back, there is
+/// room for others.
 #[derive(Clone)]
 pub struct Credit {
     kib: Arc<Semaphore>,
     most: u32,
+    /// What this one is a part of.
+    engine: Option<Arc<Credit>>,
 }
 
-/// Some of a load's credit; goes back when it is dropped.
-pub(super) type Spent = Arc<OwnedSemaphorePermit>;
+/// Some credit; goes back when it is dropped.
+pub(super) type Spent = Arc<Permits>;
+
+#[derive(Debug)]
+pub(super) struct Permits {
+    _own: OwnedSemaphorePermit,
+    _engine: Option<OwnedSemaphorePermit>,
+}
 
 impl Credit {
     pub fn new(bytes: usize) -> Self {
@@ -21,25 +32,72 @@ impl Credit {
         Self {
             kib: Arc::new(Semaphore::new(most as usize)),
             most,
+            engine: None,
+        }
+    }
+
+    /// So much of this one, for a load of its own.
+    #[must_use]
+    pub fn part(&self, bytes: usize) -> Self {
+        Self {
+            engine: Some(Arc::new(self.clone())),
+            ..Self::new(bytes)
         }
     }
 
     pub fn bytes(&self) -> usize {
-        self.most as usize * 1024
+        let most = self.engine.as_ref().map_or(self.most, |engine| engine.most);
+        self.most.min(most) as usize * 1024
     }
 
     /// Now, or not at all. A chunk that is larger than all of it goes alone.
     pub(super) fn try_spend(&self, bytes: usize) -> Option<Spent> {
-        let kib = Arc::clone(&self.kib);
-        kib.try_acquire_many_owned(self.kib_of(bytes)).ok().map(Arc::new)
+        let of = |credit: &Self| {
+            let kib = Arc::clone(&credit.kib);
+            kib.try_acquire_many_owned(credit.kib_of(bytes)).ok()
+        };
+        let own = of(self)?;
+        let engine = match &self.engine {
+            Some(engine) => Some(of(engine)?),
+            None => None,
+        };
+        Some(Arc::new(Permits {
+            _own: own,
+            _engine: engine,
+        }))
     }
 
-    pub(super) async fn spend(&self, bytes: usize) -> Option<Spent> {
-        let kib = Arc::clone(&self.kib);
-        kib.acquire_many_owned(self.kib_of(bytes))
-            .await
-            .ok()
-            .map(Arc::new)
+    /// For so many chunks together: all of it or nothing, so two loads never wait for each other's half.
+    pub(super) async fn spend(&self, bytes: usize, chunks: usize) -> Vec<Spent> {
+        let mut own = self.acquire(bytes, chunks).await;
+        let mut engine = match &self.engine {
+            Some(engine) => engine.acquire(bytes, chunks).await.map(Some),
+            None => Some(None),
+        };
+        let split = |permit: &mut OwnedSemaphorePermit, credit: &Self| {
+            let kib = (credit.kib_of(bytes) as usize).min(permit.num_permits());
+            permit.split(kib)
+        };
+        let mut spent = Vec::with_capacity(chunks);
+        for _ in 0..chunks {
+            let (Some(own), Some(engine)) = (&mut own, &mut engine) else {
+                break;
+            };
+            let _engine = match (engine, &self.engine) {
+                (Some(permit), Some(of)) => split(permit, of),
+                _ => None,
+            };
+            let Some(_own) = split(own, self) else { break };
+            spent.push(Arc::new(Permits { _own, _engine }));
+        }
+        spent
+    }
+
+    /// None: it was closed, which nobody does.
+    async fn acquire(&self, bytes: usize, chunks: usize) -> Option<OwnedSemaphorePermit> {
+        let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+        let kib = self.kib_of(bytes).saturating_mul(chunks).min(self.most);
+        Arc::clone(&self.kib).acquire_many_owned(kib).await.ok()
     }
 
     fn kib_of(&self, bytes: usize) -> u32 {

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
+use std::task::Poll;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -121,30 +122,36 @@ impl Drive {
 
     /// Spends credit for some chunks at once. What it can't have by the deadline, the chunks miss one by one.
     pub async fn spend_for(&mut self, chunks: usize) {
-        let mut spent = Vec::with_capacity(chunks);
-        for _ in 0..chunks {
-            match self.spend().await {
-                Ok(Some(one)) => spent.push(one),
-                Ok(None) | Err(_) => break,
-            }
-        }
-        self.spent = spent.into();
+        // It fails with the first chunk if it does here.
+        let _late = self.spend_together(chunks).await;
     }
 
     async fn spend(&mut self) -> Result<Option<Spent>, Miss> {
         if let Some(spent) = self.spent.pop_front() {
             return Ok(Some(spent));
         }
+        self.spend_together(1).await?;
+        Ok(self.spent.pop_front())
+    }
+
+    /// Not one chunk's after the other: another load of the same engine may want as much.
+    async fn spend_together(&mut self, chunks: usize) -> Result<(), Miss> {
         let Some(credit) = self.credit.clone() else {
-            return Ok(None);
+            return Ok(());
         };
         let bytes = self.space.layout().object_len();
-        if let Some(spent) = credit.try_spend(bytes) {
-            return Ok(Some(spent));
-        }
-        self.ticket = None;
-        let spent = tokio::time::timeout_at(self.deadline, credit.spend(bytes)).await;
-        spent.map_err(|_| Miss::NotReleased)
+        let spend = credit.spend(bytes, chunks);
+        tokio::pin!(spend);
+        let spent = match futures::poll!(&mut spend) {
+            Poll::Ready(spent) => spent,
+            Poll::Pending => {
+                self.ticket = None;
+                let spent = tokio::time::timeout_at(self.deadline, spend).await;
+                spent.map_err(|_| Miss::NotReleased)?
+            }
+        };
+        self.spent = spent.into();
+        Ok(())
     }
 
     async fn find(&mut self, index: usize) -> Result<Source, Miss> {
@@ -230,10 +237,10 @@ impl Drive {
                 Some(ticket) => ticket,
                 None => ticket.insert(arena.ticket().await),
             };
-            ticket.reserve(object_bytes).await
+            ticket.reserve_unless_stuck(object_bytes).await
         };
         let slot = tokio::time::timeout_at(self.deadline, slot).await;
-        slot.map_err(|_| Miss::ArenaFull)
+        slot.ok().flatten().ok_or(Miss::ArenaFull)
     }
 
     /// Lets the next load wait for slots.

@@ -90,6 +90,10 @@ impl LoadedChunk {
         self.chunk
     }
 
+    pub fn space(&self) -> &Space {
+        &self.space
+    }
+
     /// Where it was found.
     pub fn tier(&self) -> Tier {
         self.tier

@@ -26,12 +26,18 @@ pub enum Miss {
     Unknown(Arc<ObjectError>),
     #[error("an object has {object_bytes} bytes, the arena {arena_bytes}: raise [arena] size")]
     ArenaTooSmall { object_bytes: usize, arena_bytes: usize },
-    #[error("no slot became free before the deadline: release chunks earlier, or raise [arena] size")]
+    #[error(
+        "no slot became free before the deadline, or engines that hang hold them all: release chunks earlier, end what hangs, or raise [arena] size"
+    )]
     ArenaFull,
     #[error(
-        "the load holds as much as it may, and nothing of it was released before the deadline: release chunks as they are copied, or raise [load] window"
+        "the load or its engine holds as much as it may, and nothing of it was released before the deadline: release chunks as they are copied, or raise [load] window or engine_share"
     )]
     NotReleased,
+    #[error(
+        "the other ranks went on without this one, which did not join their load in time: raise [load] join_grace if it comes so late again and again"
+    )]
+    JoinedLate,
     #[error("not tried, because chunk {at} of the prompt is missing")]
     RunEnded { at: usize },
 }
@@ -53,6 +59,7 @@ impl Miss {
             Self::ArenaTooSmall { .. } => "arena_too_small",
             Self::ArenaFull => "arena_full",
             Self::NotReleased => "not_released",
+            Self::JoinedLate => "joined_late",
             Self::RunEnded { .. } => "run_ended",
         }
     }

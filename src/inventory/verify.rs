@@ -56,6 +56,7 @@ impl Verdict {
             | Miss::ArenaTooSmall { .. }
             | Miss::ArenaFull
             | Miss::NotReleased
+            | Miss::JoinedLate
             | Miss::RunEnded { .. } => Self::Unknown(miss),
         }
     }

@@ -345,6 +345,19 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         )
     }
 
+    /// What some sessions may write.
+    pub fn fillings_of(&self, is_one: impl Fn(SessionId) -> bool) -> impl Iterator<Item = (SlotId, &R)> {
+        let of = move |filling: &Filling<K, R>| filling.writers.iter().any(|&session| is_one(session));
+        let fillings = self.fillings.iter().filter(move |(_, filling)| of(filling));
+        fillings.map(|(slot, filling)| (*slot, &filling.reserved))
+    }
+
+    /// What some sessions may read.
+    pub fn leases_of(&self, is_one: impl Fn(SessionId) -> bool) -> impl Iterator<Item = (SlotId, &L)> {
+        let leases = self.leases.iter().filter(move |(key, _)| is_one(key.0));
+        leases.filter_map(|(key, leases)| Some((key.2, leases.first()?)))
+    }
+
     pub fn reserved(&self, slot: SlotId) -> Option<&R> {
         self.fillings.get(&slot).map(|filling| &filling.reserved)
     }

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::time::Instant;
 
 use super::ledger::SessionId;
-use super::shared_load::{Participant, SharedLoad};
+use super::shared_load::{Joined, Participant, SharedLoad};
 use super::{Node, NodeError, Session};
 use crate::chunk::{ChunkHash, Space};
-use crate::gateway::{AfterMiss, Credit, LoadRequest, LoadStream, LoadedChunk, Miss, Order};
+use crate::gateway::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss, Order};
 use crate::tier::Tier;
 
 /// What an engine wants to have in slots.
@@ -21,6 +21,8 @@ pub struct LoadCall {
     pub order: Order,
     pub after_miss: AfterMiss,
     pub deadline: Instant,
+    /// The rank says that it takes no part: the others need not wait for it.
+    pub declines: bool,
 }
 
 /// Planes of a chunk that the session may read from now on.
@@ -62,6 +64,12 @@ impl Drop for Running {
 enum From {
     Alone(Box<LoadStream>),
     Shared(Participant),
+    /// The others went on without it: so many chunks, of which the next is to be told.
+    Late {
+        next: usize,
+        chunks: usize,
+    },
+    Nothing,
 }
 
 impl Node {
@@ -70,9 +78,22 @@ impl Node {
         self.takes_work()?;
         let load_id = call.load_id.clone();
         let running = self.run(session, &load_id)?;
-        let from = match session.world_size {
-            1 => From::Alone(Box::new(self.stream(call))),
-            _ => From::Shared(self.join(session, &call)?),
+        session.uses(call.space.key());
+        let from = match (session.world_size, call.declines) {
+            (1, true) => From::Nothing,
+            (1, false) => From::Alone(Box::new(self.stream(session, call))),
+            (_, true) => {
+                // Not as if it had never come: whoever is first begins the load for all.
+                self.join(session, &call)?;
+                From::Nothing
+            }
+            (_, false) => match self.join(session, &call)? {
+                Some(participant) => From::Shared(participant),
+                None => From::Late {
+                    next: 0,
+                    chunks: call.chunks.len(),
+                },
+            },
         };
         Ok(Load {
             node: self.clone(),
@@ -97,7 +118,7 @@ impl Node {
         }
     }
 
-    fn stream(&self, call: LoadCall) -> LoadStream {
+    fn stream(&self, session: &Session, call: LoadCall) -> LoadStream {
         let request = LoadRequest {
             space: call.space,
             chunks: call.chunks,
@@ -105,18 +126,22 @@ impl Node {
             after_miss: call.after_miss,
             deadline: call.deadline,
         };
-        let credit = Credit::new(self.0.options.load_window_bytes);
+        let credit = session.credit.part(self.0.options.load_window_bytes);
         self.0.gateway.load_on_credit(request, credit)
     }
 
-    fn join(&self, session: &Session, call: &LoadCall) -> Result<Participant, NodeError> {
+    /// None: it comes too late.
+    fn join(&self, session: &Session, call: &LoadCall) -> Result<Option<Participant>, NodeError> {
         let taken = || NodeError::LoadTaken(call.load_id.clone());
         let key = (session.instance.clone(), call.load_id.clone());
         let entry = self.0.shared_loads.entry(key.clone());
         let shared = match entry {
             dashmap::Entry::Occupied(entry) => {
                 let shared = Arc::clone(entry.get());
-                if shared.chunks != call.chunks || shared.order != call.order {
+                let is_same = shared.space == call.space.id()
+                    && shared.chunks == call.chunks
+                    && shared.order == call.order;
+                if !is_same {
                     return Err(taken());
                 }
                 shared
@@ -124,22 +149,35 @@ impl Node {
             dashmap::Entry::Vacant(entry) => {
                 // Who is not attached now takes no part.
                 let ranks = self.ledger().ranks(session.id).into_keys();
-                let (chunks, order, deadline) = (call.chunks.clone(), call.order, call.deadline);
-                let stream = self.stream(call.clone());
-                let shared = SharedLoad::new(chunks, order, stream.order(), ranks);
+                let deadline = call.deadline;
+                let stream = self.stream(session, call.clone());
+                let shared = SharedLoad::new(call, stream.order(), ranks);
                 entry.insert(Arc::clone(&shared));
                 let (node, load) = (self.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
-                    // A rank that never comes keeps the others' chunks no longer than this.
+                    // One that has joined keeps the others' chunks no longer than this.
                     let end = deadline + node.0.options.commit_timeout;
-                    let _ = tokio::time::timeout_at(end, load.drive(stream)).await;
+                    let late = async {
+                        tokio::time::sleep(node.0.options.join_grace).await;
+                        load.leave_out();
+                        std::future::pending::<()>().await;
+                    };
+                    tokio::select! {
+                        () = load.drive(stream) => {}
+                        () = tokio::time::sleep_until(end) => {}
+                        () = late => {}
+                    }
                     load.ends();
                     node.forget_shared(&key, &load);
                 });
                 shared
             }
         };
-        shared.join(session.rank).ok_or_else(taken)
+        match shared.join(session.rank) {
+            Joined::Part(participant) => Ok(Some(participant)),
+            Joined::Late => Ok(None),
+            Joined::Before => Err(taken()),
+        }
     }
 
     fn forget_shared(&self, name: &(String, String), load: &Arc<SharedLoad>) {
@@ -215,6 +253,7 @@ impl Load {
         match &self.from {
             From::Alone(stream) => stream.order(),
             From::Shared(participant) => participant.done_in(),
+            From::Late { .. } | From::Nothing => Order::Chunk,
         }
     }
 
@@ -223,6 +262,11 @@ impl Load {
         let (index, outcome) = match &mut self.from {
             From::Alone(stream) => stream.next().await?,
             From::Shared(participant) => participant.next().await?,
+            From::Late { next, chunks } if *next < *chunks => {
+                *next += 1;
+                (*next - 1, Err(Miss::JoinedLate))
+            }
+            From::Late { .. } | From::Nothing => return None,
         };
         match outcome {
             Ok(chunk) => {

@@ -17,6 +17,7 @@ mod status;
 mod store;
 mod unwritten;
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -33,12 +34,13 @@ pub use session::{Attach, Event, Session};
 pub use status::Status;
 pub use store::{Reservation, Reservations, ToStore};
 
-use self::ledger::{Ledger, SessionId};
 pub use peer::Process;
 
+use self::ledger::{Ledger, SessionId, SlotId};
 use self::peer::Peer;
 use self::shared_load::SharedLoad;
 use self::store::Filled;
+use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
 use crate::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
@@ -50,6 +52,12 @@ pub struct NodeOptions {
     pub spaces_max: usize,
     /// Bytes of slots that one load may hold.
     pub load_window_bytes: usize,
+    /// Bytes of slots that one engine may hold, in all of its loads and stores.
+    pub engine_bytes: usize,
+    /// For a rank to join a load that another one began.
+    pub join_grace: Duration,
+    /// Since its latest call: then nobody waits for what an engine holds.
+    pub stalled: Duration,
     /// For all ranks to commit a chunk, after which it is not stored.
     pub commit_timeout: Duration,
     /// How long a session outlives its stream, while its process is there.
@@ -70,7 +78,7 @@ struct Inner {
     gateway: Gateway,
     options: NodeOptions,
     started: Instant,
-    spaces: DashMap<SpaceKey, Space>,
+    spaces: DashMap<SpaceKey, Declared>,
     ledger: Mutex<Ledger<CacheKey, Filled, LoadedChunk>>,
     sessions: DashMap<String, Arc<Session>>,
     by_id: DashMap<SessionId, Arc<Session>>,
@@ -81,6 +89,12 @@ struct Inner {
     running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
+}
+
+/// A space, and when it was asked for last.
+struct Declared {
+    space: Space,
+    used: AtomicU64,
 }
 
 /// Prefetches that are under way or wait.
@@ -107,6 +121,10 @@ impl Node {
             draining: AtomicBool::new(false),
             s3_answered: AtomicBool::new(false),
         }));
+        let inner = Arc::downgrade(&node.0);
+        node.gateway()
+            .arena()
+            .on_stuck(move || inner.upgrade().is_some_and(|inner| Node(inner).is_stuck()));
         let weak = Arc::downgrade(&node.0);
         tokio::spawn(async move {
             loop {
@@ -130,23 +148,46 @@ impl Node {
         &self.0.options
     }
 
-    /// Makes a space known. Idempotent.
+    /// Makes a space known. Idempotent. Where there are too many, the one that was asked for longest ago goes, of those that
+    /// no attached engine uses.
     pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
-        if let Some(known) = self.0.spaces.get(&space.key()) {
-            return Ok(known.clone());
+        if let Ok(known) = self.space(space.key()) {
+            return Ok(known);
         }
         let most = self.0.options.spaces_max;
-        if self.0.spaces.len() >= most {
-            let (what, key) = ("spaces", "spaces");
+        if self.0.spaces.len() >= most && !self.forget_space() {
+            let (what, key) = ("spaces in use", "spaces");
             return Err(NodeError::TooMany { what, key, most });
         }
-        self.0.spaces.insert(space.key(), space.clone());
+        let declared = Declared {
+            space: space.clone(),
+            used: AtomicU64::new(self.0.ids.fetch_add(1, Ordering::Relaxed)),
+        };
+        self.0.spaces.insert(space.key(), declared);
         Ok(space)
     }
 
+    /// What is under way, or still to be sent, has the space by itself.
+    fn forget_space(&self) -> bool {
+        let mut used = HashSet::new();
+        for session in &self.0.sessions {
+            used.extend(session.spaces());
+        }
+        let spaces = self.0.spaces.iter();
+        let may_go = spaces.filter(|declared| !used.contains(declared.key()));
+        let oldest = may_go.min_by_key(|declared| declared.used.load(Ordering::Relaxed));
+        let Some(oldest) = oldest.map(|declared| *declared.key()) else {
+            return false;
+        };
+        self.0.spaces.remove(&oldest).is_some()
+    }
+
     pub fn space(&self, key: SpaceKey) -> Result<Space, NodeError> {
-        let space = self.0.spaces.get(&key).map(|space| space.clone());
-        space.ok_or_else(|| NodeError::UnknownSpace(key.to_string()))
+        let declared = self.0.spaces.get(&key);
+        let declared = declared.ok_or_else(|| NodeError::UnknownSpace(key.to_string()))?;
+        let now = self.0.ids.fetch_add(1, Ordering::Relaxed);
+        declared.used.store(now, Ordering::Relaxed);
+        Ok(declared.space.clone())
     }
 
     /// A process is attached from here on, until it is gone. Also what it will be told.
@@ -170,7 +211,8 @@ impl Node {
             return Err(NodeError::TooMany { what, key, most });
         }
         let id = self.0.ids.fetch_add(1, Ordering::Relaxed);
-        let (session, events) = Session::new(id, attach)?;
+        let credit = self.credit_of(&attach.instance);
+        let (session, events) = Session::new(id, attach, credit)?;
         self.0.by_id.insert(id, Arc::clone(&session));
         let attached = self
             .ledger()
@@ -194,6 +236,33 @@ impl Node {
             );
         }
         Ok((session, events))
+    }
+
+    /// One for all ranks of an engine: what they hold are the same slots.
+    fn credit_of(&self, instance: &str) -> Credit {
+        let sessions = self.0.sessions.iter();
+        let of = sessions
+            .filter(|session| session.instance == instance)
+            .map(|session| session.credit.clone());
+        of.last()
+            .unwrap_or_else(|| Credit::new(self.0.options.engine_bytes))
+    }
+
+    /// Whether all of the arena that is taken is in the hands of engines that hang: nothing comes free by waiting.
+    fn is_stuck(&self) -> bool {
+        let hangs = |session: SessionId| {
+            let session = self.0.by_id.get(&session);
+            session.is_some_and(|session| session.silence() > self.0.options.stalled)
+        };
+        let bytes = |space: &Space| space.layout().object_len().next_multiple_of(SLOT_ALIGN);
+        let ledger = self.ledger();
+        let fillings = ledger.fillings_of(hangs);
+        let fillings = fillings.map(|(slot, filled)| (slot, bytes(filled.reserved.slot.space())));
+        let leases = ledger.leases_of(hangs);
+        let leases = leases.map(|(slot, chunk)| (slot, bytes(chunk.space())));
+        let held: HashMap<SlotId, usize> = fillings.chain(leases).collect();
+        let held = held.values().sum::<usize>();
+        held > 0 && self.0.gateway.arena().stats().used_bytes <= held
     }
 
     /// The stream of the session's attach is closed: it has `[api] grace` to end what it does. A process that hangs does
@@ -235,7 +304,9 @@ impl Node {
 
     pub fn session(&self, name: &str) -> Result<Arc<Session>, NodeError> {
         let session = self.0.sessions.get(name).map(|session| Arc::clone(&session));
-        session.ok_or_else(|| NodeError::NoSession(name.chars().take(64).collect()))
+        let session = session.ok_or_else(|| NodeError::NoSession(name.chars().take(64).collect()))?;
+        session.called();
+        Ok(session)
     }
 
     /// Brings chunks up to memory, in the background, as far as there is room.

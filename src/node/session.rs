@@ -1,14 +1,19 @@
+use std::collections::HashSet;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::rand::GetRandomFlags;
 use serde::Serialize;
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 use super::NodeError;
 use super::ledger::{Rank, SessionId};
 use super::owners::Has;
 use super::peer::{Peer, Process};
+use crate::chunk::SpaceKey;
+use crate::gateway::Credit;
 
 /// What an engine process says of itself when it attaches.
 #[derive(Debug, Clone)]
@@ -22,7 +27,6 @@ pub struct Attach {
 }
 
 /// An engine process that is attached.
-#[derive(Debug)]
 pub struct Session {
     pub(super) id: SessionId,
     /// What its calls name it by; nobody else can guess it.
@@ -33,6 +37,11 @@ pub struct Session {
     pub(super) has: Has,
     pub process: Process,
     pub(super) peer: Option<Peer>,
+    /// Of slots, for all ranks of its engine together.
+    pub(super) credit: Credit,
+    /// Those that it loads from or stores to.
+    spaces: Mutex<HashSet<SpaceKey>>,
+    called: Mutex<Instant>,
     pub(super) events: mpsc::Sender<Event>,
     ended: watch::Sender<bool>,
 }
@@ -54,6 +63,7 @@ impl Session {
     pub(super) fn new(
         id: SessionId,
         attach: Attach,
+        credit: Credit,
     ) -> Result<(Arc<Self>, mpsc::Receiver<Event>), NodeError> {
         let (events, receiver) = mpsc::channel(EVENTS_MAX);
         let refused = |source: io::Error| NodeError::System(Arc::new(source));
@@ -66,6 +76,9 @@ impl Session {
             has: attach.has,
             peer: Peer::new(attach.process).map_err(refused)?,
             process: attach.process,
+            credit,
+            spaces: Mutex::default(),
+            called: Mutex::new(Instant::now()),
             events,
             ended: watch::Sender::new(false),
         };
@@ -75,6 +88,31 @@ impl Session {
     /// Its process is watched: whether it is there does not depend on its stream.
     pub fn is_seen(&self) -> bool {
         self.peer.is_some()
+    }
+
+    /// It made a call.
+    pub(super) fn called(&self) {
+        *self.called.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    /// Since its latest call.
+    pub(super) fn silence(&self) -> Duration {
+        self.called
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .elapsed()
+    }
+
+    pub(super) fn uses(&self, space: SpaceKey) {
+        self.spaces
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(space);
+    }
+
+    pub(super) fn spaces(&self) -> Vec<SpaceKey> {
+        let spaces = self.spaces.lock().unwrap_or_else(PoisonError::into_inner);
+        spaces.iter().copied().collect()
     }
 
     pub(super) fn tell(&self, event: Event) {

@@ -6,13 +6,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 
 use super::ledger::Rank;
-use crate::chunk::ChunkHash;
+use super::load::LoadCall;
+use crate::chunk::{ChunkHash, SpaceId};
 use crate::gateway::{LoadStream, LoadedChunk, Miss, Order};
 
 type Outcome = (usize, Result<LoadedChunk, Miss>);
 
 pub(super) struct SharedLoad {
     /// What all must ask for.
+    pub space: SpaceId,
     pub chunks: Vec<ChunkHash>,
     pub order: Order,
     /// As it is done.
@@ -31,6 +33,15 @@ struct State {
     joined: BTreeSet<Rank>,
 }
 
+/// What became of a rank that wants to join.
+pub(super) enum Joined {
+    Part(Participant),
+    /// It takes no part: it was waited for long enough, or attached when the load was under way.
+    Late,
+    /// It had its part.
+    Before,
+}
+
 /// One rank's part; ends when it is dropped.
 pub(super) struct Participant {
     load: Arc<SharedLoad>,
@@ -38,12 +49,7 @@ pub(super) struct Participant {
 }
 
 impl SharedLoad {
-    pub fn new(
-        chunks: Vec<ChunkHash>,
-        order: Order,
-        done_in: Order,
-        ranks: impl IntoIterator<Item = Rank>,
-    ) -> Arc<Self> {
+    pub fn new(call: &LoadCall, done_in: Order, ranks: impl IntoIterator<Item = Rank>) -> Arc<Self> {
         let state = State {
             outcomes: VecDeque::new(),
             gone: 0,
@@ -52,8 +58,9 @@ impl SharedLoad {
             joined: BTreeSet::new(),
         };
         Arc::new(Self {
-            chunks,
-            order,
+            space: call.space.id(),
+            chunks: call.chunks.clone(),
+            order: call.order,
             done_in,
             state: Mutex::new(state),
             changed: Notify::new(),
@@ -94,16 +101,25 @@ impl SharedLoad {
         self.changed.notify_waiters();
     }
 
-    /// None if the rank had its part, or has none.
-    pub fn join(self: &Arc<Self>, rank: Rank) -> Option<Participant> {
+    pub fn join(self: &Arc<Self>, rank: Rank) -> Joined {
         let mut state = self.lock();
-        if !state.ranks.contains_key(&rank) || !state.joined.insert(rank) {
-            return None;
+        let has_part = state.ranks.contains_key(&rank);
+        match (state.joined.insert(rank), has_part) {
+            (true, true) => Joined::Part(Participant {
+                load: Arc::clone(self),
+                rank,
+            }),
+            (true, false) => Joined::Late,
+            (false, _) => Joined::Before,
         }
-        Some(Participant {
-            load: Arc::clone(self),
-            rank,
-        })
+    }
+
+    /// Those that have not joined take no part any more.
+    pub fn leave_out(&self) {
+        self.change(|state| {
+            let State { ranks, joined, .. } = state;
+            ranks.retain(|rank, _| joined.contains(rank));
+        });
     }
 
     /// A rank takes no part any more.

@@ -89,7 +89,8 @@ impl Node {
         }
         sessions.sort_by(|a, b| (&a.instance, a.rank).cmp(&(&b.instance, b.rank)));
         let mut spaces: Vec<SpaceStatus> = Vec::new();
-        for space in &self.0.spaces {
+        for declared in &self.0.spaces {
+            let space = &declared.space;
             spaces.push(SpaceStatus {
                 space_id: space.id().to_string(),
                 model: space.model().to_owned(),

@@ -71,6 +71,7 @@ impl Node {
         chunks: &[ToStore],
     ) -> Result<Reservations, NodeError> {
         self.takes_work()?;
+        session.uses(space.key());
         let mut ledger = self.ledger();
         if !ledger.is_complete(session.id) {
             // Nobody can tell yet who owns what.
@@ -106,7 +107,12 @@ impl Node {
                     answers.push(Reservation::Skip(Skip::Pending));
                     continue;
                 }
-                Offer::New => match self.0.gateway.reserve_behind(space, &chunk.hash, &chunk.parent) {
+                Offer::New => match self.0.gateway.reserve_on_credit(
+                    space,
+                    &chunk.hash,
+                    &chunk.parent,
+                    Some(&session.credit),
+                ) {
                     Err(skip) => {
                         answers.push(Reservation::Skip(skip));
                         continue;

@@ -1,9 +1,9 @@
 //! A stand-in for an engine: a process of its own that stores and loads through the shared arena, for tests that kill it.
 //!
-//!     engine SOCKET store|load|hold|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]
+//!     engine SOCKET store|load|hold|hoard|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]
 //!
 //! `store` commits chunks whose bytes follow from the seed, `load` looks them up, loads them and compares every byte,
-//! `hold` loads and never releases, `fill` reserves and never commits. Each says what it did as a line of JSON; the last two
+//! `hold` loads and never releases, `hoard` does that with four loads at a time, of four seeds, and `fill` reserves and never commits. Each says what it did as a line of JSON; the last two
 //! wait to be killed then.
 
 use std::time::Duration;
@@ -25,6 +25,7 @@ struct Engine {
     client: Client,
     session: Session,
     space: Space,
+    seed: String,
     root: ChunkHash,
     hashes: Vec<ChunkHash>,
 }
@@ -34,7 +35,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (rest, ranks) = arguments.split_at(arguments.len().min(4));
     let [socket, action, seed, chunks] = rest else {
-        return Err("engine SOCKET store|load|hold|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]".into());
+        return Err("engine SOCKET store|load|hold|hoard|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]".into());
     };
     let client = Client::new(Target::Unix(socket.into()));
     let space = Space::from_json(SPACE)?;
@@ -65,6 +66,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         client,
         session,
         space,
+        seed: seed.clone(),
         root,
         hashes,
     };
@@ -73,6 +75,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         "fill" => (engine.store(false).await?, true),
         "load" => (engine.load(true).await?, false),
         "hold" => (engine.load(false).await?, true),
+        "hoard" => engine.hoard(&hasher).await?,
         other => return Err(format!("{other}?").into()),
     };
     println!("{done}");
@@ -151,21 +154,44 @@ impl Engine {
         Ok(())
     }
 
-    async fn load(&self, releases: bool) -> Result<serde_json::Value, ClientError> {
-        let found = self
-            .client
-            .lookup_hashes(&self.space.id().to_string(), &self.hashes, "strategy=exact")
-            .await?;
-        let request = LoadRequest {
+    /// Waits to be killed with all that four loads can get.
+    async fn hoard(
+        &self,
+        hasher: &ChunkHasher,
+    ) -> Result<(serde_json::Value, bool), Box<dyn std::error::Error>> {
+        let tokens: Vec<u32> = (0..).take(self.hashes.len() * 16).collect();
+        let mut loads = Vec::new();
+        for nth in 0..4 {
+            let root = hasher.root(format!("{}-{nth}", self.seed).as_bytes(), b"")?;
+            let mut request = self.request();
+            request.load_id = format!("load-{nth}");
+            request.hashes = hasher.chain(&root, &tokens, &[])?;
+            loads.push(self.session.load(request).await?);
+        }
+        println!("{}", json!({ "loads": loads.len() }));
+        std::future::pending().await
+    }
+
+    fn request(&self) -> LoadRequest {
+        let deadline = std::env::var("KVGATE_TEST_DEADLINE_MS").ok();
+        LoadRequest {
             session: String::new(),
             load_id: "load".into(),
             space: self.space.id().to_string(),
             hashes: self.hashes.clone(),
             order: Order::Chunk,
             continue_after_miss: true,
-            deadline_ms: Some(20_000),
-        };
-        let mut lines = self.session.load(request).await?;
+            deadline_ms: deadline.and_then(|ms| ms.parse().ok()).or(Some(20_000)),
+            declines: false,
+        }
+    }
+
+    async fn load(&self, releases: bool) -> Result<serde_json::Value, ClientError> {
+        let found = self
+            .client
+            .lookup_hashes(&self.space.id().to_string(), &self.hashes, "strategy=exact")
+            .await?;
+        let mut lines = self.session.load(self.request()).await?;
         let (mut loaded, mut wrong, mut missing) = (0, 0, Vec::new());
         while let Some(line) = lines.next().await? {
             match line {

@@ -10,6 +10,7 @@
 //! | `failures` | every call of the driver fails once                                       |
 //! | `kernel`   | mistakes planted in the kernels' source                                   |
 //! | `command`  | `kvgate gpu`, with and without a driver                                   |
+//! | `worker`   | a rank and a daemon, and a GPU that fails                                 |
 //!
 //! What it can't show is speed, and that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
 
@@ -29,3 +30,4 @@ mod layouts;
 mod mock;
 mod stage;
 mod waits;
+mod worker;

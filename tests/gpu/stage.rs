@@ -27,6 +27,17 @@ pub const CHUNK_TOKENS: u32 = 32;
 const BLOCKS: u32 = 12;
 const LAYERS: usize = 6;
 
+pub fn options(direct_bytes: usize) -> CudaOptions {
+    let share = 2 * CHUNK_TOKENS as usize * 32 * 2 * 2;
+    CudaOptions {
+        piece_bytes: 3 * share,
+        staging_buffers: 2,
+        thread_blocks: 2,
+        direct_bytes,
+        pin_bytes: 64 << 10,
+    }
+}
+
 impl Stage {
     /// A chunk goes in two pieces, of three layers each.
     pub fn new(layout: &KnownLayout, direct_bytes: usize) -> Result<Self, CopyError> {
@@ -63,17 +74,9 @@ impl Stage {
             copier: None,
             arena,
         };
-        let share = 2 * CHUNK_TOKENS as usize * 32 * 2 * 2;
-        let options = CudaOptions {
-            piece_bytes: 3 * share,
-            staging_buffers: 2,
-            thread_blocks: 2,
-            direct_bytes,
-            pin_bytes: 64 << 10,
-        };
         // SAFETY: arena and pages are gone after the copier.
         stage.copier = unsafe {
-            let copier = CudaCopier::new(&stage.gpu, stage.cache(stage.base()), options)?;
+            let copier = CudaCopier::new(&stage.gpu, stage.cache(stage.base()), options(direct_bytes))?;
             copier.pin(&copier.register(stage.arena.clone()))?;
             Some(copier)
         };
@@ -101,7 +104,7 @@ impl Stage {
         self.pages.len()
     }
 
-    fn cache(&self, base: u64) -> PagedCache {
+    pub fn cache(&self, base: u64) -> PagedCache {
         let at = |tensor: &Tensor| Tensor {
             address: base + tensor.address,
             ..tensor.clone()
@@ -202,6 +205,7 @@ pub fn life(layout: &KnownLayout, direct_bytes: usize) {
     sees_what_was_loaded(stage());
     stores_what_was_computed(stage());
     goes_while_copies_are_under_way(stage());
+    loads_while_an_older_load_waits(stage());
 }
 
 fn attends_to_what_was_loaded(mut stage: Stage) {
@@ -222,18 +226,47 @@ fn attends_to_what_was_loaded(mut stage: Stage) {
     std::mem::forget(stage);
 }
 
+/// The lane for those that wait is an older load's.
+fn loads_while_an_older_load_waits(mut stage: Stage) {
+    let copies = [0, 1].map(|nth| (stage.object(nth.into()), stage.job(nth)));
+    let mut image = stage.compute(8);
+    let older = stage.load(&copies[0].0, &copies[0].1);
+    older.hold_up(stage.stream()).unwrap();
+    let attended = stage.attend();
+    stage.twin_load(&mut image, &copies[0].0, &copies[0].1);
+    let mut later = stage.compute(9);
+    let younger = stage.load(&copies[1].0, &copies[1].1);
+    stage.twin_load(&mut later, &copies[1].0, &copies[1].1);
+    younger.wait().unwrap();
+    let pages = peek(stage.base(), stage.bytes());
+    assert!(
+        stage.blocks_of(&copies[1].1, &pages) == stage.blocks_of(&copies[1].1, &later),
+        "the younger one's pages"
+    );
+    drain();
+    assert!(
+        peek(attended, stage.bytes()) == image,
+        "what the older one brought"
+    );
+    assert!(
+        peek(stage.base(), stage.bytes()) == later,
+        "what the younger one brought"
+    );
+    // All is done.
+    std::mem::forget(older);
+    std::mem::forget(stage);
+}
+
 /// By the host, as soon as a load says that it is done.
 fn sees_what_was_loaded(mut stage: Stage) {
     let mut image = stage.compute(4);
     let copies = [0, 1].map(|nth| (stage.object(nth.into()), stage.job(nth)));
-    // Whoever has waited for the engine once need not do it again.
-    let load = |nth: usize, after: Option<&Mark>| {
-        stage
-            .copier()
-            .load(copies[nth].0.clone(), &copies[nth].1, after)
-            .unwrap()
+    let mark = stage.mark();
+    let load = |nth: usize| {
+        let (object, job) = &copies[nth];
+        stage.copier().load(object.clone(), job, Some(&mark)).unwrap()
     };
-    let loads = [load(0, Some(&stage.mark())), load(1, None)];
+    let loads = [load(0), load(1)];
     for (load, (object, job)) in loads.into_iter().zip(&copies) {
         load.wait().unwrap();
         stage.twin_load(&mut image, object, job);

@@ -11,6 +11,7 @@ mod capped;
 mod cli;
 mod client;
 mod conformance;
+mod connector;
 mod damage;
 mod demo;
 mod dns;

@@ -106,12 +106,17 @@ impl Drop for Home {
 
 /// Cargo builds examples with the tests.
 fn start(socket: &Path, arguments: &[&str]) -> Child {
+    start_with(socket, arguments, &[])
+}
+
+fn start_with(socket: &Path, arguments: &[&str], settings: &[(&str, &str)]) -> Child {
     let program = Path::new(env!("CARGO_BIN_EXE_kvgate"))
         .with_file_name("examples")
         .join("engine");
     Command::new(program)
         .arg(socket)
         .args(arguments)
+        .envs(settings.iter().copied())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
@@ -211,6 +216,90 @@ async fn an_engine_that_hangs_keeps_its_slots() {
         signal(engine, Signal::KILL);
     }
     until(async || slots().await["leases"] == 0 && slots().await["spoilt"] == 0).await;
+}
+
+/// Four of its loads had all of the arena, for as long as it hung.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_hangs_leaves_room_for_the_others() {
+    const CHUNKS: usize = 80;
+    let home = Home::new().await;
+    let daemon = home.serve(&[("KVGATE__LOAD__WINDOW", "8MiB")]).await;
+    for seed in [
+        "one-0", "one-1", "one-2", "one-3", "two-0", "two-1", "two-2", "two-3", "mine",
+    ] {
+        assert_eq!(home.done("store", seed, CHUNKS).await["stored"], CHUNKS);
+        daemon.client.flush(Some(20_000)).await.unwrap();
+    }
+    let hang = async |seed, leased| {
+        let mut engine = home.engine("hoard", seed, CHUNKS);
+        first_line(&mut engine).await;
+        until(async || leases(&daemon).await >= leased).await;
+        signal(&engine, Signal::STOP);
+        engine
+    };
+    // 40 % of what is not the reserve each, in slots of 100 KiB.
+    let _one = hang("one", 90).await;
+    for seed in ["mine", "new"] {
+        home.done("store", seed, CHUNKS).await;
+        let loaded = home.done("load", seed, CHUNKS).await;
+        assert_eq!(
+            (&loaded["loaded"], &loaded["wrong"]),
+            (&CHUNKS.into(), &0.into()),
+            "{loaded}"
+        );
+    }
+    // Two of them leave a fifth, and the reserve.
+    let _two = hang("two", 180).await;
+    assert_eq!(home.done("store", "newer", 20).await["stored"], 20);
+    for seed in ["mine", "newer"] {
+        let chunks = if seed == "mine" { CHUNKS } else { 20 };
+        let loaded = home.done("load", seed, chunks).await;
+        assert_eq!(
+            (&loaded["loaded"], &loaded["wrong"]),
+            (&chunks.into(), &0.into()),
+            "{loaded}"
+        );
+    }
+}
+
+/// Where engines that hang have all of it, nothing comes free: nobody waits for the deadline to be told so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_arena_that_is_in_dead_hands_is_full_at_once() {
+    const CHUNKS: usize = 80;
+    let home = Home::new().await;
+    let settings = [
+        ("KVGATE__LOAD__WINDOW", "8MiB"),
+        ("KVGATE__LOAD__ENGINE_SHARE", "95"),
+        ("KVGATE__LOAD__DEADLINE", "1h"),
+        ("KVGATE__API__STALLED", "300ms"),
+    ];
+    let daemon = home.serve(&settings).await;
+    for seed in [
+        "one-0", "one-1", "one-2", "one-3", "two-0", "two-1", "two-2", "two-3", "mine",
+    ] {
+        assert_eq!(home.done("store", seed, CHUNKS).await["stored"], CHUNKS);
+        daemon.client.flush(Some(20_000)).await.unwrap();
+    }
+    let patient = |action, seed| {
+        start_with(
+            &home.socket,
+            &[action, seed, &CHUNKS.to_string()],
+            &[("KVGATE_TEST_DEADLINE_MS", "3600000")],
+        )
+    };
+    let mut hung = Vec::new();
+    for (seed, leased) in [("one", 230), ("two", 320)] {
+        let mut engine = patient("hoard", seed);
+        first_line(&mut engine).await;
+        until(async || leases(&daemon).await >= leased).await;
+        signal(&engine, Signal::STOP);
+        hung.push(engine);
+    }
+    let told = tokio::time::timeout(Duration::from_secs(60), said(patient("load", "mine"))).await;
+    let told = told.expect("it waits for what never comes");
+    assert_eq!(told["wrong"], 0, "{told}");
+    let missing = told["missing"].as_array().unwrap();
+    assert!(missing.iter().any(|miss| miss == "arena_full"), "{told}");
 }
 
 /// Two engines of two ranks want to store the same chunks; a rank of the first one is stopped in the middle.

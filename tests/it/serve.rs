@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
 use kvgate::chunk::Space;
-use kvgate::client::ClientError;
+use kvgate::client::{ClientError, LoadLines, Session};
 use kvgate::gateway::Order;
 
 use crate::fixture::{Prompt, space};
@@ -586,4 +586,158 @@ async fn who_may_not_attach_is_told_why() {
         .await;
     assert_eq!(code(&unknown.unwrap_err()), "unknown_space");
     tokio::time::sleep(Duration::from_millis(1)).await;
+}
+
+/// The next chunk, which is released.
+async fn released(rank: &Session, lines: &mut LoadLines) {
+    match lines.next().await.unwrap() {
+        Some(LoadLine::Here { slot, generation, .. }) => {
+            let slot = SlotName { slot, generation };
+            rank.release("x", Some(vec![slot])).await.unwrap();
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The others waited for it until the deadline, with all of the load's window.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_does_not_join_is_left_out() {
+    let site = Site::new().await;
+    let serving = site
+        .serve(&[("load.window", "1MiB"), ("load.join_grace", "100ms")])
+        .await;
+    serving.ready().await;
+    let prompt = Prompt::new(40);
+    let engine = serving.attach("writer").await;
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let ranks = [
+        serving.rank("engine", 0, 3, (0, 2)).await,
+        serving.rank("engine", 1, 3, (2, 3)).await,
+        serving.rank("engine", 2, 3, (3, 4)).await,
+    ];
+    // More than the window holds, so the third one was left out by then; and not all.
+    let mut opened = Vec::new();
+    for rank in &ranks[..2] {
+        opened.push(rank.load(load_request(&prompt, "x", Order::Chunk)).await.unwrap());
+    }
+    for _ in 0..20 {
+        for (rank, lines) in ranks.iter().zip(&mut opened) {
+            released(rank, lines).await;
+        }
+    }
+    let late = load(&ranks[2], &prompt, "x", Order::Chunk).await;
+    assert_eq!(late, all("joined_late", 40));
+    for _ in 20..40 {
+        for (rank, lines) in ranks.iter().zip(&mut opened) {
+            released(rank, lines).await;
+        }
+    }
+    for lines in &mut opened {
+        assert!(lines.next().await.unwrap().is_none());
+    }
+}
+
+/// One that says so is not waited for at all, whether it is first or last.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_declines_a_load_is_not_waited_for() {
+    let site = Site::new().await;
+    let serving = site
+        .serve(&[("load.window", "1MiB"), ("load.join_grace", "1h")])
+        .await;
+    serving.ready().await;
+    let prompt = Prompt::new(40);
+    let engine = serving.attach("writer").await;
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let ranks = [
+        serving.rank("engine", 0, 2, (0, 2)).await,
+        serving.rank("engine", 1, 2, (2, 4)).await,
+    ];
+    let decline = async |load_id: &str| {
+        let mut request = load_request(&prompt, load_id, Order::Chunk);
+        request.declines = true;
+        let mut lines = ranks[1].load(request).await.unwrap();
+        assert!(lines.next().await.unwrap().is_none());
+    };
+    decline("first").await;
+    assert_eq!(
+        load(&ranks[0], &prompt, "first", Order::Chunk).await,
+        all("memory", 40)
+    );
+    let (words, ()) = tokio::join!(load(&ranks[0], &prompt, "last", Order::Chunk), decline("last"));
+    assert_eq!(words, all("memory", 40));
+    // All of them: nothing is left of it.
+    decline("none").await;
+}
+
+/// The same chunks of another space are other bytes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_that_name_another_space_are_in_no_load_together() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(2);
+    let other = Space::from_json(&prompt.space.canonical_json().replace("test", "other")).unwrap();
+    assert_ne!(other.id(), prompt.space.id());
+    for space in [&prompt.space, &other] {
+        serving.client.declare(space).await.unwrap();
+    }
+    let ranks = [
+        serving.rank("engine", 0, 2, (0, 2)).await,
+        serving.rank("engine", 1, 2, (2, 4)).await,
+    ];
+    let _first = ranks[0]
+        .load(load_request(&prompt, "x", Order::Chunk))
+        .await
+        .unwrap();
+    let mut request = load_request(&prompt, "x", Order::Chunk);
+    request.space = id(&other);
+    let refused = ranks[1].load(request).await.err().unwrap();
+    assert_eq!(code(&refused), "load_taken");
+}
+
+/// They stayed for ever: at the limit every new model was without a cache.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_space_that_nobody_asked_for_longest_makes_room() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.spaces", "3")]).await;
+    serving.ready().await;
+    let of = |model: &str| {
+        Space::from_json(&format!(
+            r#"{{"model": "{model}", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
+                "mha": {{"layers": 2, "heads": 4, "head_dim": 64}}}}"#
+        ))
+        .unwrap()
+    };
+    let [a, b, c, d, e, f] = ["a", "b", "c", "d", "e", "f"].map(of);
+    let client = &serving.client;
+    // Used by an engine, and stored while S3 has not got it.
+    let (prompt, engine) = (Prompt::of(a, 1), serving.attach("one").await);
+    store(client, &engine, &prompt).await;
+    let knows = async |space: &Space| match client.lookup_hashes(&id(space), &[], "").await {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(code(&error), "unknown_space");
+            false
+        }
+    };
+    for space in [&b, &c] {
+        client.declare(space).await.unwrap();
+    }
+    assert!(knows(&b).await, "and asks for it");
+    client.declare(&d).await.unwrap();
+    assert!(!knows(&c).await);
+    assert!(knows(&prompt.space).await && knows(&b).await && knows(&d).await);
+    for space in [&e, &f] {
+        client.declare(space).await.unwrap();
+    }
+    assert!(knows(&prompt.space).await, "an engine uses it");
+    drop(engine);
+    eventually(|| serving.node.status().sessions.is_empty()).await;
+    for space in [&b, &c, &d] {
+        client.declare(space).await.unwrap();
+    }
+    assert!(!knows(&prompt.space).await);
+    serving.flush().await;
 }

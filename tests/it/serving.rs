@@ -322,6 +322,7 @@ pub fn load_request(prompt: &Prompt, load_id: &str, order: Order) -> LoadRequest
         order,
         continue_after_miss: true,
         deadline_ms: Some(20_000),
+        declines: false,
     }
 }
 

@@ -1,5 +1,5 @@
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -22,7 +22,10 @@ pub struct CudaCopier {
     shares: Shares,
     /// `shares.rows`, on the device; None: DMAs go straight to the pages.
     table: Option<CudaSlice<PartRow>>,
+    /// Loads whose mark is passed.
     load: Mutex<Lane>,
+    /// Those of one mark that is not: what waits here is in front of no other load.
+    held: Mutex<Lane>,
     store: Mutex<Lane>,
     gpu: Arc<Gpu>,
     options: CudaOptions,
@@ -70,7 +73,7 @@ impl CudaCopier {
         };
         let is_direct = has_long_runs(&cache, options.direct_bytes);
         let lane = |way| Lane::new(gpu, way, (!is_direct).then_some(&ring)).map(Mutex::new);
-        let (load, store) = (lane(Way::Scatter)?, lane(Way::Gather)?);
+        let (load, held, store) = (lane(Way::Scatter)?, lane(Way::Scatter)?, lane(Way::Gather)?);
         let table = match is_direct {
             true => None,
             false => Some(upload(gpu, &shares.rows)?),
@@ -80,6 +83,7 @@ impl CudaCopier {
             shares,
             table,
             load,
+            held,
             store,
             gpu: Arc::clone(gpu),
             options,
@@ -120,8 +124,8 @@ impl CudaCopier {
     /// Objects will be in this memory from now on. If it is not that already, it waits for the copies that are under way:
     /// they are from what was pinned before.
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CudaError> {
-        for lane in [&self.load, &self.store] {
-            let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
+        for lane in [&self.load, &self.held, &self.store] {
+            let mut lane = lock(lane);
             match &lane.pinned {
                 Some(now) if Arc::ptr_eq(now, pinned) => continue,
                 Some(_) => lane.finish()?,
@@ -150,21 +154,54 @@ impl CudaCopier {
         parts: Range<usize>,
         after: Option<&Mark>,
     ) -> Result<Pending<H>, CopyError> {
-        let lane = match way {
-            Way::Scatter => &self.load,
-            Way::Gather => &self.store,
+        let mut lane = match way {
+            Way::Scatter => self.load_lane(after)?,
+            Way::Gather => {
+                let lane = lock(&self.store);
+                if let Some(after) = after {
+                    after.hold_up(lane.toucher())?;
+                }
+                lane
+            }
         };
-        let mut lane = lane.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.submit(&mut lane, way, host, job, parts, after) {
+        lane.idle = false;
+        match self.submit(&mut lane, way, host, job, parts) {
             Ok(done) => Ok(Pending::new(held, Some(done))),
             Err(error) => {
                 // Some of it may be under way.
-                if lane.finish_half().is_err() {
-                    std::mem::forget(held);
+                match lane.finish_half() {
+                    Ok(()) => Err(error.into()),
+                    Err(_) => {
+                        std::mem::forget(held);
+                        Err(CopyError::Kept(error))
+                    }
                 }
-                Err(error.into())
             }
         }
+    }
+
+    /// A lane on which pages are written after `after`, and after no younger mark. If need be this thread waits for `after`.
+    fn load_lane(&self, after: Option<&Mark>) -> Result<MutexGuard<'_, Lane>, CudaError> {
+        let Some(after) = after else {
+            return Ok(lock(&self.load));
+        };
+        if after.is_passed()? {
+            return Ok(lock(&self.load));
+        }
+        let mut held = lock(&self.held);
+        let is_free = match &held.mark {
+            Some(mark) if mark.is(after) => return Ok(held),
+            Some(mark) => mark.is_passed()?,
+            None => true,
+        };
+        if is_free {
+            after.hold_up(held.toucher())?;
+            held.mark = Some(after.clone());
+            return Ok(held);
+        }
+        drop(held);
+        after.wait()?;
+        Ok(lock(&self.load))
     }
 
     fn submit(
@@ -174,11 +211,7 @@ impl CudaCopier {
         host: usize,
         job: &Job,
         parts: Range<usize>,
-        after: Option<&Mark>,
     ) -> Result<Event, CudaError> {
-        if let Some(after) = after {
-            after.hold_up(lane.toucher())?;
-        }
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
         match &self.table {
@@ -291,6 +324,11 @@ impl CudaCopier {
     }
 }
 
+/// No panic can leave a lane half-changed that matters: what it was given ends by itself.
+fn lock(lane: &Mutex<Lane>) -> MutexGuard<'_, Lane> {
+    lane.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> {
     let failed = call("copy the layout to the GPU");
     let stream = gpu.stream()?;
@@ -319,7 +357,7 @@ fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
 /// Nothing may use the staging buffers, the table or the pinned memory any more.
 impl Drop for CudaCopier {
     fn drop(&mut self) {
-        for lane in [&mut self.load, &mut self.store] {
+        for lane in [&mut self.load, &mut self.held, &mut self.store] {
             let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
             if let Err(error) = lane.finish() {
                 tracing::error!(%error, "the GPU failed while copies were under way");

@@ -109,7 +109,8 @@ impl Gpu {
     pub fn mark(&self, engine: EngineStream) -> Result<Mark, CudaError> {
         // SAFETY: the engine vouches for its stream, and the wrapper is gone at the end of this call.
         let stream = unsafe { self.context.wrap_borrowed_stream(engine.0 as sys::CUstream) };
-        let event = stream.record_event(None);
+        // A thread that waits for it sleeps.
+        let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
         Ok(Mark(Arc::new(event.map_err(call("mark the engine's stream"))?)))
     }
 }
@@ -122,6 +123,21 @@ impl Mark {
     /// `stream` goes on when the engine's is past it.
     pub(super) fn hold_up(&self, stream: &CudaStream) -> Result<(), CudaError> {
         stream.wait(&self.0).map_err(call("wait for the engine's stream"))
+    }
+
+    pub(super) fn is_passed(&self) -> Result<bool, CudaError> {
+        self.0
+            .try_is_complete()
+            .map_err(call("ask for the engine's stream"))
+    }
+
+    /// This thread goes on when the engine's stream is past it.
+    pub(super) fn wait(&self) -> Result<(), CudaError> {
+        self.0.synchronize().map_err(call("wait for the engine's stream"))
+    }
+
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr};
 
-use super::gpu::{CudaError, Event, Gpu, call};
+use super::gpu::{CudaError, Event, Gpu, Mark, call};
 use super::kernel::Way;
 use super::pinned::Pinned;
 use crate::copy::mapping::Span;
@@ -16,6 +16,10 @@ pub(super) struct Lane {
     kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
     next: usize,
+    /// What its copies came after last.
+    pub mark: Option<Mark>,
+    /// It was given nothing since it finished.
+    pub idle: bool,
     /// What the DMAs' objects are in.
     pub pinned: Option<Arc<Pinned>>,
 }
@@ -44,6 +48,8 @@ impl Lane {
             kernel: ring.map(|_| gpu.stream()).transpose()?,
             ring: Vec::new(),
             next: 0,
+            mark: None,
+            idle: true,
             pinned: None,
         };
         let Some(size) = ring else {
@@ -91,13 +97,17 @@ impl Lane {
     }
 
     /// Waits until nothing is under way.
-    pub fn finish(&self) -> Result<(), CudaError> {
-        let finished = self.emptier().synchronize();
-        finished.map_err(call("wait for the copies under way"))
+    pub fn finish(&mut self) -> Result<(), CudaError> {
+        if !self.idle {
+            let finished = self.emptier().synchronize();
+            finished.map_err(call("wait for the copies under way"))?;
+            self.idle = true;
+        }
+        Ok(())
     }
 
     /// The same when a copy was given up on its way.
-    pub fn finish_half(&self) -> Result<(), CudaError> {
+    pub fn finish_half(&mut self) -> Result<(), CudaError> {
         let finished = self.filler().synchronize();
         finished.map_err(call("wait for a copy that failed"))?;
         self.finish()

@@ -7,7 +7,8 @@
 //! go there without a kernel.
 //!
 //! **Order.** A load writes pages only after what the engine's stream was given before it; a store reads them only
-//! after the forward pass. A staging buffer is used again when the copy that reads it is done, a slot of the arena when
+//! after the forward pass. Each load waits for its own mark alone: loads whose mark is not passed yet have a lane of their own,
+//! so that they hold up no older one. Streams have the default priority, which is the lowest. A staging buffer is used again when the copy that reads it is done, a slot of the arena when
 //! its [`Pending`](super::Pending) says so. Each of these waits is taken out by a test (`tests/gpu/waits.rs`).
 //!
 //! **Why not** copy by the kernel straight out of pinned memory: it reaches two thirds of the bus and holds SMs for as

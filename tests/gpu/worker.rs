@@ -1,0 +1,166 @@
+//! A rank's loads and stores through a daemon, by a GPU that fails.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvgate::api::wire::AttachRequest;
+use kvgate::client::{Client, Target};
+use kvgate::config::{self, Override};
+use kvgate::connector::{Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError};
+use kvgate::copy::known::KNOWN;
+use kvgate::copy::{Copier, CudaCopier};
+use kvgate::daemon::Daemon;
+use kvgate::gateway::{Order, open_store};
+use kvgate::node::Node;
+use tokio::runtime::Runtime;
+
+use crate::mock::Mock;
+use crate::stage::{Stage, options};
+
+/// A daemon without S3: what is stored stays in memory.
+async fn serve(home: &tempfile::TempDir) -> (Node, Client) {
+    let at = |name: &str| home.path().join(name).display().to_string();
+    let settings = [
+        ("s3.endpoint", "http://127.0.0.1:9".into()),
+        ("s3.bucket", "kv-gpu".into()),
+        ("arena.path", at("arena")),
+        ("arena.size", "8MiB".into()),
+        ("load.reserve", "2MiB".into()),
+        ("store.write_behind", "4MiB".into()),
+        ("api.socket", at("socket")),
+        ("api.degraded", "true".into()),
+    ];
+    let overrides = settings.map(|(path, value): (_, String)| Override {
+        path,
+        value,
+        flag: "a test",
+    });
+    let config = config::load(None, std::iter::empty(), &overrides).unwrap().config;
+    let keys = aws_credential_types::Credentials::from_keys("k", "s", None);
+    let store = open_store(&config, Some(keys)).await.unwrap();
+    let daemon = Daemon::start(&config, store, Box::new(|| Ok(Vec::new())))
+        .await
+        .unwrap();
+    let node = daemon.node().clone();
+    tokio::spawn(daemon.run(std::future::pending()));
+    (node, Client::new(Target::Unix(config.api.socket)))
+}
+
+struct Rank {
+    worker: Worker,
+    node: Node,
+    _home: tempfile::TempDir,
+}
+
+impl Rank {
+    async fn new(stage: &mut Stage) -> Self {
+        // Its pages are there.
+        stage.engine.synchronize().unwrap();
+        let home = tempfile::tempdir().unwrap();
+        let (node, client) = serve(&home).await;
+        let (gpu, cache) = (Arc::clone(&stage.gpu), stage.cache(stage.base()));
+        let narrow = move |own: &[kvgate::node::Share]| {
+            let own = own.iter().map(|share| {
+                (
+                    share.planes.0..share.planes.1,
+                    share.heads.0.max(1)..share.heads.1.min(3),
+                )
+            });
+            // SAFETY: the pages are gone after the worker.
+            let copier = unsafe { CudaCopier::new(&gpu, cache.only(own), options(usize::MAX)) };
+            Ok(Copier::Cuda(Box::new(copier?)))
+        };
+        let attach = AttachRequest {
+            instance: "engine".into(),
+            world_size: 1,
+            ..AttachRequest::default()
+        };
+        let copier = Copier::Cuda(Box::new(stage.copier.take().unwrap()));
+        let breaker = Breaker::new(3, Duration::from_secs(1));
+        let worker = Worker::new(&client, attach, stage.space.clone(), copier, narrow, breaker);
+        while let Err(error) = worker.session().await.map(drop) {
+            assert!(matches!(error, WorkerError::Pinning), "{error}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Self {
+            worker,
+            node,
+            _home: home,
+        }
+    }
+
+    async fn store(&self, chunks: &[NewChunk]) -> Result<usize, WorkerError> {
+        let store = Store {
+            chunks,
+            after: None,
+            deadline: Duration::from_secs(30),
+        };
+        self.worker
+            .store(store, &Hold::default())
+            .await
+            .map(|stored| stored.stored)
+    }
+}
+
+fn chunks(stage: &Stage) -> Vec<NewChunk> {
+    let hash = |nth: u8| kvgate::chunk::ChunkHash([nth; 32]);
+    let chunk = |nth: u8| NewChunk {
+        hash: hash(nth + 1),
+        parent: hash(nth),
+        spans: stage.job(nth.into()).spans,
+    };
+    vec![chunk(0), chunk(1)]
+}
+
+/// The device may still write there: given up, the slots were others' at once.
+#[test]
+fn slots_of_a_store_that_failed_on_the_gpu_are_not_given_up() {
+    let mock = Mock::start(0);
+    Runtime::new().unwrap().block_on(async {
+        let mut stage = Stage::new(&KNOWN[1], usize::MAX).unwrap();
+        let chunks = chunks(&stage);
+        let rank = Rank::new(&mut stage).await;
+        mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
+        rank.store(&chunks).await.unwrap_err();
+        let slots = rank.node.status().slots;
+        assert_eq!(
+            slots.filling, 2,
+            "neither committed nor given up while the process lives"
+        );
+        mock.reset(0);
+        std::mem::forget((rank.worker, stage));
+    });
+}
+
+/// The same where it may still read.
+#[test]
+fn slots_of_a_load_that_failed_on_the_gpu_are_not_released() {
+    let mock = Mock::start(0);
+    Runtime::new().unwrap().block_on(async {
+        let mut stage = Stage::new(&KNOWN[1], usize::MAX).unwrap();
+        let chunks = chunks(&stage);
+        let rank = Rank::new(&mut stage).await;
+        assert_eq!(rank.store(&chunks).await.unwrap(), 2);
+        let wanted: Vec<Wanted> = chunks
+            .iter()
+            .map(|chunk| Wanted {
+                hash: chunk.hash,
+                spans: chunk.spans.clone(),
+            })
+            .collect();
+        mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
+        let load = Load {
+            id: "load",
+            wanted: &wanted,
+            order: Order::Chunk,
+            deadline_ms: Some(20_000),
+            after: None,
+        };
+        let progress = Arc::new(Progress::new(stage.space.planes().len(), 2));
+        let failed = rank.worker.load(load, &progress).await.unwrap();
+        assert!(!failed.is_empty());
+        assert!(rank.node.status().slots.leases > 0, "while the process lives");
+        mock.reset(0);
+        std::mem::forget((rank.worker, stage));
+    });
+}

@@ -1,0 +1,128 @@
+//! A rank's loads, as connectors make them, and what they ask of the daemon for that.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use kvgate::client::{Client, Target};
+use kvgate::connector::{Breaker, Load, Progress, Wanted, Worker};
+use kvgate::copy::known::{KNOWN, Pages};
+use kvgate::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
+use kvgate::gateway::Order;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+
+use crate::fixture::Prompt;
+use crate::serving::{Site, alone, eventually, store};
+
+/// A socket in front of the daemon's; counts the releases that go through it.
+fn counted(socket: &Path, home: &Path) -> (PathBuf, Arc<AtomicUsize>) {
+    let (own, behind) = (home.join("counted.sock"), socket.to_owned());
+    let listener = UnixListener::bind(&own).unwrap();
+    let releases = Arc::<AtomicUsize>::default();
+    let count = Arc::clone(&releases);
+    tokio::spawn(async move {
+        while let Ok((mut engine, _)) = listener.accept().await {
+            let (behind, count) = (behind.clone(), Arc::clone(&count));
+            tokio::spawn(async move {
+                let mut daemon = UnixStream::connect(behind).await.unwrap();
+                let (mut from_engine, mut to_engine) = engine.split();
+                let (mut from_daemon, mut to_daemon) = daemon.split();
+                let calls = async {
+                    let mut bytes = vec![0; 1 << 16];
+                    // A call is one write.
+                    while let Ok(read @ 1..) = from_engine.read(&mut bytes).await {
+                        count.fetch_add(
+                            usize::from(bytes.starts_with(b"POST /v1/release ")),
+                            Ordering::SeqCst,
+                        );
+                        if to_daemon.write_all(&bytes[..read]).await.is_err() {
+                            break;
+                        }
+                    }
+                };
+                tokio::select! {
+                    () = calls => {}
+                    _ = tokio::io::copy(&mut from_daemon, &mut to_engine) => {}
+                }
+            });
+        }
+    });
+    (own, releases)
+}
+
+/// Each chunk was released by a call of its own, which the next copy waited for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chunks_of_a_load_are_released_together() {
+    const CHUNKS: usize = 40;
+    for (window, calls_max) in [("16MiB", CHUNKS / 3), ("1MiB", CHUNKS / 2)] {
+        let site = Site::new().await;
+        let serving = site.serve(&[("load.window", window)]).await;
+        serving.ready().await;
+        let prompt = Prompt::new(CHUNKS);
+        let engine = serving.attach("writer").await;
+        store(&serving.client, &engine, &prompt).await;
+        serving.flush().await;
+
+        let pages = Pages {
+            blocks: CHUNKS as u32,
+            block_tokens: prompt.space.chunk_tokens(),
+            heads: None,
+            element_bytes: 2,
+        };
+        let (bytes, mut tensors) = KNOWN[0].tensors(&prompt.space, &pages);
+        let memory = vec![0_u8; bytes as usize];
+        let at = |tensor: &mut Tensor| tensor.address += memory.as_ptr() as u64;
+        tensors.iter_mut().for_each(at);
+        let cache = PagedCache::new(&prompt.space, &tensors).unwrap();
+        let table: Vec<u32> = (0..CHUNKS as u32).collect();
+        let wanted = |(i, hash): (usize, &kvgate::chunk::ChunkHash)| Wanted {
+            hash: *hash,
+            spans: cache
+                .spans(
+                    SlotMapping::Blocks {
+                        table: &table,
+                        first_token: (i * prompt.space.chunk_tokens() as usize) as u64,
+                    },
+                    0..prompt.space.chunk_tokens(),
+                )
+                .unwrap(),
+        };
+        let wanted: Vec<Wanted> = prompt.hashes.iter().enumerate().map(wanted).collect();
+        let options = CpuOptions {
+            threads: 1,
+            bytes_per_thread: 1 << 30,
+        };
+        // SAFETY: the pages outlive the worker, and nobody else touches them.
+        let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
+        let (socket, releases) = counted(&serving.config.api.socket, site.home.path());
+        let client = Client::new(Target::Unix(socket));
+        let breaker = Breaker::new(3, Duration::from_secs(1));
+        let narrow = |_: &[kvgate::node::Share]| unreachable!("nothing is stored");
+        let worker = Worker::new(
+            &client,
+            alone("reader"),
+            prompt.space.clone(),
+            copier,
+            narrow,
+            breaker,
+        );
+        let load = Load {
+            id: "load",
+            wanted: &wanted,
+            order: Order::Chunk,
+            deadline_ms: Some(20_000),
+            after: None,
+        };
+        let progress = Arc::new(Progress::new(prompt.space.planes().len(), CHUNKS));
+        assert_eq!(worker.load(load, &progress).await.unwrap(), []);
+        eventually(|| serving.node.status().slots.leases == 0).await;
+        let calls = releases.load(Ordering::SeqCst);
+        assert!(
+            (1..=calls_max).contains(&calls),
+            "{calls} calls for {CHUNKS} chunks with a window of {window}"
+        );
+        assert!(memory.iter().any(|&byte| byte != 0));
+    }
+}
