@@ -39,13 +39,16 @@ impl Estimate {
         self.sampled = Some(now);
     }
 
-    /// A request for `bytes` was given up after `time`: it would have taken at least so long.
-    pub fn gave_up(&mut self, bytes: usize, time: Duration, now: Instant) {
+    /// A request for `bytes` was given up after `time` under `load`: it would have taken at least so long.
+    pub fn gave_up(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, least) = (self.weight(now), time.as_secs_f64());
         if self.seconds(bytes).is_none_or(|expected| expected < least) {
             match bytes {
                 0 => blend(&mut self.latency, least, weight),
-                _ => blend(&mut self.seconds_per_byte, least / bytes as f64, weight),
+                _ => {
+                    blend(&mut self.load, load, weight);
+                    blend(&mut self.seconds_per_byte, least / bytes as f64, weight);
+                }
             }
         }
         self.sampled = Some(now);
@@ -118,9 +121,9 @@ mod tests {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         estimate.uploaded(1000, 2 * SECOND, 1000.0, now);
-        estimate.gave_up(1000, SECOND, now);
+        estimate.gave_up(1000, SECOND, 1000.0, now);
         assert!(close(estimate.seconds(1000), 2.0));
-        estimate.gave_up(1000, 10 * SECOND, now);
+        estimate.gave_up(1000, 10 * SECOND, 1000.0, now);
         assert!(estimate.seconds(1000).unwrap() > 4.0);
     }
 

@@ -234,7 +234,7 @@ impl<T> Member<T> {
                     0 => whole,
                     moved => whole.mul_f64((bytes as f64 / moved as f64).max(1.0)),
                 };
-                self.estimate.gave_up(bytes, each, now);
+                self.estimate.gave_up(bytes, each, load, now);
                 match (silent, probe) {
                     (true, _) => self.breaker.failed(probe, now),
                     (false, true) => self.breaker.probe_given_up(now),
