@@ -28,6 +28,9 @@ pub struct EndpointOptions {
 /// Of so many or fewer, all are looked at: where a load has a few parts for each, one too many at one of them is what all
 /// wait for.
 const FEW: usize = 8;
+/// The power by which time is taken to grow with what is in flight, where endpoints are few, which one client may saturate, and
+/// where they are many. With more, an idle one that hangs looks better than busy ones that work.
+const GROWTH: (f64, f64) = (0.5, 0.25);
 /// An endpoint that costs more than so many times what is typical is poor.
 const POOR: f64 = 2.0;
 /// Of the requests, so many are done sooner than a hedge is sent.
@@ -292,10 +295,13 @@ impl<T> Set<T> {
         }
         let drawn = &mut drawn[..count.min(FEW)];
         fastrand::shuffle(drawn);
-        let cost = |&at: &usize| (self.members[at].cost(bytes, &self.typical, now), at);
-        let (first, more) = match count {
-            0..=FEW => (&drawn[..], &drawn[..0]),
-            _ => (&drawn[..2], &drawn[2..4]),
+        let (first, more, growth) = match count {
+            0..=FEW => (&drawn[..], &drawn[..0], GROWTH.0),
+            _ => (&drawn[..2], &drawn[2..4], GROWTH.1),
+        };
+        let cost = |&at: &usize| {
+            let cost = self.members[at].cost(bytes, &self.typical, growth, now);
+            (cost, at)
         };
         // The first of equals.
         let better = |one: (f64, usize), other: (f64, usize)| if other.0 < one.0 { other } else { one };
