@@ -17,11 +17,12 @@ import signal
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness import clients, report, servers, tools
-from harness.fleet import ADDRESSES, Fleet, environment_of, fleet
+from harness import clients, plain, report, servers, tools
+from harness.fleet import ADDRESSES, RGWS, Fleet, environment_of, fleet
 from harness.rounds import Case
 from harness.rows import Result, Row, spread
 from harness.servers import Ports
@@ -38,7 +39,11 @@ SPACE = {
 PREFIX = "kvgate-bench"
 # Of the rate, when it is slow.
 SLOW = 0.1
-CASES = ("even", "one slow", "three alone")
+CASES = ("even", "four nodes", "one slow", "three alone")
+# Of "four nodes": programs that load at the same time.
+NODES = 4
+# What plain clients read in each round.
+PLAIN_KEY, PLAIN_SECONDS = "fanout-plain", 4
 
 
 def arguments() -> argparse.Namespace:
@@ -85,20 +90,30 @@ class Bench:
     samples: list[Measured] = field(default_factory=list)
     failures: dict[Case, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    # MB/s in each round.
+    plain: dict[int, float] = field(default_factory=dict)
 
     def measure(self, running: Fleet) -> None:
         program = clients.kvgate_program(self.given.kvgate)
         self.versions = {"kvgate": tools.run(program, "--version").split()[-1], **running.versions}
         (self.folder / "space.json").write_text(json.dumps(SPACE))
         self.bench(program, running, "write", "--keep")
+        source = self.folder / "plain"
+        source.mkdir()
+        (source / PLAIN_KEY).write_bytes(bytes(self.given.part_size))
+        servers.upload(f"http://{RGWS[0]}:{self.given.port_base}", source)
         for number in range(1, self.given.rounds + 1):
             # Each address has its turn.
             slow = ADDRESSES[number % len(ADDRESSES)]
+            self.prepare(running, "even", slow)
+            given = self.given
+            self.plain[number] = plain.mb_per_s(ADDRESSES, given.port_base, PLAIN_KEY, given.part_size, PLAIN_SECONDS)
+            tools.say(f"round {number} of {given.rounds}: plain clients\n  {self.plain[number]:.0f} MB/s")
             for case in random.sample(CASES, len(CASES)):
                 self.prepare(running, case, slow)
                 tools.say(f"round {number} of {self.given.rounds}: {case}")
                 try:
-                    phase = self.bench(program, running, "read", "--warm-up", "--rounds", self.given.loads)
+                    phase = self.read(program, running, NODES if case == "four nodes" else 1)
                 except tools.FailedError as error:
                     tools.say(f"  {error}")
                     self.failures[Case("ceph", "loads", case)] = str(error)
@@ -115,6 +130,13 @@ class Bench:
         running.name([address for address in ADDRESSES if case != "three alone" or address != slow])
         # The proxies look five times a second.
         time.sleep(0.5)
+
+    def read(self, program: Path, running: Fleet, nodes: int) -> dict:
+        """The loads of some nodes at the same time, as one phase."""
+        flags = ("read", "--warm-up", "--rounds", self.given.loads)
+        with ThreadPoolExecutor(nodes) as pool:
+            phases = list(pool.map(lambda _: self.bench(program, running, *flags), range(nodes)))
+        return together(phases)
 
     def bench(self, program: Path, running: Fleet, phase: str, *flags: object) -> dict:
         """The phase's report."""
@@ -140,7 +162,7 @@ class Bench:
         return Result(row, middle, low, high, len(values))
 
     def results(self) -> list[Result]:
-        even, slow, three = (self.of(case) for case in CASES)
+        even, nodes, slow, three = (self.of(case) for case in CASES)
 
         def row(what: str, metric: str, case: str, to: str | None = None, **limit: float) -> Row:
             return Row(what, metric, Case("ceph", "loads", case), to and Case("ceph", "loads", to), **limit)
@@ -151,7 +173,16 @@ class Bench:
         shares = {n: sorted(measured.shares.values()) for n, measured in even.items()}
         of_slow = {n: measured.shares[measured.slow] for n, measured in slow.items()}
         hedges = {n: measured.hedges * 100 / measured.requests for n, measured in slow.items()}
-        whole = {n: measured.mb_per_s * 1e6 / (self.given.rate * len(ADDRESSES)) for n, measured in even.items()}
+
+        def of_plain(measured: dict[int, Measured]) -> dict[int, float]:
+            return {n: measured[n].mb_per_s / self.plain[n] for n in measured}
+
+        def hedged(measured: dict[int, Measured]) -> dict[int, float]:
+            return {n: one.hedges * 100 / one.requests for n, one in measured.items()}
+
+        # One each, were nothing hedged or tried again.
+        attempts = {n: one.requests / (one.requests - one.hedges - one.retries) for n, one in even.items()}
+        caps = {n: rate * 1e6 / (self.given.rate * len(ADDRESSES)) for n, rate in self.plain.items()}
         result = self.result
         return [
             result(
@@ -178,7 +209,24 @@ class Bench:
                 ratio(slow, even, "load_p99_ms"),
             ),
             result(row("one slow: hedges, of all requests", "share", "one slow", at_most=10), hedges),
-            result(row("even: throughput / what the caps let through", "mb_per_s", "even", "even"), whole),
+            result(row("plain clients / what the caps let through", "mb_per_s", "even", "even"), caps),
+            result(
+                row("one load at a time / plain clients", "mb_per_s", "even", "even", at_least=0.85),
+                of_plain(even),
+            ),
+            result(
+                row(
+                    "four nodes, each with one load at a time / plain clients",
+                    "mb_per_s",
+                    "four nodes",
+                    "even",
+                    at_least=0.95,
+                ),
+                of_plain(nodes),
+            ),
+            result(row("even: hedges, of all requests", "share", "even", at_most=3), hedged(even)),
+            result(row("four nodes: hedges, of all requests", "share", "four nodes", at_most=3), hedged(nodes)),
+            result(row("even: requests a part", "requests", "even", "even", at_most=1.1), attempts),
         ]
 
     def write(self) -> bool:
@@ -193,6 +241,7 @@ class Bench:
             "versions": self.versions,
             "wanted": [{**asdict(result), "verdict": result.verdict} for result in results],
             "failures": [{**asdict(case), "reason": why} for case, why in self.failures.items()],
+            "plain_mb_per_s": self.plain,
             "samples": [asdict(measured) for measured in self.samples],
         }
         self.given.out.mkdir(parents=True, exist_ok=True)
@@ -245,6 +294,20 @@ class Bench:
         ]
         cells += [shares, *(f"{middle(name):.0f}" for name in ("retries", "hedges", "requests")), str(len(those))]
         return f"| {' | '.join(cells)} |"
+
+
+def together(phases: list[dict]) -> dict:
+    """Of nodes that loaded at the same time. Their loads are alike, so the slowest one's quantiles are told."""
+    slowest = max(phases, key=lambda phase: phase["seconds"])
+    endpoints = {endpoint["address"]: {**endpoint} for endpoint in slowest["endpoints"]}
+    for phase in phases:
+        for endpoint in phase["endpoints"] if phase is not slowest else []:
+            endpoints[endpoint["address"]]["requests"] += endpoint["requests"]
+    total = {name: sum(phase[name] for phase in phases) for name in ("bytes", "retries", "hedges")}
+    prompts = sum(phase["prompt"]["prompts"] for phase in phases)
+    failed = next((phase for phase in phases if phase["errors"]["count"]), slowest)
+    prompt = {**slowest["prompt"], "prompts": prompts}
+    return {**slowest, **total, "prompt": prompt, "errors": failed["errors"], "endpoints": list(endpoints.values())}
 
 
 def sample(case: str, number: int, slow: str, phase: dict) -> Measured:

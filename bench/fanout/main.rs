@@ -28,8 +28,10 @@ fn main() {
     let seed = given("--seed").and_then(|at| arguments.get(at + 1)?.parse().ok());
     let seed = seed.unwrap_or(SEED);
     let filter = arguments.first().filter(|word| !word.starts_with('-'));
-    let wanted = |scenario: &Scenario, policy: Policy| {
-        filter.is_none_or(|word| scenario.name.contains(&**word) || policy.name() == *word)
+    let wanted = |workload: &Workload, scenario: &Scenario, policy: Policy| {
+        filter.is_none_or(|word| {
+            workload.name.contains(&**word) || scenario.name.contains(&**word) || policy.name() == *word
+        })
     };
     let all_scenarios: Vec<(Workload, Vec<Scenario>)> = WORKLOADS
         .into_iter()
@@ -38,7 +40,8 @@ fn main() {
     let mut cases: Vec<(&Scenario, Workload, Policy)> = Vec::new();
     for (workload, scenarios) in &all_scenarios {
         for scenario in scenarios {
-            let policies = Policy::ALL.into_iter().filter(|&policy| wanted(scenario, policy));
+            let policies = Policy::ALL.into_iter();
+            let policies = policies.filter(|&policy| wanted(workload, scenario, policy));
             cases.extend(policies.map(|policy| (scenario, *workload, policy)));
         }
     }

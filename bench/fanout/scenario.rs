@@ -61,7 +61,7 @@ const fn endpoints_of(bytes_per_second: f64) -> Speed {
     }
 }
 
-pub const WORKLOADS: [Workload; 4] = [
+pub const WORKLOADS: [Workload; 5] = [
     Workload {
         name: "1 GiB in 16 MiB, 16 loads at a time, 256 ranges in flight; endpoints of 500 MB/s",
         range_bytes: 16 * MIB,
@@ -96,6 +96,15 @@ pub const WORKLOADS: [Workload; 4] = [
         range_bytes: 4 * MIB,
         ranges: 32,
         loads: 1,
+        in_flight_bytes: 64 * MIB,
+        speed: endpoints_of(40e6),
+        scenarios: few,
+    },
+    Workload {
+        name: "128 MiB in 4 MiB, 4 loads at a time, 16 ranges in flight; 4 endpoints of 40 MB/s",
+        range_bytes: 4 * MIB,
+        ranges: 32,
+        loads: 4,
         in_flight_bytes: 64 * MIB,
         speed: endpoints_of(40e6),
         scenarios: few,

@@ -49,8 +49,9 @@ pub trait Failure {
 
 /// When and where else a slow attempt may be sent.
 pub trait Hedge: Send + Sync {
-    /// How long an attempt may take before it is slow; None: nothing is known, or there is no other endpoint.
-    fn after(&self) -> Option<Duration>;
+    /// How long the last attempt may take before it is slow, by what has been in flight beside it so far; None: nothing is
+    /// known, or there is no other endpoint.
+    fn after(&self, route: &Route) -> Option<Duration>;
     /// Whether another endpoint has room for it now.
     fn has_room(&self, route: &Route) -> bool;
 }
@@ -181,10 +182,12 @@ impl Attempts {
     {
         // One place for the future, which is large.
         let mut first = pin!(Some(attempt(route.clone())));
-        let Some(after) = hedge.after() else {
-            return running(first).await;
-        };
+        let mut after;
         loop {
+            after = match hedge.after(&route) {
+                Some(after) => after,
+                None => return running(first).await,
+            };
             // It is not slow while it waits for its turn.
             let slow = route.sent().unwrap_or_else(Instant::now) + after;
             tokio::select! {
@@ -192,6 +195,8 @@ impl Attempts {
                 answer = running(first.as_mut()) => return answer,
                 () = sleep_until(slow) => {}
             }
+            // It may have had more company than when that was worked out.
+            after = hedge.after(&route).unwrap_or(after);
             if route.sent().is_none_or(|sent| sent + after > Instant::now()) {
                 continue;
             }

@@ -11,7 +11,7 @@ use super::breaker::{BreakerOptions, Phase};
 use super::estimate::Estimate;
 use super::lease::{Class, Lease};
 use super::line::{Line, Waiter};
-use super::member::{Ending, Member};
+use super::member::{Ending, Member, Took};
 use super::route::{Route, Start};
 use super::state::EndpointState;
 use super::window::WindowOptions;
@@ -25,6 +25,12 @@ pub struct EndpointOptions {
     pub hedge_min: Duration,
 }
 
+/// Of so many or fewer, all are looked at: where a load has a few parts for each, one too many at one of them is what all
+/// wait for.
+const FEW: usize = 8;
+/// The power by which time is taken to grow with what is in flight, where endpoints are few, which one client may saturate, and
+/// where they are many. With more, an idle one that hangs looks better than busy ones that work.
+const GROWTH: (f64, f64) = (0.5, 0.25);
 /// An endpoint that costs more than so many times what is typical is poor.
 const POOR: f64 = 2.0;
 /// Of the requests, so many are done sooner than a hedge is sent.
@@ -151,7 +157,7 @@ impl<T> Endpoints<T> {
         let others = set.members.iter().any(|member| {
             member.address != address && member.breaker.admits(now) && !taken.contains(&member.address)
         });
-        route.take(address, others, now);
+        route.take(address, number, others, now);
         Lease::new(self.clone(), payload, address, number, now)
     }
 
@@ -169,8 +175,8 @@ impl<T> Endpoints<T> {
         let now = Instant::now();
         let mut set = self.lock();
         let member = set.members.iter_mut().find(|member| member.address == address);
-        if let Some((bytes, took)) = member.and_then(|member| member.end(ending, now)) {
-            set.learn(bytes, took, ending, now);
+        if let Some(took) = member.and_then(|member| member.end(ending, now)) {
+            set.learn(&took, ending, now);
         }
         self.grant(set);
     }
@@ -242,16 +248,16 @@ impl<T> Endpoints<T> {
 }
 
 impl<T> Set<T> {
-    /// The [better of two](Self::better_of_two) that have room, picked at random; not one that this call has taken, if there is another that
+    /// The [best](Self::best) that has room; not one that this call has taken, if there is another that
     /// works. With all breakers open, the one that opens again first.
     fn choose(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let works = |member: &Member<T>| member.breaker.admits(now);
         let fresh = |member: &Member<T>| works(member) && !taken.contains(&member.address);
         if self.members.iter().any(fresh) {
-            self.better_of_two(bytes, now, |member| fresh(member) && member.has_room(bytes))
+            self.best(bytes, now, |member| fresh(member) && member.has_room(bytes))
         } else if self.members.iter().any(works) {
-            self.better_of_two(bytes, now, |member| works(member) && member.has_room(bytes))
+            self.best(bytes, now, |member| works(member) && member.has_room(bytes))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
             // Those whose probe is under way have no time, and come first.
@@ -263,18 +269,18 @@ impl<T> Set<T> {
     /// One that this call has not taken, with a closed breaker.
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
-        self.better_of_two(bytes, now, |member| {
+        self.best(bytes, now, |member| {
             member.breaker.phase(now) == Phase::Closed
                 && !taken.contains(&member.address)
                 && member.has_room_for_hedge(bytes)
         })
     }
 
-    /// Of two, or of four if both are poor: where one in eight is slow, one pair in 64 has no other, and a load of many
-    /// ranges would meet one each time.
-    fn better_of_two(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
-        // Four of an unknown number, each as likely as any other, in any order.
-        let mut drawn = [0; 4];
+    /// Of few, the best. Of many, the better of two picked at random, or the best of four if both are poor: where one in
+    /// eight is slow, one pair in 64 has no other, and a load of many ranges would meet one each time.
+    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
+        // Some of an unknown number, each as likely as any other, in any order.
+        let mut drawn = [0; FEW];
         let mut count = 0;
         for at in (0..self.members.len()).filter(|&at| fits(&self.members[at])) {
             let place = if count < drawn.len() {
@@ -287,14 +293,20 @@ impl<T> Set<T> {
             }
             count += 1;
         }
-        let drawn = &mut drawn[..count.min(4)];
+        let drawn = &mut drawn[..count.min(FEW)];
         fastrand::shuffle(drawn);
-        let typical = self.typical.seconds(bytes).unwrap_or(1.0);
-        let cost = |&at: &usize| (self.members[at].cost(bytes, typical, now), at);
-        let (two, more) = drawn.split_at(drawn.len().min(2));
+        let (first, more, growth) = match count {
+            0..=FEW => (&drawn[..], &drawn[..0], GROWTH.0),
+            _ => (&drawn[..2], &drawn[2..4], GROWTH.1),
+        };
+        let cost = |&at: &usize| {
+            let cost = self.members[at].cost(bytes, &self.typical, growth, now);
+            (cost, at)
+        };
         // The first of equals.
         let better = |one: (f64, usize), other: (f64, usize)| if other.0 < one.0 { other } else { one };
-        let first = two.iter().map(cost).reduce(better)?;
+        let first = first.iter().map(cost).reduce(better)?;
+        let typical = self.typical.seconds(bytes).unwrap_or(1.0);
         let (_, chosen) = match first.0 > POOR * typical {
             true => more.iter().map(cost).fold(first, better),
             false => first,
@@ -302,11 +314,22 @@ impl<T> Set<T> {
         Some(chosen)
     }
 
-    fn learn(&mut self, bytes: usize, took: Duration, ending: &Ending, now: Instant) {
-        if let Some(typical) = self.typical.seconds(bytes)
+    /// What a request for `bytes` typically takes where so much is in flight. With less than usual it is as long as usual.
+    fn typical(&self, bytes: usize, load: f64) -> Option<f64> {
+        let loaded = if bytes == 0 {
+            1.0
+        } else {
+            self.typical.loaded(load).max(1.0)
+        };
+        Some(self.typical.seconds(bytes)? * loaded)
+    }
+
+    fn learn(&mut self, took: &Took, ending: &Ending, now: Instant) {
+        let &Took { bytes, time, load } = took;
+        if let Some(typical) = self.typical(bytes, load)
             && typical > 0.0
         {
-            let ratio = took.as_secs_f64() / typical;
+            let ratio = time.as_secs_f64() / typical;
             let step = match ratio > self.quantile {
                 true => QUANTILE_STEP * HEDGE_QUANTILE,
                 false => -QUANTILE_STEP * (1.0 - HEDGE_QUANTILE),
@@ -316,7 +339,7 @@ impl<T> Set<T> {
         let answered = ending.answered.unwrap_or(now);
         if bytes == 0 || answered < ending.moved_at {
             self.typical
-                .answered(answered - ending.began, bytes, now - answered, now);
+                .answered(answered - ending.began, bytes, now - answered, load, now);
         }
         self.samples = self.samples.saturating_add(1);
     }
@@ -354,12 +377,18 @@ pub struct HedgeTo<T> {
 }
 
 impl<T: Send + Sync> Hedge for HedgeTo<T> {
-    fn after(&self) -> Option<Duration> {
+    fn after(&self, route: &Route) -> Option<Duration> {
         let set = self.endpoints.lock();
         if set.members.len() < 2 || set.samples < TYPICAL_AFTER {
             return None;
         }
-        let late = Duration::try_from_secs_f64(set.typical.seconds(self.bytes)? * set.quantile).ok()?;
+        // Before it has an endpoint, as long as typical.
+        let load = route.last().and_then(|(address, lease)| {
+            let member = set.members.iter().find(|member| member.address == address)?;
+            member.load(lease, Instant::now())
+        });
+        let typical = set.typical(self.bytes, load.unwrap_or_default())?;
+        let late = Duration::try_from_secs_f64(typical * set.quantile).ok()?;
         Some(late.max(self.endpoints.0.options.hedge_min))
     }
 

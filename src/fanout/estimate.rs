@@ -7,20 +7,24 @@ const WEIGHT: f64 = 0.3;
 /// Old news after so long.
 const STALE: Duration = Duration::from_secs(10);
 
-/// How long requests take: until the answer begins, and for each byte of it.
+/// How long requests take, until the answer begins and for each byte of it; and how much was in flight at their endpoint
+/// then, which is what they shared its speed with.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Estimate {
     latency: Option<f64>,
     seconds_per_byte: Option<f64>,
+    /// Bytes in flight.
+    load: Option<f64>,
     sampled: Option<Instant>,
 }
 
 impl Estimate {
-    /// An answer began after `latency`; its body of `bytes` took `time`.
-    pub fn answered(&mut self, latency: Duration, bytes: usize, time: Duration, now: Instant) {
+    /// An answer began after `latency`; its body of `bytes` took `time`, under `load`.
+    pub fn answered(&mut self, latency: Duration, bytes: usize, time: Duration, load: f64, now: Instant) {
         let weight = self.weight(now);
         blend(&mut self.latency, latency.as_secs_f64(), weight);
         if bytes > 0 {
+            blend(&mut self.load, load, weight);
             let each = time.as_secs_f64() / bytes as f64;
             blend(&mut self.seconds_per_byte, each, weight);
         }
@@ -28,19 +32,23 @@ impl Estimate {
     }
 
     /// `bytes` of an upload took `time`, answer included.
-    pub fn uploaded(&mut self, bytes: usize, time: Duration, now: Instant) {
+    pub fn uploaded(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, each) = (self.weight(now), time.as_secs_f64() / bytes as f64);
+        blend(&mut self.load, load, weight);
         blend(&mut self.seconds_per_byte, each, weight);
         self.sampled = Some(now);
     }
 
-    /// A request for `bytes` was given up after `time`: it would have taken at least so long.
-    pub fn gave_up(&mut self, bytes: usize, time: Duration, now: Instant) {
+    /// A request for `bytes` was given up after `time` under `load`: it would have taken at least so long.
+    pub fn gave_up(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, least) = (self.weight(now), time.as_secs_f64());
         if self.seconds(bytes).is_none_or(|expected| expected < least) {
             match bytes {
                 0 => blend(&mut self.latency, least, weight),
-                _ => blend(&mut self.seconds_per_byte, least / bytes as f64, weight),
+                _ => {
+                    blend(&mut self.load, load, weight);
+                    blend(&mut self.seconds_per_byte, least / bytes as f64, weight);
+                }
             }
         }
         self.sampled = Some(now);
@@ -58,6 +66,13 @@ impl Estimate {
             (_, latency, Some(each)) => Some(latency.unwrap_or_default() + each * bytes as f64),
             _ => None,
         }
+    }
+
+    /// How many times as much is in flight as when that was measured, at `load` bytes.
+    pub fn loaded(&self, load: f64) -> f64 {
+        self.load
+            .filter(|usual| *usual > 0.0)
+            .map_or(1.0, |usual| load / usual)
     }
 
     /// Until an answer begins.
@@ -90,24 +105,25 @@ mod tests {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert_eq!((estimate.seconds(0), estimate.seconds(1)), (None, None));
-        estimate.answered(Duration::from_millis(10), 0, Duration::ZERO, now);
+        estimate.answered(Duration::from_millis(10), 0, Duration::ZERO, 0.0, now);
         assert_eq!(estimate.seconds(1), None, "latency says nothing of throughput");
-        estimate.uploaded(1000, SECOND, now);
+        estimate.uploaded(1000, SECOND, 1000.0, now);
         assert!(close(estimate.seconds(2000), 2.01));
         for _ in 0..30 {
-            estimate.answered(Duration::from_millis(10), 1000, 3 * SECOND, now);
+            estimate.answered(Duration::from_millis(10), 1000, 3 * SECOND, 4000.0, now);
         }
         assert!(close(estimate.seconds(1000), 3.01));
+        assert!(close(Some(estimate.loaded(8000.0)), 2.0));
     }
 
     #[test]
     fn what_was_given_up_can_only_make_it_slower() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
-        estimate.uploaded(1000, 2 * SECOND, now);
-        estimate.gave_up(1000, SECOND, now);
+        estimate.uploaded(1000, 2 * SECOND, 1000.0, now);
+        estimate.gave_up(1000, SECOND, 1000.0, now);
         assert!(close(estimate.seconds(1000), 2.0));
-        estimate.gave_up(1000, 10 * SECOND, now);
+        estimate.gave_up(1000, 10 * SECOND, 1000.0, now);
         assert!(estimate.seconds(1000).unwrap() > 4.0);
     }
 
@@ -116,10 +132,10 @@ mod tests {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         assert!(estimate.is_stale(now));
-        estimate.uploaded(1000, 10 * SECOND, now);
+        estimate.uploaded(1000, 10 * SECOND, 1000.0, now);
         let later = now + 2 * STALE;
         assert!(!estimate.is_stale(now) && estimate.is_stale(later));
-        estimate.uploaded(1000, SECOND, later);
+        estimate.uploaded(1000, SECOND, 1000.0, later);
         assert!(close(estimate.seconds(1000), 1.0));
     }
 }

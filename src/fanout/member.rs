@@ -19,8 +19,8 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// [`SILENCE`], and the next would go there again.
 const NO_ANSWER: Duration = Duration::from_millis(250);
 
-/// The power by which what is in flight counts. The estimate knows of most of it: with more than this, an idle slow endpoint
-/// looks better than busy fast ones.
+/// The power by which what is in flight counts beside that. The estimate knows of most of it: with more than this, an idle slow
+/// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
 
 /// What may be in flight with hedges, in windows.
@@ -34,6 +34,7 @@ pub(super) struct Member<T> {
     window: Window,
     estimate: Estimate,
     in_flight_bytes: usize,
+    carried: Carried,
     /// By the number of the lease: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
@@ -41,8 +42,24 @@ pub(super) struct Member<T> {
 
 struct Flight {
     since: Instant,
+    /// What was carried by then.
+    carried: f64,
     bytes: usize,
     probe: bool,
+}
+
+/// Bytes in flight, summed up over the seconds: between two moments it tells their mean.
+struct Carried {
+    byte_seconds: f64,
+    until: Instant,
+}
+
+/// A request whose answer came whole.
+pub(super) struct Took {
+    pub bytes: usize,
+    pub time: Duration,
+    /// Mean bytes in flight at its endpoint, its own with them.
+    pub load: f64,
 }
 
 /// How a lease ended.
@@ -69,6 +86,10 @@ impl<T> Member<T> {
             window: Window::new(options.window, now),
             estimate: Estimate::default(),
             in_flight_bytes: 0,
+            carried: Carried {
+                byte_seconds: 0.0,
+                until: now,
+            },
             flights: BTreeMap::new(),
             totals: Requests::default(),
         }
@@ -94,23 +115,54 @@ impl<T> Member<T> {
         self.window.is_full(self.in_flight_bytes + bytes);
     }
 
-    /// What a request for `bytes` costs here, in seconds: what one takes there lately, and more if the oldest under way
-    /// takes longer than that. What is in flight counts before the estimate knows of it.
+    /// What a request for `bytes` costs here, in seconds: what one takes there lately, with what was in flight then scaled to
+    /// what would be in flight now; and more if the oldest under way takes longer than that.
     ///
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
-    pub fn cost(&self, bytes: usize, typical: f64, now: Instant) -> f64 {
+    /// `growth` is the power by which time grows with what is in flight: 1 where an endpoint is saturated, 0 where it is not.
+    pub fn cost(&self, bytes: usize, typical: &Estimate, growth: f64, now: Instant) -> f64 {
         let forgotten = self.flights.is_empty() && self.estimate.is_stale(now);
-        let own = self.estimate.seconds(bytes).filter(|_| !forgotten);
+        let own = Some(&self.estimate).filter(|own| !forgotten && own.seconds(bytes).is_some());
+        let known = own.unwrap_or(typical);
         let late = self.flights.first_key_value().map_or(1.0, |(_, oldest)| {
-            let expected = self.estimate.seconds(oldest.bytes).unwrap_or(typical);
+            let expected = known.seconds(oldest.bytes).unwrap_or(1.0);
+            let expected = expected * known.loaded(self.load_of(oldest, now)).max(1.0);
             ((now - oldest.since).as_secs_f64() / expected.max(1e-6)).max(1.0)
         });
         let load = match bytes {
             0 => self.flights.len() as f64 + 1.0,
-            _ => ((self.in_flight_bytes + bytes) as f64 / bytes as f64).powf(LOAD),
+            _ => {
+                let in_flight = (self.in_flight_bytes + bytes) as f64;
+                known.loaded(in_flight).powf(growth) * (in_flight / bytes as f64).powf(LOAD)
+            }
         };
-        own.unwrap_or(typical) * late * load
+        known.seconds(bytes).unwrap_or(1.0) * late * load
+    }
+
+    /// Mean bytes in flight here since a request was sent.
+    pub fn load(&self, lease: u64, now: Instant) -> Option<f64> {
+        self.flights.get(&lease).map(|flight| self.load_of(flight, now))
+    }
+
+    fn load_of(&self, flight: &Flight, now: Instant) -> f64 {
+        let seconds = (now - flight.since).as_secs_f64();
+        match seconds > 0.0 {
+            true => (self.carried_by(now) - flight.carried) / seconds,
+            false => self.in_flight_bytes as f64,
+        }
+    }
+
+    fn carried_by(&self, now: Instant) -> f64 {
+        let seconds = (now - self.carried.until).as_secs_f64();
+        self.carried.byte_seconds + self.in_flight_bytes as f64 * seconds
+    }
+
+    /// What is in flight is about to change.
+    fn carry(&mut self, now: Instant) -> f64 {
+        self.carried.byte_seconds = self.carried_by(now);
+        self.carried.until = now;
+        self.carried.byte_seconds
     }
 
     pub fn begin(&mut self, lease: u64, bytes: usize, start: Start, now: Instant) {
@@ -118,9 +170,11 @@ impl<T> Member<T> {
         if bytes > 0 {
             self.window.works(now);
         }
+        let carried = self.carry(now);
         self.in_flight_bytes += bytes;
         let flight = Flight {
             since: now,
+            carried,
             bytes,
             probe,
         };
@@ -134,14 +188,18 @@ impl<T> Member<T> {
 
     /// A request that could not be sent when its lease began.
     pub fn goes(&mut self, lease: u64, now: Instant) {
+        let carried = self.carried_by(now);
         if let Some(flight) = self.flights.get_mut(&lease) {
             flight.since = now;
+            flight.carried = carried;
         }
     }
 
-    /// Learns from how a request ended. Answers the time that it took, if its answer came whole.
-    pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<(usize, Duration)> {
-        let Flight { bytes, probe, .. } = self.flights.remove(&ending.lease)?;
+    /// Learns from how a request ended. Answers what it took, if its answer came whole.
+    pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<Took> {
+        let flight = self.flights.remove(&ending.lease)?;
+        let (load, Flight { bytes, probe, .. }) = (self.load_of(&flight, now), flight);
+        self.carry(now);
         self.in_flight_bytes -= bytes;
         self.totals.bytes += ending.moved as u64;
         let patience = if ending.answered.is_some() {
@@ -151,7 +209,7 @@ impl<T> Member<T> {
         };
         let silent = now - ending.moved_at >= patience;
         let took = match ending.outcome {
-            Some(Outcome::Answered { status }) => self.answered(ending, status, probe, now),
+            Some(Outcome::Answered { status }) => self.answered(ending, status, probe, load, now),
             Some(Outcome::Lost(loss)) => {
                 match loss {
                     Loss::Connection => self.totals.lost += 1,
@@ -177,7 +235,7 @@ impl<T> Member<T> {
                     0 => whole,
                     moved => whole.mul_f64((bytes as f64 / moved as f64).max(1.0)),
                 };
-                self.estimate.gave_up(bytes, each, now);
+                self.estimate.gave_up(bytes, each, load, now);
                 match (silent, probe) {
                     (true, _) => self.breaker.failed(probe, now),
                     (false, true) => self.breaker.probe_given_up(now),
@@ -197,8 +255,9 @@ impl<T> Member<T> {
         ending: &Ending,
         status: u16,
         probe: bool,
+        load: f64,
         now: Instant,
-    ) -> Option<(usize, Duration)> {
+    ) -> Option<Took> {
         match status {
             429 | 503 => {
                 self.totals.throttled += 1;
@@ -219,15 +278,16 @@ impl<T> Member<T> {
         let moved = ending.moved;
         match first < ending.moved_at {
             // An upload is through before its answer begins, and its time is all one.
-            false if moved > 0 => self.estimate.uploaded(moved, now - ending.began, now),
+            false if moved > 0 => self.estimate.uploaded(moved, now - ending.began, load, now),
             _ => self
                 .estimate
-                .answered(first - ending.began, moved, now - first, now),
+                .answered(first - ending.began, moved, now - first, load, now),
         }
         if moved > 0 {
             self.window.came(moved, now);
         }
-        (status < 300).then_some((moved, now - ending.began))
+        let (bytes, time) = (moved, now - ending.began);
+        (status < 300).then_some(Took { bytes, time, load })
     }
 
     pub fn state(&self, now: Instant) -> EndpointState {

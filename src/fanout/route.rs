@@ -25,6 +25,8 @@ struct Taken {
     addresses: Vec<SocketAddr>,
     /// Of the last attempt that was sent.
     sent: Option<Instant>,
+    /// Its number.
+    lease: u64,
     /// There was another endpoint then.
     others: bool,
 }
@@ -62,15 +64,22 @@ impl Route {
         self.lock().addresses.clone()
     }
 
+    /// Where the last attempt is, and its lease.
+    pub(super) fn last(&self) -> Option<(SocketAddr, u64)> {
+        let taken = self.lock();
+        taken.addresses.last().map(|&address| (address, taken.lease))
+    }
+
     /// Whether the next attempt has another endpoint to go to.
     pub fn can_move(&self) -> bool {
         self.lock().others
     }
 
-    pub(super) fn take(&self, address: SocketAddr, others: bool, now: Instant) {
+    pub(super) fn take(&self, address: SocketAddr, lease: u64, others: bool, now: Instant) {
         let mut taken = self.lock();
         taken.addresses.push(address);
         taken.sent = Some(now);
+        taken.lease = lease;
         taken.others = others;
     }
 

@@ -163,6 +163,15 @@ async fn a_request_that_hangs_is_hedged() {
     assert_eq!(fleet.totals().hedges, 1);
 }
 
+/// It shares its endpoint's speed with more than was usual, and takes as much longer.
+#[tokio::test(start_paused = true)]
+async fn what_is_slow_for_its_company_is_not_hedged() {
+    let attempts = attempts(POLICY);
+    let fleet = known(&attempts).await;
+    fleet.load_many(&attempts, 100, 18).await;
+    assert_eq!(fleet.totals().hedges, 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_hedge_takes_over_from_one_that_stops() {
     for (stop_after, by_hedge) in [(MIB, true), (3 * MIB, true), (usize::MAX, false)] {

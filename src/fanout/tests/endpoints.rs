@@ -14,6 +14,76 @@ async fn endpoints_that_are_alike_get_alike() {
     }
 }
 
+/// How `parts` of 4 MiB are dealt to endpoints of so many MiB a second, which share that among what is under way; after
+/// some rounds to learn, over some more.
+async fn dealt(speeds: [usize; 4], parts: usize) -> Vec<[usize; 4]> {
+    fastrand::seed(7);
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[0, 1, 2, 3].map(address), |_| ());
+    let mut rounds = Vec::new();
+    for _ in 0..60 {
+        let lease = |_| {
+            let route = Route::default();
+            let lease = endpoints.lease(Class::Load, 4 * MIB, &route).now_or_never();
+            lease.expect("there is room")
+        };
+        let mut leases: Vec<_> = (0..parts).map(lease).collect();
+        let dealt = [0, 1, 2, 3].map(|number| {
+            let there = leases.iter().filter(|lease| lease.address() == address(number));
+            there.count()
+        });
+        let takes = |lease: &Lease<()>| {
+            let number = (0..4).find(|&number| address(number) == lease.address()).unwrap();
+            Duration::from_secs_f64(4.0 * dealt[number] as f64 / speeds[number] as f64)
+        };
+        leases.sort_by_key(takes);
+        let began = Instant::now();
+        leases.iter_mut().for_each(|lease| lease.answered(0));
+        for mut lease in leases {
+            tokio::time::sleep_until(began + takes(&lease)).await;
+            lease.moved(4 * MIB);
+            lease.end(Outcome::Answered { status: 206 });
+        }
+        rounds.push(dealt);
+    }
+    rounds.split_off(20)
+}
+
+/// With one too many at one of them, all would wait for that one.
+#[tokio::test(start_paused = true)]
+async fn parts_are_dealt_so_that_few_endpoints_end_together() {
+    for dealt in dealt([40; 4], 8).await {
+        assert_eq!(dealt, [2; 4]);
+    }
+    for mut dealt in dealt([40; 4], 9).await {
+        dealt.sort_unstable();
+        assert_eq!(dealt, [2, 2, 2, 3]);
+    }
+    for dealt in dealt([40, 20, 40, 20], 12).await {
+        assert_eq!(dealt, [4, 2, 4, 2]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn loads_get_what_few_endpoints_can_give() {
+    let fleet = Fleet::new(&EVEN);
+    let attempts = attempts(POLICY);
+    fleet.load_many(&attempts, 32, 16).await;
+    let reached = |mib: usize, began: Instant| mib as f64 / 160.0 / began.elapsed().as_secs_f64();
+    let began = Instant::now();
+    for _ in 0..20 {
+        fleet.load_many(&attempts, 32, 16).await;
+    }
+    let one_by_one = reached(20 * 32 * 4, began);
+    assert!(one_by_one > 0.9, "{one_by_one}");
+    // As several loads have it, of which one always has parts to send.
+    let began = Instant::now();
+    fleet.load_many(&attempts, 20 * 32, 16).await;
+    let several = reached(20 * 32 * 4, began);
+    assert!(several > 0.95, "{several}");
+    assert_eq!(fleet.totals().hedges, 0, "nothing is slow");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_slow_one_gets_little_and_holds_up_little() {
     let fleet = Fleet::new(&EVEN);
