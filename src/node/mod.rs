@@ -129,6 +129,7 @@ impl Node {
 
     /// Makes a space known. Idempotent.
     pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
+        self.0.gateway.knows(&space);
         if let Some(known) = self.0.spaces.get(&space.key()) {
             return Ok(known.clone());
         }
