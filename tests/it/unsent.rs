@@ -145,7 +145,8 @@ async fn a_disk_that_is_out_keeps_its_chunks_unsent() {
     let state = || serving.node.status().tiers.disk.unwrap().disks.remove(0).state;
     eventually(|| matches!(state(), DiskState::Failed(_))).await;
     site.start_s3().await;
-    let refused = serving.client.flush(Some(100)).await.unwrap_err().to_string();
+    // Longer than the pause between two attempts.
+    let refused = serving.client.flush(Some(1_500)).await.unwrap_err().to_string();
     assert!(
         refused.starts_with("6 chunks") && refused.contains("not_flushed"),
         "{refused}"
