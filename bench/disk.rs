@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::chunk::{ChunkHash, Space};
 use kvgate::existence::CacheKey;
-use kvgate::tier::{Disk, DiskOptions, Wrote};
+use kvgate::tier::{Below, Disk, DiskOptions, Wrote};
 use serde_json::json;
 
 mod saving;
@@ -151,7 +151,7 @@ async fn transfers(rounds: usize, chunks: u32) -> Result<Vec<Row>, Failure> {
         let (began, since) = (Instant::now(), tokio::time::Instant::now());
         let writes = hashes
             .iter()
-            .map(|hash| disk.write(&space, hash, slot.clone(), since, false));
+            .map(|hash| disk.write(&space, hash, slot.clone(), since, Below::Has));
         for wrote in futures::future::join_all(writes).await {
             assert_eq!(wrote?, Wrote::Stored);
         }

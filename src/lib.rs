@@ -22,6 +22,7 @@ pub mod demo;
 pub mod dns;
 #[cfg(feature = "embedded")]
 pub mod embedded;
+mod episode;
 pub mod existence;
 pub mod fanout;
 pub mod gateway;

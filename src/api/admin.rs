@@ -53,18 +53,32 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer,
     let request: FlushRequest = body::parse(&text)?;
     let time = limited(request.deadline_ms, FLUSH_MAX);
     let flushed = api.node.flush(Instant::now() + time).await;
-    let Flushed { pending, dropped } = flushed;
+    let Flushed {
+        pending,
+        dropped,
+        unread_disks,
+        ..
+    } = flushed;
     if pending > 0 {
         let detail = format!(
-            "{pending} chunks are not on the lower tiers yet: flush again, or look at /v1/status for what S3 says"
+            "{pending} chunks are not on S3 yet: flush again, or look at /v1/status for what S3 and the disks say; \
+             what is on a disk that was taken out is sent when that is back"
+        );
+        return Err(Problem::new(StatusCode::GATEWAY_TIMEOUT, "not_flushed", detail));
+    }
+    // They may have what an earlier life committed and S3 never got.
+    if unread_disks > 0 {
+        let detail = format!(
+            "{unread_disks} disks could not be used at the start, so what they have and S3 has not is not known: \
+             repair them (/v1/status tells which) and start kvgate again, or take them out of [disk] paths"
         );
         return Err(Problem::new(StatusCode::GATEWAY_TIMEOUT, "not_flushed", detail));
     }
     // Nobody must take this for an acknowledgement of what is lost.
     if dropped != request.dropped {
         let detail = format!(
-            "{dropped} chunks that were committed since the daemon's start were dropped, and are not stored; all others are. \
-             See [store] write_behind and when_full; a flush with \"dropped\": {dropped} is refused only when more were"
+            "{dropped} chunks were dropped since the daemon's start, and are not stored; all others are. \
+             See [store] write_behind and when_full, and the folder lost of each disk; a flush with \"dropped\": {dropped} is refused only when more were"
         );
         return Err(Problem::new(StatusCode::CONFLICT, "dropped", detail));
     }

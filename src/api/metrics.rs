@@ -179,6 +179,16 @@ fn behind(text: &mut Text, status: &Status) {
     );
     text.counter("kvgate_behind_dropped_total", "Chunks given up.", behind.dropped);
     text.counter(
+        "kvgate_behind_lost_total",
+        "Of these, chunks whose only file could not be read or was gone.",
+        behind.lost,
+    );
+    text.gauge(
+        "kvgate_behind_kept_back_chunks",
+        "Committed, and not given to S3 because the configuration says so.",
+        behind.kept_back,
+    );
+    text.counter(
         "kvgate_behind_failed_attempts_total",
         "Attempts that failed, and were made again.",
         behind.failed_attempts,
@@ -226,7 +236,7 @@ fn disk(text: &mut Text, status: &Status) {
     of(
         "kvgate_disk_dirty_chunks",
         "gauge",
-        "Of them, not on S3 yet.",
+        "Chunks of it that are not on S3 yet.",
         &|path| path.dirty,
     );
     of("kvgate_disk_used_bytes", "gauge", "Their bytes.", &|path| {

@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, Digest, checksum};
+
+use crate::chunk::Append;
 
 const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 const BLOCK: usize = 1 << 20;
@@ -57,8 +59,8 @@ impl Content {
             let stamp = stamp(object, at - at % BLOCK as u64);
             let start = usize::try_from(at % BLOCK as u64).unwrap_or_default();
             crc = if len == BLOCK {
-                let whole = self.after_stamp.digest(checksum(CRC, &stamp), self.rest_crc);
-                self.whole_block.digest(crc, whole)
+                let whole = self.after_stamp.sum(checksum(CRC, &stamp), self.rest_crc);
+                self.whole_block.sum(crc, whole)
             } else {
                 let (of_stamp, of_block) = (
                     start.min(STAMP)..STAMP.min(start + len),
@@ -99,32 +101,6 @@ impl Content {
             let len = bytes.len().min(STAMP - start);
             bytes[..len].copy_from_slice(&stamp[start..start + len]);
         }
-    }
-}
-
-/// Puts digests together like `checksum_combine`, always with the same length after: that is affine in the first digest,
-/// and its matrix is made once, not for each part that is read.
-struct Append {
-    /// Of two digests that are 0.
-    zero: u64,
-    /// What each bit of the first digest adds.
-    bits: [u64; 64],
-}
-
-impl Append {
-    fn new(len: usize) -> Self {
-        let len = len as u64;
-        let of = |first| checksum_combine(CRC, first, 0, len);
-        Self {
-            zero: of(0),
-            bits: std::array::from_fn(|bit| of(1 << bit) ^ of(0)),
-        }
-    }
-
-    fn digest(&self, first: u64, second: u64) -> u64 {
-        let bits = self.bits.iter().enumerate();
-        let set = bits.filter(|(bit, _)| first >> bit & 1 == 1);
-        set.fold(self.zero ^ second, |digest, (_, added)| digest ^ added)
     }
 }
 

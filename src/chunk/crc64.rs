@@ -53,6 +53,48 @@ impl Crc64 {
     }
 }
 
+/// Puts two checksums together, the second always of the same length: the first is multiplied by a power of x, which is
+/// made once, not for each stretch.
+pub struct Append {
+    power: u64,
+}
+
+impl Append {
+    pub fn new(len: usize) -> Self {
+        // x^8, and on with its squares.
+        let (mut square, mut power) = (ONE >> 8, ONE);
+        for bit in 0..usize::BITS {
+            if len >> bit & 1 == 1 {
+                power = multiply(power, square);
+            }
+            square = multiply(square, square);
+        }
+        Self { power }
+    }
+
+    /// Of all bytes, from the checksum of the first ones and that of the last `len`.
+    pub fn sum(&self, first: u64, second: u64) -> u64 {
+        multiply(first, self.power) ^ second
+    }
+}
+
+/// Reflected, as all here: the highest bit is x^0.
+const ONE: u64 = 1 << 63;
+/// Without its x^64.
+const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
+
+/// Of polynomials, modulo the checksum's.
+fn multiply(a: u64, mut b: u64) -> u64 {
+    let mut product = 0;
+    for bit in 0..u64::BITS {
+        if a & ONE >> bit != 0 {
+            product ^= b;
+        }
+        b = (b >> 1) ^ ((b & 1) * POLYNOMIAL);
+    }
+    product
+}
+
 /// The register after these bytes.
 fn after(register: u64, bytes: &[u8]) -> u64 {
     let mut digest = Digest::new_with_init_state(ALGORITHM, register);
@@ -70,6 +112,7 @@ fn after(register: u64, bytes: &[u8]) -> u64 {
     reason = "a function of its own could use only what every CPU has"
 )]
 mod fold {
+    use super::POLYNOMIAL;
     use std::arch::x86_64::{
         __m128i, __m256i, __m512i, _MM_HINT_T0, _mm_clmulepi64_si128, _mm_prefetch, _mm_set_epi64x,
         _mm_xor_si128, _mm256_broadcastsi128_si256, _mm256_clmulepi64_epi128, _mm256_xor_si256,
@@ -83,8 +126,6 @@ mod fold {
     const REGION: usize = STREAMS * STRIDE;
     /// Bytes that are one number; reflected, as all here: its lowest bit is its highest power of x.
     const LANE: usize = 16;
-    /// Without its x^64.
-    const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
     /// From the lane before the regions to the one that stands for it and them. This CPU can run it.
     #[derive(Clone, Copy)]

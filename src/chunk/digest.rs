@@ -1,6 +1,8 @@
 use serde::{Deserialize, Serialize};
 
-use super::crc64::Crc64;
+use super::crc64::{Append, Crc64};
+use super::header::Header;
+use super::layout::Layout;
 
 /// How the planes of a chunk are digested. `bench/micro.rs` has what each costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -94,9 +96,29 @@ fn left(crc: u64) -> [u8; 32] {
     digest
 }
 
+/// The CRC-64/NVME of a whole object, from the digests in its header: the payload is not read. None where they are others.
+pub(crate) fn object_crc64(layout: &Layout, object: &[u8]) -> Option<u64> {
+    let header = Header::parse(object).ok()?;
+    if header.digest_kind != DigestKind::Crc64Nvme || header.digests.len() != layout.planes() {
+        return None;
+    }
+    let mut sum = Crc64::of(object.get(..layout.header_len())?);
+    // Most planes have the same length.
+    let mut append = (0, Append::new(0));
+    for (plane, digest) in header.digests.iter().enumerate() {
+        let len = layout.plane(plane).len();
+        if append.0 != len {
+            append = (len, Append::new(len));
+        }
+        sum = append.1.sum(sum, u64::from_le_bytes(*digest.first_chunk()?));
+    }
+    Some(sum)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chunk::{ChunkHash, Space};
     use proptest::prelude::*;
 
     const KINDS: [DigestKind; 2] = [DigestKind::Crc64Nvme, DigestKind::Blake3];
@@ -112,6 +134,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    proptest! {
+        #[test]
+        fn sums_are_put_together(first in prop::collection::vec(any::<u8>(), 0..300), second in prop::collection::vec(any::<u8>(), 0..70_000)) {
+            let sum = Append::new(second.len()).sum(Crc64::of(&first), Crc64::of(&second));
+            prop_assert_eq!(sum, Crc64::of(&[first, second].concat()));
+        }
+    }
+
+    #[test]
+    fn an_object_s_sum_is_that_of_its_bytes() {
+        let space = Space::from_json(
+            r#"{"model": "m", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "planes": [
+                {"name": "kv", "layer": 0, "heads": 2, "row_bytes": 64}, {"name": "kv", "layer": 1, "heads": 2, "row_bytes": 64},
+                {"name": "kv", "layer": 2, "heads": 1, "row_bytes": 100}]}"#,
+        )
+        .unwrap();
+        let layout = space.layout();
+        let mut object: Vec<u8> = (0..layout.object_len()).map(|i| (i * 31 % 251) as u8).collect();
+        for (kind, sum) in [(DigestKind::Crc64Nvme, true), (DigestKind::Blake3, false)] {
+            let header = Header {
+                space_id: space.id(),
+                chunk: ChunkHash([7; 32]),
+                parent: ChunkHash([8; 32]),
+                tokens: 16,
+                payload_len: layout.payload_len() as u64,
+                digest_kind: kind,
+                digests: (0..layout.planes())
+                    .map(|plane| kind.of(&object[layout.plane(plane)]))
+                    .collect(),
+            };
+            header.write(&mut object);
+            assert_eq!(object_crc64(layout, &object), sum.then(|| Crc64::of(&object)));
+        }
+        object[20] ^= 1;
+        assert_eq!(object_crc64(layout, &object), None, "no header");
     }
 
     #[test]

@@ -20,7 +20,8 @@ mod preset;
 mod space;
 mod space_input;
 
-pub(crate) use crc64::Crc64;
+pub(crate) use crc64::{Append, Crc64};
+pub(crate) use digest::object_crc64;
 pub use digest::{DigestKind, Digester};
 pub use dtype::DType;
 pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};

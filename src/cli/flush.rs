@@ -45,8 +45,9 @@ pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     match args.json {
         true => out.json(&flushed),
         false => out.line(format_args!(
-            "everything committed is stored; {} chunks were dropped since the start",
-            flushed.dropped
+            "everything committed is on S3, but for {} chunks that the configuration keeps from it; \
+             {} chunks were dropped since the start",
+            flushed.kept_back, flushed.dropped
         )),
     }
 }

@@ -248,6 +248,8 @@ sections! {
         retry: Duration = "1m", Time { min_ms: 10, max_ms: 86_400_000 };
         /// Reads and writes of each disk at a time.
         depth: u32 = "16", Between(1, 1024);
+        /// Bytes of damaged files that S3 never got, kept for you in the folder lost of each disk; the oldest go first.
+        lost_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
         /// Bytes that one tenant may have, on all disks together; not set: no limit of its own.
         tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(1024 * TIB)));
     }
@@ -346,6 +348,8 @@ sections! {
     log: Log {
         /// Least severe messages to write.
         level: LogLevel = "info", OneOf(LogLevel::WORDS);
+        /// A warning that comes again and again is counted, and told so often.
+        repeat: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// For people or for machines.
         format: LogFormat = "text", OneOf(LogFormat::WORDS);
     }

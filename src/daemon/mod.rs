@@ -18,6 +18,7 @@ use self::notify::Notify;
 use crate::api::{Api, ListenError, Reload, Server};
 use crate::arena::{Arena, ArenaError};
 use crate::config::Config;
+use crate::episode::Episode;
 use crate::gateway::{Gateway, GatewayOptions, probe_mode};
 use crate::node::Node;
 use crate::object::{Capabilities, ObjectStore};
@@ -138,11 +139,9 @@ impl Daemon {
         let _ = serving.await;
         // What a rank that had reserved before committed in the last moment.
         node.flush(Instant::now() + CALLS_GRACE).await;
-        let dropped = node.gateway().give_up();
+        let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
-        let disks = node.gateway().tier_stats().disk.unwrap_or_default().disks;
-        let kept = disks.iter().map(|disk| disk.dirty).sum();
         tell(dropped, kept, config.store.drain);
         // What tasks still have of it would keep the file.
         node.gateway().arena().unlink();
@@ -206,6 +205,7 @@ fn tell(dropped: u64, kept: u64, time: Duration) {
 async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: Arc<Notify>) {
     let options = GatewayOptions::from(&config);
     let mut pause = S3_PAUSE.0;
+    let silent = Episode::new("S3 does not answer; serving what is here", config.log.repeat);
     loop {
         let deadline = Instant::now() + 2 * config.s3.request_timeout;
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
@@ -221,7 +221,7 @@ async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: 
                 notify.tell("READY=1");
                 return;
             }
-            Err(error) => tracing::warn!(%error, "S3 does not answer; serving what is here"),
+            Err(error) => silent.tell(&error),
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(S3_PAUSE.1);

@@ -75,6 +75,7 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
         timeout: disk.timeout,
         retry: disk.retry,
         depth: disk.depth as usize,
+        lost_bytes: disk.lost_max.bytes(),
         tenant_bytes: disk.tenant_max.map(ByteSize::bytes),
     })
 }

@@ -7,6 +7,7 @@ use tokio::time::{Duration, Instant};
 
 use super::cache::{CacheKey, ExistenceCache, Known};
 use crate::chunk::{ChunkHash, KeyPrefix, Space};
+use crate::episode::Episode;
 use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
@@ -29,6 +30,8 @@ struct Inner {
     permits: Semaphore,
     /// Limit for a question that others may have joined.
     time_limit: Duration,
+    /// Objects of a wrong length.
+    damaged: Episode,
     flights: DashMap<CacheKey, watch::Receiver<Option<Answer>>>,
 }
 
@@ -41,6 +44,7 @@ impl Prober {
         capabilities: Arc<OnceLock<Capabilities>>,
         concurrency: usize,
         time_limit: Duration,
+        damaged: Episode,
     ) -> Self {
         let permits = Semaphore::new(concurrency);
         Self(Arc::new(Inner {
@@ -50,6 +54,7 @@ impl Prober {
             capabilities,
             permits,
             time_limit,
+            damaged,
             flights: DashMap::new(),
         }))
     }
@@ -118,7 +123,9 @@ impl Inner {
         };
         match seen {
             Ok(meta) if meta.len != object_len => {
-                tracing::warn!(key, len = meta.len, object_len, "a damaged chunk: wrong length");
+                let len = meta.len;
+                self.damaged
+                    .tell(&format_args!("{key} has {len} bytes, not {object_len}"));
                 self.cache.quarantine(cache_key, meta.version, asked);
                 Answer::Absent
             }

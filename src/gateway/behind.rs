@@ -15,13 +15,14 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::fetch::verify;
 use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
 use crate::object::{ErrorKind, ObjectError, Operation};
-use crate::tier::{Memory, Wrote};
+use crate::tier::{Below, Memory, Wrote};
 
 /// What happens to new chunks when the write-behind is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +60,8 @@ struct State {
     committed: u64,
     room_bytes: usize,
     dropped: Dropped,
-    /// Chunks that are still to be sent from the disks.
-    backlog: u64,
+    /// Chunks that only a disk has, and that are still to be sent from there: none of them has an entry.
+    backlog: HashSet<CacheKey>,
     /// A task starts those whose turn comes.
     dispatching: bool,
     stats: BehindStats,
@@ -102,25 +103,35 @@ pub struct BehindStats {
     /// Committed and not on the lower tiers yet.
     pub waiting_chunks: u64,
     pub waiting_bytes: u64,
-    /// Of an earlier life of this node, on its disks and not on S3 yet.
+    /// Of an earlier life of this node, on its disks and not on S3 yet; also on disks that were taken out.
     pub backlog_chunks: u64,
     /// Reserved by engines, not committed.
     pub reserved_bytes: u64,
     pub stored: u64,
     /// Were there already.
     pub present: u64,
-    /// Given up because the write-behind was full, or at the end.
+    /// Given up because the write-behind was full, or at the end; or lost.
     pub dropped: u64,
+    /// Of these, those whose only file could not be read or was gone.
+    pub lost: u64,
+    /// Committed, and not given to S3 because the configuration says so.
+    pub kept_back: u64,
     pub failed_attempts: u64,
 }
 
 /// What a flush found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Flushed {
     /// Chunks that still wait: 0 when the flush is complete.
     pub pending: u64,
     /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
     pub dropped: u64,
+    /// Chunks that were committed since the start, and that the configuration keeps from S3.
+    #[serde(default)]
+    pub kept_back: u64,
+    /// Disks that could not be used at the start: whether they have what S3 has not is not known.
+    #[serde(default)]
+    pub unread_disks: u64,
 }
 
 /// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.
@@ -197,12 +208,12 @@ impl Behind {
     pub fn cancel(&self, key: &CacheKey) {
         let cancelled = {
             let mut state = self.lock();
+            state.backlog.remove(key);
             let number = state.chunks.get(key).copied();
             number.and_then(|number| state.remove(number))
         };
-        if let Some(entry) = cancelled {
-            self.dropped(&[entry]);
-        }
+        self.dropped(cancelled.as_slice());
+        self.changed.notify_waiters();
     }
 
     /// Whether the chunk was given up or refused, and not taken since.
@@ -219,6 +230,8 @@ impl Behind {
             return false;
         }
         state.dropped.chunks.remove(&key);
+        // It is in memory, and goes from there.
+        state.backlog.remove(&key);
         state.committed += 1;
         let bytes = room.keep();
         let number = state.committed;
@@ -277,14 +290,54 @@ impl Behind {
         self.changed.notify_waiters();
     }
 
-    pub fn add_backlog(&self, chunks: u64) {
-        self.lock().backlog += chunks;
+    /// Chunks that the disks have. Those that are in memory as well go from there.
+    pub fn add_backlog(&self, chunks: impl Iterator<Item = CacheKey>) {
+        let mut state = self.lock();
+        for key in chunks {
+            if !state.chunks.contains_key(&key) {
+                state.backlog.insert(key);
+            }
+        }
     }
 
-    /// One of the backlog is on S3, or is nowhere any more.
-    pub fn backlog_ends(&self) {
-        self.lock().backlog -= 1;
+    pub fn is_backlog(&self, key: &CacheKey) -> bool {
+        self.lock().backlog.contains(key)
+    }
+
+    /// One of the backlog is on S3, or on the last tier by now.
+    pub fn backlog_ends(&self, key: &CacheKey, kept_back: bool) {
+        let mut state = self.lock();
+        if state.backlog.remove(key) {
+            state.stats.kept_back += u64::from(kept_back);
+        }
+        drop(state);
         self.changed.notify_waiters();
+    }
+
+    /// No disk has these any more. Those that are in memory as well, that were sent or deleted are no loss.
+    pub fn lost(&self, keys: impl IntoIterator<Item = CacheKey>) {
+        let mut state = self.lock();
+        let lost = keys.into_iter().filter(|key| state.backlog.remove(key)).count() as u64;
+        drop(state);
+        self.lost_files(lost);
+    }
+
+    /// Files of so many chunks that S3 does not have were no whole chunks.
+    pub fn lost_files(&self, chunks: u64) {
+        let mut state = self.lock();
+        state.stats.dropped += chunks;
+        state.stats.lost += chunks;
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// A chunk goes no lower, as the configuration says; or goes after all.
+    pub fn keeps_back(&self, is_kept: bool) {
+        let kept_back = &mut self.lock().stats.kept_back;
+        *kept_back = match is_kept {
+            true => *kept_back + 1,
+            false => kept_back.saturating_sub(1),
+        };
     }
 
     pub fn options(&self) -> &BehindOptions {
@@ -307,8 +360,10 @@ impl Behind {
             let flushed = {
                 let state = self.lock();
                 Flushed {
-                    pending: state.entries.range(..=upto).count() as u64 + state.backlog,
+                    pending: (state.entries.range(..=upto).count() + state.backlog.len()) as u64,
                     dropped: state.stats.dropped,
+                    kept_back: state.stats.kept_back,
+                    unread_disks: 0,
                 }
             };
             if flushed.pending == 0 || tokio::time::timeout_at(deadline, changed).await.is_err() {
@@ -317,19 +372,20 @@ impl Behind {
         }
     }
 
-    /// Gives up all that waits; answers how many chunks are lost with that: all but those that somebody keeps.
-    pub fn give_up(&self, is_kept: impl Fn(&CacheKey) -> bool) -> u64 {
+    /// Gives up all that waits; answers how many chunks are lost with that, and how many a disk keeps.
+    pub fn give_up(&self, is_kept: impl Fn(&CacheKey) -> bool) -> (u64, u64) {
         let mut state = self.lock();
         let numbers: Vec<u64> = state.entries.keys().copied().collect();
         let entries: Vec<_> = numbers
             .into_iter()
             .filter_map(|number| state.remove(number))
             .collect();
-        let lost = entries.iter().filter(|entry| !is_kept(&entry.key)).count() as u64;
-        state.stats.dropped += lost;
+        let lost = entries.iter().filter(|entry| !is_kept(&entry.key)).count();
+        let kept = entries.len() - lost + state.backlog.len();
+        state.stats.dropped += lost as u64;
         drop(state);
         self.dropped(&entries);
-        lost
+        (lost as u64, kept as u64)
     }
 
     pub fn stats(&self) -> BehindStats {
@@ -338,7 +394,7 @@ impl Behind {
         BehindStats {
             waiting_chunks: state.entries.len() as u64,
             waiting_bytes: waiting_bytes as u64,
-            backlog_chunks: state.backlog,
+            backlog_chunks: state.backlog.len() as u64,
             reserved_bytes: (state.room_bytes - waiting_bytes) as u64,
             ..state.stats
         }
@@ -458,7 +514,10 @@ impl Gateway {
             .await;
         if !goes_lower {
             return match written {
-                true => StoreOutcome::Stored,
+                true => {
+                    tiers.behind.keeps_back(true);
+                    StoreOutcome::Stored
+                }
                 false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
             };
         }
@@ -473,7 +532,12 @@ impl Gateway {
             match outcome {
                 StoreOutcome::Failed(error) => {
                     tiers.behind.failed();
-                    tracing::warn!(%error, "a chunk waits to be stored; trying again in {wait:?}");
+                    self.0.warnings.waits.tell(&error);
+                    if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
+                        // The slot itself is damaged: nobody may load it, and no attempt can send it.
+                        tiers.memory.delete(&(space.key(), chunk));
+                        return StoreOutcome::Failed(error);
+                    }
                 }
                 // Another store of it is under way, which may fail.
                 StoreOutcome::Pending => {}
@@ -497,12 +561,13 @@ impl Gateway {
         chunk: &ChunkHash,
         object: &Slot,
         since: Instant,
-        dirty: bool,
+        goes_lower: bool,
     ) -> bool {
+        let below = if goes_lower { Below::Lacks } else { Below::Nothing };
         let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
             return false;
         };
-        match disk.write(space, chunk, object.clone(), since, dirty).await {
+        match disk.write(space, chunk, object.clone(), since, below).await {
             Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
             Err(error) => {
                 tracing::debug!(%error, "a chunk was not written to the disk");

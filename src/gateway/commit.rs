@@ -9,7 +9,7 @@ use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
-use crate::tier::{DiskStats, MemoryStats, Share};
+use crate::tier::{Disk, DiskStats, MemoryStats, Share, Unsent};
 
 /// A slot that an engine may fill, and its place in the write-behind.
 pub struct Reserved {
@@ -170,32 +170,33 @@ impl Gateway {
         });
         if lower {
             self.write_behind(room, &space, &chunk, Some(&parent), Sealed::Soon(sealed));
+        } else {
+            tiers.behind.keeps_back(true);
         }
         true
     }
 
-    /// Waits until all that was committed before is on the lower tiers, at most until the deadline.
+    /// Waits until all that was committed before, in an earlier life as well, is on S3, but for what the configuration keeps
+    /// from it; at most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         match &self.0.tiers {
-            Some(tiers) => tiers.behind.flush(deadline).await,
-            None => Flushed {
-                pending: 0,
-                dropped: 0,
+            Some(tiers) => Flushed {
+                unread_disks: tiers.disk().map_or(0, Disk::unread) as u64,
+                ..tiers.behind.flush(deadline).await
             },
+            None => Flushed::default(),
         }
     }
 
-    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that. Those that a disk has are
-    /// not: they are sent the next time.
-    pub fn give_up(&self) -> u64 {
-        let lost = self.0.tiers.as_ref().map_or(0, |tiers| {
-            let disk = tiers.disk();
-            tiers
-                .behind
-                .give_up(|key| disk.is_some_and(|disk| disk.is_dirty(key)))
+    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that, and how many the disks keep:
+    /// these are sent the next time.
+    pub fn give_up(&self) -> (u64, u64) {
+        let given_up = self.0.tiers.as_ref().map_or((0, 0), |tiers| {
+            let is_kept = |key: &CacheKey| tiers.disk().map(|disk| disk.unsent(key)) == Some(Unsent::Here);
+            tiers.behind.give_up(is_kept)
         });
         self.abort_puts();
-        lost
+        given_up
     }
 
     /// Keeps those of the chunks that are in memory there until `until`; answers how many.
@@ -215,7 +216,7 @@ impl Gateway {
             .as_ref()
             .map_or_else(TierStats::default, |tiers| TierStats {
                 memory: tiers.memory.stats(),
-                disk: tiers.disk().map(crate::tier::Disk::stats),
+                disk: tiers.disk().map(Disk::stats),
                 write_behind: tiers.behind.stats(),
             })
     }

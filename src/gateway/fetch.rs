@@ -21,7 +21,7 @@ use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 use crate::tier::Tier;
 
 use self::digests::Digests;
-pub(super) use self::from_disk::read_verified;
+pub(super) use self::from_disk::{read_verified, verify};
 pub(super) use self::verify::Head;
 
 /// A chunk that is being fetched; shared by the tasks of its GETs.

@@ -25,6 +25,7 @@ mod stream;
 mod task;
 mod tiers;
 mod turns;
+mod warnings;
 
 use std::sync::{Arc, OnceLock};
 
@@ -46,6 +47,7 @@ pub use tiers::{DiskTier, Flow, TierOptions};
 
 use self::tiers::Tiers;
 use self::turns::Turns;
+use self::warnings::Warnings;
 use crate::arena::Arena;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::{CacheKey, ExistenceCache, Known, Prober};
@@ -65,6 +67,7 @@ struct Inner {
     cache: Arc<ExistenceCache>,
     prober: Prober,
     get_turns: Turns,
+    warnings: Warnings,
     /// KiB that PUTs may have in flight.
     put_kib: Arc<Semaphore>,
     /// Chunks whose PUT or DELETE is under way: the other waits for its end.
@@ -99,6 +102,7 @@ impl Gateway {
         options.lookup_concurrency = options.lookup_concurrency.max(1);
         options.lookup_probes = options.lookup_probes.max(1);
         let cache = Arc::new(ExistenceCache::new(options.cache));
+        let warnings = Warnings::new(options.log_repeat);
         let capabilities: Arc<OnceLock<Capabilities>> = Arc::default();
         let prober = Prober::new(
             Arc::clone(&store),
@@ -107,6 +111,7 @@ impl Gateway {
             Arc::clone(&capabilities),
             options.lookup_concurrency,
             options.lookup_deadline,
+            warnings.damaged.clone(),
         );
         Self(Arc::new(Inner {
             get_turns: Turns::new(options.get_bytes_max, {
@@ -118,6 +123,7 @@ impl Gateway {
             changed: Notify::new(),
             spaces: DashMap::new(),
             store,
+            warnings,
             tiers: tiers.map(|tiers| Tiers::new(&arena, tiers)),
             arena,
             options,

@@ -32,6 +32,8 @@ pub struct GatewayOptions {
     pub lookup_concurrency: usize,
     /// Positions that strategy `prefix` asks for at a time.
     pub lookup_probes: usize,
+    /// A warning that comes again and again is counted, and told so often.
+    pub log_repeat: Duration,
 }
 
 /// A gateway can't start.
@@ -67,6 +69,7 @@ impl From<&Config> for GatewayOptions {
             lookup_deadline: config.lookup.deadline,
             lookup_concurrency: config.lookup.concurrency as usize,
             lookup_probes: config.lookup.probes as usize,
+            log_repeat: config.log.repeat,
         }
     }
 }

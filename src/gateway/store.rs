@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Header, Space};
+use crate::chunk::{ChunkHash, Crc64, Header, Space, object_crc64};
 use crate::existence::{Answer, CacheKey};
 use crate::object::{Condition, ErrorKind, ObjectError, Operation};
 
@@ -230,6 +230,8 @@ impl Gateway {
         let key = self.0.options.keys.chunk(space.key(), &chunk);
         let cache_key = (space.key(), chunk);
         self.declare(space, deadline).await?;
+        let crc64 = object_crc64(space.layout(), &body);
+        let mut refused = None;
         for _ in 0..ROUNDS {
             let damaged = self.0.cache.damaged(&cache_key);
             let capabilities = self.capabilities();
@@ -251,7 +253,12 @@ impl Gateway {
                     Answer::Absent => Condition::Always,
                 },
             };
-            match self.0.store.put(&key, body.clone(), when, deadline).await {
+            match self.put_body(&key, body.clone(), crc64, when, deadline).await {
+                // It was other bytes that arrived.
+                Err(error) if error.kind == ErrorKind::Checksum => {
+                    self.0.warnings.sent_again.tell(&error);
+                    refused = Some(error);
+                }
                 Ok(etag) => {
                     self.0.cache.stored(cache_key, etag);
                     return Ok(StoreOutcome::Stored);
@@ -275,12 +282,26 @@ impl Gateway {
                 Err(error) => return Err(error),
             }
         }
-        Err(ObjectError::new(
-            Operation::Put,
-            &key,
-            ErrorKind::Conflict,
-            "others keep changing the object",
-        ))
+        let changing = || {
+            let words = "others keep changing the object";
+            ObjectError::new(Operation::Put, &key, ErrorKind::Conflict, words)
+        };
+        Err(refused.unwrap_or_else(changing))
+    }
+
+    /// With the checksum where the server is known to compare it.
+    async fn put_body(
+        &self,
+        key: &str,
+        body: Bytes,
+        crc64: Option<u64>,
+        when: Condition<'_>,
+        deadline: Instant,
+    ) -> Result<Arc<str>, ObjectError> {
+        match crc64.filter(|_| self.capabilities().checksum) {
+            Some(crc64) => self.0.store.put_checked(key, body, crc64, when, deadline).await,
+            None => self.0.store.put(key, body, when, deadline).await,
+        }
     }
 
     /// A damaged object that is gone by now is no longer in the way.
@@ -344,10 +365,15 @@ impl Gateway {
 
     async fn put_space_json(&self, space: &Space, key: &str, deadline: Instant) -> Result<(), ObjectError> {
         let json = space.canonical_json();
+        let crc64 = Some(Crc64::of(json.as_bytes()));
         let put = |when| {
-            self.0
-                .store
-                .put(key, Bytes::copy_from_slice(json.as_bytes()), when, deadline)
+            self.put_body(
+                key,
+                Bytes::copy_from_slice(json.as_bytes()),
+                crc64,
+                when,
+                deadline,
+            )
         };
         if !self.capabilities().if_none_match {
             return put(Condition::Always).await.map(drop);

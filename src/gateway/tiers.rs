@@ -13,7 +13,7 @@ use super::load::LoadedChunk;
 use crate::arena::{Arena, Slot};
 use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
-use crate::tier::{Disk, Memory, MemoryOptions, Tier};
+use crate::tier::{Below, Disk, Memory, MemoryOptions, Tier};
 
 /// How the tiers of a node work together.
 #[derive(Clone)]
@@ -136,6 +136,7 @@ impl Gateway {
             return;
         };
         tiers.memory.soil(&key);
+        tiers.behind.keeps_back(false);
         self.write_behind(room, space, chunk, None, Sealed::Now(object.clone()));
     }
 
@@ -155,7 +156,7 @@ impl Gateway {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             tokio::spawn(async move {
-                if let Err(error) = disk.write(&space, &hash, object, since, false).await {
+                if let Err(error) = disk.write(&space, &hash, object, since, Below::Has).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }
                 drop(permit);

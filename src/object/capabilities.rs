@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use super::error::ErrorKind;
 use super::store::{Condition, ObjectStore, Result};
+use crate::chunk::Crc64;
 
 /// How existence is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,6 +20,10 @@ pub enum ProbeMode {
 
 /// What the server was seen to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is something of its own that a server does or does not"
+)]
 pub struct Capabilities {
     /// A PUT with `If-None-Match: *` does not overwrite.
     pub if_none_match: bool,
@@ -26,6 +31,8 @@ pub struct Capabilities {
     pub if_match: bool,
     /// Existence is asked by `GetObjectAttributes`.
     pub attributes: bool,
+    /// A PUT whose body has not the CRC-64/NVME that was sent with it is refused.
+    pub checksum: bool,
 }
 
 const BODY: &[u8] = b"kvgate start-up probe, may be deleted";
@@ -87,6 +94,26 @@ impl Capabilities {
             if_none_match,
             if_match,
             attributes,
+            checksum: Self::checks(store, key, deadline).await?,
         })
+    }
+
+    /// The right one is taken, and a wrong one refused: some servers know the header no more than any other.
+    async fn checks(store: &dyn ObjectStore, key: &str, deadline: Instant) -> Result<bool> {
+        let right = Crc64::of(BODY);
+        for (crc64, is_taken) in [(right ^ 1, false), (right, true)] {
+            let body = Bytes::from_static(BODY);
+            match store
+                .put_checked(key, body, crc64, Condition::Always, deadline)
+                .await
+            {
+                Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => {
+                    return Err(error);
+                }
+                result if result.is_ok() == is_taken => {}
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
     }
 }

@@ -78,6 +78,8 @@ pub enum ErrorKind {
     Unsupported,
     /// The caller's deadline passed first.
     Deadline,
+    /// The body that arrived has not the checksum that was sent with it.
+    Checksum,
     /// Any other 4xx, or a request that could not be built.
     Refused,
 }
@@ -119,6 +121,7 @@ impl ErrorKind {
             Self::Protocol => "the server's answer is not what was asked for",
             Self::Unsupported => "the server does not know this call",
             Self::Deadline => "the deadline passed",
+            Self::Checksum => "the bytes that arrived are not those that were sent: check memory and network",
             Self::Refused => "the server refused the request",
         }
     }
@@ -294,6 +297,7 @@ fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3
                 | "AuthorizationHeaderMalformed",
             ),
         ) => ErrorKind::Credentials,
+        (400, Some("BadDigest" | "XAmzContentChecksumMismatch")) => ErrorKind::Checksum,
         (401 | 403, _) => ErrorKind::Denied,
         (416, _) => ErrorKind::Length {
             expected: 0,

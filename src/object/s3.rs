@@ -12,6 +12,7 @@ use aws_sdk_s3::types::{
     BucketLocationConstraint, CreateBucketConfiguration, Delete, Object, ObjectAttributes, ObjectIdentifier,
 };
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
+use aws_smithy_types::base64;
 use bytes::Bytes;
 use tokio::time::Instant;
 
@@ -312,23 +313,18 @@ impl ObjectStore for S3 {
         when: Condition<'a>,
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
-        let operation = Operation::Put;
-        Box::pin(self.call(operation, key, deadline, move |route| {
-            let body = ByteStream::from(body.clone());
-            async move {
-                let request = self.client.put_object().bucket(&self.bucket).key(key).body(body);
-                let request = match when {
-                    Condition::Always => request,
-                    Condition::IfAbsent => request.if_none_match("*"),
-                    // Without quotes: with them, RGW 16 never finds it equal; the others take both.
-                    Condition::IfMatch(etag) => request.if_match(etag),
-                };
-                // The payload has digests of its own; hashing it for the signature would cost more than sending it.
-                let request = by(route, request.customize()).disable_payload_signing().send();
-                let answer = self.answer(operation, key, request).await?;
-                Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
-            }
-        }))
+        self.put_with(key, body, None, when, deadline)
+    }
+
+    fn put_checked<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        crc64: u64,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        self.put_with(key, body, Some(crc64), when, deadline)
     }
 
     fn list<'a>(
@@ -450,6 +446,36 @@ impl ObjectStore for S3 {
 }
 
 impl S3 {
+    fn put_with<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        crc64: Option<u64>,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        let operation = Operation::Put;
+        let checksum = crc64.map(|crc64| base64::encode(crc64.to_be_bytes()));
+        Box::pin(self.call(operation, key, deadline, move |route| {
+            let (body, checksum) = (ByteStream::from(body.clone()), checksum.clone());
+            async move {
+                let request = self.client.put_object().bucket(&self.bucket).key(key).body(body);
+                // Given with the request, so that the SDK reads no body for it.
+                let request = request.set_checksum_crc64_nvme(checksum);
+                let request = match when {
+                    Condition::Always => request,
+                    Condition::IfAbsent => request.if_none_match("*"),
+                    // Without quotes: with them, RGW 16 never finds it equal; the others take both.
+                    Condition::IfMatch(etag) => request.if_match(etag),
+                };
+                // The payload has digests of its own; hashing it for the signature would cost more than sending it.
+                let request = by(route, request.customize()).disable_payload_signing().send();
+                let answer = self.answer(operation, key, request).await?;
+                Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
+            }
+        }))
+    }
+
     async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
         let operation = Operation::Delete;
         self.call(operation, key, deadline, |route| async {

@@ -97,6 +97,20 @@ pub trait ObjectStore: Send + Sync + 'static {
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>>;
 
+    /// The same with the CRC-64/NVME of the body, which a server that [checks it](super::Capabilities) compares with what has
+    /// arrived. A store that is put around another one and leaves this out sends none.
+    fn put_checked<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        crc64: u64,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        let _ = crc64;
+        self.put(key, body, when, deadline)
+    }
+
     /// Up to 1000 objects whose keys start with `prefix`, in order.
     fn list<'a>(
         &'a self,

@@ -10,7 +10,9 @@ mod removals;
 
 use serde::{Deserialize, Serialize};
 
-pub use disk::{Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Wrote};
+pub use disk::{
+    Backlog, Below, Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Unsent, Wrote,
+};
 pub use memory::{Found, Memory, MemoryOptions, MemoryStats, Share};
 pub use policy::EvictionPolicy;
 

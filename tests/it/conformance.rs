@@ -24,17 +24,19 @@ on_backends! {
 
 async fn capabilities_are_found_out(backend: &Backend) {
     let site = Site::new(backend.store().await).await;
-    let (if_none_match, if_match, attributes) = match backend.name {
-        "embedded" | "rgw" => (true, true, false),
-        "minio" => (true, true, true),
-        _ => (false, false, false),
+    let (if_none_match, if_match, attributes, checksum) = match backend.name {
+        "embedded" => (true, true, false, true),
+        "rgw" => (true, true, false, false),
+        "minio" => (true, true, true, true),
+        _ => (false, false, false, false),
     };
     assert_eq!(
         site.capabilities,
         Capabilities {
             if_none_match,
             if_match,
-            attributes
+            attributes,
+            checksum,
         }
     );
     let left = site.store.list(site.keys.as_str(), None, soon()).await.unwrap();

@@ -25,9 +25,15 @@ struct Served {
 
 impl Served {
     async fn new(arguments: &[&str], settings: &[(&str, &str)]) -> Self {
+        Self::over(Some("data"), arguments, settings).await
+    }
+
+    /// Over an S3 server of its own, or the one of the settings.
+    async fn over(embedded: Option<&str>, arguments: &[&str], settings: &[(&str, &str)]) -> Self {
         let home = TempDir::new().unwrap();
-        let mut command = kvgate(home.path(), &["serve", "--embedded", "data"]);
+        let mut command = kvgate(home.path(), &["serve"]);
         command
+            .args(embedded.iter().flat_map(|folder| ["--embedded", folder]))
             .arg("--socket")
             .arg(home.path().join("kvgate.sock"))
             .arg("--arena-path")
@@ -207,4 +213,47 @@ async fn it_is_not_ready_before_s3_has_answered() {
     site.start_s3().await;
     serving.ready().await;
     ready().await.unwrap();
+}
+
+/// It was a line for each chunk and try.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_outage_takes_a_few_lines_and_says_how_many_it_counted() {
+    let mut site = Site::new().await;
+    let s3 = site.config(&[]).s3.endpoint.unwrap();
+    let settings = [
+        ("KVGATE__S3__ENDPOINT", s3.as_str()),
+        ("KVGATE__S3__BUCKET", crate::serving::BUCKET),
+        ("KVGATE__S3__RETRIES", "0"),
+        ("KVGATE__STORE__RETRY_MAX", "10ms"),
+        ("KVGATE__LOG__REPEAT", "1s"),
+        ("AWS_ACCESS_KEY_ID", "kvgate-embedded"),
+        ("AWS_SECRET_ACCESS_KEY", "kvgate-embedded-secret"),
+    ];
+    let mut served = Served::over(None, &[], &settings).await;
+    let client = served.client();
+    let ready = Instant::now() + Duration::from_secs(30);
+    while client.get("/readyz").await.is_err() {
+        assert!(Instant::now() < ready, "S3 is there");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    site.stop_s3().await;
+    let engine = client.attach(&alone("one")).await.unwrap();
+    crate::serving::store(&client, &engine, &crate::fixture::Prompt::new(60)).await;
+    let mut lines = Vec::new();
+    for _ in 0..3 {
+        lines.extend(says(&mut served.err, "times more in 1s").await);
+    }
+    let status = client.status().await.unwrap();
+    let failed = status["tiers"]["write_behind"]["failed_attempts"]
+        .as_u64()
+        .unwrap();
+    let waits = lines
+        .iter()
+        .filter(|line| line.contains("wait to be stored"))
+        .count();
+    assert!(failed > 100, "{failed} attempts");
+    assert_eq!(waits, 4, "one when it began, and the counts: {lines:#?}");
+    assert!(lines.len() < 20, "{lines:#?}");
+    site.start_s3().await;
+    says(&mut served.err, "that is over").await;
 }

@@ -86,11 +86,10 @@ impl Wanted {
             return Ok(None);
         }
         let range = part.bytes();
-        tracing::warn!(
-            key = self.key,
-            ?range,
-            "bytes that don't match their digest; reading them again"
-        );
+        let warnings = &self.gateway.0.warnings;
+        warnings
+            .read_again
+            .tell(&format_args!("bytes {range:?} of {}", self.key));
         let waiting = self.wait(part);
         let got = self.get(part, Some(&version.etag), kind, waiting).await;
         got.map(|(version, _turn)| Some(version))
@@ -98,7 +97,8 @@ impl Wanted {
     }
 
     fn damaged(&self, miss: Miss, version: Version) -> Miss {
-        tracing::warn!(key = self.key, etag = &*version.etag, "a damaged chunk: {miss}");
+        let damaged = format_args!("{} with ETag {}: {miss}", self.key, version.etag);
+        self.gateway.0.warnings.damaged.tell(&damaged);
         let cache = &self.gateway.0.cache;
         cache.quarantine(self.cache_key(), version, self.asked);
         miss

@@ -2,6 +2,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::fault::Fault;
+
 /// What the disk tier can't do.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
@@ -19,10 +21,7 @@ pub enum DiskError {
     /// Not there, or not any more.
     #[error("it is not on a disk: load it from the tier below")]
     Absent,
-    /// It has been removed.
-    #[error(
-        "the file had {actual} bytes where {expected} were expected, and was removed: load it from the tier below"
-    )]
+    #[error("the file has {actual} bytes where {expected} were expected: load it from the tier below")]
     Damaged { expected: u64, actual: u64 },
     #[error(
         "{} did not answer within {time:?} and is taken out: check the disk (dmesg, smartctl), or allow more by [disk] timeout",
@@ -41,4 +40,15 @@ pub enum DiskError {
         path: PathBuf,
         source: io::Error,
     },
+}
+
+impl DiskError {
+    /// Whether a read's error says that this very file is no good; else that the process lacks something, or the disk is out.
+    pub fn condemns(&self) -> bool {
+        match self {
+            Self::Absent | Self::Damaged { .. } => true,
+            Self::Io { source, .. } => Fault::of(source) != Fault::Process,
+            _ => false,
+        }
+    }
 }

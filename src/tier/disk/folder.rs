@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use rustix::fs::{
-    AtFlags, FlockOperation, Mode, OFlags, chmodat, flock, fstat, mkdirat, open, openat, statat, unlinkat,
+    AtFlags, FlockOperation, Mode, OFlags, chmodat, flock, fstat, fsync, mkdirat, open, openat, renameat,
+    statat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -17,10 +18,12 @@ use super::error::DiskError;
 use super::fault::Fault;
 use super::space_folder::SpaceFolders;
 use super::temp::{TEMP_FOLDER, Temp};
-use crate::chunk::{ChunkHash, KeyPrefix, Space};
+use crate::chunk::{ChunkHash, KeyPrefix, Space, SpaceKey};
 use crate::existence::CacheKey;
 
 const LOCK_FILE: &str = "kvgate.lock";
+/// Files that can't be read and that the tier below never got, for people to look at: `{space}-{chunk}`.
+pub(super) const LOST_FOLDER: &str = "lost";
 const FILE_MODE: Mode = Mode::from_raw_mode(0o640);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o750);
 /// A file with it is dirty: the tier below does not have the chunk yet. In the mode, because that is there as soon as the
@@ -116,10 +119,21 @@ impl Folder {
     }
 
     /// Writes an object; its file is whole or is not there.
-    pub fn write(&self, space: &Space, chunk: &ChunkHash, object: &[u8], dirty: bool) -> io::Result<()> {
+    /// One that `syncs` survives a power loss from then on.
+    pub fn write(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: &[u8],
+        dirty: bool,
+        syncs: bool,
+    ) -> io::Result<()> {
         let mut temp = self.temp();
         let mode = if dirty { FILE_MODE | DIRTY } else { FILE_MODE };
-        self.write_file(&temp, object, mode)?;
+        let file = self.write_file(&temp, object, mode)?;
+        if syncs {
+            file.sync_all()?;
+        }
         let name = name_of(&(space.key(), *chunk));
         self.spaces.ensure(self, space)?;
         match temp.rename(&name) {
@@ -127,10 +141,51 @@ impl Folder {
                 // Someone removed the space's folder.
                 self.spaces.forget(space.key());
                 self.spaces.ensure(self, space)?;
-                temp.rename(&name)
+                temp.rename(&name)?;
             }
-            result => result,
+            result => result?,
         }
+        match syncs {
+            true => self.spaces.sync(self, space.key()),
+            false => Ok(()),
+        }
+    }
+
+    /// What was renamed in a folder of this one keeps its name after a power loss.
+    pub fn sync_folder(&self, name: &str) -> io::Result<()> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        Ok(fsync(openat(&self.root, name, flags, Mode::empty())?)?)
+    }
+
+    /// Moves an object's file to where people find it. There, the oldest go when they are more than `bytes_max`.
+    pub fn set_aside(&self, key: &CacheKey, bytes_max: u64) -> io::Result<()> {
+        self.make_folder(LOST_FOLDER)?;
+        let aside = format!("{LOST_FOLDER}/{}-{}", key.0, key.1);
+        match renameat(&self.root, name_of(key), &self.root, &aside) {
+            // Someone removed the file.
+            Err(Errno::NOENT) => return Ok(()),
+            result => result?,
+        }
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(self.path.join(LOST_FOLDER))? {
+            let entry = entry?;
+            let metadata = entry.metadata()?;
+            let is_ours = metadata.is_file() && is_lost_name(&entry.file_name().to_string_lossy());
+            if is_ours {
+                files.push((metadata.modified()?, metadata.len(), entry.path()));
+            }
+        }
+        files.sort();
+        let mut bytes: u64 = files.iter().map(|(_, len, _)| len).sum();
+        let newest = self.path.join(&aside);
+        for (_, len, path) in files.iter().filter(|(_, _, path)| *path != newest) {
+            if bytes <= bytes_max {
+                break;
+            }
+            std::fs::remove_file(path)?;
+            bytes -= len;
+        }
+        Ok(())
     }
 
     /// Fills `object` from the file, if it has that length. Notes the use in the file's times: the order after a restart.
@@ -208,11 +263,12 @@ impl Folder {
         Temp::new(self.root.as_fd(), self.temps.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn write_file(&self, temp: &Temp<'_>, object: &[u8], mode: Mode) -> io::Result<()> {
+    fn write_file(&self, temp: &Temp<'_>, object: &[u8], mode: Mode) -> io::Result<File> {
         if self.is_direct() && direct::is_aligned(object) {
             let written = self.create(temp, OFlags::DIRECT, mode).and_then(|file| {
                 direct::write(&file, object)?;
-                note_written(&file)
+                note_written(&file)?;
+                Ok(file)
             });
             match written {
                 Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
@@ -221,7 +277,8 @@ impl Folder {
         }
         let file = self.create(temp, OFlags::empty(), mode)?;
         file.write_all_at(object, 0)?;
-        note_written(&file)
+        note_written(&file)?;
+        Ok(file)
     }
 
     fn create(&self, temp: &Temp<'_>, flags: OFlags, mode: Mode) -> io::Result<File> {
@@ -280,6 +337,12 @@ pub(super) fn is_dirty(mode: u32) -> bool {
 /// The file of a chunk: its key on S3 without the prefix.
 fn name_of(key: &CacheKey) -> String {
     KeyPrefix::default().chunk(key.0, &key.1)
+}
+
+fn is_lost_name(name: &str) -> bool {
+    name.split_once('-').is_some_and(|(space, chunk)| {
+        SpaceKey::from_hex(space).is_some() && chunk.parse::<ChunkHash>().is_ok()
+    })
 }
 
 /// The kernel's own stamps are the same for all that is written within some milliseconds; order after a restart wants finer

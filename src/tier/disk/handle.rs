@@ -10,9 +10,9 @@ use super::index::{Gone, Placed};
 use super::open::open;
 use super::options::DiskOptions;
 use super::shared::Shared;
-use super::stats::DiskStats;
+use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Space};
+use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
 
 /// The disk tier; see the [module](super). Cheap to clone.
@@ -31,6 +31,17 @@ pub enum Wrote {
     NoRoom,
     /// It was deleted meanwhile.
     Deleted,
+}
+
+/// What the tier below has of a chunk that is written here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Below {
+    Has,
+    /// Not yet: the file is *dirty*, neither evicted nor removed for its age until it is [`clean`](Disk::clean), also after
+    /// a restart.
+    Lacks,
+    /// This is the last tier: file and folder are synced before the chunk counts as stored.
+    Nothing,
 }
 
 /// Files whose time is over that are removed in one go: no disk that works takes its time limit for so many.
@@ -53,20 +64,20 @@ impl Disk {
     }
 
     /// Writes a whole object, header and payload, which somebody began to bring at `since`. It is a hit when this returns:
-    /// another write of it that is under way is waited for, as that may fail. A `dirty` one is not on the tier below: it is
-    /// neither evicted nor removed for its age until it is [`clean`](Self::clean), also after a restart.
+    /// another write of it that is under way is waited for, as that may fail.
     pub async fn write(
         &self,
         space: &Space,
         chunk: &ChunkHash,
         object: Slot,
         since: Instant,
-        dirty: bool,
+        below: Below,
     ) -> Result<Wrote, DiskError> {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
         let reservation = loop {
             let something_ends = self.0.index.something_ends();
+            let dirty = below == Below::Lacks;
             match self.0.index.place(key, space.tenant(), object_len, since, dirty) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
@@ -81,7 +92,7 @@ impl Disk {
         let (shared, space) = (Arc::clone(&self.0), space.clone());
         let write = move || {
             let _turn = turn;
-            shared.write(reservation, &space, &object)
+            shared.write(reservation, &space, &object, below == Below::Nothing)
         };
         self.in_time(disk, write).await?
     }
@@ -117,7 +128,8 @@ impl Disk {
         }
     }
 
-    /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped.
+    /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped. What the
+    /// tier below does not have stays: see [`set_aside`](Self::set_aside).
     pub async fn remove(&self, key: &CacheKey) {
         self.leave(self.0.index.take(key, None)).await;
     }
@@ -125,6 +137,18 @@ impl Disk {
     /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
     pub async fn delete(&self, key: &CacheKey) {
         self.leave(self.0.index.delete(key)).await;
+    }
+
+    /// A chunk that the tier below does not have can't be read, and is lost. Its file is moved to where people find it. True
+    /// if it was here until now: so each loss is counted once.
+    pub async fn set_aside(&self, key: &CacheKey) -> bool {
+        let Some(gone) = self.0.index.take_lost(key) else {
+            return false;
+        };
+        let shared = Arc::clone(&self.0);
+        // One that hangs is taken out, which says why.
+        let _ = self.in_time(gone.disk, move || shared.set_aside(&gone)).await;
+        true
     }
 
     /// The tier below has the chunk.
@@ -136,18 +160,36 @@ impl Disk {
         }
     }
 
-    /// Whether the chunk is here, and not on the tier below as far as is known.
-    pub fn is_dirty(&self, key: &CacheKey) -> bool {
-        self.0.index.is_dirty(key)
+    /// Whether a disk has the chunk, and the tier below has not as far as is known.
+    pub fn unsent(&self, key: &CacheKey) -> Unsent {
+        self.0.index.unsent(key)
     }
 
-    /// What was dirty when the disks were read, the oldest first: somebody must send it down. Only for who asks first.
-    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+    /// What was dirty when the disks were read: somebody must send it down. The first to ask gets it.
+    pub fn take_backlog(&self) -> Backlog {
         self.0.take_backlog()
     }
 
-    /// The same, when a disk was taken up again.
-    pub async fn more_backlog(&self) -> Vec<(Space, ChunkHash)> {
+    /// A space is known. Chunks of it whose `space.json` was missing are hits from now on, and come as more backlog.
+    pub async fn adopt(&self, space: &Space) {
+        for disk in self.0.homeless_on(space.key()) {
+            let (shared, space) = (Arc::clone(&self.0), space.clone());
+            let _ = self.in_time(disk, move || shared.adopt(disk, &space)).await;
+        }
+    }
+
+    /// Whether a disk has what the tier below has not of a space that is not known.
+    pub fn is_homeless(&self, space: SpaceKey) -> bool {
+        !self.0.homeless_on(space).is_empty()
+    }
+
+    /// Disks that could not be used at the start: what they have is not known.
+    pub fn unread(&self) -> usize {
+        self.0.unread()
+    }
+
+    /// The same as [`take_backlog`](Self::take_backlog), when there is more.
+    pub async fn more_backlog(&self) -> Backlog {
         self.0.backlog_comes.notified().await;
         self.take_backlog()
     }

@@ -6,11 +6,12 @@
 //!
 //! - **A file under its name is whole.** An object is written to a temporary file and renamed. Whatever moment the process
 //!   is killed at, what is left is a whole file, or a temporary one that the next start removes.
-//! - **No fsync of objects.** After a power loss a file may have its length and not its bytes. Whoever reads one verifies
-//!   header and digests before a byte is used, and has it removed. Only `space.json` is synced, once for each space:
-//!   without it every chunk of the space would be lost.
+//! - **Objects are synced only where this is the last tier.** Else, after a power loss, a file may have its length and not its
+//!   bytes. Its reader verifies header and digests before a byte is used, and has it removed. `space.json` is synced, once
+//!   for each space.
 //! - **What the tier below does not have is marked as dirty**, in the mode of its file, from the moment it has its name. It is
-//!   never evicted, and a start tells what is dirty (`take_backlog`), so that it is sent.
+//!   never evicted, and a start tells what is dirty (`take_backlog`), so that it is sent. The index remembers it while its disk
+//!   is out, it waits for its space where `space.json` is missing, and a file that can't be read is moved to `lost/`.
 //! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
 //!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
 //!   panic leaves nothing behind.
@@ -38,9 +39,9 @@ mod stats;
 mod temp;
 
 pub use error::DiskError;
-pub use handle::{Disk, Wrote};
+pub use handle::{Below, Disk, Wrote};
 pub use options::DiskOptions;
-pub use stats::{DiskState, DiskStats, PathStats};
+pub use stats::{Backlog, DiskState, DiskStats, PathStats, Unsent};
 
 #[cfg(test)]
 mod tests;

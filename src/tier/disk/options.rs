@@ -24,6 +24,8 @@ pub struct DiskOptions {
     pub retry: Duration,
     /// Reads and writes at a time for each disk; at least one.
     pub depth: usize,
+    /// Of files that were moved aside, on each disk: the oldest go first, the newest stays.
+    pub lost_bytes: u64,
     /// The most that one tenant may have, over all disks together.
     pub tenant_bytes: Option<u64>,
 }
@@ -41,6 +43,7 @@ impl Default for DiskOptions {
             timeout: Duration::from_secs(30),
             retry: Duration::from_mins(1),
             depth: 16,
+            lost_bytes: 1 << 30,
             tenant_bytes: None,
         }
     }

@@ -6,11 +6,13 @@ use std::fs::{DirEntry, FileType, remove_dir, remove_file};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use super::folder::{Folder, is_dirty};
+use super::options::DiskOptions;
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
 use crate::chunk::{ChunkHash, Space, SpaceKey};
+use crate::existence::CacheKey;
 
 /// The chunks of a disk.
 #[derive(Default)]
@@ -20,6 +22,10 @@ pub(super) struct Scan {
     pub removed: u64,
     /// Chunks that were too old.
     pub expired: u64,
+    /// Files that were no whole chunk, and that the tier below does not have: they were moved aside.
+    pub damaged: u64,
+    /// What the tier below does not have, of spaces whose `space.json` is missing.
+    pub homeless: Vec<CacheKey>,
 }
 
 pub(super) struct ScannedChunk {
@@ -32,7 +38,7 @@ pub(super) struct ScannedChunk {
 }
 
 /// Reads a disk, and removes what is of no use.
-pub(super) fn scan(folder: &Folder, ttl: Option<Duration>) -> io::Result<Scan> {
+pub(super) fn scan(folder: &Folder, options: &DiskOptions) -> io::Result<Scan> {
     let mut scan = Scan::default();
     for entry in entries(&folder.path().join(TEMP_FOLDER))? {
         let (entry, kind) = entry?;
@@ -40,44 +46,53 @@ pub(super) fn scan(folder: &Folder, ttl: Option<Duration>) -> io::Result<Scan> {
             scan.remove(&entry)?;
         }
     }
-    let now = SystemTime::now();
     for entry in entries(folder.path())? {
         let (entry, kind) = entry?;
         let Some(key) = space_of(&name(&entry)).filter(|_| kind.is_dir()) else {
             continue;
         };
         match folder.spaces().read(folder, key)? {
-            Some(space) => scan.read_space(space, &entry.path(), now, ttl)?,
-            None => scan.remove_space(&entry.path())?,
+            Some(space) => scan.read_space(folder, space, options)?,
+            None => scan.remove_space(key, &entry.path())?,
         }
     }
     Ok(scan)
 }
 
 impl Scan {
-    fn read_space(
-        &mut self,
-        space: Space,
-        path: &Path,
-        now: SystemTime,
-        ttl: Option<Duration>,
-    ) -> io::Result<()> {
+    /// Chunks of a space that is known after all: its `space.json` is written anew.
+    pub fn adopt(&mut self, folder: &Folder, space: &Space, options: &DiskOptions) -> io::Result<()> {
+        self.homeless.retain(|(key, _)| *key != space.key());
+        folder.spaces().forget(space.key());
+        folder.spaces().ensure(folder, space)?;
+        self.read_space(folder, space.clone(), options)
+    }
+
+    fn read_space(&mut self, folder: &Folder, space: Space, options: &DiskOptions) -> io::Result<()> {
+        let (now, ttl) = (SystemTime::now(), options.ttl);
+        let path = folder.path().join(space.key().to_string());
         let object_len = space.layout().object_len() as u64;
         let mut chunks = Vec::new();
-        for entry in entries(path)? {
+        for entry in entries(&path)? {
             let (entry, kind) = entry?;
             let Some(chunk) = chunk_of(&name(&entry)).filter(|_| kind.is_file()) else {
                 continue;
             };
             let metadata = entry.metadata()?;
+            let dirty = is_dirty(metadata.permissions().mode());
             if metadata.len() != object_len {
-                self.remove(&entry)?;
+                match dirty {
+                    true => {
+                        folder.set_aside(&(space.key(), chunk), options.lost_bytes)?;
+                        self.damaged += 1;
+                    }
+                    false => self.remove(&entry)?,
+                }
                 continue;
             }
             let written = metadata.modified()?;
             // A clock that went back makes a chunk no older than new.
             let age = now.duration_since(written).unwrap_or_default();
-            let dirty = is_dirty(metadata.permissions().mode());
             if !dirty && ttl.is_some_and(|ttl| age >= ttl) {
                 remove_file(entry.path())?;
                 self.expired += 1;
@@ -95,11 +110,17 @@ impl Scan {
         Ok(())
     }
 
-    /// Its chunks can't be checked.
-    fn remove_space(&mut self, path: &Path) -> io::Result<()> {
+    /// Its chunks can't be checked. What the tier below does not have waits for somebody who knows the space.
+    fn remove_space(&mut self, space: SpaceKey, path: &Path) -> io::Result<()> {
         for entry in entries(path)? {
             let (entry, kind) = entry?;
             let name = name(&entry);
+            if let Some(chunk) = chunk_of(&name).filter(|_| kind.is_file())
+                && is_dirty(entry.metadata()?.permissions().mode())
+            {
+                self.homeless.push((space, chunk));
+                continue;
+            }
             if kind.is_file() && (chunk_of(&name).is_some() || name == "space.json") {
                 self.remove(&entry)?;
             }

@@ -1,6 +1,7 @@
+use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
@@ -10,8 +11,8 @@ use super::folder::{Folder, Found};
 use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
 use super::options::DiskOptions;
-use super::stats::{DiskStats, PathStats};
-use crate::chunk::{ChunkHash, Space};
+use super::stats::{Backlog, DiskStats, PathStats};
+use crate::chunk::{Space, SpaceKey};
 use crate::existence::CacheKey;
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
@@ -27,8 +28,10 @@ pub(super) struct Shared {
     /// Those that were not usable at start.
     unusable: Vec<PathStats>,
     /// Found when a disk was read, and dirty.
-    backlog: Mutex<Vec<(Space, ChunkHash)>>,
+    backlog: Mutex<Backlog>,
     pub backlog_comes: Notify,
+    /// Spaces that are not known, of which a disk has what the tier below has not.
+    homeless: Mutex<HashSet<(usize, SpaceKey)>>,
 }
 
 /// Who works on it has the folder as well, and so keeps it locked.
@@ -49,7 +52,8 @@ impl Shared {
         folders: Vec<Folder>,
         options: &DiskOptions,
         unusable: Vec<PathStats>,
-        backlog: Vec<(Space, ChunkHash)>,
+        backlog: Backlog,
+        homeless: HashSet<(usize, SpaceKey)>,
     ) -> Self {
         let shared = Self {
             index: Arc::new(index),
@@ -59,6 +63,7 @@ impl Shared {
             unusable,
             backlog: Mutex::new(backlog),
             backlog_comes: Notify::new(),
+            homeless: Mutex::new(homeless),
         };
         let folders = folders.into_iter().enumerate();
         folders.for_each(|(disk, folder)| shared.use_folder(disk, folder));
@@ -80,16 +85,56 @@ impl Shared {
         one.as_ref().map(|one| Arc::clone(&one.folder))
     }
 
-    pub fn more_backlog(&self, more: Vec<(Space, ChunkHash)>) {
+    pub fn more_backlog(&self, more: Backlog) {
         self.backlog
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .extend(more);
+            .add(more);
         self.backlog_comes.notify_one();
     }
 
-    pub fn take_backlog(&self) -> Vec<(Space, ChunkHash)> {
+    pub fn take_backlog(&self) -> Backlog {
         std::mem::take(&mut self.backlog.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub fn homeless_on(&self, space: SpaceKey) -> Vec<usize> {
+        let homeless = self.homeless();
+        let of_space = homeless.iter().filter(|(_, key)| *key == space);
+        of_space.map(|(disk, _)| *disk).collect()
+    }
+
+    /// A disk was read: these, and no others.
+    pub fn are_homeless(&self, disk: usize, spaces: impl IntoIterator<Item = SpaceKey>) {
+        let mut homeless = self.homeless();
+        homeless.retain(|(of, _)| *of != disk);
+        homeless.extend(spaces.into_iter().map(|space| (disk, space)));
+    }
+
+    pub fn is_homeless(&self, disk: usize, space: SpaceKey) -> bool {
+        self.homeless().contains(&(disk, space))
+    }
+
+    pub fn has_home(&self, disk: usize, space: SpaceKey) {
+        self.homeless().remove(&(disk, space));
+    }
+
+    fn homeless(&self) -> MutexGuard<'_, HashSet<(usize, SpaceKey)>> {
+        self.homeless.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn unread(&self) -> usize {
+        self.unusable.len()
+    }
+
+    /// Moves the file of what was [taken out](Index::take_lost) to where people find it.
+    pub fn set_aside(&self, gone: &Gone) {
+        // On one that was taken out it stays, and is found when that is read anew.
+        if let Some(folder) = self.folder(gone.disk)
+            && let Err(error) = folder.set_aside(&gone.key, self.options.lost_bytes)
+        {
+            self.failed(gone.disk, "move a damaged object aside", error);
+        }
+        self.index.left(&gone.key);
     }
 
     /// Waits for the right to use a disk.
@@ -107,6 +152,7 @@ impl Shared {
         mut reservation: Reservation,
         space: &Space,
         object: &[u8],
+        syncs: bool,
     ) -> Result<Wrote, DiskError> {
         drop(self.leave(self.index.expire(EXPIRED_PER_WRITE)));
         let (has_room, gone) = reservation.take_room();
@@ -115,7 +161,7 @@ impl Shared {
         let Some(folder) = self.folder(disk).filter(|_| has_room) else {
             return Ok(Wrote::NoRoom);
         };
-        match folder.write(space, &reservation.key.1, object, reservation.dirty) {
+        match folder.write(space, &reservation.key.1, object, reservation.dirty, syncs) {
             Ok(()) => {
                 let (wrote, gone) = reservation.commit();
                 drop(self.leave(gone));

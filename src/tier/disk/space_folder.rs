@@ -1,6 +1,6 @@
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::folder::Folder;
 use crate::chunk::{KeyPrefix, Space, SpaceKey};
@@ -10,17 +10,27 @@ const SPACE_JSON_BYTES_MAX: u64 = 64 << 20;
 
 /// The spaces whose `space.json` is in place on a disk.
 #[derive(Default)]
-pub(super) struct SpaceFolders(Mutex<HashSet<SpaceKey>>);
+pub(super) struct SpaceFolders(Mutex<HashMap<SpaceKey, Arc<Syncs>>>);
+
+/// Syncs of a folder: one is enough for all files that were renamed before it began.
+#[derive(Default)]
+struct Syncs {
+    renamed: Mutex<u64>,
+    /// Up to which rename; locked while a sync is under way.
+    synced: Mutex<u64>,
+}
 
 impl SpaceFolders {
-    /// Makes a space's folder with its `space.json`, before the first chunk: chunks without it are removed at start.
+    /// Makes a space's folder with its `space.json`, before the first chunk: chunks without it are of no use at start.
     pub fn ensure(&self, folder: &Folder, space: &Space) -> io::Result<()> {
         let key = space.key();
-        if !self.lock().contains(&key) {
+        if !self.lock().contains_key(&key) {
             // Two at a time write the same.
             folder.make_folder(&key.to_string())?;
             folder.write_small(&json_name(key), space.canonical_json())?;
-            self.lock().insert(key);
+            folder.sync_folder(&key.to_string())?;
+            folder.sync_folder(".")?;
+            self.lock().entry(key).or_default();
         }
         Ok(())
     }
@@ -33,18 +43,39 @@ impl SpaceFolders {
             (space.key() == key && space.canonical_json() == text).then_some(space)
         });
         if space.is_some() {
-            self.lock().insert(key);
+            self.lock().entry(key).or_default();
         }
         Ok(space)
+    }
+
+    /// The files that the caller renamed in a space's folder keep their names after a power loss.
+    pub fn sync(&self, folder: &Folder, key: SpaceKey) -> io::Result<()> {
+        let syncs = Arc::clone(self.lock().entry(key).or_default());
+        let own = {
+            let mut renamed = lock(&syncs.renamed);
+            *renamed += 1;
+            *renamed
+        };
+        let mut synced = lock(&syncs.synced);
+        if *synced < own {
+            let upto = *lock(&syncs.renamed);
+            folder.sync_folder(&key.to_string())?;
+            *synced = upto;
+        }
+        Ok(())
     }
 
     pub fn forget(&self, key: SpaceKey) {
         self.lock().remove(&key);
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashSet<SpaceKey>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<SpaceKey, Arc<Syncs>>> {
+        lock(&self.0)
     }
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn json_name(key: SpaceKey) -> String {

@@ -1,5 +1,39 @@
 use std::path::PathBuf;
 
+use crate::chunk::{ChunkHash, Space};
+use crate::existence::CacheKey;
+
+/// Whether a disk has what the tier below has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unsent {
+    No,
+    Here,
+    /// That disk was taken out.
+    Out,
+}
+
+/// What the disks had and the tier below had not, when they were read.
+#[derive(Debug, Default)]
+pub struct Backlog {
+    /// The oldest first.
+    pub chunks: Vec<(Space, ChunkHash)>,
+    /// Their space is not known: its `space.json` is missing, and they wait for [`Disk::adopt`](super::Disk::adopt).
+    pub homeless: Vec<CacheKey>,
+    /// They were there before the disk was taken out, and are not any more.
+    pub missing: Vec<CacheKey>,
+    /// Files that were no whole chunks, and were moved aside.
+    pub damaged: u64,
+}
+
+impl Backlog {
+    pub(super) fn add(&mut self, more: Self) {
+        self.chunks.extend(more.chunks);
+        self.homeless.extend(more.homeless);
+        self.missing.extend(more.missing);
+        self.damaged += more.damaged;
+    }
+}
+
 /// Figures of the tier since it was opened.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
 pub struct DiskStats {
@@ -15,7 +49,7 @@ pub struct PathStats {
     /// Of the chunks that are there, and of those that are being written.
     pub bytes: u64,
     pub chunks: u64,
-    /// Of them, those that the tier below does not have yet.
+    /// Those that the tier below does not have yet; also on a disk that was taken out.
     pub dirty: u64,
     /// Chunks that made room for others.
     pub evicted: u64,

@@ -29,7 +29,7 @@ use tokio::time::Instant;
 
 use super::fault::Fault;
 use super::options::DiskOptions;
-use super::stats::PathStats;
+use super::stats::{PathStats, Unsent};
 use crate::existence::CacheKey;
 
 use reservation::file_bytes;
@@ -131,18 +131,28 @@ impl Index {
         })
     }
 
-    /// Takes a chunk out, or only a certain entry of it.
+    /// Takes a chunk out, or only a certain entry of it. What the tier below does not have stays.
     pub fn take(&self, key: &CacheKey, serial: Option<u64>) -> Option<Gone> {
         let mut state = self.lock();
         let entry = self.entry(key)?;
         let is_it = serial.is_none_or(|serial| serial == entry.serial);
-        is_it.then(|| self.take_out(&mut state, key)).flatten()
+        let goes = is_it && !state.unsent.contains_key(key);
+        goes.then(|| self.take_out(&mut state, key)).flatten()
+    }
+
+    /// Takes a chunk out that can't be read, and that the tier below does not have. Whoever gets it is the only one.
+    pub fn take_lost(&self, key: &CacheKey) -> Option<Gone> {
+        let mut state = self.lock();
+        let is_here = self.entry(key).map(|entry| entry.disk) == state.unsent.get(key).copied();
+        is_here.then(|| self.take_out(&mut state, key)).flatten()
     }
 
     /// Takes a chunk out, and whoever brings it already brings it in vain.
     pub fn delete(&self, key: &CacheKey) -> Option<Gone> {
         let mut state = self.lock();
         state.removals.add(*key);
+        // It may be on a disk that is out.
+        self.clean_in(&mut state, key);
         self.take_out(&mut state, key)
     }
 
@@ -207,25 +217,42 @@ impl Index {
         self.unpin_in(&mut self.lock(), key);
     }
 
-    /// Whether the tier below does not have it.
-    pub fn is_dirty(&self, key: &CacheKey) -> bool {
-        self.lock().dirty.contains(key)
+    /// Whether the tier below does not have it, though a disk does.
+    pub fn unsent(&self, key: &CacheKey) -> Unsent {
+        match self.lock().unsent.get(key) {
+            None => Unsent::No,
+            Some(&disk) if self.works(disk) => Unsent::Here,
+            Some(_) => Unsent::Out,
+        }
     }
 
     /// The tier below has it. Answers the disk whose file says otherwise.
     pub fn clean(&self, key: &CacheKey) -> Option<usize> {
-        let mut state = self.lock();
-        let entry = self.entry(key)?;
-        self.clean_in(&mut state, key, entry.disk).then_some(entry.disk)
+        self.clean_in(&mut self.lock(), key)
     }
 
-    fn clean_in(&self, state: &mut State, key: &CacheKey, disk: usize) -> bool {
-        let was_dirty = state.dirty.remove(key);
-        if was_dirty {
-            state.disks[disk].dirty -= 1;
-            self.unpin_in(state, key);
+    fn clean_in(&self, state: &mut State, key: &CacheKey) -> Option<usize> {
+        let disk = state.unsent.remove(key)?;
+        state.disks[disk].dirty -= 1;
+        self.unpin_in(state, key);
+        Some(disk)
+    }
+
+    /// A disk was read anew. What it had, the tier below has not, and is not there any more.
+    pub fn missing(&self, disk: usize) -> Vec<CacheKey> {
+        let mut state = self.lock();
+        let had = state.unsent.iter().filter(|(_, on)| **on == disk);
+        let had: Vec<CacheKey> = had.map(|(key, _)| *key).collect();
+        let mut missing = Vec::new();
+        for key in had {
+            if let Some(there) = self.entry(&key).map(|entry| entry.disk) {
+                state.soil(&key, there);
+            } else {
+                self.clean_in(&mut state, &key);
+                missing.push(key);
+            }
         }
-        was_dirty
+        missing
     }
 
     fn unpin_in(&self, state: &mut State, key: &CacheKey) {
@@ -316,6 +343,9 @@ impl Index {
 
     fn take_out(&self, state: &mut State, key: &CacheKey) -> Option<Gone> {
         let entry = self.drop_entry(state, key)?;
+        if state.unsent.get(key) == Some(&entry.disk) {
+            self.clean_in(state, key);
+        }
         state.leaving.insert(*key, entry.disk);
         Some(Gone {
             disk: entry.disk,
@@ -325,7 +355,6 @@ impl Index {
 
     fn drop_entry(&self, state: &mut State, key: &CacheKey) -> Option<Entry> {
         let (_, entry) = self.entries.remove(key)?;
-        self.clean_in(state, key, entry.disk);
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
         shelf.bytes -= entry.bytes;
@@ -337,11 +366,9 @@ impl Index {
     /// Puts in an entry whose bytes are accounted for already.
     fn put(&self, state: &mut State, key: CacheKey, entry: Entry, dirty: bool) {
         if dirty {
-            state.dirty.insert(key);
-            state.pin(&key);
+            state.soil(&key, entry.disk);
         }
         let shelf = &mut state.disks[entry.disk];
-        shelf.dirty += u64::from(dirty);
         shelf.queue.insert(key);
         shelf.chunks += 1;
         state.tenants.insert(entry.tenant, key);

@@ -54,7 +54,8 @@ impl Index {
         if state.removals.has_since(&key, since) {
             return Placed::Deleted;
         }
-        if let Some(entry) = self.entry(&key).filter(|entry| entry.is_live(Instant::now)) {
+        let stays = |entry: &Entry| entry.is_live(Instant::now) || state.unsent.contains_key(&key);
+        if let Some(entry) = self.entry(&key).filter(stays) {
             state.hit(&key, &entry);
             return Placed::Present;
         }

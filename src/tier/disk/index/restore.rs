@@ -27,8 +27,13 @@ impl Index {
         let mut state = self.lock();
         for one in found {
             let (disk, key) = (one.disk, one.key);
-            let is_busy = state.writing.contains_key(&key) || state.leaving.contains_key(&key);
-            if is_busy || self.entries.contains_key(&key) || state.removals.has(&key) {
+            let busy = state.writing.get(&key).or_else(|| state.leaving.get(&key));
+            let elsewhere = busy.copied().or_else(|| self.entry(&key).map(|entry| entry.disk));
+            if elsewhere == Some(disk) {
+                // The very file is the index's.
+                continue;
+            }
+            if elsewhere.is_some() || state.removals.has(&key) {
                 stale.push(Gone { disk, key });
                 continue;
             }
@@ -47,7 +52,9 @@ impl Index {
                     .and_then(|ttl| now.checked_add(ttl.saturating_sub(age))),
                 serial: state.serial(),
             };
-            self.put(&mut state, key, entry, one.dirty);
+            // Its mode may be that of a file which somebody put back.
+            let dirty = one.dirty || state.unsent.get(&key) == Some(&disk);
+            self.put(&mut state, key, entry, dirty);
         }
         state.expiry.sort();
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);

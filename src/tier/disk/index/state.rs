@@ -1,5 +1,5 @@
 use std::cmp::Reverse;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use foldhash::fast::RandomState;
 
@@ -12,7 +12,6 @@ use crate::tier::policy::EvictionPolicy;
 use crate::tier::removals::Removals;
 
 type KeyMap<V> = HashMap<CacheKey, V, RandomState>;
-type KeySet = HashSet<CacheKey, RandomState>;
 
 /// All that changes, under one lock.
 pub(super) struct State {
@@ -24,8 +23,9 @@ pub(super) struct State {
     pub leaving: KeyMap<usize>,
     /// How often each is pinned; one need not be there.
     pub pins: KeyMap<u32>,
-    /// The tier below does not have them. Each is pinned once for that.
-    pub dirty: KeySet,
+    /// What the tier below does not have, and on which disk it is: also while that disk is taken out, and its entries are
+    /// gone. Each is pinned once for that.
+    pub unsent: KeyMap<usize>,
     pub expiry: Expiry,
     pub removals: Removals,
     serials: u64,
@@ -40,7 +40,7 @@ impl State {
             writing: KeyMap::default(),
             leaving: KeyMap::default(),
             pins: KeyMap::default(),
-            dirty: KeySet::default(),
+            unsent: KeyMap::default(),
             expiry: Expiry::default(),
             removals: Removals::default(),
             serials: 0,
@@ -59,6 +59,15 @@ impl State {
 
     pub fn pin(&mut self, key: &CacheKey) {
         *self.pins.entry(*key).or_insert(0) += 1;
+    }
+
+    /// The tier below does not have what this disk has.
+    pub fn soil(&mut self, key: &CacheKey, disk: usize) {
+        match self.unsent.insert(*key, disk) {
+            Some(before) => self.disks[before].dirty -= 1,
+            None => self.pin(key),
+        }
+        self.disks[disk].dirty += 1;
     }
 
     /// True if nobody pins it any more.

@@ -126,7 +126,7 @@ async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
     let object = object(&bench.arena, &bench.space, 1);
     let late = bench
         .disk
-        .write(&bench.space, &hash(1), object, before, false)
+        .write(&bench.space, &hash(1), object, before, Below::Has)
         .await;
     assert_eq!(late.unwrap(), Wrote::Deleted);
     bench.disk.delete(&bench.key(1)).await;

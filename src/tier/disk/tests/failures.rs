@@ -269,6 +269,7 @@ async fn a_disk_that_was_repaired_is_read_anew_and_used_again() {
     let hashes: Vec<_> = bench
         .disk
         .take_backlog()
+        .chunks
         .into_iter()
         .map(|(_, chunk)| chunk)
         .collect();

@@ -36,7 +36,7 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
     assert_eq!(
         bench
             .disk
-            .write(&bench.space, &hash(1), part, Instant::now(), false)
+            .write(&bench.space, &hash(1), part, Instant::now(), Below::Has)
             .await
             .unwrap(),
         Wrote::Stored
@@ -118,7 +118,7 @@ async fn a_slot_of_another_length_is_refused() {
             &hash(1),
             slot.unwrap().freeze(),
             Instant::now(),
-            false,
+            Below::Has,
         )
         .await;
     assert!(matches!(written, Err(DiskError::Length { actual: 100, .. })));

@@ -16,6 +16,7 @@ mod failures;
 mod files;
 mod restart;
 mod room;
+mod unsent;
 
 const POLICIES: [EvictionPolicy; 4] = [
     EvictionPolicy::Lru,
@@ -82,15 +83,27 @@ impl Bench {
     async fn write_to(&self, space: &Space, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, space, chunk);
         let since = Instant::now();
-        self.disk.write(space, &hash(chunk), object, since, false).await
+        self.disk
+            .write(space, &hash(chunk), object, since, Below::Has)
+            .await
     }
 
     async fn write_dirty(&self, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, &self.space, chunk);
         let since = Instant::now();
         self.disk
-            .write(&self.space, &hash(chunk), object, since, true)
+            .write(&self.space, &hash(chunk), object, since, Below::Lacks)
             .await
+    }
+
+    async fn soil(&self, chunks: impl IntoIterator<Item = u32>) {
+        for chunk in chunks {
+            assert_eq!(
+                self.write_dirty(chunk).await.unwrap(),
+                Wrote::Stored,
+                "chunk {chunk}"
+            );
+        }
     }
 
     async fn store(&self, chunks: impl IntoIterator<Item = u32>) {

@@ -233,7 +233,7 @@ async fn what_the_tier_below_has_not_stays_and_is_told_at_start() {
     old.set_times(fs::FileTimes::new().set_modified(time).set_accessed(time))
         .unwrap();
     bench.reopen();
-    let backlog: Vec<_> = bench.disk.take_backlog();
+    let backlog = bench.disk.take_backlog().chunks;
     let space = bench.space.key();
     assert!(backlog.iter().all(|(of, _)| of.key() == space));
     let hashes: Vec<_> = backlog.into_iter().map(|(_, chunk)| chunk).collect();
@@ -242,7 +242,7 @@ async fn what_the_tier_below_has_not_stays_and_is_told_at_start() {
         [hash(14), hash(12), hash(11)],
         "in the order they were written in"
     );
-    assert!(bench.disk.take_backlog().is_empty());
+    assert!(bench.disk.take_backlog().chunks.is_empty());
     bench.store(100..150).await;
     bench.disk.expire().await;
     for chunk in [14, 12, 11] {
@@ -256,5 +256,5 @@ async fn what_the_tier_below_has_not_stays_and_is_told_at_start() {
     assert_eq!(bench.one(0).dirty + bench.one(1).dirty, 0);
     bench.check().await;
     bench.reopen();
-    assert!(bench.disk.take_backlog().is_empty());
+    assert!(bench.disk.take_backlog().chunks.is_empty());
 }
