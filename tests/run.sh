@@ -136,7 +136,7 @@ engine_tests() {
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
-    tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v test_connector test_model test_adapters
+    tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v test_connector test_model test_adapters test_guard
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py

@@ -37,6 +37,10 @@ class StepMetadata(KVConnectorMetadata):
     preempted: set[str] = dataclasses.field(default_factory=set)
     finished: set[str] = dataclasses.field(default_factory=set)
     """Requests whose blocks stay until the worker has said that they are free."""
+    lost: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Loads that vLLM counts on and that never begin, by request: their blocks."""
+    is_all_taken_back: bool = False
+    """Of all requests."""
 
 
 @dataclasses.dataclass
@@ -47,8 +51,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """With the seconds that the slowest took."""
     stored: dict[str, tuple[int, set[int]]] = dataclasses.field(default_factory=dict)
     """With the chunks that are there for all of them."""
+    is_off: bool = False
+    """One of these ranks moves nothing any more."""
 
     def aggregate(self, other):
+        self.is_off |= other.is_off
         for job, (ranks, seconds) in other.loaded.items():
             before, slowest = self.loaded.get(job, (0, 0.0))
             self.loaded[job] = (before + ranks, max(slowest, seconds))

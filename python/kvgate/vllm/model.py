@@ -64,7 +64,7 @@ def describe(vllm_config, kv_cache_config, settings):
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
-                "extra": extra(vllm_config.model_config),
+                "extra": extra(vllm_config),
                 "planes": [
                     {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
                     for name in names
@@ -89,9 +89,12 @@ def only_group(kv_cache_config):
         )
     spec = groups[0].kv_cache_spec
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    if not isinstance(spec, FullAttentionSpec) or window:
-        raise ValueError(f"kvgate reuses full attention only, not {type(spec).__name__} (window {window})")
-    if getattr(spec, "non_causal", False):
+    # A subclass is of some other attention: of R-SWA, for one, KV depends on what is left out while decoding.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or window:
+        raise ValueError(
+            f"kvgate reuses full attention only, not {type(spec).__name__} (window {window}): run this model without kvgate"
+        )
+    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
 
@@ -110,6 +113,13 @@ def dtype_of(spec, cache_dtype):
 
 
 def refuse_what_has_kv_of_its_own(vllm_config):
+    model_config = vllm_config.model_config
+    if getattr(model_config, "is_diffusion", False):
+        raise ValueError("kvgate can't reuse KV of a diffusion model, whose tokens change: run it without kvgate")
+    if model_config.runner_type == "generate" and not model_config.is_prefix_caching_supported:
+        raise ValueError(
+            "vLLM says that prefix caching is not supported for this model, so its KV can't be reused: run it without kvgate"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         raise ValueError(

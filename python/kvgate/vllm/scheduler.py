@@ -318,7 +318,8 @@ class SchedulerSide:
         """None: ask again; False: nobody knows what it is."""
         try:
             adapter = self.adapters.of(request)
-        except OSError as error:
+        except Exception as error:
+            # Whatever it is, the other requests have nothing to do with it.
             logger.warning_once("kvgate: requests with the adapter reuse nothing: %s", str(error))
             return False
         return adapter if adapter is None else self.epoch + adapter
