@@ -150,7 +150,7 @@ def flags(vllm_config):
         value = getattr(config, name, None)
         if value is not None and value not in usual:
             yield name, value
-    if kind := FORMATS.get(load_config.load_format, load_config.load_format):
+    if kind := FORMATS.get(load_config.load_format):
         yield "load_format", kind
     loader = getattr(load_config, "model_loader_extra_config", None)
     if isinstance(loader, dict) and (pattern := loader.get("pattern")):
