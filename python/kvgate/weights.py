@@ -3,43 +3,75 @@
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.tensors")
-CONFIGS = ("*.json", "**/*.py")
-"""Of the model, its quantization, its processor of images; and code that comes with it."""
-OTHERS = (
-    "added_tokens.json",
-    "chat_template.json",
+NO_MATTER = (
+    ".*",
+    "__pycache__",
+    "*.md",
+    "LICENSE*",
     "generation_config.json",
-    "merges.json",
-    "special_tokens_map.json",
+    "chat_template*",
     "tokenizer.json",
+    "tokenizer.model*",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
+    "merges.txt",
 )
-"""What these say is in the tokens already, or comes after the KV."""
+"""What KV of given tokens never depends on; hidden ones are a hub's and git's own. All else counts: remote code, configs of
+all formats, what a model loads from a subfolder."""
+IGNORED_FOLDER = "original"
+"""Of the model's own folder; vLLM leaves it out, too."""
 READ_BYTES = 8 << 20
 THREADS = 8
 DIGEST = re.compile("[0-9a-f]{64}")
+TOLD_BYTES = 1 << 30
+"""A folder with less is digested without a word."""
+TOLD_SECONDS = 30
 
 
-def files(folder):
-    """Those that the KV depends on."""
+def files(folder, is_deep=True):
+    """Those that the KV depends on. `is_deep`: in subfolders, too; of an adapter only its own folder is loaded."""
     folder = Path(folder)
-    found = {path for pattern in WEIGHTS for path in folder.glob(pattern)}
-    if not found:
+    found = list(walk(folder, is_deep, ()))
+    if is_deep:
+        found = [path for path in found if path.relative_to(folder).parts[0] != IGNORED_FOLDER]
+    if not any(fnmatch(path.name, pattern) for path in found for pattern in WEIGHTS):
         raise FileNotFoundError(f"{folder} has no weights ({', '.join(WEIGHTS)})")
-    found |= {path for pattern in CONFIGS for path in folder.glob(pattern) if path.name not in OTHERS}
-    return sorted(path for path in found if path.is_file())
+    return sorted(found)
 
 
-def stamp(folder):
+def walk(folder, is_deep, above):
+    """Follows links, as a loader does, but none to a folder that it is in."""
+    state = folder.stat()
+    here = (state.st_dev, state.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if any(fnmatch(entry.name, pattern) for pattern in NO_MATTER):
+                continue
+            if entry.is_file():
+                yield Path(entry.path)
+            elif is_deep and entry.is_dir():
+                yield from walk(Path(entry.path), is_deep, (*above, here))
+
+
+def stamp(folder, is_deep=True):
     """Another one when a file was changed, without reading it."""
-    return tuple((str(path.relative_to(folder)), *state(path)) for path in files(folder))
+    return tuple((str(path), *state(path)) for path in files(folder, is_deep))
 
 
 def state(path):
@@ -47,60 +79,92 @@ def state(path):
     return status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def digest(folder, told=None):
-    """Of all bytes of a folder's weights and configs, as hex. A file is read once and remembered for as long as it isn't
-    changed, in ~/.cache/kvgate, for all ranks and later starts. `told` is called with the bytes of each file that was read,
-    and of all files."""
-    paths = files(folder)
-    total = sum(path.stat().st_size for path in paths)
-
-    def one(path):
-        content = file_digest(path)
-        if told is not None:
-            told(path.stat().st_size, total)
-        return content
-
+def digest(folder, is_deep=True):
+    """Of all bytes that the KV depends on, as hex. A file is read once and remembered for as long as it isn't changed, in
+    ~/.cache/kvgate, for all ranks and later starts."""
+    paths = files(folder, is_deep)
+    progress = Progress(folder, sum(path.stat().st_size for path in paths))
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(one, paths))
+        digests = list(pool.map(lambda path: file_digest(path, progress), paths))
     whole = hashlib.sha256()
     for path, content in zip(paths, digests, strict=True):
-        whole.update(f"{path.relative_to(folder)}\0{content}\n".encode())
+        name = os.fsencode(path.relative_to(folder))
+        whole.update(len(name).to_bytes(8, "big") + name + content.encode())
     return whole.hexdigest()
 
 
-def file_digest(path):
-    """What is remembered, or else read: a cache that can't be used costs time, and nothing else."""
-    with contextlib.ExitStack() as stack:
+class Progress:
+    """Of one folder's digest, for the log: hundreds of GB take minutes."""
+
+    def __init__(self, folder, size, now=time.monotonic):
+        self.folder, self.size, self.now = folder, size, now
+        self.lock = threading.Lock()
+        self.done = 0
+        self.told: float | None = None
+        """None: nothing had to be read so far."""
+
+    def read(self, size):
+        with self.lock:
+            self.done += size
+            if self.size < TOLD_BYTES:
+                return
+            if self.told is None:
+                self.told = self.now()
+                logger.info(
+                    "kvgate: reading %.1f GB in %s once for their digest, which names the cache's space",
+                    self.size / 1e9,
+                    self.folder,
+                )
+            elif self.now() - self.told >= TOLD_SECONDS:
+                self.told = self.now()
+                logger.info("kvgate: %d %% of %s are digested", self.done * 100 // self.size, self.folder)
+
+    def known(self, size):
+        with self.lock:
+            self.done += size
+
+
+def file_digest(path, progress):
+    """What is remembered is for speed only: whatever is wrong with it, the file is read."""
+    with contextlib.ExitStack() as held:
+        before = state(path)
         remembered = None
-        # No home, a full or foreign folder, a file system without locks.
+        # Without a home Path.home() raises RuntimeError.
         with contextlib.suppress(OSError, RuntimeError):
-            remembered = stack.enter_context(cache_file(path).open("a+b"))
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvgate"
+            remembered = cache / hashlib.sha256(repr((str(path.resolve()), *before)).encode()).hexdigest()
+            cache.mkdir(parents=True, exist_ok=True)
             # Ranks come together: one reads, the others wait for it.
-            fcntl.flock(remembered, fcntl.LOCK_EX)
-            remembered.seek(0)
-            known = remembered.read().decode("ascii", "replace")
-            if DIGEST.fullmatch(known):
-                return known
-        content = read_digest(path)
-        if remembered is not None:
-            # Half of it is no digest, so it would be read again.
-            with contextlib.suppress(OSError):
-                remembered.truncate(0)
-                remembered.write(content.encode())
-                remembered.flush()
+            lock = held.enter_context(remembered.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+                known = remembered.read_text()
+                if DIGEST.fullmatch(known):
+                    progress.known(before[1])
+                    return known
+        content = read_digest(path, progress)
+        # One that was written to meanwhile is not what its state says.
+        if remembered is not None and state(path) == before:
+            remember(remembered, content)
         return content
 
 
-def cache_file(path):
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvgate"
-    cache.mkdir(parents=True, exist_ok=True)
-    key = repr((str(path.resolve()), *state(path)))
-    return cache / hashlib.sha256(key.encode()).hexdigest()
+def remember(path, content):
+    """Whole, or not at all."""
+    new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    try:
+        with new.open("w") as file:
+            file.write(content)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
-def read_digest(path):
+def read_digest(path, progress):
     content = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(READ_BYTES):
             content.update(block)
+            progress.read(len(block))
     return content.hexdigest()

@@ -68,6 +68,20 @@ struct Chunk {
     failed: Option<String>,
 }
 
+/// Chunks of which not all planes were copied, each with the first reason that is known; else it is `early`.
+fn failed(missing: Vec<Option<String>>, chunks: Vec<Chunk>, planes: usize, early: &str) -> Vec<Failed> {
+    let why = |(missing, chunk): (Option<String>, Chunk)| {
+        let whole = chunk.planes == planes;
+        missing
+            .or(chunk.failed)
+            .or_else(|| (!whole).then(|| early.to_owned()))
+    };
+    let reasons = missing.into_iter().zip(chunks).map(why).enumerate();
+    reasons
+        .filter_map(|(index, reason)| reason.map(|reason| Failed { index, reason }))
+        .collect()
+}
+
 impl Worker {
     /// Answers which chunks are not there. After the first that misses none is loaded.
     pub async fn load(&self, load: Load<'_>, progress: &Arc<Progress>) -> Result<Vec<Failed>, WorkerError> {
@@ -100,15 +114,14 @@ impl Worker {
         let mut missing = vec![None; load.wanted.len()];
         let mut closed = self.closed.subscribe();
         let broke = loop {
-            let line = match lines.next().now_or_never() {
-                Some(line) => line,
-                None => {
-                    // The node may wait for what was copied.
-                    let _ = copying.send(Step::Pause).await;
-                    tokio::select! {
-                        line = lines.next() => line,
-                        _ = closed.wait_for(|&closed| closed) => break Some(WorkerError::Closed),
-                    }
+            let line = if let Some(line) = lines.next().now_or_never() {
+                line
+            } else {
+                // The node may wait for what was copied.
+                let _ = copying.send(Step::Pause).await;
+                tokio::select! {
+                    line = lines.next() => line,
+                    _ = closed.wait_for(|&closed| closed) => break Some(WorkerError::Closed),
                 }
             };
             match line {
@@ -169,14 +182,7 @@ impl Worker {
             None => "the load ended before it".to_owned(),
             Some(error) => format!("the load broke off: {error}"),
         };
-        let why = |(missing, chunk): (Option<String>, Chunk)| {
-            let whole = chunk.planes == planes;
-            missing.or(chunk.failed).or((!whole).then(|| early.clone()))
-        };
-        let reasons = missing.into_iter().zip(chunks).map(why).enumerate();
-        Ok(reasons
-            .filter_map(|(index, reason)| reason.map(|reason| Failed { index, reason }))
-            .collect())
+        Ok(failed(missing, chunks, planes, &early))
     }
 
     /// Gives the copy of a chunk's planes to the device; a CPU has made it when this returns.

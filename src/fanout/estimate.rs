@@ -43,12 +43,11 @@ impl Estimate {
     pub fn gave_up(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, least) = (self.weight(now), time.as_secs_f64());
         if self.seconds(bytes).is_none_or(|expected| expected < least) {
-            match bytes {
-                0 => blend(&mut self.latency, least, weight),
-                _ => {
-                    blend(&mut self.load, load, weight);
-                    blend(&mut self.seconds_per_byte, least / bytes as f64, weight);
-                }
+            if bytes == 0 {
+                blend(&mut self.latency, least, weight);
+            } else {
+                blend(&mut self.load, load, weight);
+                blend(&mut self.seconds_per_byte, least / bytes as f64, weight);
             }
         }
         self.sampled = Some(now);

@@ -130,12 +130,11 @@ impl<T> Member<T> {
             let expected = expected * known.loaded(self.load_of(oldest, now)).max(1.0);
             ((now - oldest.since).as_secs_f64() / expected.max(1e-6)).max(1.0)
         });
-        let load = match bytes {
-            0 => self.flights.len() as f64 + 1.0,
-            _ => {
-                let in_flight = (self.in_flight_bytes + bytes) as f64;
-                known.loaded(in_flight).powf(growth) * (in_flight / bytes as f64).powf(LOAD)
-            }
+        let load = if bytes == 0 {
+            self.flights.len() as f64 + 1.0
+        } else {
+            let in_flight = (self.in_flight_bytes + bytes) as f64;
+            known.loaded(in_flight).powf(growth) * (in_flight / bytes as f64).powf(LOAD)
         };
         known.seconds(bytes).unwrap_or(1.0) * late * load
     }

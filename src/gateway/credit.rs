@@ -83,12 +83,15 @@ impl Credit {
             let (Some(own), Some(engine)) = (&mut own, &mut engine) else {
                 break;
             };
-            let _engine = match (engine, &self.engine) {
+            let of_engine = match (engine, &self.engine) {
                 (Some(permit), Some(of)) => split(permit, of),
                 _ => None,
             };
-            let Some(_own) = split(own, self) else { break };
-            spent.push(Arc::new(Permits { _own, _engine }));
+            let Some(own) = split(own, self) else { break };
+            spent.push(Arc::new(Permits {
+                _own: own,
+                _engine: of_engine,
+            }));
         }
         spent
     }

@@ -14,6 +14,7 @@ from unittest import mock
 
 from kvgate import weights
 from kvgate.vllm.adapters import THREADS, Adapters
+from kvgate.vllm.scheduler import SchedulerSide
 from vllm.lora.request import LoRARequest
 
 
@@ -46,7 +47,7 @@ class AdaptersCase(unittest.TestCase):
     def hang(self):
         """From now on nothing can be read, until this is set."""
         answers, stamp = threading.Event(), weights.stamp
-        hung = mock.patch.object(weights, "stamp", lambda folder: (answers.wait(), stamp(folder))[1])
+        hung = mock.patch.object(weights, "stamp", lambda *folder, **how: (answers.wait(), stamp(*folder, **how))[1])
         hung.start()
         self.addCleanup(hung.stop)
         # Before the pool is waited for.
@@ -57,7 +58,7 @@ class AdaptersCase(unittest.TestCase):
 class BackgroundTest(AdaptersCase):
     def test_each_request_looks_at_the_files_anew(self):
         first = self.digest("r1")
-        self.assertEqual(first, weights.digest(self.folder / "one"))
+        self.assertEqual(first, weights.digest(self.folder / "one", is_deep=False))
         self.write("two", 2)
         self.assertNotEqual(self.digest("r2", folder="two", name="b", number=2), first)
         self.assertEqual(self.digest("r3"), first)
@@ -67,7 +68,7 @@ class BackgroundTest(AdaptersCase):
         asking, touched = threading.get_ident(), []
         stamp = weights.stamp
         with mock.patch.object(
-            weights, "stamp", lambda folder: (touched.append(threading.get_ident()), stamp(folder))[1]
+            weights, "stamp", lambda *folder, **how: (touched.append(threading.get_ident()), stamp(*folder, **how))[1]
         ):
             self.digest("r1")
             self.digest("r2")
@@ -86,7 +87,7 @@ class BackgroundTest(AdaptersCase):
             self.adapters.of(self.request("r2"))
         answers.set()
         concurrent.futures.wait([job.digest for job in self.adapters.jobs.values()])
-        self.assertEqual(self.digest("r3"), weights.digest(self.folder / "one"))
+        self.assertEqual(self.digest("r3"), weights.digest(self.folder / "one", is_deep=False))
 
     def test_a_folder_that_hangs_holds_up_no_other(self):
         answers = self.hang()
@@ -98,6 +99,13 @@ class BackgroundTest(AdaptersCase):
         self.assertGreater(THREADS, 1)
         self.assertTrue(self.digest("other", folder="two", name="b", number=2))
         self.assertFalse(answers.is_set())
+
+    def test_whatever_reading_throws_the_request_reuses_nothing(self):
+        for error in (RuntimeError("Could not determine home directory."), UnicodeDecodeError("utf-8", b"", 0, 1, "x")):
+            side = object.__new__(SchedulerSide)
+            side.adapters, side.epoch = mock.Mock(), b""
+            side.adapters.of.side_effect = error
+            self.assertIs(side.adapter(self.request()), False)
 
     def test_a_request_that_ends_leaves_nothing(self):
         self.hang()
@@ -148,7 +156,7 @@ class ServedTest(AdaptersCase):
         self.write("one", 2)
         self.assertTrue(self.is_unknown(load_inplace=True))
         self.adapters.reset()
-        self.assertEqual(self.digest(load_inplace=True), weights.digest(self.folder / "one"))
+        self.assertEqual(self.digest(load_inplace=True), weights.digest(self.folder / "one", is_deep=False))
 
 
 if __name__ == "__main__":

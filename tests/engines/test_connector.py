@@ -8,6 +8,7 @@ import concurrent.futures
 import inspect
 import json
 import os
+import re
 import tempfile
 import unittest
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from kvgate import Space, weights
-from kvgate.vllm import KvGateConnector
+from kvgate.vllm import KvGateConnector, connector, gateway
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe
 from kvgate.vllm.rates import STEP_TOKENS, TRY_AGAIN, LoadOrCompute, LoadTimes
@@ -64,7 +65,9 @@ class VersionTest(unittest.TestCase):
     def test_hooks_are_hooks_of_some_version(self):
         known = {name for methods in json.loads(API.read_text()).values() for name in methods}
         own = {
-            name for name, value in vars(KvGateConnector).items() if callable(value) or isinstance(value, classmethod)
+            name
+            for name, value in vars(KvGateConnector).items()
+            if (callable(value) or isinstance(value, classmethod)) and not re.match("_[a-z]", name)
         }
         # `SupportsHMA`'s is of another class.
         self.assertEqual(own - known - {"request_finished_all_groups"}, set())
@@ -220,48 +223,45 @@ class WeightsTest(unittest.TestCase):
         os.environ["XDG_CACHE_HOME"] = str(self.weights)
         self.assertEqual(weights.digest(self.folder), digest)
 
-    def test_a_cache_of_digests_that_lies_or_breaks_is_read_past(self):
+    def test_without_a_home_it_is_read(self):
         digest = weights.digest(self.folder)
-        remembered = list((Path(os.environ["XDG_CACHE_HOME"]) / "kvgate").iterdir())
-        for content in (b"", b"x" * 64, bytes(range(128, 192)), digest[:63].encode(), b"A" * 64, b"\xff" * 4096):
-            for file in remembered:
-                file.write_bytes(content)
-            self.assertEqual(weights.digest(self.folder), digest, content[:8])
-        with mock.patch.object(weights.fcntl, "flock", side_effect=OSError("no locks")):
-            self.assertEqual(weights.digest(self.folder), digest)
         del os.environ["XDG_CACHE_HOME"]
-        with mock.patch.object(Path, "home", side_effect=RuntimeError("no home")):
+        with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
             self.assertEqual(weights.digest(self.folder), digest)
 
-    def test_a_full_home_leaves_no_half_digest(self):
-        class Full:
-            def __getattr__(self, name):
-                return getattr(self.file, name)
+    def test_what_is_remembered_wrongly_is_read_again(self):
+        digest = weights.digest(self.folder)
+        remembered = [
+            path
+            for path in (self.folder.parent / "cache" / "kvgate").iterdir()
+            if re.fullmatch("[0-9a-f]{64}", path.name)
+        ]
+        self.assertEqual(len(remembered), 2)
+        for wrong in (b"", b"x" * 64, b"\xff" * 64, digest[:10].encode()):
+            for path in remembered:
+                path.write_bytes(wrong)
+            self.assertEqual(weights.digest(self.folder), digest, wrong)
 
-            def write(self, content):
-                self.file.write(content[:10])
-                raise OSError("no space left on device")
-
-        real = Path.open
-
-        def opened(path, mode="r", **more):
-            file = real(path, mode, **more)
-            if mode != "a+b":
-                return file
-            full = Full()
-            full.file = file
-            full.__class__.__enter__ = lambda self: self
-            full.__class__.__exit__ = lambda self, *error: self.file.close()
-            return full
-
-        with mock.patch.object(Path, "open", opened):
+    def test_a_full_disk_remembers_nothing(self):
+        with mock.patch.object(Path, "replace", side_effect=OSError("No space left on device")):
             digest = weights.digest(self.folder)
+        self.assertEqual({path.suffix for path in (self.folder.parent / "cache" / "kvgate").iterdir()}, {".lock"})
         self.assertEqual(weights.digest(self.folder), digest)
 
-    def test_how_far_it_is_is_told(self):
-        told = []
-        weights.digest(self.folder, lambda read, total: told.append((read, total)))
-        self.assertEqual(sorted(told), [(2, 100_002), (100_000, 100_002)])
+    def test_hundreds_of_gigabytes_are_told(self):
+        now = 0.0
+        progress = weights.Progress("/model", 400 << 30, lambda: now)
+        with self.assertLogs("kvgate.weights", "INFO") as told:
+            for _ in range(4):
+                progress.read(100 << 30)
+                now += 20
+        self.assertEqual(
+            [record.getMessage() for record in told.records],
+            [
+                "kvgate: reading 429.5 GB in /model once for their digest, which names the cache's space",
+                "kvgate: 75 % of /model are digested",
+            ],
+        )
 
     def test_a_folder_without_weights_is_told(self):
         self.weights.unlink()
@@ -288,6 +288,42 @@ class SettingsTest(unittest.TestCase):
         self.addCleanup(os.environ.pop, "KVGATE__API__SOCKET")
         self.assertEqual(Settings.read({}).socket, "/tmp/other.sock")
         self.assertEqual(Settings.read({"socket": "/tmp/one.sock"}).socket, "/tmp/one.sock")
+
+
+class GatewayTest(unittest.TestCase):
+    def test_a_gateway_that_is_not_there_is_told(self):
+        settings = Settings.read({"socket": "/nowhere/sock"})
+        with self.assertLogs("kvgate.vllm.gateway", "WARNING") as told:
+            gateway.ensure(settings)
+        self.assertIn("nobody answers at /nowhere/sock", told.output[0])
+        with self.assertNoLogs("kvgate.vllm.gateway"):
+            gateway.ensure(settings, is_told=False)
+
+
+class PolicyTest(unittest.TestCase):
+    def refuses(self, outer, own, **settings):
+        config, whole = (
+            SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy))
+            for policy in (own, outer)
+        )
+        with mock.patch.object(connector, "get_current_vllm_config_or_none", lambda: whole if outer else None):
+            try:
+                connector.refuse_failing_requests(config, Settings.read(settings))
+            except ValueError as error:
+                self.assertIn('set "kv_load_failure_policy": "recompute"', str(error))
+                return True
+        return False
+
+    def test_requests_that_fail_must_be_asked_for(self):
+        # Within MultiConnector the own one is vLLM's default.
+        for outer, own, refuses in (
+            (None, "fail", True),
+            (None, "recompute", False),
+            ("recompute", "fail", False),
+            ("fail", "recompute", True),
+        ):
+            self.assertEqual(self.refuses(outer, own), refuses, (outer, own))
+            self.assertFalse(self.refuses(outer, own, allow_failed_requests=True))
 
 
 class StatsTest(unittest.TestCase):

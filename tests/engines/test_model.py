@@ -44,12 +44,12 @@ def model_config(**more):
         "get_total_num_kv_heads": lambda: 8,
         "runner_type": "generate",
         "is_prefix_caching_supported": True,
-        "architecture": "Qwen3ForCausalLM",
-        "trust_remote_code": False,
-        "code_revision": None,
-        "config_format": "auto",
     }
     return SimpleNamespace(**{**fields, **more})
+
+
+def hf_config(**more):
+    return SimpleNamespace(architectures=["Qwen3ForCausalLM"], **more)
 
 
 def engine(load_format="auto", **more):
@@ -124,6 +124,43 @@ class RevisionTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "has no weights .*: set revision in kv_connector_extra_config"):
             self.revision(model=str(model))
 
+    def test_what_kv_depends_on_is_in_the_digest(self):
+        model = self.folder("model")
+        seen = {self.revision(model=str(model))}
+        for name in (
+            "config.json",
+            "params.json",
+            "hf_quant_config.json",
+            "quantize_config.json",
+            "preprocessor_config.json",
+            "modeling_own.py",
+            "own/layers.py",
+            "model.safetensors.index.json",
+            "whisper-large-v3/model.safetensors",
+            "consolidated.npz",
+        ):
+            for content in (b"1", b"2"):
+                (model / name).parent.mkdir(exist_ok=True)
+                (model / name).write_bytes(content)
+                found = self.revision(model=str(model))
+                self.assertNotIn(found, seen, name)
+                seen.add(found)
+        for name in (".cache/huggingface/etag", ".git/HEAD", "README.md", "generation_config.json", "original/a.pth"):
+            (model / name).parent.mkdir(parents=True, exist_ok=True)
+            (model / name).write_bytes(b"1")
+            self.assertIn(self.revision(model=str(model)), seen, name)
+
+    def test_a_link_is_followed_and_a_circle_ends(self):
+        model = self.folder("model")
+        before = self.revision(model=str(model))
+        (model / "self").symlink_to(model)
+        self.assertEqual(self.revision(model=str(model)), before)
+        other = model.parent / "other"
+        other.mkdir()
+        (other / "layers.py").write_text("1")
+        (model / "own").symlink_to(other)
+        self.assertNotEqual(self.revision(model=str(model)), before)
+
     def test_offline_the_hub_s_cache_tells_the_same_commit(self):
         model = self.folder(f"hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}")
         self.assertEqual(self.revision(model=str(model), revision=None), COMMIT)
@@ -179,45 +216,45 @@ class ExtraTest(unittest.TestCase):
             # The factors are too long for a space, so it has their digest.
             self.assertEqual((short, len(short["rope"])), (long, 64))
 
-    def test_which_files_are_taken_is_in_it(self):
+    def test_which_of_several_files_and_codes_is_loaded_is_in_it(self):
+        self.assertEqual(self.more(load_format="fastsafetensors", config_format="hf", model_impl="vllm"), {})
+        for more in ({"config_format": "mistral"}, {"model_impl": "transformers"}, {"load_format": "mistral"}):
+            (value,) = more.values()
+            self.assertEqual(self.more(**more), {key: json.dumps(value) for key in more})
+        code = "f" * 40
+        remote = {"AutoModel": "org/code--modeling.Own", "AutoTokenizer": ["Qwen/Qwen3-8B--tokenizer.Own", None]}
         self.assertEqual(
-            self.more(load_format="mistral", config_format="mistral"),
-            {"load_format": "mistral", "config_format": "mistral"},
+            self.more(hf_config=hf_config(auto_map=remote), trust_remote_code=True, code_revision=code),
+            {"code_revision": json.dumps(code)},
         )
-        for usual in ("hf", "safetensors", "runai_streamer"):
-            self.assertEqual(self.more(load_format=usual), {})
-
-    def test_code_of_elsewhere_needs_a_commit(self):
-        own = {"AutoModelForCausalLM": "modeling.Model"}
-        other = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": ["org/code--modeling.Model", None]}
-        for auto_map, code, told in (
-            (other, None, "nothing pins the code of org/code"),
-            (other, "main", "nothing pins the code of org/code"),
-            (own, "main", "nothing pins code_revision main"),
-        ):
-            config = SimpleNamespace(architectures=["Model"], auto_map=auto_map)
-            more = {"hf_config": config, "code_revision": code}
-            with self.assertRaisesRegex(ValueError, told + ": set --code-revision to a commit"):
-                space(engine(trust_remote_code=True, **more))
-            # Without it vLLM runs none of it.
-            self.assertEqual(self.more(**more), {})
-        config = SimpleNamespace(architectures=["Model"], auto_map=other)
-        self.assertEqual(
-            self.more(hf_config=config, trust_remote_code=True, code_revision=COMMIT), {"remote_code": COMMIT}
-        )
-        config = SimpleNamespace(architectures=["Model"], auto_map=own)
-        self.assertEqual(self.more(hf_config=config, trust_remote_code=True), {"remote_code": "of the model"})
+        own = {"AutoModel": "Qwen/Qwen3-8B--modeling.Own", "AutoConfig": "config.Own"}
+        self.assertEqual(self.more(hf_config=hf_config(auto_map=own), trust_remote_code=True), {})
 
     def test_what_nothing_pins_needs_a_revision(self):
         for more, told in (
             ({"load_format": "dummy"}, "nothing pins random weights"),
             ({"hf_overrides": lambda config: config}, "nothing pins a function in hf_overrides"),
             ({"hf_config_path": "/other"}, "nothing pins a config from elsewhere .hf_config_path /other."),
+            ({"load_format": "tensorizer"}, "nothing pins what load_format tensorizer loads"),
+            ({"load_format": "ipc_cache"}, "nothing pins what load_format ipc_cache loads"),
+            ({"model_weights": "s3://bucket/model"}, "nothing pins weights in an object storage"),
+            ({"model_class_overrides": {"A": "b:C"}}, "nothing pins the code of model_class_overrides"),
+            ({"model": __file__}, "nothing pins a model of a single file"),
+            ({"hf_config": hf_config(text_model_id="org/text")}, "nothing pins weights from another repository"),
+            (
+                {"code_revision": "main", "trust_remote_code": True},
+                "nothing pins code_revision main, which is no commit",
+            ),
+            (
+                {"hf_config": hf_config(auto_map={"AutoModel": "org/code--modeling.Own"}), "trust_remote_code": True},
+                "nothing pins code from another repository .auto_map org/code--modeling.Own",
+            ),
         ):
             with self.assertRaisesRegex(ValueError, told + ".*: set revision in kv_connector_extra_config"):
                 space(engine(**more))
             own = space(engine(**more), revision="mine")
-            self.assertEqual((own["revision"], own["extra"]), ("mine", PLAIN))
+            flags = {key: json.dumps(more[key]) for key in ("code_revision",) if key in more}
+            self.assertEqual((own["revision"], own["extra"]), ("mine", {**PLAIN, **flags}))
 
 
 class DtypeTest(unittest.TestCase):
@@ -261,12 +298,6 @@ class RefusalTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "set calculate_kv_scales to false"):
             space(config)
 
-    def test_other_kinds_of_attention_though_they_are_subclasses(self):
-        # What R-SWA generates depends on the prompt's length, too.
-        for kind, more in ((RSWASpec, {"rswa_window": 64}), (SinkFullAttentionSpec, {"sink_len": 4})):
-            with self.assertRaisesRegex(ValueError, f"full attention only, and this model has {kind.__name__}"):
-                space(engine(), caches(kind, **more))
-
     def test_models_for_which_vllm_turns_prefix_caching_off(self):
         class Hook:
             @staticmethod
@@ -278,18 +309,16 @@ class RefusalTest(unittest.TestCase):
             def verify_and_update_config(vllm_config):
                 vllm_config.cache_config.block_size = 64
 
-        for hook, refused in ((Hook, True), (Other, False)):
+        for hook, is_refused in ((Hook, True), (Other, False)):
             config = engine(architecture="HookedForCausalLM")
             config.cache_config.enable_prefix_caching = False
             with mock.patch.dict(MODELS_CONFIG_MAP, {"HookedForCausalLM": hook}):
-                if refused:
+                if is_refused:
                     with self.assertRaisesRegex(ValueError, "HookedForCausalLM: vLLM turns prefix caching off"):
                         space(config)
                 else:
                     space(config)
-            self.assertFalse(hasattr(config.cache_config, "block_size"), "it was a copy that was asked")
-        with self.assertRaisesRegex(ValueError, "vLLM has no prefix caching"):
-            space(engine(is_prefix_caching_supported=False))
+            self.assertFalse(hasattr(config.cache_config, "block_size"), "a copy is asked")
 
     def test_what_a_user_turned_off_is_reused(self):
         config = engine()
@@ -297,8 +326,25 @@ class RefusalTest(unittest.TestCase):
         space(config)
 
     def test_attention_that_looks_ahead(self):
-        with self.assertRaisesRegex(ValueError, "causal attention only"):
-            space(engine(), caches(non_causal=True))
+        mla = {"num_kv_heads": 1, "head_size": 576, "non_causal_multi_token_decode": True}
+        for kv_caches in (caches(non_causal=True), caches(MLAAttentionSpec, **mla)):
+            with self.assertRaisesRegex(ValueError, "causal attention only"):
+                space(engine(), kv_caches)
+
+    def test_subclasses_of_full_attention(self):
+        for kind, more in ((RSWASpec, {"rswa_window": 128}), (SinkFullAttentionSpec, {"sink_len": 16})):
+            with self.assertRaisesRegex(ValueError, f"not {kind.__name__} .*: run this model without kvgate"):
+                space(engine(), caches(kind, **more))
+        mla = caches(MLAAttentionSpec, num_kv_heads=1, head_size=576)
+        self.assertEqual(space(engine(), mla)["planes"][0]["heads"], 1)
+
+    def test_models_of_which_vllm_reuses_nothing(self):
+        for more, told in (
+            ({"is_prefix_caching_supported": False}, "prefix caching is not supported for this model"),
+            ({"is_diffusion": True}, "a diffusion model"),
+        ):
+            with self.assertRaisesRegex(ValueError, told + ".*: run it without kvgate"):
+                space(engine(**more), revision="mine")
 
 
 class ImagesTest(unittest.TestCase):

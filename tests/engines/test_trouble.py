@@ -3,11 +3,15 @@
 python tests/engines/test_trouble.py     in an environment with vLLM and the wheel, with Ceph up
 """
 
+import itertools
 import os
 import subprocess
 import unittest
+from unittest import mock
 
 from case import CHUNK, PROMPTS, REUSED, EngineCase
+from kvgate.vllm.scheduler import SchedulerSide
+from kvgate.vllm.worker import WorkerSide
 from lives import forget, kvgate, prompt
 
 from gateway import Gateway, Proxy
@@ -136,6 +140,32 @@ class CephTest(EngineCase):
         tokens, cached, both = self.alive([], self.kv(), act=act)["act"]
         self.assertEqual((tokens, cached), (self.plain["tokens"][:1], 3 * CHUNK))
         self.assertEqual(both, self.plain["tokens"])
+
+
+class GuardTest(EngineCase):
+    def test_whatever_throws_the_engine_answers_like_plain_vllm(self):
+        self.stored()
+        for owner, name, call in (
+            (SchedulerSide, "new_request", 0),
+            (SchedulerSide, "matched_tokens", 0),
+            (SchedulerSide, "allocated", 1),
+            (SchedulerSide, "step", 4),
+            (SchedulerSide, "ended", 4),
+            (SchedulerSide, "finished", 0),
+            (WorkerSide, "load", 0),
+            (WorkerSide, "collect", 2),
+        ):
+            calls, real = itertools.count(), getattr(owner, name)
+
+            def throws(*arguments, calls=calls, real=real, call=call, **named):
+                if next(calls) == call:
+                    raise RuntimeError("broken by a test")
+                return real(*arguments, **named)
+
+            with self.subTest(name), mock.patch.object(owner, name, throws):
+                result = self.alive(PROMPTS, self.kv())
+                self.assertEqual(result["tokens"], self.plain["tokens"])
+                self.assertIn("kvgate is off", result["said"])
 
 
 if __name__ == "__main__":

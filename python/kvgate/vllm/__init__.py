@@ -14,8 +14,11 @@
 | `metadata`  | what the scheduler and the workers tell each other                                |
 | `stats`     | vLLM's log line and Prometheus metrics                                            |
 | `events`    | KV events for routers                                                             |
+| `guard`     | what is answered when one of vLLM's calls throws                                  |
 | `versions`  | what the running vLLM can do                                                      |
 """
+
+import logging
 
 try:
     from vllm import __version__ as vllm_version
@@ -25,6 +28,12 @@ except ImportError as error:
     raise ImportError(f"kvgate.vllm needs vLLM 0.32 or newer: {error}") from error
 
 from kvgate.vllm.versions import check
+
+# vLLM sets up its own loggers only: what kvgate tells goes where vLLM's lines go, unless somebody has said otherwise.
+ours, vllms = logging.getLogger("kvgate"), logging.getLogger("vllm")
+if not ours.handlers and ours.level == logging.NOTSET:
+    ours.handlers, ours.propagate = list(vllms.handlers), vllms.propagate
+    ours.setLevel(vllms.level)
 
 for lacking in check(KVConnectorBase_V1, vllm_version):
     init_logger(__name__).info("kvgate: %s", lacking)

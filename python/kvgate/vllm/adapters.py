@@ -76,7 +76,7 @@ class Adapters:
         return job
 
     def digest(self, folder):
-        stamp = weights.stamp(folder)
+        stamp = weights.stamp(folder, is_deep=False)
         if self.known.get(folder, (None,))[0] != stamp:
-            self.known[folder] = (stamp, weights.digest(folder))
+            self.known[folder] = (stamp, weights.digest(folder, is_deep=False))
         return self.known[folder][1]

@@ -1,6 +1,7 @@
 """vLLM's calls, handed to one of the two sides."""
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -9,7 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
+from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
+from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
@@ -29,13 +32,13 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings = settings = Settings.read(config.kv_connector_extra_config)
         parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
         model = describe(vllm_config, kv_cache_config, settings)
-        gateway.ensure(settings)
+        # Once, not by each rank.
+        gateway.ensure(settings, is_told=role == KVConnectorRole.SCHEDULER)
         self.scheduler = self.worker = None
+        self.is_off = False
+        """One of the calls below threw: vLLM goes on as if there were no kvgate."""
+        self.owed = Owed()
         if role == KVConnectorRole.SCHEDULER:
-            if config.kv_load_failure_policy != "recompute":
-                logger.warning(
-                    'kvgate: a load that fails will fail its request: set "kv_load_failure_policy": "recompute"'
-                )
             self.scheduler = SchedulerSide(
                 model,
                 settings,
@@ -46,6 +49,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
                 items_have_digests(vllm_config),
             )
         else:
+            refuse_failing_requests(vllm_config, settings)
             self.worker = WorkerSide(model, settings, parallel, config.engine_id)
 
     @classmethod
@@ -53,42 +57,86 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         """Layers are waited for from Python, which a graph of the whole step would leave out."""
         return bool(extra_config.get("layerwise"))
 
+    def _turn_off(self, why):
+        """Once, whatever else goes wrong."""
+        logger.error("kvgate is off until the engine is started again, everything is computed: %s", why)
+        logger.debug("kvgate: where it was", exc_info=True)
+        self.is_off = True
+        if self.worker is not None:
+            meta = self._get_connector_metadata() if self.has_connector_metadata() else None
+            under_way = self.worker.loads.keys() | self.worker.stores | self.worker.report.loaded.keys()
+            self.worker.give_up(
+                [load for load in getattr(meta, "loads", ()) if load.job not in under_way],
+                [store for store in getattr(meta, "stores", ()) if store.job not in under_way],
+            )
+
     # ---- scheduler
 
+    @guarded()
     def on_new_request(self, request):
         self.scheduler.new_request(request)
 
+    @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return self.scheduler.matched_tokens(request, num_computed_tokens)
+        tokens, is_async = self.scheduler.matched_tokens(request, num_computed_tokens)
+        if tokens:
+            self.owed.local[request.request_id] = num_computed_tokens // self.scheduler.block_tokens
+        return tokens, is_async
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            # vLLM counts on it from here on.
+            self.owed.allocated(request.request_id, blocks.get_block_ids()[0])
+        self._allocated(request, blocks, num_external_tokens)
+
+    @guarded()
+    def _allocated(self, request, blocks, num_external_tokens):
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
+    @guarded(lambda connector, _: connector.owed.step())
     def build_connector_meta(self, scheduler_output):
-        return self.scheduler.step(scheduler_output)
+        meta = self.scheduler.step(scheduler_output)
+        self.owed.told()
+        return meta
 
+    @guarded()
     def update_connector_output(self, connector_output):
-        self.scheduler.ended(connector_output.invalid_block_ids or (), connector_output.kv_connector_worker_meta)
+        report = connector_output.kv_connector_worker_meta
+        if report is not None and report.is_off:
+            raise RuntimeError("a worker is off, see its line above")
+        self.scheduler.ended(connector_output.invalid_block_ids or (), report)
 
     def request_finished(self, request, block_ids):
-        return self.scheduler.finished(request), None
+        self.owed.local.pop(request.request_id, None)
+        is_held = self._finished(request)
+        if is_held:
+            self.owed.frees.add(request.request_id)
+        return is_held, None
+
+    @guarded(lambda *_: False)
+    def _finished(self, request):
+        """Off, vLLM has the blocks back at once: no step writes to them before the workers have stopped all copies."""
+        return self.scheduler.finished(request)
 
     def request_finished_all_groups(self, request, block_ids):
-        return self.scheduler.finished(request), None
+        return self.request_finished(request, block_ids)
 
     @property
     def requires_kv_delivery(self):
         """What a preempted request did not store is computed by the engine that misses it: no token is dropped for it."""
         return False
 
+    @guarded(lambda *_: False)
     def has_pending_block_frees(self):
         return self.scheduler.has_pending_block_frees()
 
+    @guarded(lambda *_: ())
     def take_events(self):
         # vLLM's last call after each step, whatever the step was.
         self.scheduler.computed()
         return self.scheduler.events.take() if self.scheduler.events is not None else ()
 
+    @guarded(lambda *_: True)
     def reset_cache(self):
         return self.scheduler.reset()
 
@@ -100,16 +148,29 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self):
         self.worker.unregister()
 
+    @guarded()
     def restore_kv_caches(self):
         self.worker.restore()
 
+    @guarded()
     def handle_preemptions(self, kv_connector_metadata):
+        if kv_connector_metadata.is_all_taken_back:
+            self.worker.take_all_back()
         self.worker.take_back(kv_connector_metadata.taken_back)
 
     def start_load_kv(self, forward_context, **kwargs):
-        if loads := self._get_connector_metadata().loads:
-            self.worker.load(loads, current_stream(), self.settings.layerwise)
+        meta = self._get_connector_metadata()
+        self.worker.lose(meta.lost)
+        if self.is_off:
+            self.worker.give_up(meta.loads, meta.stores)
+        elif meta.loads:
+            self._load(meta.loads)
 
+    @guarded()
+    def _load(self, loads):
+        self.worker.load(loads, current_stream(), self.settings.layerwise)
+
+    @guarded()
     def wait_for_layer_load(self, layer_name):
         if self.settings.layerwise:
             self.worker.wait_layer(layer_name)
@@ -117,26 +178,39 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
         """Chunks are stored as a whole, after the step."""
 
+    @guarded()
     def wait_for_save(self):
         if stores := self._get_connector_metadata().stores:
             self.worker.store(stores, current_stream())
 
     def get_finished(self, finished_req_ids):
+        finished = self._get_connector_metadata().finished
+        results = self._results(finished)
+        # Off, all copies have ended: this is only what was noted.
+        sent, received = results or self.worker.results(finished)
+        # vLLM did not wait for what was loaded within the step.
+        return sent, set() if self.settings.layerwise else received
+
+    @guarded()
+    def _results(self, finished):
         if self.settings.layerwise:
             # With a drafter `wait_for_save` comes later, and what failed would be told a step late.
             self.worker.wait_layers()
-        sent, received = self.worker.results(self._get_connector_metadata().finished)
-        # vLLM did not wait for what was loaded within the step.
-        return sent, set() if self.settings.layerwise else received
+        return self.worker.results(finished)
 
     def get_block_ids_with_load_errors(self):
         return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self):
-        return self.worker.take_report(self._get_connector_metadata().loads_within)
+        report = self.worker.take_report(self._get_connector_metadata().loads_within)
+        if self.is_off:
+            report = report or WorkerReport()
+            report.is_off = True
+        return report
 
     # ---- both
 
+    @guarded()
     def get_kv_connector_stats(self):
         return (self.scheduler or self.worker).stats.take()
 
@@ -151,6 +225,17 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self):
         if self.worker is not None:
             self.worker.close()
+
+
+def refuse_failing_requests(vllm_config, settings):
+    """Within MultiConnector its own policy counts, which a worker finds in the whole configuration."""
+    policy = (get_current_vllm_config_or_none() or vllm_config).kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute" and not settings.allow_failed_requests:
+        raise ValueError(
+            f"with kv_load_failure_policy {policy} a load that fails would fail its request: set "
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config, or "allow_failed_requests": true in '
+            "kv_connector_extra_config"
+        )
 
 
 def current_stream():

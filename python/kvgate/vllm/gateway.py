@@ -8,17 +8,30 @@ import subprocess
 import sys
 import time
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 START_SECONDS = 30
 LAUNCH = """import subprocess, sys
 print(subprocess.Popen(sys.argv[1:], stdout=sys.stderr, start_new_session=True).pid)"""
 """Nobody's child and of no session: vLLM ends its processes with all of theirs, and signals go to a session."""
 
 
-def ensure(settings):
+def ensure(settings, is_told=True):
     """Starts `kvgate serve` if nobody listens at the socket and the settings allow it; ranks and engines race for it, and
-    one does. It outlives the engine. An engine without a gateway computes everything, so only a start that was asked for and
+        one does. It outlives the engine. An engine without a gateway computes everything, so only a start that was asked for and
     failed is an error."""
-    if not settings.serve or listens(settings.socket):
+    if listens(settings.socket):
+        return
+    if not settings.serve:
+        if is_told:
+            logger.warning(
+                "kvgate: nobody answers at %s, everything is computed until somebody does: start kvgate serve --socket %s, "
+                "or set serve in kv_connector_extra_config",
+                settings.socket,
+                settings.socket,
+            )
         return
     os.makedirs(os.path.dirname(os.path.abspath(settings.socket)), exist_ok=True)
     with open(f"{settings.socket}.lock", "w") as lock:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,9 +11,16 @@ from kvgate import weights
 COMMIT = "[0-9a-f]{40}"
 SNAPSHOT = re.compile(rf"/models--[^/]+/snapshots/({COMMIT})/?$")
 """Where a hub's cache keeps a commit; vLLM takes this folder for the hub's name with HF_HUB_OFFLINE."""
-USUAL_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
-"""All of these take the folder's safetensors where there are some; random weights have a name of the user's."""
-USUAL_CONFIGS = ("auto", "hf")
+FORMATS = {
+    **dict.fromkeys(
+        ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "bitsandbytes"), ""
+    ),
+    **{name: name for name in ("mistral", "pt", "npcache", "sharded_state", "runai_streamer_sharded")},
+}
+"""vLLM's load formats that read the model's folder or commit and nothing else, and what a space says of them: one may have
+other weights in files of another kind."""
+ENVIRONMENT = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
+"""vLLM's variables that say how weights and activations are quantized."""
 TEXT_BYTES_MAX = 512
 """Of a value in a space's `extra`."""
 
@@ -25,7 +33,8 @@ def revision(vllm_config):
     """What pins the weights, never a path or a branch's name."""
     model_config = vllm_config.model_config
     refuse_what_nothing_pins(vllm_config)
-    refuse_code_that_nothing_pins(model_config)
+    if Path(model_config.model).is_file():
+        raise ValueError(pin_it(f"a model of a single file ({model_config.model})"))
     if not Path(model_config.model).is_dir():
         return hub_commit(model_config)
     if snapshot := SNAPSHOT.search(model_config.model):
@@ -36,43 +45,50 @@ def revision(vllm_config):
         raise ValueError(f"{error}: set revision in kv_connector_extra_config to what pins its weights") from error
 
 
+def pin_it(what):
+    return (
+        f"nothing pins {what}: set revision in kv_connector_extra_config to a name of your own for this model, "
+        "another one whenever it changes"
+    )
+
+
 def refuse_what_nothing_pins(vllm_config):
-    model_config = vllm_config.model_config
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
     config = model_config.hf_config_path or model_config.model
     for is_given, what in (
-        (vllm_config.load_config.load_format == "dummy", "random weights (load_format dummy)"),
+        (load_config.load_format == "dummy", "random weights (load_format dummy)"),
+        (load_config.load_format not in (*FORMATS, "dummy"), f"what load_format {load_config.load_format} loads"),
+        (getattr(model_config, "model_weights", None), "weights in an object storage"),
         (callable(model_config.hf_overrides), "a function in hf_overrides"),
+        (getattr(model_config, "model_class_overrides", None), "the code of model_class_overrides"),
         (config != model_config.model, f"a config from elsewhere (hf_config_path {config})"),
+        *((True, what) for what in elsewhere(model_config)),
     ):
         if is_given:
-            raise ValueError(
-                f"nothing pins {what}: set revision in kv_connector_extra_config to a name of your own for this model, "
-                "another one whenever it changes"
-            )
+            raise ValueError(pin_it(what))
 
 
-def refuse_code_that_nothing_pins(model_config):
-    """Code of another repository than the weights' comes from its main branch, or from `code_revision`."""
-    if not model_config.trust_remote_code:
+def elsewhere(model_config):
+    """What a model takes from other repositories, which its own commit does not pin."""
+    config, code = model_config.hf_config, getattr(model_config, "code_revision", None)
+    for name in ("text_model_id", "audio_model_id"):
+        if other := getattr(config, name, None):
+            yield f"weights from another repository ({name} {other})"
+    if not getattr(model_config, "trust_remote_code", False):
         return
-    code = model_config.code_revision
     is_pinned = code is not None and re.fullmatch(COMMIT, code)
-    elsewhere = sorted(repositories(getattr(model_config.hf_config, "auto_map", None)))
-    if (code is not None or elsewhere) and not is_pinned:
-        what = f"the code of {', '.join(elsewhere)}" if elsewhere else f"code_revision {code}"
-        raise ValueError(
-            f"nothing pins {what}: set --code-revision to a commit, or revision in kv_connector_extra_config to a name of your "
-            "own for this model, another one whenever it changes"
-        )
+    if code is not None and not is_pinned:
+        yield f"code_revision {code}, which is no commit"
+    for reference in references(getattr(config, "auto_map", None) or {}):
+        repository, separator, _ = reference.rpartition("--")
+        # For a hub's model Transformers writes its own name before each.
+        if separator and repository != model_config.model and not is_pinned:
+            yield f"code from another repository (auto_map {reference}, without a commit as code_revision)"
 
 
-def repositories(auto_map):
-    """Of the classes that a config takes from elsewhere, as `organisation/name--module.Class`."""
-    if isinstance(auto_map, dict):
-        return set().union(*map(repositories, auto_map.values()))
-    if isinstance(auto_map, list | tuple):
-        return set().union(*map(repositories, auto_map))
-    return {auto_map.partition("--")[0]} if isinstance(auto_map, str) and "--" in auto_map else set()
+def references(auto_map):
+    for value in auto_map.values():
+        yield from (name for name in (value if isinstance(value, list | tuple) else [value]) if name)
 
 
 def hub_commit(model_config):
@@ -97,8 +113,7 @@ def extra(vllm_config):
         "compute": str(model_config.dtype),
         "quantization": str(model_config.quantization or ""),
         **long_rope(model_config),
-        **formats(vllm_config),
-        **{name: fitting(json.dumps(value, sort_keys=True, default=str)) for name, value in flags(model_config)},
+        **{name: fitting(json.dumps(value, sort_keys=True, default=str)) for name, value in flags(vllm_config)},
     }
 
 
@@ -112,23 +127,12 @@ def long_rope(model_config):
     return {}
 
 
-def formats(vllm_config):
-    """Which of a folder's weights and configs are taken: it may hold several, and code of another commit."""
-    model_config, chosen = vllm_config.model_config, {}
-    if (weights_format := vllm_config.load_config.load_format) not in USUAL_WEIGHTS:
-        chosen["load_format"] = str(weights_format)
-    if model_config.config_format not in USUAL_CONFIGS:
-        chosen["config_format"] = str(model_config.config_format)
-    if model_config.trust_remote_code:
-        chosen["remote_code"] = model_config.code_revision or "of the model"
-    return chosen
-
-
-def flags(model_config):
+def flags(vllm_config):
     """The engine's flags that are set and that change KV."""
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
     multimodal = model_config.multimodal_config
     for config, names in (
-        (model_config, ("hf_overrides", "quantization_config")),
+        (model_config, ("hf_overrides", "quantization_config", "code_revision")),
         # Neither is in the identifier of an image or a video.
         (multimodal, ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")),
     ):
@@ -136,6 +140,24 @@ def flags(model_config):
             value = getattr(config, name, None)
             if value and not callable(value):
                 yield name, value
+    # Those whose defaults are something.
+    for config, name, usual in (
+        (model_config, "config_format", ("auto", "hf")),
+        (model_config, "model_impl", ("auto", "vllm")),
+        (multimodal, "video_pruning_method", ("evs",)),
+        (load_config, "ignore_patterns", (["original/**/*"], [])),
+    ):
+        value = getattr(config, name, None)
+        if value is not None and value not in usual:
+            yield name, value
+    if kind := FORMATS.get(load_config.load_format):
+        yield "load_format", kind
+    loader = getattr(load_config, "model_loader_extra_config", None)
+    if isinstance(loader, dict) and (pattern := loader.get("pattern")):
+        yield "pattern", pattern
+    for name in ENVIRONMENT:
+        if value := os.environ.get(name):
+            yield name, value
 
 
 def fitting(text):

@@ -42,6 +42,10 @@ class StepMetadata(KVConnectorMetadata):
     """Requests whose blocks stay until the worker has said that they are free."""
     loads_within: int | None = None
     """The step's number where something is loaded within it, which the workers tell back with what failed."""
+    lost: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Loads that vLLM counts on and that never begin, by request: their blocks."""
+    is_all_taken_back: bool = False
+    """Of all requests."""
 
 
 @dataclasses.dataclass
@@ -56,8 +60,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Stores that need their blocks no more; they end later."""
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
     """Those with loads within them, of which all that failed is known."""
+    is_off: bool = False
+    """One of these ranks moves nothing any more."""
 
     def aggregate(self, other):
+        self.is_off |= other.is_off
         for job, (ranks, seconds) in other.loaded.items():
             before, slowest = self.loaded.get(job, (0, 0.0))
             self.loaded[job] = (before + ranks, max(slowest, seconds))
@@ -70,7 +77,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return self
 
     def __bool__(self):
-        return bool(self.loaded or self.stored or self.freed or self.steps)
+        return bool(self.loaded or self.stored or self.freed or self.steps or self.is_off)
 
 
 def request_of(job):

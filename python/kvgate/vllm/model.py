@@ -92,13 +92,12 @@ def only_group(kv_cache_config):
         )
     spec = groups[0].kv_cache_spec
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    # A subclass is another kind of attention, whose KV may depend on more than the tokens before it.
+    # A subclass is of some other attention: of R-SWA, for one, KV depends on what is left out while decoding.
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or window:
         raise ValueError(
-            f"kvgate reuses full attention only, and this model has {type(spec).__name__} (window {window}): "
-            "run it without kvgate"
+            f"kvgate reuses full attention only, not {type(spec).__name__} (window {window}): run this model without kvgate"
         )
-    if getattr(spec, "non_causal", False):
+    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
 
@@ -117,6 +116,13 @@ def dtype_of(spec, cache_dtype):
 
 
 def refuse_what_has_kv_of_its_own(vllm_config):
+    model_config = vllm_config.model_config
+    if getattr(model_config, "is_diffusion", False):
+        raise ValueError("kvgate can't reuse KV of a diffusion model, whose tokens change: run it without kvgate")
+    if model_config.runner_type == "generate" and not model_config.is_prefix_caching_supported:
+        raise ValueError(
+            "vLLM says that prefix caching is not supported for this model, so its KV can't be reused: run it without kvgate"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         raise ValueError(
@@ -133,15 +139,13 @@ def refuse_what_is_no_function_of_its_prefix(vllm_config):
     """Models for which vLLM turns its own prefix caching off. What the user has turned off looks alike, so the model's hook
     is asked what it makes of a configuration where it is on."""
     model_config = vllm_config.model_config
-    architecture = model_config.architecture
-    if model_config.runner_type != "pooling" and not model_config.is_prefix_caching_supported:
-        raise ValueError(
-            f"kvgate can't reuse KV of {architecture}, for which vLLM has no prefix caching: run it without kvgate"
-        )
+    architecture = getattr(model_config, "architecture", None)
     hook = MODELS_CONFIG_MAP.get(architecture)
     if hook is None or vllm_config.cache_config.enable_prefix_caching:
         return
-    asked = copy.deepcopy(vllm_config)
+    # The hook has run once already: all that it changes is in the cache's configuration, or was changed then.
+    asked = copy.copy(vllm_config)
+    asked.cache_config = copy.copy(vllm_config.cache_config)
     asked.cache_config.enable_prefix_caching = True
     hook.verify_and_update_config(asked)
     if not asked.cache_config.enable_prefix_caching:

@@ -393,6 +393,7 @@ class SchedulerSide:
         try:
             adapter = self.adapters.of(request)
         except Exception as error:
+            # Whatever it is, the other requests have nothing to do with it.
             logger.warning_once("kvgate: requests with the adapter reuse nothing: %s", str(error))
             return False
         return adapter if adapter is None else self.epoch + adapter

@@ -26,6 +26,8 @@ class Settings:
     """`auto`: a load that would take longer than computing is left; `always`: what is there is loaded."""
     layerwise: bool = False
     """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
+    allow_failed_requests: bool = False
+    """kv_load_failure_policy may be `fail`: a load that fails then fails its request."""
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50

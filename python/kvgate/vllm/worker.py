@@ -120,6 +120,30 @@ class WorkerSide:
         if jobs := [job for job in self.stores if request_of(job) in requests]:
             self.worker.take_back(jobs)
 
+    def take_all_back(self):
+        if self.stores and self.worker is not None:
+            self.worker.take_back(list(self.stores))
+
+    def lose(self, lost):
+        """Loads that never begin, and that vLLM waits for."""
+        for request, blocks in lost.items():
+            self.received.add(request)
+            self.failed_blocks.update(blocks)
+
+    def give_up(self, loads=(), stores=()):
+        """Nothing more is copied. What is under way ends first, and counts as failed, as do these that were not begun: nobody
+        waits for any of it."""
+        worker, self.worker, self.kv_caches = self.worker, None, None
+        if worker is not None:
+            worker.close()
+        for load in [*self.loads.values(), *loads]:
+            self.fail(load, 0)
+            self.end(load, 0.0)
+        for job in (*self.stores, *(store.job for store in stores)):
+            self.report.stored[job] = (1, set())
+            self.report.freed[job] = 1
+        self.stores = set()
+
     def results(self, finished_requests):
         """Finished requests whose blocks are free, and requests whose loads have ended, since the last call."""
         self.collect()
@@ -133,7 +157,7 @@ class WorkerSide:
         if self.worker is None:
             return
         for ended in self.worker.loaded():
-            load = self.loads.pop(ended.job)
+            load = self.loads[ended.job]
             self.stats.loaded(ended)
             if ended.missing:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
@@ -149,6 +173,7 @@ class WorkerSide:
                 logger.debug("kvgate: %s was not stored: %s", ended.job, ended.error)
 
     def end(self, load, seconds):
+        self.loads.pop(load.job, None)
         self.received.add(load.request)
         self.report.loaded[load.job] = (1, seconds)
 

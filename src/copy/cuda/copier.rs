@@ -169,13 +169,11 @@ impl CudaCopier {
             Ok(done) => Ok(Pending::new(held, Some(done))),
             Err(error) => {
                 // Some of it may be under way.
-                match lane.finish_half() {
-                    Ok(()) => Err(error.into()),
-                    Err(_) => {
-                        std::mem::forget(held);
-                        Err(CopyError::Kept(error))
-                    }
+                if lane.finish_half().is_ok() {
+                    return Err(error.into());
                 }
+                std::mem::forget(held);
+                Err(CopyError::Kept(error))
             }
         }
     }

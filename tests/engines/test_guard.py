@@ -1,0 +1,154 @@
+"""Whatever a call of vLLM's throws, the engine goes on, nothing waits for ever and nothing wrong is used.
+
+python tests/engines/test_guard.py     in an environment with vLLM and the wheel
+"""
+
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+from kvgate.vllm import KvGateConnector
+from kvgate.vllm.guard import Owed
+from kvgate.vllm.metadata import Load, StepMetadata, Store, WorkerReport
+from kvgate.vllm.worker import WorkerSide
+
+
+def connector(**parts):
+    """Without an engine: only the parts that a test needs."""
+    made = object.__new__(KvGateConnector)
+    fields = {"scheduler": None, "worker": None, "is_off": False, "owed": Owed(), "_connector_metadata": None}
+    vars(made).update({**fields, "settings": SimpleNamespace(layerwise=False), **parts})
+    return made
+
+
+def blocks(*table):
+    return SimpleNamespace(get_block_ids=lambda: (list(table),))
+
+
+def request(name="r"):
+    return SimpleNamespace(request_id=name)
+
+
+class SchedulerTest(unittest.TestCase):
+    def setUp(self):
+        self.side = mock.Mock(block_tokens=16)
+        self.side.matched_tokens.return_value = (32, True)
+        self.side.step.side_effect = lambda output: StepMetadata()
+        self.side.finished.return_value = True
+        self.connector = connector(scheduler=self.side)
+
+    def promise(self):
+        self.assertEqual(self.connector.get_num_new_matched_tokens(request(), 16), (32, True))
+        self.connector.update_state_after_alloc(request(), blocks(7, 8, 9), 32)
+
+    def test_each_call_answers_what_ends_reuse(self):
+        output = SimpleNamespace(kv_connector_worker_meta=None, invalid_block_ids=None)
+        for name, call, instead in (
+            ("new_request", lambda one: one.on_new_request(request()), None),
+            ("matched_tokens", lambda one: one.get_num_new_matched_tokens(request(), 0), (0, False)),
+            ("allocated", lambda one: one.update_state_after_alloc(request(), blocks(1), 16), None),
+            ("step", lambda one: one.build_connector_meta(None), StepMetadata(is_all_taken_back=True)),
+            ("ended", lambda one: one.update_connector_output(output), None),
+            ("finished", lambda one: one.request_finished(request(), [1]), (False, None)),
+            ("finished", lambda one: one.request_finished_all_groups(request(), ([1],)), (False, None)),
+            ("reset", lambda one: one.reset_cache(), True),
+        ):
+            side = mock.Mock(**{f"{name}.side_effect": MemoryError("no room")})
+            one = connector(scheduler=side)
+            with self.assertLogs("kvgate.vllm.connector", "ERROR") as told:
+                self.assertEqual(call(one), instead, name)
+                self.assertEqual(call(one), instead if name != "allocated" else None, name)
+            self.assertEqual(len(told.records), 1)
+            self.assertIn("MemoryError: no room", told.output[0])
+            # Nothing is asked any more.
+            self.assertEqual(getattr(side, name).call_count, 1)
+            self.assertEqual(one.get_num_new_matched_tokens(request("other"), 0), (0, False))
+
+    def test_a_load_that_vllm_counts_on_is_told_as_lost(self):
+        for broken in ("allocated", "step"):
+            self.setUp()
+            getattr(self.side, broken).side_effect = KeyError("anything")
+            with self.assertLogs("kvgate.vllm.connector", "ERROR"):
+                self.promise()
+                meta = self.connector.build_connector_meta(None)
+            # Those behind the one that vLLM had itself.
+            self.assertEqual(meta, StepMetadata(lost={"r": [8, 9]}, is_all_taken_back=True))
+            self.assertEqual(self.connector.build_connector_meta(None), StepMetadata(is_all_taken_back=True))
+
+    def test_blocks_that_are_held_are_asked_for_once(self):
+        self.assertEqual(self.connector.request_finished(request("told"), [1]), (True, None))
+        self.connector.build_connector_meta(None)
+        self.assertEqual(self.connector.request_finished(request("held"), [1]), (True, None))
+        self.side.step.side_effect = KeyError("anything")
+        with self.assertLogs("kvgate.vllm.connector", "ERROR"):
+            self.assertEqual(self.connector.build_connector_meta(None).finished, {"held"})
+        self.assertEqual(self.connector.build_connector_meta(None).finished, set())
+
+    def test_a_worker_that_is_off_ends_it_for_all(self):
+        report = WorkerReport().aggregate(WorkerReport(is_off=True))
+        output = SimpleNamespace(kv_connector_worker_meta=report, invalid_block_ids=None)
+        with self.assertLogs("kvgate.vllm.connector", "ERROR"):
+            self.connector.update_connector_output(output)
+        self.assertEqual(self.connector.get_num_new_matched_tokens(request(), 0), (0, False))
+
+
+class WorkerTest(unittest.TestCase):
+    def setUp(self):
+        model = SimpleNamespace(block_tokens=16, space=SimpleNamespace(chunk_tokens=16), layers=["a"])
+        parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
+        self.side = WorkerSide(model, SimpleNamespace(), parallel, "engine")
+        self.native = self.side.worker = mock.Mock()
+        for name in ("loaded", "freed", "stored"):
+            getattr(self.native, name).return_value = []
+        self.connector = connector(worker=self.side)
+        self.load = Load("r#1", "r", b"", 0, (16, 48), [7, 8, 9])
+        self.store = Store("s#s1", "s", b"", b"", [3])
+
+    def step(self, **meta):
+        """One, as vLLM calls it; what it is told after."""
+        one = self.connector
+        one._connector_metadata = meta = StepMetadata(**meta)
+        one.handle_preemptions(meta)
+        one.start_load_kv(None)
+        one.wait_for_layer_load("a")
+        one.wait_for_save()
+        sent, received = one.get_finished(set())
+        return sent, received, one.get_block_ids_with_load_errors(), one.build_connector_worker_meta()
+
+    def test_what_is_under_way_ends_whatever_throws(self):
+        for broken in ("loaded", "freed", "stored", "take_back", "load_stream", "save_stream"):
+            self.setUp()
+            self.step(loads=[self.load], stores=[self.store])
+            again = Load("n#1", "n", b"", 0, (0, 16), [5])
+            if broken.endswith("stream"):
+                thrower = mock.patch(
+                    "kvgate.vllm.connector.current_stream",
+                    side_effect=[RuntimeError("CUDA")] if broken == "load_stream" else [None, RuntimeError("CUDA")],
+                )
+            else:
+                thrower = mock.patch.object(self.native, broken, side_effect=RuntimeError("broken"))
+            with thrower, self.assertLogs("kvgate.vllm.connector", "ERROR") as told:
+                sent, received, failed, report = self.step(
+                    loads=[again], stores=[self.store], finished={"s"}, is_all_taken_back=broken == "take_back"
+                )
+            self.assertEqual((sent, received, failed), ({"s"}, {"r", "n"}, {8, 9, 5}), broken)
+            self.assertEqual((set(report.loaded), set(report.stored), report.is_off), ({"r#1", "n#1"}, {"s#s1"}, True))
+            # All copies had ended before anybody was told.
+            self.native.close.assert_called_once_with()
+            self.assertEqual(len(told.records), 1)
+            # A load that was told before the scheduler knew.
+            sent, received, failed, report = self.step(loads=[Load("l#1", "l", b"", 0, (0, 16), [4])])
+            self.assertEqual((sent, received, failed, report.is_off), (set(), {"l"}, {4}, True))
+
+    def test_a_lost_load_is_computed(self):
+        _, received, failed, _ = self.step(lost={"r": [8, 9]})
+        self.assertEqual((received, failed), ({"r"}, {8, 9}))
+
+    def test_all_is_taken_back(self):
+        self.step(stores=[self.store])
+        self.step(is_all_taken_back=True)
+        self.native.take_back.assert_called_once_with(["s#s1"])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
