@@ -62,6 +62,7 @@ class Lookups:
         again_ms: int = 5000,
         patience_ms: int = 10000,
         at_once: int = 256,
+        socket_owner: int | None = None,
     ) -> None: ...
     def ask(self, request: str, prompt: Prompt) -> None:
         """Hashes the prompt and asks which of its chunks are there, in the background, until `patience_ms`. Takes the place of what the request has asked before."""

@@ -78,7 +78,7 @@ impl Lookups {
     #[new]
     #[pyo3(signature = (
         socket, space, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000, again_ms=5_000,
-        patience_ms=10_000, at_once=256,
+        patience_ms=10_000, at_once=256, socket_owner=None,
     ))]
     fn new(
         socket: PathBuf,
@@ -90,12 +90,13 @@ impl Lookups {
         again_ms: u64,
         patience_ms: u64,
         at_once: usize,
+        socket_owner: Option<u32>,
     ) -> Self {
         let deadline = Duration::from_millis(deadline_ms);
         let pause = Duration::from_millis(breaker_pause_ms);
         Self {
             asker: Asker {
-                client: Client::new(Target::Unix(socket)),
+                client: Client::new(Target::Unix(socket)).trusting(socket_owner),
                 space: space.0.clone(),
                 round: deadline.mul_f64(GATEWAYS_SHARE),
                 pin_ms,

@@ -25,6 +25,9 @@ use crate::space::Space;
 #[serde(deny_unknown_fields)]
 struct Settings {
     socket: PathBuf,
+    /// A user whose socket is trusted, besides root and this process's own.
+    #[serde(default)]
+    socket_owner: Option<u32>,
     attach: AttachRequest,
     tensors: Vec<Tensor>,
     /// CUDA's number of the GPU that the tensors are on; None: host memory.
@@ -274,7 +277,9 @@ impl Worker {
         let cache = PagedCache::new(&space, &settings.tensors).map_err(failed)?;
         let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
         let patience = Duration::from_millis(settings.patience_ms);
-        let client = Client::new(Target::Unix(settings.socket)).with_patience(patience);
+        let client = Client::new(Target::Unix(settings.socket))
+            .trusting(settings.socket_owner)
+            .with_patience(patience);
         let load = copier(gpu.as_ref(), cache.clone(), &options).map_err(failed)?;
         let narrow_cache = cache.clone();
         let narrow = move |own: &[kvgate::node::Share]| {

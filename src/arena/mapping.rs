@@ -4,7 +4,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, OFlags};
 
 use super::alloc::ArenaOptions;
 
@@ -100,7 +100,7 @@ impl Mapping {
         };
         // A new file each start, never the old one cut: an engine may still have that mapped. One that is locked
         // belongs to a gateway that runs.
-        match File::open(path) {
+        match open_old(path) {
             Ok(old) => {
                 lock(&old).map_err(|_| ArenaError::InUse { path: path.into() })?;
                 std::fs::remove_file(path).map_err(file)?;
@@ -177,5 +177,21 @@ impl Named {
 impl Drop for Named {
     fn drop(&mut self) {
         self.unlink();
+    }
+}
+
+/// The file of an earlier start. A FIFO would never be open, and a link may lead to a file that is not ours.
+fn open_old(path: &Path) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let old = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags.bits().cast_signed())
+        .open(path)?;
+    match old.metadata()?.is_file() {
+        true => Ok(old),
+        false => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "there is something that is no file",
+        )),
     }
 }

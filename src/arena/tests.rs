@@ -335,3 +335,35 @@ fn slots_are_exclusive_under_threads() {
     });
     assert_eq!((arena.stats().used_bytes, arena.stats().slots), (0, 0));
 }
+
+/// The start waited for somebody to write into it, for ever.
+#[test]
+fn what_lies_at_the_arenas_path_and_is_no_file_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (fifo, link) = (folder.path().join("fifo"), folder.path().join("link"));
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &fifo,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::from_raw_mode(0o600),
+        0,
+    )
+    .unwrap();
+    let others = folder.path().join("others");
+    std::fs::write(&others, "another's").unwrap();
+    std::os::unix::fs::symlink(&others, &link).unwrap();
+    for path in [fifo, link, folder.path().to_owned()] {
+        let options = ArenaOptions {
+            size: PAGE,
+            path: Some(path.clone()),
+            ..ArenaOptions::default()
+        };
+        let refused = Arena::new(&options).err().unwrap().to_string();
+        assert!(
+            refused.contains("can't make the arena file"),
+            "{}: {refused}",
+            path.display()
+        );
+    }
+    assert_eq!(std::fs::read(&others).unwrap(), b"another's");
+}

@@ -710,10 +710,10 @@ async fn the_space_that_nobody_asked_for_longest_makes_room() {
         ))
         .unwrap()
     };
-    let [a, b, c, d, e, f] = ["a", "b", "c", "d", "e", "f"].map(of);
+    let [first, second, third, fourth, fifth, sixth] = ["a", "b", "c", "d", "e", "f"].map(of);
     let client = &serving.client;
     // Used by an engine, and stored while S3 has not got it.
-    let (prompt, engine) = (Prompt::of(a, 1), serving.attach("one").await);
+    let (prompt, engine) = (Prompt::of(first, 1), serving.attach("one").await);
     store(client, &engine, &prompt).await;
     let knows = async |space: &Space| match client.lookup_hashes(&id(space), &[], "").await {
         Ok(_) => true,
@@ -722,20 +722,20 @@ async fn the_space_that_nobody_asked_for_longest_makes_room() {
             false
         }
     };
-    for space in [&b, &c] {
+    for space in [&second, &third] {
         client.declare(space).await.unwrap();
     }
-    assert!(knows(&b).await, "and asks for it");
-    client.declare(&d).await.unwrap();
-    assert!(!knows(&c).await);
-    assert!(knows(&prompt.space).await && knows(&b).await && knows(&d).await);
-    for space in [&e, &f] {
+    assert!(knows(&second).await, "and asks for it");
+    client.declare(&fourth).await.unwrap();
+    assert!(!knows(&third).await);
+    assert!(knows(&prompt.space).await && knows(&second).await && knows(&fourth).await);
+    for space in [&fifth, &sixth] {
         client.declare(space).await.unwrap();
     }
     assert!(knows(&prompt.space).await, "an engine uses it");
     drop(engine);
     eventually(|| serving.node.status().sessions.is_empty()).await;
-    for space in [&b, &c, &d] {
+    for space in [&second, &third, &fourth] {
         client.declare(space).await.unwrap();
     }
     assert!(!knows(&prompt.space).await);

@@ -20,7 +20,7 @@ print(subprocess.Popen(sys.argv[1:], stdout=sys.stderr, start_new_session=True).
 
 def ensure(settings, is_told=True):
     """Starts `kvgate serve` if nobody listens at the socket and the settings allow it; ranks and engines race for it, and
-        one does. It outlives the engine. An engine without a gateway computes everything, so only a start that was asked for and
+    one does. It outlives the engine. An engine without a gateway computes everything, so only a start that was asked for and
     failed is an error."""
     if listens(settings.socket):
         return
@@ -34,7 +34,9 @@ def ensure(settings, is_told=True):
             )
         return
     os.makedirs(os.path.dirname(os.path.abspath(settings.socket)), exist_ok=True)
-    with open(f"{settings.socket}.lock", "w") as lock:
+    # In a shared folder the name may be another user's link.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(f"{settings.socket}.lock", flags, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if listens(settings.socket):
             return

@@ -85,6 +85,7 @@ class SchedulerSide:
             settings.lookup_again_ms,
             settings.patience_ms,
             settings.lookups_at_once,
+            settings.socket_owner,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
         self.items_have_digests = items_have_digests

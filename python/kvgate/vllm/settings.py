@@ -11,6 +11,8 @@ LOAD_POLICIES = ("auto", "always")
 class Settings:
     socket: str = ""
     """The gateway's unix socket; without it KVGATE__API__SOCKET, then /run/kvgate/kvgate.sock."""
+    socket_owner: int = 0
+    """A user id whose gateway is trusted, besides root's and the engine's own; without it KVGATE__API__SOCKET_OWNER."""
     serve: str = ""
     """Arguments of `kvgate serve`, with which a gateway is started for the node when none answers; empty: never."""
     serve_log: str = ""
@@ -75,5 +77,6 @@ class Settings:
             raise ValueError("kv_connector_extra_config: " + "; ".join(problems))
         settings = cls(**extra)
         socket = settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET
+        owner = settings.socket_owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0)
         log = settings.serve_log or f"{socket}.log"
-        return dataclasses.replace(settings, socket=socket, serve_log=log)
+        return dataclasses.replace(settings, socket=socket, socket_owner=owner, serve_log=log)

@@ -45,6 +45,7 @@ class WorkerSide:
         tensors = [self.tensor(plane, name, kv_caches[name]) for plane, name in enumerate(self.model.layers)]
         settings = {
             "socket": self.settings.socket,
+            "socket_owner": self.settings.socket_owner,
             "attach": self.attach,
             "tensors": tensors,
             "device": None if device.type == "cpu" else device.index or 0,

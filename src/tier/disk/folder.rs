@@ -24,8 +24,8 @@ use crate::existence::CacheKey;
 const LOCK_FILE: &str = "kvgate.lock";
 /// Files that can't be read and that the tier below never got, for people to look at: `{space}-{chunk}`.
 pub(super) const LOST_FOLDER: &str = "lost";
-const FILE_MODE: Mode = Mode::from_raw_mode(0o640);
-const FOLDER_MODE: Mode = Mode::from_raw_mode(0o750);
+const FILE_MODE: Mode = Mode::from_raw_mode(0o600);
+const FOLDER_MODE: Mode = Mode::from_raw_mode(0o700);
 /// A file with it is dirty: the tier below does not have the chunk yet. In the mode, because that is there as soon as the
 /// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
 /// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.

@@ -78,7 +78,16 @@ impl Scan {
             let Some(chunk) = chunk_of(&name(&entry)).filter(|_| kind.is_file()) else {
                 continue;
             };
-            let metadata = entry.metadata()?;
+            let metadata = match entry.metadata() {
+                Ok(metadata) => metadata,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                // One bad inode costs its chunk, not the disk. Nobody can tell whether S3 has it.
+                Err(error) => {
+                    tracing::error!(path = %entry.path().display(), %error, "a file on the disk can't be looked at");
+                    self.damaged += 1;
+                    continue;
+                }
+            };
             let dirty = is_dirty(metadata.permissions().mode());
             if metadata.len() != object_len {
                 match dirty {
