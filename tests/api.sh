@@ -30,23 +30,29 @@ done
 
 # All calls come from the forwarder's process, so a session of one of them is a session of all.
 "$VENV/bin/python" - "$through" "$work/kvgate.sock" <<'END' &
-import asyncio, sys
+import socket, sys, threading
 
-async def copy(reader, writer):
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
+def copy(source, sink):
+    """Until the end: the daemon may answer, and close, before it has read a body that it does not want."""
+    try:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    except OSError:
+        pass
+    try:
+        sink.shutdown(socket.SHUT_WR)
+        while source.recv(1 << 16):
+            pass
+    except OSError:
+        pass
 
-async def forward(reader, writer):
-    there = await asyncio.open_unix_connection(sys.argv[2])
-    await asyncio.gather(copy(reader, there[1]), copy(there[0], writer), return_exceptions=True)
-
-async def main():
-    server = await asyncio.start_server(forward, "127.0.0.1", int(sys.argv[1]))
-    await server.serve_forever()
-
-asyncio.run(main())
+with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=64) as server:
+    while True:
+        client, _ = server.accept()
+        daemon = socket.socket(socket.AF_UNIX)
+        daemon.connect(sys.argv[2])
+        for ends in [(client, daemon), (daemon, client)]:
+            threading.Thread(target=copy, args=ends, daemon=True).start()
 END
 at="http://127.0.0.1:$through"
 for _ in $(seq 100); do

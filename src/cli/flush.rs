@@ -4,7 +4,7 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::logging;
 use super::node::{self, NodeArgs};
-use super::output::Out;
+use super::output::{Out, count};
 use crate::units::parse_duration;
 
 /// Waits until everything that this node's engines have committed is stored.
@@ -44,10 +44,20 @@ pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     let flushed = client.flush_but(ms, args.dropped).await?;
     match args.json {
         true => out.json(&flushed),
-        false => out.line(format_args!(
-            "everything committed is on S3, but for {} chunks that the configuration keeps from it; \
-             {} chunks were dropped since the start",
-            flushed.kept_back, flushed.dropped
-        )),
+        false => out.line(said(flushed.kept_back, flushed.dropped)),
     }
+}
+
+fn said(kept_back: u64, dropped: u64) -> String {
+    let mut said = "everything committed is on S3".to_owned();
+    if kept_back > 0 {
+        said += &format!(
+            ", but for {} that the configuration keeps from it",
+            count(kept_back, "chunk")
+        );
+    }
+    if dropped > 0 {
+        said += &format!("; {} dropped since the start", count(dropped, "chunk"));
+    }
+    said
 }

@@ -510,7 +510,7 @@ async fn the_command_line_asks_a_daemon() {
     say(&["flush", "--deadline", "5s"])
         .await
         .exits(0)
-        .says(&["everything committed is stored"]);
+        .says(&["everything committed is on S3"]);
     say(&["flush", "--deadline", "soon"])
         .await
         .exits(2)

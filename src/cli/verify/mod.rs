@@ -41,7 +41,7 @@ pub struct VerifyArgs {
 pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     // It warns of each damaged chunk, which the report does too.
-    logging::init_without(&config.log, verbose, Some("kvgate::gateway::fetch"));
+    logging::init_without(&config.log, verbose, Some("kvgate::episode"));
     let given = args.space.given()?;
     let bucket = Bucket::open(config).await?;
     let progress = Progress::spinner("listing");
