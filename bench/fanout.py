@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """kvgate's fan-out on a real Ceph: four radosgw behind one DNS name, each address capped; one of them slow.
 
-    bench/fanout.py                        everything; a quarter of an hour, most of it measuring
+    bench/fanout.py                        everything; half an hour, most of it measuring
     bench/fanout.py --rounds 1 --loads 10
 
 Installs what is missing, starts its servers on loopback, ends them, and writes fanout-DATE.md and .json.

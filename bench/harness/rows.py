@@ -15,6 +15,7 @@ UNITS = {
     "mb_per_s": "MB/s",
     "load_p99_ms": "ms",
     "share": "%",
+    "requests": "requests",
 }
 SDK = "AWS SDK"
 
