@@ -5,6 +5,7 @@ python tests/engines/histories.py SEED      one history again, step by step
 """
 
 import copy
+import functools
 import os
 import random
 import sys
@@ -345,7 +346,19 @@ class Speculative(SimpleNamespace):
 init_none_hash(sha256)
 
 
+class PlantedError(Exception):
+    """Thrown by a call of vLLM's, on purpose."""
+
+
+CALLS = {
+    "scheduler": ("new_request", "matched_tokens", "allocated", "step", "ended", "finished", "computed"),
+    "worker": ("take_back", "load", "store", "results"),
+}
+
+
 class History:
+    SIBLINGS = (None, "sync", "sync", "async")
+
     def __init__(self, seed, says=lambda *_: None, module_path=None):
         global world
         world = self
@@ -357,7 +370,7 @@ class History:
         self.chunk_blocks = numbers.choice((1, 2, 3))
         self.chunk_tokens = self.block_tokens * self.chunk_blocks
         self.layerwise = not self.is_async and numbers.random() < 0.25
-        self.sibling = numbers.choice((None, "sync", "sync", "async"))
+        self.sibling = numbers.choice(self.SIBLINGS)
         self.sibling_delivers, self.sends = numbers.random() < 0.3, numbers.random() < 0.3
         self.failures = numbers.choice((0, 0.2, 0.5))
         self.sibling_failures = numbers.choice((0, 0.2))
@@ -474,6 +487,37 @@ class History:
         self.hasher = get_request_block_hasher(self.block_tokens, sha256)
         self.side = self.ours(self.scheduler.connector).scheduler
         self.finish, self.side.finished = self.side.finished, self.finished
+        self.is_off = False
+        connectors = [self.ours(one) for one in (self.scheduler.connector, *self.workers)]
+        for connector in connectors:
+            connector._turn_off = functools.partial(self.turn_off, connector._turn_off)
+        if numbers.random() < 0.1:
+            self.plant_error(numbers.choice(connectors))
+
+    def turn_off(self, turn_off, why):
+        """An error that nobody planted is kvgate's own, or what this history has found: no guard hides it."""
+        if not self.is_off or isinstance(sys.exception(), BrokenError):
+            raise  # noqa: PLE0704  it is called where one is handled
+        turn_off(why)
+
+    def plant_error(self, connector):
+        """One of the calls throws once, before it has done anything or after all of it."""
+        where = "scheduler" if connector.scheduler else "worker"
+        side, name = getattr(connector, where), self.numbers.choice(CALLS[where])
+        left, is_after, call = self.numbers.randrange(40), self.numbers.random() < 0.5, getattr(side, name)
+
+        def planted(*arguments):
+            nonlocal left
+            left -= 1
+            if left != 0:
+                return call(*arguments)
+            if is_after:
+                call(*arguments)
+            self.is_off = True
+            self.says("throws", where, name, "after" if is_after else "before")
+            raise PlantedError(name)
+
+        setattr(side, name, planted)
 
     def ours(self, connector):
         return next(one for one in getattr(connector, "sub_connectors", [connector]) if not isinstance(one, Sibling))
@@ -489,6 +533,7 @@ class History:
         return is_held
 
     def natives(self):
+        """None: that rank's is off, and has let go of it."""
         return [self.ours(connector).worker.worker for connector in self.workers]
 
     def know(self, tokens):
@@ -547,7 +592,13 @@ class History:
     def abort(self):
         live = [name for name, request in self.scheduler.requests.items() if not request.is_finished()]
         if live:
-            name = self.numbers.choice(live)
+            # Of those that a load is brought for, more than chance would take.
+            loading = [
+                name
+                for name in live
+                if self.scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            ]
+            name = self.numbers.choice(loading if loading and self.numbers.random() < 0.5 else live)
             self.says("abort", name, self.scheduler.requests[name].status.name)
             self.keep_truth()
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -576,7 +627,7 @@ class History:
     def go_on(self):
         """Copies do, on each rank as it likes."""
         for native in self.natives():
-            for job in list(native.jobs.values()):
+            for job in list(native.jobs.values()) if native else ():
                 if self.numbers.random() < self.pace and job.job in native.jobs:
                     native.go_on(job)
         for sibling in self.siblings:
@@ -587,7 +638,7 @@ class History:
         before = set(self.scheduler.reset_preempted_req_ids)
         output = self.scheduler.schedule()
         for name in output.preempted_req_ids - before:
-            check(not held, f"{name} is preempted, and blocks of finished requests come free")
+            check(self.is_off or not held, f"{name} is preempted, and blocks of finished requests come free")
             drops = self.scheduler.requests[name].drop_stale_output
             check(
                 self.has_reset or not drops or (self.sibling and self.sibling_delivers), f"{name}'s tokens are dropped"
@@ -698,7 +749,8 @@ class History:
     def check_busy(self, rank):
         """Blocks that any copy uses are nobody else's."""
         pool = self.scheduler.kv_cache_manager.block_pool.blocks
-        for job in self.natives()[rank].busy():
+        native = self.natives()[rank]
+        for job in native.busy() if native else ():
             for block in job.table:
                 check(pool[block].ref_cnt > 0, f"{job.job} copies, and its block {block} is free")
         if self.siblings:
@@ -755,8 +807,9 @@ class History:
         self.end()
 
     def check_busy_after(self):
-        """Between steps only what was just preempted may be copied, until the next tells the workers."""
-        if not self.scheduler.reset_preempted_req_ids:
+        """Between steps only what was just preempted may be copied, until the next tells the workers; and anything, once
+        kvgate is off."""
+        if not self.scheduler.reset_preempted_req_ids and not self.is_off:
             for rank in range(self.ranks):
                 self.check_busy(rank)
 
@@ -770,8 +823,11 @@ class History:
             self.process()
         pool = self.scheduler.kv_cache_manager.block_pool
         check(pool.get_num_free_blocks() == self.blocks - 1, "blocks are lost")
+        check(not self.scheduler.requests, "requests are left", self.scheduler.requests)
+        if self.is_off:
+            return
         side = self.side
-        check(not self.scheduler.requests and not side.requests, "requests are left", side.requests)
+        check(not side.requests, "requests are left", side.requests)
         for name in ("open_stores", "to_free", "wanted_back", "local", "new_loads"):
             check(not getattr(side, name), name, "is not empty:", getattr(side, name))
         check(not side.doubts.steps, "a step's loads were never told of")
