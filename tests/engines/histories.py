@@ -497,7 +497,7 @@ class History:
     def turn_off(self, turn_off, why):
         """An error that nobody planted is kvgate's own, or what this history has found: no guard hides it."""
         if not self.is_off or isinstance(sys.exception(), BrokenError):
-            raise  # noqa: PLE0704  it is called where one is handled
+            raise
         turn_off(why)
 
     def plant_error(self, connector):
@@ -594,9 +594,7 @@ class History:
         if live:
             # Of those that a load is brought for, more than chance would take.
             loading = [
-                name
-                for name in live
-                if self.scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                name for name in live if self.scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
             ]
             name = self.numbers.choice(loading if loading and self.numbers.random() < 0.5 else live)
             self.says("abort", name, self.scheduler.requests[name].status.name)
