@@ -49,15 +49,16 @@ pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
 }
 
 fn said(kept_back: u64, dropped: u64) -> String {
-    let mut said = "everything committed is on S3".to_owned();
-    if kept_back > 0 {
-        said += &format!(
+    let kept_back = match kept_back {
+        0 => String::new(),
+        some => format!(
             ", but for {} that the configuration keeps from it",
-            count(kept_back, "chunk")
-        );
-    }
-    if dropped > 0 {
-        said += &format!("; {} dropped since the start", count(dropped, "chunk"));
-    }
-    said
+            count(some, "chunk")
+        ),
+    };
+    let dropped = match dropped {
+        0 => String::new(),
+        some => format!("; {} dropped since the start", count(some, "chunk")),
+    };
+    format!("everything committed is on S3{kept_back}{dropped}")
 }
