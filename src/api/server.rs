@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 
 use super::impatient::{Impatient, Patient};
 use super::{Api, Caller, routes};
+use crate::episode::Episode;
 use crate::node::Process;
 
 /// Where the API is to be reached.
@@ -25,6 +26,8 @@ pub struct Listening {
     pub socket: PathBuf,
     pub socket_mode: u32,
     pub listen: Option<SocketAddr>,
+    /// How often a warning that goes on is told at most.
+    pub log_repeat: Duration,
 }
 
 /// It can't be reached.
@@ -46,6 +49,8 @@ pub struct Server {
     tcp: Option<TcpListener>,
     path: PathBuf,
     address: Option<SocketAddr>,
+    /// Connections that the system did not give.
+    refused: Episode,
 }
 
 /// Bytes of a request's head.
@@ -79,6 +84,10 @@ impl Server {
             tcp,
             path,
             address: bound,
+            refused: Episode::new(
+                "connections can't be accepted: raise ulimit -n (LimitNOFILE), or lower [api] connections",
+                listening.log_repeat,
+            ),
         })
     }
 
@@ -101,7 +110,7 @@ impl Server {
                         // It is closed: nobody knows whose it is.
                         Err(error) => tracing::warn!(%error, "the system does not say which process called"),
                     },
-                    Err(error) => pause(&error).await,
+                    Err(error) => self.pause(&error).await,
                 },
                 accepted = accept_tcp(self.tcp.as_ref()) => match accepted {
                     Ok((stream, _)) => {
@@ -112,7 +121,7 @@ impl Server {
                             accept(&api, stream, Caller::Tcp { local }, &mut calls, &ended);
                         }
                     }
-                    Err(error) => pause(&error).await,
+                    Err(error) => self.pause(&error).await,
                 },
                 () = stopped(&mut stop) => break,
             }
@@ -121,6 +130,13 @@ impl Server {
         let all = async { while calls.join_next().await.is_some() {} };
         // What is left is cut.
         let _ = tokio::time::timeout(grace, all).await;
+    }
+}
+
+impl Server {
+    async fn pause(&self, error: &io::Error) {
+        self.refused.tell(error);
+        tokio::time::sleep(PAUSE).await;
     }
 }
 
@@ -165,11 +181,6 @@ async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::T
         Some(listener) => listener.accept().await,
         None => std::future::pending().await,
     }
-}
-
-async fn pause(error: &io::Error) {
-    tracing::warn!(%error, "a connection can't be accepted: raise ulimit -n (LimitNOFILE), or lower [api] connections");
-    tokio::time::sleep(PAUSE).await;
 }
 
 async fn stopped(stop: &mut watch::Receiver<bool>) {

@@ -96,6 +96,7 @@ pub fn node(config: &Config) -> NodeOptions {
         pin_max: config.memory.pin_max,
         prefetches: config.load.prefetches as usize,
         may_start_without_s3: config.api.degraded,
+        log_repeat: config.log.repeat,
     }
 }
 
@@ -118,6 +119,7 @@ pub fn listening(config: &Config) -> Listening {
         socket: config.api.socket.clone(),
         socket_mode: config.api.socket_mode,
         listen: config.api.listen,
+        log_repeat: config.log.repeat,
     }
 }
 

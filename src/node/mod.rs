@@ -42,6 +42,7 @@ use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
 use crate::chunk::{ChunkHash, Space, SpaceKey};
+use crate::episode::Episode;
 use crate::existence::CacheKey;
 use crate::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
 
@@ -68,6 +69,8 @@ pub struct NodeOptions {
     pub prefetches: usize,
     /// Readiness does not wait for S3.
     pub may_start_without_s3: bool,
+    /// How often a warning that goes on is told at most.
+    pub log_repeat: Duration,
 }
 
 /// See the [module](self). Cheap to clone; clones share everything.
@@ -89,6 +92,8 @@ struct Inner {
     running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
+    /// Chunks whose time to be committed was over.
+    late: Episode,
 }
 
 /// A space, and when it was asked for last.
@@ -120,6 +125,10 @@ impl Node {
             running: DashMap::new(),
             draining: AtomicBool::new(false),
             s3_answered: AtomicBool::new(false),
+            late: Episode::new(
+                "chunks were not committed by all ranks within [store] commit_timeout, and are not stored",
+                options.log_repeat,
+            ),
         }));
         let inner = Arc::downgrade(&node.0);
         node.gateway()

@@ -190,10 +190,7 @@ impl Node {
             ledger.spoil_where(|filled| filled.since.elapsed() > most)
         };
         for (slot, writers) in late {
-            tracing::warn!(
-                slot = slot.0,
-                "a chunk was not committed by all ranks within {most:?}: it is not stored"
-            );
+            self.0.late.tell(&format_args!("slot {} after {most:?}", slot.0));
             for writer in writers {
                 if let Some(session) = self.0.by_id.get(&writer) {
                     session.tell(Event::Revoked {

@@ -14,12 +14,13 @@ use crate::mock::{Mock, SEEDS, drain};
 
 /// An engine with a paged cache and a stream of its own, an arena, and copies between them.
 pub struct Stage {
+    /// First, so that it goes first: it waits for copies that are under way.
+    pub copier: Option<CudaCopier>,
     pub gpu: Arc<Gpu>,
     pub space: Space,
     pub engine: Arc<CudaStream>,
     pub pages: CudaSlice<u8>,
     tensors: Vec<Tensor>,
-    pub copier: Option<CudaCopier>,
     pub arena: Arena,
 }
 
@@ -39,8 +40,16 @@ pub fn options(direct_bytes: usize) -> CudaOptions {
 }
 
 impl Stage {
-    /// A chunk goes in two pieces, of three layers each.
+    /// A chunk goes in two pieces, of three layers each. The pages have two heads of four.
     pub fn new(layout: &KnownLayout, direct_bytes: usize) -> Result<Self, CopyError> {
+        Self::with_heads(layout, direct_bytes, (1, 3))
+    }
+
+    pub fn with_heads(
+        layout: &KnownLayout,
+        direct_bytes: usize,
+        heads: (u32, u32),
+    ) -> Result<Self, CopyError> {
         let space = Space::from_json(&format!(
             r#"{{"model": "kvgate/stage", "revision": "1", "dtype": "float16", "chunk_tokens": {CHUNK_TOKENS},
                 "mha": {{"layers": {LAYERS}, "heads": 4, "head_dim": 32}}}}"#
@@ -49,7 +58,7 @@ impl Stage {
         let pages = Pages {
             blocks: BLOCKS,
             block_tokens: 8,
-            heads: Some((1, 3)),
+            heads: Some(heads),
             element_bytes: 2,
         };
         let (bytes, tensors) = layout.tensors(&space, &pages);

@@ -60,12 +60,9 @@ impl Rank {
         let (node, client) = serve(&home).await;
         let (gpu, cache) = (Arc::clone(&stage.gpu), stage.cache(stage.base()));
         let narrow = move |own: &[kvgate::node::Share]| {
-            let own = own.iter().map(|share| {
-                (
-                    share.planes.0..share.planes.1,
-                    share.heads.0.max(1)..share.heads.1.min(3),
-                )
-            });
+            let own = own
+                .iter()
+                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
             // SAFETY: the pages are gone after the worker.
             let copier = unsafe { CudaCopier::new(&gpu, cache.only(own), options(usize::MAX)) };
             Ok(Copier::Cuda(Box::new(copier?)))
@@ -117,7 +114,7 @@ fn chunks(stage: &Stage) -> Vec<NewChunk> {
 fn slots_of_a_store_that_failed_on_the_gpu_are_not_given_up() {
     let mock = Mock::start(0);
     Runtime::new().unwrap().block_on(async {
-        let mut stage = Stage::new(&KNOWN[1], usize::MAX).unwrap();
+        let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
         let chunks = chunks(&stage);
         let rank = Rank::new(&mut stage).await;
         mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
@@ -137,7 +134,7 @@ fn slots_of_a_store_that_failed_on_the_gpu_are_not_given_up() {
 fn slots_of_a_load_that_failed_on_the_gpu_are_not_released() {
     let mock = Mock::start(0);
     Runtime::new().unwrap().block_on(async {
-        let mut stage = Stage::new(&KNOWN[1], usize::MAX).unwrap();
+        let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
         let chunks = chunks(&stage);
         let rank = Rank::new(&mut stage).await;
         assert_eq!(rank.store(&chunks).await.unwrap(), 2);

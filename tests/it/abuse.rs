@@ -2,11 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use kvgate::api::wire::{ReserveChunk, ReservedChunk, SlotName};
+use kvgate::gateway::Order;
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use crate::fixture::Prompt;
-use crate::serving::{Site, all, eventually, id, load, load_request, store};
+use crate::serving::{Site, all, chunks, eventually, id, load, load_request, store};
 
 /// Of this process, in MiB.
 fn resident_mib() -> usize {
@@ -189,4 +192,222 @@ async fn who_stops_reading_holds_up_nobody() {
     engine.release("stuck 0", None).await.unwrap();
     drop(engine);
     eventually(|| serving.node.status().slots.leases == 0).await;
+}
+
+/// Values that a body must not have where it has others, or may.
+fn strange(random: &mut fastrand::Rng, known: &[Value]) -> Value {
+    match random.u8(..12) {
+        0 => Value::Null,
+        1 => json!(true),
+        2 => json!(-1),
+        3 => json!(0),
+        4 => json!(u64::MAX),
+        5 => json!(1e300),
+        6 => json!(""),
+        7 => json!("\u{0}\u{fffd}".repeat(500)),
+        8 => json!([]),
+        9 => json!({}),
+        _ => known[random.usize(..known.len())].clone(),
+    }
+}
+
+/// The `at`-th value of a tree, counted down: itself first, then what is in it.
+fn nth<'a>(value: &'a mut Value, at: &mut usize) -> Option<&'a mut Value> {
+    if *at == 0 {
+        return Some(value);
+    }
+    *at -= 1;
+    match value {
+        Value::Array(items) => items.iter_mut().find_map(|item| nth(item, at)),
+        Value::Object(fields) => fields.values_mut().find_map(|field| nth(field, at)),
+        _ => None,
+    }
+}
+
+fn values_of(value: &Value) -> usize {
+    1 + match value {
+        Value::Array(items) => items.iter().map(values_of).sum(),
+        Value::Object(fields) => fields.values().map(values_of).sum(),
+        _ => 0,
+    }
+}
+
+/// A body with one to three changes, of which most leave it JSON.
+fn changed(random: &mut fastrand::Rng, body: &Value, known: &[Value]) -> Vec<u8> {
+    let mut body = body.clone();
+    for _ in 0..random.usize(1..4) {
+        let mut at = random.usize(..values_of(&body));
+        let Some(value) = nth(&mut body, &mut at) else {
+            continue;
+        };
+        match (random.u8(..4), &mut *value) {
+            (0, Value::Object(fields)) if !fields.is_empty() => {
+                let name = fields.keys().nth(random.usize(..fields.len())).unwrap().clone();
+                fields.remove(&name);
+            }
+            (1, Value::Object(fields)) => {
+                fields.insert("more".into(), strange(random, known));
+            }
+            (0, Value::Array(items)) if !items.is_empty() => {
+                let item = items[random.usize(..items.len())].clone();
+                items.extend(vec![item; random.usize(1..50)]);
+            }
+            (1, Value::Array(items)) => items.push(strange(random, known)),
+            _ => *value = strange(random, known),
+        }
+    }
+    let mut text = body.to_string().into_bytes();
+    match random.u8(..10) {
+        0 => text.truncate(random.usize(..text.len())),
+        1 => {
+            let at = random.usize(..text.len());
+            text[at] ^= 1 << random.u8(..8);
+        }
+        // A name twice.
+        2 if text.starts_with(b"{\"") => drop(text.splice(1..1, *b"\"session\":7,")),
+        _ => {}
+    }
+    text
+}
+
+/// With a session and a space that are there, what is wrong gets as far as it can.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let random = &mut fastrand::Rng::with_seed(seed);
+    let site = Site::new().await;
+    let serving = site
+        .serve(&[("api.grace", "0s"), ("api.hashes_max", "1000")])
+        .await;
+    serving.ready().await;
+    let (good, prompt) = (serving.attach("good").await, Prompt::new(4));
+    store(&serving.client, &good, &prompt).await;
+    let space = id(&prompt.space);
+    let (one, other) = (serving.attach("one").await, serving.attach("other").await);
+    // Reserved by both, and never written.
+    let unwritten = [Prompt::new(2), Prompt::new(2)];
+    let mut slots = Vec::new();
+    for (session, of) in [&one, &other].into_iter().zip(&unwritten) {
+        for chunk in session.reserve(&space, chunks(of)).await.unwrap().chunks {
+            let ReservedChunk::Slot { slot, generation, .. } = chunk else {
+                panic!("{chunk:?}")
+            };
+            slots.push(SlotName { slot, generation });
+        }
+    }
+    let more = Prompt::new(3);
+    let new: Vec<ReserveChunk> = chunks(&more);
+    let mut loads = load_request(&prompt, "a", Order::Chunk);
+    loads.session.clone_from(&one.name);
+    loads.deadline_ms = Some(500);
+    let declared: Value = serde_json::from_str(&prompt.space.canonical_json()).unwrap();
+    let hashes = json!(prompt.hashes);
+    let calls = [
+        ("PUT", "spaces", declared),
+        (
+            "POST",
+            "attach",
+            json!({"instance": "x", "rank": 0, "world_size": 1, "heads": [0, 4]}),
+        ),
+        (
+            "POST",
+            "lookup",
+            json!({"space": space, "hashes": hashes, "strategy": "prefix", "deadline_ms": 100, "pin_ms": 5, "prefetch": true}),
+        ),
+        (
+            "POST",
+            "lookup",
+            json!({"space": space, "tokens": vec![7; 64], "salt": "s", "adapter": "a", "strategy": "exact"}),
+        ),
+        ("POST", "load", json!(loads)),
+        (
+            "POST",
+            "release",
+            json!({"session": one.name, "load_id": "a", "slots": slots}),
+        ),
+        (
+            "POST",
+            "store/reserve",
+            json!({"session": one.name, "space": space, "chunks": new}),
+        ),
+        (
+            "POST",
+            "store/commit",
+            json!({"session": one.name, "slots": slots}),
+        ),
+        (
+            "POST",
+            "store/abort",
+            json!({"session": one.name, "slots": slots[..1]}),
+        ),
+        ("POST", "pin", json!({"space": space, "hashes": hashes, "ms": 5})),
+        ("POST", "unpin", json!({"space": space, "hashes": hashes})),
+        ("POST", "prefetch", json!({"space": space, "hashes": hashes})),
+        ("POST", "flush", json!({"deadline_ms": 100, "dropped": 0})),
+    ];
+    let known = [
+        json!(one.name),
+        json!(other.name),
+        json!(space),
+        json!(more.hashes[0]),
+        json!(unwritten[1].hashes),
+        json!(slots[3]),
+        json!(slots[3].slot),
+        json!(slots[3].generation),
+        json!({"hash": more.hashes[1], "parent": more.hashes[1]}),
+    ];
+    let cases = if std::env::var_os("KVGATE_TEST_FULL").is_some() {
+        50_000
+    } else {
+        3000
+    };
+    for case in 0..cases {
+        let (method, path, body) = &calls[random.usize(..calls.len())];
+        let body = changed(random, body, &known);
+        let shown = String::from_utf8_lossy(&body).into_owned();
+        let mut stream = UnixStream::connect(&serving.config.api.socket).await.unwrap();
+        let head = format!(
+            "{method} /v1/{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream
+            .write_all(&[head.as_bytes(), &body].concat())
+            .await
+            .unwrap();
+        let mut answer = vec![0; 4096];
+        let read = stream.read(&mut answer);
+        let read = tokio::time::timeout(Duration::from_secs(20), read).await;
+        let read = read
+            .unwrap_or_else(|_| panic!("{path} {shown} is not answered"))
+            .unwrap();
+        let answer = String::from_utf8_lossy(&answer[..read]);
+        let status = answer.split(' ').nth(1).unwrap_or_default();
+        assert!(
+            status.starts_with(['2', '4']) || ["503", "504"].contains(&status),
+            "case {case}: {path} {shown}: {answer}"
+        );
+        if case % 500 == 0 {
+            let words = load(&good, &prompt, &format!("load {case}"), Order::Chunk).await;
+            assert_eq!(words, all("memory", 4), "case {case}");
+        }
+    }
+    let reader = serving.attach("reader").await;
+    for never in unwritten.iter().chain([&more]) {
+        let words = load(&reader, never, "never", Order::Chunk).await;
+        assert_eq!(words, all("absent", never.hashes.len()));
+        reader.release("never", None).await.ok();
+    }
+    assert_eq!(
+        load(&reader, &prompt, "last", Order::Chunk).await,
+        all("memory", 4)
+    );
+    drop((one, other, reader));
+    // What a changed attach began ended with its connection.
+    eventually(|| {
+        let status = serving.node.status();
+        status.sessions.len() == 1 && status.slots.leases == 0
+    })
+    .await;
+    assert_eq!(serving.node.status().sessions[0].writes, 0);
 }

@@ -33,6 +33,7 @@ mod processes;
 mod program;
 mod protocol;
 mod rig;
+mod secrets;
 mod serve;
 mod serving;
 mod tiers;

@@ -45,12 +45,18 @@ impl Home {
     }
 
     async fn serve(&self, settings: &[(&str, &str)]) -> Daemon {
+        self.serve_by(":", settings).await
+    }
+
+    /// By a shell that runs `first`.
+    async fn serve_by(&self, first: &str, settings: &[(&str, &str)]) -> Daemon {
         let socket = self.socket.display().to_string();
         let arena = self.arena.display().to_string();
         let disk = self.place.home.path().join("disk").display().to_string();
-        let mut command = self
+        let direct = self
             .place
             .command(&["serve", "--socket", &socket, "--arena-path", &arena]);
+        let mut command = after(first, &direct);
         command
             .env("KVGATE__ARENA__SIZE", "32MiB")
             .env("KVGATE__LOAD__RESERVE", "8MiB")
@@ -87,6 +93,27 @@ impl Home {
     async fn done(&self, action: &str, seed: &str, chunks: usize) -> Value {
         said(self.engine(action, seed, chunks)).await
     }
+}
+
+/// The same command, by a shell that becomes it.
+fn after(first: &str, direct: &Command) -> Command {
+    let direct = direct.as_std();
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{first}; exec \"$0\" \"$@\"")]);
+    command.arg(direct.get_program()).args(direct.get_args());
+    for (name, value) in direct.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command
+        .current_dir(direct.get_current_dir().expect("a place's"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    command
 }
 
 /// What an engine said when it was done.
@@ -573,4 +600,77 @@ async fn serve_says_what_is_wrong_and_what_to_type() {
     let status = daemon.child.wait().await.unwrap();
     assert_eq!(status.code(), Some(0));
     eventually(|| !home.socket.exists() && !home.arena.exists()).await;
+}
+
+/// It was for everybody who can enter the folder above.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_on_disk_is_the_owners_alone_whatever_the_umask() {
+    use std::os::unix::fs::PermissionsExt;
+    let home = Home::new().await;
+    let mut daemon = home.serve_by("umask 0", &[]).await;
+    home.done("store", "one", 3).await;
+    assert_eq!(daemon.client.flush(Some(20_000)).await.unwrap().pending, 0);
+    let (mut files, mut folders) = (0, vec![home.place.home.path().join("disk")]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            let (path, metadata) = (entry.path(), entry.metadata().unwrap());
+            let mode = metadata.permissions().mode() & 0o777;
+            if metadata.is_dir() {
+                assert_eq!(mode, 0o700, "{path:?}");
+                folders.push(path);
+            } else {
+                assert_eq!(mode & 0o77, 0, "{path:?}");
+                files += 1;
+            }
+        }
+    }
+    assert!(files >= 4, "three chunks and their space.json: {files}");
+    for path in [&home.socket, &home.arena] {
+        let mode = std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode & 0o77, 0, "{path:?}: {mode:o}");
+    }
+    daemon.child.kill().await.unwrap();
+}
+
+/// Nobody would have known of the engine's end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_cannot_be_watched_is_refused() {
+    const FILES: usize = 96;
+    let home = Home::new().await;
+    let mut daemon = home.serve_by(&format!("ulimit -n {FILES}"), &[]).await;
+    let descriptors = format!("/proc/{}/fd", daemon.child.id().unwrap());
+    // The shell may have inherited others, above the limit.
+    let open = || {
+        let all = std::fs::read_dir(&descriptors).unwrap();
+        let numbers = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<usize>().ok());
+        numbers.filter(|&number| number < FILES).count()
+    };
+    let mut idle = Vec::new();
+    let mut refused: Option<String> = None;
+    for round in 0..20 {
+        // But for one, which the connection of the attach takes.
+        while open() < FILES - 1 {
+            let before = open();
+            idle.push(tokio::net::UnixStream::connect(&home.socket).await.unwrap());
+            eventually(|| open() != before).await;
+        }
+        let client = Client::new(Target::Unix(home.socket.clone()));
+        let request = alone(&format!("engine {round}"));
+        let attach = client.attach(&request);
+        let answer = tokio::time::timeout(Duration::from_secs(5), attach).await;
+        if let Ok(Err(ClientError::Refused(problem))) = answer {
+            refused = Some(problem.code);
+            break;
+        }
+        // Something else was closed or opened at that moment.
+        idle.truncate(idle.len().saturating_sub(8));
+        eventually(|| open() < FILES - 4).await;
+    }
+    assert_eq!(refused.as_deref(), Some("no_resources"));
+    drop(idle);
+    eventually(|| open() < FILES / 2).await;
+    home.done("store", "one", 3).await;
+    assert_eq!(home.done("load", "one", 3).await["loaded"], 3);
+    daemon.child.kill().await.unwrap();
 }

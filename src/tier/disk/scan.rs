@@ -69,7 +69,6 @@ impl Scan {
     }
 
     fn read_space(&mut self, folder: &Folder, space: Space, options: &DiskOptions) -> io::Result<()> {
-        let (now, ttl) = (SystemTime::now(), options.ttl);
         let path = folder.path().join(space.key().to_string());
         let object_len = space.layout().object_len() as u64;
         let mut chunks = Vec::new();
@@ -78,45 +77,58 @@ impl Scan {
             let Some(chunk) = chunk_of(&name(&entry)).filter(|_| kind.is_file()) else {
                 continue;
             };
-            let metadata = match entry.metadata() {
-                Ok(metadata) => metadata,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                // One bad inode costs its chunk, not the disk. Nobody can tell whether S3 has it.
-                Err(error) => {
-                    tracing::error!(path = %entry.path().display(), %error, "a file on the disk can't be looked at");
-                    self.damaged += 1;
-                    continue;
-                }
-            };
-            let dirty = is_dirty(metadata.permissions().mode());
-            if metadata.len() != object_len {
-                match dirty {
-                    true => {
-                        folder.set_aside(&(space.key(), chunk), options.lost_bytes)?;
-                        self.damaged += 1;
-                    }
-                    false => self.remove(&entry)?,
-                }
-                continue;
+            match self.read_chunk(folder, (space.key(), chunk), &entry, object_len, options) {
+                Ok(found) => chunks.extend(found),
+                Err(error) => self.unreadable(&entry, &error),
             }
-            let written = metadata.modified()?;
-            // A clock that went back makes a chunk no older than new.
-            let age = now.duration_since(written).unwrap_or_default();
-            if !dirty && ttl.is_some_and(|ttl| age >= ttl) {
-                remove_file(entry.path())?;
-                self.expired += 1;
-                continue;
-            }
-            let used = written.max(metadata.accessed()?);
-            chunks.push(ScannedChunk {
-                chunk,
-                written,
-                used,
-                dirty,
-            });
         }
         self.spaces.push((space, chunks));
         Ok(())
+    }
+
+    /// None: it is none, or too old, and is gone.
+    fn read_chunk(
+        &mut self,
+        folder: &Folder,
+        key: CacheKey,
+        entry: &DirEntry,
+        object_len: u64,
+        options: &DiskOptions,
+    ) -> io::Result<Option<ScannedChunk>> {
+        let metadata = entry.metadata()?;
+        let dirty = is_dirty(metadata.permissions().mode());
+        if metadata.len() != object_len {
+            match dirty {
+                true => {
+                    folder.set_aside(&key, options.lost_bytes)?;
+                    self.damaged += 1;
+                }
+                false => self.remove(entry)?,
+            }
+            return Ok(None);
+        }
+        let written = metadata.modified()?;
+        // A clock that went back makes a chunk no older than new.
+        let age = SystemTime::now().duration_since(written).unwrap_or_default();
+        if !dirty && options.ttl.is_some_and(|ttl| age >= ttl) {
+            remove_file(entry.path())?;
+            self.expired += 1;
+            return Ok(None);
+        }
+        Ok(Some(ScannedChunk {
+            chunk: key.1,
+            written,
+            used: written.max(metadata.accessed()?),
+            dirty,
+        }))
+    }
+
+    /// One bad inode costs its chunk, not the disk. Nobody can tell whether the tier below has it.
+    fn unreadable(&mut self, entry: &DirEntry, error: &io::Error) {
+        if error.kind() != ErrorKind::NotFound {
+            tracing::error!(path = %entry.path().display(), %error, "a file on the disk can't be looked at");
+            self.damaged += 1;
+        }
     }
 
     /// Its chunks can't be checked. What the tier below does not have waits for somebody who knows the space.
@@ -124,11 +136,18 @@ impl Scan {
         for entry in entries(path)? {
             let (entry, kind) = entry?;
             let name = name(&entry);
-            if let Some(chunk) = chunk_of(&name).filter(|_| kind.is_file())
-                && is_dirty(entry.metadata()?.permissions().mode())
-            {
-                self.homeless.push((space, chunk));
-                continue;
+            if let Some(chunk) = chunk_of(&name).filter(|_| kind.is_file()) {
+                match entry.metadata() {
+                    Ok(metadata) if is_dirty(metadata.permissions().mode()) => {
+                        self.homeless.push((space, chunk));
+                        continue;
+                    }
+                    Ok(_) => {}
+                    Err(error) => {
+                        self.unreadable(&entry, &error);
+                        continue;
+                    }
+                }
             }
             if kind.is_file() && (chunk_of(&name).is_some() || name == "space.json") {
                 self.remove(&entry)?;

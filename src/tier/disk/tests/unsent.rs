@@ -127,6 +127,30 @@ async fn an_unsent_file_that_is_no_good_is_moved_aside() {
     bench.check().await;
 }
 
+/// It cost the disk.
+#[tokio::test]
+async fn a_file_that_nothing_can_be_done_with_costs_its_chunk() {
+    let mut bench = Bench::new(1, |_| {});
+    bench.soil(0..3).await;
+    bench.close();
+    let bad = bench.file(0, &bench.key(1));
+    fs::File::options()
+        .write(true)
+        .open(&bad)
+        .unwrap()
+        .set_len(100)
+        .unwrap();
+    // It can't be moved aside.
+    fs::write(bench.path(0).join("lost"), "no folder").unwrap();
+    bench.reopen();
+    let backlog = bench.disk.take_backlog();
+    assert_eq!((backlog.chunks.len(), backlog.damaged), (2, 1));
+    assert!(bad.exists(), "nothing is unlinked");
+    for chunk in [0, 2] {
+        bench.read(chunk).await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn what_was_moved_aside_is_bounded_and_the_newest_stays() {
     let bench = Bench::new(1, |options| options.lost_bytes = 40_000);
