@@ -79,6 +79,13 @@ class Lookups:
         calls. Then it is what is known so far: of this question, or of the one before while its pins hold. An answer from
         before that is not outdated counts at once. After an error: 0."""
 
+    def outcome(self, request: str) -> str | None:
+        """Of its question: `answered`, `late` (not within `deadline_ms`), `failed`, or `paused` (not asked, after time-outs);
+        None while it goes on."""
+
+    def told(self) -> tuple[list[float], bool]:
+        """Seconds of the questions that were answered since the last call, and whether the gateway is left alone now."""
+
     def outdate(self, request: str) -> None:
         """There may be more than its question could find."""
 
@@ -146,6 +153,9 @@ class Worker:
         stream: int | None = None,
     ) -> None:
         """Begins to store chunks out of blocks."""
+
+    def is_attached(self) -> bool | None:
+        """Whether there is a session with the gateway; None: one is being made. It is made by the first load or store."""
 
     def loaded(self) -> list[Loaded]:
         """Loads that have ended since the last call."""

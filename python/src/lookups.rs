@@ -38,6 +38,8 @@ struct Asker {
     patience: Duration,
     at_once: Arc<Semaphore>,
     breaker: Arc<Breaker>,
+    /// Of questions that were answered, since somebody asked.
+    seconds: Arc<Mutex<Vec<f64>>>,
 }
 
 /// A lookup of a waiting request. It goes on while the request waits: its time is over only when the scheduler has come
@@ -59,6 +61,12 @@ struct Question {
     is_given: bool,
     /// More than this question was told of is there by now.
     is_outdated: bool,
+    /// It was not asked, since the gateway is left alone.
+    is_paused: bool,
+    /// The gateway could not say.
+    is_failed: bool,
+    /// Its time was over before it was answered.
+    is_late: bool,
     /// The gateway was asked, and the breaker does not know yet whether it answered in time.
     owed: Option<Arc<Breaker>>,
     task: Option<AbortHandle>,
@@ -103,6 +111,7 @@ impl Lookups {
                 patience: Duration::from_millis(patience_ms),
                 at_once: Arc::new(Semaphore::new(at_once.min(Semaphore::MAX_PERMITS))),
                 breaker: Arc::new(Breaker::new(breaker_timeouts, pause)),
+                seconds: Arc::default(),
             },
             deadline,
             pin: Duration::from_millis(pin_ms),
@@ -123,6 +132,7 @@ impl Lookups {
         if is_asked {
             question.ended = None;
         }
+        question.is_paused = !is_asked && !is_empty;
         self.put(request.clone(), question);
         if !is_asked {
             return Ok(());
@@ -133,6 +143,7 @@ impl Lookups {
             let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, &change)).await;
             change(&|question| {
                 question.ended = Some(Instant::now());
+                question.is_failed |= in_time.is_err();
                 question.note(in_time.is_ok());
             });
         };
@@ -174,10 +185,30 @@ impl Lookups {
             return None;
         }
         if question.ended.is_none() && is_late {
+            question.is_late = true;
             question.note(false);
         }
         question.is_given = true;
         Some(question.prefix(self.pin))
+    }
+
+    /// What became of its question; None while it goes on.
+    fn outcome(&self, request: &str) -> Option<&'static str> {
+        let questions = self.lock();
+        let question = questions.get(request)?;
+        let outcomes = [
+            (question.is_paused, "paused"),
+            (question.is_failed, "failed"),
+            (question.is_late, "late"),
+            (question.ended.is_some(), "answered"),
+        ];
+        outcomes.iter().find(|(is_so, _)| *is_so).map(|(_, word)| *word)
+    }
+
+    /// How long the questions took that were answered since the last call, and whether the gateway is left alone now.
+    fn told(&self) -> (Vec<f64>, bool) {
+        let seconds = std::mem::take(&mut *self.asker.seconds());
+        (seconds, self.asker.breaker.is_open())
     }
 
     /// More is there than its question could find.
@@ -223,6 +254,9 @@ impl Question {
             wanted: None,
             is_given: false,
             is_outdated: false,
+            is_paused: false,
+            is_failed: false,
+            is_late: false,
             owed: None,
             task: None,
         }
@@ -281,7 +315,7 @@ impl Asker {
             });
         };
         let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
-        let mut time = self.round;
+        let (mut time, asked) = (self.round, Instant::now());
         let mut is_first = true;
         while let (Ok(hashes), Ok(_permit)) = (&hashes, self.at_once.acquire().await) {
             if std::mem::take(&mut is_first) {
@@ -295,12 +329,18 @@ impl Asker {
             let is_open = found.unknown.get(found.prefix);
             // One that did not take its time has nobody to ask.
             if !is_open || began.elapsed() < time {
+                self.seconds().push(asked.elapsed().as_secs_f64());
                 return;
             }
             time *= 2;
         }
+        change(&|question| question.is_failed = true);
         // What nobody can tell is not there.
         tell(0);
+    }
+
+    fn seconds(&self) -> MutexGuard<'_, Vec<f64>> {
+        self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Declares the space when the daemon, perhaps a new one, does not know it.

@@ -95,6 +95,10 @@ impl Worker {
         py.detach(|| Self::start(settings, space.0.clone()))
     }
 
+    fn is_attached(&self) -> Option<bool> {
+        self.rank.is_attached()
+    }
+
     #[pyo3(signature = (job, hashes, first_token, tokens, block_table, stream=None, by_layer=false))]
     fn load(
         &self,

@@ -49,6 +49,12 @@ impl Engine {
         Ok(session)
     }
 
+    /// Whether there is a session now; None: one is being made.
+    pub fn is_attached(&self) -> Option<bool> {
+        let state = self.state.try_lock().ok()?;
+        Some(state.session.as_ref().is_some_and(|session| !session.is_over()))
+    }
+
     /// Makes a space known, to the daemon's later lives as well.
     pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
         let mut state = self.state().await?;

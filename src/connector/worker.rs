@@ -80,6 +80,11 @@ impl Worker {
         self.load.mark(engine)
     }
 
+    /// Whether there is a session with the node now; None: one is being made.
+    pub fn is_attached(&self) -> Option<bool> {
+        self.engine.is_attached()
+    }
+
     /// No load goes on: what is not loaded yet never is.
     pub fn close(&self) {
         self.closed.send_replace(true);

@@ -99,7 +99,10 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
 
     acted = act(llm, generate) if act else None
     tokens, outputs = generate(prompts, loras) if prompts else ([], [])
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    # Of a histogram, how often.
+    metrics = {
+        metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0) for metric in llm.get_metrics()
+    }
     result = {
         "tokens": tokens,
         "cached": [output.num_cached_tokens for output in outputs],

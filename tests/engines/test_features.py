@@ -203,7 +203,12 @@ class OperatorTest(EngineCase):
         self.assertIn(PROMPTS[0]["prompt_token_ids"][:CHUNK], firsts)
         self.assertEqual(result["metrics"]["vllm:kvgate_stored_chunks"], 6)
         self.assertEqual(result["metrics"]["vllm:kvgate_failed_stores"], 0)
+        self.assertEqual(result["metrics"]["vllm:kvgate_absent_requests"], 3)
+        # The last prompt has no chunk to ask for.
+        self.assertEqual(result["metrics"]["vllm:kvgate_lookup_seconds"], 2)
         second = self.loads(self.kv())
+        self.assertEqual(second["metrics"]["vllm:kvgate_absent_requests"], 0)
+        self.assertEqual(second["metrics"]["vllm:kvgate_lookup_seconds"], 2)
         self.assertEqual(second["metrics"]["vllm:kvgate_loads"], 2)
         self.assertEqual(
             second["metrics"]["vllm:kvgate_loaded_bytes"],

@@ -83,10 +83,19 @@ class GatewayTest(EngineCase):
                     told.append((tokens, sum(output.num_cached_tokens for output in outputs)))
             return told
 
-        told = self.alive([], self.kv(breaker_pause_ms=1), act=act)["act"]
+        result = self.alive([], self.kv(breaker_pause_ms=1), act=act)
+        told = result["act"]
         self.assertEqual([tokens for tokens, _ in told], [self.plain["tokens"]] * 8)
         # Without a gateway nothing; then what was stored the first time; then nothing again; then what is on S3.
         self.assertEqual([cached for _, cached in told], [0, 0, 0, REUSED, 0, 0, REUSED, REUSED])
+        for line in ("nobody answers at", "is lost, everything is computed", "is back"):
+            self.assertEqual(result["said"].count(line), 1, line)
+        missed = {
+            name: result["metrics"][f"vllm:kvgate_{name}_requests"] for name in ("absent", "late", "failed", "paused")
+        }
+        # Four rounds without a gateway, and one with an empty one.
+        self.assertEqual(missed["absent"], len(PROMPTS))
+        self.assertEqual(missed["late"] + missed["failed"] + missed["paused"], 4 * len(PROMPTS), missed)
 
 
 class CephTest(EngineCase):

@@ -212,7 +212,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def get_kv_connector_stats(self):
-        return (self.scheduler or self.worker).stats.take()
+        return self.scheduler.take_stats() if self.scheduler is not None else self.worker.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data=None):

@@ -13,7 +13,7 @@ from kvgate.vllm.doubts import Doubts
 from kvgate.vllm.events import Events
 from kvgate.vllm.metadata import Load, StepMetadata, Store, request_of
 from kvgate.vllm.rates import LoadOrCompute
-from kvgate.vllm.stats import KvGateStats
+from kvgate.vllm.stats import MISSES, KvGateStats
 
 logger = init_logger(__name__)
 
@@ -176,14 +176,12 @@ class SchedulerSide:
 
     def allocated(self, request, blocks, num_external_tokens):
         """vLLM admits the request. Should it be preempted, what is there then is another question."""
+        outcome = self.lookups.outcome(request.request_id)
         self.forget_lookup(request.request_id)
         state = self.requests.get(request.request_id)
-        if state is None:
-            return
         if num_external_tokens == 0:
-            if state.worth_it is False:
-                self.stats.add("declined_loads")
-                state.worth_it = None
+            self.note_miss(state, outcome)
+        if state is None or num_external_tokens == 0:
             return
         start, end = state.local, state.local + num_external_tokens
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
@@ -200,6 +198,21 @@ class SchedulerSide:
         if self.load_or_compute is not None:
             self.load_or_compute.load_begins(state.load.job)
         self.new_loads.append(state.load)
+
+    def note_miss(self, state, outcome):
+        """Why an admitted request loads nothing."""
+        if state is None or state.is_stale:
+            self.stats.add("opaque_requests")
+        elif state.worth_it is False:
+            self.stats.add("declined_loads")
+            state.worth_it = None
+        elif outcome is not None:
+            self.stats.add(MISSES[outcome])
+
+    def take_stats(self):
+        seconds, is_paused = self.lookups.told()
+        self.stats.looked_up(seconds, is_paused)
+        return self.stats.take()
 
     # ---- steps
 

@@ -16,7 +16,25 @@ COUNTERS = {
     "refused_chunks": "Chunks for which the gateway had no room.",
     "failed_stores": "Stores that the gateway did not take in time, or not at all.",
 }
+MISSES = {
+    "answered": "absent_requests",
+    "late": "late_requests",
+    "failed": "failed_requests",
+    "paused": "paused_requests",
+}
+"""Counters of requests that loaded nothing, by the outcome of their lookup."""
+COUNTERS |= {
+    "absent_requests": "Admitted requests of whose prompt the gateway had nothing more.",
+    "late_requests": "Admitted requests whose lookup was not answered within lookup_deadline_ms.",
+    "failed_requests": "Admitted requests whose lookup failed: no gateway, or it refused.",
+    "paused_requests": "Admitted requests that were not looked up, since the gateway did not answer others in time.",
+    "opaque_requests": "Admitted requests whose tokens don't say what their KV is, or that are from before a reset.",
+}
+GAUGES = {
+    "lookups_paused": "1 while the gateway is left alone after lookups that it did not answer in time.",
+}
 SECONDS = {
+    "lookup_seconds": "From a lookup's beginning until the gateway has answered it.",
     "load_seconds": "From the beginning of a load until all of it is in the pages.",
     "store_seconds": "From the end of a step until its chunks are the gateway's.",
 }
@@ -25,7 +43,9 @@ BUCKETS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20
 
 @dataclasses.dataclass
 class KvGateStats(KVConnectorStats):
-    """Of one interval, of all ranks: COUNTERS are sums, SECONDS are lists."""
+    """Of one interval, of all ranks: COUNTERS are sums, SECONDS are lists, GAUGES the latest."""
+
+    was_paused: bool = dataclasses.field(default=False, kw_only=True)
 
     def add(self, name, amount=1):
         self.data[name] = self.data.get(name, 0) + amount
@@ -50,6 +70,13 @@ class KvGateStats(KVConnectorStats):
         if ended.error:
             self.add("failed_stores")
 
+    def looked_up(self, seconds, is_paused):
+        for took in seconds:
+            self.took("lookup_seconds", took)
+        if is_paused != self.was_paused:
+            self.was_paused = is_paused
+            self.data["lookups_paused"] = int(is_paused)
+
     def take(self):
         """What there is since the last call; None: nothing."""
         if self.is_empty():
@@ -66,7 +93,8 @@ class KvGateStats(KVConnectorStats):
 
     def aggregate(self, other):
         for name, value in other.data.items():
-            self.data[name] = self.data[name] + value if name in self.data else value
+            is_sum = name in self.data and name not in GAUGES
+            self.data[name] = self.data[name] + value if is_sum else value
         return self
 
     def reduce(self):
@@ -99,7 +127,22 @@ class KvGateMetrics(KVConnectorPromMetrics):
             for name, says in SECONDS.items()
         }
 
+        self.gauges = {
+            name: by_engine(
+                self._gauge_cls(
+                    name=f"vllm:kvgate_{name}",
+                    documentation=says,
+                    labelnames=labelnames,
+                    multiprocess_mode="mostrecent",
+                )
+            )
+            for name, says in GAUGES.items()
+        }
+
     def observe(self, transfer_stats_data, engine_idx=0):
+        for name, gauge in self.gauges.items():
+            if name in transfer_stats_data:
+                gauge[engine_idx].set(transfer_stats_data[name])
         for name, counter in self.counters.items():
             counter[engine_idx].inc(transfer_stats_data.get(name, 0))
         for name, histogram in self.seconds.items():

@@ -36,6 +36,8 @@ class WorkerSide:
         self.failed_blocks: set[int] = set()
         self.report = WorkerReport()
         self.stats = KvGateStats()
+        self.is_attached = None
+        """Whether there was a session when it was looked at last; None: there was none yet."""
 
     # ---- the engine's memory
 
@@ -157,6 +159,7 @@ class WorkerSide:
     def collect(self):
         if self.worker is None:
             return
+        self.watch_session()
         for ended in self.worker.loaded():
             load = self.loads[ended.job]
             self.stats.loaded(ended)
@@ -172,6 +175,24 @@ class WorkerSide:
             self.report.stored[ended.job] = (1, set(ended.there))
             if ended.error:
                 logger.debug("kvgate: %s was not stored: %s", ended.job, ended.error)
+
+    def watch_session(self):
+        """One line when it is lost and one when it is back, by one rank."""
+        is_attached = self.worker.is_attached()
+        was_attached = self.is_attached
+        if is_attached is None or is_attached == was_attached or (was_attached is None and not is_attached):
+            return
+        self.is_attached = is_attached
+        if self.attach["rank"] != 0 or was_attached is None:
+            return
+        if is_attached:
+            logger.info("kvgate: the gateway at %s is back", self.settings.socket)
+        else:
+            logger.warning(
+                "kvgate: the session with the gateway at %s is lost, everything is computed until it is back: is kvgate "
+                "serve running?",
+                self.settings.socket,
+            )
 
     def end(self, load, seconds):
         self.loads.pop(load.job, None)
