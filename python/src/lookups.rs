@@ -61,12 +61,8 @@ struct Question {
     is_given: bool,
     /// More than this question was told of is there by now.
     is_outdated: bool,
-    /// It was not asked, since the gateway is left alone.
-    is_paused: bool,
-    /// The gateway could not say.
-    is_failed: bool,
-    /// Its time was over before it was answered.
-    is_late: bool,
+    /// Why it has no answer: `paused` (the gateway is left alone), `failed` (it could not say), `late`.
+    trouble: Option<&'static str>,
     /// The gateway was asked, and the breaker does not know yet whether it answered in time.
     owed: Option<Arc<Breaker>>,
     task: Option<AbortHandle>,
@@ -132,7 +128,7 @@ impl Lookups {
         if is_asked {
             question.ended = None;
         }
-        question.is_paused = !is_asked && !is_empty;
+        question.trouble = (!is_asked && !is_empty).then_some("paused");
         self.put(request.clone(), question);
         if !is_asked {
             return Ok(());
@@ -143,7 +139,9 @@ impl Lookups {
             let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, &change)).await;
             change(&|question| {
                 question.ended = Some(Instant::now());
-                question.is_failed |= in_time.is_err();
+                if in_time.is_err() {
+                    question.trouble.get_or_insert("failed");
+                }
                 question.note(in_time.is_ok());
             });
         };
@@ -185,7 +183,7 @@ impl Lookups {
             return None;
         }
         if question.ended.is_none() && is_late {
-            question.is_late = true;
+            question.trouble.get_or_insert("late");
             question.note(false);
         }
         question.is_given = true;
@@ -196,13 +194,7 @@ impl Lookups {
     fn outcome(&self, request: &str) -> Option<&'static str> {
         let questions = self.lock();
         let question = questions.get(request)?;
-        let outcomes = [
-            (question.is_paused, "paused"),
-            (question.is_failed, "failed"),
-            (question.is_late, "late"),
-            (question.ended.is_some(), "answered"),
-        ];
-        outcomes.iter().find(|(is_so, _)| *is_so).map(|(_, word)| *word)
+        question.trouble.or(question.ended.map(|_| "answered"))
     }
 
     /// How long the questions took that were answered since the last call, and whether the gateway is left alone now.
@@ -254,9 +246,7 @@ impl Question {
             wanted: None,
             is_given: false,
             is_outdated: false,
-            is_paused: false,
-            is_failed: false,
-            is_late: false,
+            trouble: None,
             owed: None,
             task: None,
         }
@@ -334,7 +324,9 @@ impl Asker {
             }
             time *= 2;
         }
-        change(&|question| question.is_failed = true);
+        change(&|question| {
+            question.trouble.get_or_insert("failed");
+        });
         // What nobody can tell is not there.
         tell(0);
     }

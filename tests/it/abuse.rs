@@ -301,7 +301,7 @@ async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
     let mut loads = load_request(&prompt, "a", Order::Chunk);
     loads.session.clone_from(&one.name);
     loads.deadline_ms = Some(500);
-    let declared: Value = serde_json::from_str(&prompt.space.canonical_json()).unwrap();
+    let declared: Value = serde_json::from_str(prompt.space.canonical_json()).unwrap();
     let hashes = json!(prompt.hashes);
     let calls = [
         ("PUT", "spaces", declared),
