@@ -10,7 +10,8 @@ from pathlib import Path
 
 import tiny_model
 from case import CHUNK, PROMPTS, REUSED, EngineCase
-from lives import BLOCK_TOKENS, forget, kvgate, life
+from lives import BLOCK_TOKENS, forget, kvgate, life, prompt
+from vllm import SamplingParams
 
 from gateway import Gateway
 
@@ -153,6 +154,50 @@ class ManyTest(EngineCase):
         other.flush()
         # The second one has got what the first one had.
         self.loads(kvgate(other.socket))
+
+    def test_beside_a_connector_that_loads_within_the_step(self):
+        """While it did, kvgate lost track of the blocks of a long prompt, and stored other requests' KV as this one's."""
+        self.gateway.start()
+        sibling = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": f"{self.gateway.folder}/sibling"},
+        }
+        long = {"prompt_token_ids": prompt(7, 2000)}
+        short = [{"prompt_token_ids": prompt(100 + seed, 300)} for seed in range(12)]
+        plain = self.alive([long])["tokens"]
+        self.alive(short, {**sibling, "kv_load_failure_policy": "recompute"})
+        kv = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [sibling, child(self.gateway.socket)]},
+        }
+
+        def act(llm, generate):
+            engine, sampling = llm.llm_engine, SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+            scheduler = engine.engine_core.engine_core.scheduler
+            schedule, within = scheduler.schedule, []
+
+            def watched(*arguments, **named):
+                output = schedule(*arguments, **named)
+                within.append(output.has_sync_kv_loads and "long" in " ".join(output.num_scheduled_tokens))
+                return output
+
+            scheduler.schedule = watched
+            engine.add_request("long", long, sampling)
+            for number, one in enumerate(short):
+                engine.step()
+                engine.add_request(f"short {number}", one, sampling)
+            while engine.has_unfinished_requests():
+                engine.step()
+            return sum(within)
+
+        within = self.alive([], kv, act=act, long_prefill_token_threshold=96)["act"]
+        self.assertGreater(within, 3, "steps of the long prompt with a load within them")
+        self.gateway.flush()
+        result = self.alive([long], self.kv())
+        self.assertEqual((result["tokens"], result["external"]), (plain, 2000 // CHUNK * CHUNK))
 
     def test_roles(self):
         self.gateway.start()
