@@ -79,6 +79,9 @@ class Lookups:
         calls. Then it is what is known so far: of this question, or of the one before while its pins hold. An answer from
         before that is not outdated counts at once. After an error: 0."""
 
+    def tiers(self, request: str) -> bytes:
+        """Where each chunk of the answer is: `m` in the node's memory, `d` on its disks, `s` on S3."""
+
     def outcome(self, request: str) -> str | None:
         """Of its question: `answered`, `late` (not within `deadline_ms`), `failed`, or `paused` (not asked, after time-outs);
         None while it goes on."""

@@ -3,10 +3,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::chunk::ChunkHash;
+use kvgate::chunk::{ChunkHash, Mask};
 use kvgate::client::{Client, ClientError, Found, Target};
 use kvgate::connector::Breaker;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
@@ -71,10 +72,13 @@ struct Question {
 /// By its address.
 type Number = Arc<()>;
 
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Told {
     prefix: usize,
     at: Instant,
+    /// Of the prefix, the chunks in the node's memory and on its disks.
+    memory: Mask,
+    disk: Mask,
 }
 
 #[pymethods]
@@ -123,7 +127,7 @@ impl Lookups {
         let is_asked = !is_empty && !self.asker.breaker.is_open();
         let mut question = Question::new(Arc::clone(&number));
         if is_empty {
-            question.tell(0);
+            question.tell_nothing();
         }
         if is_asked {
             question.ended = None;
@@ -190,6 +194,23 @@ impl Lookups {
         Some(question.prefix(self.pin))
     }
 
+    /// Where each chunk of the answer is, in a byte: `m`emory, `d`isk, `s`3.
+    fn tiers<'py>(&self, py: Python<'py>, request: &str) -> Bound<'py, PyBytes> {
+        let questions = self.lock();
+        let told = questions
+            .get(request)
+            .and_then(|question| question.counts(self.pin));
+        let tier_of = |told: &Told, chunk| match (told.memory.get(chunk), told.disk.get(chunk)) {
+            (true, _) => b'm',
+            (_, true) => b'd',
+            _ => b's',
+        };
+        let tiers = told.map_or_else(Vec::new, |told| {
+            (0..told.prefix).map(|chunk| tier_of(told, chunk)).collect()
+        });
+        PyBytes::new(py, &tiers)
+    }
+
     /// What became of its question; None while it goes on.
     fn outcome(&self, request: &str) -> Option<&'static str> {
         let questions = self.lock();
@@ -219,7 +240,7 @@ impl Lookups {
     fn put(&self, request: String, mut question: Question) {
         let mut questions = self.lock();
         if let Some(before) = questions.get(&request) {
-            question.before = before.told.or(before.before);
+            question.before = before.told.clone().or_else(|| before.before.clone());
             question.is_awaited = before.is_outdated || (before.told.is_none() && before.is_awaited);
         }
         questions.insert(request, question);
@@ -252,22 +273,36 @@ impl Question {
         }
     }
 
-    fn tell(&mut self, prefix: usize) {
-        let at = Instant::now();
-        self.told = Some(Told { prefix, at });
+    fn tell(&mut self, found: &Found) {
+        self.told = Some(Told {
+            prefix: found.prefix,
+            at: Instant::now(),
+            memory: found.memory.clone(),
+            disk: found.disk.clone(),
+        });
+    }
+
+    fn tell_nothing(&mut self) {
+        self.tell(&Found::default());
+    }
+
+    fn prefix(&self, pin: Duration) -> usize {
+        self.counts(pin).map_or(0, |told| told.prefix)
     }
 
     /// What the question before was told counts until this one has an answer, as long as its pins hold.
-    fn prefix(&self, pin: Duration) -> usize {
-        let prefix = |told: Option<Told>| told.map_or(0, |told| told.prefix);
-        if self.ended.is_some() && self.told.is_some() {
-            return prefix(self.told);
+    fn counts(&self, pin: Duration) -> Option<&Told> {
+        let told = self.told.as_ref();
+        if self.ended.is_some() && told.is_some() {
+            return told;
         }
-        prefix(self.told).max(prefix(self.pinned(pin)))
+        told.into_iter()
+            .chain(self.pinned(pin))
+            .max_by_key(|told| told.prefix)
     }
 
-    fn pinned(&self, pin: Duration) -> Option<Told> {
-        self.before.filter(|before| before.at.elapsed() < pin)
+    fn pinned(&self, pin: Duration) -> Option<&Told> {
+        self.before.as_ref().filter(|before| before.at.elapsed() < pin)
     }
 
     fn is_over_for(&self, age: Duration) -> bool {
@@ -298,12 +333,6 @@ impl Asker {
     /// Tells what the gateway knows after a time that the scheduler would wait, and again after twice as long, until it
     /// knows all of the prefix, or can't.
     async fn look(&self, chain: &Mutex<Chain>, change: &(impl Fn(&dyn Fn(&mut Question)) + Sync)) {
-        let tell = |prefix| {
-            change(&|question| {
-                question.tell(prefix);
-                question.note(true);
-            });
-        };
         let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
         let (mut time, asked) = (self.round, Instant::now());
         let mut is_first = true;
@@ -315,7 +344,10 @@ impl Asker {
             let Ok(found) = self.look_for(hashes, time).await else {
                 break;
             };
-            tell(found.prefix);
+            change(&|question| {
+                question.tell(&found);
+                question.note(true);
+            });
             let is_open = found.unknown.get(found.prefix);
             // One that did not take its time has nobody to ask.
             if !is_open || began.elapsed() < time {
@@ -326,9 +358,10 @@ impl Asker {
         }
         change(&|question| {
             question.trouble.get_or_insert("failed");
+            // What nobody can tell is not there.
+            question.tell_nothing();
+            question.note(true);
         });
-        // What nobody can tell is not there.
-        tell(0);
     }
 
     fn seconds(&self) -> MutexGuard<'_, Vec<f64>> {
@@ -339,7 +372,7 @@ impl Asker {
     async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<Found, ClientError> {
         // What the gateway knows by then is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
-        let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true");
+        let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true&tiers=true");
         let id = self.space.id().to_string();
         match self.client.lookup_hashes(&id, hashes, &query).await {
             Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {

@@ -16,14 +16,17 @@ use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
 use super::{Api, body, spaces};
 use crate::chunk::{ChunkHash, ChunkHasher, Space};
 use crate::gateway::Lookup;
+use crate::tier::Tier;
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
     let wants_binary = content_type(request.headers(), &ACCEPT, &[OCTETS]);
     let query = request.uri().query().unwrap_or_default().to_owned();
+    let mut wants_tiers = false;
     let body = body::read(request, api.options.body_max, api.options.timeout).await?;
     let (request, hashes) = if is_binary {
-        let (request, what) = from_query(&query)?;
+        let Query { request, what, tiers } = from_query(&query)?;
+        wants_tiers = tiers;
         match what {
             Items::Hashes => (request, Some(hashes_of(&body)?)),
             Items::Tokens => {
@@ -60,7 +63,7 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer
         api.node.prefetch(space, prefix, until);
     }
     Ok(match wants_binary {
-        true => binary(&found),
+        true => binary(&found, wants_tiers),
         false => json(&LookupAnswer {
             chunks: found.chunks,
             mask: found.mask.to_hex(),
@@ -73,10 +76,15 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer
     })
 }
 
-/// The masks one after the other: present, unknown, inferred. The header has the prefix.
-fn binary(found: &Lookup) -> Answer {
+/// The masks one after the other: present, unknown, inferred; with `tiers` also those in memory and those on disk. The
+/// header has the prefix.
+fn binary(found: &Lookup, tiers: bool) -> Answer {
     let masks = [&found.mask, &found.unknown, &found.inferred];
-    let bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
+    let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
+    if tiers {
+        bytes.extend_from_slice(found.within(Tier::Memory).as_bytes());
+        bytes.extend_from_slice(found.within(Tier::Disk).as_bytes());
+    }
     let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::from(bytes));
     answer
         .headers_mut()
@@ -97,9 +105,18 @@ enum Items {
     Tokens,
 }
 
-fn from_query(query: &str) -> Result<(LookupRequest, Items), Problem> {
+struct Query {
+    request: LookupRequest,
+    /// In the body.
+    what: Items,
+    /// Whether the answer tells them.
+    tiers: bool,
+}
+
+fn from_query(query: &str) -> Result<Query, Problem> {
     let mut request = LookupRequest::default();
     let mut items = Items::Hashes;
+    let mut tiers = false;
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         let value = value.replace('+', " ");
@@ -125,6 +142,7 @@ fn from_query(query: &str) -> Result<(LookupRequest, Items), Problem> {
             "deadline_ms" => request.deadline_ms = Some(number()?),
             "pin_ms" => request.pin_ms = Some(number()?),
             "prefetch" => request.prefetch = value == "true" || value == "1",
+            "tiers" => tiers = value == "true" || value == "1",
             "items" => match value.as_str() {
                 "hashes" => items = Items::Hashes,
                 "tokens" => items = Items::Tokens,
@@ -133,12 +151,16 @@ fn from_query(query: &str) -> Result<(LookupRequest, Items), Problem> {
             _ => {
                 let name: String = name.chars().take(40).collect();
                 return Err(Problem::bad(format!(
-                    "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch"
+                    "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
                 )));
             }
         }
     }
-    Ok((request, items))
+    Ok(Query {
+        request,
+        what: items,
+        tiers,
+    })
 }
 
 fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, Problem> {

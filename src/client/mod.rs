@@ -79,11 +79,14 @@ pub enum ClientError {
 }
 
 /// Which chunks exist, as [`Client::lookup_hashes`] answers.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Found {
     pub mask: Mask,
     pub unknown: Mask,
     pub inferred: Mask,
+    /// Of those that are present, the ones in the node's memory and on its disks; all zero without `tiers=true`.
+    pub memory: Mask,
+    pub disk: Mask,
     /// Length of the leading run in `mask`.
     pub prefix: usize,
 }
@@ -176,6 +179,11 @@ impl Client {
                 .unwrap_or_default();
             Mask::from_bytes(chunks, bytes).map_err(|error| ClientError::Answer(error.to_string()))
         };
+        let has_tiers = answer.len() > 3 * bytes;
+        let tier = |number| match has_tiers {
+            true => mask(number),
+            false => Ok(Mask::new(chunks)),
+        };
         let prefix = headers
             .get("x-kvgate-prefix")
             .and_then(|value| value.to_str().ok()?.parse().ok());
@@ -183,6 +191,8 @@ impl Client {
             mask: mask(0)?,
             unknown: mask(1)?,
             inferred: mask(2)?,
+            memory: tier(3)?,
+            disk: tier(4)?,
             prefix: prefix.ok_or_else(|| ClientError::Answer("it has no x-kvgate-prefix".into()))?,
         })
     }

@@ -194,6 +194,15 @@ impl Lookup {
             error,
         }
     }
+
+    /// Those of `mask` that are in this tier.
+    pub fn within(&self, tier: Tier) -> Mask {
+        let mut mask = Mask::new(self.chunks);
+        for run in self.tiers.iter().filter(|run| run.tier == tier) {
+            (run.from..run.from + run.count).for_each(|i| mask.set(i));
+        }
+        mask
+    }
 }
 
 /// Those of the mask, in runs of one tier.

@@ -103,8 +103,14 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
     metrics = {
         metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0) for metric in llm.get_metrics()
     }
+    sources = {
+        metric.labels["source"]: metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_cached_by_source" and metric.value
+    }
     result = {
         "tokens": tokens,
+        "sources": sources,
         "cached": [output.num_cached_tokens for output in outputs],
         "external": metrics.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),

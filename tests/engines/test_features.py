@@ -255,6 +255,7 @@ class OperatorTest(EngineCase):
         self.assertEqual(second["metrics"]["vllm:kvgate_absent_requests"], 0)
         self.assertEqual(second["metrics"]["vllm:kvgate_lookup_seconds"], 2)
         self.assertEqual(second["metrics"]["vllm:kvgate_loads"], 2)
+        self.assertEqual(second["sources"], {"host": REUSED})
         self.assertEqual(
             second["metrics"]["vllm:kvgate_loaded_bytes"],
             REUSED * tiny_model.LAYERS * 2 * tiny_model.HEADS * tiny_model.HEAD_DIM * 4,

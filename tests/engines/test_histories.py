@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import histories
-from histories import History
+from histories import BrokenError, History, Overtaken
 from kvgate.vllm.connector import KvGateConnector
 from kvgate.vllm.scheduler import SchedulerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -142,6 +142,15 @@ class PlantedTest(unittest.TestCase):
     def test_tokens_that_are_dropped_for_a_best_effort_cache(self):
         with mock.patch.object(KvGateConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery):
             self.finds("tokens are dropped")
+
+    def test_blocks_that_vllm_has_cached_and_never_computed(self):
+        """It does so itself, for requests with priorities."""
+        Overtaken(0).run()
+        with (
+            mock.patch.object(SchedulerSide, "evict_uncomputed", lambda *_: None),
+            self.assertRaisesRegex(BrokenError, "computed from is wrong"),
+        ):
+            Overtaken(0).run()
 
     def test_preemption_beside_blocks_that_come_free(self):
         with mock.patch.object(KvGateConnector, "has_pending_block_frees", lambda self: False):

@@ -42,13 +42,12 @@ class Question:
         self.hashes = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         self.told = threading.Event()
 
-    def answer(self, prefix, unknown=()):
-        self.prefix, self.unknown = prefix, unknown
+    def answer(self, prefix, unknown=(), memory=(), disk=()):
+        self.prefix, self.masks = prefix, (range(prefix), unknown, (), memory, disk)
         self.told.set()
 
     def body(self):
-        masks = (range(self.prefix), self.unknown, ())
-        return b"".join(self.mask(bits) for bits in masks)
+        return b"".join(self.mask(bits) for bits in self.masks)
 
     def mask(self, bits):
         return sum(1 << bit for bit in bits).to_bytes(-(-len(self.hashes) // 8), "little")
@@ -213,6 +212,16 @@ class QueuedTest(LookupCase):
         self.gateway.next().answer(2, unknown=[2, 3])
         self.assertEqual(self.matched(request), 16)
         self.assertTrue(self.gateway.questions.empty())
+
+
+class SourcesTest(LookupCase):
+    def test_tokens_are_counted_by_the_tier_that_had_them(self):
+        request = self.arrive()
+        self.gateway.next().answer(4, memory=[0, 1], disk=[2])
+        self.assertEqual(self.matched(request, local=4), 28)
+        self.admit(request, 28)
+        told = {source.value: tokens for source, tokens in self.scheduler.hit_sources(request).items()}
+        self.assertEqual(told, {"host": 12, "disk": 8, "external_unspecified": 8})
 
 
 class HungTest(LookupCase):

@@ -61,6 +61,7 @@ def engine(load_format="auto", **more):
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=None,
         kv_events_config=None,
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={"socket": "/nowhere/sock"},
             kv_load_failure_policy="recompute",

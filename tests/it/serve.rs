@@ -87,6 +87,11 @@ async fn lookups_say_the_same_as_json_and_as_bytes() {
             .unwrap();
         assert_eq!((found.prefix, found.mask.count()), (13, 13));
         assert_eq!(found.unknown.count(), 0);
+        assert_eq!((found.memory.count(), found.disk.count()), (0, 0), "nobody asked");
+        let query = query + "&tiers=true";
+        let found = serving.client.lookup_hashes(&space, &prompt.hashes, &query).await;
+        let found = found.unwrap();
+        assert_eq!((found.memory.count(), found.disk.count()), (13, 0));
     }
     let json = lookup(&serving, &prompt).await;
     assert_eq!((json.prefix, json.chunks), (13, 20));

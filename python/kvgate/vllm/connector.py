@@ -35,6 +35,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         # Once, not by each rank.
         gateway.ensure(settings, is_told=role == KVConnectorRole.SCHEDULER)
         self.scheduler = self.worker = None
+        self.has_priorities = vllm_config.scheduler_config.policy == "priority"
         self.is_off = False
         """One of the calls below threw: vLLM goes on as if there were no kvgate."""
         self.owed = Owed()
@@ -73,6 +74,11 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler
 
     @guarded()
+    def bind_gpu_block_pool(self, gpu_block_pool):
+        if self.has_priorities:
+            self.scheduler.block_pool = gpu_block_pool
+
+    @guarded()
     def on_new_request(self, request):
         self.scheduler.new_request(request)
 
@@ -82,6 +88,10 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         if tokens:
             self.owed.local[request.request_id] = num_computed_tokens // self.scheduler.block_tokens
         return tokens, is_async
+
+    @guarded(lambda connector, *told: KVConnectorBase_V1.get_external_cache_hit_sources(connector, *told))
+    def get_external_cache_hit_sources(self, request, num_external_tokens):
+        return self.scheduler.hit_sources(request) if num_external_tokens else {}
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:

@@ -6,6 +6,8 @@ import secrets
 from array import array
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
@@ -16,6 +18,10 @@ from kvgate.vllm.rates import LoadOrCompute
 from kvgate.vllm.stats import MISSES, KvGateStats
 
 logger = init_logger(__name__)
+
+
+SOURCES = {b"m": CacheHitSource.HOST, b"d": CacheHitSource.DISK}
+"""vLLM has no word for S3."""
 
 
 @dataclasses.dataclass
@@ -47,10 +53,14 @@ class RequestState:
     """Whether loading what the latest question found is quicker than computing; None: not decided yet."""
     local: int = 0
     """Tokens that vLLM had itself when it asked last."""
+    scheduled: int = 0
+    """Tokens that are computed after the latest step that it was in, with the drafts of that step."""
     found: int = 0
     """Chunks of the leading run that are there, or are in the hands of a store."""
     handed: int = 0
     """Chunks that were ever handed to a store. Those that did not get there are handed again with the next that is full."""
+    sources: dict[object, int] = dataclasses.field(default_factory=dict)
+    """Tokens of the latest load, by where they were when it was decided on."""
     load: Load | None = None
     """The latest, until all ranks have ended it."""
     load_seconds: float = 0.0
@@ -112,6 +122,8 @@ class SchedulerSide:
         self.local: dict[str, int] = {}
         """Of each request that waits, the tokens that vLLM has itself."""
         self.doubts = Doubts(self.block_tokens, ranks)
+        self.block_pool = None
+        """vLLM's, if requests have priorities."""
 
     # ---- what there is
 
@@ -176,7 +188,7 @@ class SchedulerSide:
 
     def allocated(self, request, blocks, num_external_tokens):
         """vLLM admits the request. Should it be preempted, what is there then is another question."""
-        outcome = self.lookups.outcome(request.request_id)
+        outcome, tiers = self.lookups.outcome(request.request_id), self.lookups.tiers(request.request_id)
         self.forget_lookup(request.request_id)
         state = self.requests.get(request.request_id)
         if num_external_tokens == 0:
@@ -187,6 +199,7 @@ class SchedulerSide:
         first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
         base = first * self.chunk_tokens
         state.ranks_ended, state.load_seconds = 0, 0.0
+        state.sources = self.sources(tiers, start, end)
         state.load = Load(
             job=f"{request.request_id}#{next(self.jobs)}",
             request=request.request_id,
@@ -198,6 +211,19 @@ class SchedulerSide:
         if self.load_or_compute is not None:
             self.load_or_compute.load_begins(state.load.job)
         self.new_loads.append(state.load)
+
+    def sources(self, tiers, start, end):
+        """Tokens from `start` to `end` by the tier of their chunk, as vLLM names it."""
+        sources = {}
+        for chunk in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
+            source = SOURCES.get(tiers[chunk : chunk + 1], CacheHitSource.EXTERNAL_UNSPECIFIED)
+            tokens = min(end, (chunk + 1) * self.chunk_tokens) - max(start, chunk * self.chunk_tokens)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
+
+    def hit_sources(self, request):
+        state = self.requests.get(request.request_id)
+        return dict(state.sources) if state is not None else {}
 
     def note_miss(self, state, outcome):
         """Why an admitted request loads nothing."""
@@ -224,15 +250,35 @@ class SchedulerSide:
         for store in self.open_stores.values():
             if store.request in preempted:
                 store.copying = 0
+        if preempted and self.block_pool is not None:
+            self.evict_uncomputed(preempted)
         meta = StepMetadata(loads=self.new_loads, taken_back=preempted | self.wanted_back, finished=self.to_free)
         self.new_loads, self.to_free, self.wanted_back = [], set(), set()
         scheduled = in_order(output)
         self.note_doubts(meta, output, scheduled)
-        if self.is_producer:
-            for request_id, _, end in scheduled:
-                if (state := self.requests.get(request_id)) is not None:
+        for request_id, _, end in scheduled:
+            if (state := self.requests.get(request_id)) is not None:
+                state.scheduled = end
+                if self.is_producer:
                     self.add_store(meta, state, end, output.kv_connector_block_state)
         return meta
+
+    def evict_uncomputed(self, preempted):
+        """With priorities vLLM may preempt a request that it has scheduled in the same step. It has cached the blocks of that
+        step by then, keeps them, and would take them for computed: for its own answers, and for what is stored."""
+        uncomputed = set()
+        for state in map(self.requests.get, preempted):
+            if state is not None:
+                # The latest token has been sampled, not computed.
+                computed = min(state.scheduled, state.request.num_tokens - 1)
+                uncomputed.update(state.request.block_hashes[computed // self.block_tokens :])
+        self.block_pool.evict_blocks(
+            {
+                block.block_id
+                for block in self.block_pool.blocks
+                if block.block_hash is not None and get_block_hash(block.block_hash) in uncomputed
+            }
+        )
 
     def note_doubts(self, meta, output, scheduled):
         """What is loaded within the step, by whomever, and what is computed from it."""
