@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::chunk::{ChunkHash, Space};
 use kvgate::existence::CacheKey;
+use kvgate::format::{ChunkHash, Space};
 use kvgate::tier::{Below, Disk, DiskOptions, Wrote};
 use serde_json::json;
 

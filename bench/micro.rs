@@ -17,11 +17,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use crc_fast::CrcAlgorithm;
 use kvgate::arena::{Arena, ArenaOptions, SlotMut};
-use kvgate::chunk::{
-    ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
-};
 use kvgate::config::Strategy;
 use kvgate::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
+use kvgate::format::{
+    ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
+};
 use kvgate::gateway::{Gateway, GatewayOptions};
 use kvgate::net::{Landing, Traffic};
 use kvgate::object::{

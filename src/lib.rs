@@ -11,7 +11,6 @@
 pub mod api;
 pub mod arena;
 pub mod bench;
-pub mod chunk;
 pub mod cli;
 pub mod client;
 pub mod config;
@@ -25,6 +24,7 @@ pub mod embedded;
 mod episode;
 pub mod existence;
 pub mod fanout;
+pub mod format;
 pub mod gateway;
 pub mod gpu;
 mod host;
@@ -33,7 +33,6 @@ pub mod net;
 pub mod node;
 pub mod object;
 pub mod tier;
-pub mod units;
 
 /// The README's example compiles.
 #[cfg(doctest)]

@@ -115,7 +115,7 @@ async fn get_part(client: &Client, bucket: &str, object_size: u64, part: &mut Pa
 pub fn head(bucket: &Bucket, workload: &Workload) -> Result<Measured, Error> {
     // Only the names are used.
     let workload = Workload {
-        object_size: kvgate::units::ByteSize(4096),
+        object_size: kvgate::config::units::ByteSize(4096),
         ..workload.clone()
     };
     let queue = Arc::new(Queue::new(&workload)?);

@@ -3,7 +3,7 @@ use std::sync::{Mutex, PoisonError};
 
 use clap::Args;
 use kvgate::arena::{Arena, ArenaOptions, SLOT_ALIGN, SlotMut};
-use kvgate::units::{ByteSize, MIB};
+use kvgate::config::units::{ByteSize, MIB};
 
 use crate::Error;
 

@@ -1,7 +1,7 @@
 //! What is read from a bucket: no bytes make the header's parser panic, and what it accepts it writes the same.
 #![no_main]
 
-use kvgate::chunk::{DigestKind, FORMAT_VERSION, Header, HeaderError, header_len};
+use kvgate::format::{DigestKind, FORMAT_VERSION, Header, HeaderError, header_len};
 use libfuzzer_sys::fuzz_target;
 
 const DIGEST_LEN: usize = 32;

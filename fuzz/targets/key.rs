@@ -1,7 +1,7 @@
 //! Keys that a bucket lists: nothing panics, our keys are read, and a key that is read is the one that we would write.
 #![no_main]
 
-use kvgate::chunk::{ChunkHash, Key, KeyPrefix, SpaceId, SpaceKey};
+use kvgate::format::{ChunkHash, Key, KeyPrefix, SpaceId, SpaceKey};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (&str, [[u8; 32]; 2], usize, char, &str)| {

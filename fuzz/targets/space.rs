@@ -2,7 +2,7 @@
 //! space and is written as itself.
 #![no_main]
 
-use kvgate::chunk::Space;
+use kvgate::format::Space;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|json: &str| {

@@ -3,9 +3,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::chunk::{ChunkHash, Mask};
 use kvgate::client::{Client, ClientError, Found, Target};
 use kvgate::connector::Breaker;
+use kvgate::format::{ChunkHash, Mask};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tokio::sync::Semaphore;
@@ -32,7 +32,7 @@ pub struct Lookups {
 #[derive(Clone)]
 struct Asker {
     client: Client,
-    space: kvgate::chunk::Space,
+    space: kvgate::format::Space,
     /// Of the first round.
     round: Duration,
     pin_ms: u64,

@@ -1,6 +1,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvgate::chunk::{ChunkHash, ChunkHasher, Extra, TenantSecret};
+use kvgate::format::{ChunkHash, ChunkHasher, Extra, TenantSecret};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

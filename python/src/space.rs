@@ -3,13 +3,13 @@ use pyo3::prelude::*;
 use crate::error::failed;
 
 #[pyclass(frozen, module = "kvgate._native")]
-pub struct Space(pub kvgate::chunk::Space);
+pub struct Space(pub kvgate::format::Space);
 
 #[pymethods]
 impl Space {
     #[new]
     fn new(json: &str) -> PyResult<Self> {
-        kvgate::chunk::Space::from_json(json).map(Self).map_err(failed)
+        kvgate::format::Space::from_json(json).map(Self).map_err(failed)
     }
 
     #[getter]

@@ -3,13 +3,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::api::wire::AttachRequest;
-use kvgate::chunk::ChunkHash;
 use kvgate::client::{Client, Target};
 use kvgate::connector::{
     Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
 };
 use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
+use kvgate::format::ChunkHash;
 use kvgate::gateway::Order;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -276,7 +276,7 @@ impl Worker {
 }
 
 impl Worker {
-    fn start(settings: Settings, space: kvgate::chunk::Space) -> PyResult<Self> {
+    fn start(settings: Settings, space: kvgate::format::Space) -> PyResult<Self> {
         let options = copy_options()?;
         let cache = PagedCache::new(&space, &settings.tensors).map_err(failed)?;
         let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;

@@ -10,7 +10,7 @@ use super::lookup::limited;
 use super::problem::Problem;
 use super::wire::{ChunksRequest, Count, FLUSH_MAX, FlushRequest};
 use super::{Api, body, spaces};
-use crate::chunk::Space;
+use crate::format::Space;
 use crate::gateway::Flushed;
 
 async fn chunks(api: &Api, request: Request<Incoming>) -> Result<(Space, ChunksRequest), Problem> {

@@ -14,8 +14,8 @@ use super::body::{Answer, OCTETS};
 use super::problem::Problem;
 use super::{Api, body, spaces};
 use crate::arena::Slot;
-use crate::chunk::{ChunkHash, Header, Space};
 use crate::config::Strategy;
+use crate::format::{ChunkHash, Header, Space};
 use crate::gateway::{AfterMiss, LoadRequest, Miss, Order};
 
 pub async fn serve(
@@ -98,7 +98,7 @@ fn header(object: &Slot) -> Result<Answer, Problem> {
     let digests: Vec<String> = header
         .digests
         .iter()
-        .map(|digest| crate::chunk::hex::encode(&digest[..kind.width()]))
+        .map(|digest| crate::format::hex::encode(&digest[..kind.width()]))
         .collect();
     Ok(body::json(&json!({
         "space_id": header.space_id,

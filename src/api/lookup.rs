@@ -14,7 +14,7 @@ use super::body::{Answer, OCTETS, content_type, json};
 use super::problem::Problem;
 use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
 use super::{Api, body, spaces};
-use crate::chunk::{ChunkHash, ChunkHasher, Space};
+use crate::format::{ChunkHash, ChunkHasher, Space};
 use crate::gateway::Lookup;
 use crate::tier::Tier;
 
@@ -192,7 +192,7 @@ fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, Prob
             "`salt` and `adapter` are in the hashes already: give them with tokens only",
         )),
         (None, Some(tokens)) => {
-            let bad = |error: crate::chunk::HashError| Problem::bad(error.to_string());
+            let bad = |error: crate::format::HashError| Problem::bad(error.to_string());
             let hasher = ChunkHasher::new(space, None).map_err(bad)?;
             let text = |text: &Option<String>| text.clone().unwrap_or_default().into_bytes();
             let root = hasher

@@ -7,7 +7,7 @@ use super::body::{Answer, json};
 use super::problem::Problem;
 use super::wire::{PlaneInfo, SpaceInfo};
 use super::{Api, body};
-use crate::chunk::{Space, SpaceId, SpaceKey};
+use crate::format::{Space, SpaceId, SpaceKey};
 
 /// `PUT /v1/spaces`.
 pub async fn declare(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {

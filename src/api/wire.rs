@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::chunk::{ChunkHash, Plane, SpaceId};
 use crate::config::Strategy;
+use crate::format::{ChunkHash, Plane, SpaceId};
 use crate::gateway::{Order, TierRun};
 use crate::node::Share;
 

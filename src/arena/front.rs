@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::SLOT_ALIGN;
 use super::mapping::Mapping;
-use crate::chunk::hex;
+use crate::format::hex;
 
 pub(super) const MAGIC: &[u8; 8] = b"KVGARENA";
 pub(super) const VERSION: u32 = 1;

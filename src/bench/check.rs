@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::chunk::Crc64;
+use crate::format::Crc64;
 use crate::net::Watch;
 
 /// Digests a read while it arrives.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 
-use crate::chunk::Append;
+use crate::format::Append;
 
 const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 const BLOCK: usize = 1 << 20;

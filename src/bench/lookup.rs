@@ -11,9 +11,9 @@ use super::report::PhaseReport;
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::{ChunkHash, ChunkHasher, Space};
 use crate::config::Strategy;
 use crate::fanout::EndpointState;
+use crate::format::{ChunkHash, ChunkHasher, Space};
 use crate::net::{Landing, Traffic};
 use crate::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,

@@ -177,7 +177,7 @@ fn explained(error: crate::object::ObjectError, target: &Target) -> Failure {
         }),
         ErrorKind::Length { .. } => Failure::Wrong(format!(
             "{error}; was it written with another --object-size than {}?",
-            crate::units::ByteSize(target.settings.object_bytes)
+            crate::config::units::ByteSize(target.settings.object_bytes)
         )),
         _ => error.into(),
     }

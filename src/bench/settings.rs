@@ -3,8 +3,8 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::error::BenchError;
+use crate::config::units::ByteSize;
 use crate::gateway::Order;
-use crate::units::ByteSize;
 
 /// A kind of request, and the phase that makes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

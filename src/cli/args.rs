@@ -6,9 +6,9 @@ use clap::Args;
 
 use super::error::CliError;
 use super::input;
-use crate::chunk::{PRESETS, Preset, Space, SpaceId, SpaceKey};
+use crate::config::units::{ByteSize, MIB};
 use crate::config::{self, Loaded, Override};
-use crate::units::{ByteSize, MIB};
+use crate::format::{PRESETS, Preset, Space, SpaceId, SpaceKey};
 
 /// Where the configuration comes from: file, then environment, then these flags.
 #[derive(Debug, Clone, Default, Args)]

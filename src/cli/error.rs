@@ -1,7 +1,7 @@
 use std::io;
 
-use crate::chunk::{HashError, SpaceError};
 use crate::config::ConfigError;
+use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
 use crate::object::{ErrorKind, ObjectError};
 

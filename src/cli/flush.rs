@@ -5,7 +5,7 @@ use super::error::CliError;
 use super::logging;
 use super::node::{self, NodeArgs};
 use super::output::{Out, count};
-use crate::units::parse_duration;
+use crate::config::units::parse_duration;
 
 /// Waits until everything that this node's engines have committed is stored.
 #[derive(Debug, Args)]

@@ -5,8 +5,8 @@ use std::io::{self, IsTerminal, Read};
 
 use super::error::CliError;
 use super::output::tell;
-use crate::chunk::ChunkHash;
-use crate::units::ByteSize;
+use crate::config::units::ByteSize;
+use crate::format::ChunkHash;
 
 /// A text file, or the standard input for `-`.
 pub fn read(name: &str, limit: ByteSize) -> Result<String, CliError> {

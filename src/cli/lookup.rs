@@ -13,8 +13,8 @@ use super::prompt::{Prompt, PromptArgs};
 use super::{logging, picture};
 use crate::api::wire::{LookupRequest, StrategyWord};
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::Space;
 use crate::config::{Config, Override, Strategy};
+use crate::format::Space;
 use crate::gateway::{Lookup, TierRun};
 use crate::object::RequestCounts;
 

@@ -9,7 +9,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
-use crate::chunk::SpaceKey;
+use crate::format::SpaceKey;
 use crate::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
 
 /// Lists the spaces in the bucket, or the chunks of one.

@@ -30,7 +30,7 @@ fn sign(lookup: &Lookup, i: usize) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::Mask;
+    use crate::format::Mask;
 
     fn lookup(chunks: usize) -> Lookup {
         let mask = |is: fn(usize) -> bool| (0..chunks).map(is).collect::<Mask>();

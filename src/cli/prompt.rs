@@ -3,8 +3,8 @@ use clap::Args;
 use super::args::SpaceRef;
 use super::error::CliError;
 use super::input;
-use crate::chunk::{ChunkHash, ChunkHasher, Space, TenantSecret};
-use crate::units::{ByteSize, KIB, MIB};
+use crate::config::units::{ByteSize, KIB, MIB};
+use crate::format::{ChunkHash, ChunkHasher, Space, TenantSecret};
 
 const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
 const SECRET_BYTES_MAX: ByteSize = ByteSize(64 * KIB);

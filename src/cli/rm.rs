@@ -9,7 +9,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count};
 use super::progress::Progress;
-use crate::chunk::{ChunkHash, SpaceKey};
+use crate::format::{ChunkHash, SpaceKey};
 use crate::inventory::{Page, SpaceSummary};
 
 /// Removes a whole space, or some of its chunks.

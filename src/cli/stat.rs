@@ -7,8 +7,8 @@ use super::error::CliError;
 use super::logging;
 use super::node::{self, NodeArgs};
 use super::output::{Out, bytes, time};
-use crate::chunk::{ChunkHash, Header, Key, KeyPrefix, Space, SpaceKey};
 use crate::config::Config;
+use crate::format::{ChunkHash, Header, Key, KeyPrefix, Space, SpaceKey};
 use crate::inventory::{ChunkStat, HeaderState, SpaceJson};
 
 /// Shows one chunk: its object, and what its header says. `verify` checks its payload too.

@@ -33,7 +33,7 @@ use crate::api::wire::{
     ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
 };
 use crate::arena::AttachedError;
-use crate::chunk::{ChunkHash, Mask, Space};
+use crate::format::{ChunkHash, Mask, Space};
 use crate::gateway::Flushed;
 
 /// Where a kvgate answers.

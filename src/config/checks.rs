@@ -2,7 +2,7 @@
 
 use super::names::{host_of, is_address};
 use super::schema::Config;
-use crate::units::show_duration;
+use crate::config::units::show_duration;
 
 /// The key to blame, and the sentence.
 pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {

@@ -10,7 +10,7 @@ use std::path::Path;
 use ::config::{FileFormat, Source};
 
 use super::sources::Table;
-use crate::units::{ByteSize, KIB};
+use crate::config::units::{ByteSize, KIB};
 
 /// The largest configuration is a few KiB; whatever is larger is some other file.
 const FILE_BYTES_MAX: u64 = 64 * KIB;

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::unknown::nearest;
-use crate::units::{ByteSize, UnitError, parse_duration, show_duration};
+use crate::config::units::{ByteSize, UnitError, parse_duration, show_duration};
 
 pub(super) trait Kind {
     type Value;

@@ -21,6 +21,7 @@ mod schema;
 mod sources;
 #[cfg(test)]
 mod tests;
+pub mod units;
 mod unknown;
 
 use std::collections::BTreeMap;

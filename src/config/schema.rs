@@ -11,7 +11,7 @@ use super::names::{
     ABSOLUTE_PATH, Address, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Mode, PREFIX, REGION,
     Servers,
 };
-use crate::units::{ByteSize, GIB, KIB, MIB, TIB};
+use crate::config::units::{ByteSize, GIB, KIB, MIB, TIB};
 
 choices! {
     /// How existence is asked of S3.

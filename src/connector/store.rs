@@ -6,10 +6,10 @@ use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
 use crate::api::wire::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 use crate::arena::AttachedSlot;
-use crate::chunk::ChunkHash;
 use crate::client::Session;
 use crate::copy::cuda::Mark;
 use crate::copy::{CopyError, Job, Pending, Spans};
+use crate::format::ChunkHash;
 use crate::node::Share;
 
 /// Chunks of a prompt, in its order, to hand over out of their pages.

@@ -7,10 +7,10 @@ use super::breaker::Breaker;
 use super::pinning::{Pinning, Registered};
 use crate::api::wire::{AttachRequest, LoadRequest, SpaceInfo};
 use crate::arena::AttachedError;
-use crate::chunk::Space;
 use crate::client::{Client, ClientError, Engine, Session};
 use crate::copy::cuda::Mark;
 use crate::copy::{Copier, CopyError, EngineStream};
+use crate::format::Space;
 use crate::node::Share;
 
 /// One rank of an engine: chunks from the node into its pages ([`load`](Self::load)), and back ([`store`](Self::store)).

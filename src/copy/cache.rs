@@ -3,7 +3,7 @@ use std::ops::Range;
 use super::error::{CopyError, LayoutError};
 use super::overlap::{self, Extent};
 use super::tensor::{Axes, Tensor};
-use crate::chunk::Space;
+use crate::format::Space;
 
 /// An engine's KV memory, as far as it has the planes of a space: checked once, when the engine attaches.
 #[derive(Debug, Clone)]

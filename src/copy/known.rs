@@ -1,7 +1,7 @@
 //! The layouts of today's engines, by name.
 
 use super::tensor::Tensor;
-use crate::chunk::{Plane, Space};
+use crate::format::{Plane, Space};
 
 /// How an engine orders the bytes of its KV memory, and what it shows of that as tensors.
 #[derive(Debug, Clone, Copy)]

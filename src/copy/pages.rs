@@ -6,7 +6,7 @@ use super::cpu::{CpuCopier, CpuOptions};
 use super::error::{CopyError, LayoutError};
 use super::known::{KnownLayout, Pages};
 use super::object::{Source, Target};
-use crate::chunk::Space;
+use crate::format::Space;
 
 /// Pages in host memory of our own, in a known layout: an engine's for those who have none.
 pub struct HostPages {

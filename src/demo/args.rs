@@ -4,7 +4,7 @@ use clap::builder::PossibleValuesParser;
 
 use super::error::DemoError;
 use super::plan::Shape;
-use crate::chunk::{PRESETS, Preset, Space};
+use crate::format::{PRESETS, Preset, Space};
 
 /// Unique KV that a run with the default flags stores, about.
 const UNIQUE_BYTES: usize = 704 << 20;

@@ -1,11 +1,11 @@
 use std::sync::Arc;
 
-use crate::chunk::{HashError, SpaceError};
+use crate::config::units::ByteSize;
 use crate::copy::{CopyError, HostPagesError};
+use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
 use crate::host::HostError;
 use crate::object::{ErrorKind, ObjectError};
-use crate::units::ByteSize;
 
 /// The demo can't run, or can't go on. Misses and wrong bytes are no errors: the report has them.
 #[derive(Debug, thiserror::Error)]

@@ -1,9 +1,9 @@
 use std::ops::Range;
 
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::Space;
 use crate::copy::known::{KNOWN, Pages};
 use crate::copy::{CopyError, CpuOptions, HostPages, HostPagesError, Job, Part, SlotMapping};
+use crate::format::Space;
 
 /// Tokens of a block, as vLLM's default.
 pub const BLOCK_TOKENS: usize = 16;

@@ -1,8 +1,8 @@
 use super::error::DemoError;
 use super::paged::BLOCK_TOKENS;
 use super::synthetic::{mix, prefix_states};
-use crate::chunk::{ChunkHash, ChunkHasher, Space};
-use crate::units::ByteSize;
+use crate::config::units::ByteSize;
+use crate::format::{ChunkHash, ChunkHasher, Space};
 
 /// The paged cache holds one conversation, so this bounds memory: 64 GiB is 512 Ki tokens of an 8B model.
 const CACHE_BYTES_MAX: u64 = 64 << 30;
@@ -160,14 +160,14 @@ fn turns(shared: usize, chunks: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::SpaceInput;
+    use crate::format::SpaceInput;
 
     fn space(chunk_tokens: u32) -> Space {
         Space::new(SpaceInput {
             model: "tiny".into(),
             revision: "1".into(),
             chunk_tokens: Some(chunk_tokens),
-            mha: Some(crate::chunk::Mha {
+            mha: Some(crate::format::Mha {
                 layers: 2,
                 heads: 2,
                 head_dim: 4,

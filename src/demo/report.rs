@@ -3,7 +3,7 @@ use serde::Serialize;
 use super::plan::Plan;
 use super::session::Watch;
 use super::synthetic::Position;
-use crate::chunk::Space;
+use crate::format::Space;
 use crate::object::{ObjectStore, RequestCounts};
 
 /// One line of the table. A phase that came in turns with others is the sum of its turns.

@@ -5,8 +5,8 @@ use super::args::DemoArgs;
 use super::error::DemoError;
 use super::plan::Plan;
 use super::session::Demo;
-use crate::chunk::Space;
 use crate::config::Config;
+use crate::format::Space;
 use crate::host::Host;
 
 /// Runs the demo and prints what happened; answers whether every byte came back as it was. The objects are removed

@@ -10,9 +10,9 @@ use super::paged::{BLOCK_TOKENS, PagedCache};
 use super::plan::Plan;
 use super::progress::Progress;
 use super::report::{Phase, Report};
-use crate::chunk::{ChunkHash, KeyPrefix, Space};
 use crate::config::Config;
 use crate::copy::CpuOptions;
+use crate::format::{ChunkHash, KeyPrefix, Space};
 use crate::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::object::{ErrorKind, ObjectStore, RequestCounts};
 

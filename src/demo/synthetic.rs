@@ -108,8 +108,8 @@ pub(super) fn compare(cache: &PagedCache, blocks: &[u32], states: &[u64]) -> Com
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::Space;
     use crate::copy::CpuOptions;
+    use crate::format::Space;
 
     fn row(states: &[u64], token: usize, plane: usize, head: usize) -> Vec<u8> {
         let mut rows = vec![0; 21 * states.len()];

@@ -7,7 +7,7 @@ use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::time::Instant;
 
-use crate::chunk::{ChunkHash, SpaceKey};
+use crate::format::{ChunkHash, SpaceKey};
 use crate::object::Version;
 
 /// A chunk of a space, as the cache knows it.
@@ -188,7 +188,7 @@ impl ExistenceCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::SpaceId;
+    use crate::format::SpaceId;
 
     fn key(i: u8) -> CacheKey {
         (SpaceKey::from(SpaceId([0; 32])), ChunkHash([i; 32]))

@@ -6,8 +6,8 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::{Duration, Instant};
 
 use super::cache::{CacheKey, ExistenceCache, Known};
-use crate::chunk::{ChunkHash, KeyPrefix, Space};
 use crate::episode::Episode;
+use crate::format::{ChunkHash, KeyPrefix, Space};
 use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".

@@ -16,8 +16,8 @@ use tokio::time::Instant;
 use super::fetch::read_verified;
 use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
 use crate::tier::{Backlog, Disk, Unsent};
 
 /// A space's JSON is far below this, with its tens of thousands of planes at most.

@@ -19,8 +19,8 @@ use super::fetch::verify;
 use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
-use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space};
 use crate::object::{ErrorKind, ObjectError, Operation};
 use crate::tier::{Below, Memory, Wrote};
 

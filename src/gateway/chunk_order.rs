@@ -9,7 +9,7 @@ use super::load::LoadedChunk;
 use super::task::Task;
 use super::turns::{Place, Waiting};
 use crate::arena::SlotMut;
-use crate::chunk::Section;
+use crate::format::Section;
 use crate::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 use super::behind::{BehindStats, Flushed, Room, Sealed};
 use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
-use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space};
 use crate::tier::{Disk, DiskStats, MemoryStats, Share, Unsent};
 
 /// A slot that an engine may fill, and its place in the write-behind.

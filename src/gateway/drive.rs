@@ -19,7 +19,7 @@ use super::tiers::Tiers;
 use super::turns::Place;
 use super::{Gateway, Miss};
 use crate::arena::{SlotMut, Ticket};
-use crate::chunk::{ChunkHash, Section, Space};
+use crate::format::{ChunkHash, Section, Space};
 use crate::object::ErrorKind;
 
 /// A load under way.

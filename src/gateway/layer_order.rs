@@ -24,7 +24,7 @@ use super::load::LoadedChunk;
 use super::stream::RunEnd;
 use super::turns::Waiting;
 use crate::arena::{SLOT_ALIGN, Slot};
-use crate::chunk::{Section, Space};
+use crate::format::{Section, Space};
 use crate::object::ErrorKind;
 use crate::tier::Tier;
 

@@ -11,7 +11,7 @@ use super::layer_order::window;
 use super::stream::LoadStream;
 use super::task::Task;
 use crate::arena::Slot;
-use crate::chunk::{ChunkHash, Space};
+use crate::format::{ChunkHash, Space};
 use crate::tier::Tier;
 
 /// What a load does once a chunk is missing.

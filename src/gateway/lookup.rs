@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use super::Gateway;
 use super::tiers::Tiers;
-use crate::chunk::{ChunkHash, Mask, Space};
 use crate::config::Strategy;
 use crate::existence::{Answer, ChunkState, PrefixSearch};
+use crate::format::{ChunkHash, Mask, Space};
 use crate::object::ObjectError;
 use crate::tier::Tier;
 

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::chunk::HeaderError;
+use crate::format::HeaderError;
 use crate::object::ObjectError;
 
 /// Why a chunk was not loaded. Nothing of it reaches the caller.

@@ -49,9 +49,9 @@ use self::tiers::Tiers;
 use self::turns::Turns;
 use self::warnings::Warnings;
 use crate::arena::Arena;
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::{CacheKey, ExistenceCache, Known, Prober};
 use crate::fanout::EndpointState;
+use crate::format::{ChunkHash, Space, SpaceKey};
 use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.

@@ -6,13 +6,13 @@ use tokio::time::Instant;
 
 use super::Gateway;
 use crate::arena::{Arena, ArenaError, ArenaOptions};
-use crate::chunk::{DigestKind, KeyPrefix};
+use crate::config::units::ByteSize;
 use crate::config::{self, Config};
 use crate::dns::DnsOptions;
 use crate::existence::CacheLimits;
 use crate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use crate::format::{DigestKind, KeyPrefix};
 use crate::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
-use crate::units::ByteSize;
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]

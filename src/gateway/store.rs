@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Crc64, Header, Space, object_crc64};
 use crate::existence::{Answer, CacheKey};
+use crate::format::{ChunkHash, Crc64, Header, Space, object_crc64};
 use crate::object::{Condition, ErrorKind, ObjectError, Operation};
 
 /// The arena has no room for a chunk now; the chunk is not stored, nothing else happens.

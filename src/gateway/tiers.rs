@@ -11,8 +11,8 @@ use super::arriving::Arriving;
 use super::behind::{Behind, BehindOptions, Sealed};
 use super::load::LoadedChunk;
 use crate::arena::{Arena, Slot};
-use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space};
 use crate::tier::{Below, Disk, Memory, MemoryOptions, Tier};
 
 /// How the tiers of a node work together.

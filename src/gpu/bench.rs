@@ -6,11 +6,11 @@ use serde::Serialize;
 
 use super::error::GpuError;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN, Slot, SlotMut};
-use crate::chunk::Space;
+use crate::config::units::GIB;
 use crate::copy::cuda::{CudaError, DevicePages, Gpu, Pinned};
 use crate::copy::known::{KnownLayout, Pages};
 use crate::copy::{CudaOptions, Job, SlotMapping};
-use crate::units::GIB;
+use crate::format::Space;
 
 /// What is measured: each layout with each block size on each number of thread blocks.
 pub struct BenchPlan {
@@ -116,7 +116,7 @@ impl Bed {
                 .filter(|_| heads > 1)
                 .map_or(heads, |(first, end)| end - first)
         };
-        let of_plane = |plane: &crate::chunk::Plane| {
+        let of_plane = |plane: &crate::format::Plane| {
             heads(plane.heads) as usize * plane.row_bytes as usize * plan.space.chunk_tokens() as usize
         };
         let share_bytes = plan.space.planes().iter().map(of_plane).sum();

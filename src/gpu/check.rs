@@ -4,10 +4,10 @@ use serde::Serialize;
 
 use super::error::GpuError;
 use crate::arena::{Arena, ArenaOptions, SlotMut};
-use crate::chunk::{Space, SpaceError};
 use crate::copy::cuda::{DevicePages, Gpu};
 use crate::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::copy::{CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans};
+use crate::format::{Space, SpaceError};
 
 /// A layout, a model and a rank.
 #[derive(Debug, Clone)]

@@ -1,7 +1,7 @@
 use crate::arena::ArenaError;
-use crate::chunk::{HashError, SpaceError};
 use crate::copy::cuda::{CudaError, PagesError};
 use crate::copy::{CopyError, HostPagesError, MappingError};
+use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
 use crate::object::ObjectError;
 

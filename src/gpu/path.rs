@@ -5,14 +5,14 @@ use tokio::time::Instant;
 
 use super::bench::median;
 use super::error::GpuError;
-use crate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::config::Config;
+use crate::config::units::GIB;
 use crate::copy::cuda::{DevicePages, Gpu};
 use crate::copy::known::{KnownLayout, Pages};
 use crate::copy::{CudaOptions, Job, SlotMapping};
+use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
 use crate::object::{ErrorKind, ObjectStore};
-use crate::units::GIB;
 
 /// A prompt that is stored, and loaded into pages.
 pub struct PathPlan {

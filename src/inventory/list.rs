@@ -5,7 +5,7 @@ use futures::stream::{Stream, try_unfold};
 use serde::Serialize;
 
 use super::Inventory;
-use crate::chunk::{ChunkHash, Key, SpaceKey};
+use crate::format::{ChunkHash, Key, SpaceKey};
 use crate::object::{Listed, ObjectError};
 
 /// A chunk's object as a listing shows it; whether its bytes are good is not known.

@@ -28,7 +28,7 @@ pub use stat::{ChunkStat, HeaderState};
 pub use summary::{SpaceSummary, Summary};
 pub use verify::{Checked, Verdict};
 
-use crate::chunk::KeyPrefix;
+use crate::format::KeyPrefix;
 use crate::object::ObjectStore;
 
 /// See the [module](self). Cheap to clone.

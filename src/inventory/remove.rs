@@ -2,7 +2,7 @@ use futures::{TryStreamExt, pin_mut};
 use serde::Serialize;
 
 use super::{Inventory, StoredChunk};
-use crate::chunk::{ChunkHash, SpaceKey};
+use crate::format::{ChunkHash, SpaceKey};
 use crate::object::{ErrorKind, ObjectError};
 
 /// Keys in one batch delete; S3's own limit.

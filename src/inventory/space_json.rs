@@ -1,5 +1,5 @@
 use super::Inventory;
-use crate::chunk::{FORMAT_VERSION, Space, SpaceKey};
+use crate::format::{FORMAT_VERSION, Space, SpaceKey};
 use crate::object::{ErrorKind, ObjectError};
 
 /// The largest space that can be: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use super::Inventory;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
-use crate::chunk::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
+use crate::format::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
 use crate::gateway::OpenError;
 use crate::net::Landing;
 use crate::object::{ErrorKind, GetRange, ObjectMeta};

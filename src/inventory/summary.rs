@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use futures::{StreamExt, TryStreamExt, pin_mut, stream};
 
 use super::{Inventory, Page, SpaceJson};
-use crate::chunk::SpaceKey;
+use crate::format::SpaceKey;
 use crate::object::ObjectError;
 
 /// `space.json`s read at a time.

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::{Inventory, StoredChunk};
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::Space;
+use crate::format::Space;
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, Miss, Order};
 use crate::object::{ErrorKind, ObjectError, Operation};
 

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 use super::ledger::SessionId;
 use super::shared_load::{Joined, Participant, SharedLoad};
 use super::{Node, NodeError, Session};
-use crate::chunk::{ChunkHash, Space};
+use crate::format::{ChunkHash, Space};
 use crate::gateway::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss, Order};
 use crate::tier::Tier;
 

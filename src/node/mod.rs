@@ -41,9 +41,9 @@ use self::peer::Peer;
 use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::episode::Episode;
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
 use crate::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
 
 /// Limits of a node.

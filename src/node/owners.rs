@@ -6,7 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::ledger::Rank;
-use crate::chunk::Space;
+use crate::format::Space;
 
 /// What a rank has of the model: half-open ranges in the whole model's numbering; None: all.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ use super::NodeError;
 use super::ledger::{Rank, SessionId};
 use super::owners::Has;
 use super::peer::{Peer, Process};
-use crate::chunk::SpaceKey;
+use crate::format::SpaceKey;
 use crate::gateway::Credit;
 
 /// What an engine process says of itself when it attaches.

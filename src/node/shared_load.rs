@@ -7,7 +7,7 @@ use tokio::sync::Notify;
 
 use super::ledger::Rank;
 use super::load::LoadCall;
-use crate::chunk::{ChunkHash, SpaceId};
+use crate::format::{ChunkHash, SpaceId};
 use crate::gateway::{LoadStream, LoadedChunk, Miss, Order};
 
 type Outcome = (usize, Result<LoadedChunk, Miss>);

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use super::owners::Share;
-use crate::chunk::Space;
+use crate::format::Space;
 
 /// Bytes of a mark. A run that is shorter has a shorter one.
 const MARK_BYTES: usize = 16;

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::error::ErrorKind;
 use super::store::{Condition, ObjectStore, Result};
-use crate::chunk::Crc64;
+use crate::format::Crc64;
 
 /// How existence is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -12,7 +12,7 @@ use aws_smithy_types::date_time::Format;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-use crate::chunk::hex;
+use crate::format::hex;
 
 /// These requests have no payload.
 const UNSIGNED: &str = "UNSIGNED-PAYLOAD";

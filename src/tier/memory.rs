@@ -19,8 +19,8 @@ use self::state::{Going, Held, Resident, State, is_pinned};
 use super::percent_of;
 use super::policy::EvictionPolicy;
 use crate::arena::{Arena, Slot};
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
 
 /// What the tier may keep.
 #[derive(Debug, Clone, Copy)]

@@ -2,13 +2,13 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
-use kvgate::chunk::Space;
 use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
 use kvgate::copy::{
     CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
     SlotMapping, Tensor,
 };
+use kvgate::format::Space;
 
 use crate::mock::{Mock, SEEDS, drain};
 

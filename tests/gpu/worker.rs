@@ -100,7 +100,7 @@ impl Rank {
 }
 
 fn chunks(stage: &Stage) -> Vec<NewChunk> {
-    let hash = |nth: u8| kvgate::chunk::ChunkHash([nth; 32]);
+    let hash = |nth: u8| kvgate::format::ChunkHash([nth; 32]);
     let chunk = |nth: u8| NewChunk {
         hash: hash(nth + 1),
         parent: hash(nth),

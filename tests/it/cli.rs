@@ -5,9 +5,9 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::chunk::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
+use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
 use kvgate::object::Capabilities;
 use tempfile::TempDir;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvgate::chunk::Key;
 use kvgate::config::Strategy;
+use kvgate::format::Key;
 use kvgate::gateway::{AfterMiss, StoreOutcome};
 use kvgate::net::Landing;
 use kvgate::object::{Capabilities, Condition, ErrorKind, GetRange};

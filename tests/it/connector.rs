@@ -80,7 +80,7 @@ async fn chunks_of_a_load_are_released_together() {
         tensors.iter_mut().for_each(at);
         let cache = PagedCache::new(&prompt.space, &tensors).unwrap();
         let table: Vec<u32> = (0..CHUNKS as u32).collect();
-        let wanted = |(i, hash): (usize, &kvgate::chunk::ChunkHash)| Wanted {
+        let wanted = |(i, hash): (usize, &kvgate::format::ChunkHash)| Wanted {
             hash: *hash,
             spans: cache
                 .spans(

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kvgate::chunk::Space;
 use kvgate::config::Strategy;
+use kvgate::format::Space;
 use kvgate::gateway::{AfterMiss, StoreOutcome};
 
 use crate::backends::{Backend, on_backends};
@@ -206,7 +206,7 @@ async fn replaced_between_lookup_and_load(backend: &Backend) {
     assert_eq!(lookup(&reader, &prompt, Strategy::Exact).await.prefix, 2);
     // A good object with another ETag: BLAKE3 digests in place of CRCs.
     let mut options = site.options();
-    options.digest = kvgate::chunk::DigestKind::Blake3;
+    options.digest = kvgate::format::DigestKind::Blake3;
     site.remove(site.key(&prompt, 1)).await;
     let writer = kvgate::gateway::Gateway::new(
         Arc::clone(&site.store),

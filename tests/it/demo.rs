@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aws_credential_types::Credentials;
-use kvgate::chunk::{Mha, Space, SpaceInput};
 use kvgate::config::Config;
+use kvgate::config::units::{ByteSize, MIB};
 use kvgate::demo::{Demo, Plan, Shape};
 use kvgate::embedded::EmbeddedS3;
+use kvgate::format::{Mha, Space, SpaceInput};
 use kvgate::gateway::open_store;
 use kvgate::object::ObjectStore;
-use kvgate::units::{ByteSize, MIB};
 
 const BUCKET: &str = "demo-tests";
 const PREFIX: &str = "some/where";
@@ -212,7 +212,7 @@ async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
     demo.prefill_and_store().await.unwrap();
     let path = chunk_file(&server, &demo, 0, 3);
     let mut object = std::fs::read(&path).unwrap();
-    let mut header = kvgate::chunk::Header::parse(&object).unwrap();
+    let mut header = kvgate::format::Header::parse(&object).unwrap();
     let plane = space().layout().plane(2);
     object[plane.start + 70] ^= 1;
     header.digests[2] = header.digest_kind.of(&object[plane]);

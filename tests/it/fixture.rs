@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::chunk::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::config::Strategy;
 use kvgate::existence::CacheLimits;
+use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::gateway::{
     AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, Order, StoreOutcome,
 };

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream;
-use kvgate::chunk::Space;
 use kvgate::config::Strategy;
+use kvgate::format::Space;
 use kvgate::object::Condition;
 
 use crate::backends::{Backend, on_backends};

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use kvgate::chunk::DigestKind;
 use kvgate::config::Strategy;
+use kvgate::format::DigestKind;
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::object::{ErrorKind, ObjectStore};
 

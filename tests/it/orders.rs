@@ -389,7 +389,7 @@ async fn what_was_stored_anew_since_the_lookup_is_loaded() {
     let reader = setup.gateway(20, |_| {});
     lookup(&reader, &setup.prompt, Strategy::Exact).await;
     // The same bytes under another ETag.
-    let writer = setup.gateway(20, |options| options.digest = kvgate::chunk::DigestKind::Blake3);
+    let writer = setup.gateway(20, |options| options.digest = kvgate::format::DigestKind::Blake3);
     setup.site.remove(setup.site.key(&setup.prompt, 1)).await;
     crate::fixture::store_chunk(&writer, &setup.prompt, 1).await;
     let outcomes = setup

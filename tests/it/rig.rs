@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use kvgate::chunk::Space;
 use kvgate::dns::DnsOptions;
 use kvgate::fanout::{BreakerOptions, EndpointOptions, EndpointState, Requests, WindowOptions};
+use kvgate::format::Space;
 use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions};
 use kvgate::object::{S3, S3Options};
 use tokio::time::Instant;

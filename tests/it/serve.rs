@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
-use kvgate::chunk::Space;
 use kvgate::client::{ClientError, LoadLines, Session};
+use kvgate::format::Space;
 use kvgate::gateway::Order;
 
 use crate::fixture::{Prompt, space};

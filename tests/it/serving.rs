@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
-use kvgate::chunk::Space;
 use kvgate::client::{Client, Session, Target};
 use kvgate::config::{self, Config, Override};
 use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
+use kvgate::format::Space;
 use kvgate::gateway::Order;
 use kvgate::node::Share;
 use kvgate::object::ObjectStore;

@@ -28,7 +28,7 @@ async fn on_s3(site: &Site, prompt: &Prompt) -> usize {
     let store = site.store().await;
     let mut there = 0;
     for hash in &prompt.hashes {
-        let key = kvgate::chunk::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+        let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
         there += usize::from(store.head(&key, crate::fixture::soon()).await.is_ok());
     }
     there
@@ -117,7 +117,7 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
         let mut run = true;
         let store = site.store().await;
         for (i, hash) in prompt.hashes.iter().enumerate() {
-            let key = kvgate::chunk::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+            let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
             let is_there = store.head(&key, crate::fixture::soon()).await.is_ok();
             assert!(run || !is_there, "chunk {i} is there without those before it");
             assert!(i > 0 || is_there, "a head was dropped");
@@ -423,7 +423,7 @@ async fn a_tenant_has_no_more_than_its_share_of_memory() {
             r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "tenant": "{tenant}",
                 "mha": {{"layers": 6, "heads": 4, "head_dim": 64}}}}"#
         );
-        Prompt::of(kvgate::chunk::Space::from_json(&space).unwrap(), 30)
+        Prompt::of(kvgate::format::Space::from_json(&space).unwrap(), 30)
     };
     let (one, other) = (of("one"), of("other"));
     let words = store(&serving.client, &engine, &one).await;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use kvgate::chunk::KeyPrefix;
+use kvgate::format::KeyPrefix;
 use kvgate::gateway::BehindStats;
 use kvgate::tier::DiskState;
 

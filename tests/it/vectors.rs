@@ -1,6 +1,6 @@
 //! The documented format: `tests/data/vectors.json` was made by the Python implementation in `tests/reference`.
 
-use kvgate::chunk::{
+use kvgate::format::{
     ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Mask, Space, SpaceId, TenantSecret,
 };
 use serde_json::Value;

@@ -9,8 +9,8 @@ use crate::bench::{Phase, Prompt, Settings};
 use crate::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::cli::error::CliError;
 use crate::config::Config;
+use crate::config::units::{ByteSize, MIB, parse_duration};
 use crate::gateway::Order;
-use crate::units::{ByteSize, MIB, parse_duration};
 
 /// Measures how fast an S3 server is, through kvgate's own request path: MiB/s, requests, CPU time and latencies.
 ///

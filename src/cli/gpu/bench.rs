@@ -2,16 +2,16 @@ use clap::Args;
 use serde_json::json;
 
 use super::{GpuArgs, show};
-use crate::chunk::Space;
 use crate::cli::args::find_preset;
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, tell};
 use crate::config::Config;
+use crate::config::units::MIB;
 use crate::copy::CudaOptions;
 use crate::copy::known::{KNOWN, KnownLayout, Pages};
+use crate::format::Space;
 use crate::gpu::{BenchPlan, BenchRow, PathPlan, PathReport, bench, path};
 use crate::host::Host;
-use crate::units::MIB;
 
 /// Measures loads into and stores out of a GPU's pages, beside plain copies of the same bytes, and the way from S3.
 #[derive(Debug, Args)]

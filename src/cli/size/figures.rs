@@ -1,10 +1,10 @@
 use serde_json::json;
 
 use super::SizeArgs;
-use crate::chunk::Space;
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes};
-use crate::units::TIB;
+use crate::config::units::TIB;
+use crate::format::Space;
 
 /// All figures are bytes or numbers of chunks.
 pub struct Sizes {

@@ -1,9 +1,9 @@
 use serde_json::json;
 
 use super::SizeArgs;
-use crate::chunk::{DType, Mha, Mla, Space, SpaceInput};
 use crate::cli::args::find_preset;
 use crate::cli::error::CliError;
+use crate::format::{DType, Mha, Mla, Space, SpaceInput};
 
 /// Geometry alone needs no revision, but a space has one.
 pub const ANY_REVISION: &str = "0";

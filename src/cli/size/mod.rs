@@ -4,10 +4,10 @@ mod geometry;
 use clap::Args;
 use serde_json::json;
 
-use crate::chunk::{DType, PRESETS};
 use crate::cli::args::CHUNK_TOKENS;
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes};
+use crate::format::{DType, PRESETS};
 use figures::Sizes;
 use geometry::{ANY_REVISION, dtype, tokens};
 

@@ -5,13 +5,13 @@ use futures::{TryStreamExt, pin_mut};
 use tokio::time::Instant;
 
 use crate::arena::SLOT_ALIGN;
-use crate::chunk::Space;
 use crate::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::cli::bucket::Bucket;
 use crate::cli::error::CliError;
 use crate::cli::logging;
 use crate::cli::output::{Out, bytes, count};
 use crate::cli::progress::Progress;
+use crate::format::Space;
 use crate::gateway::Gateway;
 use crate::inventory::{Checked, SpaceJson, SpaceSummary, Verdict};
 use report::{Problem, Report, Totals};

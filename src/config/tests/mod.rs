@@ -8,7 +8,7 @@ mod refused;
 mod valid;
 
 use super::*;
-use crate::units::{ByteSize, MIB};
+use crate::config::units::{ByteSize, MIB};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::cache::Part;
 use super::known::{KNOWN, Pages};
 use super::*;
-use crate::chunk::{Plane, Space};
+use crate::format::{Plane, Space};
 
 mod refusals;
 

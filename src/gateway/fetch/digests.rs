@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::chunk::{DigestKind, Digester, Layout, Section};
+use crate::format::{DigestKind, Digester, Layout, Section};
 use crate::net::Watch;
 
 /// One section's digests. Its watch goes with the landing to whoever fills the slot; the figures stay here.
@@ -125,7 +125,7 @@ fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::Space;
+    use crate::format::Space;
     use proptest::prelude::*;
 
     const KINDS: [DigestKind; 2] = [DigestKind::Crc64Nvme, DigestKind::Blake3];

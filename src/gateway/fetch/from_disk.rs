@@ -3,7 +3,7 @@
 
 use super::Wanted;
 use crate::arena::SlotMut;
-use crate::chunk::{ChunkHash, Header, HeaderError, Space};
+use crate::format::{ChunkHash, Header, HeaderError, Space};
 use crate::gateway::tiers::Tiers;
 use crate::gateway::{Gateway, LoadedChunk};
 use crate::tier::{Disk, DiskError, Tier, Unsent};

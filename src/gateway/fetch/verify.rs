@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use super::{Part, Wanted};
-use crate::chunk::{DigestKind, Header, HeaderError};
 use crate::existence::Known;
+use crate::format::{DigestKind, Header, HeaderError};
 use crate::gateway::Miss;
 use crate::object::Version;
 

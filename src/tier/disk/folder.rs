@@ -18,8 +18,8 @@ use super::error::DiskError;
 use super::fault::Fault;
 use super::space_folder::SpaceFolders;
 use super::temp::{TEMP_FOLDER, Temp};
-use crate::chunk::{ChunkHash, KeyPrefix, Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, KeyPrefix, Space, SpaceKey};
 
 const LOCK_FILE: &str = "kvgate.lock";
 /// Files that can't be read and that the tier below never got, for people to look at: `{space}-{chunk}`.

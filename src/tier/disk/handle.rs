@@ -12,8 +12,8 @@ use super::options::DiskOptions;
 use super::shared::Shared;
 use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
 
 /// The disk tier; see the [module](super). Cheap to clone.
 ///

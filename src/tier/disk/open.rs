@@ -12,7 +12,7 @@ use super::options::DiskOptions;
 use super::scan::{Scan, scan};
 use super::shared::Shared;
 use super::stats::{Backlog, DiskState, PathStats, Unsent};
-use crate::chunk::Space;
+use crate::format::Space;
 
 /// Locks and reads all disks.
 pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {

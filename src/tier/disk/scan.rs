@@ -11,8 +11,8 @@ use std::time::SystemTime;
 use super::folder::{Folder, is_dirty};
 use super::options::DiskOptions;
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
-use crate::chunk::{ChunkHash, Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
 
 /// The chunks of a disk.
 #[derive(Default)]

@@ -12,8 +12,8 @@ use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
 use super::options::DiskOptions;
 use super::stats::{Backlog, DiskStats, PathStats};
-use crate::chunk::{Space, SpaceKey};
 use crate::existence::CacheKey;
+use crate::format::{Space, SpaceKey};
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
 const EXPIRED_PER_WRITE: usize = 16;

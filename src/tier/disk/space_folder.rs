@@ -3,7 +3,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::folder::Folder;
-use crate::chunk::{KeyPrefix, Space, SpaceKey};
+use crate::format::{KeyPrefix, Space, SpaceKey};
 
 /// A space's canonical JSON is far below this, with its tens of thousands of planes at most.
 const SPACE_JSON_BYTES_MAX: u64 = 64 << 20;

@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
-use crate::chunk::{ChunkHash, Space};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, Space};
 
 /// Whether a disk has what the tier below has not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

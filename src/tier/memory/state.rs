@@ -8,8 +8,8 @@ use tokio::time::Instant;
 
 use super::{Found, MemoryStats};
 use crate::arena::Slot;
-use crate::chunk::Space;
 use crate::existence::CacheKey;
+use crate::format::Space;
 use crate::tier::policy::{EvictionPolicy, Queue};
 use crate::tier::removals::Removals;
 

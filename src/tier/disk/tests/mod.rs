@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::arena::{Arena, ArenaOptions, Slot};
-use crate::chunk::{ChunkHash, DType, Plane, Space, SpaceInput};
 use crate::existence::CacheKey;
+use crate::format::{ChunkHash, DType, Plane, Space, SpaceInput};
 use crate::tier::policy::EvictionPolicy;
 
 mod concurrent;
@@ -227,7 +227,7 @@ fn chunk_files(path: &Path) -> Vec<(CacheKey, u64)> {
     let mut files = Vec::new();
     for folder in std::fs::read_dir(path).unwrap().map(Result::unwrap) {
         let name = folder.file_name().into_string().unwrap();
-        let Some(space) = crate::chunk::SpaceKey::from_hex(&name) else {
+        let Some(space) = crate::format::SpaceKey::from_hex(&name) else {
             continue;
         };
         for file in std::fs::read_dir(folder.path()).unwrap().map(Result::unwrap) {

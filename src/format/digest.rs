@@ -118,7 +118,7 @@ pub(crate) fn object_crc64(layout: &Layout, object: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::{ChunkHash, Space};
+    use crate::format::{ChunkHash, Space};
     use proptest::prelude::*;
 
     const KINDS: [DigestKind; 2] = [DigestKind::Crc64Nvme, DigestKind::Blake3];
