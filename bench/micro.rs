@@ -23,8 +23,8 @@ use kvgate::format::{
     ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
 };
 use kvgate::gateway::{Gateway, GatewayOptions};
-use kvgate::net::{Landing, Traffic};
-use kvgate::object::{
+use kvgate::s3::net::{Landing, Traffic};
+use kvgate::s3::object::{
     Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,
     StoreFuture, Version,
 };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::gateway::{OpenError, open_store};
-use crate::object::{ErrorKind, ObjectStore};
+use crate::s3::object::{ErrorKind, ObjectStore};
 
 #[cfg(feature = "embedded")]
 use crate::embedded::EmbeddedS3;

@@ -18,20 +18,17 @@ pub mod connector;
 pub mod copy;
 pub mod daemon;
 pub mod demo;
-pub mod dns;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 mod episode;
 pub mod existence;
-pub mod fanout;
 pub mod format;
 pub mod gateway;
 pub mod gpu;
 mod host;
 pub mod inventory;
-pub mod net;
 pub mod node;
-pub mod object;
+pub mod s3;
 pub mod tier;
 
 /// The README's example compiles.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvgate::fanout::{
+use kvgate::s3::fanout::{
     AttemptPolicy, Attempts, BreakerOptions, Class, EndpointOptions, Endpoints, Handover, Lease, Loss,
     Outcome, Route, Start, WindowOptions,
 };

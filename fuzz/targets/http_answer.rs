@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvgate::net::fuzz_answer(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvgate::s3::net::fuzz_answer(bytes));

@@ -8,8 +8,8 @@ use hyper::StatusCode;
 
 use super::Api;
 use super::body::{Answer, bytes};
-use crate::fanout::Phase;
 use crate::node::Status;
+use crate::s3::fanout::Phase;
 
 /// Collects the text.
 #[derive(Default)]

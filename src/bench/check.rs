@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::Crc64;
-use crate::net::Watch;
+use crate::s3::net::Watch;
 
 /// Digests a read while it arrives.
 struct Crc {

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::histogram::Histogram;
 use super::report::Mark;
 use super::settings::Phase;
-use crate::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Requests that may fail before a phase gives up: what fails that often won't get better.
 const ERRORS_MAX: u64 = 1000;

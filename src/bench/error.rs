@@ -1,7 +1,7 @@
 use crate::arena::ArenaError;
 use crate::config::units::{ByteSize, MIB};
 use crate::format::{HashError, SpaceError};
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 
 /// The bench can't run, or can't go on. Requests that fail by themselves are in the report.
 #[derive(Debug, thiserror::Error)]

@@ -12,10 +12,10 @@ use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::config::Strategy;
-use crate::fanout::EndpointState;
 use crate::format::{ChunkHash, ChunkHasher, Space};
-use crate::net::{Landing, Traffic};
-use crate::object::{
+use crate::s3::fanout::EndpointState;
+use crate::s3::net::{Landing, Traffic};
+use crate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, StoreFuture,
 };

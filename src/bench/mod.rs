@@ -3,8 +3,8 @@
 //! **Mechanism.** A phase is many requests of one kind. As many tasks as requests may be in flight take turns from a
 //! [`Course`](course::Course), which counts, paces and ends them. Everything that a request needs is there before the
 //! clock starts: keys, slots in a prefaulted arena, the digest that each part must have. Reads land in slots as those of
-//! loads do and are digested by a [`Watch`](crate::net::Watch) on the way; writes go out of slots that were filled once,
-//! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::object::ObjectStore) that the
+//! loads do and are digested by a [`Watch`](crate::s3::net::Watch) on the way; writes go out of slots that were filled once,
+//! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::s3::object::ObjectStore) that the
 //! gateway uses, retries included; only `lookup` and prompts go through a [`Gateway`](crate::gateway::Gateway).
 //!
 //! **Why.** Two times for each phase, as elbencho has them: *first done*, when the first task found nothing left to do,

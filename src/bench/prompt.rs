@@ -19,7 +19,7 @@ use super::settings::{Phase, PromptSettings, to_usize};
 use crate::config::{Config, Strategy};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
-use crate::object::{Capabilities, ErrorKind, ProbeMode};
+use crate::s3::object::{Capabilities, ErrorKind, ProbeMode};
 
 const VOCABULARY: u32 = 100_003;
 

@@ -13,8 +13,8 @@ use super::content::Content;
 use super::course::{Failure, Op, Worker};
 use super::settings::{Settings, to_usize};
 use crate::arena::{Arena, SlotMut};
-use crate::net::{Landing, Watch};
-use crate::object::{Condition, ErrorKind, GetRange, ObjectStore};
+use crate::s3::net::{Landing, Watch};
+use crate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore};
 
 /// What all requests of a bench share.
 pub(super) struct Target {
@@ -167,7 +167,7 @@ fn wrong(target: &Target, object: u64, start: u64, bytes: &[u8]) -> String {
 }
 
 /// With what to do where the objects are not those that the settings say.
-fn explained(error: crate::object::ObjectError, target: &Target) -> Failure {
+fn explained(error: crate::s3::object::ObjectError, target: &Target) -> Failure {
     match error.kind {
         ErrorKind::NotFound => Failure::Wrong(match target.settings.embedded {
             true => format!("{error}; write the objects first, in the same run: kvgate bench write read"),

@@ -8,8 +8,8 @@ use super::histogram::{Bucket, Histogram};
 use super::settings::{Phase, Settings};
 use super::split::{self, Endpoint};
 use super::usage::Usage;
-use crate::net::Traffic;
-use crate::object::{ObjectError, RequestCounts};
+use crate::s3::net::Traffic;
+use crate::s3::object::{ObjectError, RequestCounts};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 const GIB: f64 = (1_u64 << 30) as f64;

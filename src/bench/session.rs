@@ -13,11 +13,11 @@ use super::split;
 use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::config::{Config, Probe};
-use crate::fanout::EndpointState;
 use crate::format::KeyPrefix;
 use crate::gateway::{Gateway, GatewayOptions};
-use crate::net::Traffic;
-use crate::object::{Capabilities, ObjectStore, RequestCounts};
+use crate::s3::fanout::EndpointState;
+use crate::s3::net::Traffic;
+use crate::s3::object::{Capabilities, ObjectStore, RequestCounts};
 
 /// One bench, phase by phase.
 pub struct Bench {

@@ -1,6 +1,6 @@
 use serde::Serialize;
 
-use crate::fanout::{EndpointState, Requests};
+use crate::s3::fanout::{EndpointState, Requests};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
@@ -71,7 +71,7 @@ pub(super) fn sum<'a>(states: impl Iterator<Item = &'a EndpointState>) -> Reques
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fanout::Phase;
+    use crate::s3::fanout::Phase;
 
     fn state(address: &str, ok: u64, bytes: u64) -> EndpointState {
         EndpointState {

@@ -9,7 +9,7 @@ use crate::config::{Config, Probe};
 use crate::format::{KeyPrefix, Space, SpaceId};
 use crate::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::inventory::{Inventory, SpaceJson};
-use crate::object::{Capabilities, ObjectStore};
+use crate::s3::object::{Capabilities, ObjectStore};
 
 /// The configured bucket, which was seen to be there.
 pub struct Bucket {

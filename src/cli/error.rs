@@ -3,7 +3,7 @@ use std::io;
 use crate::config::ConfigError;
 use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
-use crate::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Why a command ends with another status than 0.
 #[derive(Debug, thiserror::Error)]

@@ -16,7 +16,7 @@ use crate::arena::SLOT_ALIGN;
 use crate::config::{Config, Override, Strategy};
 use crate::format::Space;
 use crate::gateway::{Lookup, TierRun};
-use crate::object::RequestCounts;
+use crate::s3::object::RequestCounts;
 
 /// Says which chunks of a prompt are stored.
 #[derive(Debug, Args)]

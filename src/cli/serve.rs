@@ -11,7 +11,7 @@ use crate::config::{Config, Override};
 use crate::daemon::Daemon;
 use crate::gateway::open_store;
 use crate::host::{Host, HostError};
-use crate::object::ObjectStore;
+use crate::s3::object::ObjectStore;
 
 /// Serves this node's engines: lookups, loads and stores over a unix socket, through a shared arena.
 #[derive(Debug, Args)]

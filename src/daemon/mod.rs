@@ -21,7 +21,7 @@ use crate::config::Config;
 use crate::episode::Episode;
 use crate::gateway::{Gateway, GatewayOptions, probe_mode};
 use crate::node::Node;
-use crate::object::{Capabilities, ObjectStore};
+use crate::s3::object::{Capabilities, ObjectStore};
 use crate::tier::{Disk, DiskError};
 
 /// The daemon can't start.

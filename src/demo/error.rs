@@ -5,7 +5,7 @@ use crate::copy::{CopyError, HostPagesError};
 use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
 use crate::host::HostError;
-use crate::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, ObjectError};
 
 /// The demo can't run, or can't go on. Misses and wrong bytes are no errors: the report has them.
 #[derive(Debug, thiserror::Error)]

@@ -4,7 +4,7 @@ use super::plan::Plan;
 use super::session::Watch;
 use super::synthetic::Position;
 use crate::format::Space;
-use crate::object::{ObjectStore, RequestCounts};
+use crate::s3::object::{ObjectStore, RequestCounts};
 
 /// One line of the table. A phase that came in turns with others is the sum of its turns.
 #[derive(Debug, Clone, Serialize)]

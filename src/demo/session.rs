@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::copy::CpuOptions;
 use crate::format::{ChunkHash, KeyPrefix, Space};
 use crate::gateway::{Gateway, GatewayOptions, StoreOutcome};
-use crate::object::{ErrorKind, ObjectStore, RequestCounts};
+use crate::s3::object::{ErrorKind, ObjectStore, RequestCounts};
 
 /// What memory holds after the cache was lost.
 pub(super) const POISON: u8 = 0xA5;

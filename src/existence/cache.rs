@@ -8,7 +8,7 @@ use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::time::Instant;
 
 use crate::format::{ChunkHash, SpaceKey};
-use crate::object::Version;
+use crate::s3::object::Version;
 
 /// A chunk of a space, as the cache knows it.
 pub type CacheKey = (SpaceKey, ChunkHash);

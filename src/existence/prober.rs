@@ -8,7 +8,7 @@ use tokio::time::{Duration, Instant};
 use super::cache::{CacheKey, ExistenceCache, Known};
 use crate::episode::Episode;
 use crate::format::{ChunkHash, KeyPrefix, Space};
-use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
+use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
 #[derive(Debug, Clone)]

@@ -21,7 +21,7 @@ use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
 use crate::existence::CacheKey;
 use crate::format::{ChunkHash, Space};
-use crate::object::{ErrorKind, ObjectError, Operation};
+use crate::s3::object::{ErrorKind, ObjectError, Operation};
 use crate::tier::{Below, Memory, Wrote};
 
 /// What happens to new chunks when the write-behind is full.

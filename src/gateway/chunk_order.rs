@@ -10,7 +10,7 @@ use super::task::Task;
 use super::turns::{Place, Waiting};
 use crate::arena::SlotMut;
 use crate::format::Section;
-use crate::object::{ErrorKind, ObjectError, Version};
+use crate::s3::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
 /// which tells it.

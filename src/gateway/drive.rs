@@ -20,7 +20,7 @@ use super::turns::Place;
 use super::{Gateway, Miss};
 use crate::arena::{SlotMut, Ticket};
 use crate::format::{ChunkHash, Section, Space};
-use crate::object::ErrorKind;
+use crate::s3::object::ErrorKind;
 
 /// A load under way.
 pub(super) struct Drive {

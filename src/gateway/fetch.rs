@@ -16,8 +16,8 @@ use super::{Gateway, Miss};
 use crate::arena::{Slot, SlotMut};
 use crate::existence::{CacheKey, Known};
 use crate::format::{ChunkHash, DigestKind, Section, Space};
-use crate::net::Landing;
-use crate::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
+use crate::s3::net::Landing;
+use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 use crate::tier::Tier;
 
 use self::digests::Digests;

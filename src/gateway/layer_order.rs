@@ -25,7 +25,7 @@ use super::stream::RunEnd;
 use super::turns::Waiting;
 use crate::arena::{SLOT_ALIGN, Slot};
 use crate::format::{Section, Space};
-use crate::object::ErrorKind;
+use crate::s3::object::ErrorKind;
 use crate::tier::Tier;
 
 /// Steps (one group of one window's chunks) that may be under way.

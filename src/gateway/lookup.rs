@@ -10,7 +10,7 @@ use super::tiers::Tiers;
 use crate::config::Strategy;
 use crate::existence::{Answer, ChunkState, PrefixSearch};
 use crate::format::{ChunkHash, Mask, Space};
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 use crate::tier::Tier;
 
 /// Which chunks of a prompt exist.

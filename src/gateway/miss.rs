@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use crate::format::HeaderError;
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 
 /// Why a chunk was not loaded. Nothing of it reaches the caller.
 #[derive(Debug, Clone, thiserror::Error)]

@@ -50,9 +50,9 @@ use self::turns::Turns;
 use self::warnings::Warnings;
 use crate::arena::Arena;
 use crate::existence::{CacheKey, ExistenceCache, Known, Prober};
-use crate::fanout::EndpointState;
 use crate::format::{ChunkHash, Space, SpaceKey};
-use crate::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
+use crate::s3::fanout::EndpointState;
+use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.
 #[derive(Clone)]

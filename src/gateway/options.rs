@@ -8,11 +8,11 @@ use super::Gateway;
 use crate::arena::{Arena, ArenaError, ArenaOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
-use crate::dns::DnsOptions;
 use crate::existence::CacheLimits;
-use crate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
 use crate::format::{DigestKind, KeyPrefix};
-use crate::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
+use crate::s3::dns::DnsOptions;
+use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use crate::s3::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]

@@ -12,7 +12,7 @@ use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
 use crate::existence::{Answer, CacheKey};
 use crate::format::{ChunkHash, Crc64, Header, Space, object_crc64};
-use crate::object::{Condition, ErrorKind, ObjectError, Operation};
+use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 
 /// The arena has no room for a chunk now; the chunk is not stored, nothing else happens.
 #[derive(Debug, thiserror::Error)]

@@ -8,7 +8,7 @@ use super::Miss;
 use super::drive::Step;
 use super::load::{AfterMiss, LoadedChunk, Order};
 use super::task::Task;
-use crate::object::{ErrorKind, ObjectError, Operation};
+use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
 /// The outcomes of a load, each as soon as it and those before it are known. Dropping it gives up the rest.
 ///

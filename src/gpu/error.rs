@@ -3,7 +3,7 @@ use crate::copy::cuda::{CudaError, PagesError};
 use crate::copy::{CopyError, HostPagesError, MappingError};
 use crate::format::{HashError, SpaceError};
 use crate::gateway::OpenError;
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 
 /// A check found something, or could not be made.
 #[derive(Debug, thiserror::Error)]

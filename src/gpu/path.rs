@@ -12,7 +12,7 @@ use crate::copy::known::{KnownLayout, Pages};
 use crate::copy::{CudaOptions, Job, SlotMapping};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
-use crate::object::{ErrorKind, ObjectStore};
+use crate::s3::object::{ErrorKind, ObjectStore};
 
 /// A prompt that is stored, and loaded into pages.
 pub struct PathPlan {

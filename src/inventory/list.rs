@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::Inventory;
 use crate::format::{ChunkHash, Key, SpaceKey};
-use crate::object::{Listed, ObjectError};
+use crate::s3::object::{Listed, ObjectError};
 
 /// A chunk's object as a listing shows it; whether its bytes are good is not known.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

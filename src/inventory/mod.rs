@@ -29,7 +29,7 @@ pub use summary::{SpaceSummary, Summary};
 pub use verify::{Checked, Verdict};
 
 use crate::format::KeyPrefix;
-use crate::object::ObjectStore;
+use crate::s3::object::ObjectStore;
 
 /// See the [module](self). Cheap to clone.
 #[derive(Clone)]

@@ -3,7 +3,7 @@ use serde::Serialize;
 
 use super::{Inventory, StoredChunk};
 use crate::format::{ChunkHash, SpaceKey};
-use crate::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Keys in one batch delete; S3's own limit.
 const BATCH: usize = 1000;

@@ -1,6 +1,6 @@
 use super::Inventory;
 use crate::format::{FORMAT_VERSION, Space, SpaceKey};
-use crate::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, ObjectError};
 
 /// The largest space that can be: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.
 const SPACE_JSON_BYTES_MAX: usize = 2 << 20;

@@ -4,8 +4,8 @@ use super::Inventory;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::format::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
 use crate::gateway::OpenError;
-use crate::net::Landing;
-use crate::object::{ErrorKind, GetRange, ObjectMeta};
+use crate::s3::net::Landing;
+use crate::s3::object::{ErrorKind, GetRange, ObjectMeta};
 
 /// One chunk's object and what its header says. Its payload is not read.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@ use futures::{StreamExt, TryStreamExt, pin_mut, stream};
 
 use super::{Inventory, Page, SpaceJson};
 use crate::format::SpaceKey;
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 
 /// `space.json`s read at a time.
 const READS: usize = 16;

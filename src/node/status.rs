@@ -4,9 +4,9 @@ use serde::Serialize;
 
 use super::Node;
 use crate::arena::ArenaStats;
-use crate::fanout::EndpointState;
 use crate::gateway::TierStats;
-use crate::object::{Capabilities, RequestCounts};
+use crate::s3::fanout::EndpointState;
+use crate::s3::object::{Capabilities, RequestCounts};
 
 /// All that an operator may want to see of a node.
 #[derive(Debug, Clone, Serialize)]

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_credential_types::Credentials;
-use kvgate::dns::DnsOptions;
 use kvgate::embedded::EmbeddedS3;
-use kvgate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
-use kvgate::object::{ObjectStore, S3, S3Options};
+use kvgate::s3::dns::DnsOptions;
+use kvgate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use kvgate::s3::object::{ObjectStore, S3, S3Options};
 use tokio::net::TcpListener;
 
 /// A server, up for as long as this lives, or its last clone.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::object::{Capabilities, ErrorKind, S3Options};
+use kvgate::s3::object::{Capabilities, ErrorKind, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 

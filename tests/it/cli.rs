@@ -9,7 +9,7 @@ use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
-use kvgate::object::Capabilities;
+use kvgate::s3::object::Capabilities;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;

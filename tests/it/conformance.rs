@@ -6,8 +6,8 @@ use bytes::Bytes;
 use kvgate::config::Strategy;
 use kvgate::format::Key;
 use kvgate::gateway::{AfterMiss, StoreOutcome};
-use kvgate::net::Landing;
-use kvgate::object::{Capabilities, Condition, ErrorKind, GetRange};
+use kvgate::s3::net::Landing;
+use kvgate::s3::object::{Capabilities, Condition, ErrorKind, GetRange};
 
 use crate::backends::{Backend, on_backends};
 use crate::fixture::{self, Prompt, Site, arena, load_codes, lookup, soon, store_all, store_chunk};

@@ -282,7 +282,7 @@ async fn decay_that_keeps_the_etag_heals(backend: &Backend) {
 /// Some overwrite whatever the condition; then kvgate looks before it stores, and overwrites what is damaged.
 async fn a_server_without_conditions(backend: &Backend) {
     let mut site = Site::new(backend.store().await).await;
-    site.capabilities = kvgate::object::Capabilities::default();
+    site.capabilities = kvgate::s3::object::Capabilities::default();
     let flipped = async |site: &Site, prompt: &Prompt| {
         let mut bytes = site.read(&site.key(prompt, BAD)).await;
         bytes[70_000] ^= 1;

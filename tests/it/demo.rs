@@ -10,7 +10,7 @@ use kvgate::demo::{Demo, Plan, Shape};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{Mha, Space, SpaceInput};
 use kvgate::gateway::open_store;
-use kvgate::object::ObjectStore;
+use kvgate::s3::object::ObjectStore;
 
 const BUCKET: &str = "demo-tests";
 const PREFIX: &str = "some/where";

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvgate::dns::{DnsOptions, Resolved, Resolver, Source};
+use kvgate::s3::dns::{DnsOptions, Resolved, Resolver, Source};
 use tokio::sync::watch;
 use tokio::time::Instant;
 

@@ -6,10 +6,10 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, Phase, WindowOptions};
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::net::Landing;
-use kvgate::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
+use kvgate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, Phase, WindowOptions};
+use kvgate::s3::net::Landing;
+use kvgate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout};

@@ -5,9 +5,9 @@ use std::cell::Cell;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use kvgate::fanout::{AttemptPolicy, EndpointState, Phase};
 use kvgate::gateway::Gateway;
-use kvgate::object::S3Options;
+use kvgate::s3::fanout::{AttemptPolicy, EndpointState, Phase};
+use kvgate::s3::object::S3Options;
 use tokio::sync::MutexGuard;
 use tokio::time::Instant;
 

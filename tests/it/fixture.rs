@@ -12,7 +12,7 @@ use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::gateway::{
     AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, Order, StoreOutcome,
 };
-use kvgate::object::{Capabilities, Condition, ObjectStore, ProbeMode};
+use kvgate::s3::object::{Capabilities, Condition, ObjectStore, ProbeMode};
 use tokio::time::Instant;
 
 pub const ABSENT_TTL: Duration = Duration::from_millis(200);

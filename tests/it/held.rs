@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::net::{Landing, Traffic};
-use kvgate::object::{
+use kvgate::s3::net::{Landing, Traffic};
+use kvgate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
     RequestCounts, StoreFuture, Version,
 };

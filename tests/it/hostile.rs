@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::arena::Arena;
-use kvgate::fanout::Phase;
-use kvgate::net::{Landing, Watch};
-use kvgate::object::{
+use kvgate::s3::fanout::Phase;
+use kvgate::s3::net::{Landing, Watch};
+use kvgate::s3::object::{
     Condition, ErrorKind, GetRange, ObjectError, ObjectMeta, ObjectStore, Result, S3, S3Options,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -7,7 +7,7 @@ use futures::StreamExt;
 use futures::stream;
 use kvgate::config::Strategy;
 use kvgate::format::Space;
-use kvgate::object::Condition;
+use kvgate::s3::object::Condition;
 
 use crate::backends::{Backend, on_backends};
 use crate::fixture::{Prompt, Site, lookup, soon};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvgate::gateway::{
     AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, Order, TierOptions, WhenFull,
 };
-use kvgate::object::{Capabilities, ObjectStore};
+use kvgate::s3::object::{Capabilities, ObjectStore};
 use kvgate::tier::{Disk, DiskOptions, EvictionPolicy, MemoryOptions};
 use tokio::time::Instant;
 

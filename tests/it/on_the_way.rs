@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvgate::config::Strategy;
 use kvgate::format::DigestKind;
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::object::{ErrorKind, ObjectStore};
+use kvgate::s3::object::{ErrorKind, ObjectStore};
 
 use crate::backends::Backend;
 use crate::faults::Hooked;

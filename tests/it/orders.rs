@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvgate::arena::SLOT_ALIGN;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream, Order};
-use kvgate::object::{Capabilities, ObjectStore};
+use kvgate::s3::object::{Capabilities, ObjectStore};
 use proptest::prelude::*;
 
 use crate::fixture::{Prompt, Site, arena, arena_empties, lookup, soon, store_all};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aws_credential_types::Credentials;
 use kvgate::config::Strategy;
 use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::object::{ErrorKind, S3, S3Options};
+use kvgate::s3::object::{ErrorKind, S3, S3Options};
 use tokio::sync::Mutex;
 
 use crate::backends::{Backend, on_backends, open};
@@ -278,7 +278,7 @@ async fn killed_while_it_stores(backend: &Backend) {
 }
 
 /// Objects, but for the start-up probe's.
-async fn count(store: &Arc<dyn kvgate::object::ObjectStore>, prefix: &str) -> usize {
+async fn count(store: &Arc<dyn kvgate::s3::object::ObjectStore>, prefix: &str) -> usize {
     let objects = store.list(prefix, None, soon()).await.unwrap().objects;
     objects
         .iter()

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use kvgate::dns::DnsOptions;
-use kvgate::fanout::{BreakerOptions, EndpointOptions, EndpointState, Requests, WindowOptions};
 use kvgate::format::Space;
 use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions};
-use kvgate::object::{S3, S3Options};
+use kvgate::s3::dns::DnsOptions;
+use kvgate::s3::fanout::{BreakerOptions, EndpointOptions, EndpointState, Requests, WindowOptions};
+use kvgate::s3::object::{S3, S3Options};
 use tokio::time::Instant;
 
 use crate::backends::{Backend, RETRIES};

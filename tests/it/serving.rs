@@ -11,7 +11,7 @@ use kvgate::embedded::EmbeddedS3;
 use kvgate::format::Space;
 use kvgate::gateway::Order;
 use kvgate::node::Share;
-use kvgate::object::ObjectStore;
+use kvgate::s3::object::ObjectStore;
 use kvgate::tier::DiskError;
 use tempfile::TempDir;
 use tokio::sync::oneshot;
@@ -97,7 +97,7 @@ impl Site {
             kvgate_secret(self.s3.as_ref()),
             None,
         );
-        backends::open(&kvgate::object::S3Options {
+        backends::open(&kvgate::s3::object::S3Options {
             credentials: Some(credentials),
             ..backends::options(&self.endpoint)
         })

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::object::{Condition, ErrorKind, ObjectStore, S3, S3Options};
+use kvgate::s3::object::{Condition, ErrorKind, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::backends::{listen, options};

@@ -3,7 +3,7 @@
 use crate::bench::{Endpoint, Phase as BenchPhase, PhaseReport};
 use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes};
-use crate::fanout::{Phase, Requests};
+use crate::s3::fanout::{Phase, Requests};
 
 use super::table::figure;
 

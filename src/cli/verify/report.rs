@@ -8,7 +8,7 @@ use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, count};
 use crate::config::units::GIB;
 use crate::format::SpaceKey;
-use crate::object::ObjectError;
+use crate::s3::object::ObjectError;
 
 #[derive(Debug, Default, Serialize)]
 pub struct Totals {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::format::{DigestKind, Digester, Layout, Section};
-use crate::net::Watch;
+use crate::s3::net::Watch;
 
 /// One section's digests. Its watch goes with the landing to whoever fills the slot; the figures stay here.
 pub(super) struct Digests {

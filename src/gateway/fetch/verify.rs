@@ -7,7 +7,7 @@ use super::{Part, Wanted};
 use crate::existence::Known;
 use crate::format::{DigestKind, Header, HeaderError};
 use crate::gateway::Miss;
-use crate::object::Version;
+use crate::s3::object::Version;
 
 /// What the first section tells of the whole object.
 #[derive(Clone)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::head::Head;
 use crate::arena::SlotMut;
-use crate::fanout::{Handover, Held, Start};
+use crate::s3::fanout::{Handover, Held, Start};
 
 /// Where the body of a ranged GET goes. It is handed over with the request and comes back when nothing writes to it any
 /// more.

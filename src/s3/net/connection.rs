@@ -16,7 +16,7 @@ use super::head::{self, Head};
 use super::landing::Landing;
 use super::lowat::LowWater;
 use super::tls::TlsStream;
-use crate::fanout::Held;
+use crate::s3::fanout::Held;
 
 /// Read at once while a head is expected: bytes of a body that come with it are copied, so not more.
 const HEAD_READ_BYTES: usize = 4096;
@@ -398,7 +398,7 @@ mod tests {
     use super::super::landing::{Expect, LandingCell, Watch};
     use super::*;
     use crate::arena::{Arena, ArenaOptions};
-    use crate::fanout::Start;
+    use crate::s3::fanout::Start;
 
     const BODY_BYTES: usize = 64 << 20;
 

@@ -12,8 +12,8 @@ use rustls::{
 };
 use tokio::net::TcpStream;
 
-use crate::net::tls::TlsStream;
-use crate::net::tls::config::client_config_with;
+use crate::s3::net::tls::TlsStream;
+use crate::s3::net::tls::config::client_config_with;
 
 pub const NAME: &str = "bucket.test";
 pub const VERSIONS: [&SupportedProtocolVersion; 2] = [&rustls::version::TLS12, &rustls::version::TLS13];

@@ -12,9 +12,9 @@ use aws_sdk_s3::config::{
 use aws_smithy_runtime_api::box_error::BoxError;
 
 use super::credentials::Chain;
-use crate::dns::{DnsOptions, Resolver, Source};
-use crate::fanout::{AttemptPolicy, EndpointOptions};
-use crate::net::{self, Connector, ConnectorOptions, Origin, Place, Target, TlsError};
+use crate::s3::dns::{DnsOptions, Resolver, Source};
+use crate::s3::fanout::{AttemptPolicy, EndpointOptions};
+use crate::s3::net::{self, Connector, ConnectorOptions, Origin, Place, Target, TlsError};
 
 /// How to reach a bucket. Credentials come from the AWS chain (environment, profile, web identity, container,
 /// instance) unless given.
@@ -147,7 +147,7 @@ pub(super) fn client(options: &S3Options, shared: &SdkConfig) -> Client {
 
 #[cfg(test)]
 pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
-    use crate::fanout::{BreakerOptions, WindowOptions};
+    use crate::s3::fanout::{BreakerOptions, WindowOptions};
     let second = Duration::from_secs(1);
     S3Options {
         endpoint: Some(endpoint.into()),

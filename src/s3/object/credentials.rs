@@ -12,7 +12,7 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, ProvideCredentials, future};
 
 use super::sign::EXPIRES_SOON;
-use crate::net::Connector;
+use crate::s3::net::Connector;
 
 #[derive(Debug)]
 pub(super) struct Chain {

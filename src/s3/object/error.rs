@@ -7,8 +7,8 @@ use aws_sdk_s3::operation::RequestId;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
 use super::reads::Refusal;
-use crate::fanout::{Failure, Verdict};
-use crate::net::{Mismatch, NetError};
+use crate::s3::fanout::{Failure, Verdict};
+use crate::s3::net::{Mismatch, NetError};
 
 /// What was asked of S3; also the kinds that requests are counted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -13,8 +13,8 @@ use super::connector::ConnectorOptions;
 use super::error::NetError;
 use super::pool::{Origin, Pool};
 use super::stats::Counters;
-use crate::dns::{Resolved, Source};
-use crate::fanout::{Class, Endpoints, Lease, Route, Start};
+use crate::s3::dns::{Resolved, Source};
+use crate::s3::fanout::{Class, Endpoints, Lease, Route, Start};
 
 /// Connections that are idle for too long are closed after at most this part of the time more.
 const SWEEPS: u32 = 8;

@@ -4,7 +4,7 @@ use rustls::{CertificateError, Error};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::server::{Lab, VERSIONS, serve_plain};
-use crate::net::tls::client_config;
+use crate::s3::net::tls::client_config;
 
 fn cause(error: &std::io::Error) -> &Error {
     error.get_ref().unwrap().downcast_ref().unwrap()

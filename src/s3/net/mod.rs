@@ -9,7 +9,7 @@
 //! It keeps time on connecting, sending, waiting and reading; the caller limits the whole. It tries nothing again, except
 //! a request on a kept connection that turns out to be closed: that costs nobody an attempt.
 //!
-//! A request goes to one of the endpoints of its host ([`fanout`](crate::fanout)); there is a pool of connections to each.
+//! A request goes to one of the endpoints of its host ([`fanout`](crate::s3::fanout)); there is a pool of connections to each.
 //!
 //! It never knows chunks.
 

@@ -21,8 +21,8 @@ use super::host::{Host, Place};
 use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{Counters, Traffic, add};
-use crate::dns::Resolver;
-use crate::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Lease, Loss, Outcome, Route};
+use crate::s3::dns::Resolver;
+use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Lease, Loss, Outcome, Route};
 
 /// Of a refusal, more is not read. S3's have some hundred bytes.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;

@@ -2,7 +2,7 @@
 //!
 //! [`ObjectStore`] is the seam; tests wrap stores to inject faults. [`S3`] makes its calls over the AWS SDK with its retries
 //! and checksums off (HEAD and ranged GET, made by the thousand, go round its typed layer: `reads`, `sign`), over our
-//! connections ([`net`](crate::net)), as often and where [`Attempts`](crate::fanout::Attempts) says. Bytes of a ranged GET go
+//! connections ([`net`](crate::s3::net)), as often and where [`Attempts`](crate::s3::fanout::Attempts) says. Bytes of a ranged GET go
 //! into the caller's slot, bytes of a PUT come from it.
 //!
 //! It knows keys and bytes, not chunks: whether an object is a good chunk is the gateway's question.

@@ -23,8 +23,8 @@ use super::store::{
     Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
 };
-use crate::fanout::{Attempts, EndpointState, Handover, Route};
-use crate::net::{Connector, Expect, Landing, LandingCell, Traffic, unquoted};
+use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
+use crate::s3::net::{Connector, Expect, Landing, LandingCell, Traffic, unquoted};
 
 /// One bucket over the AWS SDK.
 pub struct S3 {

@@ -10,7 +10,7 @@ use super::connection::{Connection, Outgoing, Stream};
 use super::error::NetError;
 use super::landing::{Expect, Landing, LandingCell};
 use crate::arena::{Arena, ArenaOptions};
-use crate::fanout::{Held, Start};
+use crate::s3::fanout::{Held, Start};
 
 const STALL: Duration = Duration::from_secs(5);
 const BODY_BYTES_MAX: usize = 1000;

@@ -35,8 +35,8 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::client::{ClientError, S3Options};
 use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
-use crate::fanout::{EndpointState, Hedge, Route};
-use crate::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target, head_of};
+use crate::s3::fanout::{EndpointState, Hedge, Route};
+use crate::s3::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target, head_of};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 

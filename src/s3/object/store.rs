@@ -9,8 +9,8 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
-use crate::fanout::EndpointState;
-use crate::net::{Landing, Traffic};
+use crate::s3::fanout::EndpointState;
+use crate::s3::net::{Landing, Traffic};
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
 pub type GetFuture<'a> = Pin<Box<dyn Future<Output = (Landing, Result<ObjectMeta>)> + Send + 'a>>;

@@ -8,7 +8,7 @@ use fastrand::Rng;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
 use super::server::{Lab, VERSIONS, pattern, write_in_pieces};
-use crate::net::tls::TlsStream;
+use crate::s3::net::tls::TlsStream;
 
 /// Reads `len` bytes with `ReadBuf`s as long as `read_len` says.
 async fn read_in_pieces(
