@@ -12,9 +12,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::existence::CacheKey;
+use kvgate::cache::existence::CacheKey;
+use kvgate::cache::tier::{Below, Disk, DiskOptions, Wrote};
 use kvgate::format::{ChunkHash, Space};
-use kvgate::tier::{Below, Disk, DiskOptions, Wrote};
 use serde_json::json;
 
 mod saving;

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::cache::gateway::{OpenError, open_store};
 use crate::config::Config;
-use crate::gateway::{OpenError, open_store};
 use crate::s3::object::{ErrorKind, ObjectStore};
 
 #[cfg(feature = "embedded")]

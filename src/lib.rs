@@ -11,6 +11,7 @@
 pub mod api;
 pub mod arena;
 pub mod bench;
+pub mod cache;
 pub mod cli;
 pub mod client;
 pub mod config;
@@ -20,16 +21,12 @@ pub mod daemon;
 pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;
-mod episode;
-pub mod existence;
 pub mod format;
-pub mod gateway;
 pub mod gpu;
 mod host;
 pub mod inventory;
 pub mod node;
 pub mod s3;
-pub mod tier;
 
 /// The README's example compiles.
 #[cfg(doctest)]

@@ -3,6 +3,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::api::wire::AttachRequest;
+use kvgate::cache::gateway::Order;
 use kvgate::client::{Client, Target};
 use kvgate::connector::{
     Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
@@ -10,7 +11,6 @@ use kvgate::connector::{
 use kvgate::copy::cuda::{Gpu, Mark};
 use kvgate::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
-use kvgate::gateway::Order;
 use pyo3::prelude::*;
 use serde::Deserialize;
 

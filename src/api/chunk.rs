@@ -14,9 +14,9 @@ use super::body::{Answer, OCTETS};
 use super::problem::Problem;
 use super::{Api, body, spaces};
 use crate::arena::Slot;
+use crate::cache::gateway::{AfterMiss, LoadRequest, Miss, Order};
 use crate::config::Strategy;
 use crate::format::{ChunkHash, Header, Space};
-use crate::gateway::{AfterMiss, LoadRequest, Miss, Order};
 
 pub async fn serve(
     api: &Arc<Api>,

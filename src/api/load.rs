@@ -11,7 +11,7 @@ use super::lookup::limited;
 use super::problem::Problem;
 use super::wire::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 use super::{Api, Caller, body, callers, spaces};
-use crate::gateway::{AfterMiss, Miss};
+use crate::cache::gateway::{AfterMiss, Miss};
 use crate::node::{Lent, Load, LoadCall};
 
 const LOAD_ID_BYTES_MAX: usize = 256;

@@ -14,9 +14,9 @@ use super::body::{Answer, OCTETS, content_type, json};
 use super::problem::Problem;
 use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
 use super::{Api, body, spaces};
+use crate::cache::gateway::Lookup;
+use crate::cache::tier::Tier;
 use crate::format::{ChunkHash, ChunkHasher, Space};
-use crate::gateway::Lookup;
-use crate::tier::Tier;
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);

@@ -228,7 +228,7 @@ fn disk(text: &mut Text, status: &Status) {
     let Some(disk) = &status.tiers.disk else { return };
     let mut of = each(text, "path", &disk.disks, |disk| disk.path.display().to_string());
     of("kvgate_disk_up", "gauge", "1 if the disk is in use.", &|path| {
-        u64::from(path.state == crate::tier::DiskState::Ok)
+        u64::from(path.state == crate::cache::tier::DiskState::Ok)
     });
     of("kvgate_disk_chunks", "gauge", "Chunks on the disk.", &|path| {
         path.chunks

@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 
 use super::impatient::{Impatient, Patient};
 use super::{Api, Caller, routes};
-use crate::episode::Episode;
+use crate::cache::episode::Episode;
 use crate::node::Process;
 
 /// Where the API is to be reached.

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cache::gateway::{Order, TierRun};
 use crate::config::Strategy;
 use crate::format::{ChunkHash, Plane, SpaceId};
-use crate::gateway::{Order, TierRun};
 use crate::node::Share;
 
 /// Answer of `PUT /v1/spaces`.

@@ -5,7 +5,7 @@
 //! clock starts: keys, slots in a prefaulted arena, the digest that each part must have. Reads land in slots as those of
 //! loads do and are digested by a [`Watch`](crate::s3::net::Watch) on the way; writes go out of slots that were filled once,
 //! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::s3::object::ObjectStore) that the
-//! gateway uses, retries included; only `lookup` and prompts go through a [`Gateway`](crate::gateway::Gateway).
+//! gateway uses, retries included; only `lookup` and prompts go through a [`Gateway`](crate::cache::gateway::Gateway).
 //!
 //! **Why.** Two times for each phase, as elbencho has them: *first done*, when the first task found nothing left to do,
 //! and *last done*. Between them fewer requests were in flight than were asked for. CPU time and page faults are the

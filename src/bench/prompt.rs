@@ -16,9 +16,9 @@ use super::raw::Target;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, PromptSettings, to_usize};
+use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::config::{Config, Strategy};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
 use crate::s3::object::{Capabilities, ErrorKind, ProbeMode};
 
 const VOCABULARY: u32 = 100_003;

@@ -5,9 +5,9 @@ use tokio::time::Instant;
 use super::args::SpaceRef;
 use super::error::CliError;
 use crate::arena::{Arena, ArenaOptions};
+use crate::cache::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::config::{Config, Probe};
 use crate::format::{KeyPrefix, Space, SpaceId};
-use crate::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::inventory::{Inventory, SpaceJson};
 use crate::s3::object::{Capabilities, ObjectStore};
 

@@ -1,8 +1,8 @@
 use std::io;
 
+use crate::cache::gateway::OpenError;
 use crate::config::ConfigError;
 use crate::format::{HashError, SpaceError};
-use crate::gateway::OpenError;
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Why a command ends with another status than 0.

@@ -13,9 +13,9 @@ use super::prompt::{Prompt, PromptArgs};
 use super::{logging, picture};
 use crate::api::wire::{LookupRequest, StrategyWord};
 use crate::arena::SLOT_ALIGN;
+use crate::cache::gateway::{Lookup, TierRun};
 use crate::config::{Config, Override, Strategy};
 use crate::format::Space;
-use crate::gateway::{Lookup, TierRun};
 use crate::s3::object::RequestCounts;
 
 /// Says which chunks of a prompt are stored.

@@ -1,4 +1,4 @@
-use crate::gateway::Lookup;
+use crate::cache::gateway::Lookup;
 
 pub const LEGEND: &str = "# there, = inferred there, . not there, - inferred not there, ? unknown";
 /// Signs in a picture, at most.

@@ -7,9 +7,9 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::logging;
 use super::output::{Out, tell};
+use crate::cache::gateway::open_store;
 use crate::config::{Config, Override};
 use crate::daemon::Daemon;
-use crate::gateway::open_store;
 use crate::host::{Host, HostError};
 use crate::s3::object::ObjectStore;
 

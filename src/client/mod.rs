@@ -33,8 +33,8 @@ use crate::api::wire::{
     ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
 };
 use crate::arena::AttachedError;
+use crate::cache::gateway::Flushed;
 use crate::format::{ChunkHash, Mask, Space};
-use crate::gateway::Flushed;
 
 /// Where a kvgate answers.
 #[derive(Debug, Clone)]

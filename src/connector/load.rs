@@ -7,11 +7,11 @@ use tokio::sync::mpsc;
 use super::worker::{Worker, WorkerError};
 use crate::api::wire::{LoadLine, LoadRequest, SlotName};
 use crate::arena::{AttachedArena, AttachedSlot};
+use crate::cache::gateway::Order;
 use crate::client::{ClientError, Session};
 use crate::copy::cuda::Mark;
 use crate::copy::{CopyError, Job, Pending, Spans};
 use crate::format::ChunkHash;
-use crate::gateway::Order;
 
 /// Copies that are on their way while the next chunk is waited for.
 const COPIES: usize = 4;

@@ -17,12 +17,12 @@ use tokio::time::Instant;
 use self::notify::Notify;
 use crate::api::{Api, ListenError, Reload, Server};
 use crate::arena::{Arena, ArenaError};
+use crate::cache::episode::Episode;
+use crate::cache::gateway::{Gateway, GatewayOptions, probe_mode};
+use crate::cache::tier::{Disk, DiskError};
 use crate::config::Config;
-use crate::episode::Episode;
-use crate::gateway::{Gateway, GatewayOptions, probe_mode};
 use crate::node::Node;
 use crate::s3::object::{Capabilities, ObjectStore};
-use crate::tier::{Disk, DiskError};
 
 /// The daemon can't start.
 #[derive(Debug, thiserror::Error)]

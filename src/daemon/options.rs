@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use crate::api::{ApiOptions, Listening};
 use crate::arena::ArenaOptions;
+use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions, WhenFull};
+use crate::cache::tier::policy::EvictionPolicy;
+use crate::cache::tier::{Disk, DiskOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
-use crate::gateway::{BehindOptions, DiskTier, Flow, TierOptions, WhenFull};
 use crate::node::NodeOptions;
-use crate::tier::policy::EvictionPolicy;
-use crate::tier::{Disk, DiskOptions, MemoryOptions};
 
 /// Where the arena's file is if the configuration does not say.
 const ARENA_PATH: &str = "/dev/shm/kvgate.arena";

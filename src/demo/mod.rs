@@ -2,7 +2,7 @@
 //!
 //! **Mechanism.** Conversations that share a system prompt are "prefilled" by a generator of synthetic KV, in a paged
 //! cache laid out as vLLM's, with shuffled block tables. What S3 lacks is gathered from the pages into arena slots and
-//! stored; then the cache is poisoned and a new [`Gateway`](crate::gateway::Gateway) knows nothing. Everything is
+//! stored; then the cache is poisoned and a new [`Gateway`](crate::cache::gateway::Gateway) knows nothing. Everything is
 //! looked up and loaded into other pages, and every byte is compared with what the generator makes of the same tokens.
 //! The S3 server is the configured one, or one inside the process.
 //!

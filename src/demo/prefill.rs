@@ -5,7 +5,7 @@ use super::paged::shuffled_blocks;
 use super::report::Phase;
 use super::session::{Demo, Watch};
 use super::synthetic::generate;
-use crate::gateway::{NewChunk, StoreOutcome};
+use crate::cache::gateway::{NewChunk, StoreOutcome};
 
 /// Chunks of a conversation that S3 lacks: `prompt[from..to]`.
 struct Missing {

@@ -10,10 +10,10 @@ use super::paged::{BLOCK_TOKENS, PagedCache};
 use super::plan::Plan;
 use super::progress::Progress;
 use super::report::{Phase, Report};
+use crate::cache::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::config::Config;
 use crate::copy::CpuOptions;
 use crate::format::{ChunkHash, KeyPrefix, Space};
-use crate::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::s3::object::{ErrorKind, ObjectStore, RequestCounts};
 
 /// What memory holds after the cache was lost.

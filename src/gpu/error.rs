@@ -1,8 +1,8 @@
 use crate::arena::ArenaError;
+use crate::cache::gateway::OpenError;
 use crate::copy::cuda::{CudaError, PagesError};
 use crate::copy::{CopyError, HostPagesError, MappingError};
 use crate::format::{HashError, SpaceError};
-use crate::gateway::OpenError;
 use crate::s3::object::ObjectError;
 
 /// A check found something, or could not be made.

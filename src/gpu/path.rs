@@ -5,13 +5,13 @@ use tokio::time::Instant;
 
 use super::bench::median;
 use super::error::GpuError;
+use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
 use crate::config::Config;
 use crate::config::units::GIB;
 use crate::copy::cuda::{DevicePages, Gpu};
 use crate::copy::known::{KnownLayout, Pages};
 use crate::copy::{CudaOptions, Job, SlotMapping};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use crate::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
 use crate::s3::object::{ErrorKind, ObjectStore};
 
 /// A prompt that is stored, and loaded into pages.

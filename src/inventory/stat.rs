@@ -2,8 +2,8 @@ use std::sync::Arc;
 
 use super::Inventory;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
+use crate::cache::gateway::OpenError;
 use crate::format::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
-use crate::gateway::OpenError;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectMeta};
 

@@ -41,10 +41,10 @@ use self::peer::Peer;
 use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
-use crate::episode::Episode;
-use crate::existence::CacheKey;
+use crate::cache::episode::Episode;
+use crate::cache::existence::CacheKey;
+use crate::cache::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
 use crate::format::{ChunkHash, Space, SpaceKey};
-use crate::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
 
 /// Limits of a node.
 #[derive(Debug, Clone, Copy)]

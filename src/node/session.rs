@@ -12,8 +12,8 @@ use super::NodeError;
 use super::ledger::{Rank, SessionId};
 use super::owners::Has;
 use super::peer::{Peer, Process};
+use crate::cache::gateway::Credit;
 use crate::format::SpaceKey;
-use crate::gateway::Credit;
 
 /// What an engine process says of itself when it attaches.
 #[derive(Debug, Clone)]

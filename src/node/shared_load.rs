@@ -7,8 +7,8 @@ use tokio::sync::Notify;
 
 use super::ledger::Rank;
 use super::load::LoadCall;
+use crate::cache::gateway::{LoadStream, LoadedChunk, Miss, Order};
 use crate::format::{ChunkHash, SpaceId};
-use crate::gateway::{LoadStream, LoadedChunk, Miss, Order};
 
 type Outcome = (usize, Result<LoadedChunk, Miss>);
 

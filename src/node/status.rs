@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::Node;
 use crate::arena::ArenaStats;
-use crate::gateway::TierStats;
+use crate::cache::gateway::TierStats;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
 

@@ -8,8 +8,8 @@ use super::owners::{Has, Share, shares};
 use super::session::Event;
 use super::unwritten::Marks;
 use super::{Node, NodeError, Session};
+use crate::cache::gateway::{Reserved, Skip};
 use crate::format::{ChunkHash, Space};
-use crate::gateway::{Reserved, Skip};
 
 /// A chunk that an engine wants to store.
 #[derive(Debug, Clone, Copy)]

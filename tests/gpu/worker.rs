@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::api::wire::AttachRequest;
+use kvgate::cache::gateway::{Order, open_store};
 use kvgate::client::{Client, Target};
 use kvgate::config::{self, Override};
 use kvgate::connector::{Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError};
 use kvgate::copy::known::KNOWN;
 use kvgate::copy::{Copier, CudaCopier};
 use kvgate::daemon::Daemon;
-use kvgate::gateway::{Order, open_store};
 use kvgate::node::Node;
 use tokio::runtime::Runtime;
 

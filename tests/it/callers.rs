@@ -11,8 +11,8 @@ use crate::backends::skip_because;
 use crate::fixture::Prompt;
 use crate::serving::{Serving, Site, alone, chunks, id, load, store, write};
 use kvgate::api::wire::{CommitOutcome, ReservedChunk, SlotName};
+use kvgate::cache::gateway::Order;
 use kvgate::client::{Client, ClientError, Target};
-use kvgate::gateway::Order;
 
 /// Every call that reads or changes what is cached, and those of sessions.
 const CALLS: [(&str, &str); 9] = [

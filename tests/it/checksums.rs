@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::s3::object::{Capabilities, ErrorKind, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};

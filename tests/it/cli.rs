@@ -5,10 +5,10 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
+use kvgate::cache::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use kvgate::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
 use kvgate::s3::object::Capabilities;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvgate::cache::gateway::{AfterMiss, StoreOutcome};
 use kvgate::config::Strategy;
 use kvgate::format::Key;
-use kvgate::gateway::{AfterMiss, StoreOutcome};
 use kvgate::s3::net::Landing;
 use kvgate::s3::object::{Capabilities, Condition, ErrorKind, GetRange};
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use kvgate::cache::gateway::Order;
 use kvgate::client::{Client, Target};
 use kvgate::connector::{Breaker, Load, Progress, Wanted, Worker};
 use kvgate::copy::known::{KNOWN, Pages};
 use kvgate::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
-use kvgate::gateway::Order;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 

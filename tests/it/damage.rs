@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use kvgate::cache::gateway::{AfterMiss, StoreOutcome};
 use kvgate::config::Strategy;
 use kvgate::format::Space;
-use kvgate::gateway::{AfterMiss, StoreOutcome};
 
 use crate::backends::{Backend, on_backends};
 use crate::faults::Hooked;
@@ -168,7 +168,7 @@ async fn replaced_between_two_ranges(backend: &Backend) {
         let gateway = other_site.gateway();
         let mut slot = gateway.reserve(&prompt.space).unwrap();
         slot.payload_mut().fill(0x5a);
-        let chunk = kvgate::gateway::NewChunk {
+        let chunk = kvgate::cache::gateway::NewChunk {
             hash: prompt.hashes[0],
             parent: prompt.root,
             slot,
@@ -208,7 +208,7 @@ async fn replaced_between_lookup_and_load(backend: &Backend) {
     let mut options = site.options();
     options.digest = kvgate::format::DigestKind::Blake3;
     site.remove(site.key(&prompt, 1)).await;
-    let writer = kvgate::gateway::Gateway::new(
+    let writer = kvgate::cache::gateway::Gateway::new(
         Arc::clone(&site.store),
         crate::fixture::arena(1 << 20),
         site.capabilities,

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aws_credential_types::Credentials;
+use kvgate::cache::gateway::open_store;
 use kvgate::config::Config;
 use kvgate::config::units::{ByteSize, MIB};
 use kvgate::demo::{Demo, Plan, Shape};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{Mha, Space, SpaceInput};
-use kvgate::gateway::open_store;
 use kvgate::s3::object::ObjectStore;
 
 const BUCKET: &str = "demo-tests";

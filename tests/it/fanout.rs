@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, Phase, WindowOptions};
 use kvgate::s3::net::Landing;
 use kvgate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};

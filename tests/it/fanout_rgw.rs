@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use kvgate::gateway::Gateway;
+use kvgate::cache::gateway::Gateway;
 use kvgate::s3::fanout::{AttemptPolicy, EndpointState, Phase};
 use kvgate::s3::object::S3Options;
 use tokio::sync::MutexGuard;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvgate::cache::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::config::Strategy;
-use kvgate::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
 use kvgate::s3::net::{Landing, Traffic};
 use kvgate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -328,7 +328,7 @@ async fn a_cancelled_next_loses_nothing() {
         ..Hooked::over(Arc::clone(&site.store))
     };
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
-    let gateway = kvgate::gateway::Gateway::new(
+    let gateway = kvgate::cache::gateway::Gateway::new(
         Arc::new(slow),
         crate::fixture::arena(2 * object),
         site.capabilities,
@@ -501,7 +501,7 @@ async fn dropped_stores_give_everything_back_and_can_be_repeated() {
 async fn loads_never_wait_for_each_other_s_slots() {
     let (_server, site, prompt) = stored(20).await;
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
-    let gateway = kvgate::gateway::Gateway::new(
+    let gateway = kvgate::cache::gateway::Gateway::new(
         Arc::clone(&site.store),
         crate::fixture::arena(20 * object),
         site.capabilities,
@@ -522,7 +522,12 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
     let over = |size| {
         let arena = crate::fixture::arena(size);
-        kvgate::gateway::Gateway::new(Arc::clone(&site.store), arena, site.capabilities, site.options())
+        kvgate::cache::gateway::Gateway::new(
+            Arc::clone(&site.store),
+            arena,
+            site.capabilities,
+            site.options(),
+        )
     };
     let request = |deadline| LoadRequest {
         space: prompt.space.clone(),

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::config::Strategy;
-use kvgate::existence::CacheLimits;
-use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
-use kvgate::gateway::{
+use kvgate::cache::existence::CacheLimits;
+use kvgate::cache::gateway::{
     AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, Order, StoreOutcome,
 };
+use kvgate::config::Strategy;
+use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::s3::object::{Capabilities, Condition, ObjectStore, ProbeMode};
 use tokio::time::Instant;
 

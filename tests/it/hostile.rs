@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-use kvgate::gateway::AfterMiss;
+use kvgate::cache::gateway::AfterMiss;
 
 use crate::backends::{Backend, listen, open, options};
 use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};

@@ -41,7 +41,8 @@ async fn a_prompt_of_4096_chunks_of_which_3000_exist(backend: &Backend) {
     let put: Vec<_> = stream::iter(puts).buffer_unordered(16).collect().await;
     put.into_iter().for_each(|put| put.unwrap());
 
-    let asked = |gateway: &kvgate::gateway::Gateway| gateway.requests().head + gateway.requests().attributes;
+    let asked =
+        |gateway: &kvgate::cache::gateway::Gateway| gateway.requests().head + gateway.requests().attributes;
     let gateway = site.gateway();
     let before = asked(&gateway);
     let prefix = lookup(&gateway, &prompt, Strategy::Prefix).await;

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::gateway::{
+use kvgate::cache::gateway::{
     AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, Order, TierOptions, WhenFull,
 };
+use kvgate::cache::tier::{Disk, DiskOptions, EvictionPolicy, MemoryOptions};
 use kvgate::s3::object::{Capabilities, ObjectStore};
-use kvgate::tier::{Disk, DiskOptions, EvictionPolicy, MemoryOptions};
 use tokio::time::Instant;
 
 use crate::fixture::{Prompt, Site, arena, soon, store_all};

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::config::Strategy;
 use kvgate::format::DigestKind;
-use kvgate::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::s3::object::{ErrorKind, ObjectStore};
 
 use crate::backends::Backend;

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvgate::arena::SLOT_ALIGN;
+use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream, Order};
 use kvgate::config::Strategy;
-use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream, Order};
 use kvgate::s3::object::{Capabilities, ObjectStore};
 use proptest::prelude::*;
 

@@ -13,8 +13,8 @@ use crate::fixture::Prompt;
 use crate::program::Place;
 use crate::serving::{all, alone, eventually, id, load, load_request, store};
 use kvgate::api::wire::LoadRequest;
+use kvgate::cache::gateway::Order;
 use kvgate::client::{Client, ClientError, Target};
-use kvgate::gateway::Order;
 
 /// A daemon's place: its S3 server, which outlives it, its socket and disk.
 struct Home {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions};
 use kvgate::format::Space;
-use kvgate::gateway::{AfterMiss, Gateway, GatewayOptions};
 use kvgate::s3::dns::DnsOptions;
 use kvgate::s3::fanout::{BreakerOptions, EndpointOptions, EndpointState, Requests, WindowOptions};
 use kvgate::s3::object::{S3, S3Options};

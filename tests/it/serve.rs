@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
+use kvgate::cache::gateway::Order;
 use kvgate::client::{ClientError, LoadLines, Session};
 use kvgate::format::Space;
-use kvgate::gateway::Order;
 
 use crate::fixture::{Prompt, space};
 use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write};
@@ -418,11 +418,11 @@ async fn loads_of_the_same_chunks_never_wait_for_each_other() {
     twice.hashes.push(prompt.hashes[0]);
     assert_eq!(code(&engine.load(twice).await.err().unwrap()), "bad_request");
     // Below the API it does no harm.
-    let request = kvgate::gateway::LoadRequest {
+    let request = kvgate::cache::gateway::LoadRequest {
         space: prompt.space.clone(),
         chunks: vec![prompt.hashes[0], prompt.hashes[0], prompt.hashes[1]],
         order: Order::Layer,
-        after_miss: kvgate::gateway::AfterMiss::Stop,
+        after_miss: kvgate::cache::gateway::AfterMiss::Stop,
         deadline: crate::fixture::soon(),
     };
     let outcomes = serving.node.gateway().load(request).collect().await;

@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use kvgate::cache::gateway::Order;
+use kvgate::cache::tier::DiskError;
 use kvgate::client::{Client, Session, Target};
 use kvgate::config::{self, Config, Override};
 use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::Space;
-use kvgate::gateway::Order;
 use kvgate::node::Share;
 use kvgate::s3::object::ObjectStore;
-use kvgate::tier::DiskError;
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;

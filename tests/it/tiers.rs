@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use kvgate::cache::gateway::Order;
+use kvgate::cache::tier::DiskState;
 use kvgate::client::Client;
-use kvgate::gateway::Order;
-use kvgate::tier::DiskState;
 
 use tokio::net::UnixStream;
 

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use kvgate::cache::gateway::BehindStats;
+use kvgate::cache::tier::DiskState;
 use kvgate::format::KeyPrefix;
-use kvgate::gateway::BehindStats;
-use kvgate::tier::DiskState;
 
 use crate::fixture::{Prompt, soon};
 use crate::serving::{Serving, Site, eventually, store};

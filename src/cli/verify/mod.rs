@@ -5,6 +5,7 @@ use futures::{TryStreamExt, pin_mut};
 use tokio::time::Instant;
 
 use crate::arena::SLOT_ALIGN;
+use crate::cache::gateway::Gateway;
 use crate::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::cli::bucket::Bucket;
 use crate::cli::error::CliError;
@@ -12,7 +13,6 @@ use crate::cli::logging;
 use crate::cli::output::{Out, bytes, count};
 use crate::cli::progress::Progress;
 use crate::format::Space;
-use crate::gateway::Gateway;
 use crate::inventory::{Checked, SpaceJson, SpaceSummary, Verdict};
 use report::{Problem, Report, Totals};
 
@@ -41,7 +41,7 @@ pub struct VerifyArgs {
 pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     // It warns of each damaged chunk, which the report does too.
-    logging::init_without(&config.log, verbose, Some("kvgate::episode"));
+    logging::init_without(&config.log, verbose, Some("kvgate::cache::episode"));
     let given = args.space.given()?;
     let bucket = Bucket::open(config).await?;
     let progress = Progress::spinner("listing");

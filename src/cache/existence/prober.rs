@@ -1,0 +1,148 @@
+use std::sync::{Arc, OnceLock};
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry as MapEntry;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Duration, Instant};
+
+use super::cache::{CacheKey, ExistenceCache, Known};
+use crate::cache::episode::Episode;
+use crate::format::{ChunkHash, KeyPrefix, Space};
+use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
+
+/// The answer to "does this chunk exist?".
+#[derive(Debug, Clone)]
+pub enum Answer {
+    Present(Arc<str>),
+    Absent,
+    Unknown(Arc<ObjectError>),
+}
+
+/// Asks S3 what the cache does not know, each question once at a time.
+#[derive(Clone)]
+pub struct Prober(Arc<Inner>);
+
+struct Inner {
+    store: Arc<dyn ObjectStore>,
+    cache: Arc<ExistenceCache>,
+    keys: KeyPrefix,
+    capabilities: Arc<OnceLock<Capabilities>>,
+    permits: Semaphore,
+    /// Limit for a question that others may have joined.
+    time_limit: Duration,
+    /// Objects of a wrong length.
+    damaged: Episode,
+    flights: DashMap<CacheKey, watch::Receiver<Option<Answer>>>,
+}
+
+impl Prober {
+    /// Asks by `GetObjectAttributes` where the server is known to have them, else by HEAD.
+    pub fn new(
+        store: Arc<dyn ObjectStore>,
+        cache: Arc<ExistenceCache>,
+        keys: KeyPrefix,
+        capabilities: Arc<OnceLock<Capabilities>>,
+        concurrency: usize,
+        time_limit: Duration,
+        damaged: Episode,
+    ) -> Self {
+        let permits = Semaphore::new(concurrency);
+        Self(Arc::new(Inner {
+            store,
+            cache,
+            keys,
+            capabilities,
+            permits,
+            time_limit,
+            damaged,
+            flights: DashMap::new(),
+        }))
+    }
+
+    /// Asks S3, or joins whoever is asking already. The answer is remembered, also when the caller is gone by then.
+    pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Answer {
+        match self.ask_or_join(space, chunk, deadline).await {
+            // That was the deadline of whoever asked first.
+            (Answer::Unknown(error), true)
+                if error.kind == ErrorKind::Deadline && Instant::now() < deadline =>
+            {
+                self.ask_or_join(space, chunk, deadline).await.0
+            }
+            (answer, _) => answer,
+        }
+    }
+
+    /// Also whether somebody else had asked already.
+    async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (Answer, bool) {
+        let cache_key = (space.key(), *chunk);
+        let key = || self.0.keys.chunk(cache_key.0, chunk);
+        let (mut flight, joined) = match self.0.flights.entry(cache_key) {
+            MapEntry::Occupied(flight) => (flight.get().clone(), true),
+            MapEntry::Vacant(vacant) => {
+                let (tell, told) = watch::channel(None);
+                vacant.insert(told.clone());
+                let inner = Arc::clone(&self.0);
+                let object_len = space.layout().object_len() as u64;
+                let deadline = deadline.max(Instant::now() + inner.time_limit);
+                let key = key();
+                tokio::spawn(async move {
+                    let answer = inner.ask_store(cache_key, &key, object_len, deadline).await;
+                    inner.flights.remove(&cache_key);
+                    tell.send_replace(Some(answer));
+                });
+                (told, false)
+            }
+        };
+        let told = tokio::time::timeout_at(deadline, flight.wait_for(Option::is_some)).await;
+        let answer = match told {
+            Ok(answer) => answer.ok().and_then(|answer| answer.clone()).unwrap_or_else(|| {
+                // Its task is gone without an answer; the next asker starts anew.
+                self.0.flights.remove(&cache_key);
+                unknown(&key(), ErrorKind::Broken, "the question was dropped")
+            }),
+            Err(_) => unknown(&key(), ErrorKind::Deadline, "waiting for the answer"),
+        };
+        (answer, joined)
+    }
+}
+
+fn unknown(key: &str, kind: ErrorKind, detail: &str) -> Answer {
+    Answer::Unknown(Arc::new(ObjectError::new(Operation::Head, key, kind, detail)))
+}
+
+impl Inner {
+    async fn ask_store(&self, cache_key: CacheKey, key: &str, object_len: u64, deadline: Instant) -> Answer {
+        let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, self.permits.acquire()).await else {
+            return unknown(key, ErrorKind::Deadline, "waiting for its turn");
+        };
+        let asked = Instant::now();
+        let attributes = self.capabilities.get().is_some_and(|known| known.attributes);
+        let seen = match attributes {
+            true => self.store.attributes(key, deadline).await,
+            false => self.store.head(key, deadline).await,
+        };
+        match seen {
+            Ok(meta) if meta.len != object_len => {
+                let len = meta.len;
+                self.damaged
+                    .tell(&format_args!("{key} has {len} bytes, not {object_len}"));
+                self.cache.quarantine(cache_key, meta.version, asked);
+                Answer::Absent
+            }
+            Ok(meta) if self.cache.damaged(&cache_key).as_ref() == Some(&meta.version) => {
+                self.cache.learn(cache_key, Known::Absent, asked);
+                Answer::Absent
+            }
+            Ok(meta) => {
+                self.cache
+                    .learn(cache_key, Known::Present(Arc::clone(&meta.version.etag)), asked);
+                Answer::Present(meta.version.etag)
+            }
+            Err(error) if error.kind == ErrorKind::NotFound => {
+                self.cache.learn(cache_key, Known::Absent, asked);
+                Answer::Absent
+            }
+            Err(error) => Answer::Unknown(Arc::new(error)),
+        }
+    }
+}

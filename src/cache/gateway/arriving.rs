@@ -1,0 +1,124 @@
+//! Chunks that are on their way into memory, so that several loads of the same chunk read it once.
+//!
+//! A *flight* is one chunk's fetch. It goes on as long as anybody waits for it, whoever began it, and its outcome is for all.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry;
+use tokio::sync::watch;
+
+use super::Miss;
+use super::load::LoadedChunk;
+use super::task::Task;
+use crate::cache::existence::CacheKey;
+
+type Outcome = Result<LoadedChunk, Miss>;
+
+#[derive(Default)]
+pub(super) struct Arriving {
+    flights: DashMap<CacheKey, (u64, Weak<Flight>)>,
+    numbers: AtomicU64,
+}
+
+/// A fetch that others may wait for too.
+pub(super) struct Flight {
+    told: watch::Receiver<Option<Outcome>>,
+    /// None where a load in layer order does it.
+    _task: Option<Task<()>>,
+}
+
+/// The right and the duty to fetch a chunk. Dropped before it tells, it leaves those who wait to themselves.
+pub(super) struct Announcement {
+    arriving: Arc<Arriving>,
+    key: CacheKey,
+    number: u64,
+    tell: watch::Sender<Option<Outcome>>,
+    /// Keeps what others join.
+    flight: Option<Arc<Flight>>,
+}
+
+impl Arriving {
+    pub fn join(&self, key: &CacheKey) -> Option<Arc<Flight>> {
+        self.flights.get(key)?.1.upgrade()
+    }
+
+    /// Joins whoever fetches the chunk, or announces that the caller does.
+    pub fn announce(self: &Arc<Self>, key: CacheKey) -> Result<Announcement, Arc<Flight>> {
+        let entry = self.flights.entry(key);
+        if let Entry::Occupied(entry) = &entry
+            && let Some(flight) = entry.get().1.upgrade()
+        {
+            return Err(flight);
+        }
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let (tell, told) = watch::channel(None);
+        let flight = Arc::new(Flight { told, _task: None });
+        entry.insert((number, Arc::downgrade(&flight)));
+        Ok(Announcement {
+            arriving: Arc::clone(self),
+            key,
+            number,
+            tell,
+            flight: Some(flight),
+        })
+    }
+}
+
+impl Announcement {
+    /// Fetches in a task that lives as long as anybody waits for it.
+    pub fn fly(mut self, fetch: impl Future<Output = Outcome> + Send + 'static) -> Arc<Flight> {
+        let told = self.tell.subscribe();
+        let (arriving, key, number) = (Arc::clone(&self.arriving), self.key, self.number);
+        // Its owners are those who wait, not the fetch itself.
+        let before = self.flight.take();
+        let task = Task::spawn(async move {
+            let outcome = fetch.await;
+            self.tell(outcome);
+        });
+        let flight = Arc::new(Flight {
+            told,
+            _task: Some(task),
+        });
+        if let Some(mut entry) = arriving.flights.get_mut(&key)
+            && entry.0 == number
+        {
+            entry.1 = Arc::downgrade(&flight);
+        }
+        drop(before);
+        flight
+    }
+
+    pub fn tell(self, outcome: Outcome) {
+        // Whoever comes from here on finds it in memory, or asks anew.
+        self.arriving.leave(&self.key, self.number);
+        self.tell.send_replace(Some(outcome));
+    }
+}
+
+impl Drop for Announcement {
+    fn drop(&mut self) {
+        self.arriving.leave(&self.key, self.number);
+    }
+}
+
+impl Arriving {
+    /// From here on nobody joins whoever fetches it.
+    pub fn forget(&self, key: &CacheKey) {
+        self.flights.remove(key);
+    }
+
+    fn leave(&self, key: &CacheKey, number: u64) {
+        self.flights.remove_if(key, |_, entry| entry.0 == number);
+    }
+}
+
+impl Flight {
+    /// None: whoever fetched it gave up.
+    pub async fn outcome(&self) -> Option<Outcome> {
+        let mut told = self.told.clone();
+        let outcome = told.wait_for(Option::is_some).await.ok()?;
+        outcome.clone()
+    }
+}

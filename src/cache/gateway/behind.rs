@@ -1,0 +1,621 @@
+//! What was committed and is not on the lower tiers yet. It goes there in the order in which it was committed, and is
+//! tried again until it is there: the engine that committed it is long gone on.
+//!
+//! The bytes are bounded, those that engines only reserved included. When they are used up, new chunks are refused, or the
+//! deepest descendants whose turn has not come are given up: what is left of a chain is of use without them, and never
+//! the other way round. Heads of chains are not given up. What was given up is remembered for a while, so that nothing is
+//! stored whose parent is not, and is taken up again when an engine wants to store it once more.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::fetch::verify;
+use super::tiers::Tiers;
+use super::{Gateway, StoreOutcome};
+use crate::arena::Slot;
+use crate::cache::existence::CacheKey;
+use crate::cache::tier::{Below, Memory, Wrote};
+use crate::format::{ChunkHash, Space};
+use crate::s3::object::{ErrorKind, ObjectError, Operation};
+
+/// What happens to new chunks when the write-behind is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhenFull {
+    /// They are refused.
+    Refuse,
+    /// The deepest descendants that wait are dropped for them.
+    Drop,
+}
+
+/// Limits of the write-behind.
+#[derive(Debug, Clone, Copy)]
+pub struct BehindOptions {
+    /// Bytes committed and not stored, or reserved.
+    pub bytes_max: usize,
+    pub when_full: WhenFull,
+    /// For one attempt to store a chunk, after which it waits and tries again.
+    pub deadline: Duration,
+    /// The first wait; it doubles up to `retry_max`.
+    pub retry_base: Duration,
+    pub retry_max: Duration,
+}
+
+pub(super) struct Behind {
+    options: BehindOptions,
+    state: Mutex<State>,
+    /// Something ended.
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    entries: BTreeMap<u64, Entry>,
+    chunks: HashMap<CacheKey, u64>,
+    committed: u64,
+    room_bytes: usize,
+    dropped: Dropped,
+    /// Chunks that only a disk has, and that are still to be sent from there: none of them has an entry.
+    backlog: HashSet<CacheKey>,
+    /// A task starts those whose turn comes.
+    dispatching: bool,
+    stats: BehindStats,
+}
+
+/// Chunks that were given up, the latest ones.
+#[derive(Default)]
+struct Dropped {
+    chunks: HashSet<CacheKey>,
+    order: VecDeque<CacheKey>,
+}
+
+/// How many are remembered.
+const DROPPED_MAX: usize = 1 << 16;
+
+struct Entry {
+    key: CacheKey,
+    bytes: usize,
+    /// Chunks before it in the chain that wait as well.
+    depth: u32,
+    /// What is to be done; None once its turn has come.
+    job: Option<Job>,
+    /// Whoever does it.
+    task: Option<AbortHandle>,
+}
+
+/// A chunk on its way down.
+struct Job {
+    space: Space,
+    object: Sealed,
+    since: Instant,
+    /// However it ends, also when it is dropped, the chunk may leave memory from then on.
+    _clean: Clean,
+}
+
+/// Figures of the write-behind; totals since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct BehindStats {
+    /// Committed and not on the lower tiers yet.
+    pub waiting_chunks: u64,
+    pub waiting_bytes: u64,
+    /// Of an earlier life of this node, on its disks and not on S3 yet; also on disks that were taken out.
+    pub backlog_chunks: u64,
+    /// Reserved by engines, not committed.
+    pub reserved_bytes: u64,
+    pub stored: u64,
+    /// Were there already.
+    pub present: u64,
+    /// Given up because the write-behind was full, or at the end; or lost.
+    pub dropped: u64,
+    /// Of these, those whose only file could not be read or was gone.
+    pub lost: u64,
+    /// Committed, and not given to S3 because the configuration says so.
+    pub kept_back: u64,
+    pub failed_attempts: u64,
+}
+
+/// What a flush found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Flushed {
+    /// Chunks that still wait: 0 when the flush is complete.
+    pub pending: u64,
+    /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
+    pub dropped: u64,
+    /// Chunks that were committed since the start, and that the configuration keeps from S3.
+    #[serde(default)]
+    pub kept_back: u64,
+    /// Disks that could not be used at the start: whether they have what S3 has not is not known.
+    #[serde(default)]
+    pub unread_disks: u64,
+}
+
+/// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.
+pub(super) struct Room {
+    behind: Arc<Behind>,
+    bytes: usize,
+}
+
+/// The whole object, now or as soon as its header is written.
+pub(super) enum Sealed {
+    Now(Slot),
+    Soon(oneshot::Receiver<Slot>),
+}
+
+impl Behind {
+    pub fn new(options: BehindOptions) -> Self {
+        Self {
+            options,
+            state: Mutex::default(),
+            changed: Notify::new(),
+        }
+    }
+
+    /// Room for a chunk, if need be that of others which are dropped: of those that are deeper than it would be, so never
+    /// of those that it comes after.
+    pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&CacheKey>) -> Option<Room> {
+        let mut dropped = Vec::new();
+        let mut state = self.lock();
+        let depth = state.depth_after(parent);
+        while state.room_bytes + bytes > self.options.bytes_max {
+            let entry = match self.options.when_full {
+                WhenFull::Refuse => None,
+                WhenFull::Drop => state.drop_deeper_than(depth),
+            };
+            let Some(entry) = entry else {
+                drop(state);
+                self.dropped(&dropped);
+                return None;
+            };
+            dropped.push(entry);
+        }
+        state.room_bytes += bytes;
+        drop(state);
+        self.dropped(&dropped);
+        Some(Room {
+            behind: Arc::clone(self),
+            bytes,
+        })
+    }
+
+    /// Without the lock: what the tasks hold goes back to the arena.
+    fn dropped(&self, entries: &[Entry]) {
+        for entry in entries {
+            if let Some(task) = &entry.task {
+                task.abort();
+            }
+        }
+        if !entries.is_empty() {
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// The chunk was not even taken: what comes after it in the chain is of no use either.
+    pub fn refused(&self, key: CacheKey) {
+        self.lock().dropped.add(key);
+    }
+
+    /// Some tier below has the chunk, whoever brought it there.
+    pub fn is_there(&self, key: &CacheKey) {
+        self.lock().dropped.chunks.remove(key);
+    }
+
+    /// The chunk is to be nowhere.
+    pub fn cancel(&self, key: &CacheKey) {
+        let cancelled = {
+            let mut state = self.lock();
+            state.backlog.remove(key);
+            let number = state.chunks.get(key).copied();
+            number.and_then(|number| state.remove(number))
+        };
+        self.dropped(cancelled.as_slice());
+        self.changed.notify_waiters();
+    }
+
+    /// Whether the chunk was given up or refused, and not taken since.
+    pub fn was_dropped(&self, key: &CacheKey) -> bool {
+        self.lock().dropped.chunks.contains(key)
+    }
+
+    /// A chunk waits from here on, with its room. False if it is given up because its parent was.
+    fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>, job: Job) -> bool {
+        let mut state = self.lock();
+        if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
+            state.stats.dropped += 1;
+            state.dropped.add(key);
+            return false;
+        }
+        state.dropped.chunks.remove(&key);
+        // It is in memory, and goes from there.
+        state.backlog.remove(&key);
+        state.committed += 1;
+        let bytes = room.keep();
+        let number = state.committed;
+        let depth = state.depth_after(parent.as_ref());
+        let entry = Entry {
+            key,
+            bytes,
+            depth,
+            job: Some(job),
+            task: None,
+        };
+        state.chunks.insert(key, number);
+        state.entries.insert(number, entry);
+        true
+    }
+
+    /// Whether a dispatcher is to be started.
+    fn needs_dispatcher(&self) -> bool {
+        !std::mem::replace(&mut self.lock().dispatching, true)
+    }
+
+    /// Bytes of the first whose turn has not come. Without one, the dispatcher is done.
+    fn next_bytes(&self) -> Option<usize> {
+        let mut state = self.lock();
+        let next = state.entries.values().find(|entry| entry.job.is_some());
+        let bytes = next.map(|entry| entry.bytes);
+        state.dispatching = bytes.is_some();
+        bytes
+    }
+
+    /// The turn of the first has come, if it has no more than these bytes.
+    fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, Job)> {
+        let mut state = self.lock();
+        let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
+        let (number, entry) = waiting.next().filter(|(_, entry)| entry.bytes <= bytes)?;
+        Some((*number, entry.key.1, entry.job.take()?))
+    }
+
+    fn began(&self, number: u64, task: AbortHandle) {
+        match self.lock().entries.get_mut(&number) {
+            Some(entry) => entry.task = Some(task),
+            // Given up already, or done.
+            None => task.abort(),
+        }
+    }
+
+    fn ends(&self, number: u64, outcome: &StoreOutcome) {
+        let mut state = self.lock();
+        match outcome {
+            StoreOutcome::Stored => state.stats.stored += 1,
+            StoreOutcome::Present | StoreOutcome::Pending => state.stats.present += 1,
+            StoreOutcome::Failed(_) => state.stats.dropped += 1,
+        }
+        state.remove(number);
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// Chunks that the disks have. Those that are in memory as well go from there.
+    pub fn add_backlog(&self, chunks: impl Iterator<Item = CacheKey>) {
+        let mut state = self.lock();
+        for key in chunks {
+            if !state.chunks.contains_key(&key) {
+                state.backlog.insert(key);
+            }
+        }
+    }
+
+    pub fn is_backlog(&self, key: &CacheKey) -> bool {
+        self.lock().backlog.contains(key)
+    }
+
+    /// One of the backlog is on S3, or on the last tier by now.
+    pub fn backlog_ends(&self, key: &CacheKey, kept_back: bool) {
+        let mut state = self.lock();
+        if state.backlog.remove(key) {
+            state.stats.kept_back += u64::from(kept_back);
+        }
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// No disk has these any more. Those that are in memory as well, that were sent or deleted are no loss.
+    pub fn lost(&self, keys: impl IntoIterator<Item = CacheKey>) {
+        let mut state = self.lock();
+        let lost = keys.into_iter().filter(|key| state.backlog.remove(key)).count() as u64;
+        drop(state);
+        self.lost_files(lost);
+    }
+
+    /// Files of so many chunks that S3 does not have were no whole chunks.
+    pub fn lost_files(&self, chunks: u64) {
+        let mut state = self.lock();
+        state.stats.dropped += chunks;
+        state.stats.lost += chunks;
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// A chunk goes no lower, as the configuration says; or goes after all.
+    pub fn keeps_back(&self, is_kept: bool) {
+        let kept_back = &mut self.lock().stats.kept_back;
+        *kept_back = match is_kept {
+            true => *kept_back + 1,
+            false => kept_back.saturating_sub(1),
+        };
+    }
+
+    pub fn options(&self) -> &BehindOptions {
+        &self.options
+    }
+
+    pub fn failed(&self) {
+        self.lock().stats.failed_attempts += 1;
+    }
+
+    /// Waits until all that was committed before this call, in an earlier life as well, is stored or dropped; at most
+    /// until the deadline.
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        let upto = self.lock().committed;
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            // From here on nothing is missed.
+            changed.as_mut().enable();
+            let flushed = {
+                let state = self.lock();
+                Flushed {
+                    pending: (state.entries.range(..=upto).count() + state.backlog.len()) as u64,
+                    dropped: state.stats.dropped,
+                    kept_back: state.stats.kept_back,
+                    unread_disks: 0,
+                }
+            };
+            if flushed.pending == 0 || tokio::time::timeout_at(deadline, changed).await.is_err() {
+                return flushed;
+            }
+        }
+    }
+
+    /// Gives up all that waits; answers how many chunks are lost with that, and how many a disk keeps.
+    pub fn give_up(&self, is_kept: impl Fn(&CacheKey) -> bool) -> (u64, u64) {
+        let mut state = self.lock();
+        let numbers: Vec<u64> = state.entries.keys().copied().collect();
+        let entries: Vec<_> = numbers
+            .into_iter()
+            .filter_map(|number| state.remove(number))
+            .collect();
+        let lost = entries.iter().filter(|entry| !is_kept(&entry.key)).count();
+        let kept = entries.len() - lost + state.backlog.len();
+        state.stats.dropped += lost as u64;
+        drop(state);
+        self.dropped(&entries);
+        (lost as u64, kept as u64)
+    }
+
+    pub fn stats(&self) -> BehindStats {
+        let state = self.lock();
+        let waiting_bytes: usize = state.entries.values().map(|entry| entry.bytes).sum();
+        BehindStats {
+            waiting_chunks: state.entries.len() as u64,
+            waiting_bytes: waiting_bytes as u64,
+            backlog_chunks: state.backlog.len() as u64,
+            reserved_bytes: (state.room_bytes - waiting_bytes) as u64,
+            ..state.stats
+        }
+    }
+
+    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// What a chunk's depth is, or would be.
+    fn depth_after(&self, parent: Option<&CacheKey>) -> u32 {
+        let before = parent.and_then(|parent| self.chunks.get(parent));
+        let before = before.and_then(|before| self.entries.get(before));
+        before.map_or(0, |before| before.depth + 1)
+    }
+
+    /// The last of the deepest whose turn has not come; never a head.
+    fn drop_deeper_than(&mut self, depth: u32) -> Option<Entry> {
+        let waiting = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.job.is_some() && entry.depth > depth);
+        let (&number, _) = waiting.max_by_key(|(number, entry)| (entry.depth, **number))?;
+        self.stats.dropped += 1;
+        let entry = self.remove(number)?;
+        self.dropped.add(entry.key);
+        Some(entry)
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Entry> {
+        let entry = self.entries.remove(&number)?;
+        if self.chunks.get(&entry.key) == Some(&number) {
+            self.chunks.remove(&entry.key);
+        }
+        self.room_bytes -= entry.bytes;
+        Some(entry)
+    }
+}
+
+impl Dropped {
+    fn add(&mut self, key: CacheKey) {
+        if self.chunks.insert(key) {
+            self.order.push_back(key);
+        }
+        while self.order.len() > DROPPED_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.chunks.remove(&oldest);
+        }
+    }
+}
+
+impl Room {
+    /// The bytes are an entry's from here on.
+    fn keep(mut self) -> usize {
+        std::mem::take(&mut self.bytes)
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.behind.lock().room_bytes -= self.bytes;
+        }
+    }
+}
+
+impl Gateway {
+    /// Brings a chunk that is in memory to the lower tiers, some time.
+    pub(super) fn write_behind(
+        &self,
+        room: Room,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: Option<&ChunkHash>,
+        object: Sealed,
+    ) {
+        let Some(tiers) = &self.0.tiers else { return };
+        let key = (space.key(), *chunk);
+        let parent = parent.map(|parent| (space.key(), *parent));
+        let job = Job {
+            space: space.clone(),
+            object,
+            since: Instant::now(),
+            _clean: Clean(Arc::clone(&tiers.memory), key),
+        };
+        if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
+            tokio::spawn(dispatch(self.clone(), Arc::clone(&tiers.behind)));
+        }
+    }
+
+    /// Down to the lowest tier that is to have it.
+    async fn lower(
+        &self,
+        chunk: ChunkHash,
+        job: &mut Job,
+        permits: Option<OwnedSemaphorePermit>,
+    ) -> StoreOutcome {
+        let space = &job.space;
+        let Some(tiers) = &self.0.tiers else {
+            return StoreOutcome::Pending;
+        };
+        let object = match &mut job.object {
+            Sealed::Now(object) => object.clone(),
+            Sealed::Soon(object) => match object.await {
+                Ok(object) => object,
+                Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
+            },
+        };
+        let disk = tiers.options.disk.as_ref();
+        let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
+        let written = self
+            .write_to_disk(space, &chunk, &object, job.since, goes_lower)
+            .await;
+        if !goes_lower {
+            return match written {
+                true => {
+                    tiers.behind.keeps_back(true);
+                    StoreOutcome::Stored
+                }
+                false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
+            };
+        }
+        let options = &tiers.behind.options;
+        let mut wait = options.retry_base;
+        let mut permits = permits;
+        loop {
+            let deadline = Instant::now() + options.deadline;
+            let outcome = self
+                .store_object(space, chunk, object.clone(), deadline, permits)
+                .await;
+            match outcome {
+                StoreOutcome::Failed(error) => {
+                    tiers.behind.failed();
+                    self.0.warnings.waits.tell(&error);
+                    if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
+                        // The slot itself is damaged: nobody may load it, and no attempt can send it.
+                        tiers.memory.delete(&(space.key(), chunk));
+                        return StoreOutcome::Failed(error);
+                    }
+                }
+                // Another store of it is under way, which may fail.
+                StoreOutcome::Pending => {}
+                outcome => {
+                    if let Some(disk) = tiers.disk() {
+                        disk.clean(&(space.key(), chunk)).await;
+                    }
+                    return outcome;
+                }
+            }
+            // Not all at once when the server is back.
+            tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
+            wait = (wait * 2).min(options.retry_max);
+            permits = self.put_permits(object.len()).await;
+        }
+    }
+
+    async fn write_to_disk(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: &Slot,
+        since: Instant,
+        goes_lower: bool,
+    ) -> bool {
+        let below = if goes_lower { Below::Lacks } else { Below::Nothing };
+        let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
+            return false;
+        };
+        match disk.write(space, chunk, object.clone(), since, below).await {
+            Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
+            Err(error) => {
+                tracing::debug!(%error, "a chunk was not written to the disk");
+                false
+            }
+        }
+    }
+
+    fn unsealed(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
+        let key = self.0.options.keys.chunk(space.key(), chunk);
+        ObjectError::new(
+            Operation::Put,
+            &key,
+            ErrorKind::Broken,
+            "its digests were not computed",
+        )
+    }
+
+    fn not_on_disk(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
+        let key = self.0.options.keys.chunk(space.key(), chunk);
+        ObjectError::new(Operation::Put, &key, ErrorKind::Broken, "no disk had room for it")
+    }
+}
+
+/// Starts those that wait, in their order, as the bytes in flight allow.
+async fn dispatch(gateway: Gateway, behind: Arc<Behind>) {
+    while let Some(bytes) = behind.next_bytes() {
+        let permits = gateway.put_permits(bytes).await;
+        // The first may be another one by now.
+        let Some((number, chunk, mut job)) = behind.start(bytes) else {
+            continue;
+        };
+        let gateway = gateway.clone();
+        let of = Arc::clone(&behind);
+        let task = tokio::spawn(async move {
+            let outcome = gateway.lower(chunk, &mut job, permits).await;
+            drop(job);
+            of.ends(number, &outcome);
+        });
+        behind.began(number, task.abort_handle());
+    }
+}
+
+/// Lets a chunk leave memory.
+struct Clean(Arc<Memory>, CacheKey);
+
+impl Drop for Clean {
+    fn drop(&mut self) {
+        self.0.clean(&self.1);
+    }
+}

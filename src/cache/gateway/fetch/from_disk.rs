@@ -1,0 +1,123 @@
+//! A chunk from the disk: whole, and verified like one from S3. What does not verify is removed there. Where S3 does not
+//! have it, the file is read a second time first, and then moved aside: it is the only copy.
+
+use super::Wanted;
+use crate::arena::SlotMut;
+use crate::cache::gateway::tiers::Tiers;
+use crate::cache::gateway::{Gateway, LoadedChunk};
+use crate::cache::tier::{Disk, DiskError, Tier, Unsent};
+use crate::format::{ChunkHash, Header, HeaderError, Space};
+
+/// Why a file is not this chunk.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::cache::gateway) enum Bad {
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    #[error("the digest of plane {0} does not match")]
+    Digest(usize),
+}
+
+/// Why there is no chunk.
+#[derive(Debug, thiserror::Error)]
+enum Unread {
+    #[error(transparent)]
+    Disk(DiskError),
+    #[error(transparent)]
+    Bad(Bad),
+}
+
+impl Wanted {
+    /// Gives the slot back if the disk does not have the chunk, or has something else. One that hangs keeps it.
+    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
+        let Some(tiers) = self.gateway.0.tiers.as_ref() else {
+            return Err(Some(slot));
+        };
+        let Some(disk) = tiers.disk() else {
+            return Err(Some(slot));
+        };
+        let slot = read_verified(&self.gateway, tiers, disk, &self.space, &self.chunk, slot).await?;
+        let chunk = self.whole(slot.freeze(), Tier::Disk);
+        self.keep(&chunk);
+        Ok(chunk)
+    }
+}
+
+/// The whole object; else what is left of the slot, as above.
+pub(in crate::cache::gateway) async fn read_verified(
+    gateway: &Gateway,
+    tiers: &Tiers,
+    disk: &Disk,
+    space: &Space,
+    chunk: &ChunkHash,
+    slot: SlotMut,
+) -> Result<SlotMut, Option<SlotMut>> {
+    let (key, warnings) = ((space.key(), *chunk), &gateway.0.warnings);
+    let (mut slot, unread) = match read_once(disk, space, chunk, slot).await {
+        Ok(slot) => return Ok(slot),
+        Err(unread) => unread,
+    };
+    if disk.unsent(&key) == Unsent::No {
+        warnings.unreadable.tell(&format_args!("{chunk}: {unread}"));
+        if matches!(unread, Unread::Bad(_)) {
+            disk.remove(&key).await;
+        }
+        return Err(slot);
+    }
+    // A bit may have flipped on its way from the disk.
+    if let Some(again) = slot.take() {
+        let unread;
+        (slot, unread) = match read_once(disk, space, chunk, again).await {
+            Ok(slot) => return Ok(slot),
+            Err(unread) => unread,
+        };
+        if unread.condemns() && disk.unsent(&key) == Unsent::Here && disk.set_aside(&key).await {
+            tiers.behind.lost([key]);
+            warnings.lost.tell(&format_args!("{}-{chunk}: {unread}", key.0));
+        }
+    }
+    Err(slot)
+}
+
+async fn read_once(
+    disk: &Disk,
+    space: &Space,
+    chunk: &ChunkHash,
+    slot: SlotMut,
+) -> Result<SlotMut, (Option<SlotMut>, Unread)> {
+    let slot = match disk.read(space, chunk, slot).await {
+        (Some(slot), Ok(())) => slot,
+        (slot, read) => return Err((slot, Unread::Disk(read.err().unwrap_or(DiskError::Absent)))),
+    };
+    match verify(space, chunk, &slot).await {
+        Ok(()) => Ok(slot),
+        Err(bad) => Err((Some(slot), Unread::Bad(bad))),
+    }
+}
+
+impl Unread {
+    /// Whether it says that the file is no good; else that something else is wrong.
+    fn condemns(&self) -> bool {
+        match self {
+            Self::Bad(_) => true,
+            Self::Disk(error) => error.condemns(),
+        }
+    }
+}
+
+pub(in crate::cache::gateway) async fn verify(
+    space: &Space,
+    chunk: &ChunkHash,
+    object: &[u8],
+) -> Result<(), Bad> {
+    let header = Header::parse(object)?;
+    header.expect(space, chunk)?;
+    let layout = space.layout();
+    for plane in 0..layout.planes() {
+        if header.digest_kind.of(&object[layout.plane(plane)]) != header.digests[plane] {
+            return Err(Bad::Digest(plane));
+        }
+        // Others want the thread too.
+        tokio::task::yield_now().await;
+    }
+    Ok(())
+}

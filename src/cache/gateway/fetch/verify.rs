@@ -1,0 +1,106 @@
+//! Nothing that fails here leaves the gateway: the header is this chunk's, and every plane has the digest that the header
+//! tells. Bytes that don't match are read once more before an object is called damaged.
+
+use std::sync::Arc;
+
+use super::{Part, Wanted};
+use crate::cache::existence::Known;
+use crate::cache::gateway::Miss;
+use crate::format::{DigestKind, Header, HeaderError};
+use crate::s3::object::Version;
+
+/// What the first section tells of the whole object.
+#[derive(Clone)]
+pub(in crate::cache::gateway) struct Head {
+    pub header: Arc<Header>,
+    pub version: Version,
+}
+
+impl Wanted {
+    /// Checks the header, at the front of the first section.
+    pub async fn head(&self, part: &mut Part, mut version: Version) -> Result<Head, Miss> {
+        let cache = &self.gateway.0.cache;
+        if cache.damaged(&self.cache_key()).as_ref() == Some(&version) {
+            cache.learn(self.cache_key(), Known::Absent, self.asked);
+            return Err(Miss::Quarantined);
+        }
+        let mut header = self.header(part);
+        if matches!(header, Err(Miss::BadHeader(_)))
+            && let Some(same) = self.again(part, &version, self.kind()).await?
+        {
+            (header, version) = (self.header(part), same);
+        }
+        match header {
+            Ok(header) => Ok(Head {
+                header: Arc::new(header),
+                version,
+            }),
+            Err(miss @ Miss::Unreadable(_)) => Err(miss),
+            Err(miss) => Err(self.damaged(miss, version)),
+        }
+    }
+
+    fn header(&self, part: &Part) -> Result<Header, Miss> {
+        let header = Header::parse(&part.slot).map_err(|error| match error {
+            HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
+                Miss::Unreadable(error)
+            }
+            error => Miss::BadHeader(error),
+        })?;
+        match header.expect(&self.space, &self.chunk) {
+            Ok(()) => Ok(header),
+            Err(error @ (HeaderError::OtherSpace(_) | HeaderError::OtherChunk(_))) => {
+                Err(Miss::Foreign(error))
+            }
+            Err(error) => Err(Miss::BadHeader(error)),
+        }
+    }
+
+    /// Checks the planes of a section.
+    pub async fn check(&self, part: &mut Part, head: &Head) -> Result<(), Miss> {
+        let kind = head.header.digest_kind;
+        let bad = |part: &Part| part.digests.bad_plane(&part.slot, kind, &head.header.digests);
+        let mut version = head.version.clone();
+        let mut plane = bad(part);
+        if plane.is_some()
+            && let Some(same) = self.again(part, &version, kind).await?
+        {
+            (plane, version) = (bad(part), same);
+        }
+        match plane {
+            None => Ok(()),
+            Some(plane) => Err(self.damaged(Miss::BadDigest { plane }, version)),
+        }
+    }
+
+    /// Reads a section whose bytes don't match once more: they may have been damaged on the way, which TCP's checksum
+    /// does not always see, and the object is good. None if that was done already. One that can't be read again is
+    /// not called damaged on one reading's word: nobody can tell.
+    async fn again(
+        &self,
+        part: &mut Part,
+        version: &Version,
+        kind: DigestKind,
+    ) -> Result<Option<Version>, Miss> {
+        if std::mem::replace(&mut part.again, true) {
+            return Ok(None);
+        }
+        let range = part.bytes();
+        let warnings = &self.gateway.0.warnings;
+        warnings
+            .read_again
+            .tell(&format_args!("bytes {range:?} of {}", self.key));
+        let waiting = self.wait(part);
+        let got = self.get(part, Some(&version.etag), kind, waiting).await;
+        got.map(|(version, _turn)| Some(version))
+            .map_err(|error| self.missed(error))
+    }
+
+    fn damaged(&self, miss: Miss, version: Version) -> Miss {
+        let damaged = format_args!("{} with ETag {}: {miss}", self.key, version.etag);
+        self.gateway.0.warnings.damaged.tell(&damaged);
+        let cache = &self.gateway.0.cache;
+        cache.quarantine(self.cache_key(), version, self.asked);
+        miss
+    }
+}

@@ -1,0 +1,357 @@
+//! Groups of layers: the first ones of all chunks, then the next ones. What that guarantees is at
+//! [`Order`](super::Order).
+//!
+//! A chunk's first group tells its version and header, so the chunk's other groups wait for that one. The slots of a window
+//! are taken in its first step, in the order of the prompt and with the ticket, as in chunk order; what was started needs no
+//! more of them. So two loads can't wait for each other's. The next window's first step starts, like any, when the step
+//! before the last has landed.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{SetOnce, mpsc};
+use tokio::time::Instant;
+
+use super::Miss;
+use super::arriving::Announcement;
+use super::credit::Spent;
+use super::drive::{Drive, Dropped, Source};
+use super::fetch::{Head, Part, Wanted};
+use super::load::LoadedChunk;
+use super::stream::RunEnd;
+use super::turns::Waiting;
+use crate::arena::{SLOT_ALIGN, Slot};
+use crate::cache::tier::Tier;
+use crate::format::{Section, Space};
+use crate::s3::object::ErrorKind;
+
+/// Steps (one group of one window's chunks) that may be under way.
+const STEPS_MAX: usize = 2;
+
+/// How many of a load's chunks go together: those that have room in half of the arena. Then the first step of the next
+/// window finds room while the last of this one is under way; and the slots of one window always fit, however those that
+/// it has already lie: they leave a hole that is larger than the average, which is at least a slot.
+pub(super) fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize {
+    let slot_bytes = space.layout().object_len().next_multiple_of(SLOT_ALIGN);
+    (arena_bytes / 2 / slot_bytes).clamp(1, chunks.max(1))
+}
+
+/// A chunk under way, as the driver has it.
+enum Chunk {
+    /// Its groups come from S3.
+    Fetched {
+        shared: Arc<Shared>,
+        /// Of the groups that were not started.
+        parts: std::vec::IntoIter<Part>,
+    },
+    /// It comes whole: from memory, from the disk, or because another load fetches it.
+    Whole(Whole),
+}
+
+/// A chunk's outcome, for all of its groups.
+type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
+
+/// What the tasks of a chunk's groups share.
+struct Shared {
+    wanted: Arc<Wanted>,
+    /// From its first group, or why that is a miss.
+    head: SetOnce<Result<Head, Miss>>,
+    missed: AtomicBool,
+    credit: Option<Spent>,
+    landed: Mutex<Landed>,
+}
+
+/// The groups that are here, to keep the chunk when all are.
+#[derive(Default)]
+struct Landed {
+    groups: Vec<Option<Slot>>,
+    announcement: Option<Announcement>,
+}
+
+impl Drive {
+    pub async fn in_layer_order(mut self, window: usize, run_end: RunEnd) {
+        // Nobody is left to tell.
+        let _dropped = self.window_by_window(window, &run_end).await;
+    }
+
+    async fn window_by_window(&mut self, window: usize, run_end: &RunEnd) -> Result<(), Dropped> {
+        let part_bytes = self.gateway.0.options.layer_part_bytes;
+        let groups = self.space.layout().layer_groups(part_bytes);
+        let mut gate = Gate::default();
+        for start in (0..self.chunks.len()).step_by(window) {
+            let indices = start..self.chunks.len().min(start + window);
+            let mut chunks = Vec::with_capacity(indices.len());
+            // All of it before the first slot: who has slots and waits for his client may be waited for by others.
+            self.spend_for(indices.len()).await;
+            for group in 0..groups.len() {
+                let step = gate.pass().await;
+                for index in indices.clone() {
+                    if group == 0 {
+                        chunks.push(self.begin(index, &indices, &groups, run_end, &step).await?);
+                    } else if let Some(chunk) = &mut chunks[index - start] {
+                        self.go_on(index, group, &groups, chunk, run_end, &step)?;
+                    }
+                }
+                // Nor does it keep the ticket while it waits for its own steps.
+                self.needs_no_more_slots();
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a slot for a chunk and starts its first group. None if there is nothing to go on with.
+    async fn begin(
+        &mut self,
+        index: usize,
+        window: &Range<usize>,
+        groups: &[Section],
+        run_end: &RunEnd,
+        step: &StepToken,
+    ) -> Result<Option<Chunk>, Dropped> {
+        let (credit, source) = tokio::select! {
+            biased;
+            _ = run_end.clone().passes(index) => {
+                self.needs_no_more_slots();
+                return Ok(None);
+            }
+            source = self.source(index) => source,
+        };
+        if index + 1 == self.chunks.len() {
+            self.needs_no_more_slots();
+        }
+        let (slot, announcement) = match source {
+            Source::Missing(miss) => {
+                self.send(index, true, async { Err(miss) })?;
+                return Ok(None);
+            }
+            Source::Memory(chunk) => {
+                let whole = Arc::new(SetOnce::new_with(Some(Ok(chunk.with_credit(credit)))));
+                self.group_of(index, 0, groups, &whole, run_end)?;
+                return Ok(Some(Chunk::Whole(whole)));
+            }
+            Source::Flight(flight) => {
+                let whole = Whole::default();
+                let (joined, told) = (self.joined(index, flight), Arc::clone(&whole));
+                let first = groups[0].planes.clone();
+                let last = groups.len() == 1;
+                // What others fetch holds up no step: they may wait for one of ours.
+                let run_end = run_end.clone();
+                self.send(index, last, async move {
+                    let outcome = tokio::select! {
+                        biased;
+                        at = run_end.passes(index) => Err(Miss::RunEnded { at }),
+                        outcome = joined => outcome.map(|chunk| chunk.with_credit(credit)),
+                    };
+                    // Nobody else sets it.
+                    let _ = told.set(outcome.clone());
+                    outcome.map(|chunk| chunk.group(first))
+                })?;
+                return Ok(Some(Chunk::Whole(whole)));
+            }
+            Source::S3(slot, announcement) => (slot, announcement),
+        };
+        let before = window.start * groups.len() + (index - window.start);
+        let wanted = self.wanted(index);
+        let mut parts = wanted
+            .cut(slot, groups, |group| self.place(before + group * window.len()))
+            .into_iter();
+        let first = parts.next().expect("a layout has sections");
+        let waiting = wanted.wait(&first);
+        let landed = Landed {
+            groups: vec![None; groups.len()],
+            announcement,
+        };
+        let shared = Arc::new(Shared {
+            wanted,
+            head: SetOnce::new(),
+            missed: AtomicBool::new(false),
+            credit,
+            landed: Mutex::new(landed),
+        });
+        let fetch = Arc::clone(&shared).first(first, waiting);
+        let fetch = Arc::clone(&shared).until(fetch, (index, self.deadline), run_end.clone(), step.clone());
+        self.send(index, groups.len() == 1, fetch)?;
+        Ok(Some(Chunk::Fetched { shared, parts }))
+    }
+
+    /// A group of a chunk that comes whole.
+    fn group_of(
+        &self,
+        index: usize,
+        group: usize,
+        groups: &[Section],
+        whole: &Whole,
+        run_end: &RunEnd,
+    ) -> Result<(), Dropped> {
+        if matches!(whole.get(), Some(Err(_))) || !run_end.wants(index) {
+            return Ok(());
+        }
+        let (whole, planes) = (Arc::clone(whole), groups[group].planes.clone());
+        self.send(index, group + 1 == groups.len(), async move {
+            let outcome = whole.wait().await.clone();
+            outcome.map(|chunk| chunk.group(planes))
+        })
+    }
+
+    /// Starts a chunk's next group, if it is still wanted.
+    fn go_on(
+        &self,
+        index: usize,
+        group: usize,
+        groups: &[Section],
+        chunk: &mut Chunk,
+        run_end: &RunEnd,
+        step: &StepToken,
+    ) -> Result<(), Dropped> {
+        let (shared, parts) = match chunk {
+            Chunk::Whole(whole) => {
+                return self.group_of(index, group, groups, whole, run_end);
+            }
+            Chunk::Fetched { shared, parts } => (shared, parts),
+        };
+        if shared.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
+            // With them the slot is free as soon as nobody writes to it any more.
+            *parts = Vec::new().into_iter();
+        }
+        let Some(part) = parts.next() else {
+            return Ok(());
+        };
+        let fetch = Arc::clone(shared).further(part, group);
+        let fetch = Arc::clone(shared).until(fetch, (index, self.deadline), run_end.clone(), step.clone());
+        self.send(index, group + 1 == groups.len(), fetch)
+    }
+}
+
+impl Shared {
+    /// A fetch, up to the end of the run.
+    async fn until(
+        self: Arc<Self>,
+        fetch: impl Future<Output = Result<LoadedChunk, Miss>>,
+        (index, deadline): (usize, Instant),
+        run_end: RunEnd,
+        _step: StepToken,
+    ) -> Result<LoadedChunk, Miss> {
+        let fetch = async {
+            let outcome = fetch.await;
+            if let Err(miss) = &outcome
+                && let Some(announcement) = self.give_up()
+            {
+                announcement.tell(Err(miss.clone()));
+            }
+            outcome
+        };
+        let ended = tokio::select! {
+            biased;
+            at = run_end.passes(index) => Miss::RunEnded { at },
+            outcome = tokio::time::timeout_at(deadline, fetch) => match outcome {
+                Ok(outcome) => return outcome,
+                Err(_) => self.wanted.missed(self.wanted.error(ErrorKind::Deadline, "loading a group of layers")),
+            },
+        };
+        // What ends this load is no news to those of others, who go on by themselves.
+        drop(self.give_up());
+        Err(ended)
+    }
+
+    /// It will not be whole. Others may still be to be told so.
+    fn give_up(&self) -> Option<Announcement> {
+        self.missed.store(true, Ordering::Relaxed);
+        let mut landed = self.lock();
+        landed.groups.clear();
+        landed.announcement.take()
+    }
+
+    async fn first(self: Arc<Self>, part: Part, waiting: Waiting) -> Result<LoadedChunk, Miss> {
+        let (head, outcome) = match self.land_first(part, waiting).await {
+            Ok((head, chunk)) => (Ok(head), Ok(chunk)),
+            Err(miss) => (Err(miss.clone()), Err(miss)),
+        };
+        // Nobody else sets it.
+        let _ = self.head.set(head);
+        outcome
+    }
+
+    async fn land_first(&self, mut part: Part, waiting: Waiting) -> Result<(Head, LoadedChunk), Miss> {
+        let (wanted, kind) = (&self.wanted, self.wanted.kind());
+        let etag = wanted.known_etag();
+        let mut got = wanted.get(&mut part, etag.as_deref(), kind, waiting).await;
+        if etag.is_some() && matches!(&got, Err(error) if error.kind == ErrorKind::Changed) {
+            // Stored anew since the lookup.
+            let waiting = wanted.wait(&part);
+            got = wanted.get(&mut part, None, kind, waiting).await;
+        }
+        let (version, turn) = got.map_err(|error| wanted.missed(error))?;
+        // Should it have to be read again, it gets in line again.
+        drop(turn);
+        let head = wanted.head(&mut part, version).await?;
+        wanted.check(&mut part, &head).await?;
+        wanted.present(&head);
+        let chunk = self.landed(0, wanted.loaded([part]));
+        Ok((head, chunk))
+    }
+
+    async fn further(self: Arc<Self>, mut part: Part, group: usize) -> Result<LoadedChunk, Miss> {
+        // The asker has it from the first group; those who joined have it from whichever tells them first.
+        let head = self.head.wait().await.as_ref().map_err(Miss::clone)?;
+        let wanted = &self.wanted;
+        let (etag, kind) = (&head.version.etag, head.header.digest_kind);
+        let waiting = wanted.wait(&part);
+        let got = wanted.get(&mut part, Some(etag), kind, waiting).await;
+        let (_, turn) = got.map_err(|error| wanted.missed(error))?;
+        drop(turn);
+        wanted.check(&mut part, head).await?;
+        Ok(self.landed(group, wanted.loaded([part])))
+    }
+
+    /// With the last group the whole chunk is here, for others too.
+    fn landed(&self, group: usize, (chunk, slot): (LoadedChunk, Slot)) -> LoadedChunk {
+        let mut landed = self.lock();
+        if let Some(place) = landed.groups.get_mut(group) {
+            *place = Some(slot);
+        }
+        if !landed.groups.is_empty() && landed.groups.iter().all(Option::is_some) {
+            let groups = std::mem::take(&mut landed.groups).into_iter().flatten();
+            let object = groups.reduce(|slot, rest| slot.join(&rest));
+            let announcement = landed.announcement.take();
+            drop(landed);
+            if let Some(object) = object {
+                let whole = self.wanted.whole(object, Tier::S3);
+                self.wanted.keep(&whole);
+                if let Some(announcement) = announcement {
+                    announcement.tell(Ok(whole));
+                }
+            }
+        }
+        chunk.with_credit(self.credit.clone())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Landed> {
+        self.landed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Held by everything that belongs to a step.
+type StepToken = mpsc::Sender<Infallible>;
+
+/// Lets a step start when the one before the last is over.
+#[derive(Default)]
+struct Gate {
+    under_way: VecDeque<mpsc::Receiver<Infallible>>,
+}
+
+impl Gate {
+    async fn pass(&mut self) -> StepToken {
+        if self.under_way.len() == STEPS_MAX
+            && let Some(mut oldest) = self.under_way.pop_front()
+        {
+            // Ends when the last of its tokens is gone.
+            oldest.recv().await;
+        }
+        let (token, receiver) = mpsc::channel(1);
+        self.under_way.push_back(receiver);
+        token
+    }
+}

@@ -1,0 +1,167 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_credential_types::Credentials;
+use tokio::time::Instant;
+
+use super::Gateway;
+use crate::arena::{Arena, ArenaError, ArenaOptions};
+use crate::cache::existence::CacheLimits;
+use crate::config::units::ByteSize;
+use crate::config::{self, Config};
+use crate::format::{DigestKind, KeyPrefix};
+use crate::s3::dns::DnsOptions;
+use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
+use crate::s3::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
+
+/// How a gateway works; all limits are here.
+#[derive(Debug, Clone)]
+pub struct GatewayOptions {
+    pub keys: KeyPrefix,
+    pub digest: DigestKind,
+    /// Bytes that one ranged GET asks for, about.
+    pub part_bytes: usize,
+    /// The same in layer order, where it asks for whole layers.
+    pub layer_part_bytes: usize,
+    /// Bytes that all GETs together may have in flight; at least one part.
+    pub get_bytes_max: usize,
+    pub put_bytes_max: usize,
+    pub cache: CacheLimits,
+    pub lookup_deadline: Duration,
+    /// HEADs in flight.
+    pub lookup_concurrency: usize,
+    /// Positions that strategy `prefix` asks for at a time.
+    pub lookup_probes: usize,
+    /// A warning that comes again and again is counted, and told so often.
+    pub log_repeat: Duration,
+}
+
+/// A gateway can't start.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("no bucket: give --bucket NAME, or [s3] bucket in the configuration, or KVGATE__S3__BUCKET")]
+    NoBucket,
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+}
+
+impl From<&Config> for GatewayOptions {
+    fn from(config: &Config) -> Self {
+        Self {
+            keys: KeyPrefix::new(&config.s3.prefix),
+            digest: match config.s3.digest {
+                config::DigestName::Crc64Nvme => DigestKind::Crc64Nvme,
+                config::DigestName::Blake3 => DigestKind::Blake3,
+            },
+            part_bytes: bytes(config.s3.part_size),
+            layer_part_bytes: bytes(config.load.layer_part_size),
+            get_bytes_max: bytes(config.load.in_flight),
+            put_bytes_max: bytes(config.store.in_flight),
+            cache: CacheLimits {
+                present_ttl: config.lookup.present_ttl,
+                absent_ttl: config.lookup.absent_ttl,
+                bytes: bytes(config.lookup.cache_size),
+            },
+            lookup_deadline: config.lookup.deadline,
+            lookup_concurrency: config.lookup.concurrency as usize,
+            lookup_probes: config.lookup.probes as usize,
+            log_repeat: config.log.repeat,
+        }
+    }
+}
+
+/// How existence is to be asked.
+pub fn probe_mode(config: &Config) -> ProbeMode {
+    match config.s3.probe {
+        config::Probe::Auto => ProbeMode::Auto,
+        config::Probe::Head => ProbeMode::Head,
+        config::Probe::Attributes => ProbeMode::Attributes,
+    }
+}
+
+fn bytes(size: ByteSize) -> usize {
+    usize::try_from(size.bytes()).unwrap_or(usize::MAX)
+}
+
+/// The configured bucket. Credentials come from the AWS chain unless given.
+pub async fn open_store(
+    config: &Config,
+    credentials: Option<Credentials>,
+) -> Result<Arc<dyn ObjectStore>, OpenError> {
+    let s3 = S3::connect(&S3Options {
+        endpoint: config.s3.endpoint.clone(),
+        bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
+        region: config.s3.region.clone(),
+        path_style: config.s3.path_style,
+        ca_file: config.s3.ca_file.clone(),
+        connect_timeout: config.s3.connect_timeout,
+        read_timeout: config.s3.read_timeout,
+        request_timeout: config.s3.request_timeout,
+        idle_timeout: config.s3.idle_timeout,
+        connections_max: config.s3.connections as usize,
+        answer_bytes_max: bytes(config.s3.answer_max),
+        credentials,
+        credentials_ttl: config.s3.credentials_ttl,
+        attempts: AttemptPolicy {
+            retries: config.s3.retries,
+            base: config.s3.retry_base,
+            max: config.s3.retry_max,
+            budget: config.s3.retry_budget,
+            hedges: config.endpoints.hedges,
+        },
+        endpoints: EndpointOptions {
+            window: WindowOptions {
+                start: bytes(config.endpoints.window),
+                min: bytes(config.endpoints.window_min),
+                max: bytes(config.endpoints.window_max),
+            },
+            breaker: BreakerOptions {
+                failures: config.endpoints.breaker_failures,
+                open: config.endpoints.breaker_open,
+                open_max: config.endpoints.breaker_open_max,
+            },
+            hedge_min: config.endpoints.hedge_min,
+        },
+        dns: DnsOptions {
+            servers: config.dns.servers.clone(),
+            min_ttl: config.dns.min_ttl,
+            max_ttl: config.dns.max_ttl,
+            timeout: config.dns.timeout,
+        },
+        srv: config.dns.srv.clone(),
+    })
+    .await?;
+    Ok(Arc::new(s3))
+}
+
+impl Gateway {
+    /// Reaches the bucket, finds out what the server can do, and makes the arena.
+    pub async fn open(config: &Config) -> Result<Self, OpenError> {
+        let store = open_store(config, None).await?;
+        Self::over(store, config).await
+    }
+
+    /// The same over a store that is open already.
+    pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
+        // Room for a retry after an attempt that timed out.
+        let deadline = Instant::now() + 2 * config.s3.request_timeout;
+        store.check_bucket(deadline).await?;
+        let options = GatewayOptions::from(config);
+        let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
+        let capabilities = Capabilities::probe(&*store, &probe_key, probe_mode(config), deadline).await?;
+        tracing::debug!(?capabilities, "what the S3 server does");
+        let arena = Arena::new(&ArenaOptions {
+            size: bytes(config.arena.size),
+            path: config.arena.path.clone(),
+            huge_pages: config.arena.huge_pages,
+            prefault: config.arena.prefault,
+            mlock: config.arena.mlock,
+            ..ArenaOptions::default()
+        })?;
+        Ok(Self::new(store, arena, capabilities, options))
+    }
+}

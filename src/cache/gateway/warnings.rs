@@ -1,0 +1,37 @@
+//! What may go wrong for one chunk after the other, and is told as one thing.
+
+use std::time::Duration;
+
+use crate::cache::episode::Episode;
+
+pub(super) struct Warnings {
+    /// Chunks that S3 did not take.
+    pub waits: Episode,
+    /// PUTs whose bytes changed on the way.
+    pub sent_again: Episode,
+    /// Objects on S3 that are no chunks.
+    pub damaged: Episode,
+    /// Bytes from S3 that were other ones the first time.
+    pub read_again: Episode,
+    /// Files on the disks that can't be read.
+    pub unreadable: Episode,
+    /// Those that S3 never got.
+    pub lost: Episode,
+}
+
+impl Warnings {
+    pub fn new(repeat: Duration) -> Self {
+        let of = |what| Episode::new(what, repeat);
+        Self {
+            waits: of("chunks wait to be stored, and are tried again"),
+            sent_again: of("bytes changed on their way to S3, and are sent again"),
+            damaged: of("damaged chunks on S3"),
+            read_again: of("bytes from S3 don't match their digest, and are read again"),
+            unreadable: of("chunks can't be read from the disk"),
+            lost: of(
+                "chunks that S3 never got can't be read from the disk, and are lost; their files are in its folder lost: \
+                 check the disk (dmesg, smartctl)",
+            ),
+        }
+    }
+}

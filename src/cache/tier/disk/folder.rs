@@ -1,0 +1,353 @@
+use std::fmt;
+use std::fs::{File, FileTimes};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use rustix::fs::{
+    AtFlags, FlockOperation, Mode, OFlags, chmodat, flock, fstat, fsync, mkdirat, open, openat, renameat,
+    statat, unlinkat,
+};
+use rustix::io::Errno;
+
+use super::direct;
+use super::error::DiskError;
+use super::fault::Fault;
+use super::space_folder::SpaceFolders;
+use super::temp::{TEMP_FOLDER, Temp};
+use crate::cache::existence::CacheKey;
+use crate::format::{ChunkHash, KeyPrefix, Space, SpaceKey};
+
+const LOCK_FILE: &str = "kvgate.lock";
+/// Files that can't be read and that the tier below never got, for people to look at: `{space}-{chunk}`.
+pub(super) const LOST_FOLDER: &str = "lost";
+const FILE_MODE: Mode = Mode::from_raw_mode(0o600);
+const FOLDER_MODE: Mode = Mode::from_raw_mode(0o700);
+/// A file with it is dirty: the tier below does not have the chunk yet. In the mode, because that is there as soon as the
+/// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
+/// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.
+const DIRTY: Mode = Mode::SVTX;
+
+/// One disk's folder, locked for as long as this lives, and everything that is done to files in it.
+///
+/// All names are relative to the folder as it was opened. A disk that is unmounted under us, or a folder that is moved,
+/// never lets us write to what is then found at its path.
+pub(super) struct Folder {
+    path: PathBuf,
+    root: OwnedFd,
+    _lock: OwnedFd,
+    /// Whether direct I/O is still believed to work.
+    is_direct: AtomicBool,
+    temps: AtomicU64,
+    spaces: SpaceFolders,
+}
+
+/// What a read found.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    Whole,
+    Absent,
+    /// It has this length instead.
+    Length(u64),
+}
+
+/// Why a folder can't be used.
+pub(super) enum OpenError {
+    /// By another process, or by this one under another path.
+    InUse(DiskError),
+    Io(io::Error),
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InUse(error) => error.fmt(f),
+            Self::Io(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: Into<io::Error>> From<E> for OpenError {
+    fn from(error: E) -> Self {
+        Self::Io(error.into())
+    }
+}
+
+impl Folder {
+    /// Makes it if it is missing, and locks it.
+    pub fn open(path: &Path) -> Result<Self, OpenError> {
+        std::fs::create_dir_all(path)?;
+        let root = open(
+            path,
+            OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        let lock = openat(
+            &root,
+            LOCK_FILE,
+            OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC,
+            FILE_MODE,
+        )?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => {
+                let path = path.to_owned();
+                return Err(OpenError::InUse(DiskError::InUse { path }));
+            }
+            locked => locked?,
+        }
+        let folder = Self {
+            path: path.to_owned(),
+            root,
+            _lock: lock,
+            is_direct: AtomicBool::new(true),
+            temps: AtomicU64::new(0),
+            spaces: SpaceFolders::default(),
+        };
+        folder.make_folder(TEMP_FOLDER)?;
+        Ok(folder)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn spaces(&self) -> &SpaceFolders {
+        &self.spaces
+    }
+
+    /// Writes an object; its file is whole or is not there.
+    /// One that `syncs` survives a power loss from then on.
+    pub fn write(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: &[u8],
+        dirty: bool,
+        syncs: bool,
+    ) -> io::Result<()> {
+        let mut temp = self.temp();
+        let mode = if dirty { FILE_MODE | DIRTY } else { FILE_MODE };
+        let file = self.write_file(&temp, object, mode)?;
+        if syncs {
+            file.sync_all()?;
+        }
+        let name = name_of(&(space.key(), *chunk));
+        self.spaces.ensure(self, space)?;
+        match temp.rename(&name) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                // Someone removed the space's folder.
+                self.spaces.forget(space.key());
+                self.spaces.ensure(self, space)?;
+                temp.rename(&name)?;
+            }
+            result => result?,
+        }
+        match syncs {
+            true => self.spaces.sync(self, space.key()),
+            false => Ok(()),
+        }
+    }
+
+    /// What was renamed in a folder of this one keeps its name after a power loss.
+    pub fn sync_folder(&self, name: &str) -> io::Result<()> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        Ok(fsync(openat(&self.root, name, flags, Mode::empty())?)?)
+    }
+
+    /// Moves an object's file to where people find it. There, the oldest go when they are more than `bytes_max`.
+    pub fn set_aside(&self, key: &CacheKey, bytes_max: u64) -> io::Result<()> {
+        self.make_folder(LOST_FOLDER)?;
+        let aside = format!("{LOST_FOLDER}/{}-{}", key.0, key.1);
+        match renameat(&self.root, name_of(key), &self.root, &aside) {
+            // Someone removed the file.
+            Err(Errno::NOENT) => return Ok(()),
+            result => result?,
+        }
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(self.path.join(LOST_FOLDER))? {
+            let entry = entry?;
+            let metadata = entry.metadata()?;
+            let is_ours = metadata.is_file() && is_lost_name(&entry.file_name().to_string_lossy());
+            if is_ours {
+                files.push((metadata.modified()?, metadata.len(), entry.path()));
+            }
+        }
+        files.sort();
+        let mut bytes: u64 = files.iter().map(|(_, len, _)| len).sum();
+        let newest = self.path.join(&aside);
+        for (_, len, path) in files.iter().filter(|(_, _, path)| *path != newest) {
+            if bytes <= bytes_max {
+                break;
+            }
+            std::fs::remove_file(path)?;
+            bytes -= len;
+        }
+        Ok(())
+    }
+
+    /// Fills `object` from the file, if it has that length. Notes the use in the file's times: the order after a restart.
+    pub fn read(&self, key: &CacheKey, object: &mut [u8]) -> io::Result<Found> {
+        let name = name_of(key);
+        if self.is_direct() && direct::is_aligned(object) {
+            match self.read_file(&name, object, OFlags::DIRECT) {
+                Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
+                result => return result,
+            }
+        }
+        self.read_file(&name, object, OFlags::empty())
+    }
+
+    /// An object's file is dirty no more, if it is there.
+    pub fn clean(&self, key: &CacheKey) -> io::Result<()> {
+        let name = name_of(key);
+        let clean = || {
+            let mode = Mode::from_raw_mode(statat(&self.root, &name, AtFlags::empty())?.st_mode);
+            chmodat(&self.root, &name, mode - DIRTY, AtFlags::empty())
+        };
+        match clean() {
+            Err(Errno::NOENT) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+
+    /// Removes an object's file, if it is there.
+    pub fn remove(&self, key: &CacheKey) -> io::Result<()> {
+        match unlinkat(&self.root, name_of(key), AtFlags::empty()) {
+            Err(Errno::NOENT) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+
+    /// Puts a small file in place, whole and synced.
+    pub fn write_small(&self, name: &str, text: &str) -> io::Result<()> {
+        let mut temp = self.temp();
+        let mut file = self.create(&temp, OFlags::empty(), FILE_MODE)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        temp.rename(name)
+    }
+
+    /// A small file's text; None if it is missing, or longer than `bytes_max`, or no text.
+    pub fn read_small(&self, name: &str, bytes_max: u64) -> io::Result<Option<String>> {
+        let file = match openat(&self.root, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(None),
+            file => File::from(file?),
+        };
+        let mut text = Vec::new();
+        file.take(bytes_max + 1).read_to_end(&mut text)?;
+        let text = Some(text).filter(|text| text.len() as u64 <= bytes_max);
+        Ok(text.and_then(|text| String::from_utf8(text).ok()))
+    }
+
+    /// Makes a folder in this one; one that is there is fine.
+    pub fn make_folder(&self, name: &str) -> io::Result<()> {
+        match mkdirat(&self.root, name, FOLDER_MODE) {
+            Err(Errno::EXIST) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+
+    pub fn is_direct(&self) -> bool {
+        self.is_direct.load(Ordering::Relaxed)
+    }
+
+    #[cfg(test)]
+    pub fn set_direct(&self, is_direct: bool) {
+        self.is_direct.store(is_direct, Ordering::Relaxed);
+    }
+
+    fn temp(&self) -> Temp<'_> {
+        Temp::new(self.root.as_fd(), self.temps.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn write_file(&self, temp: &Temp<'_>, object: &[u8], mode: Mode) -> io::Result<File> {
+        if self.is_direct() && direct::is_aligned(object) {
+            let written = self.create(temp, OFlags::DIRECT, mode).and_then(|file| {
+                direct::write(&file, object)?;
+                note_written(&file)?;
+                Ok(file)
+            });
+            match written {
+                Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
+                result => return result,
+            }
+        }
+        let file = self.create(temp, OFlags::empty(), mode)?;
+        file.write_all_at(object, 0)?;
+        note_written(&file)?;
+        Ok(file)
+    }
+
+    fn create(&self, temp: &Temp<'_>, flags: OFlags, mode: Mode) -> io::Result<File> {
+        let flags = flags | OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::CLOEXEC;
+        let file = match openat(&self.root, temp.name(), flags, mode) {
+            Err(Errno::NOENT) => {
+                // Someone removed the folder of temporary files.
+                self.make_folder(TEMP_FOLDER)?;
+                openat(&self.root, temp.name(), flags, mode)
+            }
+            file => file,
+        };
+        Ok(file?.into())
+    }
+
+    fn read_file(&self, name: &str, object: &mut [u8], flags: OFlags) -> io::Result<Found> {
+        let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
+        let file = match openat(&self.root, name, flags, Mode::empty()) {
+            Err(Errno::NOENT) if self.is_there()? => return Ok(Found::Absent),
+            file => File::from(file?),
+        };
+        let len = file.metadata()?.len();
+        if len != object.len() as u64 {
+            return Ok(Found::Length(len));
+        }
+        match flags.contains(OFlags::DIRECT) {
+            true => direct::read(&file, object)?,
+            false => file.read_exact_at(object, 0)?,
+        }
+        // The time of writing stays, from which age is counted. Without this only the order after a restart would suffer.
+        let _ = file.set_times(FileTimes::new().set_accessed(SystemTime::now()));
+        Ok(Found::Whole)
+    }
+
+    /// Whether the folder itself has not been removed: then a file that is missing is just that.
+    fn is_there(&self) -> io::Result<bool> {
+        Ok(fstat(&self.root)?.st_nlink > 0)
+    }
+
+    fn stop_direct(&self, error: &io::Error) {
+        if self.is_direct.swap(false, Ordering::Relaxed) {
+            tracing::warn!(
+                path = %self.path.display(),
+                %error,
+                "this file system does no direct I/O: the disk tier goes through the page cache there"
+            );
+        }
+    }
+}
+
+/// Whether a file of this mode is one that the tier below does not have yet.
+pub(super) fn is_dirty(mode: u32) -> bool {
+    Mode::from_raw_mode(mode).contains(DIRTY)
+}
+
+/// The file of a chunk: its key on S3 without the prefix.
+fn name_of(key: &CacheKey) -> String {
+    KeyPrefix::default().chunk(key.0, &key.1)
+}
+
+fn is_lost_name(name: &str) -> bool {
+    name.split_once('-').is_some_and(|(space, chunk)| {
+        SpaceKey::from_hex(space).is_some() && chunk.parse::<ChunkHash>().is_ok()
+    })
+}
+
+/// The kernel's own stamps are the same for all that is written within some milliseconds; order after a restart wants finer
+/// ones.
+fn note_written(file: &File) -> io::Result<()> {
+    let now = SystemTime::now();
+    file.set_times(FileTimes::new().set_accessed(now).set_modified(now))
+}

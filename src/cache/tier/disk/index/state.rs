@@ -1,0 +1,101 @@
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use foldhash::fast::RandomState;
+
+use super::Entry;
+use super::expiry::Expiry;
+use super::shelf::Shelf;
+use super::tenants::Tenants;
+use crate::cache::existence::CacheKey;
+use crate::cache::tier::policy::EvictionPolicy;
+use crate::cache::tier::removals::Removals;
+
+type KeyMap<V> = HashMap<CacheKey, V, RandomState>;
+
+/// All that changes, under one lock.
+pub(super) struct State {
+    pub disks: Vec<Shelf>,
+    pub tenants: Tenants,
+    /// Being written, to which disk: whoever comes second waits for how that ends.
+    pub writing: KeyMap<usize>,
+    /// Out of the index while their files are still there, on which disk.
+    pub leaving: KeyMap<usize>,
+    /// How often each is pinned; one need not be there.
+    pub pins: KeyMap<u32>,
+    /// What the tier below does not have, and on which disk it is: also while that disk is taken out, and its entries are
+    /// gone. Each is pinned once for that.
+    pub unsent: KeyMap<usize>,
+    pub expiry: Expiry,
+    pub removals: Removals,
+    serials: u64,
+}
+
+impl State {
+    /// `tenant_policy`: if tenants are limited.
+    pub fn new(disks: Vec<Shelf>, tenant_policy: Option<EvictionPolicy>) -> Self {
+        Self {
+            disks,
+            tenants: Tenants::new(tenant_policy),
+            writing: KeyMap::default(),
+            leaving: KeyMap::default(),
+            pins: KeyMap::default(),
+            unsent: KeyMap::default(),
+            expiry: Expiry::default(),
+            removals: Removals::default(),
+            serials: 0,
+        }
+    }
+
+    pub fn serial(&mut self) -> u64 {
+        self.serials += 1;
+        self.serials
+    }
+
+    pub fn hit(&mut self, key: &CacheKey, entry: &Entry) {
+        self.disks[entry.disk].queue.hit(key);
+        self.tenants.hit(entry.tenant, key);
+    }
+
+    pub fn pin(&mut self, key: &CacheKey) {
+        *self.pins.entry(*key).or_insert(0) += 1;
+    }
+
+    /// The tier below does not have what this disk has.
+    pub fn soil(&mut self, key: &CacheKey, disk: usize) {
+        match self.unsent.insert(*key, disk) {
+            Some(before) => self.disks[before].dirty -= 1,
+            None => self.pin(key),
+        }
+        self.disks[disk].dirty += 1;
+    }
+
+    /// True if nobody pins it any more.
+    pub fn unpin(&mut self, key: &CacheKey) -> bool {
+        let Some(pins) = self.pins.get_mut(key) else {
+            return false;
+        };
+        *pins -= 1;
+        let is_last = *pins == 0;
+        if is_last {
+            self.pins.remove(key);
+        }
+        is_last
+    }
+
+    /// The disk for a new object: of those that work, the one with the most room. Where none has room without evicting
+    /// something, they take turns; else one of them would evict all the time, and what is on the others never age.
+    pub fn choose(&mut self, object_bytes: u64) -> Option<usize> {
+        let useful_room = |shelf: &Shelf| Some(shelf.room()).filter(|&room| room >= object_bytes);
+        let working = self
+            .disks
+            .iter()
+            .enumerate()
+            .filter(|(_, shelf)| shelf.failed.is_none());
+        // All have the same size, so the most room is the most free share.
+        let best = working.max_by_key(|(_, shelf)| (useful_room(shelf), Reverse(shelf.chosen)));
+        let (disk, _) = best?;
+        self.disks[disk].chosen = self.serial();
+        Some(disk)
+    }
+}

@@ -1,0 +1,83 @@
+use std::collections::HashMap;
+
+use crate::cache::existence::CacheKey;
+use crate::cache::tier::policy::{EvictionPolicy, Queue};
+
+/// What each tenant has, over all disks. One that was ever seen stays known: tenants come with spaces, which are few.
+pub(super) struct Tenants {
+    /// If they are limited; else nobody needs their order.
+    policy: Option<EvictionPolicy>,
+    numbers: HashMap<Box<str>, usize>,
+    tenants: Vec<Tenant>,
+}
+
+struct Tenant {
+    bytes: u64,
+    queue: Option<Queue<CacheKey>>,
+}
+
+impl Tenants {
+    pub fn new(policy: Option<EvictionPolicy>) -> Self {
+        Self {
+            policy,
+            numbers: HashMap::new(),
+            tenants: Vec::new(),
+        }
+    }
+
+    /// The number of a tenant; the empty name is one too.
+    pub fn number(&mut self, name: &str) -> usize {
+        if let Some(&number) = self.numbers.get(name) {
+            return number;
+        }
+        self.tenants.push(Tenant {
+            bytes: 0,
+            queue: self.policy.map(Queue::new),
+        });
+        let number = self.tenants.len() - 1;
+        self.numbers.insert(name.into(), number);
+        number
+    }
+
+    /// Their numbers are below this.
+    pub fn len(&self) -> usize {
+        self.tenants.len()
+    }
+
+    pub fn bytes(&self, number: usize) -> u64 {
+        self.tenants[number].bytes
+    }
+
+    pub fn take_bytes(&mut self, number: usize, bytes: u64) {
+        self.tenants[number].bytes += bytes;
+    }
+
+    pub fn give_bytes(&mut self, number: usize, bytes: u64) {
+        self.tenants[number].bytes -= bytes;
+    }
+
+    /// Puts in a chunk whose bytes were taken.
+    pub fn insert(&mut self, number: usize, key: CacheKey) {
+        if let Some(queue) = &mut self.tenants[number].queue {
+            queue.insert(key);
+        }
+    }
+
+    pub fn hit(&mut self, number: usize, key: &CacheKey) {
+        if let Some(queue) = &mut self.tenants[number].queue {
+            queue.hit(key);
+        }
+    }
+
+    pub fn remove(&mut self, number: usize, key: &CacheKey, bytes: u64) {
+        self.give_bytes(number, bytes);
+        if let Some(queue) = &mut self.tenants[number].queue {
+            queue.remove(key);
+        }
+    }
+
+    /// Takes the next out of the tenant's order; its bytes are still taken.
+    pub fn evict(&mut self, number: usize, may_go: impl FnMut(&CacheKey) -> bool) -> Option<CacheKey> {
+        self.tenants[number].queue.as_mut()?.evict(may_go)
+    }
+}

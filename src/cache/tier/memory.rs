@@ -1,0 +1,367 @@
+//! The memory tier: chunks that stay in their slots of the arena because they may be wanted again.
+//!
+//! Nothing is copied: a chunk that was loaded or committed is here with the slot it is in. A slot that anybody else has a
+//! handle to is in use and stays; so does one that is *dirty*: not yet on a lower tier. When the arena has no room,
+//! it asks for the next one that may go ([`Arena::on_pressure`]), and the tier keeps its share below the watermark by itself.
+//! One that is pinned goes only for the oldest load, which must never wait for anybody.
+//!
+//! With several tenants the one that has the most gives first, and each may have its quota.
+
+mod state;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::time::Instant;
+
+use self::state::{Going, Held, Resident, State, is_pinned};
+use super::percent_of;
+use super::policy::EvictionPolicy;
+use crate::arena::{Arena, Slot};
+use crate::cache::existence::CacheKey;
+use crate::format::{ChunkHash, Space, SpaceKey};
+
+/// What the tier may keep.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryOptions {
+    pub policy: EvictionPolicy,
+    /// How long a chunk stays after it came.
+    pub ttl: Option<Duration>,
+    /// Share of the arena that the tier keeps at most, unless more is in use.
+    pub watermark_percent: u32,
+    /// Bytes that one tenant may have.
+    pub tenant_bytes: Option<usize>,
+    /// Loads of a chunk after which it goes to the lower tiers; 0: at once.
+    pub min_accesses: u32,
+}
+
+/// See the [module](self).
+pub struct Memory {
+    options: MemoryOptions,
+    bytes_max: u64,
+    arena: Arena,
+    state: Mutex<State>,
+}
+
+/// See [`Memory::share`].
+pub struct Share {
+    memory: Arc<Memory>,
+    tenant: Arc<str>,
+    bytes: usize,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut state = self.memory.lock();
+        if let Some(of) = state.tenants.get_mut(&self.tenant) {
+            of.reserved -= self.bytes;
+        }
+        state.forget_empty(&self.tenant);
+    }
+}
+
+/// A chunk that is here.
+pub struct Found {
+    pub payload: Slot,
+    /// Header and payload, where the header is written.
+    pub object: Option<Slot>,
+    /// This access was the one after which it goes to the lower tiers.
+    pub is_due: bool,
+}
+
+/// Figures of the tier; totals since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct MemoryStats {
+    pub chunks: u64,
+    pub bytes: u64,
+    pub dirty_bytes: u64,
+    pub pinned_chunks: u64,
+    pub hits: u64,
+    pub misses: u64,
+    pub inserted: u64,
+    pub evicted: u64,
+    pub expired: u64,
+}
+
+impl Memory {
+    pub fn new(arena: &Arena, options: MemoryOptions) -> Arc<Self> {
+        let memory = Arc::new(Self {
+            options,
+            bytes_max: percent_of(arena.size() as u64, options.watermark_percent),
+            arena: arena.clone(),
+            state: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&memory);
+        arena.on_pressure(move |before| weak.upgrade().is_some_and(|memory| memory.evict_one(before)));
+        memory
+    }
+
+    /// Calls `found` with the position of each chunk that is here. Is no access.
+    pub fn find(&self, space: SpaceKey, chunks: &[ChunkHash], mut found: impl FnMut(usize)) {
+        let (now, state) = (Instant::now(), self.lock());
+        for (i, chunk) in chunks.iter().enumerate() {
+            if state
+                .chunks
+                .get(&(space, *chunk))
+                .is_some_and(|resident| !self.is_expired(resident, now))
+            {
+                found(i);
+            }
+        }
+    }
+
+    pub fn has(&self, key: &CacheKey) -> bool {
+        let mut has = false;
+        self.find(key.0, &[key.1], |_| has = true);
+        has
+    }
+
+    /// The chunk, which is in use from now on for as long as the answer lives.
+    pub fn get(&self, key: &CacheKey, space: &Space) -> Option<Found> {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let State {
+            chunks,
+            tenants,
+            stats,
+            ..
+        } = &mut *state;
+        let Some(resident) = chunks
+            .get_mut(key)
+            .filter(|resident| !self.is_expired(resident, now))
+        else {
+            stats.misses += 1;
+            return None;
+        };
+        stats.hits += 1;
+        resident.accesses = resident.accesses.saturating_add(1);
+        if let Some(tenant) = tenants.get_mut(&resident.tenant) {
+            tenant.queue.hit(key);
+        }
+        // One whose header is still to be written is due the next time.
+        let is_whole = matches!(resident.held, Held::Object(_));
+        let is_due = is_whole && !resident.was_due && resident.accesses >= self.options.min_accesses;
+        resident.was_due |= is_due;
+        Some(resident.found(space, is_due))
+    }
+
+    /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
+    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot, since: Instant) -> bool {
+        self.keep(key, space, Held::Object(object), false, since)
+    }
+
+    /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
+    pub fn insert_new(&self, key: CacheKey, space: &Space, payload: Slot, dirty: bool) -> bool {
+        self.keep(key, space, Held::Payload(payload), dirty, Instant::now())
+    }
+
+    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
+        let now = Instant::now();
+        let is_from_below = matches!(held, Held::Object(_));
+        let bytes = space.layout().object_len();
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        if is_from_below && state.removals.has_since(&key, since) {
+            return false;
+        }
+        if let Some(resident) = state.chunks.get(&key) {
+            if !self.is_expired(resident, now) {
+                return false;
+            }
+            gone.extend(state.take(&key).map(|resident| resident.held));
+            state.stats.expired += 1;
+        }
+        if let Some(most) = self.options.tenant_bytes {
+            while state.tenant_bytes(space.tenant()) + bytes > most {
+                let Some(held) = state.evict_of(space.tenant(), Going::any(now)) else {
+                    break;
+                };
+                gone.push(held);
+            }
+            // What was committed stays until it is stored; reserve looked at the quota.
+            if state.tenant_bytes(space.tenant()) + bytes > most && !dirty {
+                drop(state);
+                return false;
+            }
+        }
+        let tenant = state.tenant(space.tenant(), self.options.policy);
+        if let Some(of) = state.tenants.get_mut(&tenant) {
+            of.queue.insert(key);
+            of.bytes += bytes;
+        }
+        state.stats.inserted += 1;
+        let resident = Resident {
+            tenant,
+            held,
+            bytes,
+            dirty,
+            accesses: 0,
+            // What came from below, or goes there at once, never is.
+            was_due: self.options.min_accesses == 0 || is_from_below,
+            since: now,
+        };
+        state.stats.bytes += bytes as u64;
+        state.stats.dirty_bytes += resident.dirty_bytes();
+        state.chunks.insert(key, resident);
+        while state.stats.bytes > self.bytes_max {
+            let Some(held) = state.evict(Going::any(now)) else {
+                break;
+            };
+            gone.push(held);
+        }
+        // Slots are given back without the lock.
+        drop(state);
+        true
+    }
+
+    /// The header is in front of the payload now.
+    pub fn sealed(&self, key: &CacheKey, object: Slot) {
+        let mut state = self.lock();
+        let before = state
+            .chunks
+            .get_mut(key)
+            .filter(|resident| resident.held.slot().generation() == object.generation())
+            .map(|resident| std::mem::replace(&mut resident.held, Held::Object(object)));
+        drop(state);
+        drop(before);
+    }
+
+    /// A lower tier has the chunk, or it was decided that none needs it.
+    pub fn clean(&self, key: &CacheKey) {
+        self.lock().set_dirty(key, false);
+        self.arena.nudge();
+    }
+
+    /// It is on its way to a lower tier.
+    pub fn soil(&self, key: &CacheKey) {
+        self.lock().set_dirty(key, true);
+    }
+
+    /// It was due and could not go lower: it is with the next access.
+    pub fn put_off(&self, key: &CacheKey) {
+        if let Some(resident) = self.lock().chunks.get_mut(key) {
+            resident.was_due = false;
+        }
+    }
+
+    /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
+    pub fn delete(&self, key: &CacheKey) {
+        let mut state = self.lock();
+        state.removals.add(*key);
+        let deleted = state.take(key);
+        // Given back without the lock.
+        drop(state);
+        drop(deleted);
+    }
+
+    /// Keeps those that are here until `until`. Answers how many are.
+    pub fn pin(&self, space: SpaceKey, chunks: &[ChunkHash], until: Instant) -> usize {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let State {
+            chunks: here, pins, ..
+        } = &mut *state;
+        let mut pinned = 0;
+        for key in chunks.iter().map(|chunk| (space, *chunk)) {
+            if here
+                .get(&key)
+                .is_some_and(|resident| !self.is_expired(resident, now))
+            {
+                let longest = pins.entry(key).or_insert(until);
+                *longest = until.max(*longest);
+                pinned += 1;
+            }
+        }
+        pinned
+    }
+
+    pub fn unpin(&self, space: SpaceKey, chunks: &[ChunkHash]) -> usize {
+        let mut state = self.lock();
+        let unpin = |chunk: &&ChunkHash| state.pins.remove(&(space, **chunk)).is_some();
+        let unpinned = chunks.iter().filter(unpin).count();
+        drop(state);
+        self.arena.nudge();
+        unpinned
+    }
+
+    /// Part of a tenant's quota for a chunk that is about to come; goes back when it is dropped. None if the tenant has no
+    /// room, once those that may go have gone.
+    pub fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Option<Share> {
+        let (now, mut gone) = (Instant::now(), Vec::new());
+        let mut state = self.lock();
+        if let Some(most) = self.options.tenant_bytes {
+            while state.tenant_bytes(tenant) + bytes > most {
+                gone.push(state.evict_of(tenant, Going::any(now))?);
+            }
+        }
+        let tenant = state.tenant(tenant, self.options.policy);
+        if let Some(of) = state.tenants.get_mut(&tenant) {
+            of.reserved += bytes;
+        }
+        drop(state);
+        Some(Share {
+            memory: Arc::clone(self),
+            tenant,
+            bytes,
+        })
+    }
+
+    /// Lets go of what is too old and may go.
+    pub fn expire(&self) {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let State { chunks, pins, .. } = &*state;
+        let old = |(key, resident): &(&CacheKey, &Resident)| {
+            self.is_expired(resident, now) && !resident.is_used() && !is_pinned(pins, key, now)
+        };
+        let old: Vec<CacheKey> = chunks.iter().filter(old).map(|(key, _)| *key).collect();
+        let gone: Vec<Resident> = old.iter().filter_map(|key| state.take(key)).collect();
+        state.stats.expired += gone.len() as u64;
+        // Slots are given back without the lock.
+        drop(state);
+        drop(gone);
+    }
+
+    /// Makes the arena a slot freer, if it can: one that begins before that offset, or else for the oldest load.
+    fn evict_one(&self, before: Option<usize>) -> bool {
+        let going = Going {
+            before: before.unwrap_or(usize::MAX),
+            ..Going::any(Instant::now())
+        };
+        let mut state = self.lock();
+        let mut evicted = state.evict(going);
+        if evicted.is_none() && before.is_none() {
+            evicted = state.evict(Going {
+                pinned: true,
+                ..going
+            });
+        }
+        // Given back without the lock.
+        drop(state);
+        evicted.is_some()
+    }
+
+    pub fn stats(&self) -> MemoryStats {
+        let now = Instant::now();
+        let mut state = self.lock();
+        state.pins.retain(|_, until| *until > now);
+        MemoryStats {
+            chunks: state.chunks.len() as u64,
+            pinned_chunks: state.pins.len() as u64,
+            ..state.stats
+        }
+    }
+
+    fn is_expired(&self, resident: &Resident, now: Instant) -> bool {
+        !resident.dirty && self.options.ttl.is_some_and(|ttl| now - resident.since >= ttl)
+    }
+
+    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,189 @@
+//! What is in memory, under the tier's one lock: who is here, what they count for, and who goes next.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+use tokio::time::Instant;
+
+use super::{Found, MemoryStats};
+use crate::arena::Slot;
+use crate::cache::existence::CacheKey;
+use crate::cache::tier::policy::{EvictionPolicy, Queue};
+use crate::cache::tier::removals::Removals;
+use crate::format::Space;
+
+#[derive(Default)]
+pub(super) struct State {
+    pub chunks: HashMap<CacheKey, Resident, RandomState>,
+    pub tenants: HashMap<Arc<str>, Tenant>,
+    /// Until when those that were pinned stay.
+    pub pins: Pins,
+    pub removals: Removals,
+    pub stats: MemoryStats,
+}
+
+pub(super) struct Tenant {
+    pub queue: Queue<CacheKey>,
+    pub bytes: usize,
+    /// For chunks that are about to come.
+    pub reserved: usize,
+}
+
+pub(super) struct Resident {
+    pub tenant: Arc<str>,
+    pub held: Held,
+    pub bytes: usize,
+    pub dirty: bool,
+    pub accesses: u32,
+    pub was_due: bool,
+    pub since: Instant,
+}
+
+/// What is in the slot.
+#[derive(Clone)]
+pub(super) enum Held {
+    /// The header is not written yet.
+    Payload(Slot),
+    /// Header and payload.
+    Object(Slot),
+}
+
+/// Who may go.
+#[derive(Clone, Copy)]
+pub(super) struct Going {
+    pub now: Instant,
+    /// Of use are only slots that begin before this offset.
+    pub before: usize,
+    /// Those that are pinned as well.
+    pub pinned: bool,
+}
+
+impl Going {
+    pub fn any(now: Instant) -> Self {
+        Self {
+            now,
+            before: usize::MAX,
+            pinned: false,
+        }
+    }
+}
+
+pub(super) type Pins = HashMap<CacheKey, Instant, RandomState>;
+
+pub(super) fn is_pinned(pins: &Pins, key: &CacheKey, now: Instant) -> bool {
+    pins.get(key).is_some_and(|until| *until > now)
+}
+
+impl State {
+    pub fn tenant_bytes(&self, tenant: &str) -> usize {
+        let tenant = self.tenants.get(tenant);
+        tenant.map_or(0, |tenant| tenant.bytes + tenant.reserved)
+    }
+
+    /// The tenant's name as it is kept; it is known from here on.
+    pub fn tenant(&mut self, name: &str, policy: EvictionPolicy) -> Arc<str> {
+        if let Some((name, _)) = self.tenants.get_key_value(name) {
+            return Arc::clone(name);
+        }
+        let name: Arc<str> = name.into();
+        let tenant = Tenant {
+            queue: Queue::new(policy),
+            bytes: 0,
+            reserved: 0,
+        };
+        self.tenants.insert(Arc::clone(&name), tenant);
+        name
+    }
+
+    pub fn forget_empty(&mut self, tenant: &Arc<str>) {
+        let empty = |of: &Tenant| of.bytes + of.reserved == 0;
+        if self.tenants.get(tenant).is_some_and(empty) {
+            self.tenants.remove(tenant);
+        }
+    }
+
+    /// The next that may go: of the tenant that has the most, else of any.
+    pub fn evict(&mut self, going: Going) -> Option<Held> {
+        let mut tenants: Vec<_> = self
+            .tenants
+            .iter()
+            .map(|(name, tenant)| (tenant.bytes, Arc::clone(name)))
+            .collect();
+        tenants.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        tenants.iter().find_map(|(_, name)| self.evict_of(name, going))
+    }
+
+    pub fn evict_of(&mut self, tenant: &str, going: Going) -> Option<Held> {
+        let Self {
+            chunks,
+            tenants,
+            pins,
+            ..
+        } = self;
+        let may_go = |key: &CacheKey| {
+            chunks.get(key).is_none_or(|resident| {
+                let helps = resident.held.slot().slot_offset() < going.before;
+                let stays = !going.pinned && is_pinned(pins, key, going.now);
+                helps && !stays && !resident.is_used()
+            })
+        };
+        let key = tenants.get_mut(tenant)?.queue.evict(may_go)?;
+        self.stats.evicted += 1;
+        self.take(&key).map(|resident| resident.held)
+    }
+
+    pub fn set_dirty(&mut self, key: &CacheKey, dirty: bool) {
+        if let Some(resident) = self.chunks.get_mut(key) {
+            self.stats.dirty_bytes -= resident.dirty_bytes();
+            resident.dirty = dirty;
+            self.stats.dirty_bytes += resident.dirty_bytes();
+        }
+    }
+
+    pub fn take(&mut self, key: &CacheKey) -> Option<Resident> {
+        let resident = self.chunks.remove(key)?;
+        self.pins.remove(key);
+        self.stats.bytes -= resident.bytes as u64;
+        self.stats.dirty_bytes -= resident.dirty_bytes();
+        if let Some(tenant) = self.tenants.get_mut(&resident.tenant) {
+            tenant.queue.remove(key);
+            tenant.bytes -= resident.bytes;
+        }
+        self.forget_empty(&resident.tenant);
+        Some(resident)
+    }
+}
+
+impl Resident {
+    /// While the lock is held nobody can begin to use it.
+    pub fn is_used(&self) -> bool {
+        self.dirty || self.held.slot().is_used_by_others(1)
+    }
+
+    pub fn dirty_bytes(&self) -> u64 {
+        if self.dirty { self.bytes as u64 } else { 0 }
+    }
+
+    pub fn found(&self, space: &Space, is_due: bool) -> Found {
+        match &self.held {
+            Held::Payload(payload) => Found {
+                payload: payload.clone(),
+                object: None,
+                is_due,
+            },
+            Held::Object(object) => Found {
+                payload: object.slice(space.layout().header_len()..object.len()),
+                object: Some(object.clone()),
+                is_due,
+            },
+        }
+    }
+}
+
+impl Held {
+    pub fn slot(&self) -> &Slot {
+        let (Self::Payload(slot) | Self::Object(slot)) = self;
+        slot
+    }
+}
