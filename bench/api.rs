@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use aws_credential_types::Credentials;
 use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::cache::gateway::{self, AfterMiss, Gateway, Order, open_store};
-use kvgate::client::{Client, Session, Target};
 use kvgate::config::{self, Override, Strategy};
 use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
+use kvgate::engine::client::{Client, Session, Target};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
 
 mod saving;

@@ -10,8 +10,8 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
-use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
-use kvgate::copy::{CpuOptions, HostPages, Job, SlotMapping};
+use kvgate::engine::copy::known::{KNOWN, KnownLayout, Pages};
+use kvgate::engine::copy::{CpuOptions, HostPages, Job, SlotMapping};
 use kvgate::format::Space;
 use serde_json::{Value, json};
 

@@ -10,7 +10,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 #endif
 
-// One for each part of the cache, in device memory. Strides are bytes. As `PartRow` in src/copy/cuda/kernel.rs.
+// One for each part of the cache, in device memory. Strides are bytes. As `PartRow` in src/engine/copy/cuda/kernel.rs.
 struct Part {
   u64 address;       // of block 0, token 0, and the first head that this rank has
   u64 block_stride;
@@ -23,7 +23,7 @@ struct Part {
   u32 heads;         // that this rank has
 };
 
-// As `Span` in src/copy/mapping.rs.
+// As `Span` in src/engine/copy/mapping.rs.
 struct Span {
   u32 token;   // first one, in the chunk
   u32 tokens;
@@ -31,7 +31,7 @@ struct Span {
   u32 offset;  // first one, in the block
 };
 
-// As `Params` in src/copy/cuda/kernel.rs.
+// As `Params` in src/engine/copy/cuda/kernel.rs.
 struct Params {
   const Part* parts;
   const Span* spans;

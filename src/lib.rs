@@ -13,14 +13,12 @@ pub mod arena;
 pub mod bench;
 pub mod cache;
 pub mod cli;
-pub mod client;
 pub mod config;
-pub mod connector;
-pub mod copy;
 pub mod daemon;
 pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;
+pub mod engine;
 pub mod format;
 pub mod gpu;
 mod host;

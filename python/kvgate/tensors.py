@@ -1,4 +1,4 @@
-"""A PyTorch tensor of KV, as kvgate has tensors described: by the meaning of their axes (src/copy/tensor.rs)."""
+"""A PyTorch tensor of KV, as kvgate has tensors described: by the meaning of their axes (src/engine/copy/tensor.rs)."""
 
 
 def describe(tensor, axes, plane, heads=None):

@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
-use kvgate::copy::cuda::{Gpu, Mark};
-use kvgate::copy::{
+use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::{
     Copier as AnyCopier, CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job,
     PagedCache, SlotMapping, Tensor,
 };

@@ -3,8 +3,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::client::{Client, ClientError, Found, Target};
-use kvgate::connector::Breaker;
+use kvgate::engine::client::{Client, ClientError, Found, Target};
+use kvgate::engine::connector::Breaker;
 use kvgate::format::{ChunkHash, Mask};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

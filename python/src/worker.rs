@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 use kvgate::api::wire::AttachRequest;
 use kvgate::cache::gateway::Order;
-use kvgate::client::{Client, Target};
-use kvgate::connector::{
+use kvgate::engine::client::{Client, Target};
+use kvgate::engine::connector::{
     Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
 };
-use kvgate::copy::cuda::{Gpu, Mark};
-use kvgate::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
+use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -219,7 +219,7 @@ impl Worker {
                 // What can't be stored is stored the next time that somebody computes it.
                 let (stored, error) = match ended {
                     Ok(stored) => (stored, None),
-                    Err(error) => (kvgate::connector::Stored::default(), Some(error)),
+                    Err(error) => (kvgate::engine::connector::Stored::default(), Some(error)),
                 };
                 state.stored.push(Stored {
                     job,

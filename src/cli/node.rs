@@ -6,8 +6,8 @@ use clap::Args;
 
 use super::args::{ConnectArgs, SpaceRef};
 use super::error::CliError;
-use crate::client::{Client, ClientError, Target};
 use crate::config::Config;
+use crate::engine::client::{Client, ClientError, Target};
 
 /// The daemon that is meant.
 #[derive(Debug, Clone, Default, Args)]

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use crate::cache::gateway::OpenError;
 use crate::config::units::ByteSize;
-use crate::copy::{CopyError, HostPagesError};
+use crate::engine::copy::{CopyError, HostPagesError};
 use crate::format::{HashError, SpaceError};
 use crate::host::HostError;
 use crate::s3::object::{ErrorKind, ObjectError};

@@ -1,8 +1,8 @@
 use std::ops::Range;
 
 use crate::arena::{Slot, SlotMut};
-use crate::copy::known::{KNOWN, Pages};
-use crate::copy::{CopyError, CpuOptions, HostPages, HostPagesError, Job, Part, SlotMapping};
+use crate::engine::copy::known::{KNOWN, Pages};
+use crate::engine::copy::{CopyError, CpuOptions, HostPages, HostPagesError, Job, Part, SlotMapping};
 use crate::format::Space;
 
 /// Tokens of a block, as vLLM's default.

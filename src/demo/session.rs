@@ -12,7 +12,7 @@ use super::progress::Progress;
 use super::report::{Phase, Report};
 use crate::cache::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::config::Config;
-use crate::copy::CpuOptions;
+use crate::engine::copy::CpuOptions;
 use crate::format::{ChunkHash, KeyPrefix, Space};
 use crate::s3::object::{ErrorKind, ObjectStore, RequestCounts};
 

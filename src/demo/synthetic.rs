@@ -108,7 +108,7 @@ pub(super) fn compare(cache: &PagedCache, blocks: &[u32], states: &[u64]) -> Com
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::copy::CpuOptions;
+    use crate::engine::copy::CpuOptions;
     use crate::format::Space;
 
     fn row(states: &[u64], token: usize, plane: usize, head: usize) -> Vec<u8> {

@@ -7,9 +7,9 @@ use serde::Serialize;
 use super::error::GpuError;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN, Slot, SlotMut};
 use crate::config::units::GIB;
-use crate::copy::cuda::{CudaError, DevicePages, Gpu, Pinned};
-use crate::copy::known::{KnownLayout, Pages};
-use crate::copy::{CudaOptions, Job, SlotMapping};
+use crate::engine::copy::cuda::{CudaError, DevicePages, Gpu, Pinned};
+use crate::engine::copy::known::{KnownLayout, Pages};
+use crate::engine::copy::{CudaOptions, Job, SlotMapping};
 use crate::format::Space;
 
 /// What is measured: each layout with each block size on each number of thread blocks.
@@ -248,7 +248,7 @@ impl Bed {
             }
         }
         loads.into_iter().try_for_each(|load| load.wait().map(drop))?;
-        let back = stores.into_iter().map(crate::copy::Pending::wait);
+        let back = stores.into_iter().map(crate::engine::copy::Pending::wait);
         let back: Vec<SlotMut> = back.collect::<Result<_, _>>()?;
         let seconds = started.elapsed().as_secs_f64();
         self.targets = back.into_iter().chain(targets).collect();

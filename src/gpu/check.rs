@@ -4,9 +4,11 @@ use serde::Serialize;
 
 use super::error::GpuError;
 use crate::arena::{Arena, ArenaOptions, SlotMut};
-use crate::copy::cuda::{DevicePages, Gpu};
-use crate::copy::known::{KNOWN, KnownLayout, Pages};
-use crate::copy::{CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans};
+use crate::engine::copy::cuda::{DevicePages, Gpu};
+use crate::engine::copy::known::{KNOWN, KnownLayout, Pages};
+use crate::engine::copy::{
+    CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans,
+};
 use crate::format::{Space, SpaceError};
 
 /// A layout, a model and a rank.

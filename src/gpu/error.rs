@@ -1,7 +1,7 @@
 use crate::arena::ArenaError;
 use crate::cache::gateway::OpenError;
-use crate::copy::cuda::{CudaError, PagesError};
-use crate::copy::{CopyError, HostPagesError, MappingError};
+use crate::engine::copy::cuda::{CudaError, PagesError};
+use crate::engine::copy::{CopyError, HostPagesError, MappingError};
 use crate::format::{HashError, SpaceError};
 use crate::s3::object::ObjectError;
 

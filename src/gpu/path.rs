@@ -8,9 +8,9 @@ use super::error::GpuError;
 use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
 use crate::config::Config;
 use crate::config::units::GIB;
-use crate::copy::cuda::{DevicePages, Gpu};
-use crate::copy::known::{KnownLayout, Pages};
-use crate::copy::{CudaOptions, Job, SlotMapping};
+use crate::engine::copy::cuda::{DevicePages, Gpu};
+use crate::engine::copy::known::{KnownLayout, Pages};
+use crate::engine::copy::{CudaOptions, Job, SlotMapping};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::s3::object::{ErrorKind, ObjectStore};
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::cache::gateway::Order;
-use kvgate::client::{Client, ClientError, Session, Target};
+use kvgate::engine::client::{Client, ClientError, Session, Target};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
 use kvgate::node::Share;
 use serde_json::json;

@@ -1,8 +1,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use kvgate::copy::CopyError;
-use kvgate::copy::cuda::{CudaError, Gpu};
-use kvgate::copy::known::KNOWN;
+use kvgate::engine::copy::CopyError;
+use kvgate::engine::copy::cuda::{CudaError, Gpu};
+use kvgate::engine::copy::known::KNOWN;
 
 use crate::mock::Mock;
 use crate::stage::{Stage, peek};

@@ -1,7 +1,7 @@
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 
-use kvgate::copy::cuda::Gpu;
+use kvgate::engine::copy::cuda::Gpu;
 use kvgate::gpu::{cases, check};
 
 use crate::layouts::OPTIONS;

@@ -1,5 +1,5 @@
-use kvgate::copy::CudaOptions;
-use kvgate::copy::cuda::{Gpu, PTX};
+use kvgate::engine::copy::CudaOptions;
+use kvgate::engine::copy::cuda::{Gpu, PTX};
 use kvgate::gpu::{cases, check};
 
 use crate::mock::{Mock, SEEDS};

@@ -2,9 +2,9 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
-use kvgate::copy::cuda::{Gpu, Mark};
-use kvgate::copy::known::{KNOWN, KnownLayout, Pages};
-use kvgate::copy::{
+use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::known::{KNOWN, KnownLayout, Pages};
+use kvgate::engine::copy::{
     CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
     SlotMapping, Tensor,
 };
@@ -63,7 +63,7 @@ impl Stage {
         };
         let (bytes, tensors) = layout.tensors(&space, &pages);
         let gpu = Gpu::open(0)?;
-        let failed = |error| kvgate::copy::cuda::CudaError::Call {
+        let failed = |error| kvgate::engine::copy::cuda::CudaError::Call {
             what: "set the stage",
             error,
         };

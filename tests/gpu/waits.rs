@@ -1,5 +1,5 @@
-use kvgate::copy::Job;
-use kvgate::copy::known::{KNOWN, KnownLayout};
+use kvgate::engine::copy::Job;
+use kvgate::engine::copy::known::{KNOWN, KnownLayout};
 
 use crate::mock::{CHILD, Mock, SEEDS, fails_in_child};
 use crate::stage::{Stage, life, peek};

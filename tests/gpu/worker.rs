@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use kvgate::api::wire::AttachRequest;
 use kvgate::cache::gateway::{Order, open_store};
-use kvgate::client::{Client, Target};
 use kvgate::config::{self, Override};
-use kvgate::connector::{Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError};
-use kvgate::copy::known::KNOWN;
-use kvgate::copy::{Copier, CudaCopier};
 use kvgate::daemon::Daemon;
+use kvgate::engine::client::{Client, Target};
+use kvgate::engine::connector::{
+    Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError,
+};
+use kvgate::engine::copy::known::KNOWN;
+use kvgate::engine::copy::{Copier, CudaCopier};
 use kvgate::node::Node;
 use tokio::runtime::Runtime;
 

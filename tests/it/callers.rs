@@ -12,7 +12,7 @@ use crate::fixture::Prompt;
 use crate::serving::{Serving, Site, alone, chunks, id, load, store, write};
 use kvgate::api::wire::{CommitOutcome, ReservedChunk, SlotName};
 use kvgate::cache::gateway::Order;
-use kvgate::client::{Client, ClientError, Target};
+use kvgate::engine::client::{Client, ClientError, Target};
 
 /// Every call that reads or changes what is cached, and those of sessions.
 const CALLS: [(&str, &str); 9] = [

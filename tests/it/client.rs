@@ -1,6 +1,6 @@
 //! The client, against a server that is not one.
 
-use kvgate::client::{Client, Target};
+use kvgate::engine::client::{Client, Target};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvgate::cache::gateway::Order;
-use kvgate::client::{Client, Target};
-use kvgate::connector::{Breaker, Load, Progress, Wanted, Worker};
-use kvgate::copy::known::{KNOWN, Pages};
-use kvgate::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
+use kvgate::engine::client::{Client, Target};
+use kvgate::engine::connector::{Breaker, Load, Progress, Wanted, Worker};
+use kvgate::engine::copy::known::{KNOWN, Pages};
+use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 

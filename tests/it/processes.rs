@@ -14,7 +14,7 @@ use crate::program::Place;
 use crate::serving::{all, alone, eventually, id, load, load_request, store};
 use kvgate::api::wire::LoadRequest;
 use kvgate::cache::gateway::Order;
-use kvgate::client::{Client, ClientError, Target};
+use kvgate::engine::client::{Client, ClientError, Target};
 
 /// A daemon's place: its S3 server, which outlives it, its socket and disk.
 struct Home {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
 use kvgate::cache::gateway::Order;
-use kvgate::client::{ClientError, LoadLines, Session};
+use kvgate::engine::client::{ClientError, LoadLines, Session};
 use kvgate::format::Space;
 
 use crate::fixture::{Prompt, space};

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvgate::cache::gateway::Order;
 use kvgate::cache::tier::DiskState;
-use kvgate::client::Client;
+use kvgate::engine::client::Client;
 
 use tokio::net::UnixStream;
 

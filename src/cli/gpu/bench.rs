@@ -7,8 +7,8 @@ use crate::cli::error::CliError;
 use crate::cli::output::{Out, bytes, tell};
 use crate::config::Config;
 use crate::config::units::MIB;
-use crate::copy::CudaOptions;
-use crate::copy::known::{KNOWN, KnownLayout, Pages};
+use crate::engine::copy::CudaOptions;
+use crate::engine::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::format::Space;
 use crate::gpu::{BenchPlan, BenchRow, PathPlan, PathReport, bench, path};
 use crate::host::Host;
@@ -148,7 +148,7 @@ impl GpuBenchArgs {
 
     async fn whole_way(
         &self,
-        gpu: &std::sync::Arc<crate::copy::cuda::Gpu>,
+        gpu: &std::sync::Arc<crate::engine::copy::cuda::Gpu>,
         config: &Config,
         space: Space,
         layout: KnownLayout,

@@ -5,7 +5,7 @@ use super::{GpuArgs, show};
 use crate::cli::error::CliError;
 use crate::cli::output::Out;
 use crate::cli::progress::Progress;
-use crate::copy::CudaOptions;
+use crate::engine::copy::CudaOptions;
 use crate::gpu::{Checked, GpuError, cases, check};
 
 /// Loads and stores in every known layout, and compares every byte with what the CPU makes of the same.

@@ -10,7 +10,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes};
 use crate::config::Config;
-use crate::copy::cuda::{Gpu, Presence};
+use crate::engine::copy::cuda::{Gpu, Presence};
 use crate::gpu::GpuError;
 
 /// Checks and measures the copies to and from the memory of a GPU.

@@ -5,7 +5,7 @@ use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr};
 use super::gpu::{CudaError, Event, Gpu, Mark, call};
 use super::kernel::Way;
 use super::pinned::Pinned;
-use crate::copy::mapping::Span;
+use crate::engine::copy::mapping::Span;
 
 /// One direction: a stream for the DMAs, one for the kernels, and staging buffers that the one fills and the other
 /// empties. Where DMAs go straight to the pages, only their stream.

@@ -7,9 +7,9 @@ use super::breaker::Breaker;
 use super::pinning::{Pinning, Registered};
 use crate::api::wire::{AttachRequest, LoadRequest, SpaceInfo};
 use crate::arena::AttachedError;
-use crate::client::{Client, ClientError, Engine, Session};
-use crate::copy::cuda::Mark;
-use crate::copy::{Copier, CopyError, EngineStream};
+use crate::engine::client::{Client, ClientError, Engine, Session};
+use crate::engine::copy::cuda::Mark;
+use crate::engine::copy::{Copier, CopyError, EngineStream};
 use crate::format::Space;
 use crate::node::Share;
 

@@ -8,9 +8,9 @@ use super::worker::{Worker, WorkerError};
 use crate::api::wire::{LoadLine, LoadRequest, SlotName};
 use crate::arena::{AttachedArena, AttachedSlot};
 use crate::cache::gateway::Order;
-use crate::client::{ClientError, Session};
-use crate::copy::cuda::Mark;
-use crate::copy::{CopyError, Job, Pending, Spans};
+use crate::engine::client::{ClientError, Session};
+use crate::engine::copy::cuda::Mark;
+use crate::engine::copy::{CopyError, Job, Pending, Spans};
 use crate::format::ChunkHash;
 
 /// Copies that are on their way while the next chunk is waited for.

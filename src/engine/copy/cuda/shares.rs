@@ -3,7 +3,7 @@ use std::ops::Range;
 use super::dma::Block;
 use super::gpu::CudaError;
 use super::kernel::{PartRow, tiles};
-use crate::copy::cache::PagedCache;
+use crate::engine::copy::cache::PagedCache;
 
 /// What this rank has of one plane: heads that are side by side in the object, so one run of bytes.
 #[derive(Debug, Clone)]

@@ -9,12 +9,12 @@ use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
 use super::pinned::{Mapped, Pinned};
 use super::shares::{Piece, Shares};
-use crate::copy::cache::PagedCache;
-use crate::copy::copier::{EngineStream, Job, Pending};
-use crate::copy::error::CopyError;
-use crate::copy::mapping::Span;
-use crate::copy::object::{Source, Target};
-use crate::copy::region::Region;
+use crate::engine::copy::cache::PagedCache;
+use crate::engine::copy::copier::{EngineStream, Job, Pending};
+use crate::engine::copy::error::CopyError;
+use crate::engine::copy::mapping::Span;
+use crate::engine::copy::object::{Source, Target};
+use crate::engine::copy::region::Region;
 
 /// Copies by a GPU.
 pub struct CudaCopier {

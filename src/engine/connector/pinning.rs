@@ -1,9 +1,9 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::worker::WorkerError;
-use crate::client::Session;
-use crate::copy::Copier;
-use crate::copy::cuda::Pinned;
+use crate::engine::client::Session;
+use crate::engine::copy::Copier;
+use crate::engine::copy::cuda::Pinned;
 
 /// The arena, registered with the GPU: anew for each life of the daemon, in the background. Nothing is copied meanwhile,
 /// since a copy must not begin in what is registered and end in what is not.

@@ -6,9 +6,9 @@ use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
 use crate::api::wire::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 use crate::arena::AttachedSlot;
-use crate::client::Session;
-use crate::copy::cuda::Mark;
-use crate::copy::{CopyError, Job, Pending, Spans};
+use crate::engine::client::Session;
+use crate::engine::copy::cuda::Mark;
+use crate::engine::copy::{CopyError, Job, Pending, Spans};
 use crate::format::ChunkHash;
 use crate::node::Share;
 

@@ -4,11 +4,11 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchCo
 use cudarc::nvrtc::Ptx;
 
 use super::gpu::{CudaError, call};
-use crate::copy::cache::Part;
-use crate::copy::mapping::Span;
+use crate::engine::copy::cache::Part;
+use crate::engine::copy::mapping::Span;
 
 /// `kernels/paged.cu`, compiled by `kernels/compile.sh`; the driver makes machine code of it.
-pub const PTX: &str = include_str!("../../../kernels/paged.ptx");
+pub const PTX: &str = include_str!("../../../../kernels/paged.ptx");
 
 /// Threads of a block, and what each has under way: `__launch_bounds__` and `DEPTH` in the source.
 const THREADS: u32 = 256;

@@ -4,7 +4,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute, CUevent_flags};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::kernel::Kernels;
-use crate::copy::copier::EngineStream;
+use crate::engine::copy::copier::EngineStream;
 
 /// The first that has everything that is called here.
 const DRIVER_MIN: i32 = 12_000;

@@ -4,10 +4,10 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
 use super::copier::{CudaCopier, CudaOptions};
 use super::gpu::{CudaError, Gpu, call};
-use crate::copy::cache::PagedCache;
-use crate::copy::copier::EngineStream;
-use crate::copy::error::LayoutError;
-use crate::copy::known::{KnownLayout, Pages};
+use crate::engine::copy::cache::PagedCache;
+use crate::engine::copy::copier::EngineStream;
+use crate::engine::copy::error::LayoutError;
+use crate::engine::copy::known::{KnownLayout, Pages};
 use crate::format::Space;
 
 /// Pages on a GPU of our own, in a known layout, with the stream that an engine would compute on.
