@@ -13,13 +13,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aws_credential_types::Credentials;
-use kvgate::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::cache::gateway::{self, AfterMiss, Gateway, Order, open_store};
 use kvgate::config::{self, Override, Strategy};
-use kvgate::daemon::{Daemon, Ended, StartError};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::engine::client::{Client, Session, Target};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
+use kvgate::node::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use kvgate::node::daemon::{Daemon, Ended, StartError};
 
 mod saving;
 

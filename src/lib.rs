@@ -8,13 +8,11 @@
     allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::float_cmp)
 )]
 
-pub mod api;
 pub mod arena;
 pub mod bench;
 pub mod cache;
 pub mod cli;
 pub mod config;
-pub mod daemon;
 pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;

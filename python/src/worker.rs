@@ -2,7 +2,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::api::wire::AttachRequest;
 use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, Target};
 use kvgate::engine::connector::{
@@ -11,6 +10,7 @@ use kvgate::engine::connector::{
 use kvgate::engine::copy::cuda::{Gpu, Mark};
 use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
+use kvgate::node::api::wire::AttachRequest;
 use pyo3::prelude::*;
 use serde::Deserialize;
 

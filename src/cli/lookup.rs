@@ -11,11 +11,11 @@ use super::node::{self, NodeArgs};
 use super::output::{Out, count};
 use super::prompt::{Prompt, PromptArgs};
 use super::{logging, picture};
-use crate::api::wire::{LookupRequest, StrategyWord};
 use crate::arena::SLOT_ALIGN;
 use crate::cache::gateway::{Lookup, TierRun};
 use crate::config::{Config, Override, Strategy};
 use crate::format::Space;
+use crate::node::api::wire::{LookupRequest, StrategyWord};
 use crate::s3::object::RequestCounts;
 
 /// Says which chunks of a prompt are stored.

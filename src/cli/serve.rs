@@ -9,8 +9,8 @@ use super::logging;
 use super::output::{Out, tell};
 use crate::cache::gateway::open_store;
 use crate::config::{Config, Override};
-use crate::daemon::Daemon;
 use crate::host::{Host, HostError};
+use crate::node::daemon::Daemon;
 use crate::s3::object::ObjectStore;
 
 /// Serves this node's engines: lookups, loads and stores over a unix socket, through a shared arena.
@@ -117,7 +117,7 @@ impl ServeArgs {
     }
 
     /// The log's level; all else needs a restart.
-    fn reload(&self, verbose: u8) -> crate::api::Reload {
+    fn reload(&self, verbose: u8) -> crate::node::api::Reload {
         let connect = self.connect.clone();
         Box::new(move || {
             let loaded = connect.load(Vec::new()).map_err(|error| error.to_string())?;

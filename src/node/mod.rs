@@ -6,6 +6,8 @@
 //!
 //! Not for: HTTP (that is `api`), and what is in a chunk.
 
+pub mod api;
+pub mod daemon;
 mod error;
 pub mod ledger;
 mod load;

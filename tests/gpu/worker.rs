@@ -3,10 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::api::wire::AttachRequest;
 use kvgate::cache::gateway::{Order, open_store};
 use kvgate::config::{self, Override};
-use kvgate::daemon::Daemon;
 use kvgate::engine::client::{Client, Target};
 use kvgate::engine::connector::{
     Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError,
@@ -14,6 +12,8 @@ use kvgate::engine::connector::{
 use kvgate::engine::copy::known::KNOWN;
 use kvgate::engine::copy::{Copier, CudaCopier};
 use kvgate::node::Node;
+use kvgate::node::api::wire::AttachRequest;
+use kvgate::node::daemon::Daemon;
 use tokio::runtime::Runtime;
 
 use crate::mock::Mock;

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvgate::api::wire::{ReserveChunk, ReservedChunk, SlotName};
 use kvgate::cache::gateway::Order;
+use kvgate::node::api::wire::{ReserveChunk, ReservedChunk, SlotName};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use kvgate::api::wire::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord};
 use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{ClientError, LoadLines, Session};
 use kvgate::format::Space;
+use kvgate::node::api::wire::{
+    CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord,
+};
 
 use crate::fixture::{Prompt, space};
 use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write};
@@ -24,7 +26,7 @@ fn slot_of(chunk: &ReservedChunk) -> SlotName {
     }
 }
 
-async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::api::wire::LookupAnswer {
+async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::node::api::wire::LookupAnswer {
     let request = LookupRequest {
         space: id(&prompt.space),
         hashes: Some(prompt.hashes.clone()),
@@ -540,8 +542,8 @@ async fn who_may_not_attach_is_told_why() {
     let site = Site::new().await;
     let serving = site.serve(&[("api.sessions", "3")]).await;
     let _one = serving.rank("engine", 0, 2, (0, 2)).await;
-    let attach = async |mut request: kvgate::api::wire::AttachRequest,
-                        change: &dyn Fn(&mut kvgate::api::wire::AttachRequest)| {
+    let attach = async |mut request: kvgate::node::api::wire::AttachRequest,
+                        change: &dyn Fn(&mut kvgate::node::api::wire::AttachRequest)| {
         change(&mut request);
         let refused = serving.client.attach(&request).await;
         code(&refused.err().expect("refused"))
@@ -578,7 +580,7 @@ async fn who_may_not_attach_is_told_why() {
     assert_eq!(attach(base.clone(), &|r| r.instance.clear()).await, "bad_request");
     let _two = serving.attach("another").await;
     let _three = serving.attach("yet another").await;
-    let crowd = &|r: &mut kvgate::api::wire::AttachRequest| {
+    let crowd = &|r: &mut kvgate::node::api::wire::AttachRequest| {
         r.world_size = u32::MAX;
         r.replicated = true;
     };

@@ -29,12 +29,12 @@ pub use owner::Owner;
 pub use session::Session;
 
 use self::connection::{Connection, Unanswered};
-use crate::api::wire::{
-    ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
-};
 use crate::arena::AttachedError;
 use crate::cache::gateway::Flushed;
 use crate::format::{ChunkHash, Mask, Space};
+use crate::node::api::wire::{
+    ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
+};
 
 /// Where a kvgate answers.
 #[derive(Debug, Clone)]

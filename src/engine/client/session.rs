@@ -10,11 +10,11 @@ use tokio::time::Instant;
 use super::connection::Connection;
 use super::load::{Lines, LoadLines};
 use super::{Client, ClientError, JSON, in_time, to_body};
-use crate::api::wire::{
+use crate::arena::{AttachedArena, BootId};
+use crate::node::api::wire::{
     AttachRequest, Attached, CommitAnswer, CommitRequest, LoadRequest, ReleaseAnswer, ReleaseRequest,
     ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
 };
-use crate::arena::{AttachedArena, BootId};
 
 /// This process as the node knows it, and the arena that both share. Over when it is dropped.
 pub struct Session {

@@ -6,7 +6,7 @@ use hyper::StatusCode;
 use super::body::{Answer, JSON, bytes};
 
 const PAGE: &str = include_str!("page.html");
-const OPENAPI: &str = include_str!("../../docs/openapi.json");
+const OPENAPI: &str = include_str!("../../../docs/openapi.json");
 
 /// `GET /`: reads `/v1/status` once a second.
 pub fn page() -> Answer {

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use crate::api::{ApiOptions, Listening};
 use crate::arena::ArenaOptions;
 use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions, WhenFull};
 use crate::cache::tier::policy::EvictionPolicy;
@@ -10,6 +9,7 @@ use crate::cache::tier::{Disk, DiskOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
 use crate::node::NodeOptions;
+use crate::node::api::{ApiOptions, Listening};
 
 /// Where the arena's file is if the configuration does not say.
 const ARENA_PATH: &str = "/dev/shm/kvgate.arena";

@@ -15,13 +15,13 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use self::notify::Notify;
-use crate::api::{Api, ListenError, Reload, Server};
 use crate::arena::{Arena, ArenaError};
 use crate::cache::episode::Episode;
 use crate::cache::gateway::{Gateway, GatewayOptions, probe_mode};
 use crate::cache::tier::{Disk, DiskError};
 use crate::config::Config;
 use crate::node::Node;
+use crate::node::api::{Api, ListenError, Reload, Server};
 use crate::s3::object::{Capabilities, ObjectStore};
 
 /// The daemon can't start.
