@@ -1,7 +1,7 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
 //! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
-//! cli, demo, bench -> inventory -> gateway -> existence, object -> net, arena -> chunk.
+//! tools -> node, engine -> cache -> s3 -> arena -> format; `protocol` is what node and engine say to each other.
 
 #![cfg_attr(
     test,
@@ -9,20 +9,15 @@
 )]
 
 pub mod arena;
-pub mod bench;
 pub mod cache;
-pub mod cli;
 pub mod config;
-pub mod demo;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod engine;
 pub mod format;
-pub mod gpu;
-mod host;
-pub mod inventory;
 pub mod node;
 pub mod s3;
+pub mod tools;
 
 /// The README's example compiles.
 #[cfg(doctest)]

@@ -1,3 +1,3 @@
 fn main() -> std::process::ExitCode {
-    kvgate::cli::main()
+    kvgate::tools::cli::main()
 }

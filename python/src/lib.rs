@@ -42,5 +42,5 @@ fn version() -> &'static str {
 /// The command line, as the binary has it. Answers its exit status.
 #[pyfunction]
 fn main(py: Python<'_>, arguments: Vec<String>) -> u8 {
-    py.detach(|| kvgate::cli::main_of(std::iter::once("kvgate".to_owned()).chain(arguments)))
+    py.detach(|| kvgate::tools::cli::main_of(std::iter::once("kvgate".to_owned()).chain(arguments)))
 }

@@ -2,7 +2,7 @@ use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 
 use kvgate::engine::copy::cuda::Gpu;
-use kvgate::gpu::{cases, check};
+use kvgate::tools::gpu_check::{cases, check};
 
 use crate::layouts::OPTIONS;
 use crate::mock::{CHILD, Mock, build, fails_in_child, function};

@@ -1,6 +1,6 @@
 use kvgate::engine::copy::CudaOptions;
 use kvgate::engine::copy::cuda::{Gpu, PTX};
-use kvgate::gpu::{cases, check};
+use kvgate::tools::gpu_check::{cases, check};
 
 use crate::mock::{Mock, SEEDS};
 

@@ -7,10 +7,10 @@ use aws_credential_types::Credentials;
 use kvgate::cache::gateway::open_store;
 use kvgate::config::Config;
 use kvgate::config::units::{ByteSize, MIB};
-use kvgate::demo::{Demo, Plan, Shape};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{Mha, Space, SpaceInput};
 use kvgate::s3::object::ObjectStore;
+use kvgate::tools::demo::{Demo, Plan, Shape};
 
 const BUCKET: &str = "demo-tests";
 const PREFIX: &str = "some/where";

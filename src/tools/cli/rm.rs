@@ -10,7 +10,7 @@ use super::logging;
 use super::output::{Out, bytes, count};
 use super::progress::Progress;
 use crate::format::{ChunkHash, SpaceKey};
-use crate::inventory::{Page, SpaceSummary};
+use crate::tools::inventory::{Page, SpaceSummary};
 
 /// Removes a whole space, or some of its chunks.
 #[derive(Debug, Args)]
@@ -129,7 +129,7 @@ async fn whole(bucket: &Bucket, given: &SpaceRef, args: &RmArgs, out: &mut Out) 
 
 fn name_of(space: &SpaceSummary) -> String {
     match &space.json {
-        crate::inventory::SpaceJson::Good(known) => format!("({})", known.model()),
+        crate::tools::inventory::SpaceJson::Good(known) => format!("({})", known.model()),
         json => format!("({})", json.code()),
     }
 }

@@ -13,10 +13,10 @@ use tokio::time::Instant;
 use super::error::CliError;
 use super::logging;
 use super::output::{self, Out};
-use crate::bench::{Bench, BenchError, Interrupts, Phase, PhaseReport, Prompt, Report, Settings};
 use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::host::{Host, HostError};
+use crate::tools::bench::{Bench, BenchError, Interrupts, Phase, PhaseReport, Prompt, Report, Settings};
+use crate::tools::s3_server::{S3Server, S3ServerError};
 pub use args::BenchArgs;
 use csv::Csv;
 use live::LiveLine;
@@ -35,7 +35,7 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
     let mut interrupts =
         interrupts().map_err(|error| CliError::Failed(format!("can't wait for signals: {error}")))?;
-    let host = Host::start(&config, "kvgate-bench", false).await?;
+    let host = S3Server::start(&config, "kvgate-bench", false).await?;
     let bench = tokio::select! {
         bench = args.bench(&host, config, settings, prompt, interrupts.clone()) => bench,
         _ = interrupts.changed() => Err(CliError::Failed("interrupted".into())),
@@ -65,7 +65,7 @@ impl BenchArgs {
     /// On a server that has the bucket, and room.
     async fn bench(
         &self,
-        host: &Host,
+        host: &S3Server,
         config: Config,
         mut settings: Settings,
         prompt: Option<Prompt>,
@@ -98,7 +98,7 @@ impl BenchArgs {
 
     async fn run_on(
         &self,
-        host: &Host,
+        host: &S3Server,
         bench: Bench,
         mut csv: Option<Csv>,
         out: &mut Out,
@@ -239,8 +239,8 @@ impl From<BenchError> for CliError {
     }
 }
 
-impl From<HostError> for CliError {
-    fn from(error: HostError) -> Self {
+impl From<S3ServerError> for CliError {
+    fn from(error: S3ServerError) -> Self {
         match error.is_usage() {
             true => Self::Usage(error.to_string()),
             false => Self::Failed(error.to_string()),

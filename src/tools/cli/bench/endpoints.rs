@@ -1,9 +1,9 @@
 //! Below a phase's line, what went to each address.
 
-use crate::bench::{Endpoint, Phase as BenchPhase, PhaseReport};
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes};
 use crate::s3::fanout::{Phase, Requests};
+use crate::tools::bench::{Endpoint, Phase as BenchPhase, PhaseReport};
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes};
 
 use super::table::figure;
 

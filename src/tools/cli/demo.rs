@@ -3,7 +3,7 @@ use clap::Args;
 use super::args::ConnectArgs;
 use super::error::CliError;
 use super::logging;
-use crate::demo::{self, DemoError};
+use crate::tools::demo::{self, DemoError};
 
 /// Stores a synthetic model's KV, forgets it, finds it, loads it back and compares every byte.
 ///

@@ -10,7 +10,7 @@ use crate::s3::object::{ErrorKind, ObjectStore};
 #[cfg(feature = "embedded")]
 use crate::embedded::EmbeddedS3;
 
-pub(crate) struct Host {
+pub(crate) struct S3Server {
     pub store: Arc<dyn ObjectStore>,
     /// None: AWS.
     pub endpoint: Option<String>,
@@ -25,7 +25,7 @@ pub(crate) struct Host {
 
 /// There is no server.
 #[derive(Debug, thiserror::Error)]
-pub enum HostError {
+pub enum S3ServerError {
     #[error("this kvgate was built without the embedded S3 server: give --endpoint URL and --bucket NAME")]
     NoServer,
     #[cfg(feature = "embedded")]
@@ -37,7 +37,7 @@ pub enum HostError {
     Open(#[from] OpenError),
 }
 
-impl HostError {
+impl S3ServerError {
     /// Whether flags or configuration must change.
     pub fn is_usage(&self) -> bool {
         match self {
@@ -52,10 +52,10 @@ impl HostError {
     }
 }
 
-impl Host {
+impl S3Server {
     /// The configured server, else one of our own; then `name` is the bucket and the start of its folder's name.
     /// Sends nothing yet.
-    pub async fn start(config: &Config, name: &str, keep: bool) -> Result<Self, HostError> {
+    pub async fn start(config: &Config, name: &str, keep: bool) -> Result<Self, S3ServerError> {
         if config.s3.endpoint.is_none() && config.s3.bucket.is_none() {
             return Self::embedded(config, name, keep).await;
         }
@@ -74,33 +74,34 @@ impl Host {
     }
 
     #[cfg(not(feature = "embedded"))]
-    async fn embedded(_: &Config, _: &str, _: bool) -> Result<Self, HostError> {
-        Err(HostError::NoServer)
+    async fn embedded(_: &Config, _: &str, _: bool) -> Result<Self, S3ServerError> {
+        Err(S3ServerError::NoServer)
     }
 
     /// A server of our own whose objects stay in `folder`.
     #[cfg(feature = "embedded")]
-    pub async fn embedded_in(config: &Config, bucket: &str, folder: &Path) -> Result<Self, HostError> {
-        let host = Self::serve(config, bucket, Some(folder.to_owned())).await?;
+    pub async fn embedded_in(config: &Config, bucket: &str, folder: &Path) -> Result<Self, S3ServerError> {
+        let server = Self::serve(config, bucket, Some(folder.to_owned())).await?;
         let deadline = tokio::time::Instant::now() + config.s3.request_timeout;
-        host.store
+        server
+            .store
             .create_bucket(deadline)
             .await
             .map_err(OpenError::from)?;
-        Ok(host)
+        Ok(server)
     }
 
     #[cfg(not(feature = "embedded"))]
-    pub async fn embedded_in(_: &Config, _: &str, _: &Path) -> Result<Self, HostError> {
-        Err(HostError::NoServer)
+    pub async fn embedded_in(_: &Config, _: &str, _: &Path) -> Result<Self, S3ServerError> {
+        Err(S3ServerError::NoServer)
     }
 
     #[cfg(feature = "embedded")]
-    async fn embedded(config: &Config, name: &str, keep: bool) -> Result<Self, HostError> {
+    async fn embedded(config: &Config, name: &str, keep: bool) -> Result<Self, S3ServerError> {
         let folder = match keep {
             true => {
                 let folder = tempfile::Builder::new().prefix(&format!("{name}-")).tempdir();
-                Some(folder.map_err(HostError::Folder)?.keep())
+                Some(folder.map_err(S3ServerError::Folder)?.keep())
             }
             false => None,
         };
@@ -108,7 +109,7 @@ impl Host {
     }
 
     #[cfg(feature = "embedded")]
-    async fn serve(config: &Config, name: &str, folder: Option<PathBuf>) -> Result<Self, HostError> {
+    async fn serve(config: &Config, name: &str, folder: Option<PathBuf>) -> Result<Self, S3ServerError> {
         use aws_credential_types::Credentials;
 
         let server = EmbeddedS3::start(folder.as_deref(), None).await?;

@@ -4,10 +4,10 @@ mod geometry;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::args::CHUNK_TOKENS;
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes};
 use crate::format::{DType, PRESETS};
+use crate::tools::cli::args::CHUNK_TOKENS;
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes};
 use figures::Sizes;
 use geometry::{ANY_REVISION, dtype, tokens};
 

@@ -4,8 +4,8 @@ use crate::cache::gateway::OpenError;
 use crate::config::units::ByteSize;
 use crate::engine::copy::{CopyError, HostPagesError};
 use crate::format::{HashError, SpaceError};
-use crate::host::HostError;
 use crate::s3::object::{ErrorKind, ObjectError};
+use crate::tools::s3_server::S3ServerError;
 
 /// The demo can't run, or can't go on. Misses and wrong bytes are no errors: the report has them.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +34,7 @@ pub enum DemoError {
     )]
     Arena { object_bytes: usize, arena: ByteSize },
     #[error(transparent)]
-    Host(#[from] HostError),
+    Server(#[from] S3ServerError),
     #[error(transparent)]
     Space(#[from] SpaceError),
     #[error(transparent)]
@@ -75,7 +75,7 @@ impl DemoError {
                 )
             }
             Self::Open(error) => matches!(error, OpenError::NoBucket | OpenError::Client(_)),
-            Self::Host(error) => error.is_usage(),
+            Self::Server(error) => error.is_usage(),
             Self::Model { .. }
             | Self::Tokens { .. }
             | Self::Blocks { .. }

@@ -11,7 +11,7 @@ use super::logging;
 use super::output::{Out, bytes};
 use crate::config::Config;
 use crate::engine::copy::cuda::{Gpu, Presence};
-use crate::gpu::GpuError;
+use crate::tools::gpu_check::GpuError;
 
 /// Checks and measures the copies to and from the memory of a GPU.
 #[derive(Debug, Subcommand)]

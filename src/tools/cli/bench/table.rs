@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::endpoints;
-use crate::bench::{Bucket, Latency, Mark, PhaseReport, PromptReport, Settings, Share};
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes, count};
+use crate::tools::bench::{Bucket, Latency, Mark, PhaseReport, PromptReport, Settings, Share};
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes, count};
 
 /// No line is longer.
 const WIDTH: usize = 120;

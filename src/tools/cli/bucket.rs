@@ -8,8 +8,8 @@ use crate::arena::{Arena, ArenaOptions};
 use crate::cache::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::config::{Config, Probe};
 use crate::format::{KeyPrefix, Space, SpaceId};
-use crate::inventory::{Inventory, SpaceJson};
 use crate::s3::object::{Capabilities, ObjectStore};
+use crate::tools::inventory::{Inventory, SpaceJson};
 
 /// The configured bucket, which was seen to be there.
 pub struct Bucket {

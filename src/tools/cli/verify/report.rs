@@ -4,11 +4,11 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes, count};
 use crate::config::units::GIB;
 use crate::format::SpaceKey;
 use crate::s3::object::ObjectError;
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes, count};
 
 #[derive(Debug, Default, Serialize)]
 pub struct Totals {

@@ -6,14 +6,14 @@ use tokio::time::Instant;
 
 use crate::arena::SLOT_ALIGN;
 use crate::cache::gateway::Gateway;
-use crate::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use crate::cli::bucket::Bucket;
-use crate::cli::error::CliError;
-use crate::cli::logging;
-use crate::cli::output::{Out, bytes, count};
-use crate::cli::progress::Progress;
 use crate::format::Space;
-use crate::inventory::{Checked, SpaceJson, SpaceSummary, Verdict};
+use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
+use crate::tools::cli::bucket::Bucket;
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::logging;
+use crate::tools::cli::output::{Out, bytes, count};
+use crate::tools::cli::progress::Progress;
+use crate::tools::inventory::{Checked, SpaceJson, SpaceSummary, Verdict};
 use report::{Problem, Report, Totals};
 
 /// Reads every chunk and checks key, header and digests.

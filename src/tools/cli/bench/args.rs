@@ -5,12 +5,12 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-use crate::bench::{Phase, Prompt, Settings};
 use crate::cache::gateway::Order;
-use crate::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use crate::cli::error::CliError;
 use crate::config::Config;
 use crate::config::units::{ByteSize, MIB, parse_duration};
+use crate::tools::bench::{Phase, Prompt, Settings};
+use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
+use crate::tools::cli::error::CliError;
 
 /// Measures how fast an S3 server is, through kvgate's own request path: MiB/s, requests, CPU time and latencies.
 ///

@@ -1,9 +1,9 @@
 use serde_json::json;
 
 use super::SizeArgs;
-use crate::cli::args::find_preset;
-use crate::cli::error::CliError;
 use crate::format::{DType, Mha, Mla, Space, SpaceInput};
+use crate::tools::cli::args::find_preset;
+use crate::tools::cli::error::CliError;
 
 /// Geometry alone needs no revision, but a space has one.
 pub const ANY_REVISION: &str = "0";

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 
-use crate::bench::{Live, UnderWay};
-use crate::cli::progress::Progress;
+use crate::tools::bench::{Live, UnderWay};
+use crate::tools::cli::progress::Progress;
 
 /// Often enough for people; each look takes a lock for every request in flight.
 const EVERY: Duration = Duration::from_millis(500);
@@ -72,7 +72,7 @@ fn text(before: Option<&Live>, now: &Live) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::Phase;
+    use crate::tools::bench::Phase;
 
     #[test]
     fn speeds_are_those_since_the_last_look() {

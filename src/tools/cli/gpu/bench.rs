@@ -2,16 +2,16 @@ use clap::Args;
 use serde_json::json;
 
 use super::{GpuArgs, show};
-use crate::cli::args::find_preset;
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes, tell};
 use crate::config::Config;
 use crate::config::units::MIB;
 use crate::engine::copy::CudaOptions;
 use crate::engine::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::format::Space;
-use crate::gpu::{BenchPlan, BenchRow, PathPlan, PathReport, bench, path};
-use crate::host::Host;
+use crate::tools::cli::args::find_preset;
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes, tell};
+use crate::tools::gpu_check::{BenchPlan, BenchRow, PathPlan, PathReport, bench, path};
+use crate::tools::s3_server::S3Server;
 
 /// Measures loads into and stores out of a GPU's pages, beside plain copies of the same bytes, and the way from S3.
 #[derive(Debug, Args)]
@@ -158,7 +158,7 @@ impl GpuBenchArgs {
         // Twice the prompt, so that nothing waits for slots.
         let arena = 2 * self.chunks * (space.layout().object_len() as u64 + 4096);
         config.arena.size.0 = config.arena.size.0.max(arena.next_multiple_of(MIB));
-        let host = Host::start(&config, "kvgate-gpu", false)
+        let host = S3Server::start(&config, "kvgate-gpu", false)
             .await
             .map_err(|error| CliError::Failed(error.to_string()))?;
         let plan = PathPlan {

@@ -2,11 +2,11 @@ use clap::Args;
 use serde_json::json;
 
 use super::{GpuArgs, show};
-use crate::cli::error::CliError;
-use crate::cli::output::Out;
-use crate::cli::progress::Progress;
 use crate::engine::copy::CudaOptions;
-use crate::gpu::{Checked, GpuError, cases, check};
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::Out;
+use crate::tools::cli::progress::Progress;
+use crate::tools::gpu_check::{Checked, GpuError, cases, check};
 
 /// Loads and stores in every known layout, and compares every byte with what the CPU makes of the same.
 #[derive(Debug, Args)]

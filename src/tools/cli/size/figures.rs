@@ -1,10 +1,10 @@
 use serde_json::json;
 
 use super::SizeArgs;
-use crate::cli::error::CliError;
-use crate::cli::output::{Out, bytes};
 use crate::config::units::TIB;
 use crate::format::Space;
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::{Out, bytes};
 
 /// All figures are bytes or numbers of chunks.
 pub struct Sizes {

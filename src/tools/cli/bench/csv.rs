@@ -5,9 +5,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 
 use super::endpoints::breaker;
-use crate::bench::{Endpoint, Latency, PhaseReport, Settings};
-use crate::cli::error::CliError;
-use crate::cli::output::Out;
+use crate::tools::bench::{Endpoint, Latency, PhaseReport, Settings};
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::output::Out;
 
 /// What lines of addresses have in common with their phase's.
 const SHARED: [&str; 22] = [

@@ -7,7 +7,7 @@ use super::plan::Plan;
 use super::session::Demo;
 use crate::config::Config;
 use crate::format::Space;
-use crate::host::Host;
+use crate::tools::s3_server::S3Server;
 
 /// Runs the demo and prints what happened; answers whether every byte came back as it was. The objects are removed
 /// also after a failure or Ctrl-C, unless they are to be kept.
@@ -17,7 +17,7 @@ pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
     if let Some(path) = &args.save_tokens {
         save_tokens(path, &plan)?;
     }
-    let host = Host::start(&config, "kvgate-demo", args.keep).await?;
+    let host = S3Server::start(&config, "kvgate-demo", args.keep).await?;
     let done = run_on(&host, space, plan, config, args).await;
     let (embedded, folder) = (host.is_embedded(), host.folder.clone());
     host.stop().await;
@@ -33,7 +33,7 @@ pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
 }
 
 async fn run_on(
-    host: &Host,
+    host: &S3Server,
     space: Space,
     plan: Plan,
     config: Config,

@@ -9,9 +9,9 @@ use super::logging;
 use super::output::{Out, tell};
 use crate::cache::gateway::open_store;
 use crate::config::{Config, Override};
-use crate::host::{Host, HostError};
 use crate::node::daemon::Daemon;
 use crate::s3::object::ObjectStore;
+use crate::tools::s3_server::{S3Server, S3ServerError};
 
 /// Serves this node's engines: lookups, loads and stores over a unix socket, through a shared arena.
 #[derive(Debug, Args)]
@@ -102,17 +102,16 @@ impl ServeArgs {
         Ok(config)
     }
 
-    async fn store(&self, config: &Config) -> Result<(Arc<dyn ObjectStore>, Option<Host>), CliError> {
+    async fn store(&self, config: &Config) -> Result<(Arc<dyn ObjectStore>, Option<S3Server>), CliError> {
         let Some(folder) = &self.embedded else {
             return Ok((open_store(config, None).await?, None));
         };
-        let host =
-            Host::embedded_in(config, "kvgate", folder)
-                .await
-                .map_err(|error: HostError| match error.is_usage() {
-                    true => CliError::usage(error.to_string()),
-                    false => CliError::Failed(error.to_string()),
-                })?;
+        let host = S3Server::embedded_in(config, "kvgate", folder).await.map_err(
+            |error: S3ServerError| match error.is_usage() {
+                true => CliError::usage(error.to_string()),
+                false => CliError::Failed(error.to_string()),
+            },
+        )?;
         Ok((Arc::clone(&host.store), Some(host)))
     }
 
