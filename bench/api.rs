@@ -13,13 +13,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aws_credential_types::Credentials;
-use kvgate::cache::gateway::{self, AfterMiss, Gateway, Order, open_store};
-use kvgate::config::{self, Override, Strategy};
+use kvgate::cache::gateway::{self, AfterMiss, Gateway, open_store};
+use kvgate::config::{self, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::engine::client::{Client, Session, Target};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
-use kvgate::node::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::node::daemon::{Daemon, Ended, StartError};
+use kvgate::protocol::Order;
+use kvgate::protocol::Strategy;
+use kvgate::protocol::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 
 mod saving;
 

@@ -19,10 +19,10 @@ use crc_fast::CrcAlgorithm;
 use kvgate::arena::{Arena, ArenaOptions, SlotMut};
 use kvgate::cache::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
-use kvgate::config::Strategy;
 use kvgate::format::{
     ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
 };
+use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
 use kvgate::s3::object::{
     Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,

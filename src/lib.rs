@@ -16,6 +16,7 @@ pub mod embedded;
 pub mod engine;
 pub mod format;
 pub mod node;
+pub mod protocol;
 pub mod s3;
 pub mod tools;
 

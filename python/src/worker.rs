@@ -2,7 +2,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, Target};
 use kvgate::engine::connector::{
     Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
@@ -10,7 +9,8 @@ use kvgate::engine::connector::{
 use kvgate::engine::copy::cuda::{Gpu, Mark};
 use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
-use kvgate::node::api::wire::AttachRequest;
+use kvgate::protocol::AttachRequest;
+use kvgate::protocol::Order;
 use pyo3::prelude::*;
 use serde::Deserialize;
 
@@ -286,7 +286,7 @@ impl Worker {
             .with_patience(patience);
         let load = copier(gpu.as_ref(), cache.clone(), &options).map_err(failed)?;
         let narrow_cache = cache.clone();
-        let narrow = move |own: &[kvgate::node::Share]| {
+        let narrow = move |own: &[kvgate::protocol::Share]| {
             let own = own
                 .iter()
                 .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));

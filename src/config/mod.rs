@@ -10,7 +10,6 @@
 //! shown.
 
 mod checks;
-mod choice;
 mod declare;
 mod error;
 mod file;
@@ -31,8 +30,7 @@ use serde::Serialize;
 
 pub use error::{ConfigError, Origin, Problem};
 pub use schema::{
-    Api, Arena, Config, Copies, DigestName, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory,
-    Policy, Probe, S3, Store, Strategy, WhenFull,
+    Api, Arena, Config, Copies, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3, Store,
 };
 pub use sources::process_env;
 

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::choice::choices;
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
 use super::names::{
@@ -12,60 +11,16 @@ use super::names::{
     Servers,
 };
 use crate::config::units::{ByteSize, GIB, KIB, MIB, TIB};
+use crate::format::DigestKind;
+use crate::protocol::{EvictionPolicy, ProbeMode, Strategy, WhenFull, choices};
 
 choices! {
-    /// How existence is asked of S3.
-    Probe {
-        /// Attributes where the server is found to have them, HEAD otherwise.
-        Auto = "auto",
-        /// HEAD.
-        Head = "head",
-        /// `GetObjectAttributes`.
-        Attributes = "attributes",
-    }
-
-    /// The digest of each section of a stored chunk.
-    DigestName {
-        /// 64 bits, against decay; costs least.
-        Crc64Nvme = "crc64nvme",
-        /// 256 bits, cryptographic.
-        Blake3 = "blake3",
-    }
-
-    /// How a lookup finds which chunks exist.
-    Strategy {
-        /// Every chunk is asked for.
-        Exact = "exact",
-        /// The end of the stored prefix is searched for, many positions a round.
-        Prefix = "prefix",
-    }
-
     /// What a tier does with what it does not have, or is given.
     Lower {
         /// It ends here.
         Stop = "stop",
         /// It goes on to the tier below.
         Lower = "lower",
-    }
-
-    /// Which chunk leaves a tier first.
-    Policy {
-        /// The one that was not used for longest.
-        Lru = "lru",
-        /// The one that came first.
-        Fifo = "fifo",
-        /// The first that was not used since it was last looked at.
-        Sieve = "sieve",
-        /// New ones prove themselves in a small queue.
-        S3Fifo = "s3fifo",
-    }
-
-    /// What happens to new chunks while S3 is slower than the engines.
-    WhenFull {
-        /// They are refused.
-        Refuse = "refuse",
-        /// They come in, and the deepest descendants that wait are dropped.
-        Drop = "drop",
     }
 
     /// The least severe messages that are logged.
@@ -107,9 +62,9 @@ sections! {
         /// PEM file with the certificate authorities to trust.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
         /// How existence is asked of S3.
-        probe: Probe = "auto", OneOf(Probe::WORDS);
+        probe: ProbeMode = "auto", OneOf(ProbeMode::WORDS);
         /// Digest that new chunks are stored with.
-        digest: DigestName = "crc64nvme", OneOf(DigestName::WORDS);
+        digest: DigestKind = "crc64nvme", OneOf(DigestKind::WORDS);
         /// Bytes that one ranged GET asks for.
         part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
         /// Time to connect, TLS included.
@@ -205,7 +160,7 @@ sections! {
     /// Chunks that stay in memory, in their slots.
     memory: Memory {
         /// Which chunk leaves first.
-        policy: Policy = "lru", OneOf(Policy::WORDS);
+        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the arena that chunks nobody uses may take.
@@ -229,7 +184,7 @@ sections! {
         /// Bytes that each of them may take.
         size: ByteSize = "100GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
         /// Which chunk leaves first.
-        policy: Policy = "lru", OneOf(Policy::WORDS);
+        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the size that is used.

@@ -1,3 +1,5 @@
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::crc64::{Append, Crc64};
@@ -15,7 +17,19 @@ pub enum DigestKind {
     Blake3,
 }
 
+impl fmt::Display for DigestKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Crc64Nvme => "crc64nvme",
+            Self::Blake3 => "blake3",
+        })
+    }
+}
+
 impl DigestKind {
+    pub const WORDS: &'static [(&'static str, Self)] =
+        &[("crc64nvme", Self::Crc64Nvme), ("blake3", Self::Blake3)];
+
     /// The number in the header.
     pub fn code(self) -> u32 {
         match self {

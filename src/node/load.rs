@@ -6,9 +6,10 @@ use tokio::time::Instant;
 use super::ledger::SessionId;
 use super::shared_load::{Joined, Participant, SharedLoad};
 use super::{Node, NodeError, Session};
-use crate::cache::gateway::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss, Order};
-use crate::cache::tier::Tier;
+use crate::cache::gateway::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
 use crate::format::{ChunkHash, Space};
+use crate::protocol::Order;
+use crate::protocol::Tier;
 
 /// What an engine wants to have in slots.
 #[derive(Debug, Clone)]

@@ -31,7 +31,7 @@ use tokio::time::Instant;
 pub use error::NodeError;
 pub use ledger::{AttachError, SlotError};
 pub use load::{Lent, Load, LoadCall};
-pub use owners::{Has, Share};
+pub use owners::Has;
 pub use session::{Attach, Event, Session};
 pub use status::Status;
 pub use store::{Reservation, Reservations, ToStore};
@@ -45,8 +45,9 @@ use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
 use crate::cache::episode::Episode;
 use crate::cache::existence::CacheKey;
-use crate::cache::gateway::{AfterMiss, Credit, Flushed, Gateway, LoadRequest, LoadedChunk, Order};
+use crate::cache::gateway::{AfterMiss, Credit, Gateway, LoadRequest, LoadedChunk};
 use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::protocol::{Flushed, Order};
 
 /// Limits of a node.
 #[derive(Debug, Clone, Copy)]

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ledger::Rank;
 use crate::format::Space;
+use crate::protocol::Share;
 
 /// What a rank has of the model: half-open ranges in the whole model's numbering; None: all.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -17,15 +18,6 @@ pub struct Has {
     /// KV heads. A plane with one head is on every rank that has its layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<(u32, u32)>,
-}
-
-/// What a rank owns of a chunk: these heads of these planes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Share {
-    /// Half-open.
-    pub planes: (usize, usize),
-    /// Half-open.
-    pub heads: (u32, u32),
 }
 
 /// Some bytes would be nobody's.

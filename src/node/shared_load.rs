@@ -7,8 +7,9 @@ use tokio::sync::Notify;
 
 use super::ledger::Rank;
 use super::load::LoadCall;
-use crate::cache::gateway::{LoadStream, LoadedChunk, Miss, Order};
+use crate::cache::gateway::{LoadStream, LoadedChunk, Miss};
 use crate::format::{ChunkHash, SpaceId};
+use crate::protocol::Order;
 
 type Outcome = (usize, Result<LoadedChunk, Miss>);
 

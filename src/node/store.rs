@@ -1,10 +1,11 @@
+use crate::protocol::Share;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tokio::time::Instant;
 
 use super::ledger::{Committed, Offer, Rank, SlotError, SlotId};
-use super::owners::{Has, Share, shares};
+use super::owners::{Has, shares};
 use super::session::Event;
 use super::unwritten::Marks;
 use super::{Node, NodeError, Session};

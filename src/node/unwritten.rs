@@ -6,9 +6,9 @@
 //!
 //! Not for: telling whether what was written is right. Engines of one daemon trust each other.
 
+use crate::protocol::Share;
 use std::ops::Range;
 
-use super::owners::Share;
 use crate::format::Space;
 
 /// Bytes of a mark. A run that is shorter has a shorter one.

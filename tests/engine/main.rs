@@ -8,11 +8,11 @@
 
 use std::time::Duration;
 
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, ClientError, Session, Target};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
-use kvgate::node::Share;
-use kvgate::node::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use kvgate::protocol::Order;
+use kvgate::protocol::Share;
+use kvgate::protocol::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use serde_json::json;
 
 const SPACE: &str = r#"{"model": "test/engine", "revision": "1", "dtype": "float16", "chunk_tokens": 16,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::cache::gateway::{Order, open_store};
+use kvgate::cache::gateway::open_store;
 use kvgate::config::{self, Override};
 use kvgate::engine::client::{Client, Target};
 use kvgate::engine::connector::{
@@ -12,8 +12,9 @@ use kvgate::engine::connector::{
 use kvgate::engine::copy::known::KNOWN;
 use kvgate::engine::copy::{Copier, CudaCopier};
 use kvgate::node::Node;
-use kvgate::node::api::wire::AttachRequest;
 use kvgate::node::daemon::Daemon;
+use kvgate::protocol::AttachRequest;
+use kvgate::protocol::Order;
 use tokio::runtime::Runtime;
 
 use crate::mock::Mock;
@@ -61,7 +62,7 @@ impl Rank {
         let home = tempfile::tempdir().unwrap();
         let (node, client) = serve(&home).await;
         let (gpu, cache) = (Arc::clone(&stage.gpu), stage.cache(stage.base()));
-        let narrow = move |own: &[kvgate::node::Share]| {
+        let narrow = move |own: &[kvgate::protocol::Share]| {
             let own = own
                 .iter()
                 .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));

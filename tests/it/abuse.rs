@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvgate::cache::gateway::Order;
-use kvgate::node::api::wire::{ReserveChunk, ReservedChunk, SlotName};
+use kvgate::protocol::Order;
+use kvgate::protocol::{ReserveChunk, ReservedChunk, SlotName};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -52,7 +52,7 @@ async fn thousands_who_hang_are_in_nobodys_way() {
                     &engine,
                     &prompt,
                     &format!("load {i}"),
-                    kvgate::cache::gateway::Order::Chunk
+                    kvgate::protocol::Order::Chunk
                 )
                 .await,
                 all("memory", 4)
@@ -61,7 +61,7 @@ async fn thousands_who_hang_are_in_nobodys_way() {
         }
     }
     assert_eq!(
-        load(&engine, &prompt, "last", kvgate::cache::gateway::Order::Chunk).await,
+        load(&engine, &prompt, "last", kvgate::protocol::Order::Chunk).await,
         all("memory", 4)
     );
     assert!(
@@ -135,7 +135,7 @@ async fn garbage_is_refused_and_costs_nothing() {
         }
     }
     assert_eq!(
-        load(&engine, &prompt, "a", kvgate::cache::gateway::Order::Chunk).await,
+        load(&engine, &prompt, "a", kvgate::protocol::Order::Chunk).await,
         all("memory", 2)
     );
     assert!(
@@ -159,11 +159,7 @@ async fn who_stops_reading_holds_up_nobody() {
     // Loads whose lines nobody reads, and a chunk that nobody takes.
     let mut stuck = Vec::new();
     for i in 0..8 {
-        let mut request = load_request(
-            &prompt,
-            &format!("stuck {i}"),
-            kvgate::cache::gateway::Order::Chunk,
-        );
+        let mut request = load_request(&prompt, &format!("stuck {i}"), kvgate::protocol::Order::Chunk);
         request.session.clone_from(&engine.name);
         let body = serde_json::to_string(&request).unwrap();
         let mut stream = UnixStream::connect(&serving.config.api.socket).await.unwrap();
@@ -187,7 +183,7 @@ async fn who_stops_reading_holds_up_nobody() {
             &other,
             &prompt,
             &format!("load {round}"),
-            kvgate::cache::gateway::Order::Chunk,
+            kvgate::protocol::Order::Chunk,
         )
         .await;
         assert_eq!(words, all("memory", 30));

@@ -10,9 +10,9 @@ use tokio::net::TcpStream;
 use crate::backends::skip_because;
 use crate::fixture::Prompt;
 use crate::serving::{Serving, Site, alone, chunks, id, load, store, write};
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, ClientError, Target};
-use kvgate::node::api::wire::{CommitOutcome, ReservedChunk, SlotName};
+use kvgate::protocol::Order;
+use kvgate::protocol::{CommitOutcome, ReservedChunk, SlotName};
 
 /// Every call that reads or changes what is cached, and those of sessions.
 const CALLS: [(&str, &str); 9] = [

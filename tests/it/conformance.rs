@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kvgate::cache::gateway::{AfterMiss, StoreOutcome};
-use kvgate::config::Strategy;
 use kvgate::format::Key;
+use kvgate::protocol::Strategy;
 use kvgate::s3::net::Landing;
 use kvgate::s3::object::{Capabilities, Condition, ErrorKind, GetRange};
 

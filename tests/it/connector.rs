@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, Target};
 use kvgate::engine::connector::{Breaker, Load, Progress, Wanted, Worker};
 use kvgate::engine::copy::known::{KNOWN, Pages};
 use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
+use kvgate::protocol::Order;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -104,7 +104,7 @@ async fn chunks_of_a_load_are_released_together() {
         let (socket, releases) = counted(&serving.config.api.socket, site.home.path(), held);
         let client = Client::new(Target::Unix(socket));
         let breaker = Breaker::new(3, Duration::from_secs(1));
-        let narrow = |_: &[kvgate::node::Share]| unreachable!("nothing is stored");
+        let narrow = |_: &[kvgate::protocol::Share]| unreachable!("nothing is stored");
         let worker = Worker::new(
             &client,
             alone("reader"),

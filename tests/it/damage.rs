@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvgate::cache::gateway::{AfterMiss, StoreOutcome};
-use kvgate::config::Strategy;
 use kvgate::format::Space;
+use kvgate::protocol::Strategy;
 
 use crate::backends::{Backend, on_backends};
 use crate::faults::Hooked;

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::cache::gateway::{AfterMiss, LoadRequest, Order, StoreOutcome};
-use kvgate::config::Strategy;
+use kvgate::cache::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::protocol::Order;
+use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
 use kvgate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,

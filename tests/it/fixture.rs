@@ -8,11 +8,13 @@ use bytes::Bytes;
 use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::cache::existence::CacheLimits;
 use kvgate::cache::gateway::{
-    AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, Order, StoreOutcome,
+    AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, StoreOutcome,
 };
-use kvgate::config::Strategy;
 use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
-use kvgate::s3::object::{Capabilities, Condition, ObjectStore, ProbeMode};
+use kvgate::protocol::Order;
+use kvgate::protocol::ProbeMode;
+use kvgate::protocol::Strategy;
+use kvgate::s3::object::{Capabilities, Condition, ObjectStore};
 use tokio::time::Instant;
 
 pub const ABSENT_TTL: Duration = Duration::from_millis(200);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream;
-use kvgate::config::Strategy;
 use kvgate::format::Space;
+use kvgate::protocol::Strategy;
 use kvgate::s3::object::Condition;
 
 use crate::backends::{Backend, on_backends};

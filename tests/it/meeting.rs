@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::cache::gateway::{
-    AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, Order, TierOptions, WhenFull,
-};
-use kvgate::cache::tier::{Disk, DiskOptions, EvictionPolicy, MemoryOptions};
+use kvgate::cache::gateway::{AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, TierOptions};
+use kvgate::cache::tier::{Disk, DiskOptions, MemoryOptions};
+use kvgate::protocol::EvictionPolicy;
+use kvgate::protocol::{Order, WhenFull};
 use kvgate::s3::object::{Capabilities, ObjectStore};
 use tokio::time::Instant;
 

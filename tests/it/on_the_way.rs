@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::config::Strategy;
 use kvgate::format::DigestKind;
+use kvgate::protocol::Strategy;
 use kvgate::s3::object::{ErrorKind, ObjectStore};
 
 use crate::backends::Backend;

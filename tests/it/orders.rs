@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvgate::arena::SLOT_ALIGN;
-use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream, Order};
-use kvgate::config::Strategy;
+use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream};
+use kvgate::protocol::Order;
+use kvgate::protocol::Strategy;
 use kvgate::s3::object::{Capabilities, ObjectStore};
 use proptest::prelude::*;
 

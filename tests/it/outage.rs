@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use aws_credential_types::Credentials;
 use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::config::Strategy;
+use kvgate::protocol::Strategy;
 use kvgate::s3::object::{ErrorKind, S3, S3Options};
 use tokio::sync::Mutex;
 

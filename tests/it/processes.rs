@@ -12,9 +12,9 @@ use tokio::process::{Child, Command};
 use crate::fixture::Prompt;
 use crate::program::Place;
 use crate::serving::{all, alone, eventually, id, load, load_request, store};
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{Client, ClientError, Target};
-use kvgate::node::api::wire::LoadRequest;
+use kvgate::protocol::LoadRequest;
+use kvgate::protocol::Order;
 
 /// A daemon's place: its S3 server, which outlives it, its socket and disk.
 struct Home {

@@ -2,12 +2,10 @@
 
 use std::time::Duration;
 
-use kvgate::cache::gateway::Order;
 use kvgate::engine::client::{ClientError, LoadLines, Session};
 use kvgate::format::Space;
-use kvgate::node::api::wire::{
-    CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, StrategyWord,
-};
+use kvgate::protocol::Order;
+use kvgate::protocol::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy};
 
 use crate::fixture::{Prompt, space};
 use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write};
@@ -26,11 +24,11 @@ fn slot_of(chunk: &ReservedChunk) -> SlotName {
     }
 }
 
-async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::node::api::wire::LookupAnswer {
+async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::protocol::LookupAnswer {
     let request = LookupRequest {
         space: id(&prompt.space),
         hashes: Some(prompt.hashes.clone()),
-        strategy: Some(StrategyWord::Exact),
+        strategy: Some(Strategy::Exact),
         ..LookupRequest::default()
     };
     serving.client.lookup(&request).await.unwrap()
@@ -542,8 +540,8 @@ async fn who_may_not_attach_is_told_why() {
     let site = Site::new().await;
     let serving = site.serve(&[("api.sessions", "3")]).await;
     let _one = serving.rank("engine", 0, 2, (0, 2)).await;
-    let attach = async |mut request: kvgate::node::api::wire::AttachRequest,
-                        change: &dyn Fn(&mut kvgate::node::api::wire::AttachRequest)| {
+    let attach = async |mut request: kvgate::protocol::AttachRequest,
+                        change: &dyn Fn(&mut kvgate::protocol::AttachRequest)| {
         change(&mut request);
         let refused = serving.client.attach(&request).await;
         code(&refused.err().expect("refused"))
@@ -580,7 +578,7 @@ async fn who_may_not_attach_is_told_why() {
     assert_eq!(attach(base.clone(), &|r| r.instance.clear()).await, "bad_request");
     let _two = serving.attach("another").await;
     let _three = serving.attach("yet another").await;
-    let crowd = &|r: &mut kvgate::node::api::wire::AttachRequest| {
+    let crowd = &|r: &mut kvgate::protocol::AttachRequest| {
         r.world_size = u32::MAX;
         r.replicated = true;
     };

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::cache::gateway::Order;
 use kvgate::cache::tier::DiskError;
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::engine::client::{Client, Session, Target};
 use kvgate::format::Space;
-use kvgate::node::Share;
-use kvgate::node::api::wire::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::node::daemon::{Daemon, Ended, StartError};
+use kvgate::protocol::Order;
+use kvgate::protocol::Share;
+use kvgate::protocol::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
 use kvgate::s3::object::ObjectStore;
 use tempfile::TempDir;
 use tokio::sync::oneshot;

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use kvgate::cache::gateway::Order;
 use kvgate::cache::tier::DiskState;
 use kvgate::engine::client::Client;
+use kvgate::protocol::Order;
 
 use tokio::net::UnixStream;
 

@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -22,16 +21,9 @@ use crate::arena::Slot;
 use crate::cache::existence::CacheKey;
 use crate::cache::tier::{Below, Memory, Wrote};
 use crate::format::{ChunkHash, Space};
+use crate::protocol::{Flushed, WhenFull};
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
-
-/// What happens to new chunks when the write-behind is full.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WhenFull {
-    /// They are refused.
-    Refuse,
-    /// The deepest descendants that wait are dropped for them.
-    Drop,
-}
+use serde::Serialize;
 
 /// Limits of the write-behind.
 #[derive(Debug, Clone, Copy)]
@@ -117,21 +109,6 @@ pub struct BehindStats {
     /// Committed, and not given to S3 because the configuration says so.
     pub kept_back: u64,
     pub failed_attempts: u64,
-}
-
-/// What a flush found.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Flushed {
-    /// Chunks that still wait: 0 when the flush is complete.
-    pub pending: u64,
-    /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
-    pub dropped: u64,
-    /// Chunks that were committed since the start, and that the configuration keeps from S3.
-    #[serde(default)]
-    pub kept_back: u64,
-    /// Disks that could not be used at the start: whether they have what S3 has not is not known.
-    #[serde(default)]
-    pub unread_disks: u64,
 }
 
 /// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.

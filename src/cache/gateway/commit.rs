@@ -1,10 +1,11 @@
 //! Stores of engines that don't wait: a chunk is a hit on this node as soon as it is committed, and goes to the lower tiers
 //! behind their back.
 
+use crate::protocol::Flushed;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::behind::{BehindStats, Flushed, Room, Sealed};
+use super::behind::{BehindStats, Room, Sealed};
 use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
 use crate::cache::existence::CacheKey;

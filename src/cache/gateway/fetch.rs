@@ -15,8 +15,8 @@ use super::turns::{Place, Turn, Waiting};
 use super::{Gateway, Miss};
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::{CacheKey, Known};
-use crate::cache::tier::Tier;
 use crate::format::{ChunkHash, DigestKind, Section, Space};
+use crate::protocol::Tier;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 

@@ -24,8 +24,8 @@ use super::load::LoadedChunk;
 use super::stream::RunEnd;
 use super::turns::Waiting;
 use crate::arena::{SLOT_ALIGN, Slot};
-use crate::cache::tier::Tier;
 use crate::format::{Section, Space};
+use crate::protocol::Tier;
 use crate::s3::object::ErrorKind;
 
 /// Steps (one group of one window's chunks) that may be under way.

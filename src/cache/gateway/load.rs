@@ -1,7 +1,6 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Gateway;
@@ -11,8 +10,9 @@ use super::layer_order::window;
 use super::stream::LoadStream;
 use super::task::Task;
 use crate::arena::Slot;
-use crate::cache::tier::Tier;
 use crate::format::{ChunkHash, Space};
+use crate::protocol::Order;
+use crate::protocol::Tier;
 
 /// What a load does once a chunk is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,41 +21,6 @@ pub enum AfterMiss {
     Stop,
     /// Loads the others all the same.
     Continue,
-}
-
-/// What a load fetches first.
-///
-/// Layer order is for engines that compute the first layer while the last ones are still on their way. It cuts chunks
-/// at layer boundaries into *groups* of `[load] layer_part_size`, about, and works in *windows* of chunks that have room
-/// in half of the arena together; [`LoadStream::window`] says how many. Within a window:
-///
-/// - Group 0 of all chunks is asked for before group 1 of any but those whose own group 0 is here, and at most two groups
-///   are under way: group 2 is asked for when group 0 of every chunk has landed, group 3 after group 1, and so on, however
-///   much may be in flight. So the first layers of every chunk are here long before the last layer of any.
-/// - Outcomes come group by group, and chunk by chunk within a group.
-///
-/// It does not say that the whole prompt's first layers come first: a load that needs several windows ends one before the
-/// next is handed out. Nor does it save time on the whole: its ranges are smaller than those of chunk order.
-///
-/// A load of several chunks whose window would be one chunk is done in chunk order, and [`LoadStream::order`] says so.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// Whole chunks, in the order of the prompt.
-    #[default]
-    Chunk,
-    /// The first layers of all chunks, then the next ones.
-    Layer,
-}
-
-impl Order {
-    /// Stable word.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Chunk => "chunk",
-            Self::Layer => "layer",
-        }
-    }
 }
 
 /// Chunks to bring into slots.

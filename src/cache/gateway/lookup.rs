@@ -2,15 +2,15 @@ use std::sync::Arc;
 
 use futures::StreamExt;
 use futures::stream;
-use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Gateway;
 use super::tiers::Tiers;
 use crate::cache::existence::{Answer, ChunkState, PrefixSearch};
-use crate::cache::tier::Tier;
-use crate::config::Strategy;
 use crate::format::{ChunkHash, Mask, Space};
+use crate::protocol::Strategy;
+use crate::protocol::Tier;
+use crate::protocol::TierRun;
 use crate::s3::object::ObjectError;
 
 /// Which chunks of a prompt exist.
@@ -28,14 +28,6 @@ pub struct Lookup {
     pub tiers: Vec<TierRun>,
     /// Why some are unknown; the first reason met.
     pub error: Option<Arc<ObjectError>>,
-}
-
-/// A run of chunks that are in the same tier.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TierRun {
-    pub tier: Tier,
-    pub from: usize,
-    pub count: usize,
 }
 
 impl Gateway {

@@ -34,13 +34,13 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-pub use behind::{BehindOptions, BehindStats, Flushed, WhenFull};
+pub use behind::{BehindOptions, BehindStats};
 pub use commit::{Reserved, Skip, TierStats};
 pub use credit::Credit;
-pub use load::{AfterMiss, LoadRequest, LoadedChunk, Order};
-pub use lookup::{Lookup, TierRun};
+pub use load::{AfterMiss, LoadRequest, LoadedChunk};
+pub use lookup::Lookup;
 pub use miss::Miss;
-pub use options::{GatewayOptions, OpenError, open_store, probe_mode};
+pub use options::{GatewayOptions, OpenError, open_store};
 pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
 pub use stream::LoadStream;
 pub use tiers::{DiskTier, Flow, TierOptions};

@@ -7,12 +7,12 @@ use tokio::time::Instant;
 use super::Gateway;
 use crate::arena::{Arena, ArenaError, ArenaOptions};
 use crate::cache::existence::CacheLimits;
+use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::config::{self, Config};
 use crate::format::{DigestKind, KeyPrefix};
 use crate::s3::dns::DnsOptions;
 use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
-use crate::s3::object::{Capabilities, ClientError, ObjectError, ObjectStore, ProbeMode, S3, S3Options};
+use crate::s3::object::{Capabilities, ClientError, ObjectError, ObjectStore, S3, S3Options};
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]
@@ -53,10 +53,7 @@ impl From<&Config> for GatewayOptions {
     fn from(config: &Config) -> Self {
         Self {
             keys: KeyPrefix::new(&config.s3.prefix),
-            digest: match config.s3.digest {
-                config::DigestName::Crc64Nvme => DigestKind::Crc64Nvme,
-                config::DigestName::Blake3 => DigestKind::Blake3,
-            },
+            digest: config.s3.digest,
             part_bytes: bytes(config.s3.part_size),
             layer_part_bytes: bytes(config.load.layer_part_size),
             get_bytes_max: bytes(config.load.in_flight),
@@ -71,15 +68,6 @@ impl From<&Config> for GatewayOptions {
             lookup_probes: config.lookup.probes as usize,
             log_repeat: config.log.repeat,
         }
-    }
-}
-
-/// How existence is to be asked.
-pub fn probe_mode(config: &Config) -> ProbeMode {
-    match config.s3.probe {
-        config::Probe::Auto => ProbeMode::Auto,
-        config::Probe::Head => ProbeMode::Head,
-        config::Probe::Attributes => ProbeMode::Attributes,
     }
 }
 
@@ -152,7 +140,7 @@ impl Gateway {
         store.check_bucket(deadline).await?;
         let options = GatewayOptions::from(config);
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
-        let capabilities = Capabilities::probe(&*store, &probe_key, probe_mode(config), deadline).await?;
+        let capabilities = Capabilities::probe(&*store, &probe_key, config.s3.probe, deadline).await?;
         tracing::debug!(?capabilities, "what the S3 server does");
         let arena = Arena::new(&ArenaOptions {
             size: bytes(config.arena.size),

@@ -1,3 +1,4 @@
+use crate::protocol::Order;
 use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
@@ -6,7 +7,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::Miss;
 use super::drive::Step;
-use super::load::{AfterMiss, LoadedChunk, Order};
+use super::load::{AfterMiss, LoadedChunk};
 use super::task::Task;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 

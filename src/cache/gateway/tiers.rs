@@ -12,8 +12,9 @@ use super::behind::{Behind, BehindOptions, Sealed};
 use super::load::LoadedChunk;
 use crate::arena::{Arena, Slot};
 use crate::cache::existence::CacheKey;
-use crate::cache::tier::{Below, Disk, Memory, MemoryOptions, Tier};
+use crate::cache::tier::{Below, Disk, Memory, MemoryOptions};
 use crate::format::{ChunkHash, Space};
+use crate::protocol::Tier;
 
 /// How the tiers of a node work together.
 #[derive(Clone)]

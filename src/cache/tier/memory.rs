@@ -9,6 +9,7 @@
 
 mod state;
 
+use crate::protocol::EvictionPolicy;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,7 +18,6 @@ use tokio::time::Instant;
 
 use self::state::{Going, Held, Resident, State, is_pinned};
 use super::percent_of;
-use super::policy::EvictionPolicy;
 use crate::arena::{Arena, Slot};
 use crate::cache::existence::CacheKey;
 use crate::format::{ChunkHash, Space, SpaceKey};

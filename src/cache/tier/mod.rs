@@ -8,36 +8,13 @@ mod memory;
 pub mod policy;
 mod removals;
 
-use serde::{Deserialize, Serialize};
-
 pub use disk::{
     Backlog, Below, Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Unsent, Wrote,
 };
 pub use memory::{Found, Memory, MemoryOptions, MemoryStats, Share};
-pub use policy::EvictionPolicy;
-
-/// Where a chunk was found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Tier {
-    Memory,
-    Disk,
-    S3,
-}
 
 /// So many hundredths of some bytes.
 fn percent_of(bytes: u64, percent: u32) -> u64 {
     let percent = u64::from(percent);
     bytes / 100 * percent + bytes % 100 * percent / 100
-}
-
-impl Tier {
-    /// Stable word.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Memory => "memory",
-            Self::Disk => "disk",
-            Self::S3 => "s3",
-        }
-    }
 }

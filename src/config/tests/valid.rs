@@ -1,6 +1,7 @@
 //! What loads, from where, and how it is shown.
 
 use super::*;
+use crate::protocol::Strategy;
 
 #[test]
 fn defaults() {

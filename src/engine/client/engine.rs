@@ -4,7 +4,7 @@ use tokio::sync::{Mutex, MutexGuard};
 
 use super::{Client, ClientError, Session, in_time};
 use crate::format::Space;
-use crate::node::api::wire::{AttachRequest, SpaceInfo};
+use crate::protocol::{AttachRequest, SpaceInfo};
 
 /// An engine process through all lives of its daemon: attached when it has to be, and anew after the daemon was restarted.
 ///

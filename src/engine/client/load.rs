@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::connection::Connection;
 use super::{ClientError, check};
-use crate::node::api::wire::LoadLine;
+use crate::protocol::LoadLine;
 
 /// A stream of JSON lines; its connection ends with it.
 pub(super) struct Lines {

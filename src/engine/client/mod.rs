@@ -30,9 +30,9 @@ pub use session::Session;
 
 use self::connection::{Connection, Unanswered};
 use crate::arena::AttachedError;
-use crate::cache::gateway::Flushed;
 use crate::format::{ChunkHash, Mask, Space};
-use crate::node::api::wire::{
+use crate::protocol::Flushed;
+use crate::protocol::{
     ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
 };
 

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::load::{Lines, LoadLines};
 use super::{Client, ClientError, JSON, in_time, to_body};
 use crate::arena::{AttachedArena, BootId};
-use crate::node::api::wire::{
+use crate::protocol::{
     AttachRequest, Attached, CommitAnswer, CommitRequest, LoadRequest, ReleaseAnswer, ReleaseRequest,
     ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
 };

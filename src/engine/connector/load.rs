@@ -6,12 +6,12 @@ use tokio::sync::mpsc;
 
 use super::worker::{Worker, WorkerError};
 use crate::arena::{AttachedArena, AttachedSlot};
-use crate::cache::gateway::Order;
 use crate::engine::client::{ClientError, Session};
 use crate::engine::copy::cuda::Mark;
 use crate::engine::copy::{CopyError, Job, Pending, Spans};
 use crate::format::ChunkHash;
-use crate::node::api::wire::{LoadLine, LoadRequest, SlotName};
+use crate::protocol::Order;
+use crate::protocol::{LoadLine, LoadRequest, SlotName};
 
 /// Copies that are on their way while the next chunk is waited for.
 const COPIES: usize = 4;

@@ -9,8 +9,8 @@ use crate::engine::client::Session;
 use crate::engine::copy::cuda::Mark;
 use crate::engine::copy::{CopyError, Job, Pending, Spans};
 use crate::format::ChunkHash;
-use crate::node::Share;
-use crate::node::api::wire::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
+use crate::protocol::Share;
+use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 
 /// Chunks of a prompt, in its order, to hand over out of their pages.
 pub struct Store<'a> {

@@ -10,8 +10,8 @@ use crate::engine::client::{Client, ClientError, Engine, Session};
 use crate::engine::copy::cuda::Mark;
 use crate::engine::copy::{Copier, CopyError, EngineStream};
 use crate::format::Space;
-use crate::node::Share;
-use crate::node::api::wire::{AttachRequest, LoadRequest, SpaceInfo};
+use crate::protocol::Share;
+use crate::protocol::{AttachRequest, LoadRequest, SpaceInfo};
 
 /// One rank of an engine: chunks from the node into its pages ([`load`](Self::load)), and back ([`store`](Self::store)).
 pub struct Worker {

@@ -8,10 +8,10 @@ use tokio::time::Instant;
 use super::body::{Answer, json};
 use super::lookup::limited;
 use super::problem::Problem;
-use super::wire::{ChunksRequest, Count, FLUSH_MAX, FlushRequest};
 use super::{Api, body, spaces};
-use crate::cache::gateway::Flushed;
 use crate::format::Space;
+use crate::protocol::Flushed;
+use crate::protocol::{ChunksRequest, Count, FLUSH_MAX, FlushRequest};
 
 async fn chunks(api: &Api, request: Request<Incoming>) -> Result<(Space, ChunksRequest), Problem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;

@@ -7,9 +7,9 @@ use hyper::body::Incoming;
 use super::body::{Answer, Lines, lines, push_line};
 use super::impatient::Patient;
 use super::problem::Problem;
-use super::wire::{ArenaInfo, AttachRequest, Attached};
 use super::{Api, Caller, body};
 use crate::node::{Attach, Event, Has, Session};
+use crate::protocol::{ArenaInfo, AttachRequest, Attached};
 
 /// Also a line: so a connection that is dead is found out.
 const HEARTBEAT: Duration = Duration::from_secs(10);

@@ -14,9 +14,10 @@ use super::body::{Answer, OCTETS};
 use super::problem::Problem;
 use super::{Api, body, spaces};
 use crate::arena::Slot;
-use crate::cache::gateway::{AfterMiss, LoadRequest, Miss, Order};
-use crate::config::Strategy;
+use crate::cache::gateway::{AfterMiss, LoadRequest, Miss};
 use crate::format::{ChunkHash, Header, Space};
+use crate::protocol::Order;
+use crate::protocol::Strategy;
 
 pub async fn serve(
     api: &Arc<Api>,

@@ -9,10 +9,10 @@ use tokio::time::Instant;
 use super::body::{Answer, JSON_LINES, Lines, json, lines, push_line};
 use super::lookup::limited;
 use super::problem::Problem;
-use super::wire::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 use super::{Api, Caller, body, callers, spaces};
 use crate::cache::gateway::{AfterMiss, Miss};
 use crate::node::{Lent, Load, LoadCall};
+use crate::protocol::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 
 const LOAD_ID_BYTES_MAX: usize = 256;
 /// Bytes of lines that go together when they are ready at once.

@@ -12,11 +12,11 @@ use tokio::time::Instant;
 
 use super::body::{Answer, OCTETS, content_type, json};
 use super::problem::Problem;
-use super::wire::{LookupAnswer, LookupRequest, StrategyWord};
 use super::{Api, body, spaces};
 use crate::cache::gateway::Lookup;
-use crate::cache::tier::Tier;
 use crate::format::{ChunkHash, ChunkHasher, Space};
+use crate::protocol::Tier;
+use crate::protocol::{LookupAnswer, LookupRequest, Strategy};
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
@@ -134,8 +134,8 @@ fn from_query(query: &str) -> Result<Query, Problem> {
             "adapter" => request.adapter = Some(value),
             "strategy" => {
                 request.strategy = Some(match value.as_str() {
-                    "exact" => StrategyWord::Exact,
-                    "prefix" => StrategyWord::Prefix,
+                    "exact" => Strategy::Exact,
+                    "prefix" => Strategy::Prefix,
                     _ => return Err(Problem::bad("the query's strategy is exact or prefix")),
                 });
             }

@@ -24,7 +24,6 @@ mod routes;
 mod server;
 mod spaces;
 mod store;
-pub mod wire;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -37,8 +36,8 @@ pub use problem::Problem;
 pub use server::{ListenError, Listening, Server};
 
 use self::connections::Connections;
-use crate::config::Strategy;
 use crate::node::{Node, Process};
+use crate::protocol::Strategy;
 
 /// Limits of the API.
 #[derive(Debug, Clone)]

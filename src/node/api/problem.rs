@@ -2,8 +2,8 @@ use std::fmt::Display;
 
 use hyper::StatusCode;
 
-use super::wire;
 use crate::node::NodeError;
+use crate::protocol;
 
 /// Why a call is refused: what was wrong and what to do.
 #[derive(Debug, Clone)]
@@ -32,8 +32,8 @@ impl Problem {
         Self::new(StatusCode::NOT_FOUND, "not_found", detail)
     }
 
-    pub fn wire(&self) -> wire::Problem {
-        wire::Problem {
+    pub fn wire(&self) -> protocol::Problem {
+        protocol::Problem {
             kind: format!("urn:kvgate:problem:{}", self.code),
             title: self.status.canonical_reason().unwrap_or("Error").to_owned(),
             status: self.status.as_u16(),

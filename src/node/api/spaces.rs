@@ -5,9 +5,9 @@ use hyper::body::Incoming;
 
 use super::body::{Answer, json};
 use super::problem::Problem;
-use super::wire::{PlaneInfo, SpaceInfo};
 use super::{Api, body};
 use crate::format::{Space, SpaceId, SpaceKey};
+use crate::protocol::{PlaneInfo, SpaceInfo};
 
 /// `PUT /v1/spaces`.
 pub async fn declare(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {

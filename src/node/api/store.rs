@@ -5,9 +5,11 @@ use hyper::body::Incoming;
 
 use super::body::{Answer, json};
 use super::problem::Problem;
-use super::wire::{CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk};
 use super::{Api, Caller, body, callers, spaces};
 use crate::node::{NodeError, Reservation, SlotError, ToStore};
+use crate::protocol::{
+    CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk,
+};
 
 /// `POST /v1/store/reserve`.
 pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use self::notify::Notify;
 use crate::arena::{Arena, ArenaError};
 use crate::cache::episode::Episode;
-use crate::cache::gateway::{Gateway, GatewayOptions, probe_mode};
+use crate::cache::gateway::{Gateway, GatewayOptions};
 use crate::cache::tier::{Disk, DiskError};
 use crate::config::Config;
 use crate::node::Node;
@@ -211,7 +211,7 @@ async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: 
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
         let found = async {
             store.check_bucket(deadline).await?;
-            Capabilities::probe(&*store, &probe_key, probe_mode(&config), deadline).await
+            Capabilities::probe(&*store, &probe_key, config.s3.probe, deadline).await
         };
         match found.await {
             Ok(capabilities) => {

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use crate::arena::ArenaOptions;
-use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions, WhenFull};
-use crate::cache::tier::policy::EvictionPolicy;
+use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions};
 use crate::cache::tier::{Disk, DiskOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
@@ -32,7 +31,7 @@ pub fn arena(config: &Config) -> ArenaOptions {
 pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
     TierOptions {
         memory: MemoryOptions {
-            policy: policy(config.memory.policy),
+            policy: config.memory.policy,
             ttl: config.memory.ttl,
             watermark_percent: config.memory.watermark,
             tenant_bytes: config.memory.tenant_max.map(bytes),
@@ -46,10 +45,7 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
         }),
         behind: BehindOptions {
             bytes_max: bytes(config.store.write_behind),
-            when_full: match config.store.when_full {
-                config::WhenFull::Refuse => WhenFull::Refuse,
-                config::WhenFull::Drop => WhenFull::Drop,
-            },
+            when_full: config.store.when_full,
             deadline: config.store.deadline,
             retry_base: RETRY_BASE.min(config.store.retry_max),
             retry_max: config.store.retry_max,
@@ -69,7 +65,7 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
         paths: disk.paths.clone(),
         size_bytes: disk.size.bytes(),
         watermark_percent: disk.watermark,
-        policy: policy(disk.policy),
+        policy: disk.policy,
         ttl: disk.ttl,
         failures: disk.failures,
         timeout: disk.timeout,
@@ -127,15 +123,6 @@ fn flow(lookup: config::Lower, store: config::Lower) -> Flow {
     Flow {
         asks_lower: lookup == config::Lower::Lower,
         stores_lower: store == config::Lower::Lower,
-    }
-}
-
-fn policy(policy: config::Policy) -> EvictionPolicy {
-    match policy {
-        config::Policy::Lru => EvictionPolicy::Lru,
-        config::Policy::Fifo => EvictionPolicy::Fifo,
-        config::Policy::Sieve => EvictionPolicy::Sieve,
-        config::Policy::S3Fifo => EvictionPolicy::S3Fifo,
     }
 }
 

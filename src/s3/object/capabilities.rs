@@ -7,16 +7,7 @@ use tokio::time::Instant;
 use super::error::ErrorKind;
 use super::store::{Condition, ObjectStore, Result};
 use crate::format::Crc64;
-
-/// How existence is asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ProbeMode {
-    /// `GetObjectAttributes` where it works, else HEAD.
-    #[default]
-    Auto,
-    Head,
-    Attributes,
-}
+use crate::protocol::ProbeMode;
 
 /// What the server was seen to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]

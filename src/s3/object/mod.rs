@@ -16,7 +16,7 @@ mod s3;
 mod sign;
 mod store;
 
-pub use capabilities::{Capabilities, ProbeMode};
+pub use capabilities::Capabilities;
 pub use client::{ClientError, S3Options};
 pub use error::{ErrorKind, ObjectError, Operation};
 pub use s3::S3;

@@ -11,8 +11,8 @@ use super::report::PhaseReport;
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, to_usize};
 use crate::arena::SLOT_ALIGN;
-use crate::config::Strategy;
 use crate::format::{ChunkHash, ChunkHasher, Space};
+use crate::protocol::Strategy;
 use crate::s3::fanout::EndpointState;
 use crate::s3::net::{Landing, Traffic};
 use crate::s3::object::{

@@ -16,10 +16,13 @@ use super::raw::Target;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{Phase, PromptSettings, to_usize};
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome, StoreSlot};
-use crate::config::{Config, Strategy};
+use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome, StoreSlot};
+use crate::config::Config;
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
-use crate::s3::object::{Capabilities, ErrorKind, ProbeMode};
+use crate::protocol::Order;
+use crate::protocol::ProbeMode;
+use crate::protocol::Strategy;
+use crate::s3::object::{Capabilities, ErrorKind};
 
 const VOCABULARY: u32 = 100_003;
 

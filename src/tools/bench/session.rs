@@ -13,8 +13,9 @@ use super::split;
 use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::cache::gateway::{Gateway, GatewayOptions};
-use crate::config::{Config, Probe};
+use crate::config::Config;
 use crate::format::KeyPrefix;
+use crate::protocol::ProbeMode;
 use crate::s3::fanout::EndpointState;
 use crate::s3::net::Traffic;
 use crate::s3::object::{Capabilities, ObjectStore, RequestCounts};
@@ -268,7 +269,7 @@ impl Bench {
     /// For gateways that only read: finding out more would write to the bucket.
     pub(super) fn reads_only(&self) -> Capabilities {
         Capabilities {
-            attributes: self.config.s3.probe == Probe::Attributes,
+            attributes: self.config.s3.probe == ProbeMode::Attributes,
             ..Capabilities::default()
         }
     }

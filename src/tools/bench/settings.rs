@@ -3,8 +3,8 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::error::BenchError;
-use crate::cache::gateway::Order;
 use crate::config::units::ByteSize;
+use crate::protocol::Order;
 
 /// A kind of request, and the phase that makes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

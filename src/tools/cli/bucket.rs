@@ -6,8 +6,9 @@ use super::args::SpaceRef;
 use super::error::CliError;
 use crate::arena::{Arena, ArenaOptions};
 use crate::cache::gateway::{Gateway, GatewayOptions, OpenError, open_store};
-use crate::config::{Config, Probe};
+use crate::config::Config;
 use crate::format::{KeyPrefix, Space, SpaceId};
+use crate::protocol::ProbeMode;
 use crate::s3::object::{Capabilities, ObjectStore};
 use crate::tools::inventory::{Inventory, SpaceJson};
 
@@ -41,7 +42,7 @@ impl Bucket {
             ..ArenaOptions::default()
         });
         let capabilities = Capabilities {
-            attributes: self.config.s3.probe == Probe::Attributes,
+            attributes: self.config.s3.probe == ProbeMode::Attributes,
             ..Capabilities::default()
         };
         Ok(Gateway::new(

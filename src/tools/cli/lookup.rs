@@ -12,10 +12,10 @@ use super::output::{Out, count};
 use super::prompt::{Prompt, PromptArgs};
 use super::{logging, picture};
 use crate::arena::SLOT_ALIGN;
-use crate::cache::gateway::{Lookup, TierRun};
-use crate::config::{Config, Override, Strategy};
+use crate::cache::gateway::Lookup;
+use crate::config::{Config, Override};
 use crate::format::Space;
-use crate::node::api::wire::{LookupRequest, StrategyWord};
+use crate::protocol::{LookupRequest, Strategy, TierRun};
 use crate::s3::object::RequestCounts;
 
 /// Says which chunks of a prompt are stored.
@@ -130,8 +130,8 @@ async fn of_node(
         space: name,
         hashes: Some(hashes),
         strategy: Some(match config.lookup.strategy {
-            Strategy::Exact => StrategyWord::Exact,
-            Strategy::Prefix => StrategyWord::Prefix,
+            Strategy::Exact => Strategy::Exact,
+            Strategy::Prefix => Strategy::Prefix,
         }),
         deadline_ms: Some(u64::try_from(config.lookup.deadline.as_millis()).unwrap_or(u64::MAX)),
         ..LookupRequest::default()

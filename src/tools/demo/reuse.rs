@@ -5,8 +5,9 @@ use super::paged::shuffled_blocks;
 use super::report::{Difference, Missed, Phase};
 use super::session::{Demo, POISON, Watch};
 use super::synthetic::compare;
-use crate::cache::gateway::{AfterMiss, LoadRequest, Order};
-use crate::config::Strategy;
+use crate::cache::gateway::{AfterMiss, LoadRequest};
+use crate::protocol::Order;
+use crate::protocol::Strategy;
 
 impl Demo {
     /// Everything, three times: asked one by one, by searching for the end, and again with the answers known.

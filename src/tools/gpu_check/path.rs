@@ -5,13 +5,14 @@ use tokio::time::Instant;
 
 use super::bench::median;
 use super::error::GpuError;
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, Order, StoreOutcome};
+use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome};
 use crate::config::Config;
 use crate::config::units::GIB;
 use crate::engine::copy::cuda::{DevicePages, Gpu};
 use crate::engine::copy::known::{KnownLayout, Pages};
 use crate::engine::copy::{CudaOptions, Job, SlotMapping};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectStore};
 
 /// A prompt that is stored, and loaded into pages.

@@ -5,8 +5,9 @@ use tokio::time::Instant;
 
 use super::{Inventory, StoredChunk};
 use crate::arena::SLOT_ALIGN;
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, Miss, Order};
+use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, Miss};
 use crate::format::Space;
+use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
 /// Chunks that are checked at a time, if the arena has room for them; small ones need many to keep a link busy.

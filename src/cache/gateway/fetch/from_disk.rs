@@ -5,8 +5,9 @@ use super::Wanted;
 use crate::arena::SlotMut;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::gateway::{Gateway, LoadedChunk};
-use crate::cache::tier::{Disk, DiskError, Tier, Unsent};
+use crate::cache::tier::{Disk, DiskError, Unsent};
 use crate::format::{ChunkHash, Header, HeaderError, Space};
+use crate::protocol::Tier;
 
 /// Why a file is not this chunk.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::cache::tier::percent_of;
-use crate::cache::tier::policy::EvictionPolicy;
+use crate::protocol::EvictionPolicy;
 
 /// What the disk tier may use.
 #[derive(Debug, Clone)]

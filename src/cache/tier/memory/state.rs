@@ -9,9 +9,10 @@ use tokio::time::Instant;
 use super::{Found, MemoryStats};
 use crate::arena::Slot;
 use crate::cache::existence::CacheKey;
-use crate::cache::tier::policy::{EvictionPolicy, Queue};
+use crate::cache::tier::policy::Queue;
 use crate::cache::tier::removals::Removals;
 use crate::format::Space;
+use crate::protocol::EvictionPolicy;
 
 #[derive(Default)]
 pub(super) struct State {

@@ -17,20 +17,6 @@ pub use queue::Queue;
 
 use list::{At, Nodes};
 
-/// In which order chunks leave a tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum EvictionPolicy {
-    /// The one that was not used for longest.
-    #[default]
-    Lru,
-    /// The one that came first.
-    Fifo,
-    /// SIEVE (NSDI '24): the oldest that was not used since it was last looked at.
-    Sieve,
-    /// S3-FIFO (SOSP '23): what is new goes soon unless it is used, what was used stays long.
-    S3Fifo,
-}
-
 /// The order that a policy keeps. Every node is in exactly one of its lists from `insert` until `remove` or `evict`.
 trait Order<K> {
     fn insert(&mut self, nodes: &mut Nodes<K>, at: At);

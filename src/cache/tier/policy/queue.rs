@@ -1,3 +1,5 @@
+use super::Order;
+use crate::protocol::EvictionPolicy;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hash::Hash;
@@ -9,7 +11,6 @@ use super::list::{At, Nodes};
 use super::lru::Lru;
 use super::s3fifo::S3Fifo;
 use super::sieve::Sieve;
-use super::{EvictionPolicy, Order};
 
 /// The keys of a tier, in the order in which a policy lets them go.
 pub struct Queue<K> {

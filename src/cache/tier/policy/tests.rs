@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
+use crate::protocol::EvictionPolicy;
 
 const POLICIES: [EvictionPolicy; 4] = [
     EvictionPolicy::Lru,

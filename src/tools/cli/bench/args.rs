@@ -5,9 +5,9 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-use crate::cache::gateway::Order;
 use crate::config::Config;
 use crate::config::units::{ByteSize, MIB, parse_duration};
+use crate::protocol::Order;
 use crate::tools::bench::{Phase, Prompt, Settings};
 use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::tools::cli::error::CliError;

@@ -8,8 +8,8 @@ use super::expiry::Expiry;
 use super::shelf::Shelf;
 use super::tenants::Tenants;
 use crate::cache::existence::CacheKey;
-use crate::cache::tier::policy::EvictionPolicy;
 use crate::cache::tier::removals::Removals;
+use crate::protocol::EvictionPolicy;
 
 type KeyMap<V> = HashMap<CacheKey, V, RandomState>;
 

@@ -1,7 +1,8 @@
 use std::collections::HashMap;
 
 use crate::cache::existence::CacheKey;
-use crate::cache::tier::policy::{EvictionPolicy, Queue};
+use crate::cache::tier::policy::Queue;
+use crate::protocol::EvictionPolicy;
 
 /// What each tenant has, over all disks. One that was ever seen stays known: tenants come with spaces, which are few.
 pub(super) struct Tenants {

@@ -8,8 +8,8 @@ use tokio::time::Instant;
 use super::*;
 use crate::arena::{Arena, ArenaOptions, Slot};
 use crate::cache::existence::CacheKey;
-use crate::cache::tier::policy::EvictionPolicy;
 use crate::format::{ChunkHash, DType, Plane, Space, SpaceInput};
+use crate::protocol::EvictionPolicy;
 
 mod concurrent;
 mod failures;

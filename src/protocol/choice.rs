@@ -1,22 +1,25 @@
-//! Enumerations whose variants are the words a key accepts.
+//! Enumerations whose variants are words: in the configuration, over the wire and in reports.
 
 /// Declares such enumerations: each variant once, with its word and its meaning.
 macro_rules! choices {
     ($(
-        #[doc = $about:literal]
+        $( #[doc = $about:literal] )+
         $Name:ident {
-            $( #[doc = $doc:literal] $Variant:ident = $word:literal, )+
+            $( $( #[doc = $doc:literal] )+ $Variant:ident = $word:literal, )+
         }
     )+) => {$(
-        #[doc = $about]
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        $( #[doc = $about] )+
+        #[derive(
+            Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, ::serde::Serialize, ::serde::Deserialize,
+        )]
         pub enum $Name {
-            $( #[doc = $doc] $Variant, )+
+            $( $( #[doc = $doc] )+ #[serde(rename = $word)] $Variant, )+
         }
 
         impl $Name {
             pub const WORDS: &'static [(&'static str, Self)] = &[$( ($word, Self::$Variant), )+];
 
+            /// Stable.
             #[must_use]
             pub const fn word(self) -> &'static str {
                 match self {
@@ -33,4 +36,4 @@ macro_rules! choices {
     )+};
 }
 
-pub(super) use choices;
+pub(crate) use choices;

@@ -1,14 +1,11 @@
-//! What goes over the wire as JSON. The server reads what the client writes and the other way round, from the same types.
-//! `docs/API.md` and `docs/openapi.json` describe them for everybody else.
+//! Bodies and answers of the API's calls, as JSON.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cache::gateway::{Order, TierRun};
-use crate::config::Strategy;
+use super::words::{Order, Strategy, Tier};
 use crate::format::{ChunkHash, Plane, SpaceId};
-use crate::node::Share;
 
 /// Answer of `PUT /v1/spaces`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -86,7 +83,7 @@ pub struct LookupRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub strategy: Option<StrategyWord>,
+    pub strategy: Option<Strategy>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<u64>,
     /// Keeps those that are in memory there for so long.
@@ -95,22 +92,6 @@ pub struct LookupRequest {
     /// Brings those of the prefix that are not in memory there, in the background.
     #[serde(default)]
     pub prefetch: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum StrategyWord {
-    Exact,
-    Prefix,
-}
-
-impl From<StrategyWord> for Strategy {
-    fn from(word: StrategyWord) -> Self {
-        match word {
-            StrategyWord::Exact => Self::Exact,
-            StrategyWord::Prefix => Self::Prefix,
-        }
-    }
 }
 
 /// Masks in hex.
@@ -124,6 +105,14 @@ pub struct LookupAnswer {
     pub tiers: Vec<TierRun>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// A run of chunks that are in the same tier.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierRun {
+    pub tier: Tier,
+    pub from: usize,
+    pub count: usize,
 }
 
 /// Body of `POST /v1/load`.
@@ -196,6 +185,15 @@ pub struct ReserveChunk {
     /// Full chunks only: the space's `chunk_tokens`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<u32>,
+}
+
+/// What a rank owns of a chunk: these heads of these planes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Share {
+    /// Half-open.
+    pub planes: (usize, usize),
+    /// Half-open.
+    pub heads: (u32, u32),
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -290,6 +288,21 @@ pub struct FlushRequest {
     /// Chunks that the caller knows of to have been dropped.
     #[serde(default)]
     pub dropped: u64,
+}
+
+/// What a flush found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Flushed {
+    /// Chunks that still wait: 0 when the flush is complete.
+    pub pending: u64,
+    /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
+    pub dropped: u64,
+    /// Chunks that were committed since the start, and that the configuration keeps from S3.
+    #[serde(default)]
+    pub kept_back: u64,
+    /// Disks that could not be used at the start: whether they have what S3 has not is not known.
+    #[serde(default)]
+    pub unread_disks: u64,
 }
 
 /// An error, as RFC 9457 has it.
