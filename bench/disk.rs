@@ -12,9 +12,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::cache::existence::CacheKey;
 use kvgate::cache::tier::{Below, Disk, DiskOptions, Wrote};
-use kvgate::format::{ChunkHash, Space};
+use kvgate::format::{ChunkHash, ChunkId, Space};
 use serde_json::json;
 
 mod saving;
@@ -120,7 +119,7 @@ fn starts(rounds: usize, chunks: u32, cold: bool) -> Result<Vec<Row>, Failure> {
             "without TTL"
         };
         let mut row = Row::new(format!("whether {ASKED} chunks are there, {with}"), "");
-        let keys: Vec<CacheKey> = (0..ASKED).map(|i| (space.key(), hash(i * 7 % chunks))).collect();
+        let keys: Vec<ChunkId> = (0..ASKED).map(|i| (space.key(), hash(i * 7 % chunks))).collect();
         for _ in 0..rounds * 4 {
             let now = tokio::time::Instant::now();
             assert!(row.time(|| keys.iter().all(|key| disk.has(key, now))));

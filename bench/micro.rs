@@ -17,10 +17,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use crc_fast::CrcAlgorithm;
 use kvgate::arena::{Arena, ArenaOptions, SlotMut};
-use kvgate::cache::existence::{CacheKey, CacheLimits, ExistenceCache, Known};
+use kvgate::cache::existence::{CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
 use kvgate::format::{
-    ChunkHash, ChunkHasher, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
+    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
 };
 use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
@@ -381,14 +381,14 @@ fn limits() -> CacheLimits {
 
 fn existence(bench: &mut Bench) {
     let space = space().key();
-    let keys: Vec<CacheKey> = hashes(CHUNKS).into_iter().map(|hash| (space, hash)).collect();
-    let strangers: Vec<CacheKey> = hashes(2 * CHUNKS)[CHUNKS..]
+    let keys: Vec<ChunkId> = hashes(CHUNKS).into_iter().map(|hash| (space, hash)).collect();
+    let strangers: Vec<ChunkId> = hashes(2 * CHUNKS)[CHUNKS..]
         .iter()
         .map(|&hash| (space, hash))
         .collect();
     let etag: Arc<str> = "d41d8cd98f00b204e9800998ecf8427e".into();
     let known = || Known::Present(Arc::clone(&etag));
-    let fill = |map: &mut HashMap<CacheKey, Known>| {
+    let fill = |map: &mut HashMap<ChunkId, Known>| {
         for key in &keys {
             map.insert(*key, known());
         }

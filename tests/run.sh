@@ -99,6 +99,8 @@ rust_checks() {
 
 lint() {
     check "install lint tools" tests/servers/install.sh python deny
+    check "layers" "$VENV/bin/python" -B tests/layers.py
+    check "layers, turned round" "$VENV/bin/python" -B tests/layers.py --self-test
     check "ruff check" "$VENV/bin/ruff" check --no-cache .
     check "ruff format" "$VENV/bin/ruff" format --no-cache --check .
     check "shellcheck" shell_scripts

@@ -28,6 +28,9 @@ impl fmt::Display for SpaceKey {
     }
 }
 
+/// Names a chunk on every node: its space, and its hash in it.
+pub type ChunkId = (SpaceKey, ChunkHash);
+
 /// Where kvgate's objects are in a bucket: empty, or ends in a slash.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KeyPrefix(String);

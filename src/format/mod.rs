@@ -27,7 +27,7 @@ pub use dtype::DType;
 pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};
 pub use hex::HexError;
-pub use key::{Key, KeyPrefix, SpaceKey};
+pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
 pub use preset::{Attention, PRESETS, Preset};

@@ -44,9 +44,8 @@ use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
 use crate::cache::episode::Episode;
-use crate::cache::existence::CacheKey;
 use crate::cache::gateway::{AfterMiss, Credit, Gateway, LoadRequest, LoadedChunk};
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::protocol::{Flushed, Order};
 
 /// Limits of a node.
@@ -85,7 +84,7 @@ struct Inner {
     options: NodeOptions,
     started: Instant,
     spaces: DashMap<SpaceKey, Declared>,
-    ledger: Mutex<Ledger<CacheKey, Filled, LoadedChunk>>,
+    ledger: Mutex<Ledger<ChunkId, Filled, LoadedChunk>>,
     sessions: DashMap<String, Arc<Session>>,
     by_id: DashMap<SessionId, Arc<Session>>,
     ids: AtomicU64,
@@ -383,7 +382,7 @@ impl Node {
     }
 
     /// No panic can leave the ledger half-changed, so a poisoned lock is as good.
-    fn ledger(&self) -> MutexGuard<'_, Ledger<CacheKey, Filled, LoadedChunk>> {
+    fn ledger(&self) -> MutexGuard<'_, Ledger<ChunkId, Filled, LoadedChunk>> {
         self.0.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

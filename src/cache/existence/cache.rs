@@ -7,11 +7,8 @@ use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::time::Instant;
 
-use crate::format::{ChunkHash, SpaceKey};
+use crate::format::ChunkId;
 use crate::s3::object::Version;
-
-/// A chunk of a space, as the cache knows it.
-pub type CacheKey = (SpaceKey, ChunkHash);
 
 /// What the cache may hold, and for how long.
 #[derive(Debug, Clone, Copy)]
@@ -36,18 +33,18 @@ struct Entry {
 }
 
 /// What an entry costs: in the map with its control byte and load factor, in the order of age, and its ETag's text.
-const ENTRY_BYTES: usize = 2 * (size_of::<(CacheKey, Entry)>() + 1)
-    + size_of::<(CacheKey, Instant)>()
+const ENTRY_BYTES: usize = 2 * (size_of::<(ChunkId, Entry)>() + 1)
+    + size_of::<(ChunkId, Instant)>()
     + 16
     + "d41d8cd98f00b204e9800998ecf8427e".len();
 
 /// Remembers answers and damage. Bounded: the oldest answers go first, which are the next to expire anyway.
 pub struct ExistenceCache {
     limits: CacheLimits,
-    entries: DashMap<CacheKey, Entry>,
+    entries: DashMap<ChunkId, Entry>,
     /// When what was learned; an entry that was learned anew is here twice.
-    order: Mutex<VecDeque<(CacheKey, Instant)>>,
-    quarantined: DashMap<CacheKey, Version>,
+    order: Mutex<VecDeque<(ChunkId, Instant)>>,
+    quarantined: DashMap<ChunkId, Version>,
     /// Of `entries`, which would have to lock every shard to count them.
     count: AtomicUsize,
     peak_entries: AtomicUsize,
@@ -66,19 +63,19 @@ impl ExistenceCache {
     }
 
     /// What is known at `now`; None when it isn't or has expired.
-    pub fn get(&self, key: &CacheKey, now: Instant) -> Option<Known> {
+    pub fn get(&self, key: &ChunkId, now: Instant) -> Option<Known> {
         let entry = self.entries.get(key)?;
         self.fresh(&entry, now).then(|| entry.known.clone())
     }
 
     /// Whether the chunk is known to exist at `now`, without its ETag.
-    pub fn is_present(&self, key: &CacheKey, now: Instant) -> Option<bool> {
+    pub fn is_present(&self, key: &ChunkId, now: Instant) -> Option<bool> {
         let entry = self.entries.get(key)?;
         self.fresh(&entry, now).then(|| entry.known != Known::Absent)
     }
 
     /// Remembers an answer to a question that was asked at `asked`; what was learned since then stays.
-    pub fn learn(&self, key: CacheKey, known: Known, asked: Instant) {
+    pub fn learn(&self, key: ChunkId, known: Known, asked: Instant) {
         let learned = Instant::now();
         match self.entries.entry(key) {
             MapEntry::Occupied(entry) if entry.get().learned > asked => return,
@@ -99,13 +96,13 @@ impl ExistenceCache {
     }
 
     /// S3 acknowledged a store: whatever was wrong before is replaced.
-    pub fn stored(&self, key: CacheKey, etag: Arc<str>) {
+    pub fn stored(&self, key: ChunkId, etag: Arc<str>) {
         self.quarantined.remove(&key);
         self.learn(key, Known::Present(etag), Instant::now());
     }
 
     /// Nothing is known any more.
-    pub fn forget(&self, key: &CacheKey) {
+    pub fn forget(&self, key: &ChunkId) {
         self.removed(self.entries.remove(key).is_some());
     }
 
@@ -122,7 +119,7 @@ impl ExistenceCache {
 
     /// A read that was asked for at `asked` found this version damaged: absent as long as S3 shows it. What was
     /// learned since then, by a store that replaced it, stays.
-    pub fn quarantine(&self, key: CacheKey, version: Version, asked: Instant) {
+    pub fn quarantine(&self, key: ChunkId, version: Version, asked: Instant) {
         if self.entries.get(&key).is_some_and(|entry| entry.learned > asked) {
             return;
         }
@@ -136,12 +133,12 @@ impl ExistenceCache {
     }
 
     /// The damaged object is gone.
-    pub fn lift_quarantine(&self, key: &CacheKey) {
+    pub fn lift_quarantine(&self, key: &ChunkId) {
         self.quarantined.remove(key);
     }
 
     /// The damaged version of the object, if one was seen.
-    pub fn damaged(&self, key: &CacheKey) -> Option<Version> {
+    pub fn damaged(&self, key: &ChunkId) -> Option<Version> {
         self.quarantined.get(key).map(|version| version.clone())
     }
 
@@ -163,7 +160,7 @@ impl ExistenceCache {
         now.saturating_duration_since(entry.learned) < ttl
     }
 
-    fn evict(&self, key: CacheKey, learned: Instant) {
+    fn evict(&self, key: ChunkId, learned: Instant) {
         let mut order = self.lock_order();
         order.push_back((key, learned));
         // `order` has at least one place an entry, so bounding it bounds the map.
@@ -180,7 +177,7 @@ impl ExistenceCache {
         self.count.fetch_sub(removed.into(), Ordering::Relaxed);
     }
 
-    fn lock_order(&self) -> std::sync::MutexGuard<'_, VecDeque<(CacheKey, Instant)>> {
+    fn lock_order(&self) -> std::sync::MutexGuard<'_, VecDeque<(ChunkId, Instant)>> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -189,8 +186,9 @@ impl ExistenceCache {
 mod tests {
     use super::*;
     use crate::format::SpaceId;
+    use crate::format::{ChunkHash, SpaceKey};
 
-    fn key(i: u8) -> CacheKey {
+    fn key(i: u8) -> ChunkId {
         (SpaceKey::from(SpaceId([0; 32])), ChunkHash([i; 32]))
     }
 

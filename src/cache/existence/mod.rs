@@ -11,6 +11,6 @@ mod cache;
 mod prefix;
 mod prober;
 
-pub use cache::{CacheKey, CacheLimits, ExistenceCache, Known};
+pub use cache::{CacheLimits, ExistenceCache, Known};
 pub use prefix::{ChunkState, PrefixSearch};
 pub use prober::{Answer, Prober};

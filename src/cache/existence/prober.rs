@@ -5,9 +5,9 @@ use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Duration, Instant};
 
-use super::cache::{CacheKey, ExistenceCache, Known};
+use super::cache::{ExistenceCache, Known};
 use crate::cache::episode::Episode;
-use crate::format::{ChunkHash, KeyPrefix, Space};
+use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space};
 use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
@@ -32,7 +32,7 @@ struct Inner {
     time_limit: Duration,
     /// Objects of a wrong length.
     damaged: Episode,
-    flights: DashMap<CacheKey, watch::Receiver<Option<Answer>>>,
+    flights: DashMap<ChunkId, watch::Receiver<Option<Answer>>>,
 }
 
 impl Prober {
@@ -111,7 +111,7 @@ fn unknown(key: &str, kind: ErrorKind, detail: &str) -> Answer {
 }
 
 impl Inner {
-    async fn ask_store(&self, cache_key: CacheKey, key: &str, object_len: u64, deadline: Instant) -> Answer {
+    async fn ask_store(&self, cache_key: ChunkId, key: &str, object_len: u64, deadline: Instant) -> Answer {
         let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, self.permits.acquire()).await else {
             return unknown(key, ErrorKind::Deadline, "waiting for its turn");
         };

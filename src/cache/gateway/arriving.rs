@@ -12,13 +12,13 @@ use tokio::sync::watch;
 use super::Miss;
 use super::load::LoadedChunk;
 use super::task::Task;
-use crate::cache::existence::CacheKey;
+use crate::format::ChunkId;
 
 type Outcome = Result<LoadedChunk, Miss>;
 
 #[derive(Default)]
 pub(super) struct Arriving {
-    flights: DashMap<CacheKey, (u64, Weak<Flight>)>,
+    flights: DashMap<ChunkId, (u64, Weak<Flight>)>,
     numbers: AtomicU64,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Flight {
 /// The right and the duty to fetch a chunk. Dropped before it tells, it leaves those who wait to themselves.
 pub(super) struct Announcement {
     arriving: Arc<Arriving>,
-    key: CacheKey,
+    key: ChunkId,
     number: u64,
     tell: watch::Sender<Option<Outcome>>,
     /// Keeps what others join.
@@ -40,12 +40,12 @@ pub(super) struct Announcement {
 }
 
 impl Arriving {
-    pub fn join(&self, key: &CacheKey) -> Option<Arc<Flight>> {
+    pub fn join(&self, key: &ChunkId) -> Option<Arc<Flight>> {
         self.flights.get(key)?.1.upgrade()
     }
 
     /// Joins whoever fetches the chunk, or announces that the caller does.
-    pub fn announce(self: &Arc<Self>, key: CacheKey) -> Result<Announcement, Arc<Flight>> {
+    pub fn announce(self: &Arc<Self>, key: ChunkId) -> Result<Announcement, Arc<Flight>> {
         let entry = self.flights.entry(key);
         if let Entry::Occupied(entry) = &entry
             && let Some(flight) = entry.get().1.upgrade()
@@ -105,11 +105,11 @@ impl Drop for Announcement {
 
 impl Arriving {
     /// From here on nobody joins whoever fetches it.
-    pub fn forget(&self, key: &CacheKey) {
+    pub fn forget(&self, key: &ChunkId) {
         self.flights.remove(key);
     }
 
-    fn leave(&self, key: &CacheKey, number: u64) {
+    fn leave(&self, key: &ChunkId, number: u64) {
         self.flights.remove_if(key, |_, entry| entry.0 == number);
     }
 }

@@ -16,9 +16,8 @@ use tokio::time::Instant;
 use super::fetch::read_verified;
 use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::{Backlog, Disk, Unsent};
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
 /// A space's JSON is far below this, with its tens of thousands of planes at most.
 const SPACE_JSON_BYTES_MAX: usize = 64 << 20;
@@ -149,7 +148,7 @@ impl Tiers {
     fn take_on(&self, backlog: &Backlog, homeless: &mut HashSet<SpaceKey>) {
         let keys = backlog.chunks.iter().map(|(space, chunk)| (space.key(), *chunk));
         // Some were sent since their disk was read: the list before may have had them too.
-        let is_unsent = |key: &CacheKey| self.disk().is_some_and(|disk| disk.unsent(key) != Unsent::No);
+        let is_unsent = |key: &ChunkId| self.disk().is_some_and(|disk| disk.unsent(key) != Unsent::No);
         let keys = keys.filter(is_unsent);
         self.behind
             .add_backlog(keys.chain(backlog.homeless.iter().copied()));

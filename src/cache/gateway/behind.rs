@@ -18,9 +18,8 @@ use super::fetch::verify;
 use super::tiers::Tiers;
 use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::{Below, Memory, Wrote};
-use crate::format::{ChunkHash, Space};
+use crate::format::{ChunkHash, ChunkId, Space};
 use crate::protocol::{Flushed, WhenFull};
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 use serde::Serialize;
@@ -48,12 +47,12 @@ pub(super) struct Behind {
 #[derive(Default)]
 struct State {
     entries: BTreeMap<u64, Entry>,
-    chunks: HashMap<CacheKey, u64>,
+    chunks: HashMap<ChunkId, u64>,
     committed: u64,
     room_bytes: usize,
     dropped: Dropped,
     /// Chunks that only a disk has, and that are still to be sent from there: none of them has an entry.
-    backlog: HashSet<CacheKey>,
+    backlog: HashSet<ChunkId>,
     /// A task starts those whose turn comes.
     dispatching: bool,
     stats: BehindStats,
@@ -62,15 +61,15 @@ struct State {
 /// Chunks that were given up, the latest ones.
 #[derive(Default)]
 struct Dropped {
-    chunks: HashSet<CacheKey>,
-    order: VecDeque<CacheKey>,
+    chunks: HashSet<ChunkId>,
+    order: VecDeque<ChunkId>,
 }
 
 /// How many are remembered.
 const DROPPED_MAX: usize = 1 << 16;
 
 struct Entry {
-    key: CacheKey,
+    key: ChunkId,
     bytes: usize,
     /// Chunks before it in the chain that wait as well.
     depth: u32,
@@ -134,7 +133,7 @@ impl Behind {
 
     /// Room for a chunk, if need be that of others which are dropped: of those that are deeper than it would be, so never
     /// of those that it comes after.
-    pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&CacheKey>) -> Option<Room> {
+    pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&ChunkId>) -> Option<Room> {
         let mut dropped = Vec::new();
         let mut state = self.lock();
         let depth = state.depth_after(parent);
@@ -172,17 +171,17 @@ impl Behind {
     }
 
     /// The chunk was not even taken: what comes after it in the chain is of no use either.
-    pub fn refused(&self, key: CacheKey) {
+    pub fn refused(&self, key: ChunkId) {
         self.lock().dropped.add(key);
     }
 
     /// Some tier below has the chunk, whoever brought it there.
-    pub fn is_there(&self, key: &CacheKey) {
+    pub fn is_there(&self, key: &ChunkId) {
         self.lock().dropped.chunks.remove(key);
     }
 
     /// The chunk is to be nowhere.
-    pub fn cancel(&self, key: &CacheKey) {
+    pub fn cancel(&self, key: &ChunkId) {
         let cancelled = {
             let mut state = self.lock();
             state.backlog.remove(key);
@@ -194,12 +193,12 @@ impl Behind {
     }
 
     /// Whether the chunk was given up or refused, and not taken since.
-    pub fn was_dropped(&self, key: &CacheKey) -> bool {
+    pub fn was_dropped(&self, key: &ChunkId) -> bool {
         self.lock().dropped.chunks.contains(key)
     }
 
     /// A chunk waits from here on, with its room. False if it is given up because its parent was.
-    fn push(&self, room: Room, key: CacheKey, parent: Option<CacheKey>, job: Job) -> bool {
+    fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: Job) -> bool {
         let mut state = self.lock();
         if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
             state.stats.dropped += 1;
@@ -268,7 +267,7 @@ impl Behind {
     }
 
     /// Chunks that the disks have. Those that are in memory as well go from there.
-    pub fn add_backlog(&self, chunks: impl Iterator<Item = CacheKey>) {
+    pub fn add_backlog(&self, chunks: impl Iterator<Item = ChunkId>) {
         let mut state = self.lock();
         for key in chunks {
             if !state.chunks.contains_key(&key) {
@@ -277,12 +276,12 @@ impl Behind {
         }
     }
 
-    pub fn is_backlog(&self, key: &CacheKey) -> bool {
+    pub fn is_backlog(&self, key: &ChunkId) -> bool {
         self.lock().backlog.contains(key)
     }
 
     /// One of the backlog is on S3, or on the last tier by now.
-    pub fn backlog_ends(&self, key: &CacheKey, kept_back: bool) {
+    pub fn backlog_ends(&self, key: &ChunkId, kept_back: bool) {
         let mut state = self.lock();
         if state.backlog.remove(key) {
             state.stats.kept_back += u64::from(kept_back);
@@ -292,7 +291,7 @@ impl Behind {
     }
 
     /// No disk has these any more. Those that are in memory as well, that were sent or deleted are no loss.
-    pub fn lost(&self, keys: impl IntoIterator<Item = CacheKey>) {
+    pub fn lost(&self, keys: impl IntoIterator<Item = ChunkId>) {
         let mut state = self.lock();
         let lost = keys.into_iter().filter(|key| state.backlog.remove(key)).count() as u64;
         drop(state);
@@ -350,7 +349,7 @@ impl Behind {
     }
 
     /// Gives up all that waits; answers how many chunks are lost with that, and how many a disk keeps.
-    pub fn give_up(&self, is_kept: impl Fn(&CacheKey) -> bool) -> (u64, u64) {
+    pub fn give_up(&self, is_kept: impl Fn(&ChunkId) -> bool) -> (u64, u64) {
         let mut state = self.lock();
         let numbers: Vec<u64> = state.entries.keys().copied().collect();
         let entries: Vec<_> = numbers
@@ -385,7 +384,7 @@ impl Behind {
 
 impl State {
     /// What a chunk's depth is, or would be.
-    fn depth_after(&self, parent: Option<&CacheKey>) -> u32 {
+    fn depth_after(&self, parent: Option<&ChunkId>) -> u32 {
         let before = parent.and_then(|parent| self.chunks.get(parent));
         let before = before.and_then(|before| self.entries.get(before));
         before.map_or(0, |before| before.depth + 1)
@@ -415,7 +414,7 @@ impl State {
 }
 
 impl Dropped {
-    fn add(&mut self, key: CacheKey) {
+    fn add(&mut self, key: ChunkId) {
         if self.chunks.insert(key) {
             self.order.push_back(key);
         }
@@ -589,7 +588,7 @@ async fn dispatch(gateway: Gateway, behind: Arc<Behind>) {
 }
 
 /// Lets a chunk leave memory.
-struct Clean(Arc<Memory>, CacheKey);
+struct Clean(Arc<Memory>, ChunkId);
 
 impl Drop for Clean {
     fn drop(&mut self) {

@@ -8,9 +8,8 @@ use tokio::time::Instant;
 use super::behind::{BehindStats, Room, Sealed};
 use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::{Disk, DiskStats, MemoryStats, Share, Unsent};
-use crate::format::{ChunkHash, Space};
+use crate::format::{ChunkHash, ChunkId, Space};
 
 /// A slot that an engine may fill, and its place in the write-behind.
 pub struct Reserved {
@@ -94,7 +93,7 @@ impl Gateway {
     fn take_room(
         &self,
         space: &Space,
-        key: &CacheKey,
+        key: &ChunkId,
         parent: &ChunkHash,
         credit: Option<&Credit>,
     ) -> Option<Reserved> {
@@ -193,7 +192,7 @@ impl Gateway {
     /// these are sent the next time.
     pub fn give_up(&self) -> (u64, u64) {
         let given_up = self.0.tiers.as_ref().map_or((0, 0), |tiers| {
-            let is_kept = |key: &CacheKey| tiers.disk().map(|disk| disk.unsent(key)) == Some(Unsent::Here);
+            let is_kept = |key: &ChunkId| tiers.disk().map(|disk| disk.unsent(key)) == Some(Unsent::Here);
             tiers.behind.give_up(is_kept)
         });
         self.abort_puts();

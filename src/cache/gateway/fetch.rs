@@ -14,8 +14,8 @@ use super::load::LoadedChunk;
 use super::turns::{Place, Turn, Waiting};
 use super::{Gateway, Miss};
 use crate::arena::{Slot, SlotMut};
-use crate::cache::existence::{CacheKey, Known};
-use crate::format::{ChunkHash, DigestKind, Section, Space};
+use crate::cache::existence::Known;
+use crate::format::{ChunkHash, ChunkId, DigestKind, Section, Space};
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
@@ -204,7 +204,7 @@ impl Wanted {
         ObjectError::new(Operation::Get, &self.key, kind, detail)
     }
 
-    fn cache_key(&self) -> CacheKey {
+    fn cache_key(&self) -> ChunkId {
         (self.space.key(), self.chunk)
     }
 

@@ -49,8 +49,8 @@ use self::tiers::Tiers;
 use self::turns::Turns;
 use self::warnings::Warnings;
 use crate::arena::Arena;
-use crate::cache::existence::{CacheKey, ExistenceCache, Known, Prober};
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::cache::existence::{ExistenceCache, Known, Prober};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
 
@@ -71,7 +71,7 @@ struct Inner {
     /// KiB that PUTs may have in flight.
     put_kib: Arc<Semaphore>,
     /// Chunks whose PUT or DELETE is under way: the other waits for its end.
-    changing: DashMap<CacheKey, Option<AbortHandle>>,
+    changing: DashMap<ChunkId, Option<AbortHandle>>,
     /// One of them has ended.
     changed: Notify,
     /// When each space's space.json was last seen to be there; locked while that is being found out.
@@ -158,7 +158,7 @@ impl Gateway {
         self.0.store.endpoints()
     }
 
-    async fn remove_here(&self, key: &CacheKey) {
+    async fn remove_here(&self, key: &ChunkId) {
         if let Some(tiers) = &self.0.tiers {
             tiers.behind.cancel(key);
             tiers.arriving.forget(key);

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
-use crate::cache::existence::{Answer, CacheKey};
-use crate::format::{ChunkHash, Crc64, Header, Space, object_crc64};
+use crate::cache::existence::Answer;
+use crate::format::{ChunkHash, ChunkId, Crc64, Header, Space, object_crc64};
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 
 /// The arena has no room for a chunk now; the chunk is not stored, nothing else happens.
@@ -175,7 +175,7 @@ impl Gateway {
     }
 
     /// The right to change a chunk on S3, unless somebody has it.
-    fn try_change(&self, key: CacheKey) -> Option<Change> {
+    fn try_change(&self, key: ChunkId) -> Option<Change> {
         let is_free = match self.0.changing.entry(key) {
             Entry::Occupied(_) => false,
             Entry::Vacant(entry) => {
@@ -187,7 +187,7 @@ impl Gateway {
     }
 
     /// The same, when whoever has it is done.
-    pub(super) async fn change(&self, key: CacheKey) -> Change {
+    pub(super) async fn change(&self, key: ChunkId) -> Change {
         loop {
             let changed = self.0.changed.notified();
             tokio::pin!(changed);
@@ -215,7 +215,7 @@ impl Gateway {
         permits.acquire_many_owned(kib(bytes).min(most)).await.ok()
     }
 
-    fn no_turn(&self, (space, chunk): CacheKey) -> ObjectError {
+    fn no_turn(&self, (space, chunk): ChunkId) -> ObjectError {
         let key = self.0.options.keys.chunk(space, &chunk);
         ObjectError::new(Operation::Put, &key, ErrorKind::Deadline, "waiting for its turn")
     }
@@ -305,7 +305,7 @@ impl Gateway {
     }
 
     /// A damaged object that is gone by now is no longer in the way.
-    async fn settle(&self, key: &str, cache_key: CacheKey, deadline: Instant) -> Result<(), ObjectError> {
+    async fn settle(&self, key: &str, cache_key: ChunkId, deadline: Instant) -> Result<(), ObjectError> {
         match self.0.store.head(key, deadline).await {
             Err(error) if error.kind == ErrorKind::NotFound => {
                 self.0.cache.lift_quarantine(&cache_key);
@@ -394,7 +394,7 @@ impl Gateway {
 }
 
 /// A PUT or a DELETE under way, until it has ended in whatever way.
-pub(super) struct Change(Gateway, CacheKey);
+pub(super) struct Change(Gateway, ChunkId);
 
 impl Drop for Change {
     fn drop(&mut self) {

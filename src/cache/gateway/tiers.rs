@@ -11,9 +11,8 @@ use super::arriving::Arriving;
 use super::behind::{Behind, BehindOptions, Sealed};
 use super::load::LoadedChunk;
 use crate::arena::{Arena, Slot};
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::{Below, Disk, Memory, MemoryOptions};
-use crate::format::{ChunkHash, Space};
+use crate::format::{ChunkHash, ChunkId, Space};
 use crate::protocol::Tier;
 
 /// How the tiers of a node work together.
@@ -78,7 +77,7 @@ impl Tiers {
     }
 
     /// Whether the disk may be asked, and has the chunk.
-    pub fn is_on_disk(&self, key: &CacheKey, now: Instant) -> bool {
+    pub fn is_on_disk(&self, key: &ChunkId, now: Instant) -> bool {
         self.options.memory_flow.asks_lower && self.disk().is_some_and(|disk| disk.has(key, now))
     }
 }

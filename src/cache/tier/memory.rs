@@ -19,8 +19,7 @@ use tokio::time::Instant;
 use self::state::{Going, Held, Resident, State, is_pinned};
 use super::percent_of;
 use crate::arena::{Arena, Slot};
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
 /// What the tier may keep.
 #[derive(Debug, Clone, Copy)]
@@ -111,14 +110,14 @@ impl Memory {
         }
     }
 
-    pub fn has(&self, key: &CacheKey) -> bool {
+    pub fn has(&self, key: &ChunkId) -> bool {
         let mut has = false;
         self.find(key.0, &[key.1], |_| has = true);
         has
     }
 
     /// The chunk, which is in use from now on for as long as the answer lives.
-    pub fn get(&self, key: &CacheKey, space: &Space) -> Option<Found> {
+    pub fn get(&self, key: &ChunkId, space: &Space) -> Option<Found> {
         let now = Instant::now();
         let mut state = self.lock();
         let State {
@@ -147,16 +146,16 @@ impl Memory {
     }
 
     /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
-    pub fn insert(&self, key: CacheKey, space: &Space, object: Slot, since: Instant) -> bool {
+    pub fn insert(&self, key: ChunkId, space: &Space, object: Slot, since: Instant) -> bool {
         self.keep(key, space, Held::Object(object), false, since)
     }
 
     /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
-    pub fn insert_new(&self, key: CacheKey, space: &Space, payload: Slot, dirty: bool) -> bool {
+    pub fn insert_new(&self, key: ChunkId, space: &Space, payload: Slot, dirty: bool) -> bool {
         self.keep(key, space, Held::Payload(payload), dirty, Instant::now())
     }
 
-    fn keep(&self, key: CacheKey, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
+    fn keep(&self, key: ChunkId, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
         let now = Instant::now();
         let is_from_below = matches!(held, Held::Object(_));
         let bytes = space.layout().object_len();
@@ -216,7 +215,7 @@ impl Memory {
     }
 
     /// The header is in front of the payload now.
-    pub fn sealed(&self, key: &CacheKey, object: Slot) {
+    pub fn sealed(&self, key: &ChunkId, object: Slot) {
         let mut state = self.lock();
         let before = state
             .chunks
@@ -228,25 +227,25 @@ impl Memory {
     }
 
     /// A lower tier has the chunk, or it was decided that none needs it.
-    pub fn clean(&self, key: &CacheKey) {
+    pub fn clean(&self, key: &ChunkId) {
         self.lock().set_dirty(key, false);
         self.arena.nudge();
     }
 
     /// It is on its way to a lower tier.
-    pub fn soil(&self, key: &CacheKey) {
+    pub fn soil(&self, key: &ChunkId) {
         self.lock().set_dirty(key, true);
     }
 
     /// It was due and could not go lower: it is with the next access.
-    pub fn put_off(&self, key: &CacheKey) {
+    pub fn put_off(&self, key: &ChunkId) {
         if let Some(resident) = self.lock().chunks.get_mut(key) {
             resident.was_due = false;
         }
     }
 
     /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
-    pub fn delete(&self, key: &CacheKey) {
+    pub fn delete(&self, key: &ChunkId) {
         let mut state = self.lock();
         state.removals.add(*key);
         let deleted = state.take(key);
@@ -312,10 +311,10 @@ impl Memory {
         let now = Instant::now();
         let mut state = self.lock();
         let State { chunks, pins, .. } = &*state;
-        let old = |(key, resident): &(&CacheKey, &Resident)| {
+        let old = |(key, resident): &(&ChunkId, &Resident)| {
             self.is_expired(resident, now) && !resident.is_used() && !is_pinned(pins, key, now)
         };
-        let old: Vec<CacheKey> = chunks.iter().filter(old).map(|(key, _)| *key).collect();
+        let old: Vec<ChunkId> = chunks.iter().filter(old).map(|(key, _)| *key).collect();
         let gone: Vec<Resident> = old.iter().filter_map(|key| state.take(key)).collect();
         state.stats.expired += gone.len() as u64;
         // Slots are given back without the lock.

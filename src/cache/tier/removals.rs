@@ -3,20 +3,20 @@ use std::collections::{HashMap, VecDeque};
 use foldhash::fast::RandomState;
 use tokio::time::Instant;
 
-use crate::cache::existence::CacheKey;
+use crate::format::ChunkId;
 
 /// Chunks that were deleted of late: whoever began before that to bring one must not put it back.
 #[derive(Default)]
 pub(super) struct Removals {
-    when: HashMap<CacheKey, Instant, RandomState>,
-    order: VecDeque<CacheKey>,
+    when: HashMap<ChunkId, Instant, RandomState>,
+    order: VecDeque<ChunkId>,
 }
 
 /// How many are remembered: more than anybody deletes while one chunk is brought.
 const MOST: usize = 1 << 16;
 
 impl Removals {
-    pub fn add(&mut self, key: CacheKey) {
+    pub fn add(&mut self, key: ChunkId) {
         if self.when.insert(key, Instant::now()).is_none() {
             self.order.push_back(key);
         }
@@ -27,11 +27,11 @@ impl Removals {
         }
     }
 
-    pub fn has(&self, key: &CacheKey) -> bool {
+    pub fn has(&self, key: &ChunkId) -> bool {
         self.when.contains_key(key)
     }
 
-    pub fn has_since(&self, key: &CacheKey, since: Instant) -> bool {
+    pub fn has_since(&self, key: &ChunkId, since: Instant) -> bool {
         self.when.get(key).is_some_and(|removed| *removed >= since)
     }
 }

@@ -18,8 +18,7 @@ use super::error::DiskError;
 use super::fault::Fault;
 use super::space_folder::SpaceFolders;
 use super::temp::{TEMP_FOLDER, Temp};
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, KeyPrefix, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space, SpaceKey};
 
 const LOCK_FILE: &str = "kvgate.lock";
 /// Files that can't be read and that the tier below never got, for people to look at: `{space}-{chunk}`.
@@ -158,7 +157,7 @@ impl Folder {
     }
 
     /// Moves an object's file to where people find it. There, the oldest go when they are more than `bytes_max`.
-    pub fn set_aside(&self, key: &CacheKey, bytes_max: u64) -> io::Result<()> {
+    pub fn set_aside(&self, key: &ChunkId, bytes_max: u64) -> io::Result<()> {
         self.make_folder(LOST_FOLDER)?;
         let aside = format!("{LOST_FOLDER}/{}-{}", key.0, key.1);
         match renameat(&self.root, name_of(key), &self.root, &aside) {
@@ -189,7 +188,7 @@ impl Folder {
     }
 
     /// Fills `object` from the file, if it has that length. Notes the use in the file's times: the order after a restart.
-    pub fn read(&self, key: &CacheKey, object: &mut [u8]) -> io::Result<Found> {
+    pub fn read(&self, key: &ChunkId, object: &mut [u8]) -> io::Result<Found> {
         let name = name_of(key);
         if self.is_direct() && direct::is_aligned(object) {
             match self.read_file(&name, object, OFlags::DIRECT) {
@@ -201,7 +200,7 @@ impl Folder {
     }
 
     /// An object's file is dirty no more, if it is there.
-    pub fn clean(&self, key: &CacheKey) -> io::Result<()> {
+    pub fn clean(&self, key: &ChunkId) -> io::Result<()> {
         let name = name_of(key);
         let clean = || {
             let mode = Mode::from_raw_mode(statat(&self.root, &name, AtFlags::empty())?.st_mode);
@@ -214,7 +213,7 @@ impl Folder {
     }
 
     /// Removes an object's file, if it is there.
-    pub fn remove(&self, key: &CacheKey) -> io::Result<()> {
+    pub fn remove(&self, key: &ChunkId) -> io::Result<()> {
         match unlinkat(&self.root, name_of(key), AtFlags::empty()) {
             Err(Errno::NOENT) => Ok(()),
             result => Ok(result?),
@@ -335,7 +334,7 @@ pub(super) fn is_dirty(mode: u32) -> bool {
 }
 
 /// The file of a chunk: its key on S3 without the prefix.
-fn name_of(key: &CacheKey) -> String {
+fn name_of(key: &ChunkId) -> String {
     KeyPrefix::default().chunk(key.0, &key.1)
 }
 

@@ -12,8 +12,7 @@ use super::options::DiskOptions;
 use super::shared::Shared;
 use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
 /// The disk tier; see the [module](super). Cheap to clone.
 ///
@@ -54,12 +53,12 @@ impl Disk {
     }
 
     /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.
-    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
+    pub fn has(&self, key: &ChunkId, now: Instant) -> bool {
         self.0.index.has(key, now)
     }
 
     /// The chunk was used, though not read from here.
-    pub fn touch(&self, key: &CacheKey) {
+    pub fn touch(&self, key: &ChunkId) {
         self.0.index.touch(key);
     }
 
@@ -130,18 +129,18 @@ impl Disk {
 
     /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped. What the
     /// tier below does not have stays: see [`set_aside`](Self::set_aside).
-    pub async fn remove(&self, key: &CacheKey) {
+    pub async fn remove(&self, key: &ChunkId) {
         self.leave(self.0.index.take(key, None)).await;
     }
 
     /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
-    pub async fn delete(&self, key: &CacheKey) {
+    pub async fn delete(&self, key: &ChunkId) {
         self.leave(self.0.index.delete(key)).await;
     }
 
     /// A chunk that the tier below does not have can't be read, and is lost. Its file is moved to where people find it. True
     /// if it was here until now: so each loss is counted once.
-    pub async fn set_aside(&self, key: &CacheKey) -> bool {
+    pub async fn set_aside(&self, key: &ChunkId) -> bool {
         let Some(gone) = self.0.index.take_lost(key) else {
             return false;
         };
@@ -152,7 +151,7 @@ impl Disk {
     }
 
     /// The tier below has the chunk.
-    pub async fn clean(&self, key: &CacheKey) {
+    pub async fn clean(&self, key: &ChunkId) {
         if let Some(disk) = self.0.index.clean(key) {
             let (shared, key) = (Arc::clone(&self.0), *key);
             // One that hangs is taken out, which says why.
@@ -161,7 +160,7 @@ impl Disk {
     }
 
     /// Whether a disk has the chunk, and the tier below has not as far as is known.
-    pub fn unsent(&self, key: &CacheKey) -> Unsent {
+    pub fn unsent(&self, key: &ChunkId) -> Unsent {
         self.0.index.unsent(key)
     }
 
@@ -210,12 +209,12 @@ impl Disk {
     }
 
     /// Keeps a chunk from eviction, and readable past its time, until it is unpinned as often. It need not be there yet.
-    pub fn pin(&self, key: &CacheKey) {
+    pub fn pin(&self, key: &ChunkId) {
         self.0.index.pin(key);
     }
 
     /// Ends one [`pin`](Self::pin).
-    pub fn unpin(&self, key: &CacheKey) {
+    pub fn unpin(&self, key: &ChunkId) {
         self.0.index.unpin(key);
     }
 

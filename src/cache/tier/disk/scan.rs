@@ -11,8 +11,7 @@ use std::time::SystemTime;
 use super::folder::{Folder, is_dirty};
 use super::options::DiskOptions;
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
 /// The chunks of a disk.
 #[derive(Default)]
@@ -25,7 +24,7 @@ pub(super) struct Scan {
     /// Files that were no whole chunk, and that the tier below does not have: they were moved aside.
     pub damaged: u64,
     /// What the tier below does not have, of spaces whose `space.json` is missing.
-    pub homeless: Vec<CacheKey>,
+    pub homeless: Vec<ChunkId>,
 }
 
 pub(super) struct ScannedChunk {
@@ -90,7 +89,7 @@ impl Scan {
     fn read_chunk(
         &mut self,
         folder: &Folder,
-        key: CacheKey,
+        key: ChunkId,
         entry: &DirEntry,
         object_len: u64,
         options: &DiskOptions,

@@ -12,8 +12,7 @@ use super::handle::Wrote;
 use super::index::{Entry, Gone, Index, Reservation};
 use super::options::DiskOptions;
 use super::stats::{Backlog, DiskStats, PathStats};
-use crate::cache::existence::CacheKey;
-use crate::format::{Space, SpaceKey};
+use crate::format::{ChunkId, Space, SpaceKey};
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
 const EXPIRED_PER_WRITE: usize = 16;
@@ -190,7 +189,7 @@ impl Shared {
         Ok(Wrote::NoRoom)
     }
 
-    pub fn read(self: &Arc<Self>, key: &CacheKey, entry: &Entry, object: &mut [u8]) -> Result<(), DiskError> {
+    pub fn read(self: &Arc<Self>, key: &ChunkId, entry: &Entry, object: &mut [u8]) -> Result<(), DiskError> {
         let folder = self.folder(entry.disk).ok_or(DiskError::Out)?;
         let found = folder.read(key, object);
         if matches!(found, Ok(Found::Whole)) {
@@ -212,7 +211,7 @@ impl Shared {
     }
 
     /// The tier below has the chunk.
-    pub fn clean(&self, disk: usize, key: &CacheKey) {
+    pub fn clean(&self, disk: usize, key: &ChunkId) {
         // Dirty for ever costs a question to the tier below at each start.
         if let Some(folder) = self.folder(disk)
             && let Err(error) = folder.clean(key)
@@ -237,7 +236,7 @@ impl Shared {
     }
 
     /// Removes a file that is none of the index's.
-    pub fn discard(&self, disk: usize, folder: &Folder, key: &CacheKey) {
+    pub fn discard(&self, disk: usize, folder: &Folder, key: &ChunkId) {
         if let Err(error) = folder.remove(key) {
             self.failed(disk, "remove an object", error);
         }

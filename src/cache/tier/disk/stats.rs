@@ -1,7 +1,6 @@
 use std::path::PathBuf;
 
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, Space};
+use crate::format::{ChunkHash, ChunkId, Space};
 
 /// Whether a disk has what the tier below has not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,9 +17,9 @@ pub struct Backlog {
     /// The oldest first.
     pub chunks: Vec<(Space, ChunkHash)>,
     /// Their space is not known: its `space.json` is missing, and they wait for [`Disk::adopt`](super::Disk::adopt).
-    pub homeless: Vec<CacheKey>,
+    pub homeless: Vec<ChunkId>,
     /// They were there before the disk was taken out, and are not any more.
-    pub missing: Vec<CacheKey>,
+    pub missing: Vec<ChunkId>,
     /// Files that were no whole chunks, and were moved aside.
     pub damaged: u64,
 }

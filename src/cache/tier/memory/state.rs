@@ -8,15 +8,14 @@ use tokio::time::Instant;
 
 use super::{Found, MemoryStats};
 use crate::arena::Slot;
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::policy::Queue;
 use crate::cache::tier::removals::Removals;
-use crate::format::Space;
+use crate::format::{ChunkId, Space};
 use crate::protocol::EvictionPolicy;
 
 #[derive(Default)]
 pub(super) struct State {
-    pub chunks: HashMap<CacheKey, Resident, RandomState>,
+    pub chunks: HashMap<ChunkId, Resident, RandomState>,
     pub tenants: HashMap<Arc<str>, Tenant>,
     /// Until when those that were pinned stay.
     pub pins: Pins,
@@ -25,7 +24,7 @@ pub(super) struct State {
 }
 
 pub(super) struct Tenant {
-    pub queue: Queue<CacheKey>,
+    pub queue: Queue<ChunkId>,
     pub bytes: usize,
     /// For chunks that are about to come.
     pub reserved: usize,
@@ -70,9 +69,9 @@ impl Going {
     }
 }
 
-pub(super) type Pins = HashMap<CacheKey, Instant, RandomState>;
+pub(super) type Pins = HashMap<ChunkId, Instant, RandomState>;
 
-pub(super) fn is_pinned(pins: &Pins, key: &CacheKey, now: Instant) -> bool {
+pub(super) fn is_pinned(pins: &Pins, key: &ChunkId, now: Instant) -> bool {
     pins.get(key).is_some_and(|until| *until > now)
 }
 
@@ -122,7 +121,7 @@ impl State {
             pins,
             ..
         } = self;
-        let may_go = |key: &CacheKey| {
+        let may_go = |key: &ChunkId| {
             chunks.get(key).is_none_or(|resident| {
                 let helps = resident.held.slot().slot_offset() < going.before;
                 let stays = !going.pinned && is_pinned(pins, key, going.now);
@@ -134,7 +133,7 @@ impl State {
         self.take(&key).map(|resident| resident.held)
     }
 
-    pub fn set_dirty(&mut self, key: &CacheKey, dirty: bool) {
+    pub fn set_dirty(&mut self, key: &ChunkId, dirty: bool) {
         if let Some(resident) = self.chunks.get_mut(key) {
             self.stats.dirty_bytes -= resident.dirty_bytes();
             resident.dirty = dirty;
@@ -142,7 +141,7 @@ impl State {
         }
     }
 
-    pub fn take(&mut self, key: &CacheKey) -> Option<Resident> {
+    pub fn take(&mut self, key: &ChunkId) -> Option<Resident> {
         let resident = self.chunks.remove(key)?;
         self.pins.remove(key);
         self.stats.bytes -= resident.bytes as u64;

@@ -33,7 +33,7 @@ fn options() -> MemoryOptions {
     }
 }
 
-fn key(space: &Space, i: u8) -> CacheKey {
+fn key(space: &Space, i: u8) -> ChunkId {
     (space.key(), ChunkHash([i; 32]))
 }
 

@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use super::fault::Fault;
 use super::options::DiskOptions;
 use super::stats::{PathStats, Unsent};
-use crate::cache::existence::CacheKey;
+use crate::format::ChunkId;
 
 use reservation::file_bytes;
 pub(super) use reservation::{Placed, Reservation};
@@ -44,7 +44,7 @@ const EVICTED_WHEN_FULL: u64 = 4;
 pub(super) struct Index {
     limits: Limits,
     /// Changed only under the lock of `state`; nobody who holds a guard of it may take that lock.
-    entries: DashMap<CacheKey, Entry, RandomState>,
+    entries: DashMap<ChunkId, Entry, RandomState>,
     /// Which disks are not taken out.
     works: Vec<AtomicBool>,
     state: Mutex<State>,
@@ -76,7 +76,7 @@ pub(super) struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Gone {
     pub disk: usize,
-    pub key: CacheKey,
+    pub key: ChunkId,
 }
 
 impl Entry {
@@ -106,7 +106,7 @@ impl Index {
     }
 
     /// Whether it is there, on a disk that works.
-    pub fn has(&self, key: &CacheKey, now: Instant) -> bool {
+    pub fn has(&self, key: &ChunkId, now: Instant) -> bool {
         let entry = self.entries.get(key);
         entry.is_some_and(|entry| entry.is_live(|| now) && self.works(entry.disk))
     }
@@ -116,12 +116,12 @@ impl Index {
     }
 
     /// The chunk counts as used.
-    pub fn touch(&self, key: &CacheKey) {
+    pub fn touch(&self, key: &ChunkId) {
         self.find(key);
     }
 
     /// Where to read it, which counts as a use. A pinned one is there even past its time.
-    pub fn find(&self, key: &CacheKey) -> Option<Entry> {
+    pub fn find(&self, key: &ChunkId) -> Option<Entry> {
         let mut state = self.lock();
         let entry = self.entry(key)?;
         let is_there = entry.is_live(Instant::now) || state.pins.contains_key(key);
@@ -132,7 +132,7 @@ impl Index {
     }
 
     /// Takes a chunk out, or only a certain entry of it. What the tier below does not have stays.
-    pub fn take(&self, key: &CacheKey, serial: Option<u64>) -> Option<Gone> {
+    pub fn take(&self, key: &ChunkId, serial: Option<u64>) -> Option<Gone> {
         let mut state = self.lock();
         let entry = self.entry(key)?;
         let is_it = serial.is_none_or(|serial| serial == entry.serial);
@@ -141,14 +141,14 @@ impl Index {
     }
 
     /// Takes a chunk out that can't be read, and that the tier below does not have. Whoever gets it is the only one.
-    pub fn take_lost(&self, key: &CacheKey) -> Option<Gone> {
+    pub fn take_lost(&self, key: &ChunkId) -> Option<Gone> {
         let mut state = self.lock();
         let is_here = self.entry(key).map(|entry| entry.disk) == state.unsent.get(key).copied();
         is_here.then(|| self.take_out(&mut state, key)).flatten()
     }
 
     /// Takes a chunk out, and whoever brings it already brings it in vain.
-    pub fn delete(&self, key: &CacheKey) -> Option<Gone> {
+    pub fn delete(&self, key: &ChunkId) -> Option<Gone> {
         let mut state = self.lock();
         state.removals.add(*key);
         // It may be on a disk that is out.
@@ -157,7 +157,7 @@ impl Index {
     }
 
     /// The file is gone; its name is free.
-    pub fn left(&self, key: &CacheKey) {
+    pub fn left(&self, key: &ChunkId) {
         self.lock().leaving.remove(key);
         self.ended.notify_waiters();
     }
@@ -209,16 +209,16 @@ impl Index {
     }
 
     /// It is neither evicted nor removed for its age until it is unpinned as often.
-    pub fn pin(&self, key: &CacheKey) {
+    pub fn pin(&self, key: &ChunkId) {
         self.lock().pin(key);
     }
 
-    pub fn unpin(&self, key: &CacheKey) {
+    pub fn unpin(&self, key: &ChunkId) {
         self.unpin_in(&mut self.lock(), key);
     }
 
     /// Whether the tier below does not have it, though a disk does.
-    pub fn unsent(&self, key: &CacheKey) -> Unsent {
+    pub fn unsent(&self, key: &ChunkId) -> Unsent {
         match self.lock().unsent.get(key) {
             None => Unsent::No,
             Some(&disk) if self.works(disk) => Unsent::Here,
@@ -227,11 +227,11 @@ impl Index {
     }
 
     /// The tier below has it. Answers the disk whose file says otherwise.
-    pub fn clean(&self, key: &CacheKey) -> Option<usize> {
+    pub fn clean(&self, key: &ChunkId) -> Option<usize> {
         self.clean_in(&mut self.lock(), key)
     }
 
-    fn clean_in(&self, state: &mut State, key: &CacheKey) -> Option<usize> {
+    fn clean_in(&self, state: &mut State, key: &ChunkId) -> Option<usize> {
         let disk = state.unsent.remove(key)?;
         state.disks[disk].dirty -= 1;
         self.unpin_in(state, key);
@@ -239,10 +239,10 @@ impl Index {
     }
 
     /// A disk was read anew. What it had, the tier below has not, and is not there any more.
-    pub fn missing(&self, disk: usize) -> Vec<CacheKey> {
+    pub fn missing(&self, disk: usize) -> Vec<ChunkId> {
         let mut state = self.lock();
         let had = state.unsent.iter().filter(|(_, on)| **on == disk);
-        let had: Vec<CacheKey> = had.map(|(key, _)| *key).collect();
+        let had: Vec<ChunkId> = had.map(|(key, _)| *key).collect();
         let mut missing = Vec::new();
         for key in had {
             if let Some(there) = self.entry(&key).map(|entry| entry.disk) {
@@ -255,7 +255,7 @@ impl Index {
         missing
     }
 
-    fn unpin_in(&self, state: &mut State, key: &CacheKey) {
+    fn unpin_in(&self, state: &mut State, key: &ChunkId) {
         if state.unpin(key)
             && let Some(entry) = self.entry(key)
             && let Some(expires) = entry.expires.filter(|&expires| expires <= Instant::now())
@@ -335,13 +335,13 @@ impl Index {
         self.evicted(state, &key)
     }
 
-    fn evicted(&self, state: &mut State, key: &CacheKey) -> Option<Gone> {
+    fn evicted(&self, state: &mut State, key: &ChunkId) -> Option<Gone> {
         let gone = self.take_out(state, key)?;
         state.disks[gone.disk].evicted += 1;
         Some(gone)
     }
 
-    fn take_out(&self, state: &mut State, key: &CacheKey) -> Option<Gone> {
+    fn take_out(&self, state: &mut State, key: &ChunkId) -> Option<Gone> {
         let entry = self.drop_entry(state, key)?;
         if state.unsent.get(key) == Some(&entry.disk) {
             self.clean_in(state, key);
@@ -353,7 +353,7 @@ impl Index {
         })
     }
 
-    fn drop_entry(&self, state: &mut State, key: &CacheKey) -> Option<Entry> {
+    fn drop_entry(&self, state: &mut State, key: &ChunkId) -> Option<Entry> {
         let (_, entry) = self.entries.remove(key)?;
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
@@ -364,7 +364,7 @@ impl Index {
     }
 
     /// Puts in an entry whose bytes are accounted for already.
-    fn put(&self, state: &mut State, key: CacheKey, entry: Entry, dirty: bool) {
+    fn put(&self, state: &mut State, key: ChunkId, entry: Entry, dirty: bool) {
         if dirty {
             state.soil(&key, entry.disk);
         }
@@ -386,7 +386,7 @@ impl Index {
 
     /// Everything there is, by disk, when nothing is under way.
     #[cfg(test)]
-    pub fn entries_at_rest(&self) -> std::collections::BTreeMap<CacheKey, usize> {
+    pub fn entries_at_rest(&self) -> std::collections::BTreeMap<ChunkId, usize> {
         let state = self.lock();
         assert!(state.disks.iter().all(|shelf| shelf.queued_bytes == 0));
         let disk_bytes: u64 = state.disks.iter().map(|shelf| shelf.bytes).sum();
@@ -403,7 +403,7 @@ impl Index {
             .collect()
     }
 
-    fn entry(&self, key: &CacheKey) -> Option<Entry> {
+    fn entry(&self, key: &ChunkId) -> Option<Entry> {
         self.entries.get(key).map(|entry| *entry)
     }
 

@@ -4,9 +4,9 @@ use tokio::time::Instant;
 
 use super::state::State;
 use super::{Entry, Gone, Index};
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::disk::direct::BLOCK;
 use crate::cache::tier::disk::handle::Wrote;
+use crate::format::ChunkId;
 
 /// Where a chunk is to be written.
 pub(in crate::cache::tier::disk) enum Placed {
@@ -26,7 +26,7 @@ pub(in crate::cache::tier::disk) enum Placed {
 /// A write, until its entry is in or this is dropped: nobody else writes that chunk.
 pub(in crate::cache::tier::disk) struct Reservation {
     index: Arc<Index>,
-    pub key: CacheKey,
+    pub key: ChunkId,
     pub disk: usize,
     tenant: usize,
     bytes: u64,
@@ -42,7 +42,7 @@ impl Index {
     /// Chooses a disk for an object.
     pub fn place(
         self: &Arc<Self>,
-        key: CacheKey,
+        key: ChunkId,
         tenant: &str,
         object_len: usize,
         since: Instant,
@@ -158,7 +158,7 @@ impl Reservation {
             serial: state.serial(),
         };
         index.put(&mut state, self.key, entry, self.dirty);
-        let is_live = |key: &CacheKey, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
+        let is_live = |key: &ChunkId, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
         let live: u64 = state.disks.iter().map(|shelf| shelf.chunks).sum();
         state
             .expiry

@@ -4,11 +4,11 @@ use tokio::time::Instant;
 
 use super::reservation::file_bytes;
 use super::{Entry, Gone, Index};
-use crate::cache::existence::CacheKey;
+use crate::format::ChunkId;
 
 /// A chunk that was found at start.
 pub(in crate::cache::tier::disk) struct Restored<'a> {
-    pub key: CacheKey,
+    pub key: ChunkId,
     pub disk: usize,
     pub tenant: &'a str,
     pub object_len: usize,

@@ -1,9 +1,9 @@
 use std::path::PathBuf;
 
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::disk::options::DiskOptions;
 use crate::cache::tier::disk::stats::{DiskState, PathStats};
 use crate::cache::tier::policy::Queue;
+use crate::format::ChunkId;
 
 /// What the index knows of one disk.
 pub(super) struct Shelf {
@@ -13,7 +13,7 @@ pub(super) struct Shelf {
     watermark_bytes: u64,
     /// The same, as far as the file system has room: it may be shared with others.
     limit_bytes: u64,
-    pub queue: Queue<CacheKey>,
+    pub queue: Queue<ChunkId>,
     /// Of the chunks that are there, and of the writes that have taken their room.
     pub bytes: u64,
     /// Of the writes that wait for their turn.

@@ -7,11 +7,11 @@ use super::Entry;
 use super::expiry::Expiry;
 use super::shelf::Shelf;
 use super::tenants::Tenants;
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::removals::Removals;
+use crate::format::ChunkId;
 use crate::protocol::EvictionPolicy;
 
-type KeyMap<V> = HashMap<CacheKey, V, RandomState>;
+type KeyMap<V> = HashMap<ChunkId, V, RandomState>;
 
 /// All that changes, under one lock.
 pub(super) struct State {
@@ -52,17 +52,17 @@ impl State {
         self.serials
     }
 
-    pub fn hit(&mut self, key: &CacheKey, entry: &Entry) {
+    pub fn hit(&mut self, key: &ChunkId, entry: &Entry) {
         self.disks[entry.disk].queue.hit(key);
         self.tenants.hit(entry.tenant, key);
     }
 
-    pub fn pin(&mut self, key: &CacheKey) {
+    pub fn pin(&mut self, key: &ChunkId) {
         *self.pins.entry(*key).or_insert(0) += 1;
     }
 
     /// The tier below does not have what this disk has.
-    pub fn soil(&mut self, key: &CacheKey, disk: usize) {
+    pub fn soil(&mut self, key: &ChunkId, disk: usize) {
         match self.unsent.insert(*key, disk) {
             Some(before) => self.disks[before].dirty -= 1,
             None => self.pin(key),
@@ -71,7 +71,7 @@ impl State {
     }
 
     /// True if nobody pins it any more.
-    pub fn unpin(&mut self, key: &CacheKey) -> bool {
+    pub fn unpin(&mut self, key: &ChunkId) -> bool {
         let Some(pins) = self.pins.get_mut(key) else {
             return false;
         };

@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 
-use crate::cache::existence::CacheKey;
 use crate::cache::tier::policy::Queue;
+use crate::format::ChunkId;
 use crate::protocol::EvictionPolicy;
 
 /// What each tenant has, over all disks. One that was ever seen stays known: tenants come with spaces, which are few.
@@ -14,7 +14,7 @@ pub(super) struct Tenants {
 
 struct Tenant {
     bytes: u64,
-    queue: Option<Queue<CacheKey>>,
+    queue: Option<Queue<ChunkId>>,
 }
 
 impl Tenants {
@@ -58,19 +58,19 @@ impl Tenants {
     }
 
     /// Puts in a chunk whose bytes were taken.
-    pub fn insert(&mut self, number: usize, key: CacheKey) {
+    pub fn insert(&mut self, number: usize, key: ChunkId) {
         if let Some(queue) = &mut self.tenants[number].queue {
             queue.insert(key);
         }
     }
 
-    pub fn hit(&mut self, number: usize, key: &CacheKey) {
+    pub fn hit(&mut self, number: usize, key: &ChunkId) {
         if let Some(queue) = &mut self.tenants[number].queue {
             queue.hit(key);
         }
     }
 
-    pub fn remove(&mut self, number: usize, key: &CacheKey, bytes: u64) {
+    pub fn remove(&mut self, number: usize, key: &ChunkId, bytes: u64) {
         self.give_bytes(number, bytes);
         if let Some(queue) = &mut self.tenants[number].queue {
             queue.remove(key);
@@ -78,7 +78,7 @@ impl Tenants {
     }
 
     /// Takes the next out of the tenant's order; its bytes are still taken.
-    pub fn evict(&mut self, number: usize, may_go: impl FnMut(&CacheKey) -> bool) -> Option<CacheKey> {
+    pub fn evict(&mut self, number: usize, may_go: impl FnMut(&ChunkId) -> bool) -> Option<ChunkId> {
         self.tenants[number].queue.as_mut()?.evict(may_go)
     }
 }

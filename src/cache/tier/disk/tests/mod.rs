@@ -7,8 +7,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::arena::{Arena, ArenaOptions, Slot};
-use crate::cache::existence::CacheKey;
-use crate::format::{ChunkHash, DType, Plane, Space, SpaceInput};
+use crate::format::{ChunkHash, ChunkId, DType, Plane, Space, SpaceInput};
 use crate::protocol::EvictionPolicy;
 
 mod concurrent;
@@ -64,11 +63,11 @@ impl Bench {
         self.folders[folder].path()
     }
 
-    fn file(&self, folder: usize, key: &CacheKey) -> PathBuf {
+    fn file(&self, folder: usize, key: &ChunkId) -> PathBuf {
         file(self.path(folder), key)
     }
 
-    fn key(&self, chunk: u32) -> CacheKey {
+    fn key(&self, chunk: u32) -> ChunkId {
         (self.space.key(), hash(chunk))
     }
 
@@ -218,12 +217,12 @@ fn object(arena: &Arena, space: &Space, chunk: u32) -> Slot {
     slot.freeze()
 }
 
-fn file(path: &Path, key: &CacheKey) -> PathBuf {
+fn file(path: &Path, key: &ChunkId) -> PathBuf {
     path.join(format!("{}/{}", key.0, key.1))
 }
 
 /// All chunks' files, by their names.
-fn chunk_files(path: &Path) -> Vec<(CacheKey, u64)> {
+fn chunk_files(path: &Path) -> Vec<(ChunkId, u64)> {
     let mut files = Vec::new();
     for folder in std::fs::read_dir(path).unwrap().map(Result::unwrap) {
         let name = folder.file_name().into_string().unwrap();

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Which folder of src may import which: fails where an import goes up, or where a folder is not in the list.
+
+tests/layers.py            checks, and says what is wrong
+tests/layers.py --graph    prints the folders and what each imports, for ARCHITECTURE.md
+tests/layers.py --self-test
+"""
+
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the lowest up.
+LAYERS = {
+    "format": [],
+    "arena": ["format"],
+    "protocol": ["format"],
+    "config": ["format", "protocol"],
+    "s3/dns": [],
+    "s3/fanout": [],
+    "s3/net": ["arena", "s3/dns", "s3/fanout"],
+    "s3/object": ["format", "protocol", "s3/dns", "s3/fanout", "s3/net"],
+    "cache/episode": [],
+    "cache/existence": ["format", "s3", "cache/episode"],
+    "cache/tier": ["arena", "format", "protocol"],
+    "cache/gateway": ["arena", "config", "format", "protocol", "s3", "cache/episode", "cache/existence", "cache/tier"],
+    "node": ["arena", "cache", "format", "protocol", "s3"],
+    "node/api": ["arena", "cache", "config", "format", "node", "protocol", "s3"],
+    "node/daemon": ["arena", "cache", "config", "node", "node/api", "s3"],
+    "engine/client": ["arena", "format", "protocol"],
+    "engine/copy": ["arena", "config", "format"],
+    "engine/connector": ["arena", "engine/client", "engine/copy", "format", "protocol"],
+    "embedded": [],
+    "tools": ["arena", "cache", "config", "embedded", "engine", "format", "node", "protocol", "s3"],
+}
+# They put the folders together.
+ROOTS = {"lib.rs", "main.rs"}
+IMPORT = re.compile(r"\bcrate::((?:\w+::)*\w+)")
+GROUP = re.compile(r"\bcrate::((?:\w+::)*)\{([^;]*?)\}\s*;", re.DOTALL)
+COMMENT = re.compile(r"//[^\n]*")
+
+
+def folder_of(path):
+    """The entry of LAYERS that a path below src belongs to: the longest that fits."""
+    fits = [layer for layer in LAYERS if path == layer or path.startswith((layer + "/", layer + ".rs"))]
+    return max(fits, key=len, default=None)
+
+
+def imports(source):
+    """Paths below the crate that a file names."""
+    source = COMMENT.sub("", source)
+    for base, names in GROUP.findall(source):
+        for name in re.split(r",(?![^{]*\})", names):
+            yield (base + name.strip()).split("::{")[0]
+    for path in IMPORT.findall(source):
+        yield path
+
+
+def target_of(path, src):
+    """The folder that a module path is in."""
+    parts = path.split("::")
+    best = None
+    for end in range(1, len(parts) + 1):
+        place = "/".join(parts[:end])
+        if (src / place).is_dir() or (src / f"{place}.rs").is_file():
+            best = place
+    return None if best is None else folder_of(best) or best
+
+
+def edges(src):
+    """Every import between folders: (from, to) -> the files that have it. Also files that are in no folder of the list."""
+    found, strays = defaultdict(set), []
+    for file in sorted(src.rglob("*.rs")):
+        name = file.relative_to(src).as_posix()
+        if name in ROOTS:
+            continue
+        source = folder_of(name)
+        if source is None:
+            # `mod.rs` of a folder whose parts are listed only names them.
+            if not (file.name == "mod.rs" and any(layer.startswith(f"{file.parent.name}/") for layer in LAYERS)):
+                strays.append(name)
+            continue
+        for path in imports(file.read_text()):
+            target = target_of(path, src)
+            if target is not None and target != source:
+                found[source, target].add(name)
+    return found, strays
+
+
+def may(source, target):
+    """With a folder come those within it, unless the one that imports is within it, too."""
+    return any(
+        target == layer or (target.startswith(layer + "/") and not source.startswith(layer + "/"))
+        for layer in LAYERS.get(source, [])
+    )
+
+
+def check(src):
+    found, strays = edges(src)
+    wrong = [f"src/{name} is in no folder of tests/layers.py: put it into one, or list its folder" for name in strays]
+    for (source, target), files in sorted(found.items()):
+        if not may(source, target):
+            wrong.append(
+                f"src/{source} may not import src/{target}: {', '.join('src/' + name for name in sorted(files))}"
+            )
+    wrong += [
+        f"tests/layers.py lists src/{layer}, which is not there" for layer in LAYERS if not (src / layer).exists()
+    ]
+    return wrong + cycles()
+
+
+def cycles():
+    """Of the list itself."""
+    wrong, done = [], set()
+
+    def visit(layer, way):
+        if layer in way:
+            wrong.append(f"tests/layers.py has a circle: {' -> '.join([*way[way.index(layer) :], layer])}")
+        elif layer not in done:
+            for target in LAYERS:
+                if target != layer and may(layer, target):
+                    visit(target, [*way, layer])
+            done.add(layer)
+
+    for layer in LAYERS:
+        visit(layer, [])
+    return wrong
+
+
+def graph(src):
+    found, _ = edges(src)
+    for layer in LAYERS:
+        targets = sorted({target for source, target in found if source == layer}, key=list(LAYERS).index)
+        print(f"{layer:18} -> {', '.join(targets) or '(nothing)'}")
+
+
+def self_test():
+    """An import that is turned round is found, whatever it looks like."""
+    turned = {
+        "cache/gateway/up.rs": "use crate::node::Node;",
+        "s3/net/up.rs": "fn f() { crate::s3::object::get(); }",
+        "format/up.rs": "use crate::{arena::Arena, format::Space};",
+        "engine/copy/up.rs": "use crate::engine::{client::Client, connector::{Load, Store}};",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        src = Path(folder)
+        for layer in LAYERS:
+            place = src / layer
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.mkdir(exist_ok=True)
+        (src / "cache/gateway/down.rs").write_text("use crate::s3::object::ObjectStore; // crate::node::Node\n")
+        assert check(src) == [], check(src)
+        for name, text in turned.items():
+            (src / name).write_text(text)
+            assert any(name in line for line in check(src)), f"{name}: {text} is not found"
+            (src / name).unlink()
+        (src / "stray.rs").write_text("")
+        assert check(src), "a file in no folder is not found"
+    print("ok: imports that go up are found")
+
+
+def main():
+    src = ROOT / "src"
+    if "--self-test" in sys.argv:
+        return self_test()
+    if "--graph" in sys.argv:
+        return graph(src)
+    wrong = check(src)
+    print("\n".join(wrong) or f"ok: {len(LAYERS)} folders, no import goes up")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
