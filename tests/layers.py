@@ -56,8 +56,7 @@ def imports(source):
     for base, names in GROUP.findall(source):
         for name in re.split(r",(?![^{]*\})", names):
             yield (base + name.strip()).split("::{")[0]
-    for path in IMPORT.findall(source):
-        yield path
+    yield from IMPORT.findall(source)
 
 
 def target_of(path, src):
