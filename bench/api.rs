@@ -16,7 +16,7 @@ use aws_credential_types::Credentials;
 use kvgate::cache::gateway::{self, AfterMiss, Gateway, open_store};
 use kvgate::config::{self, Override};
 use kvgate::embedded::EmbeddedS3;
-use kvgate::engine::client::{Client, Session, Target};
+use kvgate::engine::client::{ApiSession, Client, DaemonAddress};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
 use kvgate::node::daemon::{Daemon, Ended, StartError};
 use kvgate::protocol::Order;
@@ -136,7 +136,7 @@ struct Bed {
 struct Engine<'a> {
     gateway: &'a Gateway,
     client: Client,
-    session: Session,
+    session: ApiSession,
     space: Space,
     /// The space's id.
     name: String,
@@ -195,7 +195,7 @@ impl Bed {
         let hasher = ChunkHasher::new(&space, None)?;
         let root = hasher.root(b"api", b"")?;
         let tokens: Vec<u32> = (0..).take(CHUNKS * 16).collect();
-        let client = Client::new(Target::Unix(self.socket.clone()));
+        let client = Client::new(DaemonAddress::Unix(self.socket.clone()));
         client.declare(&space).await?;
         let attach = AttachRequest {
             instance: "bench".into(),
@@ -265,7 +265,7 @@ impl Engine<'_> {
     }
 
     async fn loads(&self, rows: &mut [Row], peer: &mut Peer, hash: ChunkHash) -> Result<(), Failure> {
-        let request = gateway::LoadRequest {
+        let request = gateway::LoadSpec {
             space: self.space.clone(),
             chunks: vec![hash],
             order: Order::Chunk,

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
 use kvgate::engine::copy::known::{KNOWN, KnownLayout, Pages};
-use kvgate::engine::copy::{CpuOptions, HostPages, Job, SlotMapping};
+use kvgate::engine::copy::{CopyJob, CpuOptions, HostPages, SlotMapping};
 use kvgate::format::Space;
 use serde_json::{Value, json};
 
@@ -163,7 +163,7 @@ impl Case {
     }
 
     /// Each chunk in blocks in no order.
-    fn jobs(&self, engine: &HostPages, pages: &Pages, chunks: u32) -> Result<Vec<Job>, Failure> {
+    fn jobs(&self, engine: &HostPages, pages: &Pages, chunks: u32) -> Result<Vec<CopyJob>, Failure> {
         let mut table: Vec<u32> = (0..pages.blocks).collect();
         fastrand::Rng::with_seed(1).shuffle(&mut table);
         let slot = |token: u32| {
@@ -172,7 +172,7 @@ impl Case {
         let job = |chunk: u32| {
             let tokens = chunk * CHUNK_TOKENS..(chunk + 1) * CHUNK_TOKENS;
             let slots: Vec<i64> = tokens.map(|token| slot(token).into()).collect();
-            Ok(Job {
+            Ok(CopyJob {
                 planes: 0..LAYERS as usize,
                 spans: engine
                     .cache()

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvgate::s3::fanout::{
-    AttemptPolicy, Attempts, BreakerOptions, Class, EndpointOptions, Endpoints, Handover, Lease, Loss,
-    Outcome, Route, Start, WindowOptions,
+    AttemptPolicy, Attempts, BreakerOptions, Class, EndpointOptions, Endpoints, Handover, Loss, Outcome,
+    Permit, Route, Start, WindowOptions,
 };
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
@@ -191,19 +191,19 @@ impl Client {
 
     /// As `Connector::send`.
     async fn leased(&self, bytes: usize, route: &Route, landing: &Handover<()>) -> Result<(), Fault> {
-        let mut lease = match route.start() {
-            Start::Hedge => self.endpoints.try_lease(bytes, route).ok_or(Fault::NoRoom)?,
-            _ => self.endpoints.lease(Class::Load, bytes, route).await,
+        let mut permit = match route.start() {
+            Start::Hedge => self.endpoints.try_permit(bytes, route).ok_or(Fault::NoRoom)?,
+            _ => self.endpoints.permit(Class::Load, bytes, route).await,
         };
         let _connection = self.connections.acquire().await;
         self.count(route);
-        let sent = land(&mut lease, bytes, route, landing).await;
+        let sent = land(&mut permit, bytes, route, landing).await;
         match sent {
-            Ok(()) => lease.end(Outcome::Answered { status: 206 }),
-            Err(Fault::Status(status)) => lease.end(Outcome::Answered { status }),
-            Err(Fault::Unreached | Fault::Lost) => lease.end(Outcome::Lost(Loss::Connection)),
-            Err(Fault::Timeout) => lease.end(Outcome::Lost(Loss::Timeout)),
-            Err(Fault::NoRoom | Fault::Deadline) => drop(lease),
+            Ok(()) => permit.end(Outcome::Answered { status: 206 }),
+            Err(Fault::Status(status)) => permit.end(Outcome::Answered { status }),
+            Err(Fault::Unreached | Fault::Lost) => permit.end(Outcome::Lost(Loss::Connection)),
+            Err(Fault::Timeout) => permit.end(Outcome::Lost(Loss::Timeout)),
+            Err(Fault::NoRoom | Fault::Deadline) => drop(permit),
         }
         sent
     }
@@ -267,20 +267,20 @@ impl Drop for Turn {
 
 /// As `Connector::send_over` and `Connector::land`.
 async fn land(
-    lease: &mut Lease<Arc<Server>>,
+    permit: &mut Permit<Arc<Server>>,
     bytes: usize,
     route: &Route,
     landing: &Handover<()>,
 ) -> Result<(), Fault> {
-    let server = Arc::clone(lease.payload());
+    let server = Arc::clone(permit.payload());
     let breaks = server.answer().await?;
-    lease.answered(0);
+    permit.answered(0);
     let held = landing.claim(route.start()).await;
     let mut landed = 0;
     let progress = |moved: usize| {
         landed += moved;
         held.progress(landed, bytes);
-        lease.moved(moved);
+        permit.moved(moved);
     };
     server.send(bytes, breaks, progress).await
 }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvgate::s3::fanout::{Failure, Verdict};
+use kvgate::s3::fanout::{AttemptVerdict, Failure};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
@@ -55,12 +55,12 @@ pub enum Fault {
 }
 
 impl Failure for Fault {
-    fn verdict(&self) -> Verdict {
+    fn verdict(&self) -> AttemptVerdict {
         match self {
-            Self::Unreached => Verdict::Unreached,
-            Self::Lost => Verdict::Lost,
-            Self::Status(_) | Self::Timeout | Self::NoRoom => Verdict::Again,
-            Self::Deadline => Verdict::Final,
+            Self::Unreached => AttemptVerdict::Unreached,
+            Self::Lost => AttemptVerdict::Lost,
+            Self::Status(_) | Self::Timeout | Self::NoRoom => AttemptVerdict::Again,
+            Self::Deadline => AttemptVerdict::Final,
         }
     }
 }

@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
-use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::cuda::{Gpu, StreamMark};
 use kvgate::engine::copy::{
-    Copier as AnyCopier, CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job,
+    Copier as AnyCopier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream,
     PagedCache, SlotMapping, Tensor,
 };
 use pyo3::prelude::*;
@@ -67,15 +67,15 @@ impl Copier {
 }
 
 impl Copier {
-    fn mark(&self, stream: Option<u64>) -> Result<Option<Mark>, CopyError> {
+    fn mark(&self, stream: Option<u64>) -> Result<Option<StreamMark>, CopyError> {
         let marked = stream.map(|stream| self.0.mark(EngineStream(stream)));
         Ok(marked.transpose()?.flatten())
     }
 
-    fn job(&self, slots: &[i64]) -> PyResult<Job> {
+    fn job(&self, slots: &[i64]) -> PyResult<CopyJob> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
         let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_tokens());
-        Ok(Job {
+        Ok(CopyJob {
             planes: 0..space.planes().len(),
             spans: spans.map_err(failed)?,
             at: space.layout().header_len(),

@@ -3,8 +3,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::engine::client::{Client, ClientError, Found, Target};
-use kvgate::engine::connector::Breaker;
+use kvgate::engine::client::{Client, ClientError, DaemonAddress, FoundChunks};
+use kvgate::engine::connector::LookupBreaker;
 use kvgate::format::{ChunkHash, Mask};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -38,7 +38,7 @@ struct Asker {
     pin_ms: u64,
     patience: Duration,
     at_once: Arc<Semaphore>,
-    breaker: Arc<Breaker>,
+    breaker: Arc<LookupBreaker>,
     /// Of questions that were answered, since somebody asked.
     seconds: Arc<Mutex<Vec<f64>>>,
 }
@@ -65,7 +65,7 @@ struct Question {
     /// Why it has no answer: `paused` (the gateway is left alone), `failed` (it could not say), `late`.
     trouble: Option<&'static str>,
     /// The gateway was asked, and the breaker does not know yet whether it answered in time.
-    owed: Option<Arc<Breaker>>,
+    owed: Option<Arc<LookupBreaker>>,
     task: Option<AbortHandle>,
 }
 
@@ -104,13 +104,13 @@ impl Lookups {
         let pause = Duration::from_millis(breaker_pause_ms);
         Self {
             asker: Asker {
-                client: Client::new(Target::Unix(socket)).trusting(socket_owner),
+                client: Client::new(DaemonAddress::Unix(socket)).trusting(socket_owner),
                 space: space.0.clone(),
                 round: deadline.mul_f64(GATEWAYS_SHARE),
                 pin_ms,
                 patience: Duration::from_millis(patience_ms),
                 at_once: Arc::new(Semaphore::new(at_once.min(Semaphore::MAX_PERMITS))),
-                breaker: Arc::new(Breaker::new(breaker_timeouts, pause)),
+                breaker: Arc::new(LookupBreaker::new(breaker_timeouts, pause)),
                 seconds: Arc::default(),
             },
             deadline,
@@ -273,7 +273,7 @@ impl Question {
         }
     }
 
-    fn tell(&mut self, found: &Found) {
+    fn tell(&mut self, found: &FoundChunks) {
         self.told = Some(Told {
             prefix: found.prefix,
             at: Instant::now(),
@@ -283,7 +283,7 @@ impl Question {
     }
 
     fn tell_nothing(&mut self) {
-        self.tell(&Found::default());
+        self.tell(&FoundChunks::default());
     }
 
     fn prefix(&self, pin: Duration) -> usize {
@@ -369,7 +369,7 @@ impl Asker {
     }
 
     /// Declares the space when the daemon, perhaps a new one, does not know it.
-    async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<Found, ClientError> {
+    async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<FoundChunks, ClientError> {
         // What the gateway knows by then is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
         let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true&tiers=true");

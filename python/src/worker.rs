@@ -2,11 +2,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::engine::client::{Client, Target};
+use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::connector::{
-    Breaker, Failed, Hold, Load, NewChunk, Progress, Store, Wanted, Worker as Rank, WorkerError,
+    ComputedChunk, Failed, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker as Rank,
+    WorkerError,
 };
-use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::cuda::{Gpu, StreamMark};
 use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
 use kvgate::protocol::AttachRequest;
@@ -75,7 +76,7 @@ struct State {
     /// Of stores whose pages the engine has not been told to be free.
     holds: Vec<(String, Arc<Hold>)>,
     /// Of loads under way that the engine waits for layer by layer.
-    by_layer: Vec<(String, Arc<Progress>)>,
+    by_layer: Vec<(String, Arc<LoadProgress>)>,
 }
 
 #[pyclass(frozen, module = "kvgate._native")]
@@ -114,7 +115,7 @@ impl Worker {
         let hashes = split(hashes)?;
         let wanted = self.wanted(&hashes, first_token, tokens, &block_table)?;
         let bytes = self.bytes(wanted.iter().map(|chunk| chunk.spans.tokens()));
-        let progress = Arc::new(Progress::new(self.cache.space().planes().len(), wanted.len()));
+        let progress = Arc::new(LoadProgress::new(self.cache.space().planes().len(), wanted.len()));
         let (rank, deadline_ms) = (Arc::clone(&self.rank), self.load_deadline_ms);
         let order = match by_layer {
             true => Order::Layer,
@@ -125,7 +126,7 @@ impl Worker {
             let (id, waited) = (job.clone(), (job.clone(), Arc::clone(&progress)));
             let all = 0..wanted.len();
             let work = async move {
-                let load = Load {
+                let load = LoadJob {
                     id: &id,
                     wanted: &wanted,
                     order,
@@ -197,7 +198,7 @@ impl Worker {
                 first_token: first_token + index as u64 * u64::from(chunk_tokens),
             };
             let spans = self.cache.spans(mapping, 0..chunk_tokens).map_err(failed)?;
-            chunks.push(NewChunk { hash, parent, spans });
+            chunks.push(ComputedChunk { hash, parent, spans });
         }
         let chunk_bytes = self.bytes([chunk_tokens]);
         let (rank, deadline) = (Arc::clone(&self.rank), self.store_deadline);
@@ -206,7 +207,7 @@ impl Worker {
             let after = self.mark(stream)?;
             let held = (job.clone(), Arc::clone(&hold));
             let work = async move {
-                let store = Store {
+                let store = StoreJob {
                     chunks: &chunks,
                     after,
                     deadline,
@@ -281,7 +282,7 @@ impl Worker {
         let cache = PagedCache::new(&space, &settings.tensors).map_err(failed)?;
         let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
         let patience = Duration::from_millis(settings.patience_ms);
-        let client = Client::new(Target::Unix(settings.socket))
+        let client = Client::new(DaemonAddress::Unix(settings.socket))
             .trusting(settings.socket_owner)
             .with_patience(patience);
         let load = copier(gpu.as_ref(), cache.clone(), &options).map_err(failed)?;
@@ -293,7 +294,7 @@ impl Worker {
             copier(gpu.as_ref(), narrow_cache.only(own), &options)
         };
         let pause = Duration::from_millis(settings.breaker_pause_ms);
-        let breaker = Breaker::new(settings.breaker_timeouts, pause);
+        let breaker = LookupBreaker::new(settings.breaker_timeouts, pause);
         let rank = Arc::new(Rank::new(&client, settings.attach, space, load, narrow, breaker));
         let starting = Arc::clone(&rank);
         // Without a gateway everything is a miss until one is there.
@@ -315,7 +316,7 @@ impl Worker {
         first_token: u64,
         tokens: (u64, u64),
         block_table: &[u32],
-    ) -> PyResult<Vec<Wanted>> {
+    ) -> PyResult<Vec<WantedChunk>> {
         let chunk_tokens = u64::from(self.cache.space().chunk_tokens());
         let wanted = hashes.iter().enumerate().map(|(index, &hash)| {
             let start = first_token + index as u64 * chunk_tokens;
@@ -328,7 +329,7 @@ impl Worker {
                 first_token: start,
             };
             let spans = self.cache.spans(mapping, within(tokens.0)..within(tokens.1));
-            Ok(Wanted {
+            Ok(WantedChunk {
                 hash,
                 spans: spans.map_err(failed)?,
             })
@@ -336,7 +337,7 @@ impl Worker {
         wanted.collect()
     }
 
-    fn mark(&self, stream: Option<u64>) -> PyResult<Option<Mark>> {
+    fn mark(&self, stream: Option<u64>) -> PyResult<Option<StreamMark>> {
         let marked = stream.map(|stream| self.rank.mark(EngineStream(stream)));
         Ok(marked.transpose().map_err(failed)?.flatten())
     }

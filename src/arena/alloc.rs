@@ -42,9 +42,9 @@ pub struct ArenaStats {
 
 /// See the [module](super). Cheap to clone.
 #[derive(Clone)]
-pub struct Arena(Arc<Shared>);
+pub struct Arena(Arc<ArenaShared>);
 
-pub(super) struct Shared {
+pub(super) struct ArenaShared {
     mapping: Mapping,
     front: Front,
     state: Mutex<State>,
@@ -115,7 +115,7 @@ impl Arena {
             generation: 0,
             stats,
         });
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(ArenaShared {
             mapping,
             front,
             state,
@@ -262,10 +262,10 @@ impl Ticket {
 }
 
 /// The ticket's holder waits, so who gives something back wakes it.
-struct Waiting<'a>(&'a Shared);
+struct Waiting<'a>(&'a ArenaShared);
 
 impl<'a> Waiting<'a> {
-    fn new(arena: &'a Shared) -> Self {
+    fn new(arena: &'a ArenaShared) -> Self {
         arena.waiting.store(true, Ordering::SeqCst);
         Self(arena)
     }
@@ -279,7 +279,7 @@ impl Drop for Waiting<'_> {
 
 /// Bytes of the arena that are taken, for as long as any handle to them lives.
 pub(super) struct Lease {
-    arena: Arc<Shared>,
+    arena: Arc<ArenaShared>,
     /// Whole pages.
     pub reserved: Range<usize>,
     /// No other lease of this arena ever has it.
@@ -291,7 +291,7 @@ impl Lease {
         self.arena.mapping.base()
     }
 
-    pub fn arena(&self) -> Arc<Shared> {
+    pub fn arena(&self) -> Arc<ArenaShared> {
         Arc::clone(&self.arena)
     }
 }
@@ -321,7 +321,7 @@ impl State {
     }
 }
 
-impl Shared {
+impl ArenaShared {
     pub fn nudge(&self) {
         if self.waiting.load(Ordering::SeqCst) {
             self.freed.notify_one();

@@ -24,7 +24,7 @@ macro_rules! sections {
             }
 
             impl $Section {
-                fn read(reader: &mut $crate::config::reader::Reader) -> Option<Self> {
+                fn read(reader: &mut $crate::config::reader::SettingsReader) -> Option<Self> {
                     // All are read before the first is asked for, so that all problems are found.
                     $( let $key = reader.read(stringify!($section), stringify!($key), $default, &$kind); )+
                     Some(Self { $( $key: $key?, )+ })
@@ -33,18 +33,18 @@ macro_rules! sections {
         )+
 
         impl Config {
-            pub(super) fn read(reader: &mut $crate::config::reader::Reader) -> Option<Self> {
+            pub(super) fn read(reader: &mut $crate::config::reader::SettingsReader) -> Option<Self> {
                 $( let $section = $Section::read(reader); )+
                 Some(Self { $( $section: $section?, )+ })
             }
 
             pub(super) fn show(
                 &self,
-                origins: &::std::collections::BTreeMap<String, $crate::config::Origin>,
+                origins: &::std::collections::BTreeMap<String, $crate::config::SettingOrigin>,
             ) -> Vec<$crate::config::Shown> {
                 use $crate::config::kinds::Kind as _;
 
-                let origin = |path| origins.get(path).cloned().unwrap_or($crate::config::Origin::Default);
+                let origin = |path| origins.get(path).cloned().unwrap_or($crate::config::SettingOrigin::Default);
                 vec![$($( {
                     let path = concat!(stringify!($section), ".", stringify!($key));
                     $crate::config::Shown {

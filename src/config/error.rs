@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 /// Where a value was written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", content = "name", rename_all = "snake_case")]
-pub enum Origin {
+pub enum SettingOrigin {
     Default,
     #[serde(serialize_with = "path_as_text")]
     File(PathBuf),
@@ -20,11 +20,11 @@ pub enum Origin {
 
 /// One mistake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Problem {
+pub struct ConfigProblem {
     /// The key as written, such as `s3.part_size`; absent where the whole file is meant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    pub origin: Origin,
+    pub origin: SettingOrigin,
     /// What is wrong, and what to write instead.
     pub message: String,
 }
@@ -32,15 +32,15 @@ pub struct Problem {
 /// Everything that is wrong, never empty.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct ConfigError(Vec<Problem>);
+pub struct ConfigError(Vec<ConfigProblem>);
 
 impl ConfigError {
-    pub(super) fn new(problems: Vec<Problem>) -> Self {
+    pub(super) fn new(problems: Vec<ConfigProblem>) -> Self {
         Self(problems)
     }
 
     #[must_use]
-    pub fn problems(&self) -> &[Problem] {
+    pub fn problems(&self) -> &[ConfigProblem] {
         &self.0
     }
 }
@@ -55,7 +55,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
             // A key of a file may hold anything; escaped, it stays on its line.
@@ -65,7 +65,7 @@ impl fmt::Display for Problem {
     }
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for SettingOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => f.write_str("default"),

@@ -142,7 +142,7 @@ impl Kind for Flag {
     }
 }
 
-/// One of the words of a [`super::choice`].
+/// One of the words of a `crate::protocol::choice`.
 pub(super) struct OneOf<T: 'static>(pub(super) &'static [(&'static str, T)]);
 
 impl<T: Copy + Display> Kind for OneOf<T> {

@@ -28,13 +28,13 @@ use std::path::Path;
 
 use serde::Serialize;
 
-pub use error::{ConfigError, Origin, Problem};
+pub use error::{ConfigError, ConfigProblem, SettingOrigin};
 pub use schema::{
     Api, Arena, Config, Copies, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3, Store,
 };
 pub use sources::process_env;
 
-use reader::Reader;
+use reader::SettingsReader;
 
 /// A value from the command line, which wins over every other source.
 #[derive(Debug, Clone)]
@@ -51,7 +51,7 @@ pub struct Override {
 pub struct Loaded {
     pub config: Config,
     /// By path, such as `s3.endpoint`; every key is here.
-    pub origins: BTreeMap<String, Origin>,
+    pub origins: BTreeMap<String, SettingOrigin>,
 }
 
 /// One key as `config show` and the documentation have it.
@@ -62,7 +62,7 @@ pub struct Shown {
     /// not set.
     pub value: String,
     pub default: &'static str,
-    pub origin: Origin,
+    pub origin: SettingOrigin,
     /// What may be written, such as "a size from 1MiB to 5GiB".
     pub accepts: String,
     pub doc: &'static str,
@@ -79,7 +79,7 @@ pub fn load(
     env: impl Iterator<Item = (String, String)>,
     overrides: &[Override],
 ) -> Result<Loaded, ConfigError> {
-    let mut reader = Reader::new(sources::merge(file, env, overrides));
+    let mut reader = SettingsReader::new(sources::merge(file, env, overrides));
     let config = Config::read(&mut reader);
     reader.finish(config)
 }

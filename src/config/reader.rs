@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 
 use ::config::{Value, ValueKind};
 
-use super::error::{ConfigError, Origin, Problem};
+use super::error::{ConfigError, ConfigProblem, SettingOrigin};
 use super::kinds::Kind;
 use super::schema::{Config, SECTIONS};
 use super::sources::Merged;
 use super::{Loaded, checks};
 
-pub(super) struct Reader(Merged);
+pub(super) struct SettingsReader(Merged);
 
-impl Reader {
+impl SettingsReader {
     pub(super) fn new(merged: Merged) -> Self {
         Self(merged)
     }
@@ -56,19 +56,24 @@ impl Reader {
     }
 
     fn problem(&mut self, path: String, message: String) {
-        let origin = self.0.origins.get(&path).cloned().unwrap_or(Origin::Default);
-        self.0.problems.push(Problem {
+        let origin = self
+            .0
+            .origins
+            .get(&path)
+            .cloned()
+            .unwrap_or(SettingOrigin::Default);
+        self.0.problems.push(ConfigProblem {
             path: Some(path),
             origin,
             message,
         });
     }
 
-    fn all_origins(self) -> BTreeMap<String, Origin> {
+    fn all_origins(self) -> BTreeMap<String, SettingOrigin> {
         let paths = SECTIONS
             .iter()
             .flat_map(|(section, keys)| keys.iter().map(move |key| format!("{section}.{key}")));
-        let mut origins: BTreeMap<_, _> = paths.map(|path| (path, Origin::Default)).collect();
+        let mut origins: BTreeMap<_, _> = paths.map(|path| (path, SettingOrigin::Default)).collect();
         origins.extend(self.0.origins);
         origins
     }
@@ -76,12 +81,12 @@ impl Reader {
 
 /// The same list each time, though hash maps are on the way: file before environment before flags,
 /// then by key.
-fn order(problem: &Problem) -> (u8, Option<String>) {
+fn order(problem: &ConfigProblem) -> (u8, Option<String>) {
     let source = match problem.origin {
-        Origin::Default => 0,
-        Origin::File(_) => 1,
-        Origin::Env(_) => 2,
-        Origin::Flag(_) => 3,
+        SettingOrigin::Default => 0,
+        SettingOrigin::File(_) => 1,
+        SettingOrigin::Env(_) => 2,
+        SettingOrigin::Flag(_) => 3,
     };
     (source, problem.path.clone())
 }

@@ -15,7 +15,7 @@ use std::path::Path;
 use ::config::{Map, Source, Value, ValueKind};
 
 use super::Override;
-use super::error::{Origin, Problem};
+use super::error::{ConfigProblem, SettingOrigin};
 use super::file::read_file;
 use super::unknown::{key_advice, keys_of, section_advice};
 
@@ -28,8 +28,8 @@ pub(super) struct Merged {
     /// Section, then key.
     pub(super) tree: Table,
     /// Only of what was written.
-    pub(super) origins: BTreeMap<String, Origin>,
-    pub(super) problems: Vec<Problem>,
+    pub(super) origins: BTreeMap<String, SettingOrigin>,
+    pub(super) problems: Vec<ConfigProblem>,
 }
 
 /// The environment of this process. Unlike [`std::env::vars`] it does not panic at a name or value
@@ -59,14 +59,14 @@ pub(super) fn merge(
         .and_then(|config| config.collect());
     match tree {
         Ok(tree) => merged.tree = tree,
-        Err(error) => merged.problem(None, Origin::Default, error.to_string()),
+        Err(error) => merged.problem(None, SettingOrigin::Default, error.to_string()),
     }
     merged
 }
 
 impl Merged {
-    fn problem(&mut self, path: Option<String>, origin: Origin, message: String) {
-        self.problems.push(Problem {
+    fn problem(&mut self, path: Option<String>, origin: SettingOrigin, message: String) {
+        self.problems.push(ConfigProblem {
             path,
             origin,
             message,
@@ -74,7 +74,7 @@ impl Merged {
     }
 
     fn keep_file(&mut self, path: &Path) -> Table {
-        let origin = || Origin::File(path.to_owned());
+        let origin = || SettingOrigin::File(path.to_owned());
         match read_file(path) {
             Ok(mut sections) => {
                 sections.retain(|section, value| self.keep_section(section, value, &origin()));
@@ -87,7 +87,7 @@ impl Merged {
         }
     }
 
-    fn keep_section(&mut self, section: &str, value: &mut Value, origin: &Origin) -> bool {
+    fn keep_section(&mut self, section: &str, value: &mut Value, origin: &SettingOrigin) -> bool {
         let known = keys_of(section);
         let path = Some(section.to_owned());
         match (&mut value.kind, known) {
@@ -114,7 +114,7 @@ impl Merged {
         false
     }
 
-    fn keep_key(&mut self, section: &str, key: &str, known: &[&str], origin: &Origin) -> bool {
+    fn keep_key(&mut self, section: &str, key: &str, known: &[&str], origin: &SettingOrigin) -> bool {
         let path = format!("{section}.{key}");
         if known.contains(&key) {
             self.origins.insert(path, origin.clone());
@@ -140,7 +140,7 @@ impl Merged {
             };
             let path = rest.to_lowercase().replace("__", ".");
             let (section, key) = path.split_once('.').unwrap_or(("", &path));
-            let origin = Origin::Env(name.clone());
+            let origin = SettingOrigin::Env(name.clone());
             if keys_of(section).is_some_and(|keys| keys.contains(&key)) && name == env_name(section, key) {
                 self.origins.insert(path, origin);
                 kept.insert(name, value);
@@ -159,11 +159,11 @@ impl Merged {
         for Override { path, value, flag } in overrides {
             let (section, key) = path.split_once('.').unwrap_or(("", path));
             if keys_of(section).is_some_and(|keys| keys.contains(&key)) {
-                self.origins.insert((*path).to_owned(), Origin::Flag(flag));
+                self.origins.insert((*path).to_owned(), SettingOrigin::Flag(flag));
                 kept.insert((*path).to_owned(), Value::new(None, value.clone()));
             } else {
                 let message = key_advice(section, key, |section, key| format!("`{section}.{key}`"));
-                self.problem(Some((*path).to_owned()), Origin::Flag(flag), message);
+                self.problem(Some((*path).to_owned()), SettingOrigin::Flag(flag), message);
             }
         }
         kept

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 use s3s::dto::{CommonPrefix, ETag, ListObjectsV2Input, ListObjectsV2Output, Object, Timestamp};
 use s3s::{S3Result, s3_error};
 
-use super::objects::{Place, internal, is_absent};
+use super::objects::{ObjectPath, internal, is_absent};
 
 /// S3's limit of a page.
 const MAX_KEYS: i32 = 1000;
@@ -111,7 +111,7 @@ pub(super) fn list(root: &Path, input: ListObjectsV2Input) -> S3Result<ListObjec
 }
 
 fn describe(root: &Path, bucket: &str, file: Found) -> S3Result<Object> {
-    let record = Place::new(root, bucket, &file.key)?.record(file.len, file.modified);
+    let record = ObjectPath::new(root, bucket, &file.key)?.record(file.len, file.modified);
     Ok(Object {
         e_tag: Some(ETag::Strong(record.etag)),
         key: Some(file.key),

@@ -1,7 +1,7 @@
 //! A real S3 server inside the process: `kvgate demo`, tests, `kvgate serve --embedded`.
 //!
 //! **Mechanism.** [`s3s`] speaks HTTP, checks `SigV4` and reads/writes the XML; [`s3s_fs`] receives
-//! an upload (hashes, checksum trailers) into a file. Between the two sits `store::Store`, which
+//! an upload (hashes, checksum trailers) into a file. Between the two sits `store::FolderStore`, which
 //! owns everything that has to be *right* under concurrency: an upload lands in `.staging/`, is
 //! verified there, and becomes visible by one rename made under a per-key lock together with its
 //! conditions (`If-None-Match: *`, `If-Match`). A reader opens the file under the same lock, so

@@ -3,7 +3,7 @@
 //! Mechanism: an object is a file plus a JSON record. Two files cannot be replaced in one step, so
 //! the record carries the length and mtime of the file it describes and is published first; after a
 //! crash between the two renames it does not fit the old file and is ignored, never believed.
-//! Nothing here locks: `Store` calls it under the key's lock.
+//! Nothing here locks: `FolderStore` calls it under the key's lock.
 
 use std::fs::{self, File};
 use std::io;
@@ -53,12 +53,12 @@ impl Object {
 
 /// Where the data and the record of a key are.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct ObjectPath {
     data: PathBuf,
     record: PathBuf,
 }
 
-impl Place {
+impl ObjectPath {
     /// Where `key` is; only for keys that a file system can name as they are.
     pub fn new(root: &Path, bucket: &str, key: &str) -> S3Result<Self> {
         if key.len() > 1024 {

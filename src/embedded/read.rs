@@ -20,14 +20,14 @@ use s3s::{S3Request, S3Response, S3Result, s3_error};
 use tokio::task::spawn_blocking;
 
 use super::objects::Object;
-use super::store::{Store, blocking};
+use super::store::{FolderStore, blocking};
 
 /// Large enough that the hop to the blocking pool does not matter.
 const PIECE: u64 = 1 << 20;
 /// Pieces under way: one is sent while the next is read.
 const AHEAD: usize = 2;
 
-impl Store {
+impl FolderStore {
     async fn open_object(&self, bucket: &str, key: &str) -> S3Result<Object> {
         let place = self.place(bucket, key)?;
         let guard = self.lock(bucket, key).read_owned().await;

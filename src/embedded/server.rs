@@ -18,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::store::Store;
+use super::store::FolderStore;
 
 /// Access key of every embedded server. A convenience for loopback, not a secret.
 pub const ACCESS_KEY: &str = "kvgate-embedded";
@@ -176,10 +176,10 @@ impl Drop for EmbeddedS3 {
 
 /// Opens the root, patient for a moment: a dropped server lets go of it only when the runtime
 /// has cancelled its connections.
-async fn open(root: &Path) -> Result<Store, EmbeddedError> {
+async fn open(root: &Path) -> Result<FolderStore, EmbeddedError> {
     let deadline = tokio::time::Instant::now() + LOCK_WAIT;
     loop {
-        match Store::open(root) {
+        match FolderStore::open(root) {
             Err(EmbeddedError::InUse { .. }) if tokio::time::Instant::now() < deadline => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }

@@ -30,7 +30,7 @@ use tokio::sync::RwLock;
 use tokio::task::spawn_blocking;
 
 use super::list::list;
-use super::objects::{self, Place};
+use super::objects::{self, ObjectPath};
 use super::server::EmbeddedError;
 
 /// More stripes than threads that can work at a time: chance collisions cost nothing.
@@ -42,7 +42,7 @@ pub(super) const STAGING: &str = ".staging";
 pub(super) const UPLOADS: &str = "uploads";
 
 #[derive(Debug)]
-pub(super) struct Store {
+pub(super) struct FolderStore {
     pub(super) root: Arc<Path>,
     pub(super) uploads: FileSystem,
     pub(super) next: AtomicU64,
@@ -51,7 +51,7 @@ pub(super) struct Store {
     _lock: File,
 }
 
-impl Store {
+impl FolderStore {
     pub fn open(root: &Path) -> Result<Self, EmbeddedError> {
         let fail = |source| EmbeddedError::Root {
             path: root.to_owned(),
@@ -99,9 +99,9 @@ impl Store {
         exists.then_some(()).ok_or_else(|| s3_error!(NoSuchBucket))
     }
 
-    pub(super) fn place(&self, bucket: &str, key: &str) -> S3Result<Place> {
+    pub(super) fn place(&self, bucket: &str, key: &str) -> S3Result<ObjectPath> {
         self.require_bucket(bucket)?;
-        Place::new(&self.root, bucket, key)
+        ObjectPath::new(&self.root, bucket, key)
     }
 
     async fn create_bucket(
@@ -148,7 +148,7 @@ pub(super) async fn blocking<T: Send + 'static>(
 /// What `async_trait` would write: a boxed future per operation, running the method of that name.
 macro_rules! operations {
     ($($name:ident: $input:ty => $output:ty,)*) => {
-        impl S3 for Store {
+        impl S3 for FolderStore {
             $(
                 fn $name<'a, 'f>(
                     &'a self,

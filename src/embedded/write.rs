@@ -15,8 +15,8 @@ use s3s::dto::{
 };
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
-use super::objects::{Place, Record};
-use super::store::{STAGING, Store, UPLOADS, blocking};
+use super::objects::{ObjectPath, Record};
+use super::store::{FolderStore, STAGING, UPLOADS, blocking};
 
 /// Conditions of a write.
 #[derive(Debug, Clone, Default)]
@@ -31,7 +31,7 @@ impl Conditions {
     }
 
     /// Errors of S3: 404 when there is nothing to match, else 412.
-    pub fn check(&self, place: &Place) -> S3Result<()> {
+    pub fn check(&self, place: &ObjectPath) -> S3Result<()> {
         if self.is_empty() {
             return Ok(());
         }
@@ -54,7 +54,7 @@ impl Conditions {
     }
 }
 
-impl Store {
+impl FolderStore {
     pub(super) async fn put_object(
         &self,
         mut req: S3Request<PutObjectInput>,
@@ -112,7 +112,7 @@ impl Store {
     }
 
     /// Everything that can refuse an upload before its body is read.
-    async fn admit(&self, bucket: &str, key: &str, conditions: &Conditions) -> S3Result<Place> {
+    async fn admit(&self, bucket: &str, key: &str, conditions: &Conditions) -> S3Result<ObjectPath> {
         let place = self.place(bucket, key)?;
         if !conditions.is_empty() {
             let guard = self.lock(bucket, key).read_owned().await;

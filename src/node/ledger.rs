@@ -25,7 +25,7 @@ pub type LoadId = String;
 /// See the [module](self). `K` names a chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ledger<K, R, L> {
-    sessions: BTreeMap<SessionId, Attached>,
+    sessions: BTreeMap<SessionId, AttachedEngine>,
     fillings: BTreeMap<SlotId, Filling<K, R>>,
     /// The filling of a chunk that may still be published.
     chunks: BTreeMap<K, SlotId>,
@@ -33,7 +33,7 @@ pub struct Ledger<K, R, L> {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Attached {
+struct AttachedEngine {
     instance: Instance,
     rank: Rank,
     world: u32,
@@ -137,7 +137,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
                 });
             }
         }
-        let attached = Attached {
+        let attached = AttachedEngine {
             instance: instance.to_owned(),
             rank,
             world,

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 use super::ledger::SessionId;
 use super::shared_load::{Joined, Participant, SharedLoad};
 use super::{Node, NodeError, Session};
-use crate::cache::gateway::{AfterMiss, LoadRequest, LoadStream, LoadedChunk, Miss};
+use crate::cache::gateway::{AfterMiss, LoadSpec, LoadStream, LoadedChunk, Miss};
 use crate::format::{ChunkHash, Space};
 use crate::protocol::Order;
 use crate::protocol::Tier;
@@ -40,7 +40,7 @@ pub struct Lent {
 }
 
 /// A load under way; dropped, it gives up what has not come. What was lent stays lent.
-pub struct Load {
+pub struct EngineLoad {
     node: Node,
     session: Arc<Session>,
     load_id: String,
@@ -75,7 +75,7 @@ enum From {
 
 impl Node {
     /// Starts a load, or joins the one that another rank of the same engine started under this id.
-    pub fn load(&self, session: &Arc<Session>, call: LoadCall) -> Result<Load, NodeError> {
+    pub fn load(&self, session: &Arc<Session>, call: LoadCall) -> Result<EngineLoad, NodeError> {
         self.takes_work()?;
         let load_id = call.load_id.clone();
         let running = self.run(session, &load_id)?;
@@ -96,7 +96,7 @@ impl Node {
                 },
             },
         };
-        Ok(Load {
+        Ok(EngineLoad {
             node: self.clone(),
             session: Arc::clone(session),
             load_id,
@@ -120,7 +120,7 @@ impl Node {
     }
 
     fn stream(&self, session: &Session, call: LoadCall) -> LoadStream {
-        let request = LoadRequest {
+        let request = LoadSpec {
             space: call.space,
             chunks: call.chunks,
             order: call.order,
@@ -248,7 +248,7 @@ impl Node {
     }
 }
 
-impl Load {
+impl EngineLoad {
     /// In which order it is done.
     pub fn order(&self) -> Order {
         match &self.from {

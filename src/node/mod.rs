@@ -30,11 +30,11 @@ use tokio::time::Instant;
 
 pub use error::NodeError;
 pub use ledger::{AttachError, SlotError};
-pub use load::{Lent, Load, LoadCall};
+pub use load::{EngineLoad, Lent, LoadCall};
 pub use owners::Has;
-pub use session::{Attach, Event, Session};
+pub use session::{Attach, Session, SessionEvent};
 pub use status::Status;
-pub use store::{Reservation, Reservations, ToStore};
+pub use store::{Reservations, ReserveOutcome, ToStore};
 
 pub use peer::Process;
 
@@ -44,7 +44,7 @@ use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
 use crate::cache::episode::Episode;
-use crate::cache::gateway::{AfterMiss, Credit, Gateway, LoadRequest, LoadedChunk};
+use crate::cache::gateway::{AfterMiss, Credit, Gateway, LoadSpec, LoadedChunk};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::protocol::{Flushed, Order};
 
@@ -203,7 +203,7 @@ impl Node {
     }
 
     /// A process is attached from here on, until it is gone. Also what it will be told.
-    pub fn attach(&self, attach: Attach) -> Result<(Arc<Session>, mpsc::Receiver<Event>), NodeError> {
+    pub fn attach(&self, attach: Attach) -> Result<(Arc<Session>, mpsc::Receiver<SessionEvent>), NodeError> {
         self.takes_work()?;
         if attach.rank >= attach.world_size {
             return Err(NodeError::Rank(format!(
@@ -334,7 +334,7 @@ impl Node {
             let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, permits.acquire()).await else {
                 return;
             };
-            let request = LoadRequest {
+            let request = LoadSpec {
                 space,
                 chunks,
                 order: Order::Chunk,
@@ -360,7 +360,7 @@ impl Node {
     pub fn drain(&self) {
         self.0.draining.store(true, Ordering::Relaxed);
         for session in &self.0.sessions {
-            session.tell(Event::Draining);
+            session.tell(SessionEvent::Draining);
         }
     }
 

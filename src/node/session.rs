@@ -42,14 +42,14 @@ pub struct Session {
     /// Those that it loads from or stores to.
     spaces: Mutex<HashSet<SpaceKey>>,
     called: Mutex<Instant>,
-    pub(super) events: mpsc::Sender<Event>,
+    pub(super) events: mpsc::Sender<SessionEvent>,
     ended: watch::Sender<bool>,
 }
 
 /// What the stream of an attach tells.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum Event {
+pub enum SessionEvent {
     /// A slot that it fills will not be published any more: it took too long.
     Revoked { slot: usize, generation: u64 },
     /// This kvgate is going down: no new loads and stores.
@@ -64,7 +64,7 @@ impl Session {
         id: SessionId,
         attach: Attach,
         credit: Credit,
-    ) -> Result<(Arc<Self>, mpsc::Receiver<Event>), NodeError> {
+    ) -> Result<(Arc<Self>, mpsc::Receiver<SessionEvent>), NodeError> {
         let (events, receiver) = mpsc::channel(EVENTS_MAX);
         let refused = |source: io::Error| NodeError::System(Arc::new(source));
         let session = Self {
@@ -115,7 +115,7 @@ impl Session {
         spaces.iter().copied().collect()
     }
 
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn tell(&self, event: SessionEvent) {
         // A full stream is the client's own doing.
         let _ = self.events.try_send(event);
     }

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::ledger::{Committed, Offer, Rank, SlotError, SlotId};
 use super::owners::{Has, shares};
-use super::session::Event;
+use super::session::SessionEvent;
 use super::unwritten::Marks;
 use super::{Node, NodeError, Session};
 use crate::cache::gateway::{Reserved, Skip};
@@ -40,7 +40,7 @@ impl Filled {
 
 /// What a rank is told of a chunk that it wants to store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reservation {
+pub enum ReserveOutcome {
     /// Where to write.
     Slot {
         /// Where the slot starts in the arena's file, and its generation: what a commit names.
@@ -60,7 +60,7 @@ pub struct Reservations {
     /// Of every chunk, what this rank writes; the whole, if nothing else is said.
     pub shares: Vec<Share>,
     /// One for each chunk.
-    pub chunks: Vec<Reservation>,
+    pub chunks: Vec<ReserveOutcome>,
 }
 
 impl Node {
@@ -78,7 +78,7 @@ impl Node {
             // Nobody can tell yet who owns what.
             return Ok(Reservations {
                 shares: Vec::new(),
-                chunks: vec![Reservation::Skip(Skip::Pending); chunks.len()],
+                chunks: vec![ReserveOutcome::Skip(Skip::Pending); chunks.len()],
             });
         }
         let ranks: BTreeMap<Rank, Has> = {
@@ -90,7 +90,7 @@ impl Node {
         let Some(own) = shares.get(&session.rank) else {
             return Ok(Reservations {
                 shares: Vec::new(),
-                chunks: vec![Reservation::OtherRank; chunks.len()],
+                chunks: vec![ReserveOutcome::OtherRank; chunks.len()],
             });
         };
         let mut answers = Vec::with_capacity(chunks.len());
@@ -100,12 +100,12 @@ impl Node {
                 // A rank came back with other heads than it had when this was begun: nobody would write some of the bytes.
                 Offer::Join(slot) if ledger.reserved(slot).is_none_or(|filled| filled.shares != shares) => {
                     ledger.abort(session.id, slot)?;
-                    answers.push(Reservation::Skip(Skip::Pending));
+                    answers.push(ReserveOutcome::Skip(Skip::Pending));
                     continue;
                 }
                 Offer::Join(slot) => slot,
                 Offer::Pending => {
-                    answers.push(Reservation::Skip(Skip::Pending));
+                    answers.push(ReserveOutcome::Skip(Skip::Pending));
                     continue;
                 }
                 Offer::New => match self.0.gateway.reserve_on_credit(
@@ -115,7 +115,7 @@ impl Node {
                     Some(&session.credit),
                 ) {
                     Err(skip) => {
-                        answers.push(Reservation::Skip(skip));
+                        answers.push(ReserveOutcome::Skip(skip));
                         continue;
                     }
                     Ok(mut reserved) => {
@@ -139,12 +139,12 @@ impl Node {
                 .reserved(slot)
                 .map(|filled| filled.reserved.slot.payload_offset());
             answers.push(match offset {
-                Some(offset) => Reservation::Slot {
+                Some(offset) => ReserveOutcome::Slot {
                     slot: slot.0,
                     generation: slot.1,
                     offset,
                 },
-                None => Reservation::Skip(Skip::Pending),
+                None => ReserveOutcome::Skip(Skip::Pending),
             });
         }
         Ok(Reservations {
@@ -194,7 +194,7 @@ impl Node {
             self.0.late.tell(&format_args!("slot {} after {most:?}", slot.0));
             for writer in writers {
                 if let Some(session) = self.0.by_id.get(&writer) {
-                    session.tell(Event::Revoked {
+                    session.tell(SessionEvent::Revoked {
                         slot: slot.0,
                         generation: slot.1,
                     });

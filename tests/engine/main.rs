@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use kvgate::engine::client::{Client, ClientError, Session, Target};
+use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress};
 use kvgate::format::{ChunkHash, ChunkHasher, Space};
 use kvgate::protocol::Order;
 use kvgate::protocol::Share;
@@ -23,7 +23,7 @@ const CALL: usize = 8;
 
 struct Engine {
     client: Client,
-    session: Session,
+    session: ApiSession,
     space: Space,
     seed: String,
     root: ChunkHash,
@@ -37,7 +37,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let [socket, action, seed, chunks] = rest else {
         return Err("engine SOCKET store|load|hold|hoard|fill SEED CHUNKS [INSTANCE RANK WORLD_SIZE]".into());
     };
-    let client = Client::new(Target::Unix(socket.into()));
+    let client = Client::new(DaemonAddress::Unix(socket.into()));
     let space = Space::from_json(SPACE)?;
     let hasher = ChunkHasher::new(&space, None)?;
     let root = hasher.root(seed.as_bytes(), b"")?;

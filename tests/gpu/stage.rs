@@ -2,10 +2,10 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use kvgate::arena::{Arena, ArenaOptions, Slot, SlotMut};
-use kvgate::engine::copy::cuda::{Gpu, Mark};
+use kvgate::engine::copy::cuda::{Gpu, StreamMark};
 use kvgate::engine::copy::known::{KNOWN, KnownLayout, Pages};
 use kvgate::engine::copy::{
-    CopyError, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Job, PagedCache, Pending,
+    CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, PagedCache, Pending,
     SlotMapping, Tensor,
 };
 use kvgate::format::Space;
@@ -96,7 +96,7 @@ impl Stage {
         self.copier.as_ref().unwrap()
     }
 
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> StreamMark {
         self.copier().mark(self.stream()).unwrap()
     }
 
@@ -123,14 +123,14 @@ impl Stage {
 
     /// Chunk `nth`'s blocks, in another order each, and apart from the one's before and after it; it begins inside of
     /// one.
-    pub fn job(&self, nth: u32) -> Job {
+    pub fn job(&self, nth: u32) -> CopyJob {
         let mut table = [3, 0, 4, 2, 1].map(|block| (block + nth * 6) % BLOCKS);
         table.rotate_left(nth as usize / 2);
         let mapping = SlotMapping::Blocks {
             table: &table,
             first_token: 5,
         };
-        Job {
+        CopyJob {
             planes: 0..LAYERS,
             spans: self.cache(4096).spans(mapping, 0..CHUNK_TOKENS).unwrap(),
             at: 0,
@@ -163,7 +163,7 @@ impl Stage {
         read.leak()
     }
 
-    pub fn load(&self, object: &Slot, job: &Job) -> Pending<Slot> {
+    pub fn load(&self, object: &Slot, job: &CopyJob) -> Pending<Slot> {
         self.copier()
             .load(object.clone(), job, Some(&self.mark()))
             .unwrap()
@@ -176,17 +176,17 @@ impl Stage {
     }
 
     /// What a chunk has of the pages.
-    pub fn blocks_of(&self, job: &Job, image: &[u8]) -> Vec<u8> {
+    pub fn blocks_of(&self, job: &CopyJob, image: &[u8]) -> Vec<u8> {
         let mut image = image.to_vec();
         self.twin_store(&mut image, vec![0; self.space.layout().object_len()], job)
     }
 
     /// A load as the CPU would have done it to `image`.
-    pub fn twin_load(&self, image: &mut [u8], object: &Slot, job: &Job) {
+    pub fn twin_load(&self, image: &mut [u8], object: &Slot, job: &CopyJob) {
         self.twin(image).load(object.clone(), job).unwrap();
     }
 
-    pub fn twin_store(&self, image: &mut [u8], object: Vec<u8>, job: &Job) -> Vec<u8> {
+    pub fn twin_store(&self, image: &mut [u8], object: Vec<u8>, job: &CopyJob) -> Vec<u8> {
         self.twin(image).store(object, job).unwrap().wait().unwrap()
     }
 
@@ -296,7 +296,7 @@ fn sees_what_was_loaded(mut stage: Stage) {
 fn stores_what_was_computed(mut stage: Stage) {
     let mut image = stage.compute(5);
     let jobs = [0, 1].map(|nth| stage.job(nth));
-    let store = |nth: usize, after: Option<&Mark>| {
+    let store = |nth: usize, after: Option<&StreamMark>| {
         stage
             .copier()
             .store(stage.poisoned_slot(), &jobs[nth], after)

@@ -1,4 +1,4 @@
-use kvgate::engine::copy::Job;
+use kvgate::engine::copy::CopyJob;
 use kvgate::engine::copy::known::{KNOWN, KnownLayout};
 
 use crate::mock::{CHILD, Mock, SEEDS, fails_in_child};
@@ -31,7 +31,7 @@ fn an_older_load_does_not_wait_for_a_younger_one_s_mark() {
         let mut image = stage.compute(3);
         let older = stage.mark();
         let load = |stage: &Stage, planes| {
-            let job = Job {
+            let job = CopyJob {
                 planes,
                 ..stage.job(0)
             };

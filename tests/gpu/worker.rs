@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kvgate::cache::gateway::open_store;
 use kvgate::config::{self, Override};
-use kvgate::engine::client::{Client, Target};
+use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::connector::{
-    Breaker, Hold, Load, NewChunk, Progress, Store, Wanted, Worker, WorkerError,
+    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker, WorkerError,
 };
 use kvgate::engine::copy::known::KNOWN;
 use kvgate::engine::copy::{Copier, CudaCopier};
@@ -46,7 +46,7 @@ async fn serve(home: &tempfile::TempDir) -> (Node, Client) {
         .unwrap();
     let node = daemon.node().clone();
     tokio::spawn(daemon.run(std::future::pending()));
-    (node, Client::new(Target::Unix(config.api.socket)))
+    (node, Client::new(DaemonAddress::Unix(config.api.socket)))
 }
 
 struct Rank {
@@ -76,7 +76,7 @@ impl Rank {
             ..AttachRequest::default()
         };
         let copier = Copier::Cuda(Box::new(stage.copier.take().unwrap()));
-        let breaker = Breaker::new(3, Duration::from_secs(1));
+        let breaker = LookupBreaker::new(3, Duration::from_secs(1));
         let worker = Worker::new(&client, attach, stage.space.clone(), copier, narrow, breaker);
         while let Err(error) = worker.session().await.map(drop) {
             assert!(matches!(error, WorkerError::Pinning), "{error}");
@@ -89,8 +89,8 @@ impl Rank {
         }
     }
 
-    async fn store(&self, chunks: &[NewChunk]) -> Result<usize, WorkerError> {
-        let store = Store {
+    async fn store(&self, chunks: &[ComputedChunk]) -> Result<usize, WorkerError> {
+        let store = StoreJob {
             chunks,
             after: None,
             deadline: Duration::from_secs(30),
@@ -102,9 +102,9 @@ impl Rank {
     }
 }
 
-fn chunks(stage: &Stage) -> Vec<NewChunk> {
+fn chunks(stage: &Stage) -> Vec<ComputedChunk> {
     let hash = |nth: u8| kvgate::format::ChunkHash([nth; 32]);
-    let chunk = |nth: u8| NewChunk {
+    let chunk = |nth: u8| ComputedChunk {
         hash: hash(nth + 1),
         parent: hash(nth),
         spans: stage.job(nth.into()).spans,
@@ -141,22 +141,22 @@ fn slots_of_a_load_that_failed_on_the_gpu_are_not_released() {
         let chunks = chunks(&stage);
         let rank = Rank::new(&mut stage).await;
         assert_eq!(rank.store(&chunks).await.unwrap(), 2);
-        let wanted: Vec<Wanted> = chunks
+        let wanted: Vec<WantedChunk> = chunks
             .iter()
-            .map(|chunk| Wanted {
+            .map(|chunk| WantedChunk {
                 hash: chunk.hash,
                 spans: chunk.spans.clone(),
             })
             .collect();
         mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
-        let load = Load {
+        let load = LoadJob {
             id: "load",
             wanted: &wanted,
             order: Order::Chunk,
             deadline_ms: Some(20_000),
             after: None,
         };
-        let progress = Arc::new(Progress::new(stage.space.planes().len(), 2));
+        let progress = Arc::new(LoadProgress::new(stage.space.planes().len(), 2));
         let failed = rank.worker.load(load, &progress).await.unwrap();
         assert!(!failed.is_empty());
         assert!(rank.node.status().slots.leases > 0, "while the process lives");

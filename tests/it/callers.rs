@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use crate::backends::skip_because;
 use crate::fixture::Prompt;
 use crate::serving::{Serving, Site, alone, chunks, id, load, store, write};
-use kvgate::engine::client::{Client, ClientError, Target};
+use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, ReservedChunk, SlotName};
 
@@ -306,7 +306,7 @@ async fn a_clients_gateway_is_roots_or_its_own() {
     let mut line = String::new();
     let out = listener.stdout.take().unwrap();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(out), &mut line).unwrap();
-    let client = Client::new(Target::Unix(socket));
+    let client = Client::new(DaemonAddress::Unix(socket));
     let refused = client.status().await;
     assert!(
         matches!(&refused, Err(ClientError::Stranger { uid, .. }) if *uid == stranger),

@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::cache::gateway::{Gateway, GatewayOptions, NewChunk, StoreOutcome, open_store};
+use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, StoreOutcome, open_store};
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
@@ -101,7 +101,7 @@ impl Stored {
         for (i, &hash) in self.hashes.iter().enumerate() {
             let mut slot = gateway.reserve(&self.space).unwrap();
             slot.payload_mut().fill(u8::try_from(i).unwrap());
-            let chunk = NewChunk { hash, parent, slot };
+            let chunk = FilledSlot { hash, parent, slot };
             let outcome = gateway.store(chunk, soon()).await;
             assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
             parent = hash;

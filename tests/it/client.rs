@@ -1,6 +1,6 @@
 //! The client, against a server that is not one.
 
-use kvgate::engine::client::{Client, Target};
+use kvgate::engine::client::{Client, DaemonAddress};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -23,7 +23,7 @@ async fn a_call_whose_answer_was_lost_was_made_twice() {
     let home = tempfile::tempdir().unwrap();
     let socket = home.path().join("socket");
     let listener = UnixListener::bind(&socket).unwrap();
-    let client = Client::new(Target::Unix(socket));
+    let client = Client::new(DaemonAddress::Unix(socket));
     let server = async {
         let (mut kept, _) = listener.accept().await.unwrap();
         answer(&mut kept).await;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvgate::engine::client::{Client, Target};
-use kvgate::engine::connector::{Breaker, Load, Progress, Wanted, Worker};
+use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::connector::{LoadJob, LoadProgress, LookupBreaker, WantedChunk, Worker};
 use kvgate::engine::copy::known::{KNOWN, Pages};
 use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
 use kvgate::protocol::Order;
@@ -17,7 +17,7 @@ use crate::fixture::Prompt;
 use crate::serving::{Site, alone, eventually, store};
 
 /// A socket in front of the daemon's; counts the releases that go through it, and holds them until all is `copied`.
-fn counted(socket: &Path, home: &Path, copied: Option<Arc<Progress>>) -> (PathBuf, Arc<AtomicUsize>) {
+fn counted(socket: &Path, home: &Path, copied: Option<Arc<LoadProgress>>) -> (PathBuf, Arc<AtomicUsize>) {
     let (own, behind) = (home.join("counted.sock"), socket.to_owned());
     let listener = UnixListener::bind(&own).unwrap();
     let releases = Arc::<AtomicUsize>::default();
@@ -80,7 +80,7 @@ async fn chunks_of_a_load_are_released_together() {
         tensors.iter_mut().for_each(at);
         let cache = PagedCache::new(&prompt.space, &tensors).unwrap();
         let table: Vec<u32> = (0..CHUNKS as u32).collect();
-        let wanted = |(i, hash): (usize, &kvgate::format::ChunkHash)| Wanted {
+        let wanted = |(i, hash): (usize, &kvgate::format::ChunkHash)| WantedChunk {
             hash: *hash,
             spans: cache
                 .spans(
@@ -92,18 +92,18 @@ async fn chunks_of_a_load_are_released_together() {
                 )
                 .unwrap(),
         };
-        let wanted: Vec<Wanted> = prompt.hashes.iter().enumerate().map(wanted).collect();
+        let wanted: Vec<WantedChunk> = prompt.hashes.iter().enumerate().map(wanted).collect();
         let options = CpuOptions {
             threads: 1,
             bytes_per_thread: 1 << 30,
         };
         // SAFETY: the pages outlive the worker, and nobody else touches them.
         let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
-        let progress = Arc::new(Progress::new(prompt.space.planes().len(), CHUNKS));
+        let progress = Arc::new(LoadProgress::new(prompt.space.planes().len(), CHUNKS));
         let held = is_held.then(|| Arc::clone(&progress));
         let (socket, releases) = counted(&serving.config.api.socket, site.home.path(), held);
-        let client = Client::new(Target::Unix(socket));
-        let breaker = Breaker::new(3, Duration::from_secs(1));
+        let client = Client::new(DaemonAddress::Unix(socket));
+        let breaker = LookupBreaker::new(3, Duration::from_secs(1));
         let narrow = |_: &[kvgate::protocol::Share]| unreachable!("nothing is stored");
         let worker = Worker::new(
             &client,
@@ -113,7 +113,7 @@ async fn chunks_of_a_load_are_released_together() {
             narrow,
             breaker,
         );
-        let load = Load {
+        let load = LoadJob {
             id: "load",
             wanted: &wanted,
             order: Order::Chunk,

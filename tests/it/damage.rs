@@ -168,7 +168,7 @@ async fn replaced_between_two_ranges(backend: &Backend) {
         let gateway = other_site.gateway();
         let mut slot = gateway.reserve(&prompt.space).unwrap();
         slot.payload_mut().fill(0x5a);
-        let chunk = kvgate::cache::gateway::NewChunk {
+        let chunk = kvgate::cache::gateway::FilledSlot {
             hash: prompt.hashes[0],
             parent: prompt.root,
             slot,

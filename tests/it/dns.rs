@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvgate::s3::dns::{DnsOptions, Resolved, Resolver, Source};
+use kvgate::s3::dns::{AddressSource, DnsOptions, Resolved, Resolver};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -25,8 +25,8 @@ fn options(server: &DnsServer) -> DnsOptions {
     }
 }
 
-fn host() -> Source {
-    Source::Host {
+fn host() -> AddressSource {
+    AddressSource::Host {
         name: NAME.into(),
         port: 9000,
     }
@@ -276,7 +276,7 @@ async fn of_srv_the_ports_and_the_first_priority() {
         }
     };
     let server = DnsServer::start(zone(20)).await;
-    let source = Source::Srv { name: SERVICE.into() };
+    let source = AddressSource::Srv { name: SERVICE.into() };
     let mut told = Resolver::new(options(&server)).watch(&source);
     let b = SocketAddr::from((v6(3), 9001));
     until_at(&mut told, &[at(1), at(2), b]).await;
@@ -325,7 +325,7 @@ async fn nothing_at_first() {
     server.script(only_a(&[1], 60));
     until_at(&mut told, &[at(1)]).await;
 
-    let source = Source::Host {
+    let source = AddressSource::Host {
         name: "no..name.kvgate.test".into(),
         port: 1,
     };
@@ -476,7 +476,7 @@ async fn a_name_without_a_dot_is_taken_as_it_is() {
         })]
     })
     .await;
-    let source = Source::Host {
+    let source = AddressSource::Host {
         name: "Storage".into(),
         port: 9000,
     };
@@ -522,7 +522,7 @@ async fn a_real_dns_server() {
     let Some(server) = Dnsmasq::start("dns::a_real_dns_server", &addresses(1..=4)) else {
         return;
     };
-    let source = Source::Host {
+    let source = AddressSource::Host {
         name: server.name.into(),
         port: 9000,
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
-use kvgate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, Phase, WindowOptions};
+use kvgate::s3::fanout::{AttemptPolicy, BreakerOptions, BreakerPhase, EndpointOptions, WindowOptions};
 use kvgate::s3::net::Landing;
 use kvgate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -81,7 +81,7 @@ async fn killed_in_the_middle_of_a_load() {
     assert!(lost > 2, "{lost} ranges were lost: not enough to show anything");
 
     // It is left alone, but for a probe now and then.
-    let opened = || state(&gateway, dead).breaker != Phase::Closed;
+    let opened = || state(&gateway, dead).breaker != BreakerPhase::Closed;
     rig.load_until(&gateway, soon(), opened).await;
     let before = state(&gateway, dead);
     for _ in 0..3 {
@@ -94,7 +94,7 @@ async fn killed_in_the_middle_of_a_load() {
     let connections = rig.proxies[1].carried().connections;
     let back = || rig.proxies[1].carried().connections > connections + 2;
     rig.load_until(&gateway, soon(), back).await;
-    assert_eq!(state(&gateway, dead).breaker, Phase::Closed);
+    assert_eq!(state(&gateway, dead).breaker, BreakerPhase::Closed);
 }
 
 /// What hangs in the middle of bodies is taken over by hedges long before a time-out.
@@ -163,10 +163,10 @@ async fn hung_without_hedges() {
         .await;
     assert_eq!(totals(&gateway).hedges, 0);
     let breaker = || state(&gateway, rig.proxies[1].address()).breaker;
-    let opened = || breaker() != Phase::Closed;
+    let opened = || breaker() != BreakerPhase::Closed;
     rig.load_until(&gateway, soon(), opened).await;
     rig.proxies[1].resume();
-    let closed = || breaker() == Phase::Closed;
+    let closed = || breaker() == BreakerPhase::Closed;
     rig.load_until(&gateway, soon(), closed).await;
 }
 

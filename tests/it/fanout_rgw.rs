@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use kvgate::cache::gateway::Gateway;
-use kvgate::s3::fanout::{AttemptPolicy, EndpointState, Phase};
+use kvgate::s3::fanout::{AttemptPolicy, BreakerPhase, EndpointState};
 use kvgate::s3::object::S3Options;
 use tokio::sync::MutexGuard;
 use tokio::time::Instant;
@@ -180,7 +180,7 @@ async fn killed(backend: &Backend) {
     rgws.bed.load_while(&gateway, || rgws.busy(&gateway), kill).await;
     let (number, outage) = outage.take().unwrap();
     let dead = || rgws.state(&gateway, number);
-    let opened = || dead().breaker != Phase::Closed;
+    let opened = || dead().breaker != BreakerPhase::Closed;
     rgws.bed.load_until(&gateway, soon(), opened).await;
     eprintln!("radosgw, killed: {:?}", dead());
     assert!(dead().totals.lost > 0, "{:?}", dead());

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::cache::gateway::{AfterMiss, LoadRequest, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, LoadSpec, StoreOutcome};
 use kvgate::protocol::Order;
 use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
@@ -335,7 +335,7 @@ async fn a_cancelled_next_loses_nothing() {
         site.capabilities,
         site.options(),
     );
-    let request = LoadRequest {
+    let request = LoadSpec {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
         order: Order::Chunk,
@@ -456,7 +456,7 @@ async fn dropped_loads_give_everything_back() {
     let (_server, site, prompt) = stored(12).await;
     let gateway = site.gateway();
     for after in 0..12 {
-        let request = LoadRequest {
+        let request = LoadSpec {
             space: prompt.space.clone(),
             chunks: prompt.hashes.clone(),
             order: Order::Chunk,
@@ -530,7 +530,7 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
             site.options(),
         )
     };
-    let request = |deadline| LoadRequest {
+    let request = |deadline| LoadSpec {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
         order: Order::Chunk,

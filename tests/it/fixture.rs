@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::cache::existence::CacheLimits;
 use kvgate::cache::gateway::{
-    AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadedChunk, Lookup, Miss, NewChunk, StoreOutcome,
+    AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, LoadedChunk, Lookup, Miss, StoreOutcome,
 };
 use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
 use kvgate::protocol::Order;
@@ -158,7 +158,7 @@ pub fn arena(size: usize) -> Arena {
 pub async fn store_chunk(gateway: &Gateway, prompt: &Prompt, i: usize) -> StoreOutcome {
     let mut slot = gateway.reserve(&prompt.space).expect("room in the arena");
     slot.payload_mut().copy_from_slice(&prompt.payload(i));
-    let chunk = NewChunk {
+    let chunk = FilledSlot {
         hash: prompt.hashes[i],
         parent: prompt.parent(i),
         slot,
@@ -185,7 +185,7 @@ pub async fn load(
     prompt: &Prompt,
     after_miss: AfterMiss,
 ) -> Vec<Result<LoadedChunk, Miss>> {
-    let request = LoadRequest {
+    let request = LoadSpec {
         space: prompt.space.clone(),
         chunks: prompt.hashes.clone(),
         order: Order::Chunk,

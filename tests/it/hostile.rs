@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvgate::arena::Arena;
-use kvgate::s3::fanout::Phase;
-use kvgate::s3::net::{Landing, Watch};
+use kvgate::s3::fanout::BreakerPhase;
+use kvgate::s3::net::{BodyWatch, Landing};
 use kvgate::s3::object::{
     Condition, ErrorKind, GetRange, ObjectError, ObjectMeta, ObjectStore, Result, S3, S3Options,
 };
@@ -194,7 +194,7 @@ fn answer_to(range: std::ops::Range<usize>) -> Vec<u8> {
 #[derive(Clone, Default)]
 struct Seen(Arc<std::sync::Mutex<Vec<u8>>>);
 
-impl Watch for Seen {
+impl BodyWatch for Seen {
     fn arrived(&mut self, at: usize, bytes: &[u8]) {
         let mut seen = self.0.lock().unwrap();
         if at == 0 {
@@ -799,7 +799,7 @@ async fn who_gives_up_while_waiting_for_a_connection_says_nothing_of_the_server(
     // The one that was sent counts, and it alone.
     assert_eq!(server.requests.load(Ordering::SeqCst), 1);
     assert_eq!(state.totals.given_up, 20);
-    assert_eq!(state.breaker, Phase::Closed);
+    assert_eq!(state.breaker, BreakerPhase::Closed);
 }
 
 /// Not hostile, but it hears whose keys requests are signed with.

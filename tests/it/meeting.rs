@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvgate::cache::gateway::{AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadRequest, TierOptions};
+use kvgate::cache::gateway::{AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadSpec, TierOptions};
 use kvgate::cache::tier::{Disk, DiskOptions, MemoryOptions};
 use kvgate::protocol::EvictionPolicy;
 use kvgate::protocol::{Order, WhenFull};
@@ -62,7 +62,7 @@ async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
             Some(tiers(None)),
         );
         let load = |order, deadline| {
-            gateway.load(LoadRequest {
+            gateway.load(LoadSpec {
                 space: prompt.space.clone(),
                 chunks: prompt.hashes.clone(),
                 order,
@@ -109,7 +109,7 @@ async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alon
     };
     reserved.slot.payload_mut().copy_from_slice(&prompt.payload(0));
     let load = || {
-        gateway.load(LoadRequest {
+        gateway.load(LoadSpec {
             space: prompt.space.clone(),
             chunks: prompt.hashes.clone(),
             order: Order::Layer,
@@ -157,7 +157,7 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
     let is_on_disk = |prompt: &Prompt| disk.has(&(prompt.space.key(), prompt.hashes[0]), Instant::now());
     for order in [Order::Chunk, Order::Layer] {
         let load = |prompt: &Prompt| {
-            gateway.load(LoadRequest {
+            gateway.load(LoadSpec {
                 space: prompt.space.clone(),
                 chunks: prompt.hashes.clone(),
                 order,

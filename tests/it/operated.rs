@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use kvgate::engine::client::{Client, ClientError, Target};
+use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader, Lines};
@@ -58,7 +58,7 @@ impl Served {
     }
 
     fn client(&self) -> Client {
-        Client::new(Target::Unix(self.socket()))
+        Client::new(DaemonAddress::Unix(self.socket()))
     }
 
     fn socket(&self) -> PathBuf {
@@ -152,7 +152,7 @@ async fn a_reload_changes_the_token_and_the_log_level() {
     let address = lines.last().unwrap().split("http://").nth(1).unwrap();
     let address = address.trim_end_matches('/').parse().unwrap();
     let works = async |token: &str| {
-        let client = Client::with_token(Target::Tcp(address), Some(token));
+        let client = Client::with_token(DaemonAddress::Tcp(address), Some(token));
         match client.status().await {
             Ok(_) => true,
             Err(ClientError::Refused(problem)) if problem.code == "unauthorized" => false,

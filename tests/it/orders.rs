@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvgate::arena::SLOT_ALIGN;
-use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadRequest, LoadStream};
+use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadSpec, LoadStream};
 use kvgate::protocol::Order;
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::{Capabilities, ObjectStore};
@@ -64,7 +64,7 @@ impl Setup {
     }
 
     fn load(&self, gateway: &Gateway, order: Order, after_miss: AfterMiss) -> LoadStream {
-        gateway.load(LoadRequest {
+        gateway.load(LoadSpec {
             space: self.prompt.space.clone(),
             chunks: self.prompt.hashes.clone(),
             order,

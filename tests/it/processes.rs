@@ -12,7 +12,7 @@ use tokio::process::{Child, Command};
 use crate::fixture::Prompt;
 use crate::program::Place;
 use crate::serving::{all, alone, eventually, id, load, load_request, store};
-use kvgate::engine::client::{Client, ClientError, Target};
+use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::protocol::LoadRequest;
 use kvgate::protocol::Order;
 
@@ -77,7 +77,7 @@ impl Home {
         }
         Daemon {
             child,
-            client: Client::new(Target::Unix(self.socket.clone())),
+            client: Client::new(DaemonAddress::Unix(self.socket.clone())),
         }
     }
 
@@ -655,7 +655,7 @@ async fn an_engine_that_cannot_be_watched_is_refused() {
             idle.push(tokio::net::UnixStream::connect(&home.socket).await.unwrap());
             eventually(|| open() != before).await;
         }
-        let client = Client::new(Target::Unix(home.socket.clone()));
+        let client = Client::new(DaemonAddress::Unix(home.socket.clone()));
         let request = alone(&format!("engine {round}"));
         let attach = client.attach(&request);
         let answer = tokio::time::timeout(Duration::from_secs(5), attach).await;

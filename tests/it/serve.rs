@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvgate::engine::client::{ClientError, LoadLines, Session};
+use kvgate::engine::client::{ApiSession, ClientError, LoadLines};
 use kvgate::format::Space;
 use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy};
@@ -418,7 +418,7 @@ async fn loads_of_the_same_chunks_never_wait_for_each_other() {
     twice.hashes.push(prompt.hashes[0]);
     assert_eq!(code(&engine.load(twice).await.err().unwrap()), "bad_request");
     // Below the API it does no harm.
-    let request = kvgate::cache::gateway::LoadRequest {
+    let request = kvgate::cache::gateway::LoadSpec {
         space: prompt.space.clone(),
         chunks: vec![prompt.hashes[0], prompt.hashes[0], prompt.hashes[1]],
         order: Order::Layer,
@@ -594,7 +594,7 @@ async fn who_may_not_attach_is_told_why() {
 }
 
 /// The next chunk, which is released.
-async fn released(rank: &Session, lines: &mut LoadLines) {
+async fn released(rank: &ApiSession, lines: &mut LoadLines) {
     match lines.next().await.unwrap() {
         Some(LoadLine::Here { slot, generation, .. }) => {
             let slot = SlotName { slot, generation };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvgate::cache::tier::DiskError;
 use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
-use kvgate::engine::client::{Client, Session, Target};
+use kvgate::engine::client::{ApiSession, Client, DaemonAddress};
 use kvgate::format::Space;
 use kvgate::node::daemon::{Daemon, Ended, StartError};
 use kvgate::protocol::Order;
@@ -136,7 +136,7 @@ impl Site {
             daemon = start().await;
         }
         let daemon = daemon.unwrap();
-        let client = Client::new(Target::Unix(config.api.socket.clone()));
+        let client = Client::new(DaemonAddress::Unix(config.api.socket.clone()));
         let (node, address) = (daemon.node().clone(), daemon.address());
         let (stop, stopped) = oneshot::channel::<()>();
         let task = tokio::spawn(async move {
@@ -183,12 +183,12 @@ impl Serving {
         (&mut self.task).await.unwrap()
     }
 
-    pub async fn attach(&self, instance: &str) -> Session {
+    pub async fn attach(&self, instance: &str) -> ApiSession {
         self.client.attach(&alone(instance)).await.unwrap()
     }
 
     /// A rank that has a range of heads.
-    pub async fn rank(&self, instance: &str, rank: u32, world_size: u32, heads: (u32, u32)) -> Session {
+    pub async fn rank(&self, instance: &str, rank: u32, world_size: u32, heads: (u32, u32)) -> ApiSession {
         let request = AttachRequest {
             instance: instance.to_owned(),
             rank,
@@ -243,7 +243,7 @@ pub fn chunks(prompt: &Prompt) -> Vec<ReserveChunk> {
 }
 
 /// Reserves, fills and commits what there is room for, in calls of a few chunks; what became of each.
-pub async fn store(client: &Client, session: &Session, prompt: &Prompt) -> Vec<&'static str> {
+pub async fn store(client: &Client, session: &ApiSession, prompt: &Prompt) -> Vec<&'static str> {
     client.declare(&prompt.space).await.unwrap();
     let mut words = Vec::new();
     let all = chunks(prompt);
@@ -286,7 +286,7 @@ pub async fn store(client: &Client, session: &Session, prompt: &Prompt) -> Vec<&
 
 /// Writes what a rank owns of a chunk into its slot, as `reserve` answered it.
 pub fn write(
-    session: &Session,
+    session: &ApiSession,
     prompt: &Prompt,
     chunk: usize,
     own: &[Share],
@@ -327,7 +327,7 @@ pub fn load_request(prompt: &Prompt, load_id: &str, order: Order) -> LoadRequest
 }
 
 /// Loads, compares every byte that came with what it must be, and releases. Of each chunk the tier, or why it is missing.
-pub async fn load(session: &Session, prompt: &Prompt, load_id: &str, order: Order) -> Vec<String> {
+pub async fn load(session: &ApiSession, prompt: &Prompt, load_id: &str, order: Order) -> Vec<String> {
     let mut lines = session.load(load_request(prompt, load_id, order)).await.unwrap();
     let layout = prompt.space.layout();
     let mut words = vec![String::new(); prompt.hashes.len()];

@@ -13,4 +13,4 @@ mod prober;
 
 pub use cache::{CacheLimits, ExistenceCache, Known};
 pub use prefix::{ChunkState, PrefixSearch};
-pub use prober::{Answer, Prober};
+pub use prober::{ProbeAnswer, Prober};

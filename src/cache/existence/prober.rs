@@ -12,7 +12,7 @@ use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Opera
 
 /// The answer to "does this chunk exist?".
 #[derive(Debug, Clone)]
-pub enum Answer {
+pub enum ProbeAnswer {
     Present(Arc<str>),
     Absent,
     Unknown(Arc<ObjectError>),
@@ -32,7 +32,7 @@ struct Inner {
     time_limit: Duration,
     /// Objects of a wrong length.
     damaged: Episode,
-    flights: DashMap<ChunkId, watch::Receiver<Option<Answer>>>,
+    flights: DashMap<ChunkId, watch::Receiver<Option<ProbeAnswer>>>,
 }
 
 impl Prober {
@@ -60,10 +60,10 @@ impl Prober {
     }
 
     /// Asks S3, or joins whoever is asking already. The answer is remembered, also when the caller is gone by then.
-    pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Answer {
+    pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> ProbeAnswer {
         match self.ask_or_join(space, chunk, deadline).await {
             // That was the deadline of whoever asked first.
-            (Answer::Unknown(error), true)
+            (ProbeAnswer::Unknown(error), true)
                 if error.kind == ErrorKind::Deadline && Instant::now() < deadline =>
             {
                 self.ask_or_join(space, chunk, deadline).await.0
@@ -73,7 +73,7 @@ impl Prober {
     }
 
     /// Also whether somebody else had asked already.
-    async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (Answer, bool) {
+    async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (ProbeAnswer, bool) {
         let cache_key = (space.key(), *chunk);
         let key = || self.0.keys.chunk(cache_key.0, chunk);
         let (mut flight, joined) = match self.0.flights.entry(cache_key) {
@@ -106,12 +106,18 @@ impl Prober {
     }
 }
 
-fn unknown(key: &str, kind: ErrorKind, detail: &str) -> Answer {
-    Answer::Unknown(Arc::new(ObjectError::new(Operation::Head, key, kind, detail)))
+fn unknown(key: &str, kind: ErrorKind, detail: &str) -> ProbeAnswer {
+    ProbeAnswer::Unknown(Arc::new(ObjectError::new(Operation::Head, key, kind, detail)))
 }
 
 impl Inner {
-    async fn ask_store(&self, cache_key: ChunkId, key: &str, object_len: u64, deadline: Instant) -> Answer {
+    async fn ask_store(
+        &self,
+        cache_key: ChunkId,
+        key: &str,
+        object_len: u64,
+        deadline: Instant,
+    ) -> ProbeAnswer {
         let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, self.permits.acquire()).await else {
             return unknown(key, ErrorKind::Deadline, "waiting for its turn");
         };
@@ -127,22 +133,22 @@ impl Inner {
                 self.damaged
                     .tell(&format_args!("{key} has {len} bytes, not {object_len}"));
                 self.cache.quarantine(cache_key, meta.version, asked);
-                Answer::Absent
+                ProbeAnswer::Absent
             }
             Ok(meta) if self.cache.damaged(&cache_key).as_ref() == Some(&meta.version) => {
                 self.cache.learn(cache_key, Known::Absent, asked);
-                Answer::Absent
+                ProbeAnswer::Absent
             }
             Ok(meta) => {
                 self.cache
                     .learn(cache_key, Known::Present(Arc::clone(&meta.version.etag)), asked);
-                Answer::Present(meta.version.etag)
+                ProbeAnswer::Present(meta.version.etag)
             }
             Err(error) if error.kind == ErrorKind::NotFound => {
                 self.cache.learn(cache_key, Known::Absent, asked);
-                Answer::Absent
+                ProbeAnswer::Absent
             }
-            Err(error) => Answer::Unknown(Arc::new(error)),
+            Err(error) => ProbeAnswer::Unknown(Arc::new(error)),
         }
     }
 }

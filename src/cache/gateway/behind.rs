@@ -74,13 +74,13 @@ struct Entry {
     /// Chunks before it in the chain that wait as well.
     depth: u32,
     /// What is to be done; None once its turn has come.
-    job: Option<Job>,
+    job: Option<WriteBehindJob>,
     /// Whoever does it.
     task: Option<AbortHandle>,
 }
 
 /// A chunk on its way down.
-struct Job {
+struct WriteBehindJob {
     space: Space,
     object: Sealed,
     since: Instant,
@@ -198,7 +198,7 @@ impl Behind {
     }
 
     /// A chunk waits from here on, with its room. False if it is given up because its parent was.
-    fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: Job) -> bool {
+    fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
         let mut state = self.lock();
         if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
             state.stats.dropped += 1;
@@ -239,7 +239,7 @@ impl Behind {
     }
 
     /// The turn of the first has come, if it has no more than these bytes.
-    fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, Job)> {
+    fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, WriteBehindJob)> {
         let mut state = self.lock();
         let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
         let (number, entry) = waiting.next().filter(|(_, entry)| entry.bytes <= bytes)?;
@@ -454,7 +454,7 @@ impl Gateway {
         let Some(tiers) = &self.0.tiers else { return };
         let key = (space.key(), *chunk);
         let parent = parent.map(|parent| (space.key(), *parent));
-        let job = Job {
+        let job = WriteBehindJob {
             space: space.clone(),
             object,
             since: Instant::now(),
@@ -469,7 +469,7 @@ impl Gateway {
     async fn lower(
         &self,
         chunk: ChunkHash,
-        job: &mut Job,
+        job: &mut WriteBehindJob,
         permits: Option<OwnedSemaphorePermit>,
     ) -> StoreOutcome {
         let space = &job.space;

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use super::Miss;
-use super::drive::{Drive, Dropped, Source};
-use super::fetch::{Part, Wanted};
+use super::drive::{ChunkSource, Drive, LoadGone};
+use super::fetch::{ChunkFetch, Part};
 use super::load::LoadedChunk;
 use super::task::Task;
-use super::turns::{Place, Waiting};
+use super::turns::{TurnPosition, Waiting};
 use crate::arena::SlotMut;
 use crate::format::Section;
 use crate::s3::object::{ErrorKind, ObjectError, Version};
@@ -15,7 +15,7 @@ use crate::s3::object::{ErrorKind, ObjectError, Version};
 /// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
 /// which tells it.
 pub(super) struct Started {
-    wanted: Arc<Wanted>,
+    wanted: Arc<ChunkFetch>,
     parts: Vec<Part>,
     etag: Option<Arc<str>>,
     line: Vec<Waiting>,
@@ -27,19 +27,19 @@ impl Drive {
         let _dropped = self.chunk_by_chunk().await;
     }
 
-    async fn chunk_by_chunk(&mut self) -> Result<(), Dropped> {
+    async fn chunk_by_chunk(&mut self) -> Result<(), LoadGone> {
         let sections = self.sections();
         for index in self.first..self.chunks.len() {
             let (credit, source) = self.source(index).await;
             let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
             match source {
-                Source::Missing(miss) => self.send(index, true, async { Err(miss) })?,
-                Source::Memory(chunk) => self.send(index, true, async { Ok(with_credit(chunk)) })?,
-                Source::Flight(flight) => {
+                ChunkSource::Missing(miss) => self.send(index, true, async { Err(miss) })?,
+                ChunkSource::Memory(chunk) => self.send(index, true, async { Ok(with_credit(chunk)) })?,
+                ChunkSource::Flight(flight) => {
                     let joined = self.joined(index, flight);
                     self.send(index, true, async { joined.await.map(with_credit) })?;
                 }
-                Source::S3(slot, announcement) => {
+                ChunkSource::S3(slot, announcement) => {
                     let place = |section| self.place(index * sections.len() + section);
                     // In line here and not in the task, which may run later than the next chunk's.
                     let started = Started::new(self.wanted(index), slot, &sections, place);
@@ -59,10 +59,10 @@ impl Drive {
 
 impl Started {
     pub fn new(
-        wanted: Arc<Wanted>,
+        wanted: Arc<ChunkFetch>,
         slot: SlotMut,
         sections: &[Section],
-        place: impl Fn(usize) -> Place,
+        place: impl Fn(usize) -> TurnPosition,
     ) -> Self {
         let parts = wanted.cut(slot, sections, place);
         let etag = wanted.known_etag();
@@ -128,7 +128,7 @@ impl Started {
 /// Some ranges at once, each in a task of its own: digests are computed where bytes arrive, on as many cores as there are.
 /// Waits to the end of each, since only then are their parts of the slot ours again.
 async fn get_all(
-    wanted: &Arc<Wanted>,
+    wanted: &Arc<ChunkFetch>,
     parts: Vec<Part>,
     line: Vec<Waiting>,
     etag: &Arc<str>,

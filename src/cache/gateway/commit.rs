@@ -8,14 +8,14 @@ use tokio::time::Instant;
 use super::behind::{BehindStats, Room, Sealed};
 use super::credit::{Credit, Spent};
 use super::{Gateway, StoreSlot};
-use crate::cache::tier::{Disk, DiskStats, MemoryStats, Share, Unsent};
+use crate::cache::tier::{Disk, DiskStats, MemoryStats, TenantShare, Unsent};
 use crate::format::{ChunkHash, ChunkId, Space};
 
 /// A slot that an engine may fill, and its place in the write-behind.
 pub struct Reserved {
     pub slot: StoreSlot,
     room: Room,
-    share: Share,
+    share: TenantShare,
     spent: Option<Spent>,
 }
 

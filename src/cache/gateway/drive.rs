@@ -12,11 +12,11 @@ use tokio::time::Instant;
 use super::arriving::{Announcement, Flight};
 use super::chunk_order::Started;
 use super::credit::{Credit, Spent};
-use super::fetch::Wanted;
-use super::load::{LoadRequest, LoadedChunk};
+use super::fetch::ChunkFetch;
+use super::load::{LoadSpec, LoadedChunk};
 use super::task::Task;
 use super::tiers::Tiers;
-use super::turns::Place;
+use super::turns::TurnPosition;
 use super::{Gateway, Miss};
 use crate::arena::{SlotMut, Ticket};
 use crate::format::{ChunkHash, Section, Space};
@@ -35,11 +35,11 @@ pub(super) struct Drive {
     credit: Option<Credit>,
     /// Spent already, for chunks that come next.
     spent: VecDeque<Spent>,
-    steps: mpsc::UnboundedSender<Step>,
+    steps: mpsc::UnboundedSender<LoadStep>,
 }
 
 /// An outcome on its way; dropping it ends the fetch.
-pub(super) struct Step {
+pub(super) struct LoadStep {
     pub index: usize,
     /// The chunk has no further ones.
     pub last: bool,
@@ -47,7 +47,7 @@ pub(super) struct Step {
 }
 
 /// Where a chunk comes from.
-pub(super) enum Source {
+pub(super) enum ChunkSource {
     Missing(Miss),
     Memory(LoadedChunk),
     /// It is on its way already, or from the disk.
@@ -57,14 +57,14 @@ pub(super) enum Source {
 }
 
 /// Nobody wants the outcomes any more.
-pub(super) struct Dropped;
+pub(super) struct LoadGone;
 
 impl Drive {
     pub fn new(
         gateway: &Gateway,
-        request: LoadRequest,
+        request: LoadSpec,
         credit: Option<Credit>,
-    ) -> (Self, mpsc::UnboundedReceiver<Step>) {
+    ) -> (Self, mpsc::UnboundedReceiver<LoadStep>) {
         let (steps, receiver) = mpsc::unbounded_channel();
         let drive = Self {
             gateway: gateway.clone(),
@@ -110,13 +110,13 @@ impl Drive {
     /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of all
     /// loads only the oldest ever waits for one. A load that waits for its own client to release something is not
     /// among them.
-    pub async fn source(&mut self, index: usize) -> (Option<Spent>, Source) {
+    pub async fn source(&mut self, index: usize) -> (Option<Spent>, ChunkSource) {
         match self.spend().await {
             Ok(credit) => match self.find(index).await {
                 Ok(source) => (credit, source),
-                Err(miss) => (None, Source::Missing(miss)),
+                Err(miss) => (None, ChunkSource::Missing(miss)),
             },
-            Err(miss) => (None, Source::Missing(miss)),
+            Err(miss) => (None, ChunkSource::Missing(miss)),
         }
     }
 
@@ -154,12 +154,12 @@ impl Drive {
         Ok(())
     }
 
-    async fn find(&mut self, index: usize) -> Result<Source, Miss> {
+    async fn find(&mut self, index: usize) -> Result<ChunkSource, Miss> {
         let gateway = self.gateway.clone();
         let chunk = self.chunks[index];
         let Some(tiers) = &gateway.0.tiers else {
             self.may_be_there(&chunk)?;
-            return Ok(Source::S3(self.slot().await?, None));
+            return Ok(ChunkSource::S3(self.slot().await?, None));
         };
         let key = (self.space.key(), chunk);
         if let Some(source) = self.here(&chunk, tiers) {
@@ -178,14 +178,14 @@ impl Drive {
         }
         let announcement = match tiers.arriving.announce(key) {
             Ok(announcement) => announcement,
-            Err(flight) => return Ok(Source::Flight(flight)),
+            Err(flight) => return Ok(ChunkSource::Flight(flight)),
         };
         // One that was on its way when we looked, and is here by now.
         if let Some(chunk) = self.gateway.resident(&self.space, &chunk) {
-            return Ok(Source::Memory(chunk));
+            return Ok(ChunkSource::Memory(chunk));
         }
         if !tiers.is_on_disk(&key, Instant::now()) {
-            return Ok(Source::S3(slot, Some(announcement)));
+            return Ok(ChunkSource::S3(slot, Some(announcement)));
         }
         let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
         let (wanted, sections) = (self.wanted(index), self.sections());
@@ -196,7 +196,7 @@ impl Drive {
                 Err(slot) if asks_s3 => {
                     let another = || gateway.0.arena.try_reserve(object_len);
                     let slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
-                    let place = |section| Place {
+                    let place = |section| TurnPosition {
                         position: place.position + section as u64,
                         ..place
                     };
@@ -205,15 +205,15 @@ impl Drive {
                 Err(_) => Err(Miss::Absent),
             }
         });
-        Ok(Source::Flight(flight))
+        Ok(ChunkSource::Flight(flight))
     }
 
     /// In memory, or on its way there.
-    fn here(&self, chunk: &ChunkHash, tiers: &Tiers) -> Option<Source> {
+    fn here(&self, chunk: &ChunkHash, tiers: &Tiers) -> Option<ChunkSource> {
         let resident = self.gateway.resident(&self.space, chunk);
-        resident.map(Source::Memory).or_else(|| {
+        resident.map(ChunkSource::Memory).or_else(|| {
             let flight = tiers.arriving.join(&(self.space.key(), *chunk));
-            flight.map(Source::Flight)
+            flight.map(ChunkSource::Flight)
         })
     }
 
@@ -283,18 +283,18 @@ impl Drive {
         self.space.layout().sections(self.gateway.0.options.part_bytes)
     }
 
-    pub fn wanted(&self, index: usize) -> Arc<Wanted> {
+    pub fn wanted(&self, index: usize) -> Arc<ChunkFetch> {
         let chunk = &self.chunks[index];
         let mut deadline = self.deadline;
         if let Some(tiers) = &self.gateway.0.tiers {
             // Others may wait for it, who have more time.
             deadline = deadline.max(Instant::now() + tiers.options.load_deadline);
         }
-        Arc::new(Wanted::new(&self.gateway, &self.space, chunk, deadline))
+        Arc::new(ChunkFetch::new(&self.gateway, &self.space, chunk, deadline))
     }
 
-    pub fn place(&self, position: usize) -> Place {
-        Place {
+    pub fn place(&self, position: usize) -> TurnPosition {
+        TurnPosition {
             load: self.number,
             position: position as u64,
         }
@@ -305,9 +305,9 @@ impl Drive {
         index: usize,
         last: bool,
         fetch: impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), LoadGone> {
         let fetch = Task::spawn(fetch);
-        let step = Step { index, last, fetch };
-        self.steps.send(step).map_err(|_| Dropped)
+        let step = LoadStep { index, last, fetch };
+        self.steps.send(step).map_err(|_| LoadGone)
     }
 }

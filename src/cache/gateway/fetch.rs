@@ -11,7 +11,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::load::LoadedChunk;
-use super::turns::{Place, Turn, Waiting};
+use super::turns::{Turn, TurnPosition, Waiting};
 use super::{Gateway, Miss};
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
@@ -22,10 +22,10 @@ use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 use self::digests::Digests;
 pub(super) use self::from_disk::{read_verified, verify};
-pub(super) use self::verify::Head;
+pub(super) use self::verify::ObjectHead;
 
 /// A chunk that is being fetched; shared by the tasks of its GETs.
-pub(super) struct Wanted {
+pub(super) struct ChunkFetch {
     gateway: Gateway,
     space: Space,
     chunk: ChunkHash,
@@ -40,7 +40,7 @@ pub(super) struct Part {
     slot: SlotMut,
     digests: Digests,
     /// Where it gets in line.
-    place: Place,
+    place: TurnPosition,
     /// It was read a second time already.
     again: bool,
 }
@@ -63,7 +63,7 @@ impl Gateway {
     }
 }
 
-impl Wanted {
+impl ChunkFetch {
     pub fn new(gateway: &Gateway, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Self {
         Self {
             gateway: gateway.clone(),
@@ -76,7 +76,12 @@ impl Wanted {
     }
 
     /// The slot, cut where the sections are. `place` tells each section's place by its number.
-    pub fn cut(&self, slot: SlotMut, sections: &[Section], place: impl Fn(usize) -> Place) -> Vec<Part> {
+    pub fn cut(
+        &self,
+        slot: SlotMut,
+        sections: &[Section],
+        place: impl Fn(usize) -> TurnPosition,
+    ) -> Vec<Part> {
         let mut slot = slot;
         let cut = |(i, section): (usize, &Section)| {
             let rest = slot.split_off(section.bytes.len());
@@ -174,7 +179,7 @@ impl Wanted {
     }
 
     /// The object is a good one, as far as it was read.
-    pub fn present(&self, head: &Head) {
+    pub fn present(&self, head: &ObjectHead) {
         let known = Known::Present(Arc::clone(&head.version.etag));
         self.gateway.0.cache.learn(self.cache_key(), known, self.asked);
     }

@@ -1,5 +1,5 @@
 //! Groups of layers: the first ones of all chunks, then the next ones. What that guarantees is at
-//! [`Order`](super::Order).
+//! [`Order`](crate::protocol::Order).
 //!
 //! A chunk's first group tells its version and header, so the chunk's other groups wait for that one. The slots of a window
 //! are taken in its first step, in the order of the prompt and with the ticket, as in chunk order; what was started needs no
@@ -18,8 +18,8 @@ use tokio::time::Instant;
 use super::Miss;
 use super::arriving::Announcement;
 use super::credit::Spent;
-use super::drive::{Drive, Dropped, Source};
-use super::fetch::{Head, Part, Wanted};
+use super::drive::{ChunkSource, Drive, LoadGone};
+use super::fetch::{ChunkFetch, ObjectHead, Part};
 use super::load::LoadedChunk;
 use super::stream::RunEnd;
 use super::turns::Waiting;
@@ -56,9 +56,9 @@ type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
 
 /// What the tasks of a chunk's groups share.
 struct Shared {
-    wanted: Arc<Wanted>,
+    wanted: Arc<ChunkFetch>,
     /// From its first group, or why that is a miss.
-    head: SetOnce<Result<Head, Miss>>,
+    head: SetOnce<Result<ObjectHead, Miss>>,
     missed: AtomicBool,
     credit: Option<Spent>,
     landed: Mutex<Landed>,
@@ -77,7 +77,7 @@ impl Drive {
         let _dropped = self.window_by_window(window, &run_end).await;
     }
 
-    async fn window_by_window(&mut self, window: usize, run_end: &RunEnd) -> Result<(), Dropped> {
+    async fn window_by_window(&mut self, window: usize, run_end: &RunEnd) -> Result<(), LoadGone> {
         let part_bytes = self.gateway.0.options.layer_part_bytes;
         let groups = self.space.layout().layer_groups(part_bytes);
         let mut gate = Gate::default();
@@ -110,7 +110,7 @@ impl Drive {
         groups: &[Section],
         run_end: &RunEnd,
         step: &StepToken,
-    ) -> Result<Option<Chunk>, Dropped> {
+    ) -> Result<Option<Chunk>, LoadGone> {
         let (credit, source) = tokio::select! {
             biased;
             _ = run_end.clone().passes(index) => {
@@ -123,16 +123,16 @@ impl Drive {
             self.needs_no_more_slots();
         }
         let (slot, announcement) = match source {
-            Source::Missing(miss) => {
+            ChunkSource::Missing(miss) => {
                 self.send(index, true, async { Err(miss) })?;
                 return Ok(None);
             }
-            Source::Memory(chunk) => {
+            ChunkSource::Memory(chunk) => {
                 let whole = Arc::new(SetOnce::new_with(Some(Ok(chunk.with_credit(credit)))));
                 self.group_of(index, 0, groups, &whole, run_end)?;
                 return Ok(Some(Chunk::Whole(whole)));
             }
-            Source::Flight(flight) => {
+            ChunkSource::Flight(flight) => {
                 let whole = Whole::default();
                 let (joined, told) = (self.joined(index, flight), Arc::clone(&whole));
                 let first = groups[0].planes.clone();
@@ -151,7 +151,7 @@ impl Drive {
                 })?;
                 return Ok(Some(Chunk::Whole(whole)));
             }
-            Source::S3(slot, announcement) => (slot, announcement),
+            ChunkSource::S3(slot, announcement) => (slot, announcement),
         };
         let before = window.start * groups.len() + (index - window.start);
         let wanted = self.wanted(index);
@@ -185,7 +185,7 @@ impl Drive {
         groups: &[Section],
         whole: &Whole,
         run_end: &RunEnd,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), LoadGone> {
         if matches!(whole.get(), Some(Err(_))) || !run_end.wants(index) {
             return Ok(());
         }
@@ -205,7 +205,7 @@ impl Drive {
         chunk: &mut Chunk,
         run_end: &RunEnd,
         step: &StepToken,
-    ) -> Result<(), Dropped> {
+    ) -> Result<(), LoadGone> {
         let (shared, parts) = match chunk {
             Chunk::Whole(whole) => {
                 return self.group_of(index, group, groups, whole, run_end);
@@ -274,7 +274,7 @@ impl Shared {
         outcome
     }
 
-    async fn land_first(&self, mut part: Part, waiting: Waiting) -> Result<(Head, LoadedChunk), Miss> {
+    async fn land_first(&self, mut part: Part, waiting: Waiting) -> Result<(ObjectHead, LoadedChunk), Miss> {
         let (wanted, kind) = (&self.wanted, self.wanted.kind());
         let etag = wanted.known_etag();
         let mut got = wanted.get(&mut part, etag.as_deref(), kind, waiting).await;

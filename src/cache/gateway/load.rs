@@ -25,7 +25,7 @@ pub enum AfterMiss {
 
 /// Chunks to bring into slots.
 #[derive(Debug, Clone)]
-pub struct LoadRequest {
+pub struct LoadSpec {
     pub space: Space,
     /// In the order of the prompt.
     pub chunks: Vec<ChunkHash>,
@@ -115,16 +115,16 @@ impl LoadedChunk {
 
 impl Gateway {
     /// The same, with a limit on what it holds at a time.
-    pub fn load_on_credit(&self, request: LoadRequest, credit: Credit) -> LoadStream {
+    pub fn load_on_credit(&self, request: LoadSpec, credit: Credit) -> LoadStream {
         self.start(request, Some(credit))
     }
 
     /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
-    pub fn load(&self, request: LoadRequest) -> LoadStream {
+    pub fn load(&self, request: LoadSpec) -> LoadStream {
         self.start(request, None)
     }
 
-    fn start(&self, request: LoadRequest, credit: Option<Credit>) -> LoadStream {
+    fn start(&self, request: LoadSpec, credit: Option<Credit>) -> LoadStream {
         let chunks = request.chunks.len();
         // Half of either.
         let most = credit

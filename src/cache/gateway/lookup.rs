@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::Gateway;
 use super::tiers::Tiers;
-use crate::cache::existence::{Answer, ChunkState, PrefixSearch};
+use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer};
 use crate::format::{ChunkHash, Mask, Space};
 use crate::protocol::Strategy;
 use crate::protocol::Tier;
@@ -152,9 +152,9 @@ impl Gateway {
                 Some(true) => Ok(ChunkState::Present),
                 Some(false) => Ok(ChunkState::Absent),
                 None => match self.0.prober.ask(space, &chunks[i], deadline).await {
-                    Answer::Present(_) => Ok(ChunkState::Present),
-                    Answer::Absent => Ok(ChunkState::Absent),
-                    Answer::Unknown(error) => Err(error),
+                    ProbeAnswer::Present(_) => Ok(ChunkState::Present),
+                    ProbeAnswer::Absent => Ok(ChunkState::Absent),
+                    ProbeAnswer::Unknown(error) => Err(error),
                 },
             };
             (i, state)

@@ -37,11 +37,11 @@ use tokio::time::Instant;
 pub use behind::{BehindOptions, BehindStats};
 pub use commit::{Reserved, Skip, TierStats};
 pub use credit::Credit;
-pub use load::{AfterMiss, LoadRequest, LoadedChunk};
+pub use load::{AfterMiss, LoadSpec, LoadedChunk};
 pub use lookup::Lookup;
 pub use miss::Miss;
 pub use options::{GatewayOptions, OpenError, open_store};
-pub use store::{ArenaFull, NewChunk, StoreOutcome, StoreSlot};
+pub use store::{ArenaFull, FilledSlot, StoreOutcome, StoreSlot};
 pub use stream::LoadStream;
 pub use tiers::{DiskTier, Flow, TierOptions};
 

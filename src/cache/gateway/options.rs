@@ -12,7 +12,7 @@ use crate::config::units::ByteSize;
 use crate::format::{DigestKind, KeyPrefix};
 use crate::s3::dns::DnsOptions;
 use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
-use crate::s3::object::{Capabilities, ClientError, ObjectError, ObjectStore, S3, S3Options};
+use crate::s3::object::{Capabilities, ObjectError, ObjectStore, S3, S3ClientError, S3Options};
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]
@@ -42,7 +42,7 @@ pub enum OpenError {
     #[error("no bucket: give --bucket NAME, or [s3] bucket in the configuration, or KVGATE__S3__BUCKET")]
     NoBucket,
     #[error(transparent)]
-    Client(#[from] ClientError),
+    Client(#[from] S3ClientError),
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error(transparent)]

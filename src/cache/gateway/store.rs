@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{Gateway, kib};
 use crate::arena::{Slot, SlotMut};
-use crate::cache::existence::Answer;
+use crate::cache::existence::ProbeAnswer;
 use crate::format::{ChunkHash, ChunkId, Crc64, Header, Space, object_crc64};
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 
@@ -81,7 +81,7 @@ impl StoreSlot {
 
 /// A filled slot, and which chunk it is.
 #[derive(Debug)]
-pub struct NewChunk {
+pub struct FilledSlot {
     pub hash: ChunkHash,
     /// The chunk before, or the root.
     pub parent: ChunkHash,
@@ -126,7 +126,7 @@ impl Gateway {
 
     /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
     /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
-    pub async fn store(&self, chunk: NewChunk, deadline: Instant) -> StoreOutcome {
+    pub async fn store(&self, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
         let (space, hash) = (chunk.slot.space.clone(), chunk.hash);
         let cache_key = (space.key(), hash);
         if self.0.cache.is_present(&cache_key, Instant::now()) == Some(true) {
@@ -241,8 +241,8 @@ impl Gateway {
                 None if capabilities.if_none_match => Condition::IfAbsent,
                 // This server overwrites, so look first.
                 None => match self.0.prober.ask(space, &cache_key.1, deadline).await {
-                    Answer::Present(_) => return Ok(StoreOutcome::Present),
-                    Answer::Unknown(error) => {
+                    ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
+                    ProbeAnswer::Unknown(error) => {
                         return Err(ObjectError::new(
                             Operation::Put,
                             &key,
@@ -250,7 +250,7 @@ impl Gateway {
                             error.to_string(),
                         ));
                     }
-                    Answer::Absent => Condition::Always,
+                    ProbeAnswer::Absent => Condition::Always,
                 },
             };
             match self.put_body(&key, body.clone(), crc64, when, deadline).await {
@@ -267,9 +267,9 @@ impl Gateway {
                 // not, the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
                     match self.0.prober.ask(space, &cache_key.1, deadline).await {
-                        Answer::Present(_) => return Ok(StoreOutcome::Present),
-                        Answer::Absent => self.settle(&key, cache_key, deadline).await?,
-                        Answer::Unknown(error) => {
+                        ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
+                        ProbeAnswer::Absent => self.settle(&key, cache_key, deadline).await?,
+                        ProbeAnswer::Unknown(error) => {
                             return Err(ObjectError::new(
                                 Operation::Put,
                                 &key,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, watch};
 
 use super::Miss;
-use super::drive::Step;
+use super::drive::LoadStep;
 use super::load::{AfterMiss, LoadedChunk};
 use super::task::Task;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
@@ -28,9 +28,9 @@ pub struct LoadStream {
     /// The next chunk to be told that the run ended.
     tell: usize,
     run_end: watch::Sender<usize>,
-    steps: mpsc::UnboundedReceiver<Step>,
+    steps: mpsc::UnboundedReceiver<LoadStep>,
     /// The one whose outcome comes next, once it is here.
-    current: Option<Step>,
+    current: Option<LoadStep>,
     /// Chunks that were in memory when the load began, the first ones.
     ready: VecDeque<LoadedChunk>,
     /// None if there is nothing to fetch.
@@ -47,7 +47,7 @@ impl LoadStream {
         order: Order,
         window: usize,
         after_miss: AfterMiss,
-        steps: mpsc::UnboundedReceiver<Step>,
+        steps: mpsc::UnboundedReceiver<LoadStep>,
         ready: VecDeque<LoadedChunk>,
         start: impl FnOnce(RunEnd) -> Task<()>,
     ) -> Self {

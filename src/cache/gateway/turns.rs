@@ -40,14 +40,14 @@ struct State {
 
 /// Lower goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct TurnPosition {
     pub load: u64,
     /// In the load's plan.
     pub position: u64,
 }
 
 /// A place, and the number of the arrival.
-type Ticket = (Place, u64);
+type Ticket = (TurnPosition, u64);
 
 struct Waiter {
     bytes: usize,
@@ -91,7 +91,7 @@ impl Turns {
     }
 
     /// Gets in line, now.
-    pub fn wait(&self, place: Place, bytes: usize) -> Waiting {
+    pub fn wait(&self, place: TurnPosition, bytes: usize) -> Waiting {
         let (sender, turn) = oneshot::channel();
         let mut state = self.lock();
         state.arrivals += 1;
@@ -176,8 +176,8 @@ mod tests {
         Turns::new(limit_bytes, || usize::MAX)
     }
 
-    fn place(load: u64, position: u64) -> Place {
-        Place { load, position }
+    fn place(load: u64, position: u64) -> TurnPosition {
+        TurnPosition { load, position }
     }
 
     fn in_flight(turns: &Turns) -> usize {
@@ -317,7 +317,7 @@ mod tests {
             ) {
                 let turns = turns_of(limit);
                 // Who waits, was granted, and took the turn.
-                let mut line: Vec<(Place, usize, Waiting)> = Vec::new();
+                let mut line: Vec<(TurnPosition, usize, Waiting)> = Vec::new();
                 let mut granted: Vec<(usize, Waiting)> = Vec::new();
                 let mut taken: Vec<Turn> = Vec::new();
                 for act in acts {

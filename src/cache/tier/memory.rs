@@ -16,7 +16,7 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use self::state::{Going, Held, Resident, State, is_pinned};
+use self::state::{Going, MemoryState, ReaderHold, Resident, is_pinned};
 use super::percent_of;
 use crate::arena::{Arena, Slot};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
@@ -40,17 +40,17 @@ pub struct Memory {
     options: MemoryOptions,
     bytes_max: u64,
     arena: Arena,
-    state: Mutex<State>,
+    state: Mutex<MemoryState>,
 }
 
 /// See [`Memory::share`].
-pub struct Share {
+pub struct TenantShare {
     memory: Arc<Memory>,
     tenant: Arc<str>,
     bytes: usize,
 }
 
-impl Drop for Share {
+impl Drop for TenantShare {
     fn drop(&mut self) {
         let mut state = self.memory.lock();
         if let Some(of) = state.tenants.get_mut(&self.tenant) {
@@ -61,7 +61,7 @@ impl Drop for Share {
 }
 
 /// A chunk that is here.
-pub struct Found {
+pub struct MemoryHit {
     pub payload: Slot,
     /// Header and payload, where the header is written.
     pub object: Option<Slot>,
@@ -117,10 +117,10 @@ impl Memory {
     }
 
     /// The chunk, which is in use from now on for as long as the answer lives.
-    pub fn get(&self, key: &ChunkId, space: &Space) -> Option<Found> {
+    pub fn get(&self, key: &ChunkId, space: &Space) -> Option<MemoryHit> {
         let now = Instant::now();
         let mut state = self.lock();
-        let State {
+        let MemoryState {
             chunks,
             tenants,
             stats,
@@ -139,7 +139,7 @@ impl Memory {
             tenant.queue.hit(key);
         }
         // One whose header is still to be written is due the next time.
-        let is_whole = matches!(resident.held, Held::Object(_));
+        let is_whole = matches!(resident.held, ReaderHold::Object(_));
         let is_due = is_whole && !resident.was_due && resident.accesses >= self.options.min_accesses;
         resident.was_due |= is_due;
         Some(resident.found(space, is_due))
@@ -147,17 +147,17 @@ impl Memory {
 
     /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
     pub fn insert(&self, key: ChunkId, space: &Space, object: Slot, since: Instant) -> bool {
-        self.keep(key, space, Held::Object(object), false, since)
+        self.keep(key, space, ReaderHold::Object(object), false, since)
     }
 
     /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
     pub fn insert_new(&self, key: ChunkId, space: &Space, payload: Slot, dirty: bool) -> bool {
-        self.keep(key, space, Held::Payload(payload), dirty, Instant::now())
+        self.keep(key, space, ReaderHold::Payload(payload), dirty, Instant::now())
     }
 
-    fn keep(&self, key: ChunkId, space: &Space, held: Held, dirty: bool, since: Instant) -> bool {
+    fn keep(&self, key: ChunkId, space: &Space, held: ReaderHold, dirty: bool, since: Instant) -> bool {
         let now = Instant::now();
-        let is_from_below = matches!(held, Held::Object(_));
+        let is_from_below = matches!(held, ReaderHold::Object(_));
         let bytes = space.layout().object_len();
         let mut gone = Vec::new();
         let mut state = self.lock();
@@ -221,7 +221,7 @@ impl Memory {
             .chunks
             .get_mut(key)
             .filter(|resident| resident.held.slot().generation() == object.generation())
-            .map(|resident| std::mem::replace(&mut resident.held, Held::Object(object)));
+            .map(|resident| std::mem::replace(&mut resident.held, ReaderHold::Object(object)));
         drop(state);
         drop(before);
     }
@@ -258,7 +258,7 @@ impl Memory {
     pub fn pin(&self, space: SpaceKey, chunks: &[ChunkHash], until: Instant) -> usize {
         let now = Instant::now();
         let mut state = self.lock();
-        let State {
+        let MemoryState {
             chunks: here, pins, ..
         } = &mut *state;
         let mut pinned = 0;
@@ -286,7 +286,7 @@ impl Memory {
 
     /// Part of a tenant's quota for a chunk that is about to come; goes back when it is dropped. None if the tenant has no
     /// room, once those that may go have gone.
-    pub fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Option<Share> {
+    pub fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Option<TenantShare> {
         let (now, mut gone) = (Instant::now(), Vec::new());
         let mut state = self.lock();
         if let Some(most) = self.options.tenant_bytes {
@@ -299,7 +299,7 @@ impl Memory {
             of.reserved += bytes;
         }
         drop(state);
-        Some(Share {
+        Some(TenantShare {
             memory: Arc::clone(self),
             tenant,
             bytes,
@@ -310,7 +310,7 @@ impl Memory {
     pub fn expire(&self) {
         let now = Instant::now();
         let mut state = self.lock();
-        let State { chunks, pins, .. } = &*state;
+        let MemoryState { chunks, pins, .. } = &*state;
         let old = |(key, resident): &(&ChunkId, &Resident)| {
             self.is_expired(resident, now) && !resident.is_used() && !is_pinned(pins, key, now)
         };
@@ -357,7 +357,7 @@ impl Memory {
     }
 
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MemoryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,7 +11,7 @@ mod removals;
 pub use disk::{
     Backlog, Below, Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Unsent, Wrote,
 };
-pub use memory::{Found, Memory, MemoryOptions, MemoryStats, Share};
+pub use memory::{Memory, MemoryHit, MemoryOptions, MemoryStats, TenantShare};
 
 /// So many hundredths of some bytes.
 fn percent_of(bytes: u64, percent: u32) -> u64 {

@@ -53,7 +53,7 @@ fn assert_problems(result: Result<Loaded, ConfigError>, expected: &[(&str, &str)
     assert_eq!(error.problems().len(), expected.len(), "{text}");
     assert_eq!(text.lines().count(), expected.len() + 1, "{text}");
     for (path, snippet) in expected {
-        let told = |problem: &&Problem| problem.path.as_deref().unwrap_or("") == *path;
+        let told = |problem: &&ConfigProblem| problem.path.as_deref().unwrap_or("") == *path;
         let found = error
             .problems()
             .iter()

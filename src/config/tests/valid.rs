@@ -31,7 +31,7 @@ fn every_key_is_written_as_it_is_shown() {
             again
                 .origins
                 .values()
-                .all(|origin| *origin == Origin::Flag("--again"))
+                .all(|origin| *origin == SettingOrigin::Flag("--again"))
         );
         assert_eq!(again.origins.len(), shown.len());
     }
@@ -41,7 +41,7 @@ fn every_key_is_written_as_it_is_shown() {
 fn every_default_is_in_its_canonical_spelling_and_every_key_is_documented() {
     for row in load(None, env(&[]), &[]).unwrap().show() {
         assert_eq!(row.value, row.default, "{}", row.path);
-        assert_eq!(row.origin, Origin::Default);
+        assert_eq!(row.origin, SettingOrigin::Default);
         assert!(row.doc.ends_with('.') && !row.accepts.is_empty(), "{}", row.path);
     }
 }
@@ -62,7 +62,7 @@ fn good_files_say_the_same_in_each_format() {
             "good.toml leaves {} at its default",
             row.path
         );
-        assert_eq!(row.origin, Origin::File(fixture("good.toml")));
+        assert_eq!(row.origin, SettingOrigin::File(fixture("good.toml")));
     }
     assert_eq!(load_file("good.yaml").unwrap().config, toml.config);
     assert_eq!(load_file("good.json").unwrap().config, toml.config);
@@ -84,15 +84,15 @@ fn later_sources_win_and_are_named() {
     assert_eq!(loaded.config.s3.bucket.as_deref(), Some("last-flag"));
     assert_eq!(loaded.config.s3.prefix, "from-env");
     assert_eq!(loaded.config.s3.region, "eu-central-1");
-    assert_eq!(loaded.origins["s3.bucket"], Origin::Flag("--bucket"));
+    assert_eq!(loaded.origins["s3.bucket"], SettingOrigin::Flag("--bucket"));
     assert_eq!(
         loaded.origins["s3.prefix"],
-        Origin::Env("KVGATE__S3__PREFIX".to_owned())
+        SettingOrigin::Env("KVGATE__S3__PREFIX".to_owned())
     );
-    assert_eq!(loaded.origins["s3.region"], Origin::File(file));
+    assert_eq!(loaded.origins["s3.region"], SettingOrigin::File(file));
     assert_eq!(
         load(None, env(&[]), &[]).unwrap().origins["s3.region"],
-        Origin::Default
+        SettingOrigin::Default
     );
 }
 

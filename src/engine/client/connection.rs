@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::owner::Owner;
-use super::{ClientError, Target};
+use super::{ClientError, DaemonAddress};
 
 trait Stream: AsyncRead + AsyncWrite + Send {}
 impl<S: AsyncRead + AsyncWrite + Send> Stream for S {}
@@ -20,7 +20,7 @@ type Io = Pin<Box<http1::Connection<TokioIo<Pin<Box<dyn Stream>>>, Full<Bytes>>>
 
 /// One connection; ends when it is dropped. It is worked on by whoever waits for an answer: a task of its own would be two
 /// more switches between threads in each call.
-pub(super) struct Connection {
+pub(super) struct ApiConnection {
     sender: SendRequest<Full<Bytes>>,
     /// None when it is closed.
     io: Option<Io>,
@@ -51,17 +51,17 @@ fn is_cut(error: &hyper::Error) -> bool {
     })
 }
 
-impl Connection {
-    pub async fn open(target: &Target, owner: Owner) -> Result<Self, ClientError> {
+impl ApiConnection {
+    pub async fn open(target: &DaemonAddress, owner: Owner) -> Result<Self, ClientError> {
         let stream: io::Result<Pin<Box<dyn Stream>>> = match target {
-            Target::Unix(path) => match UnixStream::connect(path).await {
+            DaemonAddress::Unix(path) => match UnixStream::connect(path).await {
                 Ok(stream) => {
                     owner.check(&stream, path)?;
                     Ok(Box::pin(stream) as _)
                 }
                 Err(error) => Err(error),
             },
-            Target::Tcp(address) => TcpStream::connect(address).await.map(|stream| {
+            DaemonAddress::Tcp(address) => TcpStream::connect(address).await.map(|stream| {
                 // Calls are small.
                 let _ = stream.set_nodelay(true);
                 Box::pin(stream) as _
@@ -69,8 +69,8 @@ impl Connection {
         };
         let stream = stream.map_err(|source| ClientError::Connect {
             at: match target {
-                Target::Unix(path) => path.display().to_string(),
-                Target::Tcp(address) => address.to_string(),
+                DaemonAddress::Unix(path) => path.display().to_string(),
+                DaemonAddress::Tcp(address) => address.to_string(),
             },
             source,
         })?;

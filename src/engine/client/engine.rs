@@ -2,13 +2,13 @@ use std::sync::Arc;
 
 use tokio::sync::{Mutex, MutexGuard};
 
-use super::{Client, ClientError, Session, in_time};
+use super::{ApiSession, Client, ClientError, in_time};
 use crate::format::Space;
 use crate::protocol::{AttachRequest, SpaceInfo};
 
 /// An engine process through all lives of its daemon: attached when it has to be, and anew after the daemon was restarted.
 ///
-/// What belongs to a life goes by its [`Session`]: slots, leases and the arena. Those of a session that is over are gone, and
+/// What belongs to a life goes by its [`ApiSession`]: slots, leases and the arena. Those of a session that is over are gone, and
 /// calls by it are refused with `no_session`; so nothing is ever read or written by the offsets of another arena.
 pub struct Engine {
     client: Client,
@@ -18,7 +18,7 @@ pub struct Engine {
 
 #[derive(Default)]
 struct State {
-    session: Option<Arc<Session>>,
+    session: Option<Arc<ApiSession>>,
     spaces: Vec<Space>,
 }
 
@@ -35,7 +35,7 @@ impl Client {
 
 impl Engine {
     /// The session with the daemon as it runs now. Fails while there is none: until then everything is a miss.
-    pub async fn session(&self) -> Result<Arc<Session>, ClientError> {
+    pub async fn session(&self) -> Result<Arc<ApiSession>, ClientError> {
         let mut state = self.state().await?;
         if let Some(session) = state.session.as_ref().filter(|session| !session.is_over()) {
             return Ok(Arc::clone(session));

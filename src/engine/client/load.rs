@@ -7,20 +7,20 @@ use hyper::body::Incoming;
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
-use super::connection::Connection;
+use super::connection::ApiConnection;
 use super::{ClientError, check};
 use crate::protocol::LoadLine;
 
 /// A stream of JSON lines; its connection ends with it.
-pub(super) struct Lines {
+pub(super) struct StreamedLines {
     body: Incoming,
     buffer: BytesMut,
-    connection: Connection,
+    connection: ApiConnection,
 }
 
-impl Lines {
+impl StreamedLines {
     pub async fn new(
-        mut connection: Connection,
+        mut connection: ApiConnection,
         answer: hyper::Response<Incoming>,
     ) -> Result<Self, ClientError> {
         let (head, body) = answer.into_parts();
@@ -58,14 +58,14 @@ impl Lines {
         }
     }
 
-    pub fn into_connection(self) -> Connection {
+    pub fn into_connection(self) -> ApiConnection {
         self.connection
     }
 }
 
 /// The outcomes of a load, as they come.
 pub struct LoadLines {
-    pub(super) lines: Option<Lines>,
+    pub(super) lines: Option<StreamedLines>,
     pub(super) client: super::Client,
     /// A node that is alive has ended the load by then.
     pub(super) until: Option<Instant>,

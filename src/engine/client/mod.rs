@@ -26,9 +26,9 @@ use serde::de::DeserializeOwned;
 pub use engine::Engine;
 pub use load::LoadLines;
 pub use owner::Owner;
-pub use session::Session;
+pub use session::ApiSession;
 
-use self::connection::{Connection, Unanswered};
+use self::connection::{ApiConnection, Unanswered};
 use crate::arena::AttachedError;
 use crate::format::{ChunkHash, Mask, Space};
 use crate::protocol::Flushed;
@@ -38,7 +38,7 @@ use crate::protocol::{
 
 /// Where a kvgate answers.
 #[derive(Debug, Clone)]
-pub enum Target {
+pub enum DaemonAddress {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
@@ -48,12 +48,12 @@ pub enum Target {
 pub struct Client(Arc<Inner>);
 
 struct Inner {
-    target: Target,
+    target: DaemonAddress,
     host: HeaderValue,
     token: Option<HeaderValue>,
     owner: Owner,
     patience: Duration,
-    kept: Mutex<Vec<Connection>>,
+    kept: Mutex<Vec<ApiConnection>>,
 }
 
 /// A call that was not answered, or refused.
@@ -80,7 +80,7 @@ pub enum ClientError {
 
 /// Which chunks exist, as [`Client::lookup_hashes`] answers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Found {
+pub struct FoundChunks {
     pub mask: Mask,
     pub unknown: Mask,
     pub inferred: Mask,
@@ -98,15 +98,15 @@ const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const PATIENCE: Duration = Duration::from_mins(1);
 
 impl Client {
-    pub fn new(target: Target) -> Self {
+    pub fn new(target: DaemonAddress) -> Self {
         Self::with_token(target, None)
     }
 
-    pub fn with_token(target: Target, token: Option<&str>) -> Self {
+    pub fn with_token(target: DaemonAddress, token: Option<&str>) -> Self {
         let token = token.and_then(|token| HeaderValue::from_str(&format!("Bearer {token}")).ok());
         let host = match &target {
-            Target::Unix(_) => None,
-            Target::Tcp(address) => HeaderValue::from_str(&address.to_string()).ok(),
+            DaemonAddress::Unix(_) => None,
+            DaemonAddress::Tcp(address) => HeaderValue::from_str(&address.to_string()).ok(),
         };
         Self(Arc::new(Inner {
             target,
@@ -162,7 +162,7 @@ impl Client {
         space: &str,
         hashes: &[ChunkHash],
         query: &str,
-    ) -> Result<Found, ClientError> {
+    ) -> Result<FoundChunks, ClientError> {
         let mut body = Vec::with_capacity(hashes.len() * 32);
         hashes
             .iter()
@@ -187,7 +187,7 @@ impl Client {
         let prefix = headers
             .get("x-kvgate-prefix")
             .and_then(|value| value.to_str().ok()?.parse().ok());
-        Ok(Found {
+        Ok(FoundChunks {
             mask: mask(0)?,
             unknown: mask(1)?,
             inferred: mask(2)?,
@@ -298,7 +298,7 @@ impl Client {
         accept: HeaderValue,
     ) -> Result<(HeaderMap, Bytes), ClientError> {
         let request = self.request(&method, path, &kind, body, &accept)?;
-        let call = async |connection: &mut Connection, request| connection.call(request).await;
+        let call = async |connection: &mut ApiConnection, request| connection.call(request).await;
         let (connection, (status, headers, body)) = self.connected(request, call).await?;
         if connection.is_open() {
             self.kept().push(connection);
@@ -332,8 +332,8 @@ impl Client {
     async fn connected<T>(
         &self,
         request: Request<Full<Bytes>>,
-        call: impl AsyncFn(&mut Connection, Request<Full<Bytes>>) -> Result<T, Unanswered>,
-    ) -> Result<(Connection, T), ClientError> {
+        call: impl AsyncFn(&mut ApiConnection, Request<Full<Bytes>>) -> Result<T, Unanswered>,
+    ) -> Result<(ApiConnection, T), ClientError> {
         let kept = self.kept().pop();
         if let Some(mut connection) = kept {
             match call(&mut connection, request.clone()).await {
@@ -342,14 +342,14 @@ impl Client {
                 Err(failed) => return Err(failed.error.into()),
             }
         }
-        let mut connection = Connection::open(&self.0.target, self.0.owner).await?;
+        let mut connection = ApiConnection::open(&self.0.target, self.0.owner).await?;
         match call(&mut connection, request).await {
             Ok(answer) => Ok((connection, answer)),
             Err(failed) => Err(failed.error.into()),
         }
     }
 
-    fn kept(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
+    fn kept(&self) -> std::sync::MutexGuard<'_, Vec<ApiConnection>> {
         self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,8 +7,8 @@ use hyper::Method;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::connection::Connection;
-use super::load::{Lines, LoadLines};
+use super::connection::ApiConnection;
+use super::load::{LoadLines, StreamedLines};
 use super::{Client, ClientError, JSON, in_time, to_body};
 use crate::arena::{AttachedArena, BootId};
 use crate::protocol::{
@@ -17,7 +17,7 @@ use crate::protocol::{
 };
 
 /// This process as the node knows it, and the arena that both share. Over when it is dropped.
-pub struct Session {
+pub struct ApiSession {
     client: Client,
     pub name: String,
     pub arena: Arc<AttachedArena>,
@@ -27,7 +27,7 @@ pub struct Session {
 
 impl Client {
     /// Attaches this process, and maps the arena.
-    pub async fn attach(&self, request: &AttachRequest) -> Result<Session, ClientError> {
+    pub async fn attach(&self, request: &AttachRequest) -> Result<ApiSession, ClientError> {
         let (mut lines, attached) = in_time(self.0.patience, async {
             let mut lines = self.lines("/v1/attach", request).await?;
             let attached: Option<Attached> = lines.next().await?;
@@ -51,7 +51,7 @@ impl Client {
             }
             ends.store(true, Ordering::Relaxed);
         });
-        Ok(Session {
+        Ok(ApiSession {
             client: self.clone(),
             name: attached.session,
             arena,
@@ -60,15 +60,15 @@ impl Client {
         })
     }
 
-    async fn lines(&self, path: &str, request: &impl serde::Serialize) -> Result<Lines, ClientError> {
+    async fn lines(&self, path: &str, request: &impl serde::Serialize) -> Result<StreamedLines, ClientError> {
         let request = self.request(&Method::POST, path, &JSON, to_body(request)?, &JSON)?;
-        let call = async |connection: &mut Connection, request| connection.stream(request).await;
+        let call = async |connection: &mut ApiConnection, request| connection.stream(request).await;
         let (connection, answer) = self.connected(request, call).await?;
-        Lines::new(connection, answer).await
+        StreamedLines::new(connection, answer).await
     }
 }
 
-impl Session {
+impl ApiSession {
     /// The node is gone, or has ended the session: attach again, as [`Engine`](super::Engine) does.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
@@ -147,7 +147,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for ApiSession {
     fn drop(&mut self) {
         self.stream.abort();
     }

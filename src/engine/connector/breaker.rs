@@ -2,7 +2,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// After some time-outs in a row nothing is asked for a while: an engine must not wait for a gateway that hangs.
-pub struct Breaker {
+pub struct LookupBreaker {
     timeouts: u32,
     pause: Duration,
     state: Mutex<State>,
@@ -14,7 +14,7 @@ struct State {
     open_until: Option<Instant>,
 }
 
-impl Breaker {
+impl LookupBreaker {
     pub fn new(timeouts: u32, pause: Duration) -> Self {
         Self {
             timeouts,

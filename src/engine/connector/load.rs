@@ -6,9 +6,9 @@ use tokio::sync::mpsc;
 
 use super::worker::{Worker, WorkerError};
 use crate::arena::{AttachedArena, AttachedSlot};
-use crate::engine::client::{ClientError, Session};
-use crate::engine::copy::cuda::Mark;
-use crate::engine::copy::{CopyError, Job, Pending, Spans};
+use crate::engine::client::{ApiSession, ClientError};
+use crate::engine::copy::cuda::StreamMark;
+use crate::engine::copy::{CopyError, CopyJob, Pending, Spans};
 use crate::format::ChunkHash;
 use crate::protocol::Order;
 use crate::protocol::{LoadLine, LoadRequest, SlotName};
@@ -19,19 +19,19 @@ const COPIES: usize = 4;
 const RELEASES: usize = 4;
 
 /// Chunks of a prompt, in its order, to bring into their pages.
-pub struct Load<'a> {
+pub struct LoadJob<'a> {
     /// The same on all ranks of an engine, and never used twice.
     pub id: &'a str,
-    pub wanted: &'a [Wanted],
+    pub wanted: &'a [WantedChunk],
     pub order: Order,
     pub deadline_ms: Option<u64>,
     /// What the engine's stream was given until here comes before the pages are written.
-    pub after: Option<Mark>,
+    pub after: Option<StreamMark>,
 }
 
 /// A chunk to load, and where its tokens go.
 #[derive(Debug, Clone)]
-pub struct Wanted {
+pub struct WantedChunk {
     pub hash: ChunkHash,
     pub spans: Spans,
 }
@@ -45,7 +45,7 @@ pub struct Failed {
 }
 
 /// Which planes of a load are in the pages, for an engine that computes layer by layer.
-pub struct Progress {
+pub struct LoadProgress {
     /// For each plane, chunks of which it is not.
     left: Mutex<Vec<usize>>,
     changed: Condvar,
@@ -84,7 +84,11 @@ fn failed(missing: Vec<Option<String>>, chunks: Vec<Chunk>, planes: usize, early
 
 impl Worker {
     /// Answers which chunks are not there. After the first that misses none is loaded.
-    pub async fn load(&self, load: Load<'_>, progress: &Arc<Progress>) -> Result<Vec<Failed>, WorkerError> {
+    pub async fn load(
+        &self,
+        load: LoadJob<'_>,
+        progress: &Arc<LoadProgress>,
+    ) -> Result<Vec<Failed>, WorkerError> {
         // However it ends, nobody waits for more.
         let _ends = Ends(Arc::clone(progress));
         let request = LoadRequest {
@@ -188,10 +192,10 @@ impl Worker {
     /// Gives the copy of a chunk's planes to the device; a CPU has made it when this returns.
     async fn begin(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<ApiSession>,
         offset: usize,
         planes: Range<usize>,
-        load: &Load<'_>,
+        load: &LoadJob<'_>,
         index: usize,
     ) -> Result<Pending<AttachedSlot>, WorkerError> {
         let layout = self.space.layout();
@@ -201,7 +205,7 @@ impl Worker {
         let at = layout.plane(planes.start).start;
         let len = layout.plane(planes.end - 1).end - at;
         let slot = session.arena.slot(offset, len)?.kept_by(Arc::clone(session));
-        let job = Job {
+        let job = CopyJob {
             planes,
             spans: load.wanted[index].spans.clone(),
             at,
@@ -226,8 +230,8 @@ enum Step {
 /// Waits for copies in the order in which they were begun, and has their slots given back: some at a time, all when the
 /// load waits for the node.
 struct Copies {
-    session: Arc<Session>,
-    progress: Arc<Progress>,
+    session: Arc<ApiSession>,
+    progress: Arc<LoadProgress>,
     chunks: Vec<Chunk>,
     /// Of each chunk.
     planes: usize,
@@ -321,7 +325,7 @@ impl Copies {
 
 /// Gives slots back while copies go on: in one call whatever came since the last one. Whether all calls were answered.
 async fn release(
-    session: Arc<Session>,
+    session: Arc<ApiSession>,
     load_id: String,
     mut done: mpsc::UnboundedReceiver<Vec<SlotName>>,
 ) -> bool {
@@ -347,7 +351,7 @@ fn is_still(arena: &AttachedArena, name: SlotName) -> Result<(), String> {
     }
 }
 
-impl Progress {
+impl LoadProgress {
     pub fn new(planes: usize, chunks: usize) -> Self {
         Self {
             left: Mutex::new(vec![chunks; planes]),
@@ -375,7 +379,7 @@ impl Progress {
     }
 }
 
-struct Ends(Arc<Progress>);
+struct Ends(Arc<LoadProgress>);
 
 impl Drop for Ends {
     fn drop(&mut self) {

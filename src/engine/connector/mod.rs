@@ -14,7 +14,7 @@ mod pinning;
 mod store;
 mod worker;
 
-pub use breaker::Breaker;
-pub use load::{Failed, Load, Progress, Wanted};
-pub use store::{Hold, NewChunk, Store, Stored};
+pub use breaker::LookupBreaker;
+pub use load::{Failed, LoadJob, LoadProgress, WantedChunk};
+pub use store::{ComputedChunk, Hold, StoreJob, Stored};
 pub use worker::{Worker, WorkerError};

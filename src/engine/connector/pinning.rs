@@ -1,7 +1,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::worker::WorkerError;
-use crate::engine::client::Session;
+use crate::engine::client::ApiSession;
 use crate::engine::copy::Copier;
 use crate::engine::copy::cuda::Pinned;
 
@@ -11,7 +11,7 @@ use crate::engine::copy::cuda::Pinned;
 pub(super) struct Pinning(Mutex<Option<Life>>);
 
 struct Life {
-    session: Arc<Session>,
+    session: Arc<ApiSession>,
     registered: Arc<OnceLock<Registered>>,
 }
 
@@ -20,7 +20,7 @@ pub type Registered = Option<Arc<Pinned>>;
 
 impl Pinning {
     /// What to pin copies to by this session. Begins to register it; until that is done it is an error.
-    pub fn of(&self, session: &Arc<Session>, copier: &Arc<Copier>) -> Result<Registered, WorkerError> {
+    pub fn of(&self, session: &Arc<ApiSession>, copier: &Arc<Copier>) -> Result<Registered, WorkerError> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(life) = life.as_ref().filter(|life| Arc::ptr_eq(&life.session, session)) {
             return life.registered.get().cloned().ok_or(WorkerError::Pinning);

@@ -5,25 +5,25 @@ use std::time::Duration;
 use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
 use crate::arena::AttachedSlot;
-use crate::engine::client::Session;
-use crate::engine::copy::cuda::Mark;
-use crate::engine::copy::{CopyError, Job, Pending, Spans};
+use crate::engine::client::ApiSession;
+use crate::engine::copy::cuda::StreamMark;
+use crate::engine::copy::{CopyError, CopyJob, Pending, Spans};
 use crate::format::ChunkHash;
 use crate::protocol::Share;
 use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 
 /// Chunks of a prompt, in its order, to hand over out of their pages.
-pub struct Store<'a> {
-    pub chunks: &'a [NewChunk],
+pub struct StoreJob<'a> {
+    pub chunks: &'a [ComputedChunk],
     /// What the engine's stream was given until here computes them.
-    pub after: Option<Mark>,
+    pub after: Option<StreamMark>,
     /// A node that has not made room by then gets nothing: the engine wants its pages back.
     pub deadline: Duration,
 }
 
 /// A chunk that was computed, and where it is.
 #[derive(Debug, Clone)]
-pub struct NewChunk {
+pub struct ComputedChunk {
     pub hash: ChunkHash,
     /// The chunk before, or the root.
     pub parent: ChunkHash,
@@ -58,7 +58,7 @@ enum Pages {
 }
 
 impl Worker {
-    pub async fn store(&self, store: Store<'_>, hold: &Hold) -> Result<Stored, WorkerError> {
+    pub async fn store(&self, store: StoreJob<'_>, hold: &Hold) -> Result<Stored, WorkerError> {
         // However it ends, nothing is read any more.
         let _frees = Frees(hold);
         if self.breaker.is_open() {
@@ -118,8 +118,8 @@ impl Worker {
 
     async fn reserve(
         &self,
-        chunks: &[NewChunk],
-    ) -> Result<(Arc<Session>, Registered, ReserveAnswer), WorkerError> {
+        chunks: &[ComputedChunk],
+    ) -> Result<(Arc<ApiSession>, Registered, ReserveAnswer), WorkerError> {
         let (session, pinned) = self.session().await?;
         let wanted = chunks.iter().map(|chunk| ReserveChunk {
             hash: chunk.hash,
@@ -134,11 +134,11 @@ impl Worker {
     /// Copies what is owned of each chunk into its slot.
     async fn gather(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<ApiSession>,
         pinned: Registered,
         own: &[Share],
         named: &[(usize, SlotName, usize)],
-        store: &Store<'_>,
+        store: &StoreJob<'_>,
     ) -> Gathered {
         let copier = match self.store_copier(own) {
             Ok(copier) => copier,
@@ -150,7 +150,7 @@ impl Worker {
         let layout = self.space.layout();
         let mut jobs = Vec::with_capacity(named.len());
         for &(index, name, offset) in named {
-            let job = Job {
+            let job = CopyJob {
                 planes: 0..layout.planes(),
                 spans: store.chunks[index].spans.clone(),
                 at: layout.header_len(),
@@ -162,7 +162,7 @@ impl Worker {
         }
         let after = store.after.clone();
         let copied = tokio::task::spawn_blocking(move || {
-            let begin = |(name, slot, job): (SlotName, AttachedSlot, Job)| {
+            let begin = |(name, slot, job): (SlotName, AttachedSlot, CopyJob)| {
                 (name, copier.store(slot, &job, after.as_ref()))
             };
             let pending: Vec<(SlotName, Result<Pending<AttachedSlot>, CopyError>)> =

@@ -3,11 +3,11 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::{OnceCell, watch};
 use tokio::task::JoinError;
 
-use super::breaker::Breaker;
+use super::breaker::LookupBreaker;
 use super::pinning::{Pinning, Registered};
 use crate::arena::AttachedError;
-use crate::engine::client::{Client, ClientError, Engine, Session};
-use crate::engine::copy::cuda::Mark;
+use crate::engine::client::{ApiSession, Client, ClientError, Engine};
+use crate::engine::copy::cuda::StreamMark;
 use crate::engine::copy::{Copier, CopyError, EngineStream};
 use crate::format::Space;
 use crate::protocol::Share;
@@ -26,7 +26,7 @@ pub struct Worker {
     pinning: Pinning,
     pub(super) closed: watch::Sender<bool>,
     /// Of stores: a load comes after a lookup that was answered.
-    pub(super) breaker: Breaker,
+    pub(super) breaker: LookupBreaker,
 }
 
 /// Makes a copier of what a rank owns.
@@ -60,7 +60,7 @@ impl Worker {
         space: Space,
         load: Copier,
         narrow: impl Fn(&[Share]) -> Result<Copier, CopyError> + Send + Sync + 'static,
-        breaker: Breaker,
+        breaker: LookupBreaker,
     ) -> Self {
         Self {
             engine: client.engine(attach),
@@ -76,7 +76,7 @@ impl Worker {
     }
 
     /// What the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
-    pub fn mark(&self, engine: EngineStream) -> Result<Option<Mark>, CopyError> {
+    pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
         self.load.mark(engine)
     }
 
@@ -91,20 +91,23 @@ impl Worker {
     }
 
     /// The session with the node, and what copies by it are pinned to. Attaches, and makes the space known, when it has to.
-    pub async fn session(&self) -> Result<(Arc<Session>, Registered), WorkerError> {
+    pub async fn session(&self) -> Result<(Arc<ApiSession>, Registered), WorkerError> {
         let session = self.attached().await?;
         let pinned = self.pinning.of(&session, &self.load)?;
         Ok((session, pinned))
     }
 
-    async fn attached(&self) -> Result<Arc<Session>, WorkerError> {
+    async fn attached(&self) -> Result<Arc<ApiSession>, WorkerError> {
         let declare = || self.engine.declare(&self.space);
         self.declared.get_or_try_init(declare).await?;
         Ok(self.engine.session().await?)
     }
 
     /// The session, for a load: what is loaded is in memory that the device knows.
-    pub(super) async fn session_to_load(&self, request: &LoadRequest) -> Result<Arc<Session>, WorkerError> {
+    pub(super) async fn session_to_load(
+        &self,
+        request: &LoadRequest,
+    ) -> Result<Arc<ApiSession>, WorkerError> {
         let session = self.attached().await?;
         let pinned = match self.pinning.of(&session, &self.load) {
             Ok(pinned) => pin(Arc::clone(&self.load), pinned).await,

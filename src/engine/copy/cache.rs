@@ -10,7 +10,7 @@ use crate::format::Space;
 pub struct PagedCache {
     space: Space,
     /// In order of plane, then of the row.
-    parts: Vec<Part>,
+    parts: Vec<PlanePart>,
     blocks: u32,
     block_tokens: u32,
 }
@@ -18,7 +18,7 @@ pub struct PagedCache {
 /// Where a plane's rows are, or their K or V where those are apart. A run is at `address + block * block_stride +
 /// token * token_stride + head * head_stride`, `head` counted from the first of `heads`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct PlanePart {
     /// Index in the space.
     pub plane: usize,
     pub address: u64,
@@ -69,7 +69,7 @@ impl PagedCache {
             }
             return Err(LayoutError(problems));
         };
-        parts.sort_by_key(|part: &Part| (part.plane, part.row_offset));
+        parts.sort_by_key(|part: &PlanePart| (part.plane, part.row_offset));
         let cache = Self {
             space: space.clone(),
             parts,
@@ -93,7 +93,7 @@ impl PagedCache {
             let of_share = self.parts.iter().filter(move |part| planes.contains(&part.plane));
             of_share.filter_map(move |part| part.with_heads(&heads))
         };
-        let mut parts: Vec<Part> = shares.into_iter().flat_map(narrow).collect();
+        let mut parts: Vec<PlanePart> = shares.into_iter().flat_map(narrow).collect();
         parts.sort_by_key(|part| (part.plane, part.heads.0, part.row_offset));
         Self {
             parts,
@@ -115,16 +115,16 @@ impl PagedCache {
 
     /// Bytes of a token here, in all planes.
     pub fn token_bytes(&self) -> u64 {
-        let of = |part: &Part| u64::from(part.run_bytes) * u64::from(part.heads.1 - part.heads.0);
+        let of = |part: &PlanePart| u64::from(part.run_bytes) * u64::from(part.heads.1 - part.heads.0);
         self.parts.iter().map(of).sum()
     }
 
-    pub fn parts(&self) -> &[Part] {
+    pub fn parts(&self) -> &[PlanePart] {
         &self.parts
     }
 
     #[cfg(test)]
-    pub(super) fn part_mut(&mut self, index: usize) -> &mut Part {
+    pub(super) fn part_mut(&mut self, index: usize) -> &mut PlanePart {
         &mut self.parts[index]
     }
 
@@ -187,7 +187,7 @@ impl PagedCache {
     }
 }
 
-impl Part {
+impl PlanePart {
     fn with_heads(&self, heads: &Range<u32>) -> Option<Self> {
         let (first, end) = (self.heads.0.max(heads.start), self.heads.1.min(heads.end));
         (first < end).then(|| Self {

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::cache::PagedCache;
 use super::cpu::CpuCopier;
-use super::cuda::{CudaCopier, Event, Mark, Pinned};
+use super::cuda::{CudaCopier, GpuEvent, Pinned, StreamMark};
 use super::error::CopyError;
 use super::mapping::Spans;
 use super::object::{Source, Target};
@@ -17,7 +17,7 @@ pub enum Copier {
 
 /// What to copy.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub struct CopyJob {
     /// Of the space; those that the cache does not have are left out.
     pub planes: Range<usize>,
     pub spans: Spans,
@@ -31,7 +31,12 @@ pub struct EngineStream(pub u64);
 
 impl Copier {
     /// From the object into the pages, after what the engine's stream was given until `after`.
-    pub fn load<S: Source>(&self, from: S, job: &Job, after: Option<&Mark>) -> Result<Pending<S>, CopyError> {
+    pub fn load<S: Source>(
+        &self,
+        from: S,
+        job: &CopyJob,
+        after: Option<&StreamMark>,
+    ) -> Result<Pending<S>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.load(from, job),
             Self::Cuda(copier) => copier.load(from, job, after),
@@ -39,7 +44,12 @@ impl Copier {
     }
 
     /// From the pages into the object, after what the engine's stream was given until `after`: the forward pass.
-    pub fn store<T: Target>(&self, to: T, job: &Job, after: Option<&Mark>) -> Result<Pending<T>, CopyError> {
+    pub fn store<T: Target>(
+        &self,
+        to: T,
+        job: &CopyJob,
+        after: Option<&StreamMark>,
+    ) -> Result<Pending<T>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.store(to, job),
             Self::Cuda(copier) => copier.store(to, job, after),
@@ -48,7 +58,7 @@ impl Copier {
 
     /// What `engine` was given so far. Marked when the engine orders a copy: what it is given later does not hold that up.
     /// None: a CPU.
-    pub fn mark(&self, engine: EngineStream) -> Result<Option<Mark>, CopyError> {
+    pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
         match self {
             Self::Cpu(_) => Ok(None),
             Self::Cuda(copier) => Ok(Some(copier.mark(engine)?)),
@@ -84,11 +94,11 @@ pub struct Pending<T> {
     /// None only after `wait`.
     held: Option<T>,
     /// None: it is done.
-    done: Option<Event>,
+    done: Option<GpuEvent>,
 }
 
 impl<T> Pending<T> {
-    pub(super) fn new(held: T, done: Option<Event>) -> Self {
+    pub(super) fn new(held: T, done: Option<GpuEvent>) -> Self {
         Self {
             held: Some(held),
             done,
@@ -137,7 +147,7 @@ impl<T> Drop for Pending<T> {
     }
 }
 
-impl Job {
+impl CopyJob {
     /// Which parts of the cache it copies, from or to `bytes` of the object.
     pub(super) fn check_load(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
         if self.spans.geometry() != cache.geometry() {

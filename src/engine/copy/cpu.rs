@@ -1,8 +1,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use super::cache::{PagedCache, Part};
-use super::copier::{Job, Pending};
+use super::cache::{PagedCache, PlanePart};
+use super::copier::{CopyJob, Pending};
 use super::error::CopyError;
 use super::mapping::Span;
 use super::object::{Source, Target};
@@ -54,7 +54,7 @@ impl CpuCopier {
     }
 
     /// From the object into the pages. It is done when this returns.
-    pub fn load<S: Source>(&self, from: S, job: &Job) -> Result<Pending<S>, CopyError> {
+    pub fn load<S: Source>(&self, from: S, job: &CopyJob) -> Result<Pending<S>, CopyError> {
         let bytes = from.bytes();
         let parts = job.check_load(&self.cache, bytes.len())?;
         self.copy(Way::Load(bytes.cast()), job, parts);
@@ -62,7 +62,7 @@ impl CpuCopier {
     }
 
     /// From the pages into the object. It is done when this returns.
-    pub fn store<T: Target>(&self, mut to: T, job: &Job) -> Result<Pending<T>, CopyError> {
+    pub fn store<T: Target>(&self, mut to: T, job: &CopyJob) -> Result<Pending<T>, CopyError> {
         let bytes = to.bytes();
         let parts = job.check_store(&self.cache, bytes.len())?;
         self.copy(Way::Store(bytes.cast()), job, parts);
@@ -73,7 +73,7 @@ impl CpuCopier {
         &self.cache
     }
 
-    fn copy(&self, way: Way, job: &Job, parts: Range<usize>) {
+    fn copy(&self, way: Way, job: &CopyJob, parts: Range<usize>) {
         let token_major = is_token_major(&self.cache.parts()[parts.clone()]);
         let spans: Cow<[Span]> = match token_major {
             true => job.spans.as_slice().iter().flat_map(cut).collect(),
@@ -116,7 +116,7 @@ impl CpuCopier {
 
 /// Whether a token's layers are side by side, as in SGLang's page_first: then all of them are copied while its pages are
 /// at hand.
-fn is_token_major(parts: &[Part]) -> bool {
+fn is_token_major(parts: &[PlanePart]) -> bool {
     let Some((first, others)) = parts.split_first() else {
         return false;
     };

@@ -46,8 +46,8 @@ mod pages;
 mod region;
 mod tensor;
 
-pub use cache::{PagedCache, Part};
-pub use copier::{Copier, EngineStream, Job, Pending};
+pub use cache::{PagedCache, PlanePart};
+pub use copier::{Copier, CopyJob, EngineStream, Pending};
 pub use cpu::{CpuCopier, CpuOptions};
 pub use cuda::{CudaCopier, CudaOptions};
 pub use error::{CopyError, LayoutError, MappingError};

@@ -1,4 +1,4 @@
-use super::cache::Part;
+use super::cache::PlanePart;
 use super::tensor::Axis;
 
 /// What parts of one cache have in common.
@@ -9,7 +9,7 @@ pub(super) struct Extent {
 }
 
 /// Two parts that have bytes in common, as indices. Parts may interleave, as the layers of vLLM's BLHNC do.
-pub(super) fn find(parts: &[Part], of: Extent) -> Option<(usize, usize)> {
+pub(super) fn find(parts: &[PlanePart], of: Extent) -> Option<(usize, usize)> {
     let mut order: Vec<usize> = (0..parts.len()).collect();
     order.sort_unstable_by_key(|&index| parts[index].address);
     for (at, &one) in order.iter().enumerate() {
@@ -27,12 +27,12 @@ pub(super) fn find(parts: &[Part], of: Extent) -> Option<(usize, usize)> {
 }
 
 /// From the first byte to the last.
-fn bytes(part: &Part, of: Extent) -> u64 {
+fn bytes(part: &PlanePart, of: Extent) -> u64 {
     let reach = |axis: &Axis| (axis.count - 1) * axis.stride;
     u64::from(part.run_bytes) + axes(part, of).iter().map(reach).sum::<u64>()
 }
 
-fn axes(part: &Part, of: Extent) -> [Axis; 3] {
+fn axes(part: &PlanePart, of: Extent) -> [Axis; 3] {
     let heads = u64::from(part.heads.1 - part.heads.0);
     let axis = |count, stride| Axis { count, stride };
     let mut axes = [
@@ -45,7 +45,7 @@ fn axes(part: &Part, of: Extent) -> [Axis; 3] {
 }
 
 /// Of parts that have different strides, only those can be told apart that lie apart.
-fn collide(one: &Part, other: &Part, of: Extent) -> bool {
+fn collide(one: &PlanePart, other: &PlanePart, of: Extent) -> bool {
     let (mine, others) = (axes(one, of), axes(other, of));
     let distance = i128::from(other.address) - i128::from(one.address);
     mine != others || meet(distance, &mine, one.run_bytes.into(), other.run_bytes.into())

@@ -1,7 +1,7 @@
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::cache::PagedCache;
-use super::copier::Job;
+use super::copier::CopyJob;
 use super::cpu::{CpuCopier, CpuOptions};
 use super::error::{CopyError, LayoutError};
 use super::known::{KnownLayout, Pages};
@@ -48,12 +48,12 @@ impl HostPages {
     }
 
     /// From the object into the pages.
-    pub fn load<S: Source>(&mut self, from: S, job: &Job) -> Result<S, CopyError> {
+    pub fn load<S: Source>(&mut self, from: S, job: &CopyJob) -> Result<S, CopyError> {
         self.copier.load(from, job)?.wait()
     }
 
     /// From the pages into the object.
-    pub fn store<T: Target>(&mut self, to: T, job: &Job) -> Result<T, CopyError> {
+    pub fn store<T: Target>(&mut self, to: T, job: &CopyJob) -> Result<T, CopyError> {
         self.copier.store(to, job)?.wait()
     }
 

@@ -1,4 +1,4 @@
-use super::cache::{PagedCache, Part};
+use super::cache::{PagedCache, PlanePart};
 use super::mapping::Span;
 
 /// The rows of one part in one span: runs in two loops, as few and as long as the two layouts allow.
@@ -31,7 +31,7 @@ impl Dim {
 
 impl Region {
     /// The span is of this cache. All of it is in the memory that the cache was checked to have, so nothing overflows.
-    pub fn new(cache: &PagedCache, part: &Part, span: &Span) -> Self {
+    pub fn new(cache: &PagedCache, part: &PlanePart, span: &Span) -> Self {
         let plane = &cache.space().planes()[part.plane];
         let row = plane.row_bytes as usize;
         let of_head = cache.space().chunk_tokens() as usize * row;

@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use super::cache::Part;
+use super::cache::PlanePart;
 
 /// A tensor of an engine's KV memory, by the meaning of its axes.
 ///
@@ -135,13 +135,13 @@ impl Tensor {
     }
 
     /// The parts of its rows, K before V. `axes` are its own.
-    pub(super) fn parts(&self, axes: &Axes, heads: (u32, u32)) -> impl Iterator<Item = Part> {
+    pub(super) fn parts(&self, axes: &Axes, heads: (u32, u32)) -> impl Iterator<Item = PlanePart> {
         let (base, row_offset) = (self.address, self.row_offset);
         let planes = self.planes.clone();
         let (block, token, head) = (axes.block, axes.token, axes.head);
         let (layer, kv, run_bytes) = (axes.layer, axes.kv, axes.run_bytes);
         (0_u64..).zip(planes).flat_map(move |(index, plane)| {
-            (0..kv.count).map(move |of| Part {
+            (0..kv.count).map(move |of| PlanePart {
                 plane,
                 address: base + index * layer.stride + of * kv.stride,
                 // Whoever checks what a plane's parts cover finds out if that was too much.

@@ -4,11 +4,11 @@ use std::time::Duration;
 use hyper::Request;
 use hyper::body::Incoming;
 
-use super::body::{Answer, Lines, lines, push_line};
+use super::body::{JsonLines, Reply, lines, push_line};
 use super::impatient::Patient;
-use super::problem::Problem;
+use super::problem::ApiProblem;
 use super::{Api, Caller, body};
-use crate::node::{Attach, Event, Has, Session};
+use crate::node::{Attach, Has, Session, SessionEvent};
 use crate::protocol::{ArenaInfo, AttachRequest, Attached};
 
 /// Also a line: so a connection that is dead is found out.
@@ -16,7 +16,11 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 const INSTANCE_BYTES_MAX: usize = 256;
 
 /// `POST /v1/attach`: a stream that lasts as long as the session.
-pub async fn attach(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn attach(
+    api: &Arc<Api>,
+    caller: &Caller,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: AttachRequest = body::parse(&text)?;
     let (session, events) = api.node.attach(checked(request, caller)?)?;
@@ -52,9 +56,9 @@ fn closed(api: &Api, session: &Arc<Session>) {
     api.node.stream_closed(session);
 }
 
-fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, Problem> {
+fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, ApiProblem> {
     let &Caller::Unix(process) = caller else {
-        return Err(Problem::bad("sessions exist only over the unix socket"));
+        return Err(ApiProblem::bad("sessions exist only over the unix socket"));
     };
     let AttachRequest {
         instance,
@@ -65,21 +69,23 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, Problem> {
         replicated,
     } = request;
     if !(1..=INSTANCE_BYTES_MAX).contains(&instance.len()) {
-        return Err(Problem::bad(format!(
+        return Err(ApiProblem::bad(format!(
             "`instance` must have 1 to {INSTANCE_BYTES_MAX} bytes: the same for all ranks of one engine, and no other engine's"
         )));
     }
     if world_size == 0 {
-        return Err(Problem::bad("`world_size` must be 1 at least"));
+        return Err(ApiProblem::bad("`world_size` must be 1 at least"));
     }
     for (name, range) in [("layers", layers), ("heads", heads)] {
         if range.is_some_and(|(first, end)| first >= end) {
-            return Err(Problem::bad(format!("`{name}` is [first, end] with first < end")));
+            return Err(ApiProblem::bad(format!(
+                "`{name}` is [first, end] with first < end"
+            )));
         }
     }
     let part = layers.is_some() || heads.is_some();
     if world_size > 1 && part == replicated {
-        return Err(Problem::bad(
+        return Err(ApiProblem::bad(
             "with several ranks, say what this one has: `layers`, `heads`, or else `replicated`: true",
         ));
     }
@@ -93,9 +99,9 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, Problem> {
 }
 
 async fn tell(
-    lines: &Lines,
+    lines: &JsonLines,
     first: &Attached,
-    mut events: tokio::sync::mpsc::Receiver<Event>,
+    mut events: tokio::sync::mpsc::Receiver<SessionEvent>,
     is_seen: bool,
 ) {
     let mut line = Vec::new();

@@ -12,9 +12,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
-use super::problem::Problem;
+use super::problem::ApiProblem;
 
-pub type Answer = Response<BoxBody<Bytes, Infallible>>;
+pub type Reply = Response<BoxBody<Bytes, Infallible>>;
 
 pub const JSON: &str = "application/json";
 pub const JSON_LINES: &str = "application/x-ndjson";
@@ -28,10 +28,10 @@ pub fn content_type(headers: &HeaderMap, name: &HeaderName, kinds: &[&str]) -> b
 }
 
 /// A request's body, of at most `most` bytes, sent within `time`.
-pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Result<Bytes, Problem> {
+pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Result<Bytes, ApiProblem> {
     let too_large = || {
         let detail = format!("the body may have {most} bytes ([api] body_max): send fewer chunks in a call");
-        Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", detail)
+        ApiProblem::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", detail)
     };
     let mut body = request.into_body();
     if body.size_hint().lower() > most as u64 {
@@ -43,7 +43,7 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
         let mut rest = BytesMut::new();
         while let Some(frame) = body.frame().await {
             let frame =
-                frame.map_err(|error| Problem::bad(format!("the body did not come whole: {error}")))?;
+                frame.map_err(|error| ApiProblem::bad(format!("the body did not come whole: {error}")))?;
             let Ok(bytes) = frame.into_data() else { continue };
             if rest.len() + bytes.len() + first.as_ref().map_or(0, Bytes::len) > most {
                 return Err(too_large());
@@ -64,14 +64,14 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
     };
     tokio::time::timeout(time, all).await.unwrap_or_else(|_| {
         let detail = format!("the body did not come within {time:?} ([api] timeout)");
-        Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "slow_body", detail))
+        Err(ApiProblem::new(StatusCode::REQUEST_TIMEOUT, "slow_body", detail))
     })
 }
 
 /// A body as JSON; an empty one counts as `{}`.
-pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiProblem> {
     let body = body.trim_ascii();
-    let bad = |detail: &str| Problem::bad(format!("the body is not what this call takes: {detail}"));
+    let bad = |detail: &str| ApiProblem::bad(format!("the body is not what this call takes: {detail}"));
     match body.first() {
         // An array would do for a struct as well, by the order of its fields.
         Some(b'{') => serde_json::from_slice(body).map_err(|error| bad(&error.to_string())),
@@ -80,12 +80,12 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     }
 }
 
-pub fn json(value: &impl Serialize) -> Answer {
+pub fn json(value: &impl Serialize) -> Reply {
     let text = serde_json::to_vec(value).unwrap_or_else(|_| b"{}".to_vec());
     bytes(StatusCode::OK, JSON, Bytes::from(text))
 }
 
-pub fn bytes(status: StatusCode, kind: &'static str, bytes: Bytes) -> Answer {
+pub fn bytes(status: StatusCode, kind: &'static str, bytes: Bytes) -> Reply {
     let mut answer = Response::new(Full::new(bytes).boxed());
     *answer.status_mut() = status;
     answer
@@ -94,25 +94,25 @@ pub fn bytes(status: StatusCode, kind: &'static str, bytes: Bytes) -> Answer {
     answer
 }
 
-pub fn problem(problem: &Problem) -> Answer {
+pub fn problem(problem: &ApiProblem) -> Reply {
     let text = serde_json::to_vec(&problem.wire()).unwrap_or_default();
     bytes(problem.status, "application/problem+json", Bytes::from(text))
 }
 
 /// A stream of JSON lines, written as its reader takes them.
-pub struct Lines {
+pub struct JsonLines {
     sender: mpsc::Sender<Bytes>,
     time: Duration,
 }
 
 /// The reader is gone, or takes nothing for too long.
 #[derive(Debug)]
-pub struct Gone;
+pub struct CallerGone;
 
 /// Parts of a stream that wait for its reader.
 const PARTS: usize = 8;
 
-pub fn lines(time: Duration) -> (Lines, Answer) {
+pub fn lines(time: Duration) -> (JsonLines, Reply) {
     let (sender, mut receiver) = mpsc::channel::<Bytes>(PARTS);
     let stream = futures::stream::poll_fn(move |context| {
         let part = receiver.poll_recv(context);
@@ -122,15 +122,15 @@ pub fn lines(time: Duration) -> (Lines, Answer) {
     answer
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(JSON_LINES));
-    (Lines { sender, time }, answer)
+    (JsonLines { sender, time }, answer)
 }
 
-impl Lines {
-    pub async fn send(&self, lines: Vec<u8>) -> Result<(), Gone> {
+impl JsonLines {
+    pub async fn send(&self, lines: Vec<u8>) -> Result<(), CallerGone> {
         let sent = tokio::time::timeout(self.time, self.sender.send(Bytes::from(lines))).await;
         match sent {
             Ok(Ok(())) => Ok(()),
-            _ => Err(Gone),
+            _ => Err(CallerGone),
         }
     }
 

@@ -15,12 +15,12 @@ use hyper::http::uri::Authority;
 use hyper::{Method, Request, StatusCode};
 
 use super::body::{JSON, OCTETS, content_type};
-use super::problem::Problem;
+use super::problem::ApiProblem;
 use super::{Api, Caller};
 use crate::node::Session;
 
 /// Refuses what the caller may not do.
-pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Result<(), Problem> {
+pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let Caller::Tcp { local } = caller else {
         return Ok(());
     };
@@ -30,7 +30,7 @@ pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Resul
         check_token(api, given)?;
     }
     if needs_session(request) {
-        return Err(Problem::new(
+        return Err(ApiProblem::new(
             StatusCode::FORBIDDEN,
             "unix_socket_only",
             "sessions exist only over the unix socket, where the caller's process is known: call it there ([api] socket)",
@@ -40,11 +40,11 @@ pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Resul
 }
 
 /// The session of that name, if it is the caller's: a name that was overheard is worth nothing to another process.
-pub fn session(api: &Api, caller: &Caller, name: &str) -> Result<Arc<Session>, Problem> {
+pub fn session(api: &Api, caller: &Caller, name: &str) -> Result<Arc<Session>, ApiProblem> {
     let session = api.node.session(name)?;
     match caller {
         Caller::Unix(process) if *process == session.process => Ok(session),
-        _ => Err(Problem::new(
+        _ => Err(ApiProblem::new(
             StatusCode::FORBIDDEN,
             "other_process",
             "the session was attached by another process: attach this one, and name its own session",
@@ -76,8 +76,8 @@ fn token_of(request: &Request<Incoming>) -> Option<&str> {
     Some(text.strip_prefix("Bearer ").unwrap_or_default().trim())
 }
 
-fn check_token(api: &Api, given: Option<&str>) -> Result<(), Problem> {
-    let unauthorized = |detail| Err(Problem::new(StatusCode::UNAUTHORIZED, "unauthorized", detail));
+fn check_token(api: &Api, given: Option<&str>) -> Result<(), ApiProblem> {
+    let unauthorized = |detail| Err(ApiProblem::new(StatusCode::UNAUTHORIZED, "unauthorized", detail));
     match (api.token(), given) {
         (None, _) => unauthorized(
             "by TCP this call needs a token, also on loopback: set [api] token_file, or call over the unix socket ([api] socket)",
@@ -93,7 +93,7 @@ fn check_token(api: &Api, given: Option<&str>) -> Result<(), Problem> {
 }
 
 /// Whether `Host` names this daemon: the address that was called, `localhost`, or a name of `[api] hosts`.
-fn is_for_us(api: &Api, local: SocketAddr, request: &Request<Incoming>) -> Result<(), Problem> {
+fn is_for_us(api: &Api, local: SocketAddr, request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let mut hosts = request.headers().get_all(HOST).iter();
     let host = match (hosts.next(), hosts.next()) {
         (Some(host), None) => host.to_str().ok().and_then(|host| host.parse::<Authority>().ok()),
@@ -103,7 +103,7 @@ fn is_for_us(api: &Api, local: SocketAddr, request: &Request<Incoming>) -> Resul
     let is_known = |authority: &Authority| is_known(authority, local.ip(), &api.options.hosts);
     match host.as_ref().is_some_and(is_known) && in_target.is_none_or(is_known) {
         true => Ok(()),
-        false => Err(Problem::new(
+        false => Err(ApiProblem::new(
             StatusCode::MISDIRECTED_REQUEST,
             "wrong_host",
             "the Host header names another server: call the address that kvgate listens on, or add the name to [api] hosts",
@@ -130,13 +130,13 @@ fn is_known(authority: &Authority, local: IpAddr, hosts: &[String]) -> bool {
 }
 
 /// A page may have a browser send text and forms to any server, and nothing else without asking it first.
-fn has_a_known_type(request: &Request<Incoming>) -> Result<(), Problem> {
+fn has_a_known_type(request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let has_body = !request.body().is_end_stream();
     let known = [JSON, OCTETS];
     if !has_body || content_type(request.headers(), &CONTENT_TYPE, &known) {
         return Ok(());
     }
-    Err(Problem::new(
+    Err(ApiProblem::new(
         StatusCode::UNSUPPORTED_MEDIA_TYPE,
         "wrong_type",
         format!(

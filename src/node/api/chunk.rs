@@ -10,11 +10,11 @@ use hyper::{Method, Request, StatusCode};
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::body::{Answer, OCTETS};
-use super::problem::Problem;
+use super::body::{OCTETS, Reply};
+use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::arena::Slot;
-use crate::cache::gateway::{AfterMiss, LoadRequest, Miss};
+use crate::cache::gateway::{AfterMiss, LoadSpec, Miss};
 use crate::format::{ChunkHash, Header, Space};
 use crate::protocol::Order;
 use crate::protocol::Strategy;
@@ -24,9 +24,11 @@ pub async fn serve(
     space: &str,
     hash: &str,
     request: Request<Incoming>,
-) -> Result<Answer, Problem> {
+) -> Result<Reply, ApiProblem> {
     let space = spaces::named(api, space)?;
-    let hash: ChunkHash = hash.parse().map_err(|error| Problem::bad(format!("{error}")))?;
+    let hash: ChunkHash = hash
+        .parse()
+        .map_err(|error| ApiProblem::bad(format!("{error}")))?;
     let header_alone = request.uri().query() == Some("header");
     match *request.method() {
         Method::DELETE => return delete(api, &space, &hash).await,
@@ -61,8 +63,8 @@ pub async fn serve(
 }
 
 /// Header and payload, verified.
-async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, Problem> {
-    let request = LoadRequest {
+async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, ApiProblem> {
+    let request = LoadSpec {
         space: space.clone(),
         chunks: vec![hash],
         order: Order::Chunk,
@@ -73,28 +75,28 @@ async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, Probl
     match outcome {
         Some((_, Ok(chunk))) => chunk.object().cloned().ok_or_else(|| {
             // It was committed a moment ago.
-            Problem::new(
+            ApiProblem::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 "not_sealed",
                 "its digests are being computed: ask again",
             )
         }),
         Some((_, Err(miss))) => Err(missed(&miss)),
-        None => Err(Problem::not_found("there is no such chunk")),
+        None => Err(ApiProblem::not_found("there is no such chunk")),
     }
 }
 
-fn missed(miss: &Miss) -> Problem {
+fn missed(miss: &Miss) -> ApiProblem {
     let status = match miss.code() {
         "unknown" => StatusCode::BAD_GATEWAY,
         "arena_full" | "arena_too_small" | "not_released" => StatusCode::SERVICE_UNAVAILABLE,
         _ => StatusCode::NOT_FOUND,
     };
-    Problem::new(status, miss.code(), miss)
+    ApiProblem::new(status, miss.code(), miss)
 }
 
-fn header(object: &Slot) -> Result<Answer, Problem> {
-    let header = Header::parse(object).map_err(|error| Problem::not_found(error.to_string()))?;
+fn header(object: &Slot) -> Result<Reply, ApiProblem> {
+    let header = Header::parse(object).map_err(|error| ApiProblem::not_found(error.to_string()))?;
     let kind = header.digest_kind;
     let digests: Vec<String> = header
         .digests
@@ -113,7 +115,7 @@ fn header(object: &Slot) -> Result<Answer, Problem> {
 }
 
 /// What a lookup says: nothing is loaded for it, and nothing verified.
-async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> Result<Answer, Problem> {
+async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> Result<Reply, ApiProblem> {
     let deadline = Instant::now() + api.options.lookup_deadline;
     let gateway = api.node.gateway();
     let found = gateway.lookup(space, &[hash], Strategy::Exact, deadline).await;
@@ -121,7 +123,7 @@ async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> 
         let why = found
             .error
             .map_or_else(|| "the deadline passed".to_owned(), |error| error.to_string());
-        return Err(Problem::new(StatusCode::BAD_GATEWAY, "unknown", why));
+        return Err(ApiProblem::new(StatusCode::BAD_GATEWAY, "unknown", why));
     }
     if !found.mask.get(0) {
         return Err(missed(&Miss::Absent));
@@ -136,17 +138,17 @@ async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> 
     Ok(answer)
 }
 
-async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Answer, Problem> {
+async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Reply, ApiProblem> {
     let deadline = Instant::now() + api.options.load_deadline;
     let removed = api.node.gateway().remove(space, hash, deadline).await;
-    removed.map_err(|error| Problem::new(StatusCode::BAD_GATEWAY, "not_removed", error))?;
+    removed.map_err(|error| ApiProblem::new(StatusCode::BAD_GATEWAY, "not_removed", error))?;
     Ok(body::bytes(StatusCode::NO_CONTENT, OCTETS, Bytes::new()))
 }
 
 /// One range, as RFC 9110 has it.
-fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, Problem> {
+fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, ApiProblem> {
     let refused = || {
-        Problem::new(
+        ApiProblem::new(
             StatusCode::RANGE_NOT_SATISFIABLE,
             "bad_range",
             format!("the object has {len} bytes: send one range `bytes=FIRST-LAST` within them"),

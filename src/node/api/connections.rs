@@ -18,7 +18,7 @@ pub struct Connections {
 struct State {
     /// Those without a request under way, by when they last had one.
     clock: u64,
-    all: BTreeMap<u64, Arc<Connection>>,
+    all: BTreeMap<u64, Arc<ServedConnection>>,
     idle: BTreeMap<u64, u64>,
 }
 
@@ -26,10 +26,10 @@ struct State {
 pub struct Connected {
     connections: Arc<Connections>,
     id: u64,
-    pub connection: Arc<Connection>,
+    pub connection: Arc<ServedConnection>,
 }
 
-pub struct Connection {
+pub struct ServedConnection {
     close: Notify,
     /// Its place among the idle ones; 0 while it has a request.
     idle_since: AtomicU64,
@@ -63,7 +63,7 @@ impl Connections {
             }
         }
         state.clock += 1;
-        let connection = Arc::new(Connection {
+        let connection = Arc::new(ServedConnection {
             close: Notify::new(),
             idle_since: AtomicU64::new(state.clock),
         });

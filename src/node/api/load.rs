@@ -6,12 +6,12 @@ use hyper::body::Incoming;
 use hyper::{Request, StatusCode};
 use tokio::time::Instant;
 
-use super::body::{Answer, JSON_LINES, Lines, json, lines, push_line};
+use super::body::{JSON_LINES, JsonLines, Reply, json, lines, push_line};
 use super::lookup::limited;
-use super::problem::Problem;
+use super::problem::ApiProblem;
 use super::{Api, Caller, body, callers, spaces};
 use crate::cache::gateway::{AfterMiss, Miss};
-use crate::node::{Lent, Load, LoadCall};
+use crate::node::{EngineLoad, Lent, LoadCall};
 use crate::protocol::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 
 const LOAD_ID_BYTES_MAX: usize = 256;
@@ -19,21 +19,21 @@ const LOAD_ID_BYTES_MAX: usize = 256;
 const TOGETHER: usize = 16 << 10;
 
 /// `POST /v1/load`: a line for each chunk, or group of layers, as soon as it may be read.
-pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: LoadRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;
     let space = spaces::named(api, &request.space)?;
     api.check_count(request.hashes.len())?;
     if !(1..=LOAD_ID_BYTES_MAX).contains(&request.load_id.len()) {
-        return Err(Problem::bad(format!(
+        return Err(ApiProblem::bad(format!(
             "`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes"
         )));
     }
     let mut seen = HashSet::with_capacity(request.hashes.len());
     if let Some(twice) = request.hashes.iter().find(|hash| !seen.insert(**hash)) {
         // One release would end both.
-        return Err(Problem::bad(format!(
+        return Err(ApiProblem::bad(format!(
             "chunk {twice} is named twice: name each chunk once in a load"
         )));
     }
@@ -69,13 +69,13 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
 
 /// Outcomes on their way into lines.
 struct Pump {
-    load: Load,
+    load: EngineLoad,
     lines: Vec<u8>,
     loaded: usize,
 }
 
 impl Pump {
-    fn new(load: Load) -> Self {
+    fn new(load: EngineLoad) -> Self {
         Self {
             load,
             lines: Vec::new(),
@@ -107,7 +107,7 @@ impl Pump {
         false
     }
 
-    async fn run(&mut self, to: &Lines) {
+    async fn run(&mut self, to: &JsonLines) {
         let mut over = false;
         loop {
             if !self.lines.is_empty() && to.send(std::mem::take(&mut self.lines)).await.is_err() {
@@ -141,7 +141,11 @@ fn line(i: usize, outcome: Result<Lent, Miss>) -> LoadLine {
 }
 
 /// `POST /v1/release`.
-pub async fn release(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn release(
+    api: &Arc<Api>,
+    caller: &Caller,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: ReleaseRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;

@@ -10,15 +10,15 @@ use hyper::{Request, StatusCode};
 use percent_encoding::percent_decode_str;
 use tokio::time::Instant;
 
-use super::body::{Answer, OCTETS, content_type, json};
-use super::problem::Problem;
+use super::body::{OCTETS, Reply, content_type, json};
+use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::cache::gateway::Lookup;
 use crate::format::{ChunkHash, ChunkHasher, Space};
 use crate::protocol::Tier;
 use crate::protocol::{LookupAnswer, LookupRequest, Strategy};
 
-pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
     let wants_binary = content_type(request.headers(), &ACCEPT, &[OCTETS]);
     let query = request.uri().query().unwrap_or_default().to_owned();
@@ -78,7 +78,7 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer
 
 /// The masks one after the other: present, unknown, inferred; with `tiers` also those in memory and those on disk. The
 /// header has the prefix.
-fn binary(found: &Lookup, tiers: bool) -> Answer {
+fn binary(found: &Lookup, tiers: bool) -> Reply {
     let masks = [&found.mask, &found.unknown, &found.inferred];
     let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
     if tiers {
@@ -113,7 +113,7 @@ struct Query {
     tiers: bool,
 }
 
-fn from_query(query: &str) -> Result<Query, Problem> {
+fn from_query(query: &str) -> Result<Query, ApiProblem> {
     let mut request = LookupRequest::default();
     let mut items = Items::Hashes;
     let mut tiers = false;
@@ -122,10 +122,10 @@ fn from_query(query: &str) -> Result<Query, Problem> {
         let value = value.replace('+', " ");
         let value = percent_decode_str(&value)
             .decode_utf8()
-            .map_err(|_| Problem::bad(format!("the query's {name} is not UTF-8")))?
+            .map_err(|_| ApiProblem::bad(format!("the query's {name} is not UTF-8")))?
             .into_owned();
         let number = || {
-            let bad = |_| Problem::bad(format!("the query's {name}={value} is not a number"));
+            let bad = |_| ApiProblem::bad(format!("the query's {name}={value} is not a number"));
             value.parse::<u64>().map_err(bad)
         };
         match name {
@@ -136,7 +136,7 @@ fn from_query(query: &str) -> Result<Query, Problem> {
                 request.strategy = Some(match value.as_str() {
                     "exact" => Strategy::Exact,
                     "prefix" => Strategy::Prefix,
-                    _ => return Err(Problem::bad("the query's strategy is exact or prefix")),
+                    _ => return Err(ApiProblem::bad("the query's strategy is exact or prefix")),
                 });
             }
             "deadline_ms" => request.deadline_ms = Some(number()?),
@@ -146,11 +146,11 @@ fn from_query(query: &str) -> Result<Query, Problem> {
             "items" => match value.as_str() {
                 "hashes" => items = Items::Hashes,
                 "tokens" => items = Items::Tokens,
-                _ => return Err(Problem::bad("the query's items is hashes or tokens")),
+                _ => return Err(ApiProblem::bad("the query's items is hashes or tokens")),
             },
             _ => {
                 let name: String = name.chars().take(40).collect();
-                return Err(Problem::bad(format!(
+                return Err(ApiProblem::bad(format!(
                     "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
                 )));
             }
@@ -163,36 +163,36 @@ fn from_query(query: &str) -> Result<Query, Problem> {
     })
 }
 
-fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, Problem> {
+fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, ApiProblem> {
     let (hashes, rest) = body.as_chunks::<32>();
     match rest.is_empty() {
         true => Ok(hashes.iter().map(|hash| ChunkHash(*hash)).collect()),
-        false => Err(Problem::bad(format!(
+        false => Err(ApiProblem::bad(format!(
             "hashes have 32 bytes each, and the body has {}",
             body.len()
         ))),
     }
 }
 
-fn tokens_of(body: &[u8]) -> Result<Vec<u32>, Problem> {
+fn tokens_of(body: &[u8]) -> Result<Vec<u32>, ApiProblem> {
     let (tokens, rest) = body.as_chunks::<4>();
     match rest.is_empty() {
         true => Ok(tokens.iter().map(|token| u32::from_le_bytes(*token)).collect()),
-        false => Err(Problem::bad(format!(
+        false => Err(ApiProblem::bad(format!(
             "tokens are u32 little-endian, 4 bytes each, and the body has {}",
             body.len()
         ))),
     }
 }
 
-fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, Problem> {
+fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, ApiProblem> {
     match (&request.hashes, &request.tokens) {
         (Some(hashes), None) if request.salt.is_none() && request.adapter.is_none() => Ok(hashes.clone()),
-        (Some(_), None) => Err(Problem::bad(
+        (Some(_), None) => Err(ApiProblem::bad(
             "`salt` and `adapter` are in the hashes already: give them with tokens only",
         )),
         (None, Some(tokens)) => {
-            let bad = |error: crate::format::HashError| Problem::bad(error.to_string());
+            let bad = |error: crate::format::HashError| ApiProblem::bad(error.to_string());
             let hasher = ChunkHasher::new(space, None).map_err(bad)?;
             let text = |text: &Option<String>| text.clone().unwrap_or_default().into_bytes();
             let root = hasher
@@ -200,6 +200,6 @@ fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, Prob
                 .map_err(bad)?;
             hasher.chain(&root, tokens, &[]).map_err(bad)
         }
-        _ => Err(Problem::bad("give either `hashes` or `tokens`")),
+        _ => Err(ApiProblem::bad("give either `hashes` or `tokens`")),
     }
 }

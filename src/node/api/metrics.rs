@@ -7,9 +7,9 @@ use bytes::Bytes;
 use hyper::StatusCode;
 
 use super::Api;
-use super::body::{Answer, bytes};
+use super::body::{Reply, bytes};
 use crate::node::Status;
-use crate::s3::fanout::Phase;
+use crate::s3::fanout::BreakerPhase;
 
 /// Collects the text.
 #[derive(Default)]
@@ -57,7 +57,7 @@ fn each<'a, T>(
     }
 }
 
-pub fn metrics(api: &Arc<Api>) -> Answer {
+pub fn metrics(api: &Arc<Api>) -> Reply {
     let mut text = Text::default();
     node(&mut text, &api.node.status());
     text.gauge(
@@ -303,7 +303,7 @@ fn s3(text: &mut Text, status: &Status) {
         "kvgate_endpoint_up",
         "gauge",
         "1 if its breaker is closed.",
-        &|one| u64::from(one.breaker == Phase::Closed),
+        &|one| u64::from(one.breaker == BreakerPhase::Closed),
     );
     of(
         "kvgate_endpoint_window_bytes",

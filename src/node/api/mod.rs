@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 
-pub use problem::Problem;
+pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
 use self::connections::Connections;
@@ -122,10 +122,10 @@ impl Api {
         self.token.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn check_count(&self, chunks: usize) -> Result<(), Problem> {
+    fn check_count(&self, chunks: usize) -> Result<(), ApiProblem> {
         let most = self.options.hashes_max;
         match chunks > most {
-            true => Err(Problem::new(
+            true => Err(ApiProblem::new(
                 StatusCode::PAYLOAD_TOO_LARGE,
                 "too_many_chunks",
                 format!("{chunks} chunks in one call; {most} may be ([api] hashes_max): make several calls"),

@@ -3,13 +3,13 @@
 use bytes::Bytes;
 use hyper::StatusCode;
 
-use super::body::{Answer, JSON, bytes};
+use super::body::{JSON, Reply, bytes};
 
 const PAGE: &str = include_str!("page.html");
 const OPENAPI: &str = include_str!("../../../docs/openapi.json");
 
 /// `GET /`: reads `/v1/status` once a second.
-pub fn page() -> Answer {
+pub fn page() -> Reply {
     bytes(
         StatusCode::OK,
         "text/html; charset=utf-8",
@@ -18,6 +18,6 @@ pub fn page() -> Answer {
 }
 
 /// `GET /v1/openapi.json`.
-pub fn openapi() -> Answer {
+pub fn openapi() -> Reply {
     bytes(StatusCode::OK, JSON, Bytes::from_static(OPENAPI.as_bytes()))
 }

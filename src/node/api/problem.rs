@@ -7,14 +7,14 @@ use crate::protocol;
 
 /// Why a call is refused: what was wrong and what to do.
 #[derive(Debug, Clone)]
-pub struct Problem {
+pub struct ApiProblem {
     pub status: StatusCode,
     /// Stable word.
     pub code: &'static str,
     pub detail: String,
 }
 
-impl Problem {
+impl ApiProblem {
     pub fn new(status: StatusCode, code: &'static str, detail: impl Display) -> Self {
         Self {
             status,
@@ -43,7 +43,7 @@ impl Problem {
     }
 }
 
-impl From<NodeError> for Problem {
+impl From<NodeError> for ApiProblem {
     fn from(error: NodeError) -> Self {
         let status = match error.code() {
             "no_session" | "unknown_space" => StatusCode::NOT_FOUND,

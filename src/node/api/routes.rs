@@ -6,12 +6,12 @@ use hyper::body::Incoming;
 use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 
-use super::body::{Answer, problem};
-use super::problem::Problem;
+use super::body::{Reply, problem};
+use super::problem::ApiProblem;
 use super::{Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, spaces, store};
 
 /// Serves one request; whatever is wrong becomes a problem of the answer.
-pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Answer {
+pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Reply {
     let answer = match callers::allowed(&api, &caller, &request) {
         Ok(()) => route(&api, &caller, request).await,
         Err(problem) => Err(problem),
@@ -31,18 +31,18 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
     })
 }
 
-async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let path = request.uri().path().to_owned();
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     let unknown = || {
-        Problem::not_found(format!(
+        ApiProblem::not_found(format!(
             "there is no {path}: GET /v1/openapi.json describes all calls"
         ))
     };
     let allowed = methods(&segments).ok_or_else(unknown)?;
     if !allowed.split(", ").any(|one| one == request.method().as_str()) {
         let (status, code) = (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed");
-        return Err(Problem::new(status, code, allowed));
+        return Err(ApiProblem::new(status, code, allowed));
     }
     match segments.as_slice() {
         ["v1", "spaces"] => spaces::declare(api, request).await,

@@ -3,17 +3,17 @@ use std::sync::Arc;
 use hyper::Request;
 use hyper::body::Incoming;
 
-use super::body::{Answer, json};
-use super::problem::Problem;
+use super::body::{Reply, json};
+use super::problem::ApiProblem;
 use super::{Api, body};
 use crate::format::{Space, SpaceId, SpaceKey};
 use crate::protocol::{PlaneInfo, SpaceInfo};
 
 /// `PUT /v1/spaces`.
-pub async fn declare(api: &Arc<Api>, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn declare(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
-    let text = std::str::from_utf8(&text).map_err(|_| Problem::bad("the body is not UTF-8"))?;
-    let space = Space::from_json(text).map_err(|error| Problem::bad(error.to_string()))?;
+    let text = std::str::from_utf8(&text).map_err(|_| ApiProblem::bad("the body is not UTF-8"))?;
+    let space = Space::from_json(text).map_err(|error| ApiProblem::bad(error.to_string()))?;
     Ok(json(&info(&api.node.declare(space)?)))
 }
 
@@ -38,18 +38,20 @@ fn info(space: &Space) -> SpaceInfo {
 }
 
 /// The space that a call names: by its id, or the first half of it.
-pub fn named(api: &Api, name: &str) -> Result<Space, Problem> {
+pub fn named(api: &Api, name: &str) -> Result<Space, ApiProblem> {
     let id = name.parse::<SpaceId>().ok();
     let key = id.map(SpaceKey::from).or_else(|| SpaceKey::from_hex(name));
     let key = key.ok_or_else(|| {
         let name: String = name.chars().take(80).collect();
-        Problem::bad(format!(
+        ApiProblem::bad(format!(
             "{name:?} is not a space id: 64 hex digits, or its first 32"
         ))
     })?;
     let space = api.node.space(key)?;
     match id {
-        Some(id) if id != space.id() => Err(Problem::not_found(format!("space {id} was not declared here"))),
+        Some(id) if id != space.id() => {
+            Err(ApiProblem::not_found(format!("space {id} was not declared here")))
+        }
         _ => Ok(space),
     }
 }

@@ -3,16 +3,20 @@ use std::sync::Arc;
 use hyper::Request;
 use hyper::body::Incoming;
 
-use super::body::{Answer, json};
-use super::problem::Problem;
+use super::body::{Reply, json};
+use super::problem::ApiProblem;
 use super::{Api, Caller, body, callers, spaces};
-use crate::node::{NodeError, Reservation, SlotError, ToStore};
+use crate::node::{NodeError, ReserveOutcome, SlotError, ToStore};
 use crate::protocol::{
     CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk,
 };
 
 /// `POST /v1/store/reserve`.
-pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn reserve(
+    api: &Arc<Api>,
+    caller: &Caller,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: ReserveRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;
@@ -23,7 +27,7 @@ pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>
             && tokens != space.chunk_tokens()
         {
             let full = space.chunk_tokens();
-            return Err(Problem::bad(format!(
+            return Err(ApiProblem::bad(format!(
                 "chunk {i} has {tokens} tokens: only full chunks of {full} are stored"
             )));
         }
@@ -38,7 +42,7 @@ pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>
         .collect();
     let reserved = api.node.reserve(&session, &space, &chunks)?;
     let chunks = reserved.chunks.into_iter().map(|chunk| match chunk {
-        Reservation::Slot {
+        ReserveOutcome::Slot {
             slot,
             generation,
             offset,
@@ -47,8 +51,8 @@ pub async fn reserve(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>
             generation,
             offset,
         },
-        Reservation::Skip(skip) => skipped(skip.word()),
-        Reservation::OtherRank => skipped("other_rank"),
+        ReserveOutcome::Skip(skip) => skipped(skip.word()),
+        ReserveOutcome::OtherRank => skipped("other_rank"),
     });
     Ok(json(&ReserveAnswer {
         own: reserved.shares,
@@ -63,7 +67,11 @@ fn skipped(word: &str) -> ReservedChunk {
 }
 
 /// `POST /v1/store/commit`.
-pub async fn commit(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn commit(
+    api: &Arc<Api>,
+    caller: &Caller,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiProblem> {
     each(api, caller, request, |session, slot| {
         api.node.commit(session, slot)
     })
@@ -71,7 +79,7 @@ pub async fn commit(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>)
 }
 
 /// `POST /v1/store/abort`.
-pub async fn abort(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Answer, Problem> {
+pub async fn abort(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     each(api, caller, request, |session, slot| {
         api.node.abort(session, slot).map(|()| false)
     })
@@ -83,7 +91,7 @@ async fn each(
     caller: &Caller,
     request: Request<Incoming>,
     act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, SlotError>,
-) -> Result<Answer, Problem> {
+) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: CommitRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;

@@ -11,8 +11,8 @@ use tokio::time::Instant;
 
 use super::answer::{Records, addresses, srv_targets};
 use super::error::DnsError;
-use super::servers::Servers;
-use super::watch::{DnsOptions, Source};
+use super::servers::NameServers;
+use super::watch::{AddressSource, DnsOptions};
 
 /// Targets of a SRV name that are resolved at a time. Each is two questions, and hickory takes at most 32 at a time
 /// for a server.
@@ -21,9 +21,9 @@ const TARGETS_AT_A_TIME: usize = 16;
 const FAMILIES: [RecordType; 2] = [RecordType::A, RecordType::AAAA];
 
 /// Looks one source up, again and again.
-pub(super) struct Lookup {
+pub(super) struct NameLookup {
     options: Arc<DnsOptions>,
-    source: Source,
+    source: AddressSource,
     /// What each family of each name had when it was answered last. A family that fails keeps it: the other one's
     /// addresses may be those that can't be reached from here.
     kept: HashMap<(Name, RecordType), Vec<IpAddr>>,
@@ -31,7 +31,7 @@ pub(super) struct Lookup {
 
 /// At least one family of one name had addresses.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct NameAddresses {
     /// Sorted, without duplicates.
     pub addresses: Vec<SocketAddr>,
     /// The shortest of all records used.
@@ -41,14 +41,14 @@ pub(super) struct Found {
 }
 
 /// What came of one question.
-struct Answer {
+struct DnsAnswer {
     name: Name,
     kind: RecordType,
     records: Result<Records, DnsError>,
 }
 
-impl Lookup {
-    pub fn new(options: Arc<DnsOptions>, source: Source) -> Self {
+impl NameLookup {
+    pub fn new(options: Arc<DnsOptions>, source: AddressSource) -> Self {
         let kept = HashMap::new();
         Self {
             options,
@@ -57,10 +57,10 @@ impl Lookup {
         }
     }
 
-    pub async fn run(&mut self) -> Result<Found, DnsError> {
+    pub async fn run(&mut self) -> Result<NameAddresses, DnsError> {
         let deadline = Instant::now() + self.options.timeout;
         let options = Arc::clone(&self.options);
-        let servers = tokio::task::spawn_blocking(move || Servers::read(&options))
+        let servers = tokio::task::spawn_blocking(move || NameServers::read(&options))
             .await
             .unwrap_or_else(|error| Err(NetError::Msg(error.to_string())))
             .map_err(|cause| DnsError::System {
@@ -68,12 +68,12 @@ impl Lookup {
                 cause: Box::new(cause),
             })?;
         match &self.source {
-            Source::Host { name, port } => {
+            AddressSource::Host { name, port } => {
                 let answers = ask_candidates(&servers, name, &FAMILIES, deadline).await?;
                 let port = *port;
                 self.gather(answers.into_iter().map(|answer| (answer, port)), u32::MAX)
             }
-            Source::Srv { name } => {
+            AddressSource::Srv { name } => {
                 let (targets, ttl) = targets(&servers, name, deadline).await?;
                 let ask = |(name, port)| {
                     let servers = &servers;
@@ -93,12 +93,12 @@ impl Lookup {
     /// Puts addresses and ports together. `ttl`: of the records that led to these names.
     fn gather(
         &mut self,
-        answers: impl Iterator<Item = (Answer, u16)>,
+        answers: impl Iterator<Item = (DnsAnswer, u16)>,
         mut ttl: u32,
-    ) -> Result<Found, DnsError> {
+    ) -> Result<NameAddresses, DnsError> {
         let (mut found, mut kept) = (Vec::new(), HashMap::new());
         let (mut good, mut failure, mut none) = (false, None, None);
-        for (Answer { name, kind, records }, port) in answers {
+        for (DnsAnswer { name, kind, records }, port) in answers {
             let key = (name, kind);
             let ips = match records {
                 Ok(records) => {
@@ -126,7 +126,7 @@ impl Lookup {
         self.kept = kept;
         found.sort_unstable();
         found.dedup();
-        Ok(Found {
+        Ok(NameAddresses {
             addresses: found,
             ttl: Duration::from_secs(ttl.into()),
             failure,
@@ -136,7 +136,7 @@ impl Lookup {
 
 /// The targets of a SRV name and their ports, with the TTL of the records that name them.
 async fn targets(
-    servers: &Servers,
+    servers: &NameServers,
     name: &str,
     deadline: Instant,
 ) -> Result<(Vec<(Name, u16)>, u32), DnsError> {
@@ -152,15 +152,15 @@ async fn targets(
 /// Goes on to the next name of the search list only where one has nothing: after a failure, a longer name could be
 /// somebody else's.
 async fn ask_candidates(
-    servers: &Servers,
+    servers: &NameServers,
     name: &str,
     kinds: &[RecordType],
     deadline: Instant,
-) -> Result<Vec<Answer>, DnsError> {
+) -> Result<Vec<DnsAnswer>, DnsError> {
     let mut first = None;
     for name in servers.candidates(name)? {
         let answers = ask_each(servers, &name, kinds, deadline).await;
-        let nothing = |answer: &Answer| answer.records.as_ref().is_err_and(DnsError::is_none);
+        let nothing = |answer: &DnsAnswer| answer.records.as_ref().is_err_and(DnsError::is_none);
         if !answers.iter().all(nothing) {
             return Ok(answers);
         }
@@ -170,8 +170,13 @@ async fn ask_candidates(
 }
 
 /// One question for each type, all at a time. One that fails does not fail the others.
-async fn ask_each(servers: &Servers, name: &Name, kinds: &[RecordType], deadline: Instant) -> Vec<Answer> {
-    let ask = async |&kind| Answer {
+async fn ask_each(
+    servers: &NameServers,
+    name: &Name,
+    kinds: &[RecordType],
+    deadline: Instant,
+) -> Vec<DnsAnswer> {
+    let ask = async |&kind| DnsAnswer {
         name: name.clone(),
         kind,
         records: servers.ask(name, kind, deadline).await,

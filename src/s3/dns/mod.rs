@@ -1,6 +1,6 @@
 //! A live list of socket addresses for a name: asked for in the background, so that no request ever waits for DNS.
 //!
-//! [`Resolver::watch`] starts a task for a [`Source`] that asks again whenever the shortest TTL of the records it used
+//! [`Resolver::watch`] starts a task for a [`AddressSource`] that asks again whenever the shortest TTL of the records it used
 //! has passed, between a floor and a ceiling. While DNS fails the last good addresses stay, and the error is told
 //! beside them: a name that can't be resolved says nothing about the servers behind it.
 //!
@@ -18,4 +18,4 @@ mod lookup;
 mod servers;
 mod watch;
 
-pub use watch::{DnsOptions, Resolved, Resolver, Source};
+pub use watch::{AddressSource, DnsOptions, Resolved, Resolver};

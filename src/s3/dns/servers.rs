@@ -21,7 +21,7 @@ use super::watch::DnsOptions;
 const HOPS_MAX: usize = 8;
 
 /// The DNS servers of one lookup, in the order in which they are asked.
-pub(super) struct Servers {
+pub(super) struct NameServers {
     servers: Vec<Server>,
     hosts: Hosts,
     /// What is appended to names, and the number of dots from which on that is only done as a last resort.
@@ -38,7 +38,7 @@ struct Server {
     request: DnsRequestOptions,
 }
 
-impl Servers {
+impl NameServers {
     /// Those of the options, which take every name as it is; or those of the system, with its search list. Reads files.
     pub fn read(options: &DnsOptions) -> Result<Self, NetError> {
         let mut hickory = ResolverOpts::default();
@@ -241,11 +241,11 @@ impl Server {
 mod tests {
     use super::*;
 
-    fn servers() -> Servers {
+    fn servers() -> NameServers {
         let mut hosts = Hosts::default();
         let file = "10.0.0.1 vm vm.test\n10.0.0.2 vm # twice\n";
         hosts.read_hosts_conf(file.as_bytes()).unwrap();
-        Servers {
+        NameServers {
             servers: Vec::new(),
             hosts,
             search: vec!["a.test".parse().unwrap(), "b.test".parse().unwrap()],

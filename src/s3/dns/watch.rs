@@ -6,14 +6,14 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::error::DnsError;
-use super::lookup::{Found, Lookup};
+use super::lookup::{NameAddresses, NameLookup};
 
 /// Between two lookups, whatever the options say.
 const WAIT_MIN: Duration = Duration::from_millis(10);
 
 /// Where addresses come from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum AddressSource {
     /// A name and a port: all its A and AAAA records. A literal IP is its own address, with or without brackets.
     Host { name: String, port: u16 },
     /// A SRV name: the targets with the lowest priority number, each with its own port. Weights are not used: whoever
@@ -40,7 +40,7 @@ pub struct Resolver {
     options: Arc<DnsOptions>,
 }
 
-/// What is known of a [`Source`].
+/// What is known of a [`AddressSource`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resolved {
     /// Sorted, without duplicates. The last good answer: kept while DNS fails. Empty until there was one.
@@ -62,7 +62,7 @@ impl Resolver {
     /// error differ. Needs a tokio runtime.
     ///
     /// A literal IP needs no DNS and no task: it is there at once, and `changed` says that nothing will follow.
-    pub fn watch(&self, source: &Source) -> watch::Receiver<Resolved> {
+    pub fn watch(&self, source: &AddressSource) -> watch::Receiver<Resolved> {
         let (tell, told) = watch::channel(Resolved::default());
         if let Some(address) = source.literal() {
             tell.send_replace(Resolved {
@@ -71,7 +71,7 @@ impl Resolver {
             });
             return told;
         }
-        let lookup = Lookup::new(Arc::clone(&self.options), source.clone());
+        let lookup = NameLookup::new(Arc::clone(&self.options), source.clone());
         let refresh = Refresh {
             options: Arc::clone(&self.options),
             source: source.clone(),
@@ -87,7 +87,7 @@ impl Resolver {
     }
 }
 
-impl Source {
+impl AddressSource {
     pub(super) fn name(&self) -> &str {
         match self {
             Self::Host { name, .. } | Self::Srv { name } => name,
@@ -104,7 +104,7 @@ impl Source {
     }
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for AddressSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host { name, port } => write!(f, "{name}:{port}"),
@@ -115,12 +115,12 @@ impl fmt::Display for Source {
 
 struct Refresh {
     options: Arc<DnsOptions>,
-    source: Source,
+    source: AddressSource,
     tell: watch::Sender<Resolved>,
 }
 
 impl Refresh {
-    async fn run(&self, mut lookup: Lookup) {
+    async fn run(&self, mut lookup: NameLookup) {
         loop {
             let result = lookup.run().await;
             let wait = wait(&result, &self.options);
@@ -129,7 +129,7 @@ impl Refresh {
         }
     }
 
-    fn publish(&self, result: Result<Found, DnsError>) {
+    fn publish(&self, result: Result<NameAddresses, DnsError>) {
         let last = self.tell.borrow().clone();
         let next = match result {
             Ok(found) => {
@@ -174,9 +174,9 @@ impl Refresh {
 }
 
 /// Until the next lookup.
-fn wait(result: &Result<Found, DnsError>, options: &DnsOptions) -> Duration {
+fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Duration {
     let ttl = match result {
-        Ok(Found {
+        Ok(NameAddresses {
             failure: None, ttl, ..
         }) => (*ttl).min(options.max_ttl),
         _ => Duration::ZERO,
@@ -206,8 +206,8 @@ mod tests {
         timeout: Duration::from_secs(5),
     };
 
-    fn host(name: &str) -> Source {
-        Source::Host {
+    fn host(name: &str) -> AddressSource {
+        AddressSource::Host {
             name: name.into(),
             port: 9000,
         }
@@ -217,8 +217,8 @@ mod tests {
         DnsError::NoTarget { name: "s3".into() }
     }
 
-    fn found(ttl: u64) -> Found {
-        Found {
+    fn found(ttl: u64) -> NameAddresses {
+        NameAddresses {
             addresses: Vec::new(),
             ttl: Duration::from_secs(ttl),
             failure: None,
@@ -249,7 +249,7 @@ mod tests {
             [1, 1, 30, 60]
         );
         assert_eq!(seconds(Err(no_target())), 1);
-        let half = Found {
+        let half = NameAddresses {
             failure: Some(no_target()),
             ..found(30)
         };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::bucket::Bucket;
+use super::bucket::TokenBucket;
 use super::handover::Handover;
 use super::route::{Route, Start};
 
@@ -29,7 +29,7 @@ pub(super) const CALLS_A_RETRY: u32 = 10;
 
 /// What an error means for the next attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum AttemptVerdict {
     /// It would be the same: the server has said so.
     Final,
     /// No time is left. It says nothing of the servers, which may all hang.
@@ -44,7 +44,7 @@ pub enum Verdict {
 
 /// An error of an attempt.
 pub trait Failure {
-    fn verdict(&self) -> Verdict;
+    fn verdict(&self) -> AttemptVerdict;
 }
 
 /// When and where else a slow attempt may be sent.
@@ -60,15 +60,15 @@ pub trait Hedge: Send + Sync {
 #[derive(Debug)]
 pub struct Attempts {
     policy: AttemptPolicy,
-    retries: Bucket,
-    hedges: Bucket,
+    retries: TokenBucket,
+    hedges: TokenBucket,
 }
 
 impl Attempts {
     pub fn new(policy: AttemptPolicy) -> Self {
         Self {
-            retries: Bucket::full(policy.budget),
-            hedges: Bucket::empty(HEDGES_SAVED),
+            retries: TokenBucket::full(policy.budget),
+            hedges: TokenBucket::empty(HEDGES_SAVED),
             policy,
         }
     }
@@ -128,24 +128,25 @@ impl Attempts {
             }
         };
         match verdict {
-            Verdict::Late => return Some(Err(error)),
-            Verdict::Final => {
+            AttemptVerdict::Late => return Some(Err(error)),
+            AttemptVerdict::Final => {
                 // The servers work, whatever they said.
                 self.retries.earn(100 / CALLS_A_RETRY);
                 return Some(Err(error));
             }
-            Verdict::Again | Verdict::Lost | Verdict::Unreached => {}
+            AttemptVerdict::Again | AttemptVerdict::Lost | AttemptVerdict::Unreached => {}
         }
         let moves = so_far.route.can_move();
         // Of many addresses many may be dead: all may be tried before a call fails.
-        let counts = !moves || verdict != Verdict::Unreached || self.policy.retries == 0;
+        let counts = !moves || verdict != AttemptVerdict::Unreached || self.policy.retries == 0;
         let wait = match moves {
             true => Duration::ZERO,
             false => self.pause(so_far.retries),
         };
         let late = Instant::now() + wait >= deadline;
         let over = counts && so_far.retries >= self.policy.retries;
-        let free = moves && !so_far.again && matches!(verdict, Verdict::Lost | Verdict::Unreached);
+        let free =
+            moves && !so_far.again && matches!(verdict, AttemptVerdict::Lost | AttemptVerdict::Unreached);
         if over || late || !(free || self.retries.spend()) {
             return Some(Err(error));
         }
@@ -238,7 +239,8 @@ async fn both<T, E: Failure, F: Future<Output = Result<T, E>>, L>(
     let mut take_over: Option<Instant> = None;
     loop {
         let both = first.is_some() && second.is_some();
-        let waits_on = |error: &E| both && !matches!(error.verdict(), Verdict::Final | Verdict::Late);
+        let waits_on =
+            |error: &E| both && !matches!(error.verdict(), AttemptVerdict::Final | AttemptVerdict::Late);
         tokio::select! {
             biased;
             answer = running(first.as_mut()) => match answer {

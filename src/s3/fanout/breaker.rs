@@ -16,7 +16,7 @@ pub struct BreakerOptions {
 /// What a breaker does with requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Phase {
+pub enum BreakerPhase {
     /// Lets them through.
     Closed,
     /// Lets none through.
@@ -27,7 +27,7 @@ pub enum Phase {
 
 /// Keeps requests away from an endpoint that fails.
 #[derive(Debug)]
-pub(super) struct Breaker {
+pub(super) struct EndpointBreaker {
     options: BreakerOptions,
     state: State,
     failures: u32,
@@ -42,7 +42,7 @@ enum State {
     Probing,
 }
 
-impl Breaker {
+impl EndpointBreaker {
     pub fn new(options: BreakerOptions) -> Self {
         Self {
             options,
@@ -61,11 +61,11 @@ impl Breaker {
         }
     }
 
-    pub fn phase(&self, now: Instant) -> Phase {
+    pub fn phase(&self, now: Instant) -> BreakerPhase {
         match self.state {
-            State::Closed => Phase::Closed,
-            State::Open { until } if now < until => Phase::Open,
-            _ => Phase::HalfOpen,
+            State::Closed => BreakerPhase::Closed,
+            State::Open { until } if now < until => BreakerPhase::Open,
+            _ => BreakerPhase::HalfOpen,
         }
     }
 
@@ -124,8 +124,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn breaker() -> Breaker {
-        Breaker::new(BreakerOptions {
+    fn breaker() -> EndpointBreaker {
+        EndpointBreaker::new(BreakerOptions {
             failures: 3,
             open: SECOND,
             open_max: 3 * SECOND,
@@ -140,21 +140,24 @@ mod tests {
             breaker.failed(false, now);
             breaker.succeeded();
         }
-        assert_eq!(breaker.phase(now), Phase::Closed, "not in a row");
+        assert_eq!(breaker.phase(now), BreakerPhase::Closed, "not in a row");
         for _ in 0..3 {
             assert!(breaker.admits(now));
             breaker.failed(false, now);
         }
-        assert_eq!((breaker.phase(now), breaker.admits(now)), (Phase::Open, false));
+        assert_eq!(
+            (breaker.phase(now), breaker.admits(now)),
+            (BreakerPhase::Open, false)
+        );
         let later = now + SECOND;
         assert_eq!(
             (breaker.phase(later), breaker.admits(later)),
-            (Phase::HalfOpen, true)
+            (BreakerPhase::HalfOpen, true)
         );
         assert!(breaker.begin(later));
         assert!(!breaker.admits(later), "one probe at a time");
         breaker.succeeded();
-        assert_eq!(breaker.phase(later), Phase::Closed);
+        assert_eq!(breaker.phase(later), BreakerPhase::Closed);
         assert!(!breaker.begin(later));
     }
 
@@ -172,7 +175,11 @@ mod tests {
             now = until;
             assert!(breaker.begin(now));
             breaker.failed(false, now);
-            assert_eq!(breaker.phase(now), Phase::HalfOpen, "that was not the probe");
+            assert_eq!(
+                breaker.phase(now),
+                BreakerPhase::HalfOpen,
+                "that was not the probe"
+            );
             breaker.failed(true, now);
         }
     }

@@ -2,12 +2,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Tokens that are earned in hundredths and spent whole.
 #[derive(Debug)]
-pub(super) struct Bucket {
+pub(super) struct TokenBucket {
     hundredths: AtomicU64,
     most: u64,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// Holds at most so many tokens.
     pub fn full(tokens: u32) -> Self {
         let most = u64::from(tokens) * 100;
@@ -46,16 +46,16 @@ mod tests {
 
     #[test]
     fn whole_tokens_are_spent_and_no_more_than_it_holds() {
-        let full = Bucket::full(2);
+        let full = TokenBucket::full(2);
         full.earn(100);
         assert_eq!([full.spend(), full.spend(), full.spend()], [true, true, false]);
-        let empty = Bucket::empty(1);
+        let empty = TokenBucket::empty(1);
         for _ in 0..9 {
             empty.earn(10);
             assert!(!empty.spend());
         }
         empty.earn(10);
         assert!(empty.spend() && !empty.spend());
-        assert!(!Bucket::full(0).spend());
+        assert!(!TokenBucket::full(0).spend());
     }
 }

@@ -7,11 +7,11 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::attempts::Hedge;
-use super::breaker::{BreakerOptions, Phase};
+use super::breaker::{BreakerOptions, BreakerPhase};
 use super::estimate::Estimate;
-use super::lease::{Class, Lease};
 use super::line::{Line, Waiter};
 use super::member::{Ending, Member, Took};
+use super::permit::{Class, Permit};
 use super::route::{Route, Start};
 use super::state::EndpointState;
 use super::window::WindowOptions;
@@ -53,7 +53,7 @@ struct Shared<T> {
 struct Set<T> {
     members: Vec<Member<T>>,
     line: Line<T>,
-    /// Of leases, and of those who got in line.
+    /// Of permits, and of those who got in line.
     numbers: u64,
     /// Over all endpoints.
     typical: Estimate,
@@ -69,7 +69,7 @@ impl<T> Clone for Endpoints<T> {
 }
 
 impl<T> Endpoints<T> {
-    /// None yet: who asks for a lease waits for the first.
+    /// None yet: who asks for a permit waits for the first.
     pub fn new(options: EndpointOptions) -> Self {
         let set = Set {
             members: Vec::new(),
@@ -104,7 +104,7 @@ impl<T> Endpoints<T> {
 
     /// An endpoint for a request that moves `bytes` of body; waits until one has room for them. With 0 bytes it waits only
     /// while there is no endpoint at all.
-    pub async fn lease(&self, class: Class, bytes: usize, route: &Route) -> Lease<T> {
+    pub async fn permit(&self, class: Class, bytes: usize, route: &Route) -> Permit<T> {
         let waiting = {
             let now = Instant::now();
             let mut set = self.lock();
@@ -117,7 +117,7 @@ impl<T> Endpoints<T> {
             set.members.iter_mut().for_each(|member| member.is_full(bytes));
             set.numbers += 1;
             let number = set.numbers;
-            let (sender, lease) = oneshot::channel();
+            let (sender, permit) = oneshot::channel();
             set.line.push(Waiter {
                 number,
                 class,
@@ -129,7 +129,7 @@ impl<T> Endpoints<T> {
                 endpoints: self,
                 class,
                 number,
-                lease,
+                permit,
             }
         };
         waiting.granted().await
@@ -137,14 +137,14 @@ impl<T> Endpoints<T> {
 
     /// The same for a hedge: another endpoint that has room now, or none. It does not get in line: what it is for has
     /// waited already.
-    pub fn try_lease(&self, bytes: usize, route: &Route) -> Option<Lease<T>> {
+    pub fn try_permit(&self, bytes: usize, route: &Route) -> Option<Permit<T>> {
         let now = Instant::now();
         let mut set = self.lock();
         let chosen = set.choose_other(bytes, route, now)?;
         Some(self.begin(&mut set, chosen, bytes, route, now))
     }
 
-    fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Lease<T> {
+    fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Permit<T> {
         set.numbers += 1;
         let number = set.numbers;
         // Those that it passes by for lack of room; for who limits what is in flight, it never happens to all at once.
@@ -158,15 +158,15 @@ impl<T> Endpoints<T> {
             member.address != address && member.breaker.admits(now) && !taken.contains(&member.address)
         });
         route.take(address, number, others, now);
-        Lease::new(self.clone(), payload, address, number, now)
+        Permit::new(self.clone(), payload, address, number, now)
     }
 
-    /// A request could not be sent when its lease began, and is sent now.
-    pub(super) fn goes(&self, address: SocketAddr, lease: u64, now: Instant) {
+    /// A request could not be sent when its permit began, and is sent now.
+    pub(super) fn goes(&self, address: SocketAddr, permit: u64, now: Instant) {
         let mut set = self.lock();
         let member = set.members.iter_mut().find(|member| member.address == address);
         if let Some(member) = member {
-            member.goes(lease, now);
+            member.goes(permit, now);
         }
     }
 
@@ -195,13 +195,13 @@ impl<T> Endpoints<T> {
                 break;
             };
             let Some(waiter) = set.line.pop() else { break };
-            let lease = self.begin(&mut set, chosen, bytes, &route, now);
-            granted.push((waiter.sender, lease));
+            let permit = self.begin(&mut set, chosen, bytes, &route, now);
+            granted.push((waiter.sender, permit));
         }
         drop(set);
-        for (sender, lease) in granted {
+        for (sender, permit) in granted {
             // One that nobody takes ends here.
-            drop(sender.send(lease));
+            drop(sender.send(permit));
         }
     }
 
@@ -270,7 +270,7 @@ impl<T> Set<T> {
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         self.best(bytes, now, |member| {
-            member.breaker.phase(now) == Phase::Closed
+            member.breaker.phase(now) == BreakerPhase::Closed
                 && !taken.contains(&member.address)
                 && member.has_room_for_hedge(bytes)
         })
@@ -350,13 +350,13 @@ struct Waiting<'a, T> {
     endpoints: &'a Endpoints<T>,
     class: Class,
     number: u64,
-    lease: oneshot::Receiver<Lease<T>>,
+    permit: oneshot::Receiver<Permit<T>>,
 }
 
 impl<T> Waiting<'_, T> {
-    async fn granted(mut self) -> Lease<T> {
+    async fn granted(mut self) -> Permit<T> {
         // The sender stays in the line until it has sent, and the line is there as long as we are.
-        (&mut self.lease).await.expect("whoever waits is in line")
+        (&mut self.permit).await.expect("whoever waits is in line")
     }
 }
 
@@ -383,9 +383,9 @@ impl<T: Send + Sync> Hedge for HedgeTo<T> {
             return None;
         }
         // Before it has an endpoint, as long as typical.
-        let load = route.last().and_then(|(address, lease)| {
+        let load = route.last().and_then(|(address, permit)| {
             let member = set.members.iter().find(|member| member.address == address)?;
-            member.load(lease, Instant::now())
+            member.load(permit, Instant::now())
         });
         let typical = set.typical(self.bytes, load.unwrap_or_default())?;
         let late = Duration::try_from_secs_f64(typical * set.quantile).ok()?;

@@ -2,7 +2,7 @@ use std::collections::VecDeque;
 
 use tokio::sync::oneshot;
 
-use super::lease::{Class, Lease};
+use super::permit::{Class, Permit};
 use super::route::Route;
 
 /// A store goes first once so many times its bytes of loads went before it.
@@ -21,7 +21,7 @@ pub(super) struct Waiter<T> {
     pub class: Class,
     pub bytes: usize,
     pub route: Route,
-    pub sender: oneshot::Sender<Lease<T>>,
+    pub sender: oneshot::Sender<Permit<T>>,
 }
 
 impl<T> Line<T> {

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::breaker::Breaker;
+use super::breaker::EndpointBreaker;
 use super::endpoints::EndpointOptions;
 use super::estimate::Estimate;
-use super::lease::{Loss, Outcome};
+use super::permit::{Loss, Outcome};
 use super::route::Start;
 use super::state::{EndpointState, Requests};
 use super::window::Window;
@@ -30,12 +30,12 @@ const HEDGED_WINDOWS: usize = 2;
 pub(super) struct Member<T> {
     pub address: SocketAddr,
     pub payload: Arc<T>,
-    pub breaker: Breaker,
+    pub breaker: EndpointBreaker,
     window: Window,
     estimate: Estimate,
     in_flight_bytes: usize,
     carried: Carried,
-    /// By the number of the lease: the oldest is the first.
+    /// By the number of the permit: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
 }
@@ -62,9 +62,9 @@ pub(super) struct Took {
     pub load: f64,
 }
 
-/// How a lease ended.
+/// How a permit ended.
 pub(super) struct Ending {
-    pub lease: u64,
+    pub permit: u64,
     /// None: given up.
     pub outcome: Option<Outcome>,
     /// It was not sent yet.
@@ -82,7 +82,7 @@ impl<T> Member<T> {
         Self {
             address,
             payload: Arc::new(payload),
-            breaker: Breaker::new(options.breaker),
+            breaker: EndpointBreaker::new(options.breaker),
             window: Window::new(options.window, now),
             estimate: Estimate::default(),
             in_flight_bytes: 0,
@@ -140,8 +140,8 @@ impl<T> Member<T> {
     }
 
     /// Mean bytes in flight here since a request was sent.
-    pub fn load(&self, lease: u64, now: Instant) -> Option<f64> {
-        self.flights.get(&lease).map(|flight| self.load_of(flight, now))
+    pub fn load(&self, permit: u64, now: Instant) -> Option<f64> {
+        self.flights.get(&permit).map(|flight| self.load_of(flight, now))
     }
 
     fn load_of(&self, flight: &Flight, now: Instant) -> f64 {
@@ -164,7 +164,7 @@ impl<T> Member<T> {
         self.carried.byte_seconds
     }
 
-    pub fn begin(&mut self, lease: u64, bytes: usize, start: Start, now: Instant) {
+    pub fn begin(&mut self, permit: u64, bytes: usize, start: Start, now: Instant) {
         let probe = self.breaker.begin(now);
         if bytes > 0 {
             self.window.works(now);
@@ -177,7 +177,7 @@ impl<T> Member<T> {
             bytes,
             probe,
         };
-        self.flights.insert(lease, flight);
+        self.flights.insert(permit, flight);
         match start {
             Start::First => {}
             Start::Retry => self.totals.retries += 1,
@@ -185,10 +185,10 @@ impl<T> Member<T> {
         }
     }
 
-    /// A request that could not be sent when its lease began.
-    pub fn goes(&mut self, lease: u64, now: Instant) {
+    /// A request that could not be sent when its permit began.
+    pub fn goes(&mut self, permit: u64, now: Instant) {
         let carried = self.carried_by(now);
-        if let Some(flight) = self.flights.get_mut(&lease) {
+        if let Some(flight) = self.flights.get_mut(&permit) {
             flight.since = now;
             flight.carried = carried;
         }
@@ -196,7 +196,7 @@ impl<T> Member<T> {
 
     /// Learns from how a request ended. Answers what it took, if its answer came whole.
     pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<Took> {
-        let flight = self.flights.remove(&ending.lease)?;
+        let flight = self.flights.remove(&ending.permit)?;
         let (load, Flight { bytes, probe, .. }) = (self.load_of(&flight, now), flight);
         self.carry(now);
         self.in_flight_bytes -= bytes;

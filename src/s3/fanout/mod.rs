@@ -1,8 +1,8 @@
 //! One name, many addresses: which of them gets the next request, how much each may have in flight, and what becomes of a
 //! request whose endpoint is slow or gone.
 //!
-//! [`Endpoints`] are the addresses behind one name. Whoever sends a request asks them for a [`Lease`] first, which says
-//! where it goes, and tells the lease what came of it; that is all they learn from. [`Attempts`] is the one place where
+//! [`Endpoints`] are the addresses behind one name. Whoever sends a request asks them for a [`Permit`] first, which says
+//! where it goes, and tells the permit what came of it; that is all they learn from. [`Attempts`] is the one place where
 //! something is tried again, moved to another endpoint, or hedged.
 //!
 //! It knows neither names nor sockets nor HTTP: `T` is whatever goes with an endpoint, and time is tokio's, so that all of
@@ -14,20 +14,20 @@ mod bucket;
 mod endpoints;
 mod estimate;
 mod handover;
-mod lease;
 mod line;
 mod member;
+mod permit;
 mod route;
 mod state;
 #[cfg(test)]
 mod tests;
 mod window;
 
-pub use attempts::{AttemptPolicy, Attempts, Failure, Hedge, Verdict};
-pub use breaker::{BreakerOptions, Phase};
+pub use attempts::{AttemptPolicy, AttemptVerdict, Attempts, Failure, Hedge};
+pub use breaker::{BreakerOptions, BreakerPhase};
 pub use endpoints::{EndpointOptions, Endpoints, HedgeTo};
 pub use handover::{Handover, Held};
-pub use lease::{Class, Lease, Loss, Outcome};
+pub use permit::{Class, Loss, Outcome, Permit};
 pub use route::{Route, Start};
 pub use state::{EndpointState, Requests};
 pub use window::WindowOptions;

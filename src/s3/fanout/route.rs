@@ -26,7 +26,7 @@ struct Taken {
     /// Of the last attempt that was sent.
     sent: Option<Instant>,
     /// Its number.
-    lease: u64,
+    permit: u64,
     /// There was another endpoint then.
     others: bool,
 }
@@ -64,10 +64,10 @@ impl Route {
         self.lock().addresses.clone()
     }
 
-    /// Where the last attempt is, and its lease.
+    /// Where the last attempt is, and its permit.
     pub(super) fn last(&self) -> Option<(SocketAddr, u64)> {
         let taken = self.lock();
-        taken.addresses.last().map(|&address| (address, taken.lease))
+        taken.addresses.last().map(|&address| (address, taken.permit))
     }
 
     /// Whether the next attempt has another endpoint to go to.
@@ -75,11 +75,11 @@ impl Route {
         self.lock().others
     }
 
-    pub(super) fn take(&self, address: SocketAddr, lease: u64, others: bool, now: Instant) {
+    pub(super) fn take(&self, address: SocketAddr, permit: u64, others: bool, now: Instant) {
         let mut taken = self.lock();
         taken.addresses.push(address);
         taken.sent = Some(now);
-        taken.lease = lease;
+        taken.permit = permit;
         taken.others = others;
     }
 

@@ -2,13 +2,13 @@ use std::net::SocketAddr;
 
 use serde::Serialize;
 
-use super::breaker::Phase;
+use super::breaker::BreakerPhase;
 
 /// What is known of one endpoint; what `bench`, the status page and the metrics show.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EndpointState {
     pub address: SocketAddr,
-    pub breaker: Phase,
+    pub breaker: BreakerPhase,
     /// Bytes that it may have in flight.
     pub window_bytes: usize,
     pub in_flight_bytes: usize,

@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
 
 use super::error::NetError;
-use super::head::{self, Head};
+use super::head::{self, ResponseHead};
 use super::landing::Landing;
 use super::lowat::LowWater;
 use super::tls::TlsStream;
@@ -85,7 +85,7 @@ impl Connection {
     }
 
     /// Whether it may be kept, after an answer that was read to its end.
-    pub fn is_reusable(&self, head: &Head) -> bool {
+    pub fn is_reusable(&self, head: &ResponseHead) -> bool {
         head.keep_alive && !self.cut_off && self.ahead.is_empty()
     }
 
@@ -103,7 +103,7 @@ impl Connection {
 
     /// Sends the request and reads the answer's head, which must be whole within the stall time after the last byte sent.
     /// An answer that comes before the request is sent whole (a refusal) ends the sending.
-    pub async fn exchange(&mut self, request: &Outgoing<'_>) -> Result<Head, NetError> {
+    pub async fn exchange(&mut self, request: &Outgoing<'_>) -> Result<ResponseHead, NetError> {
         self.stall.progress();
         self.expect(0)?;
         let mut sending = Sending {
@@ -146,7 +146,7 @@ impl Connection {
     }
 
     /// The next head that is not an interim one, if all of it is here.
-    fn next_head(&mut self, bodyless: bool, interim: &mut usize) -> Result<Option<Head>, NetError> {
+    fn next_head(&mut self, bodyless: bool, interim: &mut usize) -> Result<Option<ResponseHead>, NetError> {
         while !self.ahead.is_empty() {
             let Some((head, len)) = head::parse(&self.ahead, bodyless)? else {
                 break;
@@ -395,7 +395,7 @@ mod tests {
     use tokio::net::TcpListener;
     use tokio::sync::mpsc;
 
-    use super::super::landing::{Expect, LandingCell, Watch};
+    use super::super::landing::{BodyWatch, Expect, LandingCell};
     use super::*;
     use crate::arena::{Arena, ArenaOptions};
     use crate::s3::fanout::Start;
@@ -405,7 +405,7 @@ mod tests {
     /// Takes its time, in which more arrives; knows the longest stretch.
     struct Slow(Arc<AtomicUsize>);
 
-    impl Watch for Slow {
+    impl BodyWatch for Slow {
         fn arrived(&mut self, _at: usize, bytes: &[u8]) {
             self.0.fetch_max(bytes.len(), Ordering::Relaxed);
             thread::sleep(Duration::from_millis(5));
@@ -422,7 +422,7 @@ mod tests {
         (connection, theirs.unwrap().0)
     }
 
-    async fn landing(watch: Option<Box<dyn Watch>>) -> Held<Landing> {
+    async fn landing(watch: Option<Box<dyn BodyWatch>>) -> Held<Landing> {
         let arena = Arena::new(&ArenaOptions {
             size: BODY_BYTES,
             ticket_bytes: 0,

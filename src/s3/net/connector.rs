@@ -16,13 +16,13 @@ use foldhash::fast::RandomState;
 use super::body;
 use super::connection::{Connection, Outgoing};
 use super::error::NetError;
-use super::head::Head;
-use super::host::{Host, Place};
+use super::head::ResponseHead;
+use super::host::{Host, ServerAddress};
 use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
-use super::stats::{Counters, Traffic, add};
+use super::stats::{NetCounters, Traffic, add};
 use crate::s3::dns::Resolver;
-use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Lease, Loss, Outcome, Route};
+use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
 /// Of a refusal, more is not read. S3's have some hundred bytes.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
@@ -44,7 +44,7 @@ pub struct ConnectorOptions {
     pub endpoints: EndpointOptions,
     pub dns: Resolver,
     /// A host, and where it is, it and the buckets under its name, if DNS does not say it of the name itself.
-    pub places: Option<(String, Vec<Place>)>,
+    pub places: Option<(String, Vec<ServerAddress>)>,
 }
 
 /// The SDK's HTTP client. Clones share their connections.
@@ -54,7 +54,7 @@ pub struct Connector(Arc<Inner>);
 struct Inner {
     options: Arc<ConnectorOptions>,
     hosts: DashMap<Origin, Arc<Host>, RandomState>,
-    counters: Arc<Counters>,
+    counters: Arc<NetCounters>,
 }
 
 impl Connector {
@@ -94,7 +94,7 @@ impl Connector {
     }
 
     async fn call(&self, request: HttpRequest, connect_timeout: Duration) -> Result<HttpResponse, NetError> {
-        let target = Target::parse(request.uri())?;
+        let target = Url::parse(request.uri())?;
         let head = request_head(&request, &target)?;
         let outgoing = Outgoing {
             head: head.as_bytes(),
@@ -118,38 +118,38 @@ impl Connector {
         cell: Option<&LandingCell>,
         route: &Route,
         connect_timeout: Duration,
-    ) -> Result<(Head, Bytes), NetError> {
+    ) -> Result<(ResponseHead, Bytes), NetError> {
         let host = self.host(origin);
         let class = match outgoing.body.is_empty() {
             true => Class::Load,
             false => Class::Store,
         };
         let bytes = outgoing.body.len() + cell.map_or(0, LandingCell::len);
-        let mut lease = host.lease(class, bytes, route, connect_timeout).await?;
-        let _turn = host.turn(&mut lease, route).await;
+        let mut permit = host.permit(class, bytes, route, connect_timeout).await?;
+        let _turn = host.turn(&mut permit, route).await;
         let sent = self
-            .send_over(&mut lease, outgoing, cell, route, connect_timeout)
+            .send_over(&mut permit, outgoing, cell, route, connect_timeout)
             .await;
         match outcome(&sent) {
-            Some(outcome) => lease.end(outcome),
-            None => drop(lease),
+            Some(outcome) => permit.end(outcome),
+            None => drop(permit),
         }
         sent
     }
 
     async fn send_over(
         &self,
-        lease: &mut Lease<Pool>,
+        permit: &mut Permit<Pool>,
         outgoing: &Outgoing<'_>,
         cell: Option<&LandingCell>,
         route: &Route,
         connect_timeout: Duration,
-    ) -> Result<(Head, Bytes), NetError> {
-        let pool = Arc::clone(lease.payload());
+    ) -> Result<(ResponseHead, Bytes), NetError> {
+        let pool = Arc::clone(permit.payload());
         let (mut connection, head) = self.exchange(&pool, outgoing, connect_timeout).await?;
-        lease.answered(outgoing.body.len());
+        permit.answered(outgoing.body.len());
         let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
-            self.land(&mut connection, &head, cell, route, lease).await?;
+            self.land(&mut connection, &head, cell, route, permit).await?;
             Bytes::new()
         } else if head.is_success() {
             body::collect(&mut connection, head.framing, self.0.options.answer_bytes_max).await?
@@ -172,7 +172,7 @@ impl Connector {
         pool: &Pool,
         outgoing: &Outgoing<'_>,
         connect_timeout: Duration,
-    ) -> Result<(Connection, Head), NetError> {
+    ) -> Result<(Connection, ResponseHead), NetError> {
         if let Some(mut kept) = pool.kept() {
             match kept.exchange(outgoing).await {
                 Err(error) if error.before_answer() => add(&self.0.counters.stale, 1),
@@ -188,10 +188,10 @@ impl Connector {
     async fn land(
         &self,
         connection: &mut Connection,
-        head: &Head,
+        head: &ResponseHead,
         cell: &LandingCell,
         route: &Route,
-        lease: &mut Lease<Pool>,
+        permit: &mut Permit<Pool>,
     ) -> Result<(), NetError> {
         cell.expect().check(head)?;
         let mut landing = cell.claim(route.start()).await;
@@ -201,7 +201,7 @@ impl Connector {
             landing.arrived(landed, bytes);
             landed += bytes;
             landing.progress(landed, len);
-            lease.moved(bytes);
+            permit.moved(bytes);
         };
         let copied = connection.land(&mut landing, progress).await?;
         add(&self.0.counters.landed_bytes, len);
@@ -214,7 +214,7 @@ impl Connector {
 }
 
 /// What a request that was sent says of its endpoint, if anything.
-fn outcome(sent: &Result<(Head, Bytes), NetError>) -> Option<Outcome> {
+fn outcome(sent: &Result<(ResponseHead, Bytes), NetError>) -> Option<Outcome> {
     match sent {
         Ok((head, _)) => Some(Outcome::Answered { status: head.status }),
         // It works; what it sent is not what was asked for.
@@ -292,7 +292,7 @@ fn for_sdk(error: NetError) -> ConnectorError {
 }
 
 /// A URL, taken apart.
-pub struct Target<'a> {
+pub struct Url<'a> {
     pub(crate) origin: Origin,
     /// For the Host header: without the port where it is the scheme's own, as it is signed.
     pub authority: &'a str,
@@ -300,7 +300,7 @@ pub struct Target<'a> {
     pub path: &'a str,
 }
 
-impl<'a> Target<'a> {
+impl<'a> Url<'a> {
     pub fn parse(url: &'a str) -> Result<Self, NetError> {
         let bad = || NetError::Url(url.to_owned());
         let (scheme, rest) = url.split_once("://").ok_or_else(bad)?;
@@ -349,7 +349,7 @@ pub(crate) fn head_of<'a>(
     head
 }
 
-fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, NetError> {
+fn request_head(request: &HttpRequest, target: &Url<'_>) -> Result<String, NetError> {
     let headers = request.headers();
     let host = (!headers.contains_key("host")).then_some(("host", target.authority));
     let len = request.body().bytes().ok_or(NetError::Body)?.len();
@@ -364,7 +364,7 @@ fn request_head(request: &HttpRequest, target: &Target<'_>) -> Result<String, Ne
 }
 
 /// `is_elsewhere`: the body is in its slot, or was not read, so the SDK sees an empty one.
-fn response(head: &Head, body: Bytes, is_elsewhere: bool) -> Result<HttpResponse, NetError> {
+fn response(head: &ResponseHead, body: Bytes, is_elsewhere: bool) -> Result<HttpResponse, NetError> {
     let odd = || NetError::Head("a header is none");
     let status = StatusCode::try_from(head.status).map_err(|_| odd())?;
     let mut response = HttpResponse::new(status, SdkBody::from(body));
@@ -404,7 +404,7 @@ mod tests {
             ("http://[::1]:8000/", "::1", 8000, "[::1]:8000", "/"),
             ("http://[::1]/", "::1", 80, "[::1]", "/"),
         ] {
-            let target = Target::parse(url).unwrap();
+            let target = Url::parse(url).unwrap();
             let origin = Origin {
                 tls: url.starts_with("https"),
                 host: host.into(),
@@ -425,7 +425,7 @@ mod tests {
             "http://::1/",
             "",
         ] {
-            assert!(Target::parse(bad).is_err(), "{bad}");
+            assert!(Url::parse(bad).is_err(), "{bad}");
         }
     }
 }

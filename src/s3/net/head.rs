@@ -10,7 +10,7 @@ const HEADERS_MAX: usize = 100;
 
 /// Status and headers.
 #[derive(Debug, Clone)]
-pub(crate) struct Head {
+pub(crate) struct ResponseHead {
     pub status: u16,
     headers: Headers,
     pub framing: Framing,
@@ -27,7 +27,7 @@ pub(crate) enum Framing {
     Close,
 }
 
-impl Head {
+impl ResponseHead {
     /// The first header of this name, which is in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name)
@@ -96,7 +96,7 @@ impl Headers {
 /// The head at the front of `bytes` and its length, or None if there is more to come. `bodyless`: the answer to a HEAD.
 ///
 /// Stricter than most clients: a head that another reader could understand in another way is refused.
-pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)>, NetError> {
+pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(ResponseHead, usize)>, NetError> {
     let mut headers = [const { MaybeUninit::uninit() }; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut []);
     let parser = httparse::ParserConfig::default();
@@ -157,7 +157,7 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(Head, usize)
         (false, Some(len)) => Framing::Length(len),
         (false, None) => Framing::Close,
     };
-    let head = Head {
+    let head = ResponseHead {
         status,
         headers,
         framing,
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn head(lines: &str) -> Result<Head, String> {
+    fn head(lines: &str) -> Result<ResponseHead, String> {
         let text = format!("{}\r\n\r\n", lines.replace('\n', "\r\n"));
         match parse(text.as_bytes(), false) {
             Ok(Some((head, len))) => {

@@ -12,9 +12,9 @@ use tokio::task::AbortHandle;
 use super::connector::ConnectorOptions;
 use super::error::NetError;
 use super::pool::{Origin, Pool};
-use super::stats::Counters;
-use crate::s3::dns::{Resolved, Source};
-use crate::s3::fanout::{Class, Endpoints, Lease, Route, Start};
+use super::stats::NetCounters;
+use crate::s3::dns::{AddressSource, Resolved};
+use crate::s3::fanout::{Class, Endpoints, Permit, Route, Start};
 
 /// Connections that are idle for too long are closed after at most this part of the time more.
 const SWEEPS: u32 = 8;
@@ -22,8 +22,8 @@ const SWEEP_MIN: Duration = Duration::from_millis(50);
 
 /// A place to ask for addresses, and the name that their certificates have.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    pub source: Source,
+pub struct ServerAddress {
+    pub source: AddressSource,
     pub server_name: String,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Host {
 
 impl Host {
     /// Needs a tokio runtime.
-    pub fn new(origin: Origin, options: &Arc<ConnectorOptions>, counters: &Arc<Counters>) -> Self {
+    pub fn new(origin: Origin, options: &Arc<ConnectorOptions>, counters: &Arc<NetCounters>) -> Self {
         let endpoints = Endpoints::new(options.endpoints);
         let trouble = Arc::default();
         let follow = Follow {
@@ -69,23 +69,23 @@ impl Host {
     }
 
     /// An endpoint for a request that moves `bytes` of body. `limit` is for the time until the name is resolved.
-    pub async fn lease(
+    pub async fn permit(
         &self,
         class: Class,
         bytes: usize,
         route: &Route,
         limit: Duration,
-    ) -> Result<Lease<Pool>, NetError> {
+    ) -> Result<Permit<Pool>, NetError> {
         if route.start() == Start::Hedge {
-            return self.endpoints.try_lease(bytes, route).ok_or(NetError::NoRoom);
+            return self.endpoints.try_permit(bytes, route).ok_or(NetError::NoRoom);
         }
-        let lease = self.endpoints.lease(class, bytes, route);
+        let permit = self.endpoints.permit(class, bytes, route);
         if !self.endpoints.is_empty() {
-            return Ok(lease.await);
+            return Ok(permit.await);
         }
         // Boxed: rare.
-        let lease = Box::pin(tokio::time::timeout(limit, lease));
-        lease.await.map_err(|_| {
+        let permit = Box::pin(tokio::time::timeout(limit, permit));
+        permit.await.map_err(|_| {
             let trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
             NetError::Resolve {
                 host: self.origin.host.clone(),
@@ -97,13 +97,13 @@ impl Host {
     }
 
     /// Waits until one more connection may be used.
-    pub async fn turn(&self, lease: &mut Lease<Pool>, route: &Route) -> Option<SemaphorePermit<'_>> {
+    pub async fn turn(&self, permit: &mut Permit<Pool>, route: &Route) -> Option<SemaphorePermit<'_>> {
         if let Ok(turn) = self.in_use.try_acquire() {
             return Some(turn);
         }
-        lease.waits(route);
+        permit.waits(route);
         let turn = self.in_use.acquire().await.ok();
-        lease.goes(route);
+        permit.goes(route);
         turn
     }
 }
@@ -116,7 +116,7 @@ impl Drop for Host {
 
 /// Where the addresses of an origin come from: what the operator says for the S3 server's host and the buckets under it,
 /// otherwise the name itself.
-fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<Place> {
+fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<ServerAddress> {
     let under = |host: &str| {
         let before = origin.host.strip_suffix(host);
         before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
@@ -126,15 +126,15 @@ fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<Place> {
             .iter()
             .map(|place| match place.server_name == *host {
                 // The bucket may be in the name.
-                true => Place {
+                true => ServerAddress {
                     server_name: origin.host.clone(),
                     source: place.source.clone(),
                 },
                 false => place.clone(),
             })
             .collect(),
-        _ => vec![Place {
-            source: Source::Host {
+        _ => vec![ServerAddress {
+            source: AddressSource::Host {
                 name: origin.host.clone(),
                 port: origin.port,
             },
@@ -152,7 +152,7 @@ struct Follow {
     endpoints: Endpoints<Pool>,
     tls: bool,
     options: Arc<ConnectorOptions>,
-    counters: Arc<Counters>,
+    counters: Arc<NetCounters>,
     trouble: Arc<Mutex<Option<Arc<str>>>>,
 }
 

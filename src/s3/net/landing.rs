@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::head::Head;
+use super::head::ResponseHead;
 use crate::arena::SlotMut;
 use crate::s3::fanout::{Handover, Held, Start};
 
@@ -12,11 +12,11 @@ use crate::s3::fanout::{Handover, Held, Start};
 pub struct Landing {
     /// As long as the range.
     pub slot: SlotMut,
-    pub watch: Option<Box<dyn Watch>>,
+    pub watch: Option<Box<dyn BodyWatch>>,
 }
 
 /// Sees the bytes of a body right after they have arrived in the slot, while they are in the CPU's cache.
-pub trait Watch: Send {
+pub trait BodyWatch: Send {
     /// `bytes` begin `at` bytes after the slot's start. Stretches come in order and without gaps; 0 starts anew.
     fn arrived(&mut self, at: usize, bytes: &[u8]);
 }
@@ -60,7 +60,7 @@ pub enum Mismatch {
 impl Expect {
     /// Checks the head of a 2xx answer. Some servers answer 200 with a Content-Range, or 200 with the whole object: right
     /// where that was asked for.
-    pub(super) fn check(&self, head: &Head) -> Result<(), Mismatch> {
+    pub(super) fn check(&self, head: &ResponseHead) -> Result<(), Mismatch> {
         let wanted = &self.range;
         let odd = |what: String| Err(Mismatch::Range(what));
         let wrong_len = |actual| Mismatch::Length {

@@ -29,11 +29,11 @@ mod tls;
 
 pub(crate) use connection::Outgoing;
 pub(crate) use connector::head_of;
-pub use connector::{Connector, ConnectorOptions, Target};
+pub use connector::{Connector, ConnectorOptions, Url};
 pub use error::NetError;
-pub use host::Place;
+pub use host::ServerAddress;
 pub(crate) use landing::unquoted;
-pub use landing::{Expect, Landing, LandingCell, Mismatch, Watch};
+pub use landing::{BodyWatch, Expect, Landing, LandingCell, Mismatch};
 pub use lowat::LowWater;
 pub(crate) use pool::Origin;
 pub use stats::Traffic;

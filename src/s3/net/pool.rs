@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::connection::{Connection, Stream};
 use super::connector::ConnectorOptions;
 use super::error::NetError;
-use super::stats::{Counters, add};
+use super::stats::{NetCounters, add};
 use super::tls::TlsStream;
 
 /// Where requests go: the part of a URL that connections depend on.
@@ -29,7 +29,7 @@ pub(super) struct Pool {
     /// The name that the certificate must have; None: without TLS.
     tls: Option<String>,
     options: Arc<ConnectorOptions>,
-    counters: Arc<Counters>,
+    counters: Arc<NetCounters>,
     /// The one used last is taken first, so that the others can grow old.
     idle: Mutex<Vec<(Connection, Instant)>>,
 }
@@ -39,7 +39,7 @@ impl Pool {
         address: SocketAddr,
         tls: Option<String>,
         options: Arc<ConnectorOptions>,
-        counters: Arc<Counters>,
+        counters: Arc<NetCounters>,
     ) -> Self {
         Self {
             address,

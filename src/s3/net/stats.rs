@@ -30,7 +30,7 @@ impl Traffic {
 
 /// Counts [`Traffic`].
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct NetCounters {
     pub connections: AtomicU64,
     pub stale: AtomicU64,
     pub landed_bytes: AtomicU64,
@@ -41,7 +41,7 @@ pub(super) fn add(counter: &AtomicU64, more: usize) {
     counter.fetch_add(more as u64, Ordering::Relaxed);
 }
 
-impl Counters {
+impl NetCounters {
     pub fn read(&self) -> Traffic {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Traffic {

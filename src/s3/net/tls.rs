@@ -27,7 +27,7 @@ use tokio::net::TcpStream;
 
 use super::lowat::LowWater;
 pub use config::{TlsError, client_config};
-use session::{Session, Step, ToSend, WRITE_LEN_MAX};
+use session::{TlsSession, TlsStep, ToSend, WRITE_LEN_MAX};
 
 /// What a server may send to an idle connection before it is not worth keeping: two session tickets are usual, and one
 /// read has room for far more.
@@ -37,7 +37,7 @@ const IDLE_READS_MAX: usize = 4;
 /// read, and what a write returned as written is sent by the next write or flush.
 pub struct TlsStream {
     tcp: TcpStream,
-    session: Session,
+    session: TlsSession,
     closing: bool,
 }
 
@@ -53,7 +53,7 @@ impl TlsStream {
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         let mut stream = Self {
             tcp,
-            session: Session::new(tls),
+            session: TlsSession::new(tls),
             closing: false,
         };
         poll_fn(|cx| stream.poll_handshake(cx)).await?;
@@ -102,10 +102,10 @@ impl TlsStream {
             // The server's first application data may come with the end of its handshake: it is kept.
             let step = self.session.step(&mut ReadBuf::new(&mut []), ToSend::Nothing);
             match step {
-                Step::More => {}
-                Step::Ready | Step::Waits => {
+                TlsStep::More => {}
+                TlsStep::Ready | TlsStep::Waits => {
                     ready!(self.poll_send(cx))?;
-                    if step == Step::Ready {
+                    if step == TlsStep::Ready {
                         return Poll::Ready(self.session.finished());
                     }
                     if !self.session.is_open() {
@@ -113,7 +113,7 @@ impl TlsStream {
                     }
                     ready!(self.poll_receive(cx))?;
                 }
-                Step::Failed => {
+                TlsStep::Failed => {
                     self.send_now();
                     return Poll::Ready(Err(self.no_handshake()));
                 }

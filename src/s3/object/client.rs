@@ -11,10 +11,10 @@ use aws_sdk_s3::config::{
 };
 use aws_smithy_runtime_api::box_error::BoxError;
 
-use super::credentials::Chain;
-use crate::s3::dns::{DnsOptions, Resolver, Source};
+use super::credentials::CredentialChain;
+use crate::s3::dns::{AddressSource, DnsOptions, Resolver};
 use crate::s3::fanout::{AttemptPolicy, EndpointOptions};
-use crate::s3::net::{self, Connector, ConnectorOptions, Origin, Place, Target, TlsError};
+use crate::s3::net::{self, Connector, ConnectorOptions, Origin, ServerAddress, TlsError, Url};
 
 /// How to reach a bucket. Credentials come from the AWS chain (environment, profile, web identity, container,
 /// instance) unless given.
@@ -50,7 +50,7 @@ pub struct S3Options {
 
 /// The options can't be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ClientError {
+pub enum S3ClientError {
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error("can't use [s3] endpoint {endpoint} with this bucket: {cause}")]
@@ -64,13 +64,13 @@ impl S3Options {
     }
 
     /// The server's host, and where it is, if that is not for DNS to say of its name.
-    fn places(&self) -> Result<Option<(String, Vec<Place>)>, ClientError> {
+    fn places(&self) -> Result<Option<(String, Vec<ServerAddress>)>, S3ClientError> {
         let Some(urls) = &self.endpoint else {
             return Ok(None);
         };
         let mut targets = Vec::new();
         for url in urls.split(',') {
-            let target = Target::parse(url).map_err(|cause| ClientError::Endpoint {
+            let target = Url::parse(url).map_err(|cause| S3ClientError::Endpoint {
                 endpoint: url.to_owned(),
                 cause: cause.into(),
             })?;
@@ -79,17 +79,17 @@ impl S3Options {
         let Some(host) = targets.first().map(|first| first.host.clone()) else {
             return Ok(None);
         };
-        let by_hand = |origin: Origin| Place {
+        let by_hand = |origin: Origin| ServerAddress {
             server_name: origin.host.clone(),
-            source: Source::Host {
+            source: AddressSource::Host {
                 name: origin.host,
                 port: origin.port,
             },
         };
         let places = match &self.srv {
-            Some(name) => vec![Place {
+            Some(name) => vec![ServerAddress {
                 server_name: host.clone(),
-                source: Source::Srv { name: name.clone() },
+                source: AddressSource::Srv { name: name.clone() },
             }],
             None => targets.into_iter().map(by_hand).collect(),
         };
@@ -98,7 +98,7 @@ impl S3Options {
 }
 
 /// Our connector, as the options want it.
-pub(super) fn connector(options: &S3Options) -> Result<Connector, ClientError> {
+pub(super) fn connector(options: &S3Options) -> Result<Connector, S3ClientError> {
     Ok(Connector::new(ConnectorOptions {
         tls: net::client_config(options.ca_file.as_deref())?,
         connect_timeout: options.connect_timeout,
@@ -121,7 +121,7 @@ pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled());
     let shared = match &options.credentials {
         Some(credentials) => shared.credentials_provider(credentials.clone()),
-        None => shared.credentials_provider(Chain::new(
+        None => shared.credentials_provider(CredentialChain::new(
             http,
             Region::new(options.region.clone()),
             options.credentials_ttl,

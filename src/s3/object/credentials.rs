@@ -15,7 +15,7 @@ use super::sign::EXPIRES_SOON;
 use crate::s3::net::Connector;
 
 #[derive(Debug)]
-pub(super) struct Chain {
+pub(super) struct CredentialChain {
     http: Connector,
     region: Region,
     /// Keys without an expiry are asked for again after so long.
@@ -34,7 +34,7 @@ enum Last {
     Session(Arc<DefaultCredentialsChain>),
 }
 
-impl Chain {
+impl CredentialChain {
     pub fn new(http: Connector, region: Region, ttl: Duration) -> Self {
         Self {
             http,
@@ -114,7 +114,7 @@ fn printable(keys: Credentials) -> provider::Result {
     }
 }
 
-impl ProvideCredentials for Chain {
+impl ProvideCredentials for CredentialChain {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
         Self: 'a,
@@ -141,7 +141,7 @@ mod tests {
         let options = super::super::client::for_tests("http://127.0.0.1:1", "b");
         let http = super::super::client::connector(&options).unwrap();
         let ttl = Duration::from_secs(60);
-        let chain = Chain::new(http, Region::new("us-east-1"), ttl);
+        let chain = CredentialChain::new(http, Region::new("us-east-1"), ttl);
         let none = || Err(CredentialsError::not_loaded("the file is empty"));
         let built = Arc::new(chain.build().await);
         let lasting = |found| chain.lasting(found, Arc::clone(&built));

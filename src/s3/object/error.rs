@@ -7,7 +7,7 @@ use aws_sdk_s3::operation::RequestId;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
 use super::reads::Refusal;
-use crate::s3::fanout::{Failure, Verdict};
+use crate::s3::fanout::{AttemptVerdict, Failure};
 use crate::s3::net::{Mismatch, NetError};
 
 /// What was asked of S3; also the kinds that requests are counted by.
@@ -266,13 +266,13 @@ impl fmt::Display for ObjectError {
 impl StdError for ObjectError {}
 
 impl Failure for ObjectError {
-    fn verdict(&self) -> Verdict {
+    fn verdict(&self) -> AttemptVerdict {
         match self.kind {
-            ErrorKind::Connect => Verdict::Unreached,
-            ErrorKind::Broken => Verdict::Lost,
-            ErrorKind::Deadline => Verdict::Late,
-            kind if kind.retryable() => Verdict::Again,
-            _ => Verdict::Final,
+            ErrorKind::Connect => AttemptVerdict::Unreached,
+            ErrorKind::Broken => AttemptVerdict::Lost,
+            ErrorKind::Deadline => AttemptVerdict::Late,
+            kind if kind.retryable() => AttemptVerdict::Again,
+            _ => AttemptVerdict::Final,
         }
     }
 }

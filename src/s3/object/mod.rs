@@ -17,7 +17,7 @@ mod sign;
 mod store;
 
 pub use capabilities::Capabilities;
-pub use client::{ClientError, S3Options};
+pub use client::{S3ClientError, S3Options};
 pub use error::{ErrorKind, ObjectError, Operation};
 pub use s3::S3;
 pub use store::{

@@ -1,7 +1,7 @@
 //! HEAD and ranged GET without the SDK's typed operations, which cost more than the requests.
 //!
 //! The SDK's orchestrator resolves and renews the credentials: when they are about to expire, a request goes through it
-//! ([`Chain`](super::credentials::Chain) has even those expire that don't). All others are signed with what it used last
+//! ([`CredentialChain`](super::credentials::CredentialChain) has even those expire that don't). All others are signed with what it used last
 //! and go straight to the connector.
 
 use std::borrow::Cow;
@@ -33,24 +33,24 @@ use aws_smithy_types::date_time::Format;
 use aws_smithy_types::timeout::TimeoutConfig;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
-use super::client::{ClientError, S3Options};
+use super::client::{S3ClientError, S3Options};
 use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
 use crate::s3::fanout::{EndpointState, Hedge, Route};
-use crate::s3::net::{Connector, LandingCell, NetError, Origin, Outgoing, Target, head_of};
+use crate::s3::net::{Connector, LandingCell, NetError, Origin, Outgoing, Url, head_of};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 
 /// Makes HEADs and ranged GETs.
 pub(super) struct Reads {
-    operation: Operation<Read, Answer, Refusal>,
+    operation: Operation<Read, AnswerHead, Refusal>,
     http: Connector,
     signer: Arc<Signer>,
-    bucket: Bucket,
+    bucket: BucketPath,
     connect_timeout: Duration,
 }
 
 /// Where the bucket is.
-struct Bucket {
+struct BucketPath {
     origin: Origin,
     host: String,
     /// Before the slash that the key follows.
@@ -79,7 +79,7 @@ pub(super) struct Read {
 
 /// The head of a 2xx answer.
 #[derive(Debug, Default)]
-pub(super) struct Answer {
+pub(super) struct AnswerHead {
     pub content_length: Option<u64>,
     /// As in the header.
     pub etag: Option<String>,
@@ -103,14 +103,14 @@ impl Reads {
         options: &S3Options,
         http: Connector,
         credentials: Option<SharedCredentialsProvider>,
-    ) -> Result<Self, ClientError> {
+    ) -> Result<Self, S3ClientError> {
         let signer = Arc::new(Signer::new(options.region.clone()));
         let url = bucket_url(options).await?;
-        let target = Target::parse(&url).map_err(|cause| ClientError::Endpoint {
+        let target = Url::parse(&url).map_err(|cause| S3ClientError::Endpoint {
             endpoint: url.clone(),
             cause: cause.into(),
         })?;
-        let bucket = Bucket {
+        let bucket = BucketPath {
             origin: target.origin,
             host: target.authority.to_owned(),
             path: target.path.trim_end_matches('/').to_owned(),
@@ -155,7 +155,7 @@ impl Reads {
         })
     }
 
-    pub async fn send(&self, read: &Read) -> Result<Answer, ReadError> {
+    pub async fn send(&self, read: &Read) -> Result<AnswerHead, ReadError> {
         let now = SystemTime::now();
         let values = [&read.range, &read.if_match].into_iter().flatten();
         if values
@@ -189,8 +189,8 @@ impl Reads {
         self.http.window_bytes(&self.bucket.origin)
     }
 
-    async fn send_signed(&self, read: &Read, day: &Day, now: SystemTime) -> Result<Answer, ReadError> {
-        let Bucket { origin, host, path } = &self.bucket;
+    async fn send_signed(&self, read: &Read, day: &Day, now: SystemTime) -> Result<AnswerHead, ReadError> {
+        let BucketPath { origin, host, path } = &self.bucket;
         let path = [path, "/", &encode_key(&read.key)].concat();
         let mut headers = Vec::new();
         headers.extend(read.if_match.as_deref().map(|etag| ("if-match", etag)));
@@ -223,8 +223,8 @@ impl Reads {
 }
 
 /// Where the bucket is, by the SDK's own rules: addressing style, AWS's partitions.
-async fn bucket_url(options: &S3Options) -> Result<String, ClientError> {
-    let error = |cause: BoxError| ClientError::Endpoint {
+async fn bucket_url(options: &S3Options) -> Result<String, S3ClientError> {
+    let error = |cause: BoxError| S3ClientError::Endpoint {
         endpoint: options.endpoint.clone().unwrap_or_else(|| "AWS".into()),
         cause,
     };
@@ -260,16 +260,20 @@ fn serialize(read: Read) -> Result<HttpRequest, BoxError> {
     Ok(request)
 }
 
-fn deserialize(response: &HttpResponse) -> Result<Answer, OrchestratorError<Refusal>> {
+fn deserialize(response: &HttpResponse) -> Result<AnswerHead, OrchestratorError<Refusal>> {
     let header = |name: &str| response.headers().get(name);
     let body = response.body().bytes().unwrap_or_default();
     answer(response.status().as_u16(), header, body).map_err(OrchestratorError::operation)
 }
 
-fn answer<'a>(status: u16, header: impl Fn(&str) -> Option<&'a str>, body: &[u8]) -> Result<Answer, Refusal> {
+fn answer<'a>(
+    status: u16,
+    header: impl Fn(&str) -> Option<&'a str>,
+    body: &[u8],
+) -> Result<AnswerHead, Refusal> {
     let request_id = header("x-amz-request-id");
     if (200..300).contains(&status) {
-        return Ok(Answer {
+        return Ok(AnswerHead {
             content_length: header("content-length").and_then(|len| len.parse().ok()),
             etag: header("etag").map(Into::into),
             last_modified: header("last-modified")
@@ -331,7 +335,7 @@ impl Sign for SigV4 {
         let credentials: &Credentials = identity.data().ok_or("the credentials are no keys")?;
         let now = SystemTime::now();
         let day = self.0.learn(credentials, now);
-        let Target { authority, path, .. } = Target::parse(request.uri())?;
+        let Url { authority, path, .. } = Url::parse(request.uri())?;
         let (host, path) = (authority.to_owned(), path.to_owned());
         let headers: Vec<(&str, &str)> = request.headers().iter().collect();
         let signable = Signable {

@@ -16,11 +16,11 @@ use aws_smithy_types::base64;
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::client::{self, ClientError, S3Options};
+use super::client::{self, S3ClientError, S3Options};
 use super::error::{ErrorKind, ObjectError, Operation};
-use super::reads::{Answer, Read, ReadError, Reads};
+use super::reads::{AnswerHead, Read, ReadError, Reads};
 use super::store::{
-    Condition, Counters, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
+    CallCounters, Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
     Result, StoreFuture, Version,
 };
 use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
@@ -35,14 +35,14 @@ pub struct S3 {
     bucket: String,
     region: String,
     request_timeout: Duration,
-    counters: Counters,
+    counters: CallCounters,
     /// An answer had a request id. Then one without is not this server's, but a proxy's in front of it.
     signs: AtomicBool,
 }
 
 impl S3 {
     /// Sends nothing yet.
-    pub async fn connect(options: &S3Options) -> Result<Self, ClientError> {
+    pub async fn connect(options: &S3Options) -> Result<Self, S3ClientError> {
         let http = client::connector(options)?;
         let shared = client::shared(options, http.clone()).await;
         Ok(Self {
@@ -53,7 +53,7 @@ impl S3 {
             bucket: options.bucket.clone(),
             region: options.region.clone(),
             request_timeout: options.request_timeout,
-            counters: Counters::default(),
+            counters: CallCounters::default(),
             signs: AtomicBool::new(false),
         })
     }
@@ -127,7 +127,7 @@ impl S3 {
         answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, self.signs()))
     }
 
-    async fn send(&self, operation: Operation, read: Read) -> Result<Answer> {
+    async fn send(&self, operation: Operation, read: Read) -> Result<AnswerHead> {
         let key = &read.key;
         match self.reads.send(&read).await {
             Ok(answer) => {

@@ -179,9 +179,9 @@ impl RequestCounts {
 
 /// Counts requests, by kind.
 #[derive(Debug, Default)]
-pub(super) struct Counters([AtomicU64; Operation::ALL.len()]);
+pub(super) struct CallCounters([AtomicU64; Operation::ALL.len()]);
 
-impl Counters {
+impl CallCounters {
     pub fn add(&self, operation: Operation) {
         self.0[operation as usize].fetch_add(1, Ordering::Relaxed);
     }

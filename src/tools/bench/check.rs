@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::Crc64;
-use crate::s3::net::Watch;
+use crate::s3::net::BodyWatch;
 
 /// Digests a read while it arrives.
 struct Crc {
@@ -18,7 +18,7 @@ pub(super) struct Seen {
 }
 
 /// A watch, and where its result can be read once the landing has come back.
-pub(super) fn watch() -> (Box<dyn Watch>, Arc<Seen>) {
+pub(super) fn watch() -> (Box<dyn BodyWatch>, Arc<Seen>) {
     let seen = Arc::new(Seen::default());
     let crc = Crc {
         crc: Crc64::new(),
@@ -27,7 +27,7 @@ pub(super) fn watch() -> (Box<dyn Watch>, Arc<Seen>) {
     (Box::new(crc), seen)
 }
 
-impl Watch for Crc {
+impl BodyWatch for Crc {
     fn arrived(&mut self, at: usize, bytes: &[u8]) {
         if at == 0 {
             self.crc = Crc64::new();

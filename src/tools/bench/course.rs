@@ -9,8 +9,8 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::histogram::Histogram;
-use super::report::Mark;
-use super::settings::Phase;
+use super::report::ReportMark;
+use super::settings::BenchPhase;
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Requests that may fail before a phase gives up: what fails that often won't get better.
@@ -27,7 +27,7 @@ pub type Interrupts = watch::Receiver<u32>;
 
 /// One phase under way.
 pub(super) struct Course {
-    phase: Phase,
+    phase: BenchPhase,
     ops_a_turn: u64,
     /// Turns in all; None: until the time is over.
     total: Option<u64>,
@@ -42,7 +42,7 @@ pub(super) struct Course {
     started: Instant,
     /// The same as others would say it.
     began: SystemTime,
-    first_done: OnceLock<Mark>,
+    first_done: OnceLock<ReportMark>,
     fatal: Mutex<Option<ObjectError>>,
 }
 
@@ -80,7 +80,7 @@ pub(super) struct Op {
 
 /// A request that failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
+pub(super) enum PhaseFailure {
     #[error(transparent)]
     Object(#[from] ObjectError),
     /// It was answered, with something wrong.
@@ -89,14 +89,14 @@ pub(super) enum Failure {
 }
 
 /// Makes one request after the other.
-pub(super) trait Worker: Send + 'static {
+pub(super) trait PhaseWorker: Send + 'static {
     /// None: there was nothing to do in this turn.
-    fn turn(&mut self, turn: u64) -> impl Future<Output = Result<Option<Op>, Failure>> + Send;
+    fn turn(&mut self, turn: u64) -> impl Future<Output = Result<Option<Op>, PhaseFailure>> + Send;
 }
 
 /// How a course ends, and how fast it goes.
 #[derive(Default)]
-pub(super) struct Limits {
+pub(super) struct PhaseLimits {
     pub total: Option<u64>,
     pub time: Option<Duration>,
     /// See [`Pace::cost`].
@@ -105,7 +105,7 @@ pub(super) struct Limits {
     pub more_ops_a_turn: u64,
 }
 
-impl Limits {
+impl PhaseLimits {
     /// Nothing but so many turns.
     pub fn turns(total: u64) -> Self {
         Self {
@@ -117,7 +117,7 @@ impl Limits {
 
 impl Course {
     /// The clock starts now.
-    pub fn start(phase: Phase, limits: Limits, lanes: usize) -> Self {
+    pub fn start(phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Self {
         // The histograms are the bench's own memory, so they are there before anything is measured.
         let lanes = (0..lanes).map(|_| Mutex::default()).collect();
         let started = Instant::now();
@@ -145,14 +145,18 @@ impl Course {
 
     /// Runs a task for each worker until nothing is left to do. Answers whether it was interrupted; if not, the workers are
     /// there again.
-    pub async fn run<W: Worker>(self: &Arc<Self>, workers: &mut Vec<W>, interrupts: &mut Interrupts) -> bool {
+    pub async fn run<W: PhaseWorker>(
+        self: &Arc<Self>,
+        workers: &mut Vec<W>,
+        interrupts: &mut Interrupts,
+    ) -> bool {
         let mut tasks = JoinSet::new();
         for (lane, worker) in workers.drain(..).enumerate() {
             let course = Arc::clone(self);
             tasks.spawn(async move { course.work(lane, worker).await });
         }
         // What deletes leave behind has to be looked for: the first interruption does not end them.
-        let mut spare = self.phase == Phase::Delete && *interrupts.borrow() == 0;
+        let mut spare = self.phase == BenchPhase::Delete && *interrupts.borrow() == 0;
         let mut was_interrupted = false;
         loop {
             let all = async {
@@ -178,7 +182,7 @@ impl Course {
         }
         let all = async { while tasks.join_next().await.is_some() {} };
         // A PUT that nobody waits for could come after its DELETE.
-        let puts = self.phase == Phase::Write;
+        let puts = self.phase == BenchPhase::Write;
         tokio::select! {
             () = all => {}
             () = tokio::time::sleep(GRACE), if !puts => {}
@@ -199,7 +203,7 @@ impl Course {
         }
     }
 
-    async fn work<W: Worker>(&self, lane: usize, mut worker: W) -> W {
+    async fn work<W: PhaseWorker>(&self, lane: usize, mut worker: W) -> W {
         while let Some(turn) = self.turn().await {
             let result = worker.turn(turn).await;
             let failed = result.is_err();
@@ -272,7 +276,7 @@ impl Course {
         }
     }
 
-    pub fn count(&self, lane: usize, result: Result<Option<Op>, Failure>) {
+    pub fn count(&self, lane: usize, result: Result<Option<Op>, PhaseFailure>) {
         let mut tally = lock(&self.lanes[lane]);
         match result {
             Ok(None) => {}
@@ -297,10 +301,10 @@ impl Course {
         }
     }
 
-    fn failed(&self, failure: Failure) {
+    fn failed(&self, failure: PhaseFailure) {
         match failure {
             // Every other request will meet it too.
-            Failure::Object(error)
+            PhaseFailure::Object(error)
                 if matches!(
                     error.kind,
                     ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
@@ -309,7 +313,7 @@ impl Course {
                 self.stop();
                 lock(&self.fatal).get_or_insert(error);
             }
-            Failure::Object(_) | Failure::Wrong(_) => {
+            PhaseFailure::Object(_) | PhaseFailure::Wrong(_) => {
                 if self.gave_up() {
                     self.stop();
                 }
@@ -317,7 +321,7 @@ impl Course {
         }
     }
 
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> BenchPhase {
         self.phase
     }
 
@@ -361,14 +365,14 @@ impl Course {
     }
 
     /// When the first task found nothing left to do, if one did.
-    pub fn first_done(&self) -> Option<Mark> {
+    pub fn first_done(&self) -> Option<ReportMark> {
         self.first_done.get().copied()
     }
 
     /// What is done by now.
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> ReportMark {
         let (ops, bytes, _) = self.sums();
-        Mark::new(self.started.elapsed(), ops, bytes)
+        ReportMark::new(self.started.elapsed(), ops, bytes)
     }
 
     fn sums(&self) -> (u64, u64, u64) {
@@ -418,7 +422,7 @@ impl Course {
 /// What goes on.
 #[derive(Debug, Clone, Copy)]
 pub struct Live {
-    pub phase: Phase,
+    pub phase: BenchPhase,
     pub seconds: f64,
     /// Requests in all, if that is known.
     pub total: Option<u64>,
@@ -446,11 +450,11 @@ mod tests {
     /// Takes some time for each turn.
     struct Sleeper(Duration);
 
-    impl Worker for Sleeper {
-        async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+    impl PhaseWorker for Sleeper {
+        async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
             tokio::time::sleep(self.0).await;
             match turn {
-                9 => Err(Failure::Wrong(format!("turn {turn}"))),
+                9 => Err(PhaseFailure::Wrong(format!("turn {turn}"))),
                 _ => Ok(Some(Op {
                     bytes: 100,
                     latency: self.0,
@@ -460,9 +464,9 @@ mod tests {
         }
     }
 
-    async fn run(limits: Limits, workers: usize, each: Duration) -> (Arc<Course>, Duration) {
+    async fn run(limits: PhaseLimits, workers: usize, each: Duration) -> (Arc<Course>, Duration) {
         let (_keep, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(Phase::Read, limits, workers));
+        let course = Arc::new(Course::start(BenchPhase::Read, limits, workers));
         let mut sleepers: Vec<_> = (0..workers).map(|_| Sleeper(each)).collect();
         assert!(!course.run(&mut sleepers, &mut interrupts).await);
         let took = course.started.elapsed();
@@ -474,11 +478,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_stop_wakes_who_waits_for_its_pace() {
-        let limits = Limits {
+        let limits = PhaseLimits {
             cost: Some(Box::new(|_| 1_000_000 * MS)),
-            ..Limits::default()
+            ..PhaseLimits::default()
         };
-        let course = Arc::new(Course::start(Phase::Write, limits, 1));
+        let course = Arc::new(Course::start(BenchPhase::Write, limits, 1));
         assert_eq!(course.turn().await, Some(0));
         let waiting = Arc::clone(&course);
         let turn = tokio::spawn(async move { waiting.turn().await });
@@ -490,9 +494,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn every_turn_is_taken_once_and_the_first_done_is_earlier() {
-        let limits = Limits {
+        let limits = PhaseLimits {
             total: Some(10),
-            ..Limits::default()
+            ..PhaseLimits::default()
         };
         let (course, took) = run(limits, 4, 100 * MS).await;
         assert_eq!(took, 300 * MS, "4, 4 and 2");
@@ -510,9 +514,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_time_limit_ends_turns_not_requests() {
-        let limits = Limits {
+        let limits = PhaseLimits {
             time: Some(250 * MS),
-            ..Limits::default()
+            ..PhaseLimits::default()
         };
         let (course, took) = run(limits, 2, 100 * MS).await;
         assert_eq!((took, course.issued()), (300 * MS, 6));
@@ -521,10 +525,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_pace_is_kept_whatever_the_requests_take() {
         for (workers, each) in [(1, Duration::ZERO), (8, 15 * MS), (3, 5 * MS)] {
-            let limits = Limits {
+            let limits = PhaseLimits {
                 total: Some(101),
                 cost: Some(Box::new(|_| 10 * MS)),
-                ..Limits::default()
+                ..PhaseLimits::default()
             };
             let (course, took) = run(limits, workers, each).await;
             assert_eq!(
@@ -535,16 +539,16 @@ mod tests {
             assert_eq!(course.issued(), 101);
         }
         // Slower than the pace: that has no credit to catch up with.
-        let limits = Limits {
+        let limits = PhaseLimits {
             total: Some(10),
             cost: Some(Box::new(|_| 10 * MS)),
-            ..Limits::default()
+            ..PhaseLimits::default()
         };
         assert_eq!(run(limits, 1, 50 * MS).await.1, 500 * MS);
-        let limits = Limits {
+        let limits = PhaseLimits {
             time: Some(95 * MS),
             cost: Some(Box::new(|turn| if turn == 3 { 1000 * MS } else { 10 * MS })),
-            ..Limits::default()
+            ..PhaseLimits::default()
         };
         let (course, took) = run(limits, 1, Duration::ZERO).await;
         assert_eq!(
@@ -557,8 +561,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn who_is_a_little_late_catches_up() {
         struct Late(Duration);
-        impl Worker for Late {
-            async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+        impl PhaseWorker for Late {
+            async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
                 if turn == 3 {
                     tokio::time::sleep(self.0).await;
                 }
@@ -567,12 +571,12 @@ mod tests {
         }
         for (late, took) in [(CREDIT, 200 * MS), (2 * CREDIT, 290 * MS)] {
             let (_keep, mut interrupts) = watch::channel(0);
-            let limits = Limits {
+            let limits = PhaseLimits {
                 total: Some(21),
                 cost: Some(Box::new(|_| 10 * MS)),
-                ..Limits::default()
+                ..PhaseLimits::default()
             };
-            let course = Arc::new(Course::start(Phase::Read, limits, 1));
+            let course = Arc::new(Course::start(BenchPhase::Read, limits, 1));
             course.run(&mut vec![Late(late)], &mut interrupts).await;
             assert_eq!(
                 course.started.elapsed(),
@@ -587,7 +591,7 @@ mod tests {
         for (before, deletes) in [(0, 20), (1, 9)] {
             let (interrupt, mut interrupts) = watch::channel(before);
             interrupts.mark_unchanged();
-            let course = Arc::new(Course::start(Phase::Delete, Limits::turns(20), 1));
+            let course = Arc::new(Course::start(BenchPhase::Delete, PhaseLimits::turns(20), 1));
             tokio::spawn(async move {
                 tokio::time::sleep(85 * MS).await;
                 interrupt.send_modify(|count| *count += 1);
@@ -601,7 +605,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_interruption_ends_it_also_when_requests_hang() {
         let (interrupt, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(Phase::Read, Limits::default(), 2));
+        let course = Arc::new(Course::start(BenchPhase::Read, PhaseLimits::default(), 2));
         let mut workers = vec![Sleeper(10 * MS), Sleeper(3600 * 1000 * MS)];
         tokio::spawn(async move {
             tokio::time::sleep(95 * MS).await;
@@ -617,13 +621,13 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn too_many_errors_end_it() {
         struct Failing;
-        impl Worker for Failing {
-            async fn turn(&mut self, _: u64) -> Result<Option<Op>, Failure> {
-                Err(Failure::Wrong("no".into()))
+        impl PhaseWorker for Failing {
+            async fn turn(&mut self, _: u64) -> Result<Option<Op>, PhaseFailure> {
+                Err(PhaseFailure::Wrong("no".into()))
             }
         }
         let (_keep, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(Phase::Read, Limits::default(), 1));
+        let course = Arc::new(Course::start(BenchPhase::Read, PhaseLimits::default(), 1));
         course.run(&mut vec![Failing], &mut interrupts).await;
         assert_eq!(course.tally().errors, ERRORS_MAX);
     }

@@ -19,7 +19,7 @@ pub(super) struct Histogram {
 
 /// Times of one octave: longer than the bucket before says, up to this.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Bucket {
+pub struct HistogramBucket {
     pub up_to_us: f64,
     pub count: u64,
 }
@@ -59,8 +59,8 @@ impl Histogram {
     }
 
     /// By octave, from the first that has some to the last.
-    pub fn octaves(&self) -> Vec<Bucket> {
-        let octaves = self.counts.iter_log(1, 2.0).map(|octave| Bucket {
+    pub fn octaves(&self) -> Vec<HistogramBucket> {
+        let octaves = self.counts.iter_log(1, 2.0).map(|octave| HistogramBucket {
             // 2^n is the first of the next octave: nobody minds the nanosecond.
             up_to_us: micros(octave.value_iterated_to() + 1),
             count: octave.count_since_last_iteration(),

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::{Duration, Instant};
 
-use super::course::{Course, Failure, Limits, Op};
+use super::course::{Course, Op, PhaseFailure, PhaseLimits};
 use super::error::BenchError;
 use super::report::PhaseReport;
 use super::session::{Bench, Clock, ends_phase};
-use super::settings::{Phase, to_usize};
+use super::settings::{BenchPhase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::format::{ChunkHash, ChunkHasher, Space};
 use crate::protocol::Strategy;
@@ -41,7 +41,7 @@ impl Bench {
         };
         let each = chunks.len() as u64;
         if self.settings().warm_up {
-            let once = Limits {
+            let once = PhaseLimits {
                 time: None,
                 ..self.limits(Some(each), |_| 0)
             };
@@ -62,10 +62,10 @@ impl Bench {
         space: &Space,
         chunks: &[ChunkHash],
         rounds: Option<u64>,
-        limits: Limits,
+        limits: PhaseLimits,
     ) -> Result<PhaseReport, BenchError> {
         let arena = self.arena_of(SLOT_ALIGN)?;
-        let course = self.start(Phase::Lookup, limits, 1);
+        let course = self.start(BenchPhase::Lookup, limits, 1);
         let clock = Clock::start(&*self.target.store);
         let asked = Asked {
             inner: Arc::clone(&self.target.store),
@@ -130,7 +130,9 @@ impl Asked {
             Ok(meta) if self.present => (op, Ok(meta)),
             Err(cause) if cause.kind == ErrorKind::NotFound && !self.present => (op, Err(cause)),
             Ok(meta) => (
-                Err(Failure::Wrong(format!("HEAD {key}: there is such an object"))),
+                Err(PhaseFailure::Wrong(format!(
+                    "HEAD {key}: there is such an object"
+                ))),
                 Ok(meta),
             ),
             // The course keeps the error itself, the gateway gets another of its kind.

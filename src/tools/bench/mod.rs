@@ -3,7 +3,7 @@
 //! **Mechanism.** A phase is many requests of one kind. As many tasks as requests may be in flight take turns from a
 //! [`Course`](course::Course), which counts, paces and ends them. Everything that a request needs is there before the
 //! clock starts: keys, slots in a prefaulted arena, the digest that each part must have. Reads land in slots as those of
-//! loads do and are digested by a [`Watch`](crate::s3::net::Watch) on the way; writes go out of slots that were filled once,
+//! loads do and are digested by a [`BodyWatch`](crate::s3::net::BodyWatch) on the way; writes go out of slots that were filled once,
 //! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::s3::object::ObjectStore) that the
 //! gateway uses, retries included; only `lookup` and prompts go through a [`Gateway`](crate::cache::gateway::Gateway).
 //!
@@ -46,9 +46,11 @@ mod usage;
 
 pub use course::{Interrupts, Live};
 pub use error::BenchError;
-pub use histogram::Bucket;
-pub use prompt::Prompt;
-pub use report::{Errors, Latency, Mark, MixReport, PhaseReport, PromptReport, Report, Share};
+pub use histogram::HistogramBucket;
+pub use prompt::BenchPrompt;
+pub use report::{
+    BenchReport, EndpointShare, Errors, Latency, MixReport, PhaseReport, PromptReport, ReportMark,
+};
 pub use session::{Bench, UnderWay};
-pub use settings::{Phase, PromptSettings, Settings};
+pub use settings::{BenchPhase, BenchSettings, PromptSettings};
 pub use split::Endpoint;

@@ -8,15 +8,15 @@ use futures::future::try_join_all;
 use tokio::time::{Duration, Instant};
 
 use super::content::Content;
-use super::course::{Failure, Limits, Op, Worker};
+use super::course::{Op, PhaseFailure, PhaseLimits, PhaseWorker};
 use super::error::BenchError;
 use super::histogram::Histogram;
 use super::lookup::WHOLE;
-use super::raw::Target;
+use super::raw::RawTarget;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
-use super::settings::{Phase, PromptSettings, to_usize};
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome, StoreSlot};
+use super::settings::{BenchPhase, PromptSettings, to_usize};
+use crate::cache::gateway::{AfterMiss, FilledSlot, Gateway, LoadSpec, StoreOutcome, StoreSlot};
 use crate::config::Config;
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::protocol::Order;
@@ -27,7 +27,7 @@ use crate::s3::object::{Capabilities, ErrorKind};
 const VOCABULARY: u32 = 100_003;
 
 /// A synthetic prompt, the same each time that it has the same name.
-pub struct Prompt {
+pub struct BenchPrompt {
     pub space: Space,
     pub tokens: u32,
     /// In which it is loaded.
@@ -38,7 +38,7 @@ pub struct Prompt {
     pub(super) declares: bool,
 }
 
-impl Prompt {
+impl BenchPrompt {
     /// Tokens beyond the last full chunk count for nothing.
     pub fn new(space: Space, name: &str, tokens: u32, order: Order) -> Result<Self, BenchError> {
         let chunk_tokens = space.chunk_tokens();
@@ -103,7 +103,7 @@ impl Prompt {
 /// Stores chunks.
 struct Storer {
     gateway: Gateway,
-    target: Arc<Target>,
+    target: Arc<RawTarget>,
     space: Space,
     root: ChunkHash,
     chunks: Arc<[ChunkHash]>,
@@ -124,8 +124,8 @@ impl Storer {
     }
 }
 
-impl Worker for Storer {
-    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+impl PhaseWorker for Storer {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
         let index = to_usize(turn);
         let mut slot = self.slot().await;
         Content::stamp(turn, slot.payload_mut());
@@ -137,7 +137,7 @@ impl Worker for Storer {
         );
         let began = Instant::now();
         let deadline = began + self.target.write_limit;
-        let chunk = NewChunk { hash, parent, slot };
+        let chunk = FilledSlot { hash, parent, slot };
         let bytes = match self.gateway.store(chunk, deadline).await {
             StoreOutcome::Stored => self.target.settings.object_bytes,
             // Left by a run that kept it. Some servers take the body before they say so.
@@ -148,7 +148,7 @@ impl Worker for Storer {
             StoreOutcome::Failed(error) => {
                 return Err(match Arc::try_unwrap(error) {
                     Ok(error) => error.into(),
-                    Err(shared) => Failure::Wrong(shared.to_string()),
+                    Err(shared) => PhaseFailure::Wrong(shared.to_string()),
                 });
             }
         };
@@ -216,7 +216,7 @@ impl Bench {
             self.connect(lanes).await?;
         }
         let limits = self.limits(total, move |_| object_bytes);
-        let (course, mut report) = self.course(Phase::Write, limits, &mut workers).await?;
+        let (course, mut report) = self.course(BenchPhase::Write, limits, &mut workers).await?;
         report.present = present.load(Ordering::Relaxed);
         self.objects = course.issued();
         Ok(report)
@@ -235,7 +235,7 @@ impl Bench {
     pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
         if self.settings().warm_up {
             let report = self
-                .load_prompts_within(Limits::turns(self.objects.min(1)))
+                .load_prompts_within(PhaseLimits::turns(self.objects.min(1)))
                 .await?;
             if let Some(report) = ends_phase(report) {
                 return Ok(report);
@@ -246,13 +246,13 @@ impl Bench {
         self.load_prompts_within(limits).await
     }
 
-    async fn load_prompts_within(&mut self, limits: Limits) -> Result<PhaseReport, BenchError> {
+    async fn load_prompts_within(&mut self, limits: PhaseLimits) -> Result<PhaseReport, BenchError> {
         let Some(prompt) = &self.prompt else {
             return Err(BenchError::Settings("no prompt was given".into()));
         };
         let count = to_usize(self.objects);
         let (space, chunks) = (prompt.space.clone(), prompt.chunks[..count].to_vec());
-        let limits = Limits {
+        let limits = PhaseLimits {
             more_ops_a_turn: self.objects.saturating_sub(1),
             ..limits
         };
@@ -262,7 +262,7 @@ impl Bench {
         let gateway = self.gateway(store, arena, self.reads_only());
         let (strategy, order) = (self.config.lookup.strategy, prompt.order);
         let mut times = Times::default();
-        let course = self.start(Phase::Read, limits, 1);
+        let course = self.start(BenchPhase::Read, limits, 1);
         let clock = Clock::start(&*self.target.store);
         let all = async {
             while course.turn().await.is_some() {
@@ -321,7 +321,7 @@ async fn load(
     chunks: &[ChunkHash],
     (strategy, order): (Strategy, Order),
     times: &mut Times,
-    tell: impl Fn(Result<Option<Op>, Failure>),
+    tell: impl Fn(Result<Option<Op>, PhaseFailure>),
 ) {
     let began = Instant::now();
     let found = gateway.lookup(space, chunks, strategy, began + WHOLE).await;
@@ -332,13 +332,13 @@ async fn load(
             None => "write them first: kvgate bench write, with the same space, --tokens and --prefix".into(),
         };
         let (there, all) = (found.prefix, chunks.len());
-        tell(Err(Failure::Wrong(format!(
+        tell(Err(PhaseFailure::Wrong(format!(
             "only the first {there} of the prompt's {all} chunks were found; {why}"
         ))));
         return;
     }
     let loading = Instant::now();
-    let mut stream = gateway.load(LoadRequest {
+    let mut stream = gateway.load(LoadSpec {
         space: space.clone(),
         chunks: chunks.to_vec(),
         order,
@@ -351,7 +351,7 @@ async fn load(
         let chunk = match outcome {
             Ok(chunk) => chunk,
             Err(miss) => {
-                tell(Err(Failure::Wrong(format!(
+                tell(Err(PhaseFailure::Wrong(format!(
                     "chunk {index} of the prompt: {miss}"
                 ))));
                 return;

@@ -10,16 +10,16 @@ use tokio::time::Instant;
 
 use super::check::{self, Seen};
 use super::content::Content;
-use super::course::{Failure, Op, Worker};
-use super::settings::{Settings, to_usize};
+use super::course::{Op, PhaseFailure, PhaseWorker};
+use super::settings::{BenchSettings, to_usize};
 use crate::arena::{Arena, SlotMut};
-use crate::s3::net::{Landing, Watch};
+use crate::s3::net::{BodyWatch, Landing};
 use crate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore};
 
 /// What all requests of a bench share.
-pub(super) struct Target {
+pub(super) struct RawTarget {
     pub store: Arc<dyn ObjectStore>,
-    pub settings: Settings,
+    pub settings: BenchSettings,
     /// Of every object.
     pub keys: Vec<String>,
     pub content: Content,
@@ -28,7 +28,7 @@ pub(super) struct Target {
     pub write_limit: Duration,
 }
 
-impl Target {
+impl RawTarget {
     fn key(&self, object: u64) -> &str {
         &self.keys[to_usize(object)]
     }
@@ -69,8 +69,8 @@ async fn slot(arena: &Arena, len: usize) -> SlotMut {
 }
 
 /// Reads parts into one slot.
-pub(super) struct Reader {
-    target: Arc<Target>,
+pub(super) struct RawReader {
+    target: Arc<RawTarget>,
     /// Objects that are there.
     objects: u64,
     /// Away while a request is under way, and lost with one that was given up.
@@ -80,13 +80,18 @@ pub(super) struct Reader {
 
 struct Check {
     crcs: Arc<[u64]>,
-    watch: Option<Box<dyn Watch>>,
+    watch: Option<Box<dyn BodyWatch>>,
     seen: Arc<Seen>,
 }
 
-impl Reader {
+impl RawReader {
     /// Without `crcs` nothing is verified.
-    pub async fn new(target: &Arc<Target>, arena: &Arena, objects: u64, crcs: Option<&Arc<[u64]>>) -> Self {
+    pub async fn new(
+        target: &Arc<RawTarget>,
+        arena: &Arena,
+        objects: u64,
+        crcs: Option<&Arc<[u64]>>,
+    ) -> Self {
         let len = to_usize(target.settings.part_bytes);
         let check = crcs.map(|crcs| {
             let (watch, seen) = check::watch();
@@ -105,11 +110,13 @@ impl Reader {
     }
 
     /// One part of one object.
-    async fn read(&mut self, object: u64, part: u64) -> Result<Op, Failure> {
+    async fn read(&mut self, object: u64, part: u64) -> Result<Op, PhaseFailure> {
         let (target, key) = (&self.target, self.target.key(object));
         let (start, len) = (part * target.settings.part_bytes, target.part_len(part));
         let Some(mut slot) = self.slot.take() else {
-            return Err(Failure::Wrong(format!("GET {key}: the slot did not come back")));
+            return Err(PhaseFailure::Wrong(format!(
+                "GET {key}: the slot did not come back"
+            )));
         };
         let rest = slot.split_off(to_usize(len));
         let mut landing = Landing::new(slot);
@@ -134,7 +141,7 @@ impl Reader {
                     .seen
                     .is(len, check.crcs[to_usize(object * target.settings.parts() + part)]) =>
             {
-                Err(Failure::Wrong(wrong(target, object, start, &slot)))
+                Err(PhaseFailure::Wrong(wrong(target, object, start, &slot)))
             }
             (Ok(_), _) => Ok(Op {
                 bytes: len,
@@ -152,7 +159,7 @@ impl Reader {
 }
 
 /// What a part has that it must not have.
-fn wrong(target: &Target, object: u64, start: u64, bytes: &[u8]) -> String {
+fn wrong(target: &RawTarget, object: u64, start: u64, bytes: &[u8]) -> String {
     let part = format!(
         "GET {}: wrong bytes in the part at offset {start} of object {object}",
         target.key(object)
@@ -167,15 +174,15 @@ fn wrong(target: &Target, object: u64, start: u64, bytes: &[u8]) -> String {
 }
 
 /// With what to do where the objects are not those that the settings say.
-fn explained(error: crate::s3::object::ObjectError, target: &Target) -> Failure {
+fn explained(error: crate::s3::object::ObjectError, target: &RawTarget) -> PhaseFailure {
     match error.kind {
-        ErrorKind::NotFound => Failure::Wrong(match target.settings.embedded {
+        ErrorKind::NotFound => PhaseFailure::Wrong(match target.settings.embedded {
             true => format!("{error}; write the objects first, in the same run: kvgate bench write read"),
             false => format!(
                 "{error}; write the objects first: kvgate bench write, with the same --prefix, --name and --objects"
             ),
         }),
-        ErrorKind::Length { .. } => Failure::Wrong(format!(
+        ErrorKind::Length { .. } => PhaseFailure::Wrong(format!(
             "{error}; was it written with another --object-size than {}?",
             crate::config::units::ByteSize(target.settings.object_bytes)
         )),
@@ -183,8 +190,8 @@ fn explained(error: crate::s3::object::ObjectError, target: &Target) -> Failure 
     }
 }
 
-impl Worker for Reader {
-    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+impl PhaseWorker for RawReader {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
         let parts = self.target.settings.parts();
         let at = turn % (self.objects * parts);
         self.read(at / parts, at % parts).await.map(Some)
@@ -193,9 +200,9 @@ impl Worker for Reader {
 
 /// Writes objects from slots that hold everything but the stamps, and reads others in between.
 pub(super) struct Writer {
-    target: Arc<Target>,
+    target: Arc<RawTarget>,
     arena: Arena,
-    mix: Option<(Reader, Arc<Written>)>,
+    mix: Option<(RawReader, Arc<Written>)>,
 }
 
 /// The objects that can be read in between.
@@ -233,7 +240,7 @@ impl Written {
 }
 
 impl Writer {
-    pub fn new(target: &Arc<Target>, arena: &Arena, mix: Option<(Reader, Arc<Written>)>) -> Self {
+    pub fn new(target: &Arc<RawTarget>, arena: &Arena, mix: Option<(RawReader, Arc<Written>)>) -> Self {
         Self {
             target: Arc::clone(target),
             arena: arena.clone(),
@@ -242,14 +249,14 @@ impl Writer {
     }
 
     /// What slots of the arena begin with, whoever gets which: they are all of one size.
-    pub fn fill(target: &Target, arena: &Arena) {
+    pub fn fill(target: &RawTarget, arena: &Arena) {
         let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.try_reserve(target.object_len())).collect();
         for mut slot in slots {
             target.content.fill(&mut slot);
         }
     }
 
-    async fn write(&mut self, object: u64) -> Result<Op, Failure> {
+    async fn write(&mut self, object: u64) -> Result<Op, PhaseFailure> {
         let mut slot = slot(&self.arena, self.target.object_len()).await;
         Content::stamp(object, &mut slot);
         let (bytes, body) = (slot.len() as u64, Bytes::from_owner(slot.freeze()));
@@ -268,8 +275,8 @@ impl Writer {
     }
 }
 
-impl Worker for Writer {
-    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+impl PhaseWorker for Writer {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
         let (objects, percent) = (self.target.settings.objects, self.target.settings.mix_percent);
         let object = writes(turn, percent) % objects;
         if let Some((reader, written)) = self.mix.as_mut().filter(|_| is_read(turn, percent)) {
@@ -319,13 +326,13 @@ pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
 }
 
 /// Asks for objects.
-pub(super) struct Header {
-    pub target: Arc<Target>,
+pub(super) struct HeaderSource {
+    pub target: Arc<RawTarget>,
     pub objects: u64,
 }
 
-impl Worker for Header {
-    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+impl PhaseWorker for HeaderSource {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
         let target = &self.target;
         let began = Instant::now();
         let head = target
@@ -334,7 +341,7 @@ impl Worker for Header {
         let meta = head.await.map_err(|error| explained(error, target))?;
         let latency = began.elapsed();
         if meta.len != target.settings.object_bytes {
-            return Err(Failure::Wrong(format!(
+            return Err(PhaseFailure::Wrong(format!(
                 "HEAD {}: {} bytes, not {}; was it written with another --object-size?",
                 target.key(turn % self.objects),
                 meta.len,
@@ -354,11 +361,11 @@ const DELETE_AGAIN: [Duration; 3] = [Duration::from_secs(1); 3];
 
 /// Removes objects, each with a request of its own.
 pub(super) struct Deleter {
-    pub target: Arc<Target>,
+    pub target: Arc<RawTarget>,
 }
 
-impl Worker for Deleter {
-    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, Failure> {
+impl PhaseWorker for Deleter {
+    async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
         let key = [self.target.key(turn).to_owned()];
         let began = Instant::now();
         let delete = || {

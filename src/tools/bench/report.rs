@@ -4,8 +4,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::course::{Course, Done};
-use super::histogram::{Bucket, Histogram};
-use super::settings::{Phase, Settings};
+use super::histogram::{Histogram, HistogramBucket};
+use super::settings::{BenchPhase, BenchSettings};
 use super::split::{self, Endpoint};
 use super::usage::Usage;
 use crate::s3::net::Traffic;
@@ -16,10 +16,10 @@ const GIB: f64 = (1_u64 << 30) as f64;
 
 /// Everything that was measured.
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
+pub struct BenchReport {
     /// Of kvgate.
     pub version: &'static str,
-    pub settings: Settings,
+    pub settings: BenchSettings,
     pub phases: Vec<PhaseReport>,
     /// Whether somebody ended it early.
     pub interrupted: bool,
@@ -28,7 +28,7 @@ pub struct Report {
 /// What one phase did. Figures of bytes are null where a phase moves none.
 #[derive(Debug, Clone, Serialize)]
 pub struct PhaseReport {
-    pub phase: Phase,
+    pub phase: BenchPhase,
     /// When it began, in seconds since 1970.
     pub began: f64,
     /// That it went over, again and again if asked to.
@@ -38,8 +38,8 @@ pub struct PhaseReport {
     pub bytes: u64,
     pub seconds: f64,
     /// When the first task found nothing left to do.
-    pub first_done: Mark,
-    pub last_done: Mark,
+    pub first_done: ReportMark,
+    pub last_done: ReportMark,
     pub iops: f64,
     pub mib_per_s: f64,
     /// User and system time of this process.
@@ -50,7 +50,7 @@ pub struct PhaseReport {
     pub minor_faults_per_gib: Option<f64>,
     pub latency_us: Option<Latency>,
     /// By octave.
-    pub histogram: Vec<Bucket>,
+    pub histogram: Vec<HistogramBucket>,
     pub errors: Errors,
     /// Chunks that a prompt's write found there already, so that they were not stored.
     pub present: u64,
@@ -75,7 +75,7 @@ pub struct PhaseReport {
 
 /// How far a phase was at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Mark {
+pub struct ReportMark {
     pub seconds: f64,
     pub ops: u64,
     pub bytes: u64,
@@ -106,12 +106,12 @@ pub struct Errors {
 #[derive(Debug, Clone, Serialize)]
 pub struct MixReport {
     pub percent: u64,
-    pub writes: Share,
-    pub reads: Share,
+    pub writes: EndpointShare,
+    pub reads: EndpointShare,
 }
 
 #[derive(Debug, Clone, Serialize)]
-pub struct Share {
+pub struct EndpointShare {
     pub ops: u64,
     pub bytes: u64,
     pub iops: f64,
@@ -148,7 +148,7 @@ pub(super) fn gib_per_s(bytes: u64, took: Duration) -> Option<f64> {
     (bytes > 0).then(|| bytes as f64 / GIB / took.as_secs_f64().max(1e-9))
 }
 
-impl Mark {
+impl ReportMark {
     pub(super) fn new(elapsed: Duration, ops: u64, bytes: u64) -> Self {
         // A phase without a request takes no time.
         let seconds = elapsed.as_secs_f64().max(1e-9);
@@ -178,7 +178,7 @@ impl Latency {
 
 impl PhaseReport {
     /// `ended`: what was done when the last request was.
-    pub(super) fn new(settings: &Settings, course: &Course, ended: Mark, cost: Cost) -> Self {
+    pub(super) fn new(settings: &BenchSettings, course: &Course, ended: ReportMark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());
         let first_done = course.first_done().unwrap_or(ended);
         let mut latency = tally.main.latency.clone();
@@ -186,7 +186,7 @@ impl PhaseReport {
         let gib = ended.bytes as f64 / GIB;
         let per_gib = |amount: f64| (ended.bytes > 0).then(|| amount / gib);
         let sent = split::sum(cost.endpoints.iter().map(|endpoint| &endpoint.state));
-        let share = |done: &Done| Share {
+        let share = |done: &Done| EndpointShare {
             ops: done.ops,
             bytes: done.bytes,
             iops: done.ops as f64 / ended.seconds,
@@ -216,7 +216,7 @@ impl PhaseReport {
             endpoints: cost.endpoints,
             requests: cost.requests,
             traffic: cost.traffic,
-            mix: (phase == Phase::Write && settings.mix_percent > 0).then(|| MixReport {
+            mix: (phase == BenchPhase::Write && settings.mix_percent > 0).then(|| MixReport {
                 percent: settings.mix_percent,
                 writes: share(&tally.main),
                 reads: share(&tally.mixed),

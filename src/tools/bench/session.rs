@@ -3,12 +3,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::content::Content;
-use super::course::{Course, Interrupts, Limits, Live, Worker, interrupted};
+use super::course::{Course, Interrupts, Live, PhaseLimits, PhaseWorker, interrupted};
 use super::error::BenchError;
-use super::prompt::Prompt;
-use super::raw::{Deleter, Header, Reader, Target, Writer, Written, is_read, turns_with_writes, writes};
+use super::prompt::BenchPrompt;
+use super::raw::{
+    Deleter, HeaderSource, RawReader, RawTarget, Writer, Written, is_read, turns_with_writes, writes,
+};
 use super::report::{Cost, PhaseReport};
-use super::settings::{Phase, Settings, to_usize};
+use super::settings::{BenchPhase, BenchSettings, to_usize};
 use super::split;
 use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
@@ -23,9 +25,9 @@ use crate::s3::object::{Capabilities, ObjectStore, RequestCounts};
 /// One bench, phase by phase.
 pub struct Bench {
     pub(super) config: Config,
-    pub(super) target: Arc<Target>,
+    pub(super) target: Arc<RawTarget>,
     /// Whose chunks the objects are, if they are.
-    pub(super) prompt: Option<Prompt>,
+    pub(super) prompt: Option<BenchPrompt>,
     /// Objects that are there: after a write that was cut short, fewer than asked for.
     pub(super) objects: u64,
     /// The digests that parts must have, once a phase needs them.
@@ -85,8 +87,8 @@ impl Bench {
     pub fn new(
         store: Arc<dyn ObjectStore>,
         config: Config,
-        settings: Settings,
-        prompt: Option<Prompt>,
+        settings: BenchSettings,
+        prompt: Option<BenchPrompt>,
         interrupts: Interrupts,
     ) -> Result<Self, BenchError> {
         settings.check()?;
@@ -102,7 +104,7 @@ impl Bench {
             prompt,
             crcs: None,
             parts: None,
-            target: Arc::new(Target {
+            target: Arc::new(RawTarget {
                 store,
                 keys,
                 content: Content::new(),
@@ -116,7 +118,7 @@ impl Bench {
         })
     }
 
-    pub fn settings(&self) -> &Settings {
+    pub fn settings(&self) -> &BenchSettings {
         &self.target.settings
     }
 
@@ -130,8 +132,8 @@ impl Bench {
     }
 
     /// Fails if there is not the memory for one of the phases: before a prompt is written, not after it.
-    pub fn check(&self, phases: &[Phase]) -> Result<(), BenchError> {
-        if self.prompt.is_some() && phases.contains(&Phase::Read) {
+    pub fn check(&self, phases: &[BenchPhase]) -> Result<(), BenchError> {
+        if self.prompt.is_some() && phases.contains(&BenchPhase::Read) {
             let (slots, lower) = self.load_slots();
             slots_bytes(slots, self.settings().object_bytes, lower)?;
         }
@@ -139,24 +141,24 @@ impl Bench {
     }
 
     /// Runs one phase. Fails if it can't begin; what its requests met is in the report.
-    pub async fn run(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
+    pub async fn run(&mut self, phase: BenchPhase) -> Result<PhaseReport, BenchError> {
         let result = self.run_phase(phase).await;
-        if matches!((phase, &result), (Phase::Write, Err(_))) {
+        if matches!((phase, &result), (BenchPhase::Write, Err(_))) {
             // It did not begin.
             self.objects = 0;
         }
         result
     }
 
-    async fn run_phase(&mut self, phase: Phase) -> Result<PhaseReport, BenchError> {
+    async fn run_phase(&mut self, phase: BenchPhase) -> Result<PhaseReport, BenchError> {
         match phase {
-            Phase::Write if self.prompt.is_some() => self.store_prompt().await,
-            Phase::Read if self.prompt.is_some() => self.load_prompts().await,
-            Phase::Write => self.write().await,
-            Phase::Read => self.read().await,
-            Phase::Head => self.head().await,
-            Phase::Lookup => self.lookup().await,
-            Phase::Delete => self.delete().await,
+            BenchPhase::Write if self.prompt.is_some() => self.store_prompt().await,
+            BenchPhase::Read if self.prompt.is_some() => self.load_prompts().await,
+            BenchPhase::Write => self.write().await,
+            BenchPhase::Read => self.read().await,
+            BenchPhase::Head => self.head().await,
+            BenchPhase::Lookup => self.lookup().await,
+            BenchPhase::Delete => self.delete().await,
         }
     }
 
@@ -184,11 +186,11 @@ impl Bench {
             false => target.settings.object_bytes,
         };
         let limits = self.limits(Some(once), bytes.clone());
-        if let Some(report) = self.warm_up(Phase::Write, limits, &mut workers).await? {
+        if let Some(report) = self.warm_up(BenchPhase::Write, limits, &mut workers).await? {
             return Ok(report);
         }
         let limits = self.limits(total, bytes);
-        let (course, report) = self.course(Phase::Write, limits, &mut workers).await?;
+        let (course, report) = self.course(BenchPhase::Write, limits, &mut workers).await?;
         // What the warm-up wrote is there, whether it was written again or not.
         if !self.settings().warm_up {
             self.objects = objects.min(writes(course.issued(), percent));
@@ -209,27 +211,27 @@ impl Bench {
         let parts = target.settings.parts();
         let bytes = move |turn| target.part_len(turn % parts);
         let limits = self.limits(Some(each), bytes.clone());
-        if let Some(report) = self.warm_up(Phase::Read, limits, &mut readers).await? {
+        if let Some(report) = self.warm_up(BenchPhase::Read, limits, &mut readers).await? {
             return Ok(report);
         }
         let limits = self.limits(total, bytes);
-        Ok(self.course(Phase::Read, limits, &mut readers).await?.1)
+        Ok(self.course(BenchPhase::Read, limits, &mut readers).await?.1)
     }
 
     async fn head(&mut self) -> Result<PhaseReport, BenchError> {
         let objects = self.objects;
         let total = self.rounds(objects).map(|rounds| objects.saturating_mul(rounds));
-        let worker = |_| Header {
+        let worker = |_| HeaderSource {
             target: Arc::clone(&self.target),
             objects,
         };
         let mut workers: Vec<_> = (0..self.lanes(total)).map(worker).collect();
         let limits = self.limits(Some(objects), |_| 0);
-        if let Some(report) = self.warm_up(Phase::Head, limits, &mut workers).await? {
+        if let Some(report) = self.warm_up(BenchPhase::Head, limits, &mut workers).await? {
             return Ok(report);
         }
         let limits = self.limits(total, |_| 0);
-        Ok(self.course(Phase::Head, limits, &mut workers).await?.1)
+        Ok(self.course(BenchPhase::Head, limits, &mut workers).await?.1)
     }
 
     /// All objects once, whatever rounds and time limit are: nothing is left behind.
@@ -239,11 +241,11 @@ impl Bench {
             target: Arc::clone(&self.target),
         };
         let mut workers = (0..self.lanes(total)).map(worker).collect();
-        let limits = Limits {
+        let limits = PhaseLimits {
             time: None,
             ..self.limits(total, |_| 0)
         };
-        let report = self.course(Phase::Delete, limits, &mut workers).await?.1;
+        let report = self.course(BenchPhase::Delete, limits, &mut workers).await?.1;
         self.undeclare().await?;
         Ok(report)
     }
@@ -295,7 +297,7 @@ impl Bench {
         &self,
         total: Option<u64>,
         bytes: impl Fn(u64) -> u64 + Send + Sync + 'static,
-    ) -> Limits {
+    ) -> PhaseLimits {
         let settings = &self.target.settings;
         let (by_bytes, by_requests) = (settings.bytes_per_second, settings.requests_per_second);
         let cost = move |turn| {
@@ -307,7 +309,7 @@ impl Bench {
             of(bytes(turn), by_bytes).max(of(1, by_requests))
         };
         let paced = by_bytes.is_some() || by_requests.is_some();
-        Limits {
+        PhaseLimits {
             total,
             time: settings.time_limit,
             cost: paced.then(|| Box::new(cost) as _),
@@ -315,10 +317,10 @@ impl Bench {
         }
     }
 
-    pub(super) async fn course<W: Worker>(
+    pub(super) async fn course<W: PhaseWorker>(
         &mut self,
-        phase: Phase,
-        limits: Limits,
+        phase: BenchPhase,
+        limits: PhaseLimits,
         workers: &mut Vec<W>,
     ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
         let course = self.start(phase, limits, workers.len());
@@ -329,22 +331,22 @@ impl Bench {
     }
 
     /// If it is wanted, turns that are not measured, whatever time they take. Answers what ends the phase, if something did.
-    async fn warm_up<W: Worker>(
+    async fn warm_up<W: PhaseWorker>(
         &mut self,
-        phase: Phase,
-        limits: Limits,
+        phase: BenchPhase,
+        limits: PhaseLimits,
         workers: &mut Vec<W>,
     ) -> Result<Option<PhaseReport>, BenchError> {
         if !self.settings().warm_up {
             return Ok(None);
         }
-        let limits = Limits { time: None, ..limits };
+        let limits = PhaseLimits { time: None, ..limits };
         let report = self.course(phase, limits, workers).await?.1;
         Ok(ends_phase(report))
     }
 
     /// The clock starts now.
-    pub(super) fn start(&self, phase: Phase, limits: Limits, lanes: usize) -> Arc<Course> {
+    pub(super) fn start(&self, phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Arc<Course> {
         let course = Arc::new(Course::start(phase, limits, lanes));
         *self.under_way.lock() = Some(Arc::clone(&course));
         course
@@ -371,7 +373,7 @@ impl Bench {
         }
     }
 
-    async fn reader(&mut self) -> Result<Reader, BenchError> {
+    async fn reader(&mut self) -> Result<RawReader, BenchError> {
         let (settings, objects) = (&self.target.settings, self.objects);
         if settings.verify && self.crcs.is_none() {
             let (target, stop) = (Arc::clone(&self.target), Arc::new(AtomicBool::new(false)));
@@ -396,7 +398,7 @@ impl Bench {
             )?;
             self.parts.insert(arena)
         };
-        Ok(Reader::new(&self.target, arena, objects, self.crcs.as_ref()).await)
+        Ok(RawReader::new(&self.target, arena, objects, self.crcs.as_ref()).await)
     }
 
     /// Prefaulted, for so many slots.

@@ -9,7 +9,7 @@ use crate::protocol::Order;
 /// A kind of request, and the phase that makes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Phase {
+pub enum BenchPhase {
     /// PUT whole objects.
     Write,
     /// GET objects in parts.
@@ -22,7 +22,7 @@ pub enum Phase {
     Delete,
 }
 
-impl Phase {
+impl BenchPhase {
     /// In the order in which they make sense.
     pub const ALL: [Self; 5] = [Self::Write, Self::Read, Self::Head, Self::Lookup, Self::Delete];
 
@@ -43,7 +43,7 @@ impl Phase {
 
 /// What is measured. Part of the report.
 #[derive(Debug, Clone, Serialize)]
-pub struct Settings {
+pub struct BenchSettings {
     /// None: AWS.
     pub endpoint: Option<String>,
     pub bucket: String,
@@ -91,7 +91,7 @@ const OBJECT_BYTES_MAX: u64 = 5 << 30;
 /// The digests that are expected take 8 bytes each: 512 MiB.
 const PARTS_MAX: u64 = 64 << 20;
 
-impl Settings {
+impl BenchSettings {
     /// Fails with the flag that must change.
     pub fn check(&self) -> Result<(), BenchError> {
         let (object, part) = (ByteSize(self.object_bytes), ByteSize(self.part_bytes));

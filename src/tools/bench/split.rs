@@ -71,12 +71,12 @@ pub(super) fn sum<'a>(states: impl Iterator<Item = &'a EndpointState>) -> Reques
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::s3::fanout::Phase;
+    use crate::s3::fanout::BreakerPhase;
 
     fn state(address: &str, ok: u64, bytes: u64) -> EndpointState {
         EndpointState {
             address: address.parse().unwrap(),
-            breaker: Phase::Closed,
+            breaker: BreakerPhase::Closed,
             window_bytes: 1,
             in_flight_bytes: 0,
             in_flight: 0,

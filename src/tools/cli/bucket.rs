@@ -13,13 +13,13 @@ use crate::s3::object::{Capabilities, ObjectStore};
 use crate::tools::inventory::{Inventory, SpaceJson};
 
 /// The configured bucket, which was seen to be there.
-pub struct Bucket {
+pub struct OpenBucket {
     pub config: Config,
     pub inventory: Inventory,
     store: Arc<dyn ObjectStore>,
 }
 
-impl Bucket {
+impl OpenBucket {
     /// Fails with what is wrong with endpoint, bucket or credentials.
     pub async fn open(config: Config) -> Result<Self, CliError> {
         let store = open_store(&config, None).await?;

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::args::ConnectArgs;
 use super::error::CliError;
 use super::output::Out;
-use crate::config::{Origin, Shown};
+use crate::config::{SettingOrigin, Shown};
 
 /// Checks the configuration, or shows it as it takes effect.
 #[derive(Debug, Subcommand)]
@@ -17,13 +17,13 @@ Examples:
   kvgate config show --toml > kvgate.toml")]
 pub enum ConfigCommand {
     /// Says `ok`, or everything that is wrong.
-    Check(CheckArgs),
+    Check(ConfigCheckArgs),
     /// Shows every key, its value and where that comes from.
     Show(ShowArgs),
 }
 
 #[derive(Debug, Args)]
-pub struct CheckArgs {
+pub struct ConfigCheckArgs {
     /// Report as JSON.
     #[arg(long)]
     json: bool,
@@ -50,7 +50,7 @@ pub fn run(command: ConfigCommand, out: &mut Out) -> Result<(), CliError> {
     }
 }
 
-fn check(args: &CheckArgs, out: &mut Out) -> Result<(), CliError> {
+fn check(args: &ConfigCheckArgs, out: &mut Out) -> Result<(), CliError> {
     match (args.connect.load(Vec::new()), args.json) {
         (Ok(_), false) => out.line("ok"),
         (Ok(_), true) => out.json(&json!({ "ok": true, "problems": [] })),
@@ -95,7 +95,11 @@ fn toml(keys: &[Shown]) -> String {
             section = here;
             let _ = writeln!(text, "\n[{section}]");
         }
-        let off = if key.origin == Origin::Default { "# " } else { "" };
+        let off = if key.origin == SettingOrigin::Default {
+            "# "
+        } else {
+            ""
+        };
         let _ = writeln!(text, "# {} ({})", key.doc, key.accepts);
         let _ = writeln!(text, "{off}{name} = {}", value(key));
     }

@@ -5,11 +5,11 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use super::bucket::Bucket;
+use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::node::{self, NodeArgs};
 use super::output::{Out, count};
-use super::prompt::{Prompt, PromptArgs};
+use super::prompt::{PromptArgs, PromptInput};
 use super::{logging, picture};
 use crate::arena::SLOT_ALIGN;
 use crate::cache::gateway::Lookup;
@@ -79,7 +79,7 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     if args.node.socket.is_some() {
         return of_node(&args, &config, &space, prompt, out).await;
     }
-    let bucket = Bucket::open(config).await?;
+    let bucket = OpenBucket::open(config).await?;
     let space = bucket.space(space).await?;
     let tokens = prompt.tokens();
     let chunks = prompt.hashes(&space)?;
@@ -120,7 +120,7 @@ async fn of_node(
     args: &LookupArgs,
     config: &Config,
     space: &SpaceRef,
-    prompt: Prompt,
+    prompt: PromptInput,
     out: &mut Out,
 ) -> Result<(), CliError> {
     let client = args.node.client(config);

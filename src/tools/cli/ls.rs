@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{ConnectArgs, SpaceArgs};
-use super::bucket::Bucket;
+use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
@@ -35,14 +35,14 @@ pub async fn run(args: LsArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
     let space = args.space.given()?;
-    let bucket = Bucket::open(config).await?;
+    let bucket = OpenBucket::open(config).await?;
     match space {
         Some(space) => chunks(&bucket, space.key(), &args, out).await,
         None => spaces(&bucket, &args, out).await,
     }
 }
 
-async fn spaces(bucket: &Bucket, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
+async fn spaces(bucket: &OpenBucket, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
     let progress = Progress::spinner("listing");
     let (mut objects, mut sum) = (0, 0);
     let seen = |page: &Page| {
@@ -136,7 +136,7 @@ impl SpaceRow {
     }
 }
 
-async fn chunks(bucket: &Bucket, space: SpaceKey, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
+async fn chunks(bucket: &OpenBucket, space: SpaceKey, args: &LsArgs, out: &mut Out) -> Result<(), CliError> {
     let limit = args.limit.unwrap_or(usize::MAX);
     let (mut shown, mut sum, mut alien) = (0, 0, (0, 0));
     let (mut collected, mut known, mut more) = (Vec::<StoredChunk>::new(), false, false);

@@ -7,7 +7,7 @@ use clap::Args;
 use super::args::{ConnectArgs, SpaceRef};
 use super::error::CliError;
 use crate::config::Config;
-use crate::engine::client::{Client, ClientError, Target};
+use crate::engine::client::{Client, ClientError, DaemonAddress};
 
 /// The daemon that is meant.
 #[derive(Debug, Clone, Default, Args)]
@@ -22,7 +22,7 @@ impl NodeArgs {
     /// The one that was named, else the configured one.
     pub fn client(&self, config: &Config) -> Client {
         let socket = self.socket.as_ref().unwrap_or(&config.api.socket);
-        Client::new(Target::Unix(socket.clone())).trusting(config.api.socket_owner)
+        Client::new(DaemonAddress::Unix(socket.clone())).trusting(config.api.socket_owner)
     }
 }
 

@@ -30,7 +30,7 @@ pub struct PromptArgs {
 }
 
 /// What was given, before it is known what space it is for.
-pub enum Prompt {
+pub enum PromptInput {
     Tokens {
         tokens: Vec<u32>,
         salt: String,
@@ -41,16 +41,16 @@ pub enum Prompt {
 }
 
 impl PromptArgs {
-    pub fn read(&self) -> Result<Prompt, CliError> {
+    pub fn read(&self) -> Result<PromptInput, CliError> {
         if let Some(file) = &self.hashes {
             let text = input::read(file, TOKENS_BYTES_MAX)?;
-            return Ok(Prompt::Hashes(input::hashes(&text)?));
+            return Ok(PromptInput::Hashes(input::hashes(&text)?));
         }
         let secret = self.tenant_secret_file.as_ref().map(|file| {
             let text = input::read(file, SECRET_BYTES_MAX)?;
             Ok::<_, CliError>(TenantSecret::from_hex(&text)?)
         });
-        Ok(Prompt::Tokens {
+        Ok(PromptInput::Tokens {
             tokens: input::tokens(&input::read(&self.tokens, TOKENS_BYTES_MAX)?)?,
             salt: self.salt.clone(),
             adapter: self.adapter.clone(),
@@ -59,7 +59,7 @@ impl PromptArgs {
     }
 }
 
-impl Prompt {
+impl PromptInput {
     /// If tokens were given, how many.
     pub fn tokens(&self) -> Option<u64> {
         match self {

@@ -4,7 +4,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use super::bucket::Bucket;
+use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count};
@@ -48,14 +48,14 @@ pub async fn run(args: RmArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
     let space = args.space.required()?;
-    let bucket = Bucket::open(config).await?;
+    let bucket = OpenBucket::open(config).await?;
     match args.chunk.is_empty() {
         true => whole(&bucket, &space, &args, out).await,
         false => chunks(&bucket, space.key(), &args, out).await,
     }
 }
 
-async fn chunks(bucket: &Bucket, space: SpaceKey, args: &RmArgs, out: &mut Out) -> Result<(), CliError> {
+async fn chunks(bucket: &OpenBucket, space: SpaceKey, args: &RmArgs, out: &mut Out) -> Result<(), CliError> {
     if !bucket.inventory.has_space(space).await? {
         return Err(bucket.unknown_space(&space.to_string()));
     }
@@ -79,7 +79,7 @@ async fn chunks(bucket: &Bucket, space: SpaceKey, args: &RmArgs, out: &mut Out) 
     }
 }
 
-async fn whole(bucket: &Bucket, given: &SpaceRef, args: &RmArgs, out: &mut Out) -> Result<(), CliError> {
+async fn whole(bucket: &OpenBucket, given: &SpaceRef, args: &RmArgs, out: &mut Out) -> Result<(), CliError> {
     let space = given.key();
     let progress = Progress::spinner("listing");
     let (mut objects, mut sum) = (0, 0);

@@ -2,7 +2,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use super::bucket::Bucket;
+use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
 use super::node::{self, NodeArgs};
@@ -42,7 +42,7 @@ pub async fn run(args: StatArgs, verbose: u8, out: &mut Out) -> Result<(), CliEr
         return of_node(&args, &config, out).await;
     }
     let (given, hash) = target(&args, &config.s3.prefix)?;
-    let bucket = Bucket::open(config).await?;
+    let bucket = OpenBucket::open(config).await?;
     let key = given.key();
     let space = match given {
         SpaceRef::Known(space) => Ok(space),
@@ -154,7 +154,7 @@ fn target(args: &StatArgs, prefix: &str) -> Result<(SpaceRef, ChunkHash), CliErr
 }
 
 fn missing(
-    bucket: &Bucket,
+    bucket: &OpenBucket,
     space: SpaceKey,
     hash: &ChunkHash,
     as_json: bool,

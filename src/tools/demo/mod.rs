@@ -39,8 +39,8 @@ mod text;
 
 pub use args::DemoArgs;
 pub use error::DemoError;
-pub use paged::{BLOCK_TOKENS, PagedCache};
+pub use paged::{BLOCK_TOKENS, DemoPages};
 pub use plan::{Conversation, Plan, Shape};
-pub use report::{Difference, Missed, Phase, Report};
+pub use report::{DemoPhase, DemoReport, Difference, Missed};
 pub use run::run;
 pub use session::Demo;

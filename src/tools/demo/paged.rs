@@ -2,7 +2,9 @@ use std::ops::Range;
 
 use crate::arena::{Slot, SlotMut};
 use crate::engine::copy::known::{KNOWN, Pages};
-use crate::engine::copy::{CopyError, CpuOptions, HostPages, HostPagesError, Job, Part, SlotMapping};
+use crate::engine::copy::{
+    CopyError, CopyJob, CpuOptions, HostPages, HostPagesError, PlanePart, SlotMapping,
+};
 use crate::format::Space;
 
 /// Tokens of a block, as vLLM's default.
@@ -11,7 +13,7 @@ pub const BLOCK_TOKENS: usize = 16;
 const LAYOUT: &str = "LBHNC";
 
 /// KV memory as an engine has it. Which blocks a sequence has, and in which order, is in its block table.
-pub struct PagedCache {
+pub struct DemoPages {
     pages: HostPages,
     block_tokens: usize,
     blocks: usize,
@@ -19,7 +21,7 @@ pub struct PagedCache {
     address: u64,
 }
 
-impl PagedCache {
+impl DemoPages {
     pub fn new(
         space: &Space,
         block_tokens: usize,
@@ -105,13 +107,13 @@ impl PagedCache {
         pages.map(unlike).sum()
     }
 
-    fn job(&self, blocks: &[u32], at: usize) -> Result<Job, CopyError> {
+    fn job(&self, blocks: &[u32], at: usize) -> Result<CopyJob, CopyError> {
         let cache = self.pages.cache();
         let mapping = SlotMapping::Blocks {
             table: blocks,
             first_token: 0,
         };
-        Ok(Job {
+        Ok(CopyJob {
             planes: 0..cache.space().planes().len(),
             spans: cache.spans(mapping, 0..cache.space().chunk_tokens())?,
             at,
@@ -119,7 +121,7 @@ impl PagedCache {
     }
 
     /// In this layout a plane is one part.
-    fn part(&self, plane: usize) -> &Part {
+    fn part(&self, plane: usize) -> &PlanePart {
         &self.pages.cache().parts()[plane]
     }
 

@@ -2,10 +2,10 @@ use tokio::time::Instant;
 
 use super::error::DemoError;
 use super::paged::shuffled_blocks;
-use super::report::Phase;
-use super::session::{Demo, Watch};
+use super::report::DemoPhase;
+use super::session::{Demo, RequestWatch};
 use super::synthetic::generate;
-use crate::cache::gateway::{NewChunk, StoreOutcome};
+use crate::cache::gateway::{FilledSlot, StoreOutcome};
 
 /// Chunks of a conversation that S3 lacks: `prompt[from..to]`.
 struct Missing {
@@ -32,9 +32,9 @@ impl Demo {
                     to: prompt,
                 };
                 self.generate(&missing, &table).await;
-                let watch = Watch::start(&*self.store);
+                let watch = RequestWatch::start(&*self.store);
                 let result = self.store(&missing, &table).await;
-                self.report.phase(Phase::STORE).add(&watch, &*self.store);
+                self.report.phase(DemoPhase::STORE).add(&watch, &*self.store);
                 result?;
             }
         }
@@ -43,12 +43,12 @@ impl Demo {
 
     /// The engine's question: how much of this prompt need not be computed?
     async fn look(&mut self, conversation: usize, prompt: usize) -> Result<usize, DemoError> {
-        let watch = Watch::start(&*self.store);
+        let watch = RequestWatch::start(&*self.store);
         let chunks = &self.plan.conversations[conversation].chunks[..prompt];
         let deadline = Instant::now() + self.config.lookup.deadline;
         let strategy = self.config.lookup.strategy;
         let lookup = self.gateway.lookup(&self.space, chunks, strategy, deadline).await;
-        let phase = self.report.phase(Phase::LOOKUP).add(&watch, &*self.store);
+        let phase = self.report.phase(DemoPhase::LOOKUP).add(&watch, &*self.store);
         phase.chunks += prompt;
         phase.hits = Some(phase.hits.unwrap_or(0) + lookup.prefix);
         match lookup.error {
@@ -59,11 +59,11 @@ impl Demo {
 
     async fn generate(&mut self, missing: &Missing, table: &[u32]) {
         for chunk in missing.from..missing.to {
-            let watch = Watch::start(&*self.store);
+            let watch = RequestWatch::start(&*self.store);
             let conversation = &self.plan.conversations[missing.conversation];
             let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
             generate(&mut self.cache, blocks, conversation.chunk_states(chunk));
-            let phase = self.report.phase(Phase::GENERATE).add(&watch, &*self.store);
+            let phase = self.report.phase(DemoPhase::GENERATE).add(&watch, &*self.store);
             phase.chunks += 1;
             phase.bytes += self.space.layout().payload_len() as u64;
             // Ctrl-C is seen here.
@@ -98,7 +98,7 @@ impl Demo {
             let gateway = self.gateway.clone();
             let deadline = Instant::now() + self.config.store.deadline;
             self.stores.spawn(async move {
-                let new = NewChunk { hash, parent, slot };
+                let new = FilledSlot { hash, parent, slot };
                 (hash, gateway.store(new, deadline).await)
             });
         }
@@ -114,7 +114,7 @@ impl Demo {
         };
         let (chunk, outcome) = done?;
         let bytes = self.space.layout().payload_len() as u64;
-        let phase = self.report.phase(Phase::STORE);
+        let phase = self.report.phase(DemoPhase::STORE);
         match outcome {
             StoreOutcome::Stored => {
                 self.stored.insert(chunk);

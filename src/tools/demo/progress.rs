@@ -4,12 +4,12 @@ const BYTES: &str = "{prefix:>16} {wide_bar} {binary_bytes}/{binary_total_bytes}
 const CHUNKS: &str = "{prefix:>16} {wide_bar} {pos}/{len} chunks";
 
 /// One bar on stderr for the phase under way; nothing where stderr is no terminal.
-pub(super) struct Progress {
+pub(super) struct DemoProgress {
     bar: ProgressBar,
     visible: bool,
 }
 
-impl Progress {
+impl DemoProgress {
     pub fn hidden() -> Self {
         Self {
             bar: ProgressBar::hidden(),
@@ -45,7 +45,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for DemoProgress {
     fn drop(&mut self) {
         self.end();
     }

@@ -1,14 +1,14 @@
 use serde::Serialize;
 
 use super::plan::Plan;
-use super::session::Watch;
+use super::session::RequestWatch;
 use super::synthetic::Position;
 use crate::format::Space;
 use crate::s3::object::{ObjectStore, RequestCounts};
 
 /// One line of the table. A phase that came in turns with others is the sum of its turns.
 #[derive(Debug, Clone, Serialize)]
-pub struct Phase {
+pub struct DemoPhase {
     /// One of the words below.
     pub name: &'static str,
     pub seconds: f64,
@@ -41,7 +41,7 @@ pub struct Missed {
 
 /// What happened.
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
+pub struct DemoReport {
     pub model: String,
     pub space: String,
     pub seed: u64,
@@ -63,7 +63,7 @@ pub struct Report {
     /// Parts of `store` and of `load`.
     pub gather_seconds: f64,
     pub scatter_seconds: f64,
-    pub phases: Vec<Phase>,
+    pub phases: Vec<DemoPhase>,
     pub compared_bytes: u64,
     pub different_bytes: u64,
     pub first_difference: Option<Difference>,
@@ -74,7 +74,7 @@ pub struct Report {
     pub equal: bool,
 }
 
-impl Phase {
+impl DemoPhase {
     pub const OPEN: &'static str = "open";
     pub const LOOKUP: &'static str = "prefill_lookup";
     pub const GENERATE: &'static str = "generate";
@@ -88,7 +88,7 @@ impl Phase {
     pub const REMOVE: &'static str = "remove";
 
     /// Adds what has happened since the watch was started.
-    pub(super) fn add(&mut self, watch: &Watch, store: &dyn ObjectStore) -> &mut Self {
+    pub(super) fn add(&mut self, watch: &RequestWatch, store: &dyn ObjectStore) -> &mut Self {
         let (elapsed, more) = watch.read(store);
         self.seconds += elapsed.as_secs_f64();
         let requests = &mut self.requests;
@@ -120,7 +120,7 @@ impl Phase {
     }
 }
 
-impl Report {
+impl DemoReport {
     pub(super) fn new(space: &Space, plan: &Plan) -> Self {
         let plane = space.planes().first();
         Self {
@@ -154,13 +154,13 @@ impl Report {
     }
 
     /// The phase of this name, made at its first use.
-    pub(super) fn phase(&mut self, name: &'static str) -> &mut Phase {
+    pub(super) fn phase(&mut self, name: &'static str) -> &mut DemoPhase {
         let at = self
             .phases
             .iter()
             .position(|phase| phase.name == name)
             .unwrap_or_else(|| {
-                self.phases.push(Phase {
+                self.phases.push(DemoPhase {
                     name,
                     seconds: 0.0,
                     bytes: 0,
@@ -175,7 +175,7 @@ impl Report {
 
     /// Judges: every chunk was found, loaded and compared, and no byte differs.
     pub(super) fn is_equal(&self) -> bool {
-        let lookups = [Phase::COLD_EXACT, Phase::COLD_PREFIX, Phase::WARM];
+        let lookups = [DemoPhase::COLD_EXACT, DemoPhase::COLD_PREFIX, DemoPhase::WARM];
         let found = |name| {
             let mut phases = self.phases.iter();
             phases.any(|phase| phase.name == name && phase.hits == Some(self.chunks))

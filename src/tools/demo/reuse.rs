@@ -2,19 +2,19 @@ use tokio::time::Instant;
 
 use super::error::DemoError;
 use super::paged::shuffled_blocks;
-use super::report::{Difference, Missed, Phase};
-use super::session::{Demo, POISON, Watch};
+use super::report::{DemoPhase, Difference, Missed};
+use super::session::{Demo, POISON, RequestWatch};
 use super::synthetic::compare;
-use crate::cache::gateway::{AfterMiss, LoadRequest};
+use crate::cache::gateway::{AfterMiss, LoadSpec};
 use crate::protocol::Order;
 use crate::protocol::Strategy;
 
 impl Demo {
     /// Everything, three times: asked one by one, by searching for the end, and again with the answers known.
     pub async fn look_up(&mut self) -> Result<(), DemoError> {
-        self.look_up_all(Phase::COLD_EXACT, Strategy::Exact).await?;
+        self.look_up_all(DemoPhase::COLD_EXACT, Strategy::Exact).await?;
         self.gateway.forget_existence();
-        self.look_up_all(Phase::COLD_PREFIX, Strategy::Prefix).await?;
+        self.look_up_all(DemoPhase::COLD_PREFIX, Strategy::Prefix).await?;
         // The search inferred some; only what was asked is known.
         self.gateway.forget_existence();
         let all = self
@@ -27,12 +27,12 @@ impl Demo {
         self.gateway
             .lookup(&self.space, &all, Strategy::Exact, deadline)
             .await;
-        self.look_up_all(Phase::WARM, Strategy::Exact).await
+        self.look_up_all(DemoPhase::WARM, Strategy::Exact).await
     }
 
     async fn look_up_all(&mut self, name: &'static str, strategy: Strategy) -> Result<(), DemoError> {
         self.progress.start(name, self.plan.chunks() as u64, false);
-        let watch = Watch::start(&*self.store);
+        let watch = RequestWatch::start(&*self.store);
         let (mut hits, mut unknown) = (0, None);
         for conversation in &self.plan.conversations {
             let deadline = Instant::now() + self.config.lookup.deadline;
@@ -55,9 +55,9 @@ impl Demo {
         for conversation in 0..self.plan.conversations.len() {
             if conversation > 0 {
                 // What the one before had is no help for this one.
-                let watch = Watch::start(&*self.store);
+                let watch = RequestWatch::start(&*self.store);
                 self.cache.poison(POISON);
-                let phase = self.report.phase(Phase::FORGET).add(&watch, &*self.store);
+                let phase = self.report.phase(DemoPhase::FORGET).add(&watch, &*self.store);
                 phase.bytes += self.cache.bytes() as u64;
             }
             let table = shuffled_blocks(self.cache.blocks(), &mut self.random);
@@ -70,8 +70,8 @@ impl Demo {
 
     /// Answers how many chunks are in their pages: the leading run.
     async fn load(&mut self, conversation: usize, table: &[u32]) -> Result<usize, DemoError> {
-        let watch = Watch::start(&*self.store);
-        let mut stream = self.gateway.load(LoadRequest {
+        let watch = RequestWatch::start(&*self.store);
+        let mut stream = self.gateway.load(LoadSpec {
             space: self.space.clone(),
             chunks: self.plan.conversations[conversation].chunks.clone(),
             order: Order::Chunk,
@@ -98,14 +98,14 @@ impl Demo {
                 }),
             }
         }
-        let phase = self.report.phase(Phase::LOAD).add(&watch, &*self.store);
+        let phase = self.report.phase(DemoPhase::LOAD).add(&watch, &*self.store);
         phase.chunks += loaded;
         phase.bytes += (loaded * self.space.layout().payload_len()) as u64;
         Ok(loaded)
     }
 
     async fn compare(&mut self, conversation: usize, table: &[u32], loaded: usize) {
-        let watch = Watch::start(&*self.store);
+        let watch = RequestWatch::start(&*self.store);
         let chunk_blocks = self.plan.chunk_blocks();
         let mut compared_bytes = 0;
         for chunk in 0..loaded {
@@ -136,7 +136,7 @@ impl Demo {
             .map(|&block| self.cache.bytes_unlike(block, POISON))
             .sum();
         self.report.stray_bytes += stray as u64;
-        let phase = self.report.phase(Phase::COMPARE).add(&watch, &*self.store);
+        let phase = self.report.phase(DemoPhase::COMPARE).add(&watch, &*self.store);
         phase.chunks += loaded;
         phase.bytes += compared_bytes;
     }

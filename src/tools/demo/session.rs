@@ -6,10 +6,10 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::error::DemoError;
-use super::paged::{BLOCK_TOKENS, PagedCache};
+use super::paged::{BLOCK_TOKENS, DemoPages};
 use super::plan::Plan;
-use super::progress::Progress;
-use super::report::{Phase, Report};
+use super::progress::DemoProgress;
+use super::report::{DemoPhase, DemoReport};
 use crate::cache::gateway::{Gateway, GatewayOptions, StoreOutcome};
 use crate::config::Config;
 use crate::engine::copy::CpuOptions;
@@ -30,19 +30,19 @@ pub struct Demo {
     pub(super) config: Config,
     pub(super) store: Arc<dyn ObjectStore>,
     pub(super) gateway: Gateway,
-    pub(super) cache: PagedCache,
+    pub(super) cache: DemoPages,
     pub(super) random: fastrand::Rng,
     /// Under way. Kept outside of the phases' futures, so that an interrupted run can still wait for them.
     pub(super) stores: JoinSet<(ChunkHash, StoreOutcome)>,
     pub(super) stored: HashSet<ChunkHash>,
     /// space.json was missing before, so it is ours to remove.
     declares: bool,
-    pub(super) report: Report,
-    pub(super) progress: Progress,
+    pub(super) report: DemoReport,
+    pub(super) progress: DemoProgress,
 }
 
 /// Time and requests since it was started.
-pub(super) struct Watch {
+pub(super) struct RequestWatch {
     started: Instant,
     requests: RequestCounts,
 }
@@ -57,7 +57,7 @@ impl Demo {
     ) -> Result<Self, DemoError> {
         // A file is for engines, of which there are none; the configured one may be a running daemon's.
         config.arena.path = None;
-        let watch = Watch::start(&*store);
+        let watch = RequestWatch::start(&*store);
         let deadline = Instant::now() + config.s3.request_timeout;
         match store.check_bucket(deadline).await {
             Err(error) if error.kind == ErrorKind::NoBucket => store.create_bucket(deadline).await?,
@@ -69,10 +69,10 @@ impl Demo {
             Err(error) if error.kind == ErrorKind::NotFound => true,
             result => result.map(|_| false)?,
         };
-        let mut report = Report::new(&space, &plan);
-        report.phase(Phase::OPEN).add(&watch, &*store);
+        let mut report = DemoReport::new(&space, &plan);
+        report.phase(DemoPhase::OPEN).add(&watch, &*store);
         Ok(Self {
-            cache: PagedCache::new(
+            cache: DemoPages::new(
                 &space,
                 BLOCK_TOKENS,
                 plan.cache_blocks(),
@@ -81,7 +81,7 @@ impl Demo {
             random: fastrand::Rng::with_seed(plan.shape.seed),
             stores: JoinSet::new(),
             stored: HashSet::new(),
-            progress: Progress::hidden(),
+            progress: DemoProgress::hidden(),
             space,
             plan,
             config,
@@ -94,10 +94,10 @@ impl Demo {
 
     /// Shows what goes on, if stderr is a terminal.
     pub fn show_progress(&mut self) {
-        self.progress = Progress::visible();
+        self.progress = DemoProgress::visible();
     }
 
-    pub fn report(&self) -> &Report {
+    pub fn report(&self) -> &DemoReport {
         &self.report
     }
 
@@ -107,7 +107,7 @@ impl Demo {
 
     /// A new gateway that knows nothing, and pages that hold nothing.
     pub fn forget(&mut self) {
-        let watch = Watch::start(&*self.store);
+        let watch = RequestWatch::start(&*self.store);
         self.cache.poison(POISON);
         self.gateway = Gateway::new(
             Arc::clone(&self.store),
@@ -115,7 +115,7 @@ impl Demo {
             self.gateway.capabilities(),
             GatewayOptions::from(&self.config),
         );
-        let phase = self.report.phase(Phase::FORGET).add(&watch, &*self.store);
+        let phase = self.report.phase(DemoPhase::FORGET).add(&watch, &*self.store);
         phase.bytes += self.cache.bytes() as u64;
     }
 
@@ -128,14 +128,14 @@ impl Demo {
             }
         }
         self.stores.abort_all();
-        let watch = Watch::start(&*self.store);
+        let watch = RequestWatch::start(&*self.store);
         let prefix = KeyPrefix::new(&self.config.s3.prefix);
         let chunks = self
             .stored
             .iter()
             .map(|chunk| prefix.chunk(self.space.key(), chunk));
         let mut keys: Vec<String> = chunks.collect();
-        self.progress.start(Phase::REMOVE, keys.len() as u64, false);
+        self.progress.start(DemoPhase::REMOVE, keys.len() as u64, false);
         if self.declares {
             keys.push(prefix.space_json(self.space.key()));
         }
@@ -144,7 +144,7 @@ impl Demo {
             self.store.delete(some, deadline).await?;
             self.progress.add(some.len() as u64);
         }
-        let phase = self.report.phase(Phase::REMOVE).add(&watch, &*self.store);
+        let phase = self.report.phase(DemoPhase::REMOVE).add(&watch, &*self.store);
         phase.chunks = self.stored.len();
         self.stored.clear();
         Ok(())
@@ -159,7 +159,7 @@ impl Demo {
     }
 }
 
-impl Watch {
+impl RequestWatch {
     pub fn start(store: &dyn ObjectStore) -> Self {
         Self {
             started: Instant::now(),

@@ -1,6 +1,6 @@
 //! KV bytes made from a prefix: like real ones, those of a token depend on every token up to it, on plane and head.
 
-use super::paged::PagedCache;
+use super::paged::DemoPages;
 
 /// Odd, with bits spread evenly: the golden ratio.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -64,7 +64,7 @@ fn fill_rows(states: &[u64], plane: usize, head: usize, rows: &mut [u8]) {
 }
 
 /// "Prefill": writes the KV of the tokens with these prefix states into pages.
-pub(super) fn generate(cache: &mut PagedCache, blocks: &[u32], states: &[u64]) {
+pub(super) fn generate(cache: &mut DemoPages, blocks: &[u32], states: &[u64]) {
     let block_tokens = cache.block_tokens();
     for plane in 0..cache.planes() {
         for (block, states) in blocks.iter().zip(states.chunks(block_tokens)) {
@@ -76,7 +76,7 @@ pub(super) fn generate(cache: &mut PagedCache, blocks: &[u32], states: &[u64]) {
 }
 
 /// Whether pages hold what [`generate`] would write.
-pub(super) fn compare(cache: &PagedCache, blocks: &[u32], states: &[u64]) -> Comparison {
+pub(super) fn compare(cache: &DemoPages, blocks: &[u32], states: &[u64]) -> Comparison {
     let block_tokens = cache.block_tokens();
     let mut result = Comparison::default();
     let mut expected = Vec::new();
@@ -153,7 +153,7 @@ mod tests {
             threads: 1,
             bytes_per_thread: 1,
         };
-        let mut cache = PagedCache::new(&space.unwrap(), 4, 5, options).unwrap();
+        let mut cache = DemoPages::new(&space.unwrap(), 4, 5, options).unwrap();
         let (blocks, states) = ([3, 0, 2], prefix_states(1, &[5; 12]));
         generate(&mut cache, &blocks, &states);
         let bytes = 12 * (2 * 21 + 3 * 8);

@@ -4,14 +4,14 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::paged::BLOCK_TOKENS;
-use super::report::{Phase, Report};
+use super::report::{DemoPhase, DemoReport};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 const MIB: f64 = (1_u64 << 20) as f64;
 /// Misses that are shown; `--json` has all.
 const MISSED_SHOWN: usize = 3;
 
-impl Report {
+impl DemoReport {
     /// What will be done.
     pub(super) fn header(&self) -> String {
         format!(
@@ -50,7 +50,7 @@ impl Report {
         for phase in &self.phases {
             text.push_str(&row(phase));
         }
-        let lookup = self.phases.iter().find(|phase| phase.name == Phase::LOOKUP);
+        let lookup = self.phases.iter().find(|phase| phase.name == DemoPhase::LOOKUP);
         if let Some((hits, chunks)) = lookup.and_then(|phase| Some((phase.hits?, phase.chunks))) {
             let _ = writeln!(
                 text,
@@ -125,7 +125,7 @@ impl Report {
     }
 }
 
-fn row(phase: &Phase) -> String {
+fn row(phase: &DemoPhase) -> String {
     let number = |shown: bool, text: String| if shown { text } else { "-".to_owned() };
     let gib = phase.bytes as f64 / GIB;
     format!(

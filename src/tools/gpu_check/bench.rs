@@ -9,7 +9,7 @@ use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN, Slot, SlotMut};
 use crate::config::units::GIB;
 use crate::engine::copy::cuda::{CudaError, DevicePages, Gpu, Pinned};
 use crate::engine::copy::known::{KnownLayout, Pages};
-use crate::engine::copy::{CudaOptions, Job, SlotMapping};
+use crate::engine::copy::{CopyJob, CudaOptions, SlotMapping};
 use crate::format::Space;
 
 /// What is measured: each layout with each block size on each number of thread blocks.
@@ -232,7 +232,7 @@ impl Bed {
     fn paged(
         &mut self,
         device: &DevicePages,
-        jobs: &[Job],
+        jobs: &[CopyJob],
         load: bool,
         store: bool,
     ) -> Result<f64, GpuError> {
@@ -262,7 +262,7 @@ struct Round {
     paged: [f64; 3],
 }
 
-fn jobs(device: &DevicePages, plan: &BenchPlan, pages: &Pages) -> Result<Vec<Job>, GpuError> {
+fn jobs(device: &DevicePages, plan: &BenchPlan, pages: &Pages) -> Result<Vec<CopyJob>, GpuError> {
     let (cache, chunk_tokens) = (device.copier().cache(), plan.space.chunk_tokens());
     let mut table: Vec<u32> = (0..pages.blocks).collect();
     fastrand::Rng::with_seed(1).shuffle(&mut table);
@@ -284,7 +284,7 @@ fn jobs(device: &DevicePages, plan: &BenchPlan, pages: &Pages) -> Result<Vec<Job
                 first_token: 0,
             },
         };
-        Ok(Job {
+        Ok(CopyJob {
             planes: 0..plan.space.planes().len(),
             spans: cache.spans(mapping, 0..chunk_tokens)?,
             at: 0,

@@ -7,7 +7,7 @@ use crate::arena::{Arena, ArenaOptions, SlotMut};
 use crate::engine::copy::cuda::{DevicePages, Gpu};
 use crate::engine::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::engine::copy::{
-    CpuOptions, CudaOptions, HostPages, Job, MappingError, PagedCache, SlotMapping, Spans,
+    CopyJob, CpuOptions, CudaOptions, HostPages, MappingError, PagedCache, SlotMapping, Spans,
 };
 use crate::format::{Space, SpaceError};
 
@@ -22,7 +22,7 @@ pub struct Case {
 
 /// What was compared.
 #[derive(Debug, Clone, Serialize)]
-pub struct Checked {
+pub struct LayoutsChecked {
     pub layout: &'static str,
     pub model: &'static str,
     pub heads: Option<(u32, u32)>,
@@ -94,7 +94,7 @@ pub fn cases() -> Result<Vec<Case>, SpaceError> {
 
 /// Loads chunks into pages of the device and stores them back, and compares all of the pages and all of the object
 /// with what the CPU's copies make of the same.
-pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checked, GpuError> {
+pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<LayoutsChecked, GpuError> {
     let Case { space, pages, .. } = case;
     let object_len = space.layout().object_len();
     let arena = Arena::new(&ArenaOptions {
@@ -111,7 +111,7 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checke
     let copier = device.copier();
     copier.pin(&copier.register(arena.clone()))?;
     let mut twin = HostPages::new(space, layout, pages, POISON, ONE_THREAD)?;
-    let job = Job {
+    let job = CopyJob {
         planes: 0..space.planes().len(),
         spans: some_slots(twin.cache(), pages)?,
         at: 0,
@@ -132,7 +132,7 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Checke
     let target: SlotMut = copier.store(target, &job, Some(&after))?.wait()?;
     case.compare("the object after a store", &target, &expected)?;
     case.compare("pages after a store", &device.image()?, twin.image())?;
-    Ok(Checked {
+    Ok(LayoutsChecked {
         layout: layout.name,
         model: case.model,
         heads: pages.heads,

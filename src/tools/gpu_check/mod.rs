@@ -14,6 +14,6 @@ mod error;
 mod path;
 
 pub use bench::{BenchPlan, BenchRow, Floor, bench};
-pub use check::{Case, Checked, cases, check};
+pub use check::{Case, LayoutsChecked, cases, check};
 pub use error::GpuError;
 pub use path::{PathPlan, PathReport, path};

@@ -5,12 +5,12 @@ use tokio::time::Instant;
 
 use super::bench::median;
 use super::error::GpuError;
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, NewChunk, StoreOutcome};
+use crate::cache::gateway::{AfterMiss, FilledSlot, Gateway, LoadSpec, StoreOutcome};
 use crate::config::Config;
 use crate::config::units::GIB;
 use crate::engine::copy::cuda::{DevicePages, Gpu};
 use crate::engine::copy::known::{KnownLayout, Pages};
-use crate::engine::copy::{CudaOptions, Job, SlotMapping};
+use crate::engine::copy::{CopyJob, CudaOptions, SlotMapping};
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectStore};
@@ -95,7 +95,7 @@ impl Prompt {
             .reserve(&self.space)
             .map_err(|_| GpuError::Room(object_bytes))?;
         fill(slot.payload_mut(), nth);
-        let new = NewChunk {
+        let new = FilledSlot {
             hash: self.chunks[nth],
             parent: nth.checked_sub(1).map_or(self.root, |before| self.chunks[before]),
             slot,
@@ -148,10 +148,10 @@ impl Prompt {
     async fn load(
         &self,
         config: &Config,
-        pages: Option<(&DevicePages, &[Job])>,
+        pages: Option<(&DevicePages, &[CopyJob])>,
     ) -> Result<(f64, f64), GpuError> {
         let started = Instant::now();
-        let mut stream = self.gateway.load(LoadRequest {
+        let mut stream = self.gateway.load(LoadSpec {
             space: self.space.clone(),
             chunks: self.chunks.clone(),
             order: Order::Chunk,
@@ -179,7 +179,7 @@ impl Prompt {
         ))
     }
 
-    fn jobs(&self, device: &DevicePages, pages: &Pages) -> Result<Vec<Job>, GpuError> {
+    fn jobs(&self, device: &DevicePages, pages: &Pages) -> Result<Vec<CopyJob>, GpuError> {
         let mut table: Vec<u32> = (0..pages.blocks).collect();
         fastrand::Rng::with_seed(1).shuffle(&mut table);
         let chunk_tokens = self.space.chunk_tokens();
@@ -188,7 +188,7 @@ impl Prompt {
                 table: &table,
                 first_token: nth as u64 * u64::from(chunk_tokens),
             };
-            Ok(Job {
+            Ok(CopyJob {
                 planes: 0..self.space.planes().len(),
                 spans: device.copier().cache().spans(mapping, 0..chunk_tokens)?,
                 at: self.space.layout().header_len(),
@@ -198,7 +198,7 @@ impl Prompt {
     }
 
     /// Every byte of the pages, by way of a store.
-    fn compare(&self, device: &DevicePages, jobs: &[Job]) -> Result<(), GpuError> {
+    fn compare(&self, device: &DevicePages, jobs: &[CopyJob]) -> Result<(), GpuError> {
         let payload_len = self.space.layout().payload_len();
         let mut expected = vec![0; payload_len];
         for (nth, job) in jobs.iter().enumerate() {

@@ -26,7 +26,7 @@ pub use remove::Removed;
 pub use space_json::SpaceJson;
 pub use stat::{ChunkStat, HeaderState};
 pub use summary::{SpaceSummary, Summary};
-pub use verify::{Checked, Verdict};
+pub use verify::{ObjectChecked, ObjectVerdict};
 
 use crate::format::KeyPrefix;
 use crate::s3::object::ObjectStore;

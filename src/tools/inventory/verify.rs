@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::{Inventory, StoredChunk};
 use crate::arena::SLOT_ALIGN;
-use crate::cache::gateway::{AfterMiss, Gateway, LoadRequest, Miss};
+use crate::cache::gateway::{AfterMiss, Gateway, LoadSpec, Miss};
 use crate::format::Space;
 use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
@@ -15,14 +15,14 @@ const CHECKS_MAX: usize = 32;
 
 /// A chunk that was loaded and checked.
 #[derive(Debug, Clone)]
-pub struct Checked {
+pub struct ObjectChecked {
     pub chunk: StoredChunk,
-    pub verdict: Verdict,
+    pub verdict: ObjectVerdict,
 }
 
 /// What a check found.
 #[derive(Debug, Clone)]
-pub enum Verdict {
+pub enum ObjectVerdict {
     Good,
     /// The object can't be what its key says.
     Damaged(Miss),
@@ -32,7 +32,7 @@ pub enum Verdict {
     Unknown(Miss),
 }
 
-impl Verdict {
+impl ObjectVerdict {
     /// Stable word: `ok`, `gone`, or the miss's code.
     pub fn code(&self) -> &'static str {
         match self {
@@ -70,7 +70,7 @@ impl Inventory {
         &self,
         gateway: &Gateway,
         space: &Space,
-    ) -> impl Stream<Item = Result<Checked, ObjectError>> + use<> {
+    ) -> impl Stream<Item = Result<ObjectChecked, ObjectError>> + use<> {
         let slot_bytes = space.layout().object_len().next_multiple_of(SLOT_ALIGN);
         let at_once = (gateway.arena().size() / slot_bytes).clamp(1, CHECKS_MAX);
         let (gateway, space, limit) = (gateway.clone(), space.clone(), self.call_timeout);
@@ -81,7 +81,7 @@ impl Inventory {
                 let (gateway, space) = (gateway.clone(), space.clone());
                 async move {
                     // Each chunk has its own deadline, so that a large space takes the time it needs.
-                    let request = LoadRequest {
+                    let request = LoadSpec {
                         space,
                         chunks: vec![chunk.hash],
                         order: Order::Chunk,
@@ -90,16 +90,16 @@ impl Inventory {
                     };
                     let outcome = gateway.load(request).next().await;
                     let verdict = match outcome {
-                        Some((_, Ok(_loaded))) => Verdict::Good,
-                        Some((_, Err(miss))) => Verdict::of(miss),
-                        None => Verdict::of(Miss::Unknown(Arc::new(ObjectError::new(
+                        Some((_, Ok(_loaded))) => ObjectVerdict::Good,
+                        Some((_, Err(miss))) => ObjectVerdict::of(miss),
+                        None => ObjectVerdict::of(Miss::Unknown(Arc::new(ObjectError::new(
                             Operation::Get,
                             "a load",
                             ErrorKind::Broken,
                             "it ended without an outcome",
                         )))),
                     };
-                    Ok(Checked { chunk, verdict })
+                    Ok(ObjectChecked { chunk, verdict })
                 }
             })
             .try_buffer_unordered(at_once)

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::format::{DigestKind, Digester, Layout, Section};
-use crate::s3::net::Watch;
+use crate::s3::net::BodyWatch;
 
 /// One section's digests. Its watch goes with the landing to whoever fills the slot; the figures stay here.
 pub(super) struct Digests {
@@ -62,7 +62,7 @@ impl Digests {
     }
 
     /// To go with a landing; what was seen before is forgotten.
-    pub fn watch(&self, kind: DigestKind) -> Box<dyn Watch> {
+    pub fn watch(&self, kind: DigestKind) -> Box<dyn BodyWatch> {
         let mut seen = lock(&self.seen);
         (seen.kind, seen.at) = (kind, None);
         drop(seen);
@@ -85,7 +85,7 @@ impl Digests {
     }
 }
 
-impl Watch for Watching {
+impl BodyWatch for Watching {
     fn arrived(&mut self, at: usize, bytes: &[u8]) {
         lock(&self.0).arrived(at, bytes);
     }
@@ -151,7 +151,7 @@ mod tests {
             .collect()
     }
 
-    fn deliver(watch: &mut dyn Watch, bytes: &[u8], cuts: &[usize], until: usize) {
+    fn deliver(watch: &mut dyn BodyWatch, bytes: &[u8], cuts: &[usize], until: usize) {
         let mut at = 0;
         for &len in cuts.iter().cycle() {
             let end = (at + len).min(bytes.len());

@@ -1,7 +1,7 @@
 //! A chunk from the disk: whole, and verified like one from S3. What does not verify is removed there. Where S3 does not
 //! have it, the file is read a second time first, and then moved aside: it is the only copy.
 
-use super::Wanted;
+use super::ChunkFetch;
 use crate::arena::SlotMut;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::gateway::{Gateway, LoadedChunk};
@@ -27,7 +27,7 @@ enum Unread {
     Bad(Bad),
 }
 
-impl Wanted {
+impl ChunkFetch {
     /// Gives the slot back if the disk does not have the chunk, or has something else. One that hangs keeps it.
     pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
         let Some(tiers) = self.gateway.0.tiers.as_ref() else {

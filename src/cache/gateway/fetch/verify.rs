@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Part, Wanted};
+use super::{ChunkFetch, Part};
 use crate::cache::existence::Known;
 use crate::cache::gateway::Miss;
 use crate::format::{DigestKind, Header, HeaderError};
@@ -11,14 +11,14 @@ use crate::s3::object::Version;
 
 /// What the first section tells of the whole object.
 #[derive(Clone)]
-pub(in crate::cache::gateway) struct Head {
+pub(in crate::cache::gateway) struct ObjectHead {
     pub header: Arc<Header>,
     pub version: Version,
 }
 
-impl Wanted {
+impl ChunkFetch {
     /// Checks the header, at the front of the first section.
-    pub async fn head(&self, part: &mut Part, mut version: Version) -> Result<Head, Miss> {
+    pub async fn head(&self, part: &mut Part, mut version: Version) -> Result<ObjectHead, Miss> {
         let cache = &self.gateway.0.cache;
         if cache.damaged(&self.cache_key()).as_ref() == Some(&version) {
             cache.learn(self.cache_key(), Known::Absent, self.asked);
@@ -31,7 +31,7 @@ impl Wanted {
             (header, version) = (self.header(part), same);
         }
         match header {
-            Ok(header) => Ok(Head {
+            Ok(header) => Ok(ObjectHead {
                 header: Arc::new(header),
                 version,
             }),
@@ -57,7 +57,7 @@ impl Wanted {
     }
 
     /// Checks the planes of a section.
-    pub async fn check(&self, part: &mut Part, head: &Head) -> Result<(), Miss> {
+    pub async fn check(&self, part: &mut Part, head: &ObjectHead) -> Result<(), Miss> {
         let kind = head.header.digest_kind;
         let bad = |part: &Part| part.digests.bad_plane(&part.slot, kind, &head.header.digests);
         let mut version = head.version.clone();

@@ -14,9 +14,9 @@ use crate::arena::SLOT_ALIGN;
 pub(super) const BLOCK: usize = SLOT_ALIGN;
 
 #[repr(C, align(4096))]
-struct Block([u8; BLOCK]);
+struct AlignedBlock([u8; BLOCK]);
 
-const _: () = assert!(align_of::<Block>() == BLOCK);
+const _: () = assert!(align_of::<AlignedBlock>() == BLOCK);
 
 /// Whether direct I/O can use this memory; a part of a slot may begin anywhere.
 pub(super) fn is_aligned(bytes: &[u8]) -> bool {
@@ -28,7 +28,7 @@ pub(super) fn write(file: &File, bytes: &[u8]) -> io::Result<()> {
     let (blocks, rest) = bytes.split_at(bytes.len() / BLOCK * BLOCK);
     write_blocks(file, blocks, 0)?;
     if !rest.is_empty() {
-        let mut block = Box::new(Block([0; BLOCK]));
+        let mut block = Box::new(AlignedBlock([0; BLOCK]));
         block.0[..rest.len()].copy_from_slice(rest);
         write_blocks(file, &block.0, blocks.len() as u64)?;
         file.set_len(bytes.len() as u64)?;
@@ -42,7 +42,7 @@ pub(super) fn read(file: &File, bytes: &mut [u8]) -> io::Result<()> {
     let blocks_len = blocks.len() as u64;
     read_blocks(file, blocks)?;
     if !rest.is_empty() {
-        let mut block = Box::new(Block([0; BLOCK]));
+        let mut block = Box::new(AlignedBlock([0; BLOCK]));
         let read = again(|| file.read_at(&mut block.0, blocks_len))?;
         let last = block.0[..read].get(..rest.len());
         rest.copy_from_slice(last.ok_or(ErrorKind::UnexpectedEof)?);

@@ -2,7 +2,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::fault::Fault;
+use super::fault::DiskFault;
 
 /// What the disk tier can't do.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +47,7 @@ impl DiskError {
     pub fn condemns(&self) -> bool {
         match self {
             Self::Absent | Self::Damaged { .. } => true,
-            Self::Io { source, .. } => Fault::of(source) != Fault::Process,
+            Self::Io { source, .. } => DiskFault::of(source) != DiskFault::Process,
             _ => false,
         }
     }

@@ -4,7 +4,7 @@ use rustix::io::Errno;
 
 /// What an error of I/O says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum DiskFault {
     /// The file system has no room: it is fuller than configured, but works.
     Full,
     /// Direct I/O is refused.
@@ -17,7 +17,7 @@ pub(super) enum Fault {
     Disk,
 }
 
-impl Fault {
+impl DiskFault {
     pub fn of(error: &io::Error) -> Self {
         if error.kind() == ErrorKind::UnexpectedEof {
             return Self::Short;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::direct;
 use super::error::DiskError;
-use super::fault::Fault;
+use super::fault::DiskFault;
 use super::space_folder::SpaceFolders;
 use super::temp::{TEMP_FOLDER, Temp};
 use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space, SpaceKey};
@@ -46,7 +46,7 @@ pub(super) struct Folder {
 
 /// What a read found.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum FolderFound {
     Whole,
     Absent,
     /// It has this length instead.
@@ -54,13 +54,13 @@ pub(super) enum Found {
 }
 
 /// Why a folder can't be used.
-pub(super) enum OpenError {
+pub(super) enum FolderError {
     /// By another process, or by this one under another path.
     InUse(DiskError),
     Io(io::Error),
 }
 
-impl fmt::Display for OpenError {
+impl fmt::Display for FolderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InUse(error) => error.fmt(f),
@@ -69,7 +69,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-impl<E: Into<io::Error>> From<E> for OpenError {
+impl<E: Into<io::Error>> From<E> for FolderError {
     fn from(error: E) -> Self {
         Self::Io(error.into())
     }
@@ -77,7 +77,7 @@ impl<E: Into<io::Error>> From<E> for OpenError {
 
 impl Folder {
     /// Makes it if it is missing, and locks it.
-    pub fn open(path: &Path) -> Result<Self, OpenError> {
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
         std::fs::create_dir_all(path)?;
         let root = open(
             path,
@@ -93,7 +93,7 @@ impl Folder {
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => {
                 let path = path.to_owned();
-                return Err(OpenError::InUse(DiskError::InUse { path }));
+                return Err(FolderError::InUse(DiskError::InUse { path }));
             }
             locked => locked?,
         }
@@ -188,11 +188,11 @@ impl Folder {
     }
 
     /// Fills `object` from the file, if it has that length. Notes the use in the file's times: the order after a restart.
-    pub fn read(&self, key: &ChunkId, object: &mut [u8]) -> io::Result<Found> {
+    pub fn read(&self, key: &ChunkId, object: &mut [u8]) -> io::Result<FolderFound> {
         let name = name_of(key);
         if self.is_direct() && direct::is_aligned(object) {
             match self.read_file(&name, object, OFlags::DIRECT) {
-                Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
+                Err(error) if DiskFault::of(&error) == DiskFault::NotDirect => self.stop_direct(&error),
                 result => return result,
             }
         }
@@ -270,7 +270,7 @@ impl Folder {
                 Ok(file)
             });
             match written {
-                Err(error) if Fault::of(&error) == Fault::NotDirect => self.stop_direct(&error),
+                Err(error) if DiskFault::of(&error) == DiskFault::NotDirect => self.stop_direct(&error),
                 result => return result,
             }
         }
@@ -293,15 +293,15 @@ impl Folder {
         Ok(file?.into())
     }
 
-    fn read_file(&self, name: &str, object: &mut [u8], flags: OFlags) -> io::Result<Found> {
+    fn read_file(&self, name: &str, object: &mut [u8], flags: OFlags) -> io::Result<FolderFound> {
         let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
         let file = match openat(&self.root, name, flags, Mode::empty()) {
-            Err(Errno::NOENT) if self.is_there()? => return Ok(Found::Absent),
+            Err(Errno::NOENT) if self.is_there()? => return Ok(FolderFound::Absent),
             file => File::from(file?),
         };
         let len = file.metadata()?.len();
         if len != object.len() as u64 {
-            return Ok(Found::Length(len));
+            return Ok(FolderFound::Length(len));
         }
         match flags.contains(OFlags::DIRECT) {
             true => direct::read(&file, object)?,
@@ -309,7 +309,7 @@ impl Folder {
         }
         // The time of writing stays, from which age is counted. Without this only the order after a restart would suffer.
         let _ = file.set_times(FileTimes::new().set_accessed(SystemTime::now()));
-        Ok(Found::Whole)
+        Ok(FolderFound::Whole)
     }
 
     /// Whether the folder itself has not been removed: then a file that is missing is just that.

@@ -9,7 +9,7 @@ use super::error::DiskError;
 use super::index::{Gone, Placed};
 use super::open::open;
 use super::options::DiskOptions;
-use super::shared::Shared;
+use super::shared::DiskShared;
 use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
@@ -18,7 +18,7 @@ use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 ///
 /// A read or write goes on when its future is dropped, and keeps its slot until then.
 #[derive(Clone)]
-pub struct Disk(pub(super) Arc<Shared>);
+pub struct Disk(pub(super) Arc<DiskShared>);
 
 /// What became of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

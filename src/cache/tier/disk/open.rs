@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::thread;
 
 use super::error::DiskError;
-use super::folder::{Folder, LOST_FOLDER, OpenError};
+use super::folder::{Folder, FolderError, LOST_FOLDER};
 use super::index::{Gone, Index, Restored};
 use super::options::DiskOptions;
 use super::scan::{Scan, scan};
-use super::shared::Shared;
+use super::shared::DiskShared;
 use super::stats::{Backlog, DiskState, PathStats, Unsent};
 use crate::format::Space;
 
 /// Locks and reads all disks.
-pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
+pub(super) fn open(options: &DiskOptions) -> Result<Arc<DiskShared>, DiskError> {
     if options.paths.is_empty() {
         return Err(DiskError::NoPaths);
     }
@@ -34,8 +34,8 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
         match Folder::open(path) {
             Ok(folder) => folders.push(folder),
             // Not the disk's fault, and not to be passed over: two would remove each other's files.
-            Err(OpenError::InUse(error)) => return Err(error),
-            Err(OpenError::Io(error)) => left_out(path, &error),
+            Err(FolderError::InUse(error)) => return Err(error),
+            Err(FolderError::Io(error)) => left_out(path, &error),
         }
     }
     let scans = give_homes(&folders, scan_all(&folders, options), options);
@@ -68,7 +68,7 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
     });
     let homeless = homeless.collect();
     let backlog = backlog(&index, found);
-    let shared = Shared::new(index, working, options, unusable, backlog, homeless);
+    let shared = DiskShared::new(index, working, options, unusable, backlog, homeless);
     let shared = Arc::new(shared);
     for Gone { disk, key } in stale {
         if let Some(folder) = shared.folder(disk) {
@@ -79,7 +79,7 @@ pub(super) fn open(options: &DiskOptions) -> Result<Arc<Shared>, DiskError> {
     Ok(shared)
 }
 
-impl Shared {
+impl DiskShared {
     /// Reads a disk that was taken out, and uses it again. Not while anything that was under way there has not ended: until
     /// then its folder is locked.
     pub fn take_up(self: &Arc<Self>, disk: usize) {
@@ -111,7 +111,7 @@ impl Shared {
     }
 }
 
-impl Shared {
+impl DiskShared {
     /// A space is known of which a disk has what the tier below has not.
     pub fn adopt(self: &Arc<Self>, disk: usize, space: &Space) {
         let Some(folder) = self.folder(disk) else { return };

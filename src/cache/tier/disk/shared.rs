@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::error::DiskError;
-use super::fault::Fault;
-use super::folder::{Folder, Found};
+use super::fault::DiskFault;
+use super::folder::{Folder, FolderFound};
 use super::handle::Wrote;
-use super::index::{Entry, Gone, Index, Reservation};
+use super::index::{Gone, Index, IndexEntry, WriteReservation};
 use super::options::DiskOptions;
 use super::stats::{Backlog, DiskStats, PathStats};
 use crate::format::{ChunkId, Space, SpaceKey};
@@ -18,7 +18,7 @@ use crate::format::{ChunkId, Space, SpaceKey};
 const EXPIRED_PER_WRITE: usize = 16;
 
 /// What all handles share, and everything that may block.
-pub(super) struct Shared {
+pub(super) struct DiskShared {
     pub index: Arc<Index>,
     /// As the index numbers them; None while it is taken out.
     disks: Vec<RwLock<Option<OneDisk>>>,
@@ -41,11 +41,11 @@ struct OneDisk {
 
 /// A chunk that is out of the index: dropping this removes its file.
 pub(super) struct Leaving {
-    shared: Arc<Shared>,
+    shared: Arc<DiskShared>,
     pub gone: Gone,
 }
 
-impl Shared {
+impl DiskShared {
     pub fn new(
         index: Index,
         folders: Vec<Folder>,
@@ -148,7 +148,7 @@ impl Shared {
 
     pub fn write(
         self: &Arc<Self>,
-        mut reservation: Reservation,
+        mut reservation: WriteReservation,
         space: &Space,
         object: &[u8],
         syncs: bool,
@@ -176,7 +176,7 @@ impl Shared {
         object_len: usize,
         error: io::Error,
     ) -> Result<Wrote, DiskError> {
-        if Fault::of(&error) != Fault::Full {
+        if DiskFault::of(&error) != DiskFault::Full {
             return Err(self.failed(disk, "write an object", error));
         }
         let gone = self.index.is_full(disk, object_len);
@@ -189,24 +189,29 @@ impl Shared {
         Ok(Wrote::NoRoom)
     }
 
-    pub fn read(self: &Arc<Self>, key: &ChunkId, entry: &Entry, object: &mut [u8]) -> Result<(), DiskError> {
+    pub fn read(
+        self: &Arc<Self>,
+        key: &ChunkId,
+        entry: &IndexEntry,
+        object: &mut [u8],
+    ) -> Result<(), DiskError> {
         let folder = self.folder(entry.disk).ok_or(DiskError::Out)?;
         let found = folder.read(key, object);
-        if matches!(found, Ok(Found::Whole)) {
+        if matches!(found, Ok(FolderFound::Whole)) {
             self.index.has_read(entry.disk);
             return Ok(());
         }
-        let is_lost = !matches!(&found, Err(error) if Fault::of(error) == Fault::Process);
+        let is_lost = !matches!(&found, Err(error) if DiskFault::of(error) == DiskFault::Process);
         if is_lost {
             drop(self.leave(self.index.take(key, Some(entry.serial))));
         }
         match found {
-            Ok(Found::Length(actual)) => Err(DiskError::Damaged {
+            Ok(FolderFound::Length(actual)) => Err(DiskError::Damaged {
                 expected: object.len() as u64,
                 actual,
             }),
             Err(error) => Err(self.failed(entry.disk, "read an object", error)),
-            Ok(Found::Absent | Found::Whole) => Err(DiskError::Absent),
+            Ok(FolderFound::Absent | FolderFound::Whole) => Err(DiskError::Absent),
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use foldhash::fast::RandomState;
 use tokio::time::Instant;
 
-use super::{Found, MemoryStats};
+use super::{MemoryHit, MemoryStats};
 use crate::arena::Slot;
 use crate::cache::tier::policy::Queue;
 use crate::cache::tier::removals::Removals;
@@ -14,7 +14,7 @@ use crate::format::{ChunkId, Space};
 use crate::protocol::EvictionPolicy;
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct MemoryState {
     pub chunks: HashMap<ChunkId, Resident, RandomState>,
     pub tenants: HashMap<Arc<str>, Tenant>,
     /// Until when those that were pinned stay.
@@ -32,7 +32,7 @@ pub(super) struct Tenant {
 
 pub(super) struct Resident {
     pub tenant: Arc<str>,
-    pub held: Held,
+    pub held: ReaderHold,
     pub bytes: usize,
     pub dirty: bool,
     pub accesses: u32,
@@ -42,7 +42,7 @@ pub(super) struct Resident {
 
 /// What is in the slot.
 #[derive(Clone)]
-pub(super) enum Held {
+pub(super) enum ReaderHold {
     /// The header is not written yet.
     Payload(Slot),
     /// Header and payload.
@@ -75,7 +75,7 @@ pub(super) fn is_pinned(pins: &Pins, key: &ChunkId, now: Instant) -> bool {
     pins.get(key).is_some_and(|until| *until > now)
 }
 
-impl State {
+impl MemoryState {
     pub fn tenant_bytes(&self, tenant: &str) -> usize {
         let tenant = self.tenants.get(tenant);
         tenant.map_or(0, |tenant| tenant.bytes + tenant.reserved)
@@ -104,7 +104,7 @@ impl State {
     }
 
     /// The next that may go: of the tenant that has the most, else of any.
-    pub fn evict(&mut self, going: Going) -> Option<Held> {
+    pub fn evict(&mut self, going: Going) -> Option<ReaderHold> {
         let mut tenants: Vec<_> = self
             .tenants
             .iter()
@@ -114,7 +114,7 @@ impl State {
         tenants.iter().find_map(|(_, name)| self.evict_of(name, going))
     }
 
-    pub fn evict_of(&mut self, tenant: &str, going: Going) -> Option<Held> {
+    pub fn evict_of(&mut self, tenant: &str, going: Going) -> Option<ReaderHold> {
         let Self {
             chunks,
             tenants,
@@ -165,14 +165,14 @@ impl Resident {
         if self.dirty { self.bytes as u64 } else { 0 }
     }
 
-    pub fn found(&self, space: &Space, is_due: bool) -> Found {
+    pub fn found(&self, space: &Space, is_due: bool) -> MemoryHit {
         match &self.held {
-            Held::Payload(payload) => Found {
+            ReaderHold::Payload(payload) => MemoryHit {
                 payload: payload.clone(),
                 object: None,
                 is_due,
             },
-            Held::Object(object) => Found {
+            ReaderHold::Object(object) => MemoryHit {
                 payload: object.slice(space.layout().header_len()..object.len()),
                 object: Some(object.clone()),
                 is_due,
@@ -181,7 +181,7 @@ impl Resident {
     }
 }
 
-impl Held {
+impl ReaderHold {
     pub fn slot(&self) -> &Slot {
         let (Self::Payload(slot) | Self::Object(slot)) = self;
         slot

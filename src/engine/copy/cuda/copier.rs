@@ -3,14 +3,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
-use super::dma::{self, Block};
-use super::gpu::{CudaError, Event, Gpu, Mark, call};
+use super::dma::{self, PinnedBlock};
+use super::gpu::{CudaError, Gpu, GpuEvent, StreamMark, call};
 use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
 use super::pinned::{Mapped, Pinned};
 use super::shares::{Piece, Shares};
 use crate::engine::copy::cache::PagedCache;
-use crate::engine::copy::copier::{EngineStream, Job, Pending};
+use crate::engine::copy::copier::{CopyJob, EngineStream, Pending};
 use crate::engine::copy::error::CopyError;
 use crate::engine::copy::mapping::Span;
 use crate::engine::copy::object::{Source, Target};
@@ -91,7 +91,12 @@ impl CudaCopier {
     }
 
     /// From the object into the pages, which comes after `after`.
-    pub fn load<S: Source>(&self, from: S, job: &Job, after: Option<&Mark>) -> Result<Pending<S>, CopyError> {
+    pub fn load<S: Source>(
+        &self,
+        from: S,
+        job: &CopyJob,
+        after: Option<&StreamMark>,
+    ) -> Result<Pending<S>, CopyError> {
         let bytes = from.bytes();
         let parts = job.check_load(&self.cache, bytes.len())?;
         let host = bytes.cast::<u8>() as usize;
@@ -102,8 +107,8 @@ impl CudaCopier {
     pub fn store<T: Target>(
         &self,
         mut to: T,
-        job: &Job,
-        after: Option<&Mark>,
+        job: &CopyJob,
+        after: Option<&StreamMark>,
     ) -> Result<Pending<T>, CopyError> {
         let bytes = to.bytes();
         let parts = job.check_store(&self.cache, bytes.len())?;
@@ -112,7 +117,7 @@ impl CudaCopier {
     }
 
     /// What `engine` was given so far, for copies that come after it.
-    pub fn mark(&self, engine: EngineStream) -> Result<Mark, CudaError> {
+    pub fn mark(&self, engine: EngineStream) -> Result<StreamMark, CudaError> {
         self.gpu.mark(engine)
     }
 
@@ -150,9 +155,9 @@ impl CudaCopier {
         held: H,
         way: Way,
         host: usize,
-        job: &Job,
+        job: &CopyJob,
         parts: Range<usize>,
-        after: Option<&Mark>,
+        after: Option<&StreamMark>,
     ) -> Result<Pending<H>, CopyError> {
         let mut lane = match way {
             Way::Scatter => self.load_lane(after)?,
@@ -179,7 +184,7 @@ impl CudaCopier {
     }
 
     /// A lane on which pages are written after `after`, and after no younger mark. If need be this thread waits for `after`.
-    fn load_lane(&self, after: Option<&Mark>) -> Result<MutexGuard<'_, Lane>, CudaError> {
+    fn load_lane(&self, after: Option<&StreamMark>) -> Result<MutexGuard<'_, Lane>, CudaError> {
         let Some(after) = after else {
             return Ok(lock(&self.load));
         };
@@ -207,9 +212,9 @@ impl CudaCopier {
         lane: &mut Lane,
         way: Way,
         host: usize,
-        job: &Job,
+        job: &CopyJob,
         parts: Range<usize>,
-    ) -> Result<Event, CudaError> {
+    ) -> Result<GpuEvent, CudaError> {
         // With no token there is nothing to launch.
         let parts = if job.spans.tokens() == 0 { 0..0 } else { parts };
         match &self.table {
@@ -230,7 +235,7 @@ impl CudaCopier {
         table: &CudaSlice<PartRow>,
         way: Way,
         host: usize,
-        job: &Job,
+        job: &CopyJob,
         piece: &Piece,
     ) -> Result<(), CudaError> {
         let (dma, kernel) = (Arc::clone(&lane.dma), Arc::clone(lane.toucher()));
@@ -297,14 +302,14 @@ impl CudaCopier {
         lane: &Lane,
         way: Way,
         host: usize,
-        job: &Job,
+        job: &CopyJob,
         parts: Range<usize>,
     ) -> Result<(), CudaError> {
         for part in &self.cache.parts()[parts] {
             for span in job.spans.as_slice() {
                 let region = Region::new(&self.cache, part, span);
                 for outer in 0..region.outer.count {
-                    let block = Block {
+                    let block = PinnedBlock {
                         host: host + region.object + outer * region.outer.object - job.at,
                         host_pitch: region.inner.object,
                         device: region.address + (outer * region.outer.pages) as u64,

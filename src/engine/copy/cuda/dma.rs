@@ -7,7 +7,7 @@ use super::pinned::Pinned;
 
 /// Rows at equal distances on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct PinnedBlock {
     pub host: usize,
     pub host_pitch: usize,
     pub device: u64,
@@ -16,7 +16,7 @@ pub(super) struct Block {
     pub rows: usize,
 }
 
-impl Block {
+impl PinnedBlock {
     /// One row, where the rows lie side by side.
     fn flat(mut self) -> Self {
         let touch = self.host_pitch == self.row_bytes && self.device_pitch == self.row_bytes;
@@ -65,7 +65,7 @@ impl Block {
 pub(super) unsafe fn copy(
     stream: &CudaStream,
     way: Way,
-    block: Block,
+    block: PinnedBlock,
     pinned: Option<&Pinned>,
 ) -> Result<(), CudaError> {
     let failed = call("copy between arena and GPU");
@@ -86,7 +86,7 @@ pub(super) unsafe fn copy(
     Ok(())
 }
 
-impl Block {
+impl PinnedBlock {
     fn as_2d(&self, way: Way) -> sys::CUDA_MEMCPY2D {
         let (host, device) = (
             CUmemorytype::CU_MEMORYTYPE_HOST,
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn rows_that_touch_are_one() {
-        let block = Block {
+        let block = PinnedBlock {
             host: 4096,
             host_pitch: 64,
             device: 0,
@@ -137,7 +137,7 @@ mod tests {
         };
         assert_eq!(block.flat().rows, 1);
         assert_eq!(block.flat().row_bytes, 640);
-        let apart = Block {
+        let apart = PinnedBlock {
             host_pitch: 128,
             ..block
         };

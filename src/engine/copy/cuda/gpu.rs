@@ -106,20 +106,22 @@ impl Gpu {
     }
 
     /// What `engine` was given so far.
-    pub fn mark(&self, engine: EngineStream) -> Result<Mark, CudaError> {
+    pub fn mark(&self, engine: EngineStream) -> Result<StreamMark, CudaError> {
         // SAFETY: the engine vouches for its stream, and the wrapper is gone at the end of this call.
         let stream = unsafe { self.context.wrap_borrowed_stream(engine.0 as sys::CUstream) };
         // A thread that waits for it sleeps.
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
-        Ok(Mark(Arc::new(event.map_err(call("mark the engine's stream"))?)))
+        Ok(StreamMark(Arc::new(
+            event.map_err(call("mark the engine's stream"))?,
+        )))
     }
 }
 
 /// A place in the engine's stream, which copies come after.
 #[derive(Clone)]
-pub struct Mark(Arc<CudaEvent>);
+pub struct StreamMark(Arc<CudaEvent>);
 
-impl Mark {
+impl StreamMark {
     /// `stream` goes on when the engine's is past it.
     pub(super) fn hold_up(&self, stream: &CudaStream) -> Result<(), CudaError> {
         stream.wait(&self.0).map_err(call("wait for the engine's stream"))
@@ -150,9 +152,9 @@ fn driver_version() -> Result<i32, CudaError> {
 }
 
 /// The end of a copy.
-pub struct Event(CudaEvent);
+pub struct GpuEvent(CudaEvent);
 
-impl Event {
+impl GpuEvent {
     pub(super) fn record(stream: &CudaStream) -> Result<Self, CudaError> {
         // A thread that waits for it sleeps.
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));

@@ -4,7 +4,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchCo
 use cudarc::nvrtc::Ptx;
 
 use super::gpu::{CudaError, call};
-use crate::engine::copy::cache::Part;
+use crate::engine::copy::cache::PlanePart;
 use crate::engine::copy::mapping::Span;
 
 /// `kernels/paged.cu`, compiled by `kernels/compile.sh`; the driver makes machine code of it.
@@ -55,7 +55,7 @@ unsafe impl DeviceRepr for Params {}
 unsafe impl DeviceRepr for Span {}
 
 impl PartRow {
-    pub fn new(part: &Part, row_bytes: u32, share_offset: u64) -> Self {
+    pub fn new(part: &PlanePart, row_bytes: u32, share_offset: u64) -> Self {
         Self {
             address: part.address,
             block_stride: part.block_stride,

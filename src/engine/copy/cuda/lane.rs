@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr};
 
-use super::gpu::{CudaError, Event, Gpu, Mark, call};
+use super::gpu::{CudaError, Gpu, GpuEvent, StreamMark, call};
 use super::kernel::Way;
 use super::pinned::Pinned;
 use crate::engine::copy::mapping::Span;
@@ -17,7 +17,7 @@ pub(super) struct Lane {
     ring: Vec<Staging>,
     next: usize,
     /// What its copies came after last.
-    pub mark: Option<Mark>,
+    pub mark: Option<StreamMark>,
     /// It was given nothing since it finished.
     pub idle: bool,
     /// What the DMAs' objects are in.
@@ -122,8 +122,8 @@ impl Lane {
     }
 
     /// The end of all that it was given.
-    pub fn end(&self) -> Result<Event, CudaError> {
-        Event::record(self.emptier())
+    pub fn end(&self) -> Result<GpuEvent, CudaError> {
+        GpuEvent::record(self.emptier())
     }
 }
 

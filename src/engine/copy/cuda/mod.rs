@@ -36,7 +36,7 @@ mod pinned;
 mod shares;
 
 pub use copier::{CudaCopier, CudaOptions};
-pub use gpu::{CudaError, Event, Gpu, Mark, Presence};
+pub use gpu::{CudaError, Gpu, GpuEvent, Presence, StreamMark};
 pub use kernel::PTX;
 pub use pages::{DevicePages, PagesError};
 pub use pinned::{Mapped, Pinned};

@@ -1,13 +1,13 @@
 use std::ops::Range;
 
-use super::dma::Block;
+use super::dma::PinnedBlock;
 use super::gpu::CudaError;
 use super::kernel::{PartRow, tiles};
 use crate::engine::copy::cache::PagedCache;
 
 /// What this rank has of one plane: heads that are side by side in the object, so one run of bytes.
 #[derive(Debug, Clone)]
-pub(super) struct Share {
+pub(super) struct PlaneRun {
     /// In the object.
     pub object: usize,
     pub bytes: usize,
@@ -19,7 +19,7 @@ pub(super) struct Share {
 
 /// All shares of a cache, and its parts as the kernel reads them.
 pub(super) struct Shares {
-    pub all: Vec<Share>,
+    pub all: Vec<PlaneRun>,
     pub rows: Vec<PartRow>,
     /// Bytes of an access.
     pub unit: u32,
@@ -61,7 +61,7 @@ impl Shares {
                 }
                 shares.rows.push(row);
             }
-            shares.all.push(Share {
+            shares.all.push(PlaneRun {
                 object: space.layout().plane(plane).start + heads.0 as usize * of_head,
                 bytes,
                 offset,
@@ -102,10 +102,10 @@ impl Shares {
     }
 
     /// Of the piece's shares, between the object, whose byte `at` is at address `host`, and `staging`.
-    pub fn blocks(&self, piece: &Piece, host: usize, at: usize, staging: u64) -> Vec<Block> {
+    pub fn blocks(&self, piece: &Piece, host: usize, at: usize, staging: u64) -> Vec<PinnedBlock> {
         let shares = &self.all[piece.shares.clone()];
         let start = shares[0].offset;
-        let mut blocks: Vec<Block> = Vec::new();
+        let mut blocks: Vec<PinnedBlock> = Vec::new();
         for share in shares {
             let host = host + share.object - at;
             let device = staging + (share.offset - start) as u64;
@@ -113,7 +113,7 @@ impl Shares {
                 .last_mut()
                 .is_some_and(|last| last.take_row(host, device, share.bytes));
             if !taken {
-                blocks.push(Block {
+                blocks.push(PinnedBlock {
                     host,
                     host_pitch: share.bytes,
                     device,
@@ -133,7 +133,7 @@ impl Shares {
     }
 }
 
-impl Block {
+impl PinnedBlock {
     /// Whether the row is one more of this block; then it is in it.
     fn take_row(&mut self, host: usize, device: u64, bytes: usize) -> bool {
         if bytes != self.row_bytes {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::cache::Part;
+use super::cache::PlanePart;
 use super::known::{KNOWN, Pages};
 use super::*;
 use crate::format::{Plane, Space};
@@ -112,8 +112,8 @@ impl Engine {
         unsafe { CpuCopier::new(cache, options) }
     }
 
-    fn job(&self, places: &Places, tokens: Range<u32>, planes: Range<usize>) -> Job {
-        Job {
+    fn job(&self, places: &Places, tokens: Range<u32>, planes: Range<usize>) -> CopyJob {
+        CopyJob {
             planes,
             spans: self.cache().spans(places.mapping(), tokens).unwrap(),
             at: 0,
@@ -176,7 +176,7 @@ impl Engine {
     fn is_right(
         &mut self,
         cache: &PagedCache,
-        job: &Job,
+        job: &CopyJob,
         pairs: &[(usize, usize)],
         whole: bool,
         options: CpuOptions,
@@ -431,7 +431,7 @@ fn known_engine(space: &Space, layout: known::KnownLayout, pages: &Pages) -> Eng
 }
 
 /// A whole chunk in random slots.
-fn whole_job(engine: &Engine, seed: u64) -> (CpuCopier, Job) {
+fn whole_job(engine: &Engine, seed: u64) -> (CpuCopier, CopyJob) {
     let mut slots: Vec<i64> = (0..i64::from(engine.blocks * engine.block_tokens)).collect();
     fastrand::Rng::with_seed(seed).shuffle(&mut slots);
     let chunk_tokens = engine.space.chunk_tokens();
@@ -497,7 +497,7 @@ fn known_layouts_are_as_their_twin() {
     assert!(tried > KNOWN.len());
 }
 
-type Mistake = (&'static str, fn(&mut Part));
+type Mistake = (&'static str, fn(&mut PlanePart));
 
 /// Each number that a copy goes by, made wrong, must be noticed.
 #[test]
@@ -561,7 +561,7 @@ fn a_part_of_an_object_is_enough_for_its_planes() {
     };
     let object = random_bytes(space.layout().object_len(), 3);
     let (second, third) = (space.layout().plane(1), space.layout().plane(2));
-    let job = Job {
+    let job = CopyJob {
         at: second.start,
         ..engine.job(&places, 0..8, 1..3)
     };
@@ -573,7 +573,7 @@ fn a_part_of_an_object_is_enough_for_its_planes() {
     }
     let short = copier.load(part[1..].to_vec(), &job).err().unwrap();
     assert!(matches!(short, CopyError::Object { .. }), "{short}");
-    let other = Job { planes: 2..4, ..job };
+    let other = CopyJob { planes: 2..4, ..job };
     assert!(matches!(
         copier.load(part, &other).err().unwrap(),
         CopyError::Planes { .. }

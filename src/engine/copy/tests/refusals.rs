@@ -137,7 +137,7 @@ fn a_store_leaves_no_token_out() {
         ..tensor("BHND", &[8, 2, 4, 8])
     };
     let cache = PagedCache::new(&space, &[there]).unwrap();
-    let job = Job {
+    let job = CopyJob {
         planes: 0..1,
         spans: cache.spans(SlotMapping::Slots(&[4, -1, 6]), 0..3).unwrap(),
         at: 0,
@@ -158,7 +158,7 @@ fn a_store_leaves_no_token_out() {
     );
     let other = super::space(4, &[(2, 16)]);
     let of_other = PagedCache::new(&other, &[tensor("BHND", &[8, 2, 4, 8])]).unwrap();
-    let job = Job {
+    let job = CopyJob {
         spans: of_other.spans(SlotMapping::Slots(&[0, 1, 2, 3]), 0..4).unwrap(),
         ..job
     };

@@ -117,13 +117,13 @@ async fn of_many_dead_endpoints_all_may_be_tried() {
     let attempt = |route: Route| {
         let endpoints = &fleet.endpoints;
         async move {
-            let lease = endpoints.lease(Class::Load, MIB, &route).await;
-            let at = lease.address();
+            let permit = endpoints.permit(Class::Load, MIB, &route).await;
+            let at = permit.address();
             let (outcome, result) = match at == alive {
                 true => (Outcome::Answered { status: 206 }, Ok(at)),
                 false => (Outcome::Lost(Loss::Connection), Err(Failed::Unreached)),
             };
-            lease.end(outcome);
+            permit.end(outcome);
             result
         }
     };
@@ -142,7 +142,7 @@ async fn of_many_dead_endpoints_all_may_be_tried() {
             let (endpoints, made) = (&fleet.endpoints, &made);
             async move {
                 made.fetch_add(1, Ordering::Relaxed);
-                drop(endpoints.lease(Class::Load, MIB, &route).await);
+                drop(endpoints.permit(Class::Load, MIB, &route).await);
                 Err::<(), _>(Failed::Unreached)
             }
         };

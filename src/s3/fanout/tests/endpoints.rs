@@ -22,27 +22,31 @@ async fn dealt(speeds: [usize; 4], parts: usize) -> Vec<[usize; 4]> {
     endpoints.update(&[0, 1, 2, 3].map(address), |_| ());
     let mut rounds = Vec::new();
     for _ in 0..60 {
-        let lease = |_| {
+        let permit = |_| {
             let route = Route::default();
-            let lease = endpoints.lease(Class::Load, 4 * MIB, &route).now_or_never();
-            lease.expect("there is room")
+            let permit = endpoints.permit(Class::Load, 4 * MIB, &route).now_or_never();
+            permit.expect("there is room")
         };
-        let mut leases: Vec<_> = (0..parts).map(lease).collect();
+        let mut permits: Vec<_> = (0..parts).map(permit).collect();
         let dealt = [0, 1, 2, 3].map(|number| {
-            let there = leases.iter().filter(|lease| lease.address() == address(number));
+            let there = permits
+                .iter()
+                .filter(|permit| permit.address() == address(number));
             there.count()
         });
-        let takes = |lease: &Lease<()>| {
-            let number = (0..4).find(|&number| address(number) == lease.address()).unwrap();
+        let takes = |permit: &Permit<()>| {
+            let number = (0..4)
+                .find(|&number| address(number) == permit.address())
+                .unwrap();
             Duration::from_secs_f64(4.0 * dealt[number] as f64 / speeds[number] as f64)
         };
-        leases.sort_by_key(takes);
+        permits.sort_by_key(takes);
         let began = Instant::now();
-        leases.iter_mut().for_each(|lease| lease.answered(0));
-        for mut lease in leases {
-            tokio::time::sleep_until(began + takes(&lease)).await;
-            lease.moved(4 * MIB);
-            lease.end(Outcome::Answered { status: 206 });
+        permits.iter_mut().for_each(|permit| permit.answered(0));
+        for mut permit in permits {
+            tokio::time::sleep_until(began + takes(&permit)).await;
+            permit.moved(4 * MIB);
+            permit.end(Outcome::Answered { status: 206 });
         }
         rounds.push(dealt);
     }
@@ -124,10 +128,10 @@ async fn one_that_refuses_is_left_alone_and_comes_back() {
     fleet.load_many(&attempts, 200, 8).await;
     let state = fleet.state(3);
     assert!(state.totals.lost <= 20, "the breaker opens: {state:?}");
-    assert_ne!(state.breaker, Phase::Closed);
+    assert_ne!(state.breaker, BreakerPhase::Closed);
     fleet.set(3, Does::Serve(40));
     fleet.load_many(&attempts, 400, 8).await;
-    assert_eq!(fleet.state(3).breaker, Phase::Closed);
+    assert_eq!(fleet.state(3).breaker, BreakerPhase::Closed);
     assert!(fleet.share(3) > 0.05, "{}", fleet.share(3));
 }
 
@@ -165,17 +169,17 @@ async fn windows_grow_where_nobody_ever_waits_for_room() {
         // As loads do it: no more than all windows together.
         let states = endpoints.states();
         let ranges: usize = states.iter().map(|state| state.window_bytes / (4 * MIB)).sum();
-        let mut leases = Vec::new();
+        let mut permits = Vec::new();
         for _ in 0..ranges {
             let route = Route::default();
-            let lease = endpoints.lease(Class::Load, 4 * MIB, &route).now_or_never();
-            leases.push(lease.expect("there is room"));
+            let permit = endpoints.permit(Class::Load, 4 * MIB, &route).now_or_never();
+            permits.push(permit.expect("there is room"));
         }
         sleep(Duration::from_millis(100)).await;
-        for mut lease in leases {
-            lease.answered(0);
-            lease.moved(4 * MIB);
-            lease.end(Outcome::Answered { status: 206 });
+        for mut permit in permits {
+            permit.answered(0);
+            permit.moved(4 * MIB);
+            permit.end(Outcome::Answered { status: 206 });
         }
     }
     let now = endpoints.window_bytes();
@@ -187,18 +191,18 @@ async fn a_hedge_has_room_where_all_windows_are_full() {
     let endpoints = Endpoints::new(OPTIONS);
     endpoints.update(&[0, 1].map(address), |_| ());
     let route = Route::default();
-    let lease = |route: &Route| {
+    let permit = |route: &Route| {
         endpoints
-            .lease(Class::Load, OPTIONS.window.start, route)
+            .permit(Class::Load, OPTIONS.window.start, route)
             .now_or_never()
     };
-    let _full = (lease(&route).unwrap(), lease(&Route::default()).unwrap());
-    assert!(lease(&Route::default()).is_none());
+    let _full = (permit(&route).unwrap(), permit(&Route::default()).unwrap());
+    assert!(permit(&Route::default()).is_none());
     let hedge = route.then(Start::Hedge);
-    let first = endpoints.try_lease(OPTIONS.window.start, &hedge);
+    let first = endpoints.try_permit(OPTIONS.window.start, &hedge);
     assert!(first.is_some());
     assert!(
-        endpoints.try_lease(MIB, &Route::default()).is_some() && endpoints.try_lease(MIB, &hedge).is_none(),
+        endpoints.try_permit(MIB, &Route::default()).is_some() && endpoints.try_permit(MIB, &hedge).is_none(),
         "elsewhere, and no more than two windows"
     );
 }
@@ -231,7 +235,7 @@ async fn addresses_come_and_go_under_load() {
 async fn who_asks_before_there_is_an_address_waits_for_it() {
     let fleet = Fleet::new(&[]);
     let route = Route::default();
-    let mut head = Box::pin(fleet.endpoints.lease(Class::Load, 0, &route));
+    let mut head = Box::pin(fleet.endpoints.permit(Class::Load, 0, &route));
     assert!((&mut head).now_or_never().is_none());
     fleet.endpoints.update(&[address(0)], |_| ());
     assert_eq!(head.await.address(), address(0));
@@ -242,15 +246,15 @@ async fn loads_go_first_and_stores_are_not_starved() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
     endpoints.update(&[address(0)], |_| ());
     let all = OPTIONS.window.start;
-    let full = endpoints.lease(Class::Load, all, &Route::default()).await;
+    let full = endpoints.permit(Class::Load, all, &Route::default()).await;
     let order = Arc::new(Mutex::new(Vec::new()));
     let wait = |class: Class| {
         let (endpoints, order) = (endpoints.clone(), Arc::clone(&order));
         tokio::spawn(async move {
-            let lease = endpoints.lease(class, all, &Route::default()).await;
+            let permit = endpoints.permit(class, all, &Route::default()).await;
             order.lock().unwrap().push(class);
             sleep(SECOND).await;
-            drop(lease);
+            drop(permit);
         })
     };
     let mut tasks = vec![wait(Class::Store), wait(Class::Store)];
@@ -259,7 +263,7 @@ async fn loads_go_first_and_stores_are_not_starved() {
     tokio::task::yield_now().await;
     // Who leaves the line is not missed.
     let route = Route::default();
-    let left = Box::pin(endpoints.lease(Class::Load, all, &route)).now_or_never();
+    let left = Box::pin(endpoints.permit(Class::Load, all, &route)).now_or_never();
     assert!(left.is_none());
     drop(full);
     for task in tasks {
@@ -278,11 +282,11 @@ async fn heads_wait_for_nobody() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
     endpoints.update(&[address(0)], |_| ());
     let _full = endpoints
-        .lease(Class::Load, OPTIONS.window.start, &Route::default())
+        .permit(Class::Load, OPTIONS.window.start, &Route::default())
         .await;
     let route = Route::default();
-    let _waits = Box::pin(endpoints.lease(Class::Load, MIB, &route));
-    let head = endpoints.lease(Class::Load, 0, &Route::default()).now_or_never();
+    let _waits = Box::pin(endpoints.permit(Class::Load, MIB, &route));
+    let head = endpoints.permit(Class::Load, 0, &Route::default()).now_or_never();
     assert!(head.is_some());
 }
 
@@ -291,36 +295,36 @@ async fn what_could_not_be_sent_says_nothing_of_its_endpoint() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
     endpoints.update(&[address(0)], |_| ());
     let take = async |route: &Route| {
-        let mut lease = endpoints.lease(Class::Load, MIB, route).await;
-        lease.waits(route);
+        let mut permit = endpoints.permit(Class::Load, MIB, route).await;
+        permit.waits(route);
         assert_eq!(route.sent(), None, "it is not slow yet");
         sleep(60 * SECOND).await;
-        lease
+        permit
     };
     for _ in 0..2 * OPTIONS.breaker.failures {
         drop(take(&Route::default()).await);
     }
     let state = &endpoints.states()[0];
-    assert_eq!((state.breaker, state.latency_us), (Phase::Closed, None));
+    assert_eq!((state.breaker, state.latency_us), (BreakerPhase::Closed, None));
 
     let route = Route::default();
-    let mut lease = take(&route).await;
-    lease.goes(&route);
+    let mut permit = take(&route).await;
+    permit.goes(&route);
     assert_eq!(route.sent(), Some(Instant::now()));
     sleep(Duration::from_millis(5)).await;
-    lease.answered(0);
+    permit.answered(0);
     sleep(Duration::from_millis(1)).await;
-    lease.moved(MIB);
-    lease.end(Outcome::Answered { status: 206 });
+    permit.moved(MIB);
+    permit.end(Outcome::Answered { status: 206 });
     assert_eq!(endpoints.states()[0].latency_us, Some(5000), "without the wait");
 
     // Once it goes, being given up after a long silence counts again.
     for _ in 0..OPTIONS.breaker.failures {
         let route = Route::default();
-        let mut lease = take(&route).await;
-        lease.goes(&route);
+        let mut permit = take(&route).await;
+        permit.goes(&route);
         sleep(SECOND).await;
-        drop(lease);
+        drop(permit);
     }
-    assert_ne!(endpoints.states()[0].breaker, Phase::Closed);
+    assert_ne!(endpoints.states()[0].breaker, BreakerPhase::Closed);
 }

@@ -59,13 +59,13 @@ enum Failed {
 }
 
 impl Failure for Failed {
-    fn verdict(&self) -> Verdict {
+    fn verdict(&self) -> AttemptVerdict {
         match self {
-            Self::Lost => Verdict::Lost,
-            Self::Unreached => Verdict::Unreached,
-            Self::Throttled => Verdict::Again,
-            Self::NotFound => Verdict::Final,
-            Self::Late => Verdict::Late,
+            Self::Lost => AttemptVerdict::Lost,
+            Self::Unreached => AttemptVerdict::Unreached,
+            Self::Throttled => AttemptVerdict::Again,
+            Self::NotFound => AttemptVerdict::Final,
+            Self::Late => AttemptVerdict::Late,
         }
     }
 }
@@ -133,11 +133,14 @@ impl Fleet {
 
     /// One attempt at a range, as the connector makes it.
     async fn get(&self, bytes: usize, into: &Handover<()>, route: Route) -> Result<SocketAddr, Failed> {
-        let mut lease = match route.start() {
-            Start::Hedge => self.endpoints.try_lease(bytes, &route).ok_or(Failed::Throttled)?,
-            _ => self.endpoints.lease(Class::Load, bytes, &route).await,
+        let mut permit = match route.start() {
+            Start::Hedge => self
+                .endpoints
+                .try_permit(bytes, &route)
+                .ok_or(Failed::Throttled)?,
+            _ => self.endpoints.permit(Class::Load, bytes, &route).await,
         };
-        let at = lease.address();
+        let at = permit.address();
         let does = || self.script.lock().unwrap()[&at];
         // With hedges, twice the window.
         let fits = |state: &EndpointState| {
@@ -150,18 +153,18 @@ impl Fleet {
         );
         match does() {
             Does::Refuse => {
-                lease.end(Outcome::Lost(Loss::Connection));
+                permit.end(Outcome::Lost(Loss::Connection));
                 return Err(Failed::Lost);
             }
             Does::Throttle => {
                 sleep(Duration::from_millis(5)).await;
-                lease.end(Outcome::Answered { status: 503 });
+                permit.end(Outcome::Answered { status: 503 });
                 return Err(Failed::Throttled);
             }
             Does::Hang => std::future::pending().await,
             Does::Serve(_) | Does::StopAfter(_) => sleep(Duration::from_millis(5)).await,
         }
-        lease.answered(0);
+        permit.answered(0);
         let held = into.claim(route.start()).await;
         let (mut came, step) = (0, bytes.div_ceil(16).max(1));
         while came < bytes {
@@ -177,18 +180,18 @@ impl Fleet {
                 }
                 Does::StopAfter(most) if came < most => sleep(Duration::from_millis(5)).await,
                 Does::Refuse => {
-                    lease.end(Outcome::Lost(Loss::Connection));
+                    permit.end(Outcome::Lost(Loss::Connection));
                     return Err(Failed::Lost);
                 }
                 _ => std::future::pending().await,
             }
             let more = step.min(bytes - came);
             came += more;
-            lease.moved(more);
+            permit.moved(more);
             held.progress(came, bytes);
             *self.came.lock().unwrap().entry(at).or_default() += more;
         }
-        lease.end(Outcome::Answered { status: 206 });
+        permit.end(Outcome::Answered { status: 206 });
         Ok(at)
     }
 

@@ -6,7 +6,7 @@ use rustls::client::UnbufferedClientConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
 use tokio::io::ReadBuf;
 
-use super::window::Window;
+use super::window::ByteWindow;
 
 const KIB: usize = 1024;
 
@@ -28,10 +28,10 @@ const OUTGOING_LEN: usize = WRITE_LEN_MAX + 4 * KIB;
 // were never used don't count.
 
 /// TLS without a socket. Ciphertext comes into `incoming` and goes out of `outgoing`.
-pub(super) struct Session {
+pub(super) struct TlsSession {
     tls: UnbufferedClientConnection,
-    pub incoming: Window,
-    pub outgoing: Window,
+    pub incoming: ByteWindow,
+    pub outgoing: ByteWindow,
     kept: BytesMut,
     end: Option<End>,
 }
@@ -58,7 +58,7 @@ pub(super) enum ToSend<'a> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum TlsStep {
     /// There may be more to do.
     More,
     /// No whole record is left, and nothing can be sent: the handshake goes on, or both sides have closed.
@@ -69,25 +69,25 @@ pub(super) enum Step {
     Failed,
 }
 
-impl Session {
+impl TlsSession {
     pub fn new(tls: UnbufferedClientConnection) -> Self {
         Self {
             tls,
-            incoming: Window::new(INCOMING_LEN),
-            outgoing: Window::new(OUTGOING_LEN),
+            incoming: ByteWindow::new(INCOMING_LEN),
+            outgoing: ByteWindow::new(OUTGOING_LEN),
             kept: BytesMut::new(),
             end: None,
         }
     }
 
     /// Goes on by one record or state. Application data goes into `into` and what does not fit there is kept.
-    pub fn step(&mut self, into: &mut ReadBuf<'_>, send: ToSend<'_>) -> Step {
+    pub fn step(&mut self, into: &mut ReadBuf<'_>, send: ToSend<'_>) -> TlsStep {
         let UnbufferedStatus { discard, state } = self.tls.process_tls_records(self.incoming.filled_mut());
         let mut discard = discard;
         let step = match state {
             Ok(ConnectionState::ReadTraffic(mut records)) => loop {
                 match records.next_record() {
-                    None => break Ok(Step::More),
+                    None => break Ok(TlsStep::More),
                     Some(Err(error)) => break Err(error),
                     Some(Ok(record)) => {
                         discard += record.discard;
@@ -102,18 +102,18 @@ impl Session {
             Ok(ConnectionState::EncodeTlsData(mut message)) => match message.encode(self.outgoing.room()) {
                 Ok(len) => {
                     self.outgoing.grow(len);
-                    Ok(Step::More)
+                    Ok(TlsStep::More)
                 }
                 Err(error) => Err(encode_error(&error)),
             },
             Ok(ConnectionState::TransmitTlsData(transmit)) => {
                 // It is in `outgoing`, in order: as good as sent.
                 transmit.done();
-                Ok(Step::More)
+                Ok(TlsStep::More)
             }
             Ok(ConnectionState::PeerClosed) => {
                 self.end = Some(End::CloseNotify);
-                Ok(Step::More)
+                Ok(TlsStep::More)
             }
             Ok(ConnectionState::WriteTraffic(mut traffic)) => {
                 let encrypted = match send {
@@ -124,12 +124,12 @@ impl Session {
                 match encrypted {
                     Ok(len) => {
                         self.outgoing.grow(len);
-                        Ok(Step::Ready)
+                        Ok(TlsStep::Ready)
                     }
                     Err(error) => Err(encrypt_error(&error)),
                 }
             }
-            Ok(ConnectionState::BlockedHandshake | ConnectionState::Closed) => Ok(Step::Waits),
+            Ok(ConnectionState::BlockedHandshake | ConnectionState::Closed) => Ok(TlsStep::Waits),
             Ok(_) => Err(Error::General("unknown state of the connection".to_owned())),
             Err(error) => Err(error),
         };
@@ -142,13 +142,15 @@ impl Session {
         let fits = self.kept.len().min(into.remaining());
         into.put_slice(&self.kept[..fits]);
         self.kept.advance(fits);
-        while into.remaining() > 0 && self.end.is_none() && self.step(into, ToSend::Nothing) == Step::More {}
+        while into.remaining() > 0 && self.end.is_none() && self.step(into, ToSend::Nothing) == TlsStep::More
+        {
+        }
     }
 
     /// Decrypts all whole records and keeps what they hold.
     pub fn read_ahead(&mut self) {
         let nowhere = &mut ReadBuf::new(&mut []);
-        while self.end.is_none() && self.step(nowhere, ToSend::Nothing) == Step::More {}
+        while self.end.is_none() && self.step(nowhere, ToSend::Nothing) == TlsStep::More {}
     }
 
     /// Puts `send` into `outgoing`, which is empty.
@@ -160,10 +162,10 @@ impl Session {
         let nowhere = &mut ReadBuf::new(&mut []);
         loop {
             match self.step(nowhere, send) {
-                Step::More => {}
-                Step::Ready => return Ok(()),
-                Step::Waits => return Err(io::ErrorKind::NotConnected.into()),
-                Step::Failed => return self.finished(),
+                TlsStep::More => {}
+                TlsStep::Ready => return Ok(()),
+                TlsStep::Waits => return Err(io::ErrorKind::NotConnected.into()),
+                TlsStep::Failed => return self.finished(),
             }
         }
     }
@@ -212,7 +214,7 @@ impl Session {
 
     /// Remembers the error and collects the alert that tells the server. After an error rustls is asked for nothing
     /// else: it would go on with what is in the window.
-    fn failed(&mut self, error: Error) -> Step {
+    fn failed(&mut self, error: Error) -> TlsStep {
         self.end = Some(End::Failed(error));
         while self.tls.wants_write() {
             let UnbufferedStatus { discard, state } =
@@ -226,7 +228,7 @@ impl Session {
             self.outgoing.grow(len);
             self.incoming.consume(discard);
         }
-        Step::Failed
+        TlsStep::Failed
     }
 }
 

@@ -1,11 +1,11 @@
 /// Bytes on their way through a buffer of fixed length: they come in at the end and go out at the start.
-pub(super) struct Window {
+pub(super) struct ByteWindow {
     bytes: Box<[u8]>,
     start: usize,
     end: usize,
 }
 
-impl Window {
+impl ByteWindow {
     /// The memory is the system's zero pages until it is used.
     pub fn new(len: usize) -> Self {
         Self {

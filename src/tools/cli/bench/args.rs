@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use crate::config::Config;
 use crate::config::units::{ByteSize, MIB, parse_duration};
 use crate::protocol::Order;
-use crate::tools::bench::{Phase, Prompt, Settings};
+use crate::tools::bench::{BenchPhase, BenchPrompt, BenchSettings};
 use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::tools::cli::error::CliError;
 
@@ -37,7 +37,7 @@ pub struct BenchArgs {
     /// What to measure, in this order [default: all]. write: PUT objects; read: GET them in parts; head: HEAD them;
     /// lookup: look up chunks that are not there; delete: DELETE the objects.
     #[arg(value_name = "PHASE", value_parser = phase_parser())]
-    phases: Vec<Phase>,
+    phases: Vec<BenchPhase>,
     /// Objects, and chunks of a lookup.
     #[arg(long, value_name = "NUMBER", default_value_t = 64, conflicts_with_all = PROMPT, value_parser = whole::<1, 10_000_000>)]
     objects: u64,
@@ -125,7 +125,7 @@ pub struct OutputArgs {
 }
 
 impl BenchArgs {
-    pub fn prompt(&self, name: &str) -> Result<Option<Prompt>, CliError> {
+    pub fn prompt(&self, name: &str) -> Result<Option<BenchPrompt>, CliError> {
         let model = self.space.model.as_ref();
         let given = SpaceArgs {
             revision: self
@@ -152,7 +152,7 @@ impl BenchArgs {
                     true => Order::Layer,
                     false => Order::Chunk,
                 };
-                Ok(Some(Prompt::new(space, name, tokens, order)?))
+                Ok(Some(BenchPrompt::new(space, name, tokens, order)?))
             }
             Some(SpaceRef::Id(..)) => Err(CliError::usage(
                 "a space's id does not say what its chunks are: give --space FILE or --model PRESET",
@@ -164,15 +164,15 @@ impl BenchArgs {
         &self,
         config: &Config,
         name: String,
-        prompt: Option<&Prompt>,
-    ) -> Result<Settings, CliError> {
+        prompt: Option<&BenchPrompt>,
+    ) -> Result<BenchSettings, CliError> {
         let ours = config.s3.endpoint.is_none() && config.s3.bucket.is_none();
         if self.keep && ours {
             return Err(CliError::usage(
                 "--keep needs --bucket NAME (and --endpoint URL): the server in this process ends with it",
             ));
         }
-        if self.keep && self.phases.contains(&Phase::Delete) {
+        if self.keep && self.phases.contains(&BenchPhase::Delete) {
             return Err(CliError::usage("--keep or delete? Leave one of them out"));
         }
         if self.output.json && self.output.csv.as_deref() == Some("-") {
@@ -189,7 +189,7 @@ impl BenchArgs {
             (None, Some(size)) => size.bytes(),
             (None, None) => config.s3.part_size.bytes().min(object_bytes),
         };
-        let settings = Settings {
+        let settings = BenchSettings {
             endpoint: config.s3.endpoint.clone(),
             bucket: config.s3.bucket.clone().unwrap_or_default(),
             prefix: config.s3.prefix.clone(),
@@ -206,18 +206,18 @@ impl BenchArgs {
             requests_per_second: self.rate_iops,
             verify: !self.no_verify,
             warm_up: self.warm_up,
-            prompt: prompt.map(Prompt::settings),
+            prompt: prompt.map(BenchPrompt::settings),
         };
         settings.check()?;
         Ok(settings)
     }
 
-    pub fn phases(&self) -> Vec<Phase> {
+    pub fn phases(&self) -> Vec<BenchPhase> {
         if !self.phases.is_empty() {
             return self.phases.clone();
         }
-        let kept = |phase: &Phase| !self.keep || *phase != Phase::Delete;
-        Phase::ALL.into_iter().filter(kept).collect()
+        let kept = |phase: &BenchPhase| !self.keep || *phase != BenchPhase::Delete;
+        BenchPhase::ALL.into_iter().filter(kept).collect()
     }
 
     /// Objects that nobody is to find later have names of their own: somebody else's may be there.
@@ -230,9 +230,9 @@ impl BenchArgs {
     }
 }
 
-fn phase_parser() -> impl TypedValueParser<Value = Phase> {
-    let names = PossibleValuesParser::new(Phase::ALL.map(Phase::name));
-    names.try_map(|name| Phase::from_name(&name).ok_or("no such phase"))
+fn phase_parser() -> impl TypedValueParser<Value = BenchPhase> {
+    let names = PossibleValuesParser::new(BenchPhase::ALL.map(BenchPhase::name));
+    names.try_map(|name| BenchPhase::from_name(&name).ok_or("no such phase"))
 }
 
 fn whole<const LEAST: u64, const MOST: u64>(text: &str) -> Result<u64, String> {

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 
 use super::endpoints::breaker;
-use crate::tools::bench::{Endpoint, Latency, PhaseReport, Settings};
+use crate::tools::bench::{BenchSettings, Endpoint, Latency, PhaseReport};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::Out;
 
@@ -36,7 +36,7 @@ const SHARED: [&str; 22] = [
 ];
 
 /// What a column has where the line is of a phase.
-type Value = fn(&Settings, &PhaseReport) -> String;
+type Value = fn(&BenchSettings, &PhaseReport) -> String;
 
 const COLUMNS: [(&str, Value); 83] = [
     ("phase", |_, phase| phase.phase.name().into()),
@@ -252,7 +252,12 @@ impl Csv {
         self.file.is_none()
     }
 
-    pub fn add(&mut self, settings: &Settings, phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
+    pub fn add(
+        &mut self,
+        settings: &BenchSettings,
+        phase: &PhaseReport,
+        out: &mut Out,
+    ) -> Result<(), CliError> {
         let mut lines: Vec<String> = std::mem::take(&mut self.header)
             .then(header)
             .into_iter()

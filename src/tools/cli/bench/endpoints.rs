@@ -1,7 +1,7 @@
 //! Below a phase's line, what went to each address.
 
-use crate::s3::fanout::{Phase, Requests};
-use crate::tools::bench::{Endpoint, Phase as BenchPhase, PhaseReport};
+use crate::s3::fanout::{BreakerPhase, Requests};
+use crate::tools::bench::{BenchPhase, Endpoint, PhaseReport};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes};
 
@@ -50,11 +50,11 @@ fn row(endpoint: &Endpoint, refusals: bool) -> Vec<String> {
 }
 
 /// Stable word.
-pub fn breaker(phase: Phase) -> &'static str {
+pub fn breaker(phase: BreakerPhase) -> &'static str {
     match phase {
-        Phase::Closed => "closed",
-        Phase::Open => "open",
-        Phase::HalfOpen => "half-open",
+        BreakerPhase::Closed => "closed",
+        BreakerPhase::Open => "open",
+        BreakerPhase::HalfOpen => "half-open",
     }
 }
 

@@ -72,12 +72,12 @@ fn text(before: Option<&Live>, now: &Live) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tools::bench::Phase;
+    use crate::tools::bench::BenchPhase;
 
     #[test]
     fn speeds_are_those_since_the_last_look() {
         let live = |seconds: f64, ops: u64, total| Live {
-            phase: Phase::Read,
+            phase: BenchPhase::Read,
             seconds,
             total,
             ops,

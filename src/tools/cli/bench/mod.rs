@@ -15,7 +15,9 @@ use super::logging;
 use super::output::{self, Out};
 use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::tools::bench::{Bench, BenchError, Interrupts, Phase, PhaseReport, Prompt, Report, Settings};
+use crate::tools::bench::{
+    Bench, BenchError, BenchPhase, BenchPrompt, BenchReport, BenchSettings, Interrupts, PhaseReport,
+};
 use crate::tools::s3_server::{S3Server, S3ServerError};
 pub use args::BenchArgs;
 use csv::Csv;
@@ -50,7 +52,7 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
 
 /// As many requests in flight as were asked for, on one endpoint too: the configuration may have fewer connections, and
 /// windows for fewer bytes.
-fn make_room(config: &mut Config, settings: &Settings) {
+fn make_room(config: &mut Config, settings: &BenchSettings) {
     let largest = settings.object_bytes.max(settings.part_bytes);
     let window = ByteSize(largest.saturating_mul(settings.concurrency as u64));
     let (s3, endpoints) = (&mut config.s3, &mut config.endpoints);
@@ -67,8 +69,8 @@ impl BenchArgs {
         &self,
         host: &S3Server,
         config: Config,
-        mut settings: Settings,
-        prompt: Option<Prompt>,
+        mut settings: BenchSettings,
+        prompt: Option<BenchPrompt>,
         interrupts: Interrupts,
     ) -> Result<Bench, CliError> {
         settings.endpoint.clone_from(&host.endpoint);
@@ -80,7 +82,7 @@ impl BenchArgs {
         }
         let bytes = settings.objects.saturating_mul(settings.object_bytes);
         if let Some((folder, free)) = host.room()
-            && self.phases().contains(&Phase::Write)
+            && self.phases().contains(&BenchPhase::Write)
             && bytes > free
         {
             return Err(CliError::usage(format!(
@@ -104,7 +106,7 @@ impl BenchArgs {
         out: &mut Out,
     ) -> Result<(), CliError> {
         let table = !self.output.json && !csv.as_ref().is_some_and(Csv::is_stdout);
-        let mut report = Report {
+        let mut report = BenchReport {
             version: env!("CARGO_PKG_VERSION"),
             settings: bench.settings().clone(),
             phases: Vec::new(),
@@ -134,8 +136,8 @@ impl BenchArgs {
     async fn run_phases(
         &self,
         mut bench: Bench,
-        report: &mut Report,
-        mut tell: impl FnMut(&PhaseReport, &Settings) -> Result<(), CliError>,
+        report: &mut BenchReport,
+        mut tell: impl FnMut(&PhaseReport, &BenchSettings) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
         let live = LiveLine::start(!self.output.no_live, bench.under_way());
         let mut outcome = Ok(());
@@ -145,14 +147,14 @@ impl BenchArgs {
         for phase in self.phases() {
             // After a failure, and after an interruption, only what was written is removed, if it was to be.
             if outcome.is_err() || report.interrupted {
-                if !(wrote && phase == Phase::Delete) {
+                if !(wrote && phase == BenchPhase::Delete) {
                     continue;
                 }
                 bench.forget_interrupts();
             }
-            wrote |= phase == Phase::Write;
+            wrote |= phase == BenchPhase::Write;
             let result = bench.run(phase).await;
-            if phase == Phase::Delete {
+            if phase == BenchPhase::Delete {
                 left = wrote && !matches!(&result, Ok(done) if done.ops == done.objects);
             }
             match result {
@@ -168,7 +170,7 @@ impl BenchArgs {
             }
         }
         if left && !report.settings.embedded {
-            let Settings {
+            let BenchSettings {
                 name,
                 objects,
                 prompt,
@@ -188,7 +190,7 @@ impl BenchArgs {
 }
 
 /// Fails where a request did, or somebody ended it early.
-fn verdict(report: &Report) -> Result<(), CliError> {
+fn verdict(report: &BenchReport) -> Result<(), CliError> {
     let failed = |phase: &PhaseReport| {
         let (count, first) = (phase.errors.count, phase.errors.first.as_ref()?);
         let tried = phase.ops + count;

@@ -3,7 +3,9 @@
 use std::fmt::Write;
 
 use super::endpoints;
-use crate::tools::bench::{Bucket, Latency, Mark, PhaseReport, PromptReport, Settings, Share};
+use crate::tools::bench::{
+    BenchSettings, EndpointShare, HistogramBucket, Latency, PhaseReport, PromptReport, ReportMark,
+};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes, count};
 
@@ -38,7 +40,7 @@ const GROUPS: [(&str, usize); 5] = [
     (" latency, ms ", 5),
 ];
 
-pub fn header(settings: &Settings, place: &str, out: &mut Out) -> Result<(), CliError> {
+pub fn header(settings: &BenchSettings, place: &str, out: &mut Out) -> Result<(), CliError> {
     out.field("where", place)?;
     if let Some(prompt) = &settings.prompt {
         let tokens = prompt.tokens;
@@ -129,7 +131,7 @@ fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
     }
 }
 
-fn share(name: &str, share: &Share) -> Vec<String> {
+fn share(name: &str, share: &EndpointShare) -> Vec<String> {
     let mut cells = vec![name.to_owned()];
     cells.resize(5, String::new());
     cells.extend([figure(share.mib_per_s), figure(share.iops), share.ops.to_string()]);
@@ -139,7 +141,7 @@ fn share(name: &str, share: &Share) -> Vec<String> {
     cells
 }
 
-fn mark(mark: &Mark, moved: bool) -> [String; 3] {
+fn mark(mark: &ReportMark, moved: bool) -> [String; 3] {
     [
         format!("{:.3}", mark.seconds),
         or_dash(moved.then_some(mark.mib_per_s)),
@@ -159,7 +161,7 @@ fn latency(latency: Option<&Latency>) -> [String; 5] {
 }
 
 /// How many requests took how long, each octave with those that the ones before it don't have.
-fn histogram(octaves: &[Bucket]) -> Vec<String> {
+fn histogram(octaves: &[HistogramBucket]) -> Vec<String> {
     const START: &str = "- latency up to";
     let some = octaves.iter().filter(|octave| octave.count > 0);
     let mut lines: Vec<String> = Vec::new();
@@ -236,8 +238,8 @@ mod tests {
         let columns = line(&COLUMNS.map(|(name, width)| format!("{name:_>width$}")));
         assert!(columns.len() <= WIDTH, "{}", columns.len());
         assert_eq!(groups().len(), columns.len());
-        let octaves: Vec<Bucket> = (0..42)
-            .map(|octave| Bucket {
+        let octaves: Vec<HistogramBucket> = (0..42)
+            .map(|octave| HistogramBucket {
                 up_to_us: f64::from(octave).exp2() / 1e3,
                 count: 1 << octave,
             })
@@ -250,8 +252,8 @@ mod tests {
 
     #[test]
     fn a_histogram_has_those_of_each_octave() {
-        let octaves =
-            [(262.144, 3), (524.288, 0), (1048.576, 40)].map(|(up_to_us, count)| Bucket { up_to_us, count });
+        let octaves = [(262.144, 3), (524.288, 0), (1048.576, 40)]
+            .map(|(up_to_us, count)| HistogramBucket { up_to_us, count });
         assert_eq!(histogram(&octaves), ["- latency up to 0.262 ms: 3, 1.05 ms: 40"]);
         assert!(histogram(&[]).is_empty());
     }

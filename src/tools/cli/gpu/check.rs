@@ -6,12 +6,12 @@ use crate::engine::copy::CudaOptions;
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::Out;
 use crate::tools::cli::progress::Progress;
-use crate::tools::gpu_check::{Checked, GpuError, cases, check};
+use crate::tools::gpu_check::{GpuError, LayoutsChecked, cases, check};
 
 /// Loads and stores in every known layout, and compares every byte with what the CPU makes of the same.
 #[derive(Debug, Args)]
 #[command(after_help = "Exit status: 1 if there is no GPU that can be used, or if any byte is wrong.")]
-pub struct CheckArgs {
+pub struct GpuCheckArgs {
     #[command(flatten)]
     gpu: GpuArgs,
 }
@@ -22,7 +22,7 @@ const PIECE_BYTES: usize = 40 << 10;
 const DIRECT_BYTES: usize = 4 << 10;
 const PIN_BYTES: usize = 256 << 10;
 
-pub fn run(args: &CheckArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+pub fn run(args: &GpuCheckArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let (config, gpu, presence) = args.gpu.open(verbose)?;
     if !args.gpu.json {
         show(&presence, out)?;
@@ -46,7 +46,7 @@ pub fn run(args: &CheckArgs, verbose: u8, out: &mut Out) -> Result<(), CliError>
     if args.gpu.json {
         return out.json(&json!({ "gpu": presence, "checked": checked, "right": true }));
     }
-    let row = |checked: &Checked| {
+    let row = |checked: &LayoutsChecked| {
         let heads = checked
             .heads
             .map_or("all".into(), |(first, end)| format!("{first} to {end}"));

@@ -21,7 +21,7 @@ Examples:
   kvgate gpu check --device 1 --json
   kvgate gpu bench --model llama-3-8b --block-tokens 16,64,256 --thread-blocks 8,16,32")]
 pub enum GpuCommand {
-    Check(check::CheckArgs),
+    Check(check::GpuCheckArgs),
     Bench(bench::GpuBenchArgs),
 }
 

@@ -8,13 +8,13 @@ use crate::arena::SLOT_ALIGN;
 use crate::cache::gateway::Gateway;
 use crate::format::Space;
 use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
-use crate::tools::cli::bucket::Bucket;
+use crate::tools::cli::bucket::OpenBucket;
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::logging;
 use crate::tools::cli::output::{Out, bytes, count};
 use crate::tools::cli::progress::Progress;
-use crate::tools::inventory::{Checked, SpaceJson, SpaceSummary, Verdict};
-use report::{Problem, Report, Totals};
+use crate::tools::inventory::{ObjectChecked, ObjectVerdict, SpaceJson, SpaceSummary};
+use report::{ObjectProblem, Totals, VerifyReport};
 
 /// Reads every chunk and checks key, header and digests.
 #[derive(Debug, Args)]
@@ -43,7 +43,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     // It warns of each damaged chunk, which the report does too.
     logging::init_without(&config.log, verbose, Some("kvgate::cache::episode"));
     let given = args.space.given()?;
-    let bucket = Bucket::open(config).await?;
+    let bucket = OpenBucket::open(config).await?;
     let progress = Progress::spinner("listing");
     let key = given.as_ref().map(SpaceRef::key);
     let summary = bucket.inventory.summary(key, |_| ()).await?;
@@ -75,7 +75,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     // What was found before a failure is reported all the same.
     let outcome = check.spaces(&spaces).await;
     drop(check.progress);
-    let report = Report {
+    let report = VerifyReport {
         totals: check.totals,
         problems: check.problems,
         foreign: summary.foreign,
@@ -98,10 +98,10 @@ struct Check<'a> {
     gateway: Gateway,
     progress: Progress,
     args: &'a VerifyArgs,
-    bucket: &'a Bucket,
+    bucket: &'a OpenBucket,
     out: &'a mut Out,
     totals: Totals,
-    problems: Vec<Problem>,
+    problems: Vec<ObjectProblem>,
 }
 
 impl Check<'_> {
@@ -170,7 +170,7 @@ impl Check<'_> {
             _ => self.totals.unknown += 1,
         }
         self.problem(
-            Problem {
+            ObjectProblem {
                 key: self.bucket.inventory.keys().space_json(found.key),
                 state,
                 code: found.json.code(),
@@ -181,25 +181,25 @@ impl Check<'_> {
         )
     }
 
-    async fn chunk(&mut self, checked: Checked) -> Result<(), CliError> {
-        let Checked { chunk, verdict } = checked;
+    async fn chunk(&mut self, checked: ObjectChecked) -> Result<(), CliError> {
+        let ObjectChecked { chunk, verdict } = checked;
         self.totals.chunks += 1;
         self.totals.bytes += chunk.bytes;
         let code = verdict.code();
         let (state, miss, removal) = match verdict {
-            Verdict::Good => {
+            ObjectVerdict::Good => {
                 self.totals.ok += 1;
                 return Ok(());
             }
-            Verdict::Gone => {
+            ObjectVerdict::Gone => {
                 self.totals.gone += 1;
                 return Ok(());
             }
-            Verdict::Unknown(miss) => {
+            ObjectVerdict::Unknown(miss) => {
                 self.totals.unknown += 1;
                 ("unknown", miss, Ok(false))
             }
-            Verdict::Damaged(miss) => {
+            ObjectVerdict::Damaged(miss) => {
                 self.totals.damaged += 1;
                 let removal = match self.args.delete {
                     true => self.bucket.inventory.remove_if_unchanged(&chunk).await,
@@ -209,7 +209,7 @@ impl Check<'_> {
             }
         };
         self.problem(
-            Problem {
+            ObjectProblem {
                 key: self.bucket.inventory.keys().chunk(chunk.space, &chunk.hash),
                 state,
                 code,
@@ -221,7 +221,7 @@ impl Check<'_> {
     }
 
     /// Told at once, or kept for the JSON document.
-    fn problem(&mut self, problem: Problem) -> Result<(), CliError> {
+    fn problem(&mut self, problem: ObjectProblem) -> Result<(), CliError> {
         self.totals.deleted += u64::from(problem.deleted);
         if self.args.json {
             self.problems.push(problem);

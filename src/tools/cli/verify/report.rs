@@ -24,7 +24,7 @@ pub struct Totals {
 }
 
 #[derive(Serialize)]
-pub struct Problem {
+pub struct ObjectProblem {
     pub key: String,
     pub state: &'static str,
     pub code: &'static str,
@@ -32,7 +32,7 @@ pub struct Problem {
     pub deleted: bool,
 }
 
-impl Problem {
+impl ObjectProblem {
     /// With what came of removing it.
     pub fn removed(mut self, removal: Result<bool, ObjectError>) -> Self {
         match removal {
@@ -43,7 +43,7 @@ impl Problem {
     }
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for ObjectProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let removed = if self.deleted { " (removed)" } else { "" };
         let Self {
@@ -58,15 +58,15 @@ impl fmt::Display for Problem {
 }
 
 /// What a run found.
-pub struct Report {
+pub struct VerifyReport {
     pub totals: Totals,
-    pub problems: Vec<Problem>,
+    pub problems: Vec<ObjectProblem>,
     pub foreign: u64,
     pub spaces: Vec<SpaceKey>,
     pub elapsed: Duration,
 }
 
-impl Report {
+impl VerifyReport {
     /// Tells it; fails if anything is damaged or unknown.
     pub fn write(self, as_json: bool, out: &mut Out) -> Result<(), CliError> {
         let totals = &self.totals;

@@ -4,7 +4,7 @@
 //! the map is changed too; so the map is always as right as the rest. What must happen to files is told to the caller,
 //! who does it without the lock:
 //!
-//! - A [`Reservation`] is a write from its placement until its entry is in, or until it is dropped.
+//! - A [`WriteReservation`] is a write from its placement until its entry is in, or until it is dropped.
 //! - A [`Gone`] is out of the index, and its file must go. Until [`Index::left`] is called nothing is written under that
 //!   name, so the unlink can't take a newer file.
 
@@ -27,16 +27,16 @@ use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::Instant;
 
-use super::fault::Fault;
+use super::fault::DiskFault;
 use super::options::DiskOptions;
 use super::stats::{PathStats, Unsent};
 use crate::format::ChunkId;
 
 use reservation::file_bytes;
-pub(super) use reservation::{Placed, Reservation};
+pub(super) use reservation::{Placed, WriteReservation};
 pub(super) use restore::Restored;
 use shelf::Shelf;
-use state::State;
+use state::IndexState;
 
 /// A full file system gets so many times an object's bytes back.
 const EVICTED_WHEN_FULL: u64 = 4;
@@ -44,11 +44,11 @@ const EVICTED_WHEN_FULL: u64 = 4;
 pub(super) struct Index {
     limits: Limits,
     /// Changed only under the lock of `state`; nobody who holds a guard of it may take that lock.
-    entries: DashMap<ChunkId, Entry, RandomState>,
+    entries: DashMap<ChunkId, IndexEntry, RandomState>,
     /// Which disks are not taken out.
     works: Vec<AtomicBool>,
-    state: Mutex<State>,
-    /// Something in `State::leaving` has left, or in `State::writing` is over.
+    state: Mutex<IndexState>,
+    /// Something in `IndexState::leaving` has left, or in `IndexState::writing` is over.
     ended: Notify,
 }
 
@@ -62,7 +62,7 @@ struct Limits {
 
 /// A chunk on a disk.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Entry {
+pub(super) struct IndexEntry {
     pub disk: usize,
     tenant: usize,
     /// That its file takes.
@@ -79,7 +79,7 @@ pub(super) struct Gone {
     pub key: ChunkId,
 }
 
-impl Entry {
+impl IndexEntry {
     fn is_live(&self, now: impl FnOnce() -> Instant) -> bool {
         self.expires.is_none_or(|expires| now() < expires)
     }
@@ -97,7 +97,7 @@ impl Index {
             },
             entries: DashMap::default(),
             works: paths.iter().map(|_| AtomicBool::new(true)).collect(),
-            state: Mutex::new(State::new(
+            state: Mutex::new(IndexState::new(
                 paths.into_iter().map(shelf).collect(),
                 options.tenant_bytes.map(|_| options.policy),
             )),
@@ -121,7 +121,7 @@ impl Index {
     }
 
     /// Where to read it, which counts as a use. A pinned one is there even past its time.
-    pub fn find(&self, key: &ChunkId) -> Option<Entry> {
+    pub fn find(&self, key: &ChunkId) -> Option<IndexEntry> {
         let mut state = self.lock();
         let entry = self.entry(key)?;
         let is_there = entry.is_live(Instant::now) || state.pins.contains_key(key);
@@ -231,7 +231,7 @@ impl Index {
         self.clean_in(&mut self.lock(), key)
     }
 
-    fn clean_in(&self, state: &mut State, key: &ChunkId) -> Option<usize> {
+    fn clean_in(&self, state: &mut IndexState, key: &ChunkId) -> Option<usize> {
         let disk = state.unsent.remove(key)?;
         state.disks[disk].dirty -= 1;
         self.unpin_in(state, key);
@@ -255,7 +255,7 @@ impl Index {
         missing
     }
 
-    fn unpin_in(&self, state: &mut State, key: &ChunkId) {
+    fn unpin_in(&self, state: &mut IndexState, key: &ChunkId) {
         if state.unpin(key)
             && let Some(entry) = self.entry(key)
             && let Some(expires) = entry.expires.filter(|&expires| expires <= Instant::now())
@@ -277,7 +277,7 @@ impl Index {
         let mut state = self.lock();
         let shelf = &mut state.disks[disk];
         shelf.errors += 1;
-        if matches!(Fault::of(error), Fault::Process | Fault::Short) || shelf.failed.is_some() {
+        if matches!(DiskFault::of(error), DiskFault::Process | DiskFault::Short) || shelf.failed.is_some() {
             return false;
         }
         shelf.failures += 1;
@@ -307,7 +307,7 @@ impl Index {
         self.works[disk].store(true, Ordering::Relaxed);
     }
 
-    fn take_out_in(&self, state: &mut State, disk: usize, reason: String) {
+    fn take_out_in(&self, state: &mut IndexState, disk: usize, reason: String) {
         state.disks[disk].failed = Some(reason);
         self.works[disk].store(false, Ordering::Relaxed);
         while let Some(key) = state.disks[disk].queue.evict(|_| true) {
@@ -322,26 +322,26 @@ impl Index {
     }
 
     /// Takes out the next of a disk.
-    fn evict_of_disk(&self, state: &mut State, disk: usize) -> Option<Gone> {
+    fn evict_of_disk(&self, state: &mut IndexState, disk: usize) -> Option<Gone> {
         let pins = &state.pins;
         let key = state.disks[disk].queue.evict(|key| !pins.contains_key(key))?;
         self.evicted(state, &key)
     }
 
     /// Takes out the next of a tenant, on any disk.
-    fn evict_of_tenant(&self, state: &mut State, tenant: usize) -> Option<Gone> {
+    fn evict_of_tenant(&self, state: &mut IndexState, tenant: usize) -> Option<Gone> {
         let pins = &state.pins;
         let key = state.tenants.evict(tenant, |key| !pins.contains_key(key))?;
         self.evicted(state, &key)
     }
 
-    fn evicted(&self, state: &mut State, key: &ChunkId) -> Option<Gone> {
+    fn evicted(&self, state: &mut IndexState, key: &ChunkId) -> Option<Gone> {
         let gone = self.take_out(state, key)?;
         state.disks[gone.disk].evicted += 1;
         Some(gone)
     }
 
-    fn take_out(&self, state: &mut State, key: &ChunkId) -> Option<Gone> {
+    fn take_out(&self, state: &mut IndexState, key: &ChunkId) -> Option<Gone> {
         let entry = self.drop_entry(state, key)?;
         if state.unsent.get(key) == Some(&entry.disk) {
             self.clean_in(state, key);
@@ -353,7 +353,7 @@ impl Index {
         })
     }
 
-    fn drop_entry(&self, state: &mut State, key: &ChunkId) -> Option<Entry> {
+    fn drop_entry(&self, state: &mut IndexState, key: &ChunkId) -> Option<IndexEntry> {
         let (_, entry) = self.entries.remove(key)?;
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
@@ -364,7 +364,7 @@ impl Index {
     }
 
     /// Puts in an entry whose bytes are accounted for already.
-    fn put(&self, state: &mut State, key: ChunkId, entry: Entry, dirty: bool) {
+    fn put(&self, state: &mut IndexState, key: ChunkId, entry: IndexEntry, dirty: bool) {
         if dirty {
             state.soil(&key, entry.disk);
         }
@@ -403,12 +403,12 @@ impl Index {
             .collect()
     }
 
-    fn entry(&self, key: &ChunkId) -> Option<Entry> {
+    fn entry(&self, key: &ChunkId) -> Option<IndexEntry> {
         self.entries.get(key).map(|entry| *entry)
     }
 
     /// No panic can leave the state half-changed, so a poisoned lock is as good.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, IndexState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -2,15 +2,15 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::state::State;
-use super::{Entry, Gone, Index};
+use super::state::IndexState;
+use super::{Gone, Index, IndexEntry};
 use crate::cache::tier::disk::direct::BLOCK;
 use crate::cache::tier::disk::handle::Wrote;
 use crate::format::ChunkId;
 
 /// Where a chunk is to be written.
 pub(in crate::cache::tier::disk) enum Placed {
-    On(Reservation),
+    On(WriteReservation),
     Present,
     /// Another write of it, which may fail, or the removal of an older file is under way: ask again when
     /// [something ended](Index::something_ends), or a disk was taken out.
@@ -24,7 +24,7 @@ pub(in crate::cache::tier::disk) enum Placed {
 }
 
 /// A write, until its entry is in or this is dropped: nobody else writes that chunk.
-pub(in crate::cache::tier::disk) struct Reservation {
+pub(in crate::cache::tier::disk) struct WriteReservation {
     index: Arc<Index>,
     pub key: ChunkId,
     pub disk: usize,
@@ -54,7 +54,7 @@ impl Index {
         if state.removals.has_since(&key, since) {
             return Placed::Deleted;
         }
-        let stays = |entry: &Entry| entry.is_live(Instant::now) || state.unsent.contains_key(&key);
+        let stays = |entry: &IndexEntry| entry.is_live(Instant::now) || state.unsent.contains_key(&key);
         if let Some(entry) = self.entry(&key).filter(stays) {
             state.hit(&key, &entry);
             return Placed::Present;
@@ -81,7 +81,7 @@ impl Index {
         state.disks[disk].queued_bytes += bytes;
         let tenant = state.tenants.number(tenant);
         drop(state);
-        Placed::On(Reservation {
+        Placed::On(WriteReservation {
             index: Arc::clone(self),
             key,
             disk,
@@ -94,7 +94,7 @@ impl Index {
     }
 }
 
-impl Reservation {
+impl WriteReservation {
     /// Takes the room. False if there is none, as far as what is there may go.
     pub fn take_room(&mut self) -> (bool, Vec<Gone>) {
         let index = Arc::clone(&self.index);
@@ -111,7 +111,7 @@ impl Reservation {
         (has_room, gone)
     }
 
-    fn make_room(&self, state: &mut State, gone: &mut Vec<Gone>) -> bool {
+    fn make_room(&self, state: &mut IndexState, gone: &mut Vec<Gone>) -> bool {
         let (index, limits) = (&self.index, &self.index.limits);
         if state.disks[self.disk].failed.is_some() {
             return false;
@@ -150,7 +150,7 @@ impl Reservation {
         }
         let shelf = &mut state.disks[self.disk];
         shelf.regrow(self.bytes);
-        let entry = Entry {
+        let entry = IndexEntry {
             disk: self.disk,
             tenant: self.tenant,
             bytes: std::mem::take(&mut self.bytes),
@@ -167,7 +167,7 @@ impl Reservation {
     }
 }
 
-impl Drop for Reservation {
+impl Drop for WriteReservation {
     fn drop(&mut self) {
         let mut state = self.index.lock();
         state.writing.remove(&self.key);

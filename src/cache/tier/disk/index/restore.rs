@@ -3,7 +3,7 @@ use std::time::SystemTime;
 use tokio::time::Instant;
 
 use super::reservation::file_bytes;
-use super::{Entry, Gone, Index};
+use super::{Gone, Index, IndexEntry};
 use crate::format::ChunkId;
 
 /// A chunk that was found at start.
@@ -42,7 +42,7 @@ impl Index {
             state.tenants.take_bytes(tenant, bytes);
             state.disks[disk].bytes += bytes;
             let age = today.duration_since(one.written).unwrap_or_default();
-            let entry = Entry {
+            let entry = IndexEntry {
                 disk,
                 tenant,
                 bytes,

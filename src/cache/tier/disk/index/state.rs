@@ -3,7 +3,7 @@ use std::collections::HashMap;
 
 use foldhash::fast::RandomState;
 
-use super::Entry;
+use super::IndexEntry;
 use super::expiry::Expiry;
 use super::shelf::Shelf;
 use super::tenants::Tenants;
@@ -14,7 +14,7 @@ use crate::protocol::EvictionPolicy;
 type KeyMap<V> = HashMap<ChunkId, V, RandomState>;
 
 /// All that changes, under one lock.
-pub(super) struct State {
+pub(super) struct IndexState {
     pub disks: Vec<Shelf>,
     pub tenants: Tenants,
     /// Being written, to which disk: whoever comes second waits for how that ends.
@@ -31,7 +31,7 @@ pub(super) struct State {
     serials: u64,
 }
 
-impl State {
+impl IndexState {
     /// `tenant_policy`: if tenants are limited.
     pub fn new(disks: Vec<Shelf>, tenant_policy: Option<EvictionPolicy>) -> Self {
         Self {
@@ -52,7 +52,7 @@ impl State {
         self.serials
     }
 
-    pub fn hit(&mut self, key: &ChunkId, entry: &Entry) {
+    pub fn hit(&mut self, key: &ChunkId, entry: &IndexEntry) {
         self.disks[entry.disk].queue.hit(key);
         self.tenants.hit(entry.tenant, key);
     }

@@ -34,14 +34,14 @@ pub enum Loss {
 
 /// The right to send one request to one endpoint. It is given back with what came of it; dropping it says that the
 /// request was given up.
-pub struct Lease<T> {
+pub struct Permit<T> {
     endpoints: Endpoints<T>,
     payload: Arc<T>,
     address: SocketAddr,
     ending: Ending,
 }
 
-impl<T> Lease<T> {
+impl<T> Permit<T> {
     pub(super) fn new(
         endpoints: Endpoints<T>,
         payload: Arc<T>,
@@ -50,7 +50,7 @@ impl<T> Lease<T> {
         now: Instant,
     ) -> Self {
         let ending = Ending {
-            lease: number,
+            permit: number,
             outcome: None,
             waits: false,
             began: now,
@@ -87,7 +87,7 @@ impl<T> Lease<T> {
         self.ending.waits = false;
         self.ending.began = now;
         self.ending.moved_at = now;
-        self.endpoints.goes(self.address, self.ending.lease, now);
+        self.endpoints.goes(self.address, self.ending.permit, now);
         route.goes(now);
     }
 
@@ -110,7 +110,7 @@ impl<T> Lease<T> {
     }
 }
 
-impl<T> Drop for Lease<T> {
+impl<T> Drop for Permit<T> {
     fn drop(&mut self) {
         self.endpoints.end(self.address, &self.ending);
     }
