@@ -33,7 +33,7 @@ LAYERS = {
     "node/daemon": ["arena", "cache", "config", "node", "node/api", "s3"],
     "engine/client": ["arena", "format", "protocol"],
     "engine/copy": ["arena", "config", "format"],
-    "engine/connector": ["arena", "engine/client", "engine/copy", "format", "protocol"],
+    "engine/rank": ["arena", "engine/client", "engine/copy", "format", "protocol"],
     "embedded": [],
     "tools": ["arena", "cache", "config", "embedded", "engine", "format", "node", "protocol", "s3"],
 }

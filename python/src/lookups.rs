@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, ClientError, DaemonAddress, FoundChunks};
-use kvgate::engine::connector::LookupBreaker;
+use kvgate::engine::rank::LookupBreaker;
 use kvgate::format::{ChunkHash, Mask};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

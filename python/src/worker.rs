@@ -3,12 +3,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, DaemonAddress};
-use kvgate::engine::connector::{
+use kvgate::engine::copy::cuda::{Gpu, StreamMark};
+use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
+use kvgate::engine::rank::{
     ComputedChunk, Failed, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker as Rank,
     WorkerError,
 };
-use kvgate::engine::copy::cuda::{Gpu, StreamMark};
-use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
 use kvgate::format::ChunkHash;
 use kvgate::protocol::AttachRequest;
 use kvgate::protocol::Order;
@@ -220,7 +220,7 @@ impl Worker {
                 // What can't be stored is stored the next time that somebody computes it.
                 let (stored, error) = match ended {
                     Ok(stored) => (stored, None),
-                    Err(error) => (kvgate::engine::connector::Stored::default(), Some(error)),
+                    Err(error) => (kvgate::engine::rank::Stored::default(), Some(error)),
                 };
                 state.stored.push(Stored {
                     job,

@@ -4,8 +4,8 @@
 //! |-------------|--------------------------------------------------------------------------------|
 //! | `client`    | calls to a node's daemon, and its arena mapped                                 |
 //! | `copy`      | chunks into an engine's pages and back, on CPUs and GPUs                       |
-//! | `connector` | a rank's loads and stores: client and copies together                          |
+//! | `rank`      | a rank's loads and stores: client and copies together                          |
 
 pub mod client;
-pub mod connector;
 pub mod copy;
+pub mod rank;

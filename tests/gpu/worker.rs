@@ -6,11 +6,11 @@ use std::time::Duration;
 use kvgate::cache::gateway::open_store;
 use kvgate::config::{self, Override};
 use kvgate::engine::client::{Client, DaemonAddress};
-use kvgate::engine::connector::{
-    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker, WorkerError,
-};
 use kvgate::engine::copy::known::KNOWN;
 use kvgate::engine::copy::{Copier, CudaCopier};
+use kvgate::engine::rank::{
+    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker, WorkerError,
+};
 use kvgate::node::Node;
 use kvgate::node::daemon::Daemon;
 use kvgate::protocol::AttachRequest;

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use crate::fixture::Prompt;
-use crate::serving::{Site, all, chunks, eventually, id, load, load_request, store};
+use crate::support::daemon::{Site, all, chunks, eventually, id, load, load_request, store};
+use crate::support::fixture::Prompt;
 
 /// Of this process, in MiB.
 fn resident_mib() -> usize {

@@ -13,8 +13,8 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::process::Command;
 use tokio::sync::watch;
 
-use crate::backends::listen;
-use crate::program::{PREFIX, Place, Said, say};
+use crate::support::backends::listen;
+use crate::support::program::{PREFIX, Place, Said, say};
 
 /// Where small benches run.
 struct Site(Place);

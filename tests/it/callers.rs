@@ -7,9 +7,9 @@ use std::process::{Command, Stdio};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::backends::skip_because;
-use crate::fixture::Prompt;
-use crate::serving::{Serving, Site, alone, chunks, id, load, store, write};
+use crate::support::backends::skip_because;
+use crate::support::daemon::{Serving, Site, alone, chunks, id, load, store, write};
+use crate::support::fixture::Prompt;
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, ReservedChunk, SlotName};

@@ -8,8 +8,8 @@ use kvgate::s3::object::{Capabilities, ErrorKind, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::backends::{Backend, on_backends, open};
-use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, store_chunk};
+use crate::support::backends::{Backend, on_backends, open};
+use crate::support::fixture::{Prompt, Site, arena, arena_empties, load_codes, store_chunk};
 
 on_backends! {
     bits_that_flip_on_the_way_are_not_acknowledged: embedded, minio;

@@ -15,7 +15,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 use tokio::time::Instant;
 
-use crate::program::{BUCKET, PREFIX, Place, Said, kvgate, say};
+use crate::support::program::{BUCKET, PREFIX, Place, Said, kvgate, say};
 
 const TOKENS_A_CHUNK: u32 = 16;
 const CHUNKS: u32 = 5;

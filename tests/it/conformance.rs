@@ -9,9 +9,9 @@ use kvgate::protocol::Strategy;
 use kvgate::s3::net::Landing;
 use kvgate::s3::object::{Capabilities, Condition, ErrorKind, GetRange};
 
-use crate::backends::{Backend, on_backends};
-use crate::fixture::{self, Prompt, Site, arena, load_codes, lookup, soon, store_all, store_chunk};
 use crate::outage::ALL_RGW;
+use crate::support::backends::{Backend, on_backends};
+use crate::support::fixture::{self, Prompt, Site, arena, load_codes, lookup, soon, store_all, store_chunk};
 
 on_backends! {
     capabilities_are_found_out: embedded, rgw, minio, rclone, swift;
@@ -163,7 +163,7 @@ async fn objects_come_and_go(backend: &Backend) {
 async fn wrong_keys_are_told(backend: &Backend) {
     let mut options = backend.options();
     options.bucket = "kvgate-no-such-bucket".into();
-    let error = crate::backends::open(&options)
+    let error = crate::support::backends::open(&options)
         .await
         .check_bucket(soon())
         .await
@@ -175,7 +175,7 @@ async fn wrong_keys_are_told(backend: &Backend) {
     options.credentials = Some(aws_credential_types::Credentials::from_keys(
         "nobody", "nothing", None,
     ));
-    let error = crate::backends::open(&options)
+    let error = crate::support::backends::open(&options)
         .await
         .check_bucket(soon())
         .await
@@ -281,7 +281,7 @@ async fn every_gateway_sees_what_one_stored(backend: &Backend) {
     for endpoint in &backend.endpoints {
         let mut options = backend.options();
         options.endpoint = Some(endpoint.clone());
-        let gateway = site.gateway_over(crate::backends::open(&options).await);
+        let gateway = site.gateway_over(crate::support::backends::open(&options).await);
         assert_eq!(lookup(&gateway, &prompt, Strategy::Prefix).await.prefix, 3);
         assert_eq!(load_codes(&gateway, &prompt, AfterMiss::Stop).await, ["ok"; 3]);
     }

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvgate::engine::client::{Client, DaemonAddress};
-use kvgate::engine::connector::{LoadJob, LoadProgress, LookupBreaker, WantedChunk, Worker};
 use kvgate::engine::copy::known::{KNOWN, Pages};
 use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
+use kvgate::engine::rank::{LoadJob, LoadProgress, LookupBreaker, WantedChunk, Worker};
 use kvgate::protocol::Order;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
-use crate::fixture::Prompt;
-use crate::serving::{Site, alone, eventually, store};
+use crate::support::daemon::{Site, alone, eventually, store};
+use crate::support::fixture::Prompt;
 
 /// A socket in front of the daemon's; counts the releases that go through it, and holds them until all is `copied`.
 fn counted(socket: &Path, home: &Path, copied: Option<Arc<LoadProgress>>) -> (PathBuf, Arc<AtomicUsize>) {

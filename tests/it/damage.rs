@@ -6,9 +6,9 @@ use kvgate::cache::gateway::{AfterMiss, StoreOutcome};
 use kvgate::format::Space;
 use kvgate::protocol::Strategy;
 
-use crate::backends::{Backend, on_backends};
 use crate::faults::Hooked;
-use crate::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
+use crate::support::backends::{Backend, on_backends};
+use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
 
 on_backends! {
     a_flipped_byte_anywhere: embedded, rgw, minio, rclone, swift;
@@ -74,7 +74,7 @@ async fn damaged_at(site: &Site, bytes: impl AsyncFn(&Site, &Prompt) -> Vec<u8>,
 }
 
 async fn a_flipped_byte_anywhere(backend: &Backend) {
-    let object_len = crate::fixture::space().layout().object_len();
+    let object_len = crate::support::fixture::space().layout().object_len();
     // The magic, the chunk hash, a digest, the header's digest; the first and the last payload byte, and one inside.
     for (at, code) in [
         (0, "bad_header"),
@@ -173,7 +173,7 @@ async fn replaced_between_two_ranges(backend: &Backend) {
             parent: prompt.root,
             slot,
         };
-        gateway.store(chunk, crate::fixture::soon()).await;
+        gateway.store(chunk, crate::support::fixture::soon()).await;
         other_site.read(&other_site.key(&prompt, 0)).await
     };
     let hooked = Hooked::before_get(Arc::clone(&site.store), 1, {
@@ -187,7 +187,7 @@ async fn replaced_between_two_ranges(backend: &Backend) {
     assert_eq!(load_codes(&reader, &prompt, AfterMiss::Stop).await, ["replaced"]);
     let found = lookup(&reader, &prompt, Strategy::Exact).await;
     assert_eq!(found.prefix, 1, "the new one is there");
-    let loaded = crate::fixture::load(&reader, &prompt, AfterMiss::Stop).await;
+    let loaded = crate::support::fixture::load(&reader, &prompt, AfterMiss::Stop).await;
     assert!(
         loaded[0]
             .as_ref()
@@ -210,7 +210,7 @@ async fn replaced_between_lookup_and_load(backend: &Backend) {
     site.remove(site.key(&prompt, 1)).await;
     let writer = kvgate::cache::gateway::Gateway::new(
         Arc::clone(&site.store),
-        crate::fixture::arena(1 << 20),
+        crate::support::fixture::arena(1 << 20),
         site.capabilities,
         options,
     );

@@ -9,7 +9,7 @@ use kvgate::s3::dns::{AddressSource, DnsOptions, Resolved, Resolver};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::dns_server::{
+use crate::support::dns_server::{
     A, AAAA, DnsServer, Dnsmasq, Fault, NXDOMAIN, Question, REFUSED, Record, Reply, SERVFAIL, SRV,
 };
 

@@ -14,13 +14,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout};
 
-use crate::backends::RETRIES;
-use crate::capped::Capped;
-use crate::dns_server::{A, AAAA, DnsServer, NXDOMAIN, Record, Reply, SRV};
-use crate::fixture::{Prompt, arena, load_codes, soon, store_chunk};
-use crate::rig::{
+use crate::support::backends::RETRIES;
+use crate::support::capped::Capped;
+use crate::support::capped_prompt::{
     ENDPOINTS, MB, MIB, NAME, Rig, carried, has, shares, space, state, tiny_space, totals, until, upstream,
 };
+use crate::support::dns_server::{A, AAAA, DnsServer, NXDOMAIN, Record, Reply, SRV};
+use crate::support::fixture::{Prompt, arena, load_codes, soon, store_chunk};
 
 /// As low as DNS can say, zero apart.
 const TTL: Duration = Duration::from_secs(1);

@@ -11,14 +11,14 @@ use kvgate::s3::object::S3Options;
 use tokio::sync::MutexGuard;
 use tokio::time::Instant;
 
-use crate::backends::{Backend, RETRIES, on_backends};
-use crate::capped::Capped;
-use crate::dns_server::Dnsmasq;
-use crate::fixture::soon;
 use crate::outage::{ALL_RGW, rgw, rgw_with};
-use crate::rig::{
+use crate::support::backends::{Backend, RETRIES, on_backends};
+use crate::support::capped::Capped;
+use crate::support::capped_prompt::{
     Bed, ENDPOINTS, MB, MIB, address, addresses, carried, proxies, shares, space, state, totals,
 };
+use crate::support::dns_server::Dnsmasq;
+use crate::support::fixture::soon;
 
 on_backends! {
     even_shares: rgw;

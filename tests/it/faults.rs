@@ -16,8 +16,10 @@ use kvgate::s3::object::{
 };
 use tokio::time::Instant;
 
-use crate::backends::Backend;
-use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
+use crate::support::backends::Backend;
+use crate::support::fixture::{
+    Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk,
+};
 
 type Hook = Box<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
@@ -331,7 +333,7 @@ async fn a_cancelled_next_loses_nothing() {
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
     let gateway = kvgate::cache::gateway::Gateway::new(
         Arc::new(slow),
-        crate::fixture::arena(2 * object),
+        crate::support::fixture::arena(2 * object),
         site.capabilities,
         site.options(),
     );
@@ -504,7 +506,7 @@ async fn loads_never_wait_for_each_other_s_slots() {
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
     let gateway = kvgate::cache::gateway::Gateway::new(
         Arc::clone(&site.store),
-        crate::fixture::arena(20 * object),
+        crate::support::fixture::arena(20 * object),
         site.capabilities,
         site.options(),
     );
@@ -522,7 +524,7 @@ async fn a_load_larger_than_the_arena_streams_and_one_that_keeps_everything_says
     let (_server, site, prompt) = stored(8).await;
     let object = prompt.space.layout().object_len().next_multiple_of(4096);
     let over = |size| {
-        let arena = crate::fixture::arena(size);
+        let arena = crate::support::fixture::arena(size);
         kvgate::cache::gateway::Gateway::new(
             Arc::clone(&site.store),
             arena,

@@ -18,10 +18,10 @@ use tokio::time::Instant;
 
 use kvgate::cache::gateway::AfterMiss;
 
-use crate::backends::{Backend, listen, open, options};
-use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
-use crate::program::kvgate;
-use crate::tls_front::TlsFront;
+use crate::support::backends::{Backend, listen, open, options};
+use crate::support::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
+use crate::support::program::kvgate;
+use crate::support::tls_front::TlsFront;
 
 const STALL: Duration = Duration::from_millis(300);
 const ANSWER_MAX: usize = 1 << 20;

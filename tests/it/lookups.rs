@@ -9,8 +9,8 @@ use kvgate::format::Space;
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::Condition;
 
-use crate::backends::{Backend, on_backends};
-use crate::fixture::{Prompt, Site, lookup, soon};
+use crate::support::backends::{Backend, on_backends};
+use crate::support::fixture::{Prompt, Site, lookup, soon};
 
 on_backends! {
     a_prompt_of_4096_chunks_of_which_3000_exist: embedded, rgw, minio;

@@ -8,9 +8,11 @@ use kvgate::format::DigestKind;
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::{ErrorKind, ObjectStore};
 
-use crate::backends::Backend;
 use crate::faults::Hooked;
-use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, lookup, store_all, store_chunk};
+use crate::support::backends::Backend;
+use crate::support::fixture::{
+    Prompt, Site, arena, arena_empties, load_codes, lookup, store_all, store_chunk,
+};
 
 const N: usize = 3;
 const BAD: usize = 1;

@@ -10,8 +10,8 @@ use kvgate::protocol::Strategy;
 use kvgate::s3::object::{Capabilities, ObjectStore};
 use proptest::prelude::*;
 
-use crate::fixture::{Prompt, Site, arena, arena_empties, lookup, soon, store_all};
-use crate::held::{Asked, Held, Line};
+use crate::support::fixture::{Prompt, Site, arena, arena_empties, lookup, soon, store_all};
+use crate::support::paused_store::{Asked, Held, Line};
 
 /// A prompt that is stored, and gateways to it.
 struct Setup {
@@ -392,7 +392,7 @@ async fn what_was_stored_anew_since_the_lookup_is_loaded() {
     // The same bytes under another ETag.
     let writer = setup.gateway(20, |options| options.digest = kvgate::format::DigestKind::Blake3);
     setup.site.remove(setup.site.key(&setup.prompt, 1)).await;
-    crate::fixture::store_chunk(&writer, &setup.prompt, 1).await;
+    crate::support::fixture::store_chunk(&writer, &setup.prompt, 1).await;
     let outcomes = setup
         .outcomes(setup.load(&reader, Order::Layer, AfterMiss::Stop))
         .await;

@@ -11,8 +11,10 @@ use kvgate::protocol::Strategy;
 use kvgate::s3::object::{ErrorKind, S3, S3Options};
 use tokio::sync::Mutex;
 
-use crate::backends::{Backend, on_backends, open};
-use crate::fixture::{Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk};
+use crate::support::backends::{Backend, on_backends, open};
+use crate::support::fixture::{
+    Prompt, Site, arena_empties, load_codes, lookup, soon, store_all, store_chunk,
+};
 
 on_backends! {
     a_stopped_rgw: rgw;

@@ -9,9 +9,9 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
-use crate::fixture::Prompt;
-use crate::program::Place;
-use crate::serving::{all, alone, eventually, id, load, load_request, store};
+use crate::support::daemon::{all, alone, eventually, id, load, load_request, store};
+use crate::support::fixture::Prompt;
+use crate::support::program::Place;
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::protocol::LoadRequest;
 use kvgate::protocol::Order;

@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
 
-use crate::program::{Place, Said};
+use crate::support::program::{Place, Said};
 
 const TOKEN: &str = "bearer-a1b2c3d4e5f6";
 const NEXT_TOKEN: &str = "bearer-of-the-next-day";

@@ -9,8 +9,8 @@ use kvgate::protocol::Order;
 use tokio::net::UnixStream;
 
 use crate::abuse::say;
-use crate::fixture::Prompt;
-use crate::serving::{Serving, Site, all, eventually, id, load, store};
+use crate::support::daemon::{Serving, Site, all, eventually, id, load, store};
+use crate::support::fixture::Prompt;
 
 fn count(words: &[&str], word: &str) -> usize {
     words.iter().filter(|one| **one == word).count()
@@ -29,7 +29,7 @@ async fn on_s3(site: &Site, prompt: &Prompt) -> usize {
     let mut there = 0;
     for hash in &prompt.hashes {
         let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
-        there += usize::from(store.head(&key, crate::fixture::soon()).await.is_ok());
+        there += usize::from(store.head(&key, crate::support::fixture::soon()).await.is_ok());
     }
     there
 }
@@ -118,7 +118,7 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
         let store = site.store().await;
         for (i, hash) in prompt.hashes.iter().enumerate() {
             let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
-            let is_there = store.head(&key, crate::fixture::soon()).await.is_ok();
+            let is_there = store.head(&key, crate::support::fixture::soon()).await.is_ok();
             assert!(run || !is_there, "chunk {i} is there without those before it");
             assert!(i > 0 || is_there, "a head was dropped");
             run = is_there;

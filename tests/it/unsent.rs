@@ -8,8 +8,8 @@ use kvgate::cache::gateway::BehindStats;
 use kvgate::cache::tier::DiskState;
 use kvgate::format::KeyPrefix;
 
-use crate::fixture::{Prompt, soon};
-use crate::serving::{Serving, Site, eventually, store};
+use crate::support::daemon::{Serving, Site, eventually, store};
+use crate::support::fixture::{Prompt, soon};
 
 const SETTINGS: [(&str, &str); 6] = [
     ("disk.size", "64MiB"),

@@ -6,8 +6,8 @@ use bytes::Bytes;
 use kvgate::s3::object::{Condition, ErrorKind, ObjectStore, S3, S3Options};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::backends::{listen, options};
-use crate::fixture::soon;
+use crate::support::backends::{listen, options};
+use crate::support::fixture::soon;
 
 const STALL: Duration = Duration::from_millis(300);
 

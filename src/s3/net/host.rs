@@ -9,8 +9,8 @@ use futures::future::select_all;
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use tokio::task::AbortHandle;
 
-use super::connector::ConnectorOptions;
 use super::error::NetError;
+use super::http_client::ConnectorOptions;
 use super::pool::{Origin, Pool};
 use super::stats::NetCounters;
 use crate::s3::dns::{AddressSource, Resolved};

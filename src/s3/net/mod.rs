@@ -15,12 +15,12 @@
 
 mod body;
 mod connection;
-mod connector;
 mod error;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
 mod head;
 mod host;
+mod http_client;
 mod landing;
 mod lowat;
 mod pool;
@@ -28,10 +28,10 @@ mod stats;
 mod tls;
 
 pub(crate) use connection::Outgoing;
-pub(crate) use connector::head_of;
-pub use connector::{Connector, ConnectorOptions, Url};
 pub use error::NetError;
 pub use host::ServerAddress;
+pub(crate) use http_client::head_of;
+pub use http_client::{Connector, ConnectorOptions, Url};
 pub(crate) use landing::unquoted;
 pub use landing::{BodyWatch, Expect, Landing, LandingCell, Mismatch};
 pub use lowat::LowWater;

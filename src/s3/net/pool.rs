@@ -10,8 +10,8 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::connection::{Connection, Stream};
-use super::connector::ConnectorOptions;
 use super::error::NetError;
+use super::http_client::ConnectorOptions;
 use super::stats::{NetCounters, add};
 use super::tls::TlsStream;
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::{Duration, Instant};
 
-use super::course::{Course, Op, PhaseFailure, PhaseLimits};
 use super::error::BenchError;
+use super::phase_run::{Op, PhaseFailure, PhaseLimits, PhaseRun};
 use super::report::PhaseReport;
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{BenchPhase, to_usize};
@@ -103,7 +103,7 @@ fn absent(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> {
 /// A store whose questions about existence take turns in a course, and are timed.
 struct Asked {
     inner: Arc<dyn ObjectStore>,
-    course: Arc<Course>,
+    course: Arc<PhaseRun>,
     /// Whether what is asked for must be there; otherwise it must not.
     present: bool,
 }

@@ -1,7 +1,7 @@
 //! `kvgate bench`: how fast is this S3, seen through kvgate's own request path.
 //!
 //! **Mechanism.** A phase is many requests of one kind. As many tasks as requests may be in flight take turns from a
-//! [`Course`](course::Course), which counts, paces and ends them. Everything that a request needs is there before the
+//! [`PhaseRun`](phase_run::PhaseRun), which counts, paces and ends them. Everything that a request needs is there before the
 //! clock starts: keys, slots in a prefaulted arena, the digest that each part must have. Reads land in slots as those of
 //! loads do and are digested by a [`BodyWatch`](crate::s3::net::BodyWatch) on the way; writes go out of slots that were filled once,
 //! of which only the stamps change. The requests are those of the [`ObjectStore`](crate::s3::object::ObjectStore) that the
@@ -20,7 +20,7 @@
 //! | `settings`  | what is asked for, and what can't be                         |
 //! | `content`   | the objects' bytes and their digests                         |
 //! | `check`     | the watch that digests a read                                |
-//! | `course`    | turns, pace, time limit, tallies: what all phases share      |
+//! | `run`    | turns, pace, time limit, tallies: what all phases share      |
 //! | `raw`       | the requests of write, read, head and delete                 |
 //! | `lookup`    | lookups of chunks, through a gateway                         |
 //! | `prompt`    | a prompt's chunks stored, and looked up and loaded together  |
@@ -32,10 +32,10 @@
 
 mod check;
 mod content;
-mod course;
 mod error;
 mod histogram;
 mod lookup;
+mod phase_run;
 mod prompt;
 mod raw;
 mod report;
@@ -44,9 +44,9 @@ mod settings;
 mod split;
 mod usage;
 
-pub use course::{Interrupts, Live};
 pub use error::BenchError;
 pub use histogram::HistogramBucket;
+pub use phase_run::{Interrupts, Live};
 pub use prompt::BenchPrompt;
 pub use report::{
     BenchReport, EndpointShare, Errors, Latency, MixReport, PhaseReport, PromptReport, ReportMark,

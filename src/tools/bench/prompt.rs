@@ -8,10 +8,10 @@ use futures::future::try_join_all;
 use tokio::time::{Duration, Instant};
 
 use super::content::Content;
-use super::course::{Op, PhaseFailure, PhaseLimits, PhaseWorker};
 use super::error::BenchError;
 use super::histogram::Histogram;
 use super::lookup::WHOLE;
+use super::phase_run::{Op, PhaseFailure, PhaseLimits, PhaseWorker};
 use super::raw::RawTarget;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::check::{self, Seen};
 use super::content::Content;
-use super::course::{Op, PhaseFailure, PhaseWorker};
+use super::phase_run::{Op, PhaseFailure, PhaseWorker};
 use super::settings::{BenchSettings, to_usize};
 use crate::arena::{Arena, SlotMut};
 use crate::s3::net::{BodyWatch, Landing};

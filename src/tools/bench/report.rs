@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::course::{Course, Done};
 use super::histogram::{Histogram, HistogramBucket};
+use super::phase_run::{Done, PhaseRun};
 use super::settings::{BenchPhase, BenchSettings};
 use super::split::{self, Endpoint};
 use super::usage::Usage;
@@ -178,7 +178,7 @@ impl Latency {
 
 impl PhaseReport {
     /// `ended`: what was done when the last request was.
-    pub(super) fn new(settings: &BenchSettings, course: &Course, ended: ReportMark, cost: Cost) -> Self {
+    pub(super) fn new(settings: &BenchSettings, course: &PhaseRun, ended: ReportMark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());
         let first_done = course.first_done().unwrap_or(ended);
         let mut latency = tally.main.latency.clone();

@@ -3,8 +3,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::content::Content;
-use super::course::{Course, Interrupts, Live, PhaseLimits, PhaseWorker, interrupted};
 use super::error::BenchError;
+use super::phase_run::{Interrupts, Live, PhaseLimits, PhaseRun, PhaseWorker, interrupted};
 use super::prompt::BenchPrompt;
 use super::raw::{
     Deleter, HeaderSource, RawReader, RawTarget, Writer, Written, is_read, turns_with_writes, writes,
@@ -40,15 +40,15 @@ pub struct Bench {
 
 /// What goes on in a bench, for whoever shows it.
 #[derive(Clone, Default)]
-pub struct UnderWay(Arc<Mutex<Option<Arc<Course>>>>);
+pub struct UnderWay(Arc<Mutex<Option<Arc<PhaseRun>>>>);
 
 impl UnderWay {
     /// The phase under way, if one is.
     pub fn live(&self) -> Option<Live> {
-        self.lock().as_deref().map(Course::live)
+        self.lock().as_deref().map(PhaseRun::live)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<Course>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<PhaseRun>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -322,7 +322,7 @@ impl Bench {
         phase: BenchPhase,
         limits: PhaseLimits,
         workers: &mut Vec<W>,
-    ) -> Result<(Arc<Course>, PhaseReport), BenchError> {
+    ) -> Result<(Arc<PhaseRun>, PhaseReport), BenchError> {
         let course = self.start(phase, limits, workers.len());
         let clock = Clock::start(&*self.target.store);
         let interrupted = course.run(workers, &mut self.interrupts).await;
@@ -346,13 +346,13 @@ impl Bench {
     }
 
     /// The clock starts now.
-    pub(super) fn start(&self, phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Arc<Course> {
-        let course = Arc::new(Course::start(phase, limits, lanes));
+    pub(super) fn start(&self, phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Arc<PhaseRun> {
+        let course = Arc::new(PhaseRun::start(phase, limits, lanes));
         *self.under_way.lock() = Some(Arc::clone(&course));
         course
     }
 
-    pub(super) fn finish(&self, course: &Course, clock: &Clock, interrupted: bool) -> PhaseReport {
+    pub(super) fn finish(&self, course: &PhaseRun, clock: &Clock, interrupted: bool) -> PhaseReport {
         let ended = course.mark();
         let cost = clock.read(&*self.target.store, ended.seconds);
         *self.under_way.lock() = None;

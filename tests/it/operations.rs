@@ -12,8 +12,8 @@ use tokio::net::{UnixDatagram, UnixStream};
 use tokio::process::{Child, ChildStderr, ChildStdout};
 
 use crate::abuse::say;
-use crate::program::kvgate;
-use crate::serving::{Site, alone};
+use crate::support::daemon::{Site, alone};
+use crate::support::program::kvgate;
 
 /// `kvgate serve --embedded`, as a process of its own.
 struct Served {
@@ -222,7 +222,7 @@ async fn an_outage_takes_a_few_lines_and_says_how_many_it_counted() {
     let s3 = site.config(&[]).s3.endpoint.unwrap();
     let settings = [
         ("KVGATE__S3__ENDPOINT", s3.as_str()),
-        ("KVGATE__S3__BUCKET", crate::serving::BUCKET),
+        ("KVGATE__S3__BUCKET", crate::support::daemon::BUCKET),
         ("KVGATE__S3__RETRIES", "0"),
         ("KVGATE__STORE__RETRY_MAX", "10ms"),
         ("KVGATE__LOG__REPEAT", "1s"),
@@ -238,7 +238,7 @@ async fn an_outage_takes_a_few_lines_and_says_how_many_it_counted() {
     }
     site.stop_s3().await;
     let engine = client.attach(&alone("one")).await.unwrap();
-    crate::serving::store(&client, &engine, &crate::fixture::Prompt::new(60)).await;
+    crate::support::daemon::store(&client, &engine, &crate::support::fixture::Prompt::new(60)).await;
     let mut lines = Vec::new();
     for _ in 0..3 {
         lines.extend(says(&mut served.err, "times more in 1s").await);

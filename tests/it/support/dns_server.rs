@@ -313,7 +313,7 @@ impl Dnsmasq {
     /// None where dnsmasq isn't there: says so loudly, and fails where it is required.
     pub fn start(test: &str, addresses: &[String]) -> Option<Self> {
         if std::env::var_os("KVGATE_TEST_DNS_SERVER").is_none() {
-            crate::backends::skip(test, "dns");
+            crate::support::backends::skip(test, "dns");
             return None;
         }
         // A port that was free a moment ago need not be so now.

@@ -7,8 +7,10 @@ use kvgate::format::Space;
 use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy};
 
-use crate::fixture::{Prompt, space};
-use crate::serving::{Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write};
+use crate::support::daemon::{
+    Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write,
+};
+use crate::support::fixture::{Prompt, space};
 
 fn code(error: &ClientError) -> String {
     match error {
@@ -423,7 +425,7 @@ async fn loads_of_the_same_chunks_never_wait_for_each_other() {
         chunks: vec![prompt.hashes[0], prompt.hashes[0], prompt.hashes[1]],
         order: Order::Layer,
         after_miss: kvgate::cache::gateway::AfterMiss::Stop,
-        deadline: crate::fixture::soon(),
+        deadline: crate::support::fixture::soon(),
     };
     let outcomes = serving.node.gateway().load(request).collect().await;
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
@@ -431,7 +433,7 @@ async fn loads_of_the_same_chunks_never_wait_for_each_other() {
     serving
         .node
         .gateway()
-        .remove(&prompt.space, &prompt.hashes[0], crate::fixture::soon())
+        .remove(&prompt.space, &prompt.hashes[0], crate::support::fixture::soon())
         .await
         .unwrap();
     drop(engine);

@@ -201,7 +201,7 @@ macro_rules! on_backends {
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
                 async fn $backend() {
                     let test = concat!(module_path!(), "::", stringify!($backend));
-                    if let Some(backend) = crate::backends::Backend::find(stringify!($backend), test).await {
+                    if let Some(backend) = crate::support::backends::Backend::find(stringify!($backend), test).await {
                         super::$test(&backend).await;
                     }
                 }

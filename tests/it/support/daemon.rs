@@ -17,8 +17,8 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::backends;
-use crate::fixture::Prompt;
+use crate::support::backends;
+use crate::support::fixture::Prompt;
 
 pub const BUCKET: &str = "kvgate-it";
 

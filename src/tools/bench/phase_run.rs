@@ -26,7 +26,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub type Interrupts = watch::Receiver<u32>;
 
 /// One phase under way.
-pub(super) struct Course {
+pub(super) struct PhaseRun {
     phase: BenchPhase,
     ops_a_turn: u64,
     /// Turns in all; None: until the time is over.
@@ -94,7 +94,7 @@ pub(super) trait PhaseWorker: Send + 'static {
     fn turn(&mut self, turn: u64) -> impl Future<Output = Result<Option<Op>, PhaseFailure>> + Send;
 }
 
-/// How a course ends, and how fast it goes.
+/// How a run ends, and how fast it goes.
 #[derive(Default)]
 pub(super) struct PhaseLimits {
     pub total: Option<u64>,
@@ -115,7 +115,7 @@ impl PhaseLimits {
     }
 }
 
-impl Course {
+impl PhaseRun {
     /// The clock starts now.
     pub fn start(phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Self {
         // The histograms are the bench's own memory, so they are there before anything is measured.
@@ -152,8 +152,8 @@ impl Course {
     ) -> bool {
         let mut tasks = JoinSet::new();
         for (lane, worker) in workers.drain(..).enumerate() {
-            let course = Arc::clone(self);
-            tasks.spawn(async move { course.work(lane, worker).await });
+            let run = Arc::clone(self);
+            tasks.spawn(async move { run.work(lane, worker).await });
         }
         // What deletes leave behind has to be looked for: the first interruption does not end them.
         let mut spare = self.phase == BenchPhase::Delete && *interrupts.borrow() == 0;
@@ -269,7 +269,7 @@ impl Course {
             .is_some_and(|total| self.next.load(Ordering::Relaxed) >= total)
     }
 
-    /// After a request of a task that is not the course's own: nothing may be left to do.
+    /// After a request of a task that is not the run's own: nothing may be left to do.
     pub fn ended_one(&self) {
         if self.was_the_last() || self.is_over() {
             self.first_done.get_or_init(|| self.mark());
@@ -464,14 +464,14 @@ mod tests {
         }
     }
 
-    async fn run(limits: PhaseLimits, workers: usize, each: Duration) -> (Arc<Course>, Duration) {
+    async fn run(limits: PhaseLimits, workers: usize, each: Duration) -> (Arc<PhaseRun>, Duration) {
         let (_keep, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(BenchPhase::Read, limits, workers));
+        let run = Arc::new(PhaseRun::start(BenchPhase::Read, limits, workers));
         let mut sleepers: Vec<_> = (0..workers).map(|_| Sleeper(each)).collect();
-        assert!(!course.run(&mut sleepers, &mut interrupts).await);
-        let took = course.started.elapsed();
+        assert!(!run.run(&mut sleepers, &mut interrupts).await);
+        let took = run.started.elapsed();
         assert_eq!(sleepers.len(), workers, "they are there again");
-        (course, took)
+        (run, took)
     }
 
     const MS: Duration = Duration::from_millis(1);
@@ -482,14 +482,14 @@ mod tests {
             cost: Some(Box::new(|_| 1_000_000 * MS)),
             ..PhaseLimits::default()
         };
-        let course = Arc::new(Course::start(BenchPhase::Write, limits, 1));
-        assert_eq!(course.turn().await, Some(0));
-        let waiting = Arc::clone(&course);
+        let run = Arc::new(PhaseRun::start(BenchPhase::Write, limits, 1));
+        assert_eq!(run.turn().await, Some(0));
+        let waiting = Arc::clone(&run);
         let turn = tokio::spawn(async move { waiting.turn().await });
         tokio::time::sleep(MS).await;
-        course.stop();
+        run.stop();
         assert_eq!(turn.await.unwrap(), None);
-        assert_eq!(course.started.elapsed(), MS);
+        assert_eq!(run.started.elapsed(), MS);
     }
 
     #[tokio::test(start_paused = true)]
@@ -498,18 +498,18 @@ mod tests {
             total: Some(10),
             ..PhaseLimits::default()
         };
-        let (course, took) = run(limits, 4, 100 * MS).await;
+        let (run, took) = run(limits, 4, 100 * MS).await;
         assert_eq!(took, 300 * MS, "4, 4 and 2");
-        let tally = course.tally();
+        let tally = run.tally();
         assert_eq!((tally.main.ops, tally.main.bytes, tally.errors), (9, 900, 1));
         assert_eq!(tally.first_error.as_deref(), Some("turn 9"));
-        let first = course.first_done().unwrap();
+        let first = run.first_done().unwrap();
         assert!((first.seconds - 0.2).abs() < 1e-6, "{first:?}");
         assert!(
             (7..9).contains(&first.ops),
             "the others of that moment may be counted or not"
         );
-        assert_eq!((course.mark().ops, course.issued()), (9, 10));
+        assert_eq!((run.mark().ops, run.issued()), (9, 10));
     }
 
     #[tokio::test(start_paused = true)]
@@ -518,8 +518,8 @@ mod tests {
             time: Some(250 * MS),
             ..PhaseLimits::default()
         };
-        let (course, took) = run(limits, 2, 100 * MS).await;
-        assert_eq!((took, course.issued()), (300 * MS, 6));
+        let (run, took) = run(limits, 2, 100 * MS).await;
+        assert_eq!((took, run.issued()), (300 * MS, 6));
     }
 
     #[tokio::test(start_paused = true)]
@@ -530,13 +530,13 @@ mod tests {
                 cost: Some(Box::new(|_| 10 * MS)),
                 ..PhaseLimits::default()
             };
-            let (course, took) = run(limits, workers, each).await;
+            let (run, took) = run(limits, workers, each).await;
             assert_eq!(
                 took,
                 1000 * MS + each,
                 "{workers} workers: the first starts at once"
             );
-            assert_eq!(course.issued(), 101);
+            assert_eq!(run.issued(), 101);
         }
         // Slower than the pace: that has no credit to catch up with.
         let limits = PhaseLimits {
@@ -550,12 +550,8 @@ mod tests {
             cost: Some(Box::new(|turn| if turn == 3 { 1000 * MS } else { 10 * MS })),
             ..PhaseLimits::default()
         };
-        let (course, took) = run(limits, 1, Duration::ZERO).await;
-        assert_eq!(
-            (took, course.issued()),
-            (95 * MS, 4),
-            "nobody sleeps past the end"
-        );
+        let (run, took) = run(limits, 1, Duration::ZERO).await;
+        assert_eq!((took, run.issued()), (95 * MS, 4), "nobody sleeps past the end");
     }
 
     #[tokio::test(start_paused = true)]
@@ -576,13 +572,9 @@ mod tests {
                 cost: Some(Box::new(|_| 10 * MS)),
                 ..PhaseLimits::default()
             };
-            let course = Arc::new(Course::start(BenchPhase::Read, limits, 1));
-            course.run(&mut vec![Late(late)], &mut interrupts).await;
-            assert_eq!(
-                course.started.elapsed(),
-                took,
-                "no more than the credit: {late:?}"
-            );
+            let run = Arc::new(PhaseRun::start(BenchPhase::Read, limits, 1));
+            run.run(&mut vec![Late(late)], &mut interrupts).await;
+            assert_eq!(run.started.elapsed(), took, "no more than the credit: {late:?}");
         }
     }
 
@@ -591,31 +583,31 @@ mod tests {
         for (before, deletes) in [(0, 20), (1, 9)] {
             let (interrupt, mut interrupts) = watch::channel(before);
             interrupts.mark_unchanged();
-            let course = Arc::new(Course::start(BenchPhase::Delete, PhaseLimits::turns(20), 1));
+            let run = Arc::new(PhaseRun::start(BenchPhase::Delete, PhaseLimits::turns(20), 1));
             tokio::spawn(async move {
                 tokio::time::sleep(85 * MS).await;
                 interrupt.send_modify(|count| *count += 1);
                 tokio::time::sleep(GRACE * 2).await;
             });
-            assert!(course.run(&mut vec![Sleeper(10 * MS)], &mut interrupts).await);
-            assert_eq!(course.tally().main.ops + course.tally().errors, deletes);
+            assert!(run.run(&mut vec![Sleeper(10 * MS)], &mut interrupts).await);
+            assert_eq!(run.tally().main.ops + run.tally().errors, deletes);
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_interruption_ends_it_also_when_requests_hang() {
         let (interrupt, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(BenchPhase::Read, PhaseLimits::default(), 2));
+        let run = Arc::new(PhaseRun::start(BenchPhase::Read, PhaseLimits::default(), 2));
         let mut workers = vec![Sleeper(10 * MS), Sleeper(3600 * 1000 * MS)];
         tokio::spawn(async move {
             tokio::time::sleep(95 * MS).await;
             interrupt.send_replace(1);
             tokio::time::sleep(GRACE * 2).await;
         });
-        assert!(course.run(&mut workers, &mut interrupts).await);
-        assert_eq!(course.started.elapsed(), 95 * MS + GRACE);
-        assert_eq!(course.tally().main.ops, 8);
-        assert_eq!(course.tally().errors, 1, "after it that task waits");
+        assert!(run.run(&mut workers, &mut interrupts).await);
+        assert_eq!(run.started.elapsed(), 95 * MS + GRACE);
+        assert_eq!(run.tally().main.ops, 8);
+        assert_eq!(run.tally().errors, 1, "after it that task waits");
     }
 
     #[tokio::test(start_paused = true)]
@@ -627,8 +619,8 @@ mod tests {
             }
         }
         let (_keep, mut interrupts) = watch::channel(0);
-        let course = Arc::new(Course::start(BenchPhase::Read, PhaseLimits::default(), 1));
-        course.run(&mut vec![Failing], &mut interrupts).await;
-        assert_eq!(course.tally().errors, ERRORS_MAX);
+        let run = Arc::new(PhaseRun::start(BenchPhase::Read, PhaseLimits::default(), 1));
+        run.run(&mut vec![Failing], &mut interrupts).await;
+        assert_eq!(run.tally().errors, ERRORS_MAX);
     }
 }

@@ -13,10 +13,10 @@ use kvgate::s3::fanout::{BreakerOptions, EndpointOptions, EndpointState, Request
 use kvgate::s3::object::{S3, S3Options};
 use tokio::time::Instant;
 
-use crate::backends::{Backend, RETRIES};
-use crate::capped::Capped;
-use crate::dns_server::{A, DnsServer, Question, Record, Reply};
-use crate::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
+use crate::support::backends::{Backend, RETRIES};
+use crate::support::capped::Capped;
+use crate::support::dns_server::{A, DnsServer, Question, Record, Reply};
+use crate::support::fixture::{Prompt, Site, arena, arena_empties, load_codes, soon, store_all};
 
 pub const MIB: usize = 1 << 20;
 pub const MB: u64 = 1_000_000;

@@ -10,9 +10,9 @@ use kvgate::protocol::{Order, WhenFull};
 use kvgate::s3::object::{Capabilities, ObjectStore};
 use tokio::time::Instant;
 
-use crate::fixture::{Prompt, Site, arena, soon, store_all};
-use crate::held::Held;
-use crate::serving::eventually;
+use crate::support::daemon::eventually;
+use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
+use crate::support::paused_store::Held;
 
 const BOTH: Flow = Flow {
     asks_lower: true,
