@@ -35,7 +35,7 @@ pub mod object;
 pub mod tier;
 pub mod units;
 
-/// The README's example compiles.
+/// The example of docs/LIBRARY.md compiles.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+#[doc = include_str!("../docs/LIBRARY.md")]
+struct Library;
