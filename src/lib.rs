@@ -1,6 +1,6 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
-//! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
+//! `ARCHITECTURE.md` has the map, `docs/architecture/` how each part works and why. Dependencies point down only:
 //! cli, demo, bench -> inventory -> gateway -> existence, object -> net, arena -> chunk.
 
 #![cfg_attr(
