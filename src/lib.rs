@@ -1,6 +1,6 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
-//! `ARCHITECTURE.md` has the map and the journeys of a lookup, a load and a store. Dependencies point down only:
+//! `ARCHITECTURE.md` has the map, `docs/architecture/` how each part works and why. Dependencies point down only:
 //! tools -> node, engine -> cache -> s3 -> arena -> format; `protocol` is what node and engine say to each other.
 
 #![cfg_attr(
@@ -20,7 +20,7 @@ pub mod protocol;
 pub mod s3;
 pub mod tools;
 
-/// The README's example compiles.
+/// The example of docs/LIBRARY.md compiles.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+#[doc = include_str!("../docs/LIBRARY.md")]
+struct Library;

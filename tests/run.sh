@@ -338,6 +338,7 @@ case $TIER in
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         engine_tests
+        KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh
         demo
         if [ "$TIER" = full ]; then
             fuzz

@@ -1,4 +1,5 @@
-"""The README's lines for vLLM, run as they are: a fresh environment, the wheel, the daemon, `vllm serve`, curl.
+"""The README's lines for vLLM (sections Install and vLLM), run as they are: a fresh environment, the wheel, the daemon,
+`vllm serve`, curl.
 
 python tests/engines/test_serve.py     in an environment with vLLM (tests/run.sh makes one), KVGATE_TEST_WHEEL: the wheel
 
@@ -55,7 +56,8 @@ class Lines:
             # Two cores that run everything at once take longer than the default.
             '"kv_connector_extra_config": {': '"kv_connector_extra_config": {"lookup_deadline_ms": 5000, ',
         }
-        self.commands = {" ".join(line.split()[:2]): self.here(line) for line in readme.commands("vLLM")}
+        lines = readme.commands("Install") + readme.commands("vLLM")
+        self.commands = {" ".join(line.split()[:2]): self.here(line) for line in lines}
 
     def here(self, line):
         for theirs, ours in self.other.items():
@@ -155,10 +157,10 @@ class ServeTest(unittest.TestCase):
         return [path for path in (self.folder / "data" / "kvgate").rglob("*") if len(path.name) == 64]
 
     def test_the_readme(self):
-        # Built by who runs this; all others are run here.
+        # The two that build were run before this test; all others are run here.
         self.assertEqual(
             list(self.lines.commands),
-            ["maturin build", "pip install", "kvgate serve", "vllm serve", "python3 -c", "curl -s"],
+            ["cargo build", "maturin build", "pip install", "kvgate serve", "vllm serve", "python3 -c", "curl -s"],
         )
         self.shell("pip install")
         self.assertTrue((self.bin / "kvgate").exists())

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_issue_s_example_is_cheap() {
+    fn the_end_of_3000_among_4096_is_cheap_to_find() {
         let (run, asked, rounds) = search(4096, 15, |i| state(i < 3000));
         assert_eq!(run, (3000, 3000));
         assert!(asked <= 64 && rounds <= 4, "{asked} questions in {rounds} rounds");
