@@ -69,7 +69,9 @@ async fn store(gateway: &Gateway, space: &Space, root: ChunkHash, chunks: &[Chun
         let mut slot = gateway.reserve(space)?;
         // An engine would gather its pages here.
         slot.payload_mut().fill(u8::try_from(number)?);
-        let outcome = gateway.store(FilledSlot { hash, parent, slot }, soon()).await;
+        let outcome = gateway
+            .write_through(FilledSlot { hash, parent, slot }, soon())
+            .await;
         if !matches!(outcome, StoreOutcome::Stored) {
             return Err(format!("chunk {number} was not stored: {outcome:?}").into());
         }

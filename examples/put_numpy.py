@@ -17,7 +17,6 @@ import uuid
 
 import blake3
 import numpy as np
-
 from daemon import PROMPT, SPACE, Daemon
 
 PAGE = 4096

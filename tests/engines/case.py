@@ -5,9 +5,8 @@ import tempfile
 import unittest
 
 import tiny_model
-from lives import kvgate, life, prompt
-
 from gateway import Gateway
+from lives import kvgate, life, prompt
 
 CHUNK = 256
 PROMPTS = [{"prompt_token_ids": prompt(seed, 1000)} for seed in (1, 2)]

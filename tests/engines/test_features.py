@@ -10,10 +10,9 @@ from pathlib import Path
 
 import tiny_model
 from case import CHUNK, PROMPTS, REUSED, EngineCase
+from gateway import Gateway
 from lives import BLOCK_TOKENS, forget, kvgate, life, prompt
 from vllm import SamplingParams
-
-from gateway import Gateway
 
 GRACE_SECONDS = 6
 """More than [api] grace: so long the gateway keeps the rank that an engine had."""

@@ -10,11 +10,10 @@ import unittest
 from unittest import mock
 
 from case import CHUNK, PROMPTS, REUSED, EngineCase
+from gateway import Gateway, Proxy
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.worker import WorkerSide
 from lives import forget, kvgate, prompt
-
-from gateway import Gateway, Proxy
 
 # Of a proxy in front of the radosgw.
 S3_PORT = 17480

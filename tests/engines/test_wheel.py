@@ -12,9 +12,8 @@ import unittest
 from array import array
 from pathlib import Path
 
-from kvgate import KvGateError, Lookups, Prompt, Space
-
 from gateway import Gateway
+from kvgate import KvGateError, Lookups, Prompt, Space
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())
 SPACES = {space["name"]: space for space in VECTORS["spaces"] if "input" in space}

@@ -102,7 +102,7 @@ impl Stored {
             let mut slot = gateway.reserve(&self.space).unwrap();
             slot.payload_mut().fill(u8::try_from(i).unwrap());
             let chunk = FilledSlot { hash, parent, slot };
-            let outcome = gateway.store(chunk, soon()).await;
+            let outcome = gateway.write_through(chunk, soon()).await;
             assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
             parent = hash;
         }

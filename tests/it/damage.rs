@@ -173,7 +173,9 @@ async fn replaced_between_two_ranges(backend: &Backend) {
             parent: prompt.root,
             slot,
         };
-        gateway.store(chunk, crate::support::fixture::soon()).await;
+        gateway
+            .write_through(chunk, crate::support::fixture::soon())
+            .await;
         other_site.read(&other_site.key(&prompt, 0)).await
     };
     let hooked = Hooked::before_get(Arc::clone(&site.store), 1, {

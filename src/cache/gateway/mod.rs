@@ -20,12 +20,12 @@ mod load;
 mod lookup;
 mod miss;
 mod options;
-mod store;
 mod stream;
 mod task;
 mod tiers;
 mod turns;
 mod warnings;
+mod write_through;
 
 use std::sync::{Arc, OnceLock};
 
@@ -41,9 +41,9 @@ pub use load::{AfterMiss, LoadSpec, LoadedChunk};
 pub use lookup::Lookup;
 pub use miss::Miss;
 pub use options::{GatewayOptions, OpenError, open_store};
-pub use store::{ArenaFull, FilledSlot, StoreOutcome, StoreSlot};
 pub use stream::LoadStream;
 pub use tiers::{DiskTier, Flow, TierOptions};
+pub use write_through::{ArenaFull, FilledSlot, StoreOutcome, StoreSlot};
 
 use self::tiers::Tiers;
 use self::turns::Turns;

@@ -138,7 +138,7 @@ impl PhaseWorker for Storer {
         let began = Instant::now();
         let deadline = began + self.target.write_limit;
         let chunk = FilledSlot { hash, parent, slot };
-        let bytes = match self.gateway.store(chunk, deadline).await {
+        let bytes = match self.gateway.write_through(chunk, deadline).await {
             StoreOutcome::Stored => self.target.settings.object_bytes,
             // Left by a run that kept it. Some servers take the body before they say so.
             StoreOutcome::Present | StoreOutcome::Pending => {

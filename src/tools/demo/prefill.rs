@@ -99,7 +99,7 @@ impl Demo {
             let deadline = Instant::now() + self.config.store.deadline;
             self.stores.spawn(async move {
                 let new = FilledSlot { hash, parent, slot };
-                (hash, gateway.store(new, deadline).await)
+                (hash, gateway.write_through(new, deadline).await)
             });
         }
         while !self.stores.is_empty() {

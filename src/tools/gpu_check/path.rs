@@ -100,7 +100,7 @@ impl Prompt {
             parent: nth.checked_sub(1).map_or(self.root, |before| self.chunks[before]),
             slot,
         };
-        match self.gateway.store(new, deadline).await {
+        match self.gateway.write_through(new, deadline).await {
             StoreOutcome::Stored | StoreOutcome::Present => Ok(()),
             other => Err(GpuError::Path(format!("chunk {nth} was not stored: {other:?}"))),
         }

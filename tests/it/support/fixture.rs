@@ -163,7 +163,7 @@ pub async fn store_chunk(gateway: &Gateway, prompt: &Prompt, i: usize) -> StoreO
         parent: prompt.parent(i),
         slot,
     };
-    gateway.store(chunk, soon()).await
+    gateway.write_through(chunk, soon()).await
 }
 
 /// Stores all chunks; each must be acknowledged.

@@ -126,7 +126,7 @@ impl Gateway {
 
     /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
     /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
-    pub async fn store(&self, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
+    pub async fn write_through(&self, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
         let (space, hash) = (chunk.slot.space.clone(), chunk.hash);
         let cache_key = (space.key(), hash);
         if self.0.cache.is_present(&cache_key, Instant::now()) == Some(true) {
