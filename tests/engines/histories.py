@@ -818,6 +818,8 @@ class History:
             check(
                 steps < MOST_STEPS, "it does not end:", {n: r.status.name for n, r in self.scheduler.requests.items()}
             )
+            if steps % 100 == 0:
+                self.end_vllm_s_deadlock()
             if to_come and (numbers.random() < 0.5 or not self.scheduler.has_requests()):
                 to_come -= 1
                 self.add_request()
@@ -837,6 +839,18 @@ class History:
                 self.process()
             self.check_busy_after()
         self.end()
+
+    def end_vllm_s_deadlock(self):
+        """Requests that hold the blocks of loads between steps wait for more of them, and nobody runs who could give some."""
+        waiting = [] if self.scheduler.running else self.scheduler.requests.values()
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        for request in waiting:
+            held = len(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+            is_loaded = request.status == RequestStatus.WAITING and request.num_computed_tokens > 0
+            if is_loaded and -(-request.num_tokens // self.block_tokens) - held > free:
+                self.says("vLLM is stuck, abort", request.request_id)
+                self.keep_truth()
+                return self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def check_busy_after(self):
         """Between steps only what was just preempted may be copied, until the next tells the workers; and anything, once
