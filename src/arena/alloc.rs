@@ -1,3 +1,6 @@
+//! The arena's memory, given out as slots. A best-fit allocator keeps the free ranges; one ticket at a time may wait for
+//! room, so the oldest load always goes on.
+
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

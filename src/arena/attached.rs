@@ -1,3 +1,6 @@
+//! The arena of another process, mapped into this one: what an engine sees of its node. Bytes are copied in and out; the
+//! slot protocol says when.
+
 use std::any::Any;
 use std::fs::OpenOptions;
 use std::io;

@@ -1,3 +1,6 @@
+//! The file behind the arena and its mapping: tmpfs, hugetlbfs or a memfd. A lock on the file keeps two processes from
+//! using it.
+
 use std::fs::{File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};

@@ -1,3 +1,6 @@
+//! Handles to the bytes of a slot. `SlotMut` is the only writer and can be split; `Slot` is shared and read-only. The
+//! memory goes back with the last handle.
+
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 

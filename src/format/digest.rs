@@ -1,3 +1,5 @@
+//! The digests of a chunk's planes: CRC-64/NVME or BLAKE3.
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

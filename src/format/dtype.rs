@@ -1,3 +1,5 @@
+//! The element types of a KV cache.
+
 use serde::{Deserialize, Serialize};
 
 /// Element type of the KV cache: a closed list, because its name is part of the space.

@@ -1,3 +1,5 @@
+//! The chain of chunk hashes over a prompt's tokens, keyed by the space.
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -1,3 +1,5 @@
+//! Object keys: prefix, space and chunk.
+
 use std::fmt;
 
 use super::hash::{ChunkHash, SpaceId};

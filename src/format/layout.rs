@@ -1,3 +1,5 @@
+//! Where each plane is in an object, and how an object is cut into sections for ranged GETs.
+
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};

@@ -1,3 +1,5 @@
+//! One bit for each chunk: what lookups answer.
+
 use super::hex;
 
 /// One bit a chunk: bit i is `byte[i / 8] >> (i % 8) & 1`. Padding is zero.

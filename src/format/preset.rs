@@ -1,3 +1,5 @@
+//! KV geometries of known models.
+
 use super::dtype::DType;
 use super::space::{Space, SpaceError};
 use super::space_input::{Mha, Mla, SpaceInput};

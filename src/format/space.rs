@@ -1,3 +1,6 @@
+//! A space: all that must be equal for two chunks to be interchangeable, tokens aside. Its id is the hash of its canonical
+//! JSON.
+
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! Why a node refuses a call, with what to do.
+
 use std::io;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! Loads of attached engines: slots lent to sessions, one load for all ranks of an engine.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 

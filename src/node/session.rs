@@ -1,3 +1,5 @@
+//! An engine process that is attached. Its session ends with the process, which a pidfd watches.
+
 use std::collections::HashSet;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};

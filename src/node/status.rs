@@ -1,3 +1,5 @@
+//! What an operator sees of a node.
+
 use std::sync::atomic::Ordering;
 
 use serde::Serialize;

@@ -1,3 +1,5 @@
+//! Stores of attached engines: reserve a slot, let each rank write its share, commit with the last one.
+
 use crate::protocol::Share;
 use std::collections::BTreeMap;
 use std::sync::Arc;

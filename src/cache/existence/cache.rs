@@ -1,3 +1,6 @@
+//! What is known of chunks on S3: present with an ETag, or absent, each for a time. Damaged versions are kept apart. The
+//! oldest entries leave first.
+
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,3 +1,6 @@
+//! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the interval in
+//! which the run must end. No I/O.
+
 /// What is known of one chunk of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChunkState {

@@ -1,3 +1,6 @@
+//! Questions to S3 whether a chunk exists. Each question is asked once at a time; who asks the same one waits for that
+//! answer.
+
 use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;

@@ -1,3 +1,5 @@
+//! Bytes of slots that one engine, or one load, may hold. A load waits for its credit before it asks the arena for room.
+
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

@@ -1,3 +1,5 @@
+//! What a load is asked for, and what it hands out: chunks to bring, and verified planes in their slots.
+
 use std::collections::VecDeque;
 use std::ops::Range;
 

@@ -1,3 +1,5 @@
+//! Lookups over all tiers: memory and disk first, then what is known of S3, then questions to S3, by a deadline.
+
 use std::sync::Arc;
 
 use futures::StreamExt;

@@ -1,3 +1,5 @@
+//! The reasons why a chunk was not loaded.
+
 use std::sync::Arc;
 
 use crate::format::HeaderError;

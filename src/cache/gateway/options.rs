@@ -1,3 +1,5 @@
+//! A gateway's limits, read from the configuration in this one place, and how its bucket is opened.
+
 use std::sync::Arc;
 use std::time::Duration;
 

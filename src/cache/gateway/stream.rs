@@ -1,3 +1,6 @@
+//! The outcomes of a load in their order. A driver fetches in the background; the stream hands out what has come, and
+//! ends the run at the first miss where the caller wants that.
+
 use crate::protocol::Order;
 use std::collections::VecDeque;
 use std::future::pending;

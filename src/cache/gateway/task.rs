@@ -1,3 +1,5 @@
+//! A tokio task that ends when its handle is dropped.
+
 use std::future::Future;
 
 use tokio::task::JoinHandle;

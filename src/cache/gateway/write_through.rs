@@ -1,3 +1,6 @@
+//! Chunks to S3: header and digests in front, then one PUT out of the slot. A library waits for it here. On a node the
+//! write-behind (`behind.rs`) calls it for chunks that were committed.
+
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;

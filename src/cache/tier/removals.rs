@@ -1,3 +1,5 @@
+//! Chunks that were deleted lately. Whoever began to bring one before that must not put it back.
+
 use std::collections::{HashMap, VecDeque};
 
 use foldhash::fast::RandomState;

@@ -1,3 +1,5 @@
+//! One HTTP connection to the daemon, over a unix socket or TCP. The caller that waits for an answer drives it.
+
 use std::io;
 use std::pin::Pin;
 

@@ -1,3 +1,5 @@
+//! An engine process through all lives of its daemon: it attaches when it has to, and again after a restart.
+
 use std::sync::Arc;
 
 use tokio::sync::{Mutex, MutexGuard};

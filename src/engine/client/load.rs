@@ -1,3 +1,5 @@
+//! A load's outcomes, read line by line as the daemon sends them.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,3 +1,5 @@
+//! A session with the daemon: the calls of the slot protocol, and the arena that both map.
+
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,3 +1,6 @@
+//! An engine's KV memory, checked once against a space. What comes out is a list of parts: addresses, strides and runs of
+//! bytes for each plane.
+
 use std::ops::Range;
 
 use super::error::{CopyError, LayoutError};

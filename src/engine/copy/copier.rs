@@ -1,3 +1,5 @@
+//! Copies between objects and pages, by the CPU or a GPU behind one interface.
+
 use std::ops::Range;
 use std::sync::Arc;
 

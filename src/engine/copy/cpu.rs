@@ -1,3 +1,5 @@
+//! Copies by the CPU: regions of rows, shared out over threads where they are large.
+
 use std::borrow::Cow;
 use std::ops::Range;
 

@@ -1,3 +1,5 @@
+//! What keeps a copy from being made: a layout, a mapping, or the device.
+
 use super::cuda::CudaError;
 
 /// The tensors can't hold the space's planes as they were described; all that is wrong with them.

@@ -1,3 +1,5 @@
+//! Where an engine has put a chunk's tokens: a block table or token slots, checked and turned into spans.
+
 use std::ops::Range;
 
 use super::cache::PagedCache;

@@ -1,3 +1,5 @@
+//! Memory that holds an object, as copies read and write it.
+
 use crate::arena::{AttachedSlot, Slot, SlotMut};
 
 /// Memory with (a part of) a chunk's object, which a load reads.

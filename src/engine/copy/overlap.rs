@@ -1,3 +1,5 @@
+//! Whether two parts of a cache have bytes in common.
+
 use super::cache::PlanePart;
 use super::tensor::Axis;
 

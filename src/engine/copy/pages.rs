@@ -1,3 +1,5 @@
+//! Pages in host memory of our own, in a known layout. For engines that have none: demo, checks and tests.
+
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::cache::PagedCache;

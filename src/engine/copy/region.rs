@@ -1,3 +1,5 @@
+//! The rows of one part in one span, as two loops over runs that are as long as both layouts allow.
+
 use super::cache::{PagedCache, PlanePart};
 use super::mapping::Span;
 

@@ -1,3 +1,5 @@
+//! A tensor of an engine's KV memory, described by the meaning of its axes.
+
 use serde::{Deserialize, Serialize};
 
 use super::cache::PlanePart;

@@ -1,3 +1,5 @@
+//! Pauses lookups after some time-outs in a row: an engine must not wait for a gateway that hangs.
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 

@@ -1,3 +1,5 @@
+//! A rank's load: chunks come into slots, and are copied into the pages as they come. Each chunk ends with its outcome.
+
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 

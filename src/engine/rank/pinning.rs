@@ -1,3 +1,5 @@
+//! Registers the arena with the GPU in the background, anew for each life of the daemon.
+
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::worker::WorkerError;

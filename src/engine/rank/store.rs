@@ -1,3 +1,5 @@
+//! A rank's store: reserve, copy out of the pages, commit. The pages are needed until the copy is made.
+
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;

@@ -1,3 +1,5 @@
+//! One rank of an engine: its session, its copiers, and the loads and stores that go through them.
+
 use std::sync::{Arc, OnceLock};
 
 use tokio::sync::{OnceCell, watch};

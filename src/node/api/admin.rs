@@ -1,3 +1,5 @@
+//! Calls of operators: prefetch, pin, flush, reload, status.
+
 use std::sync::Arc;
 
 use bytes::Bytes;

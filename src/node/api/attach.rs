@@ -1,3 +1,5 @@
+//! `POST /v1/attach`: a stream that lasts as long as the session, with heartbeats and events.
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! A stream whose writes fail when the client takes nothing for a while.
+
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! `POST /v1/load` and `/v1/release`: a JSON line for each chunk or group of layers as soon as it may be read.
+
 use std::collections::HashSet;
 use std::sync::Arc;
 

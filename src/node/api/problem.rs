@@ -1,3 +1,5 @@
+//! A refused call, as RFC 9457 writes it: what was wrong and what to do.
+
 use std::fmt::Display;
 
 use hyper::StatusCode;

@@ -1,3 +1,5 @@
+//! The listeners: a unix socket and TCP. Each connection is served until the daemon stops.
+
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;

@@ -1,3 +1,5 @@
+//! `PUT /v1/spaces`, and how a call names a space.
+
 use std::sync::Arc;
 
 use hyper::Request;

@@ -1,3 +1,5 @@
+//! `POST /v1/store/reserve`, `/commit` and `/abort`.
+
 use std::sync::Arc;
 
 use hyper::Request;

@@ -1,3 +1,5 @@
+//! Why a name gave no addresses.
+
 use std::time::Duration;
 
 use hickory_resolver::net::NetError;

@@ -1,3 +1,5 @@
+//! One lookup of a name: A, AAAA or SRV records, over the search list.
+
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! Keeps a name's addresses up to date in the background. While DNS fails the old ones stay.
+
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

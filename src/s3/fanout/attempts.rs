@@ -1,3 +1,5 @@
+//! The one place where a request is tried again, moved or hedged: with budgets, and never past the deadline.
+
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;

@@ -1,3 +1,5 @@
+//! Keeps requests away from an endpoint that fails, and lets one probe through now and then.
+
 use std::time::Duration;
 
 use serde::Serialize;

@@ -1,3 +1,5 @@
+//! A token bucket, for the budgets of retries and hedges.
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Tokens that are earned in hundredths and spent whole.

@@ -1,3 +1,5 @@
+//! The endpoints behind one name. Gives each request a permit for the cheapest one with room, or lets it wait in line.
+
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,3 +1,5 @@
+//! How long requests take at an endpoint, scaled by what is in flight there.
+
 use std::time::Duration;
 
 use tokio::time::Instant;

@@ -1,3 +1,5 @@
+//! What only one attempt of a call may write to at a time. A hedge takes it over when its answer begins.
+
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

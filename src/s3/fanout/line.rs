@@ -1,3 +1,5 @@
+//! The line of requests that wait for room: loads first, without starving stores.
+
 use std::collections::VecDeque;
 
 use tokio::sync::oneshot;

@@ -1,3 +1,5 @@
+//! One endpoint, as the others see it: window, estimate, breaker, and the requests in flight.
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;

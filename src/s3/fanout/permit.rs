@@ -1,3 +1,5 @@
+//! The right to send one request to one endpoint. It reports what came of it.
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 

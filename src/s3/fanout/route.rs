@@ -1,3 +1,5 @@
+//! Where the attempts of one call went, so that the next goes elsewhere.
+
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

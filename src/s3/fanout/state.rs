@@ -1,3 +1,5 @@
+//! Figures of an endpoint, for the status page and the metrics.
+
 use std::net::SocketAddr;
 
 use serde::Serialize;

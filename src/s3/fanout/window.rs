@@ -1,3 +1,5 @@
+//! Bytes that one endpoint may have in flight. The window grows while that brings throughput.
+
 use std::time::Duration;
 
 use tokio::time::Instant;

@@ -1,3 +1,5 @@
+//! Why a request got no answer that can be used.
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -1,3 +1,6 @@
+//! The SDK's HTTP client, over connections of our own: endpoint, connection, request, answer. Bodies of ranged GETs land
+//! in slots.
+
 use std::sync::Arc;
 use std::time::Duration;
 

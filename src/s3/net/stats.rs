@@ -1,3 +1,5 @@
+//! What the connections carried.
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;

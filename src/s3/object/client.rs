@@ -1,3 +1,5 @@
+//! Builds the SDK's client and our connector from the options.
+
 use std::path::PathBuf;
 use std::time::Duration;
 

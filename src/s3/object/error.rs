@@ -1,3 +1,5 @@
+//! What a failed request means. Only a not-found of the server itself says that an object is absent.
+
 use std::error::Error as StdError;
 use std::fmt;
 

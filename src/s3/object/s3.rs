@@ -1,3 +1,5 @@
+//! One bucket over the AWS SDK. HEAD and ranged GET go round its typed layer (`reads.rs`).
+
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,3 +1,5 @@
+//! The calls of an object store that kvgate needs, as a trait.
+
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;

@@ -1,3 +1,5 @@
+//! What the disk tier can't do, for its callers.
+
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,3 +1,5 @@
+//! What an I/O error says: of the file, of the disk, or of this process.
+
 use std::io::{self, ErrorKind};
 
 use rustix::io::Errno;

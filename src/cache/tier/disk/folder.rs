@@ -1,3 +1,6 @@
+//! One disk's folder: locked, with an object a file. A file is written under another name and renamed, so it is whole or
+//! not there. Reads and writes go past the page cache where the file system can.
+
 use std::fmt;
 use std::fs::{File, FileTimes};
 use std::io::{self, ErrorKind, Read, Write};

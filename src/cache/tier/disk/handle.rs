@@ -1,3 +1,6 @@
+//! The disk tier as others use it: has, read, write, remove, pin. The index answers without I/O; what blocks runs on a
+//! thread of its own.
+
 use std::panic::resume_unwind;
 use std::sync::Arc;
 

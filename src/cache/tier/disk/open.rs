@@ -1,3 +1,5 @@
+//! Locks and reads the disks, at the start and when a disk comes back after it was taken out.
+
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::panic::resume_unwind;

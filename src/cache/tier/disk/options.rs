@@ -1,3 +1,5 @@
+//! What the disk tier may use.
+
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -1,3 +1,6 @@
+//! What all handles of the disk tier share: the index, the folders, and turns to use a disk. Everything that blocks is
+//! here.
+
 use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+//! A space's folder on a disk: its `space.json`, and one sync for all files that were renamed before it began.
+
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

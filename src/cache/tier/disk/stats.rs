@@ -1,3 +1,5 @@
+//! Figures of the disk tier.
+
 use std::path::PathBuf;
 
 use crate::format::{ChunkHash, ChunkId, Space};

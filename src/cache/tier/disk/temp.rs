@@ -1,3 +1,5 @@
+//! The name of a temporary file. The file goes when this is dropped, unless it was renamed.
+
 use std::io;
 use std::os::fd::BorrowedFd;
 

@@ -1,3 +1,5 @@
+//! First in, first out.
+
 use super::Order;
 use super::list::{At, List, Nodes};
 use super::lru::evict_oldest;

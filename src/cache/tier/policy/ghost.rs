@@ -1,3 +1,5 @@
+//! Keys that left lately, by fingerprint, for S3-FIFO.
+
 use std::collections::HashMap;
 
 use foldhash::fast::RandomState;

@@ -1,3 +1,5 @@
+//! Least recently used.
+
 use super::Order;
 use super::list::{At, List, Nodes};
 

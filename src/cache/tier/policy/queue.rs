@@ -1,3 +1,5 @@
+//! The keys of a tier, with the policy that says who leaves first.
+
 use super::Order;
 use crate::protocol::EvictionPolicy;
 use std::collections::HashMap;

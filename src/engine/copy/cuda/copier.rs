@@ -1,3 +1,6 @@
+//! Copies by a GPU: DMA between the pinned arena and staging buffers, kernels between those and the pages. Events order
+//! them with the engine's stream.
+
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,3 +1,5 @@
+//! DMA copies of blocks of rows, as few calls as the strides allow.
+
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{self, CUmemorytype};
 

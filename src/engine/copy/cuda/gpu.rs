@@ -1,3 +1,5 @@
+//! One GPU through the CUDA driver, loaded when it is there: context, events, streams and our kernels.
+
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent_flags};

@@ -1,3 +1,5 @@
+//! The kernels of `kernels/paged.cu`, and their parameters as the GPU reads them.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};

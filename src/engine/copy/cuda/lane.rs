@@ -1,3 +1,5 @@
+//! One direction of copies: a stream for DMA, one for kernels, and a ring of staging buffers between them.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr};

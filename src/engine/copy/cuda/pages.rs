@@ -1,3 +1,5 @@
+//! Pages on a GPU of our own, in a known layout. For checks and measurements.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};

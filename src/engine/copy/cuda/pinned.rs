@@ -1,3 +1,5 @@
+//! Host memory that is registered with the driver, in pieces, so that DMA reaches it directly.
+
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! What a rank has of each plane, cut into pieces that fit a staging buffer.
+
 use std::ops::Range;
 
 use super::dma::PinnedBlock;

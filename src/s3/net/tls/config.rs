@@ -1,3 +1,5 @@
+//! rustls's configuration: TLS 1.2 and 1.3, the system's roots, and a CA file.
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

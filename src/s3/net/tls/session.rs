@@ -1,3 +1,5 @@
+//! TLS without a socket, by rustls's unbuffered API: many records for one read.
+
 use std::io;
 
 use bytes::{Buf, BytesMut};

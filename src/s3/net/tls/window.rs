@@ -1,3 +1,5 @@
+//! A buffer of fixed length that bytes pass through.
+
 /// Bytes on their way through a buffer of fixed length: they come in at the end and go out at the start.
 pub(super) struct ByteWindow {
     bytes: Box<[u8]>,

@@ -1,3 +1,5 @@
+//! The order in which chunks come to the end of their time.
+
 use std::collections::VecDeque;
 
 use tokio::time::Instant;

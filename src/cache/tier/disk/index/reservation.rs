@@ -1,3 +1,6 @@
+//! A write's place: which disk, and room on it, evicting others where needed. Dropped before its commit, it gives the
+//! room back.
+
 use std::sync::Arc;
 
 use tokio::time::Instant;

@@ -1,3 +1,5 @@
+//! What a start found on the disks, put into the index in order of use.
+
 use std::time::SystemTime;
 
 use tokio::time::Instant;

@@ -1,3 +1,5 @@
+//! What the index knows of one disk: bytes, limits, and whether the file system is full.
+
 use std::path::PathBuf;
 
 use crate::cache::tier::disk::options::DiskOptions;

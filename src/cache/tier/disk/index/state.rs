@@ -1,3 +1,5 @@
+//! All of the index that changes, under one lock.
+
 use std::cmp::Reverse;
 use std::collections::HashMap;
 

@@ -1,3 +1,5 @@
+//! What each tenant has on the disks, with an eviction order of its own.
+
 use std::collections::HashMap;
 
 use crate::cache::tier::policy::Queue;
