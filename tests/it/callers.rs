@@ -127,6 +127,25 @@ async fn a_wrong_token_is_refused_and_the_right_one_is_not_for_sessions() {
     }
 }
 
+/// As load balancers ask: no browser speaks HTTP/1.0, and none leaves `Host` out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_health_check_by_http_1_0_needs_no_host() {
+    let site = Site::new().await;
+    let (_serving, at) = serving(&site, None).await;
+    for (request, expected) in [
+        ("GET /healthz HTTP/1.0\r\n\r\n", "200"),
+        ("GET /healthz HTTP/1.0\r\nhost: evil.example\r\n\r\n", "421"),
+        ("GET http://evil.example/healthz HTTP/1.0\r\n\r\n", "421"),
+        ("GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n", "421"),
+    ] {
+        let mut stream = TcpStream::connect(at).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert_eq!(status(&answer), expected, "{request}: {answer}");
+    }
+}
+
 /// DNS rebinding: a page's name that resolves to this machine.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_under_another_name_are_refused() {

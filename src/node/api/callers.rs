@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hyper::body::{Body, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
 use hyper::http::uri::Authority;
-use hyper::{Method, Request, StatusCode};
+use hyper::{Method, Request, StatusCode, Version};
 
 use super::body::{JSON, OCTETS, content_type};
 use super::problem::ApiProblem;
@@ -92,16 +92,18 @@ fn check_token(api: &Api, given: Option<&str>) -> Result<(), ApiProblem> {
     }
 }
 
-/// Whether `Host` names this daemon: the address that was called, `localhost`, or a name of `[api] hosts`.
+/// Whether `Host` names this daemon: the address that was called, `localhost`, or a name of `[api] hosts`. HTTP/1.0 may go
+/// without it, as the health checks of load balancers do; no browser speaks that.
 fn is_for_us(api: &Api, local: SocketAddr, request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let mut hosts = request.headers().get_all(HOST).iter();
     let host = match (hosts.next(), hosts.next()) {
         (Some(host), None) => host.to_str().ok().and_then(|host| host.parse::<Authority>().ok()),
         _ => None,
     };
+    let is_old = request.version() == Version::HTTP_10 && !request.headers().contains_key(HOST);
     let in_target = request.uri().authority();
     let is_known = |authority: &Authority| is_known(authority, local.ip(), &api.options.hosts);
-    match host.as_ref().is_some_and(is_known) && in_target.is_none_or(is_known) {
+    match (is_old || host.as_ref().is_some_and(is_known)) && in_target.is_none_or(is_known) {
         true => Ok(()),
         false => Err(ApiProblem::new(
             StatusCode::MISDIRECTED_REQUEST,

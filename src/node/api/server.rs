@@ -13,7 +13,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::{TcpListener, UnixListener, UnixSocket, UnixStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -57,6 +57,8 @@ pub struct Server {
 
 /// Bytes of a request's head.
 const HEAD_BYTES_MAX: usize = 64 << 10;
+/// Connections that the system holds until they are accepted.
+const CONNECTIONS_WAITING: u32 = 1024;
 /// After an accept that failed, such as for want of file descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -71,7 +73,8 @@ impl Server {
             std::fs::create_dir_all(folder).map_err(fail)?;
         }
         clear(&path).await?;
-        let unix = UnixListener::bind(&path).map_err(fail)?;
+        let unix = bind_unix(&path, listening.socket_mode).map_err(fail)?;
+        // What the umask took away.
         let mode = std::fs::Permissions::from_mode(listening.socket_mode);
         std::fs::set_permissions(&path, mode).map_err(fail)?;
         let (mut tcp, mut bound) = (None, None);
@@ -146,6 +149,14 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// Linux gives the file the mode that the socket has when it is bound, less the umask: at no moment may others connect.
+fn bind_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
+    let socket = UnixSocket::new_stream()?;
+    rustix::fs::fchmod(&socket, rustix::fs::Mode::from_raw_mode(mode))?;
+    socket.bind(path)?;
+    socket.listen(CONNECTIONS_WAITING)
 }
 
 /// Removes a socket that nobody answers at: the one before was killed.
@@ -263,5 +274,21 @@ impl<B: hyper::body::Body> hyper::body::Body for WhileSent<B> {
 
     fn size_hint(&self) -> hyper::body::SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_has_its_mode_from_the_first_moment() {
+        let folder = tempfile::tempdir().unwrap();
+        for mode in [0o600, 0o200, 0o000] {
+            let path = folder.path().join(format!("{mode:o}"));
+            let _bound = bind_unix(&path, mode).unwrap();
+            let made = std::fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(made & 0o777, mode);
+        }
     }
 }
