@@ -874,7 +874,7 @@ class History:
             return
         side = self.side
         check(not side.requests, "requests are left", side.requests)
-        for name in ("open_stores", "to_free", "wanted_back", "local", "new_loads"):
+        for name in ("opaque", "open_stores", "to_free", "wanted_back", "local", "new_loads"):
             check(not getattr(side, name), name, "is not empty:", getattr(side, name))
         check(not side.doubts.steps, "a step's loads were never told of")
         for connector in self.workers:

@@ -20,8 +20,11 @@ from kvgate.vllm.model import describe
 from kvgate.vllm.settings import Settings
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
 
@@ -87,6 +90,57 @@ def space(config, kv_caches=None, **settings):
 
 def scheduler_side(config):
     return KvGateConnector(config, KVConnectorRole.SCHEDULER, caches()).scheduler
+
+
+def setUpModule():
+    """As on a GPU, where nothing depends on the machine that the test runs on."""
+    patch = mock.patch.object(type(current_platform), "is_cpu", lambda self: False)
+    patch.start()
+    unittest.addModuleCleanup(patch.stop)
+
+
+class CpuTest(unittest.TestCase):
+    def layout(self, block_size, packing):
+        with (
+            mock.patch.object(type(current_platform), "is_cpu", lambda self: True),
+            mock.patch("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: packing),
+        ):
+            return space(engine(), caches(block_size=block_size))["extra"].get("cpu_layout")
+
+    def test_blocks_that_a_cpu_packs_otherwise_are_another_space(self):
+        found = {self.layout(block_size, packing) for block_size in (32, 64, 128) for packing in ("vec", "amx")}
+        self.assertEqual(len(found), 6)
+        self.assertNotIn("cpu_layout", space(engine())["extra"])
+
+
+class RankTest(unittest.TestCase):
+    def test_ranks_that_no_single_gateway_or_scheduler_serves(self):
+        for told, more in (
+            ("--nnodes", {"nnodes_within_dp": 2}),
+            ("external_launcher", {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}),
+        ):
+            config = engine()
+            vars(config.parallel_config).update(more)
+            with self.assertRaisesRegex(ValueError, told):
+                space(config)
+
+    def test_slots_of_their_own_for_k_and_v(self):
+        with self.assertRaisesRegex(ValueError, "--attention-backend"):
+            space(engine(), caches(num_head_slots=2))
+
+    def test_experts_that_vllm_wants_of_loaded_tokens(self):
+        config = engine()
+        config.aux_output_config = SimpleNamespace(enabled=True)
+        with mock.patch("kvgate.vllm.model.AuxOutputSchedulerConnector", object):
+            self.assertRaisesRegex(ValueError, "routed-experts", space, config)
+        with mock.patch("kvgate.vllm.model.AuxOutputSchedulerConnector", SimpleNamespace(cap_external_hit=None)):
+            space(config)
+
+    def test_vllm_finds_the_connector_by_its_name(self):
+        """MultiConnector does so for statistics, in the process that serves."""
+        named = {"KvGateConnector": {}}
+        self.assertIs(KVConnectorFactory.get_connector_class_by_name("KvGateConnector"), KvGateConnector)
+        self.assertEqual(list(MultiConnector.build_kv_connector_stats(named).data), list(named))
 
 
 class RevisionTest(unittest.TestCase):
@@ -196,6 +250,10 @@ class ExtraTest(unittest.TestCase):
             self.more(multimodal_config=images),
             {"mm_processor_kwargs": '{"max_pixels": 100}', "media_io_kwargs": '{"video": {"num_frames": 8}}'},
         )
+        config = engine()
+        for modules in (["q_proj", "k_proj"], ["k_proj", "q_proj"]):
+            config.lora_config = SimpleNamespace(target_modules=modules)
+            self.assertEqual(space(config)["extra"]["target_modules"], '["k_proj", "q_proj"]')
         online = [
             self.more(quantization_config=resolve_quantization_config("online", {"linear": name}))
             for name in ("fp8_per_tensor", "fp8_per_block", "fp8_per_tensor")

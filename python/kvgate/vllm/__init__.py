@@ -22,6 +22,7 @@ import logging
 
 try:
     from vllm import __version__ as vllm_version
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA  # noqa: F401
     from vllm.logger import init_logger
 except ImportError as error:
@@ -39,5 +40,9 @@ for lacking in check(KVConnectorBase_V1, vllm_version):
     init_logger(__name__).info("kvgate: %s", lacking)
 
 from kvgate.vllm.connector import KvGateConnector  # noqa: E402
+
+# For its statistics MultiConnector looks its parts up by their names alone: without this `vllm serve` would end.
+if "KvGateConnector" not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector("KvGateConnector", "kvgate.vllm", "KvGateConnector")
 
 __all__ = ["KvGateConnector"]

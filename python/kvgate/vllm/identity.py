@@ -134,12 +134,14 @@ def flags(vllm_config):
     for config, names in (
         (model_config, ("hf_overrides", "quantization_config", "code_revision")),
         # Neither is in the identifier of an image or a video.
+        # To which modules an adapter is applied.
+        (getattr(vllm_config, "lora_config", None), ("target_modules",)),
         (multimodal, ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")),
     ):
         for name in names:
             value = getattr(config, name, None)
             if value and not callable(value):
-                yield name, value
+                yield name, sorted(value) if name == "target_modules" else value
     # Those whose defaults are something.
     for config, name, usual in (
         (model_config, "config_format", ("auto", "hf")),

@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import json
 
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvgate import Space
@@ -45,6 +47,7 @@ def describe(vllm_config, kv_cache_config, settings):
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
+    refuse_ranks_apart(parallel)
     refuse_what_has_kv_of_its_own(vllm_config)
     refuse_what_is_no_function_of_its_prefix(vllm_config)
     spec, names = only_group(kv_cache_config)
@@ -67,7 +70,7 @@ def describe(vllm_config, kv_cache_config, settings):
                 "dtype": dtype,
                 "chunk_tokens": settings.chunk_tokens,
                 "tenant": settings.tenant,
-                "extra": extra(vllm_config),
+                "extra": {**extra(vllm_config), **cpu_layout(vllm_config, spec)},
                 "planes": [
                     {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
                     for name in names
@@ -97,9 +100,26 @@ def only_group(kv_cache_config):
         raise ValueError(
             f"kvgate reuses full attention only, not {type(spec).__name__} (window {window}): run this model without kvgate"
         )
+    if getattr(spec, "num_head_slots", None) is not None:
+        raise ValueError(
+            "kvgate can't reuse KV of an attention backend that keeps K and V in slots of their own yet: choose another "
+            "--attention-backend"
+        )
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
     return spec, groups[0].layer_names
+
+
+def cpu_layout(vllm_config, spec):
+    """On a CPU vLLM packs the K and V of a whole block for the CPU's instructions: other blocks, and other instructions, make
+    other bytes of the same KV."""
+    if not current_platform.is_cpu() or isinstance(spec, MLAAttentionSpec):
+        return {}
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    packing = _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
+    return {"cpu_layout": f"{packing}, {spec.block_size} tokens a block"}
 
 
 def dtype_of(spec, cache_dtype):
@@ -115,8 +135,28 @@ def dtype_of(spec, cache_dtype):
     return dtype
 
 
+def refuse_ranks_apart(parallel):
+    """All ranks of an engine share one node's gateway, and one scheduler decides for them."""
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise ValueError("kvgate can't be used yet by an engine whose ranks are on several nodes: set --nnodes to 1")
+    if (
+        parallel.tensor_parallel_size > 1
+        and getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+    ):
+        raise ValueError(
+            "kvgate can't be used with distributed_executor_backend external_launcher and several ranks: each has a scheduler "
+            "of its own, and what they load would come at different times"
+        )
+
+
 def refuse_what_has_kv_of_its_own(vllm_config):
     model_config = vllm_config.model_config
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if getattr(outputs, "enabled", False) and not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):
+        raise ValueError(
+            "with --enable-return-routed-experts this vLLM wants the experts of each token that was loaded, and ends without "
+            "them: leave it out, or take vLLM 0.33"
+        )
     if getattr(model_config, "is_diffusion", False):
         raise ValueError("kvgate can't reuse KV of a diffusion model, whose tokens change: run it without kvgate")
     if model_config.runner_type == "generate" and not model_config.is_prefix_caching_supported:

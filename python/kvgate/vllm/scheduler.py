@@ -111,6 +111,8 @@ class SchedulerSide:
         """Requests with a lookup that vLLM has not admitted, the first to come first."""
         self.requests: dict[str, RequestState | None] = {}
         """None: a request whose tokens don't say what its KV is."""
+        self.opaque: dict[str, object] = {}
+        """Those requests."""
         self.new_loads: list[Load] = []
         """Of which no worker has been told."""
         self.jobs = itertools.count()
@@ -267,8 +269,10 @@ class SchedulerSide:
         """With priorities vLLM may preempt a request that it has scheduled in the same step. It has cached the blocks of that
         step by then, keeps them, and would take them for computed: for its own answers, and for what is stored."""
         uncomputed = set()
-        for state in map(self.requests.get, preempted):
-            if state is not None:
+        for request_id in preempted:
+            if request_id in self.opaque:
+                uncomputed.update(self.opaque[request_id].block_hashes)
+            if (state := self.requests.get(request_id)) is not None:
                 # The latest token has been sampled, not computed.
                 computed = min(state.scheduled, state.request.num_tokens - 1)
                 uncomputed.update(state.request.block_hashes[computed // self.block_tokens :])
@@ -399,6 +403,7 @@ class SchedulerSide:
         self.adapters.forget(request.request_id)
         self.local.pop(request.request_id, None)
         self.requests.pop(request.request_id, None)
+        self.opaque.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
         # A load between steps: vLLM itself keeps the blocks until it has ended.
@@ -441,6 +446,8 @@ class SchedulerSide:
             salt = (request.cache_salt or "").encode()
             state = RequestState(request, Prompt(self.space, salt, adapter))
         self.requests[request_id] = state
+        if state is None:
+            self.opaque[request_id] = request
         return state
 
     def do_tokens_say_all(self, request):
