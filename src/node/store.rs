@@ -63,6 +63,8 @@ pub struct Reservations {
     pub shares: Vec<Share>,
     /// One for each chunk.
     pub chunks: Vec<ReserveOutcome>,
+    /// Not all ranks are attached, so nobody can tell who writes what.
+    pub ranks_missing: bool,
 }
 
 impl Node {
@@ -77,10 +79,10 @@ impl Node {
         session.uses(space.key());
         let mut ledger = self.ledger();
         if !ledger.is_complete(session.id) {
-            // Nobody can tell yet who owns what.
             return Ok(Reservations {
                 shares: Vec::new(),
                 chunks: vec![ReserveOutcome::Skip(Skip::Pending); chunks.len()],
+                ranks_missing: true,
             });
         }
         let ranks: BTreeMap<Rank, Has> = {
@@ -93,6 +95,7 @@ impl Node {
             return Ok(Reservations {
                 shares: Vec::new(),
                 chunks: vec![ReserveOutcome::OtherRank; chunks.len()],
+                ranks_missing: false,
             });
         };
         let mut answers = Vec::with_capacity(chunks.len());
@@ -152,6 +155,7 @@ impl Node {
         Ok(Reservations {
             shares: own.clone(),
             chunks: answers,
+            ranks_missing: false,
         })
     }
 

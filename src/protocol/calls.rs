@@ -201,6 +201,9 @@ pub struct ReserveAnswer {
     /// Of every chunk, what this rank has to write.
     pub own: Vec<Share>,
     pub chunks: Vec<ReservedChunk>,
+    /// Not all ranks are attached: nobody brings the chunks that are `pending`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ranks_missing: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -44,6 +44,7 @@ def model_config(**more):
         "quantization_config": None,
         "multimodal_config": None,
         "max_model_len": 4096,
+        "original_max_model_len": None,
         "get_total_num_kv_heads": lambda: 8,
         "runner_type": "generate",
         "is_prefix_caching_supported": True,
@@ -272,6 +273,9 @@ class ExtraTest(unittest.TestCase):
             config = SimpleNamespace(rope_parameters=parameters)
             short, long = (self.more(hf_text_config=config, max_model_len=tokens) for tokens in (4096, 4097))
             self.assertEqual((short.pop("longrope"), long.pop("longrope")), ("short", "long"))
+            # By the length that the model was built for, which vLLM lowers to what fits.
+            lowered = {"original_max_model_len": -1, "max_model_len": 4096, "get_and_verify_max_len": lambda _: 4097}
+            self.assertEqual(self.more(hf_text_config=config, **lowered)["longrope"], "long")
             # The factors are too long for a space, so it has their digest.
             self.assertEqual((short, len(short["rope"])), (long, 64))
 

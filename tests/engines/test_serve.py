@@ -127,9 +127,10 @@ class ServeTest(unittest.TestCase):
             process.wait(60)
 
     @contextlib.contextmanager
-    def engine(self, forks, log):
+    def engine(self, forks, log, *more):
         vllm, *arguments = self.lines.served()
         self.assertEqual(vllm, "vllm")
+        arguments += more
         order = {"arguments": arguments, "environment": {}, "log": str(log)}
         forks.stdin.write(json.dumps(order) + "\n")
         forks.stdin.flush()
@@ -153,6 +154,23 @@ class ServeTest(unittest.TestCase):
         hits = self.shell("curl -s", capture_output=True).stdout
         return answer["choices"][0]["token_ids"], float(hits.split()[-1])
 
+    def metrics(self):
+        url = f"http://127.0.0.1:{self.lines.port}/metrics"
+        return subprocess.run(["curl", "-sf", url], check=True, capture_output=True, text=True).stdout
+
+    def beside_another(self):
+        """The README's connector within MultiConnector, after one that has nothing."""
+        served = self.lines.served()
+        own = json.loads(served[served.index("--kv-transfer-config") + 1])
+        policy = {"kv_load_failure_policy": own.pop("kv_load_failure_policy")}
+        empty = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": f"{self.folder}/example"},
+        }
+        both = {"kv_connector_extra_config": {"connectors": [empty, own]}}
+        return json.dumps({"kv_connector": "MultiConnector", "kv_role": "kv_both", **policy, **both})
+
     def chunks(self):
         return [path for path in (self.folder / "data" / "kvgate").rglob("*") if len(path.name) == 64]
 
@@ -173,6 +191,9 @@ class ServeTest(unittest.TestCase):
                 wait_for("storing", lambda: len(self.chunks()) == REUSED // 256)
             with self.engine(forks, self.folder / "second.log"):
                 self.assertEqual(self.ask(), (tokens, REUSED))
+            with self.engine(forks, self.folder / "beside.log", "--kv-transfer-config", self.beside_another()):
+                self.assertEqual(self.ask(), (tokens, REUSED))
+                self.assertIn("kvgate_loaded_bytes_total", self.metrics())
 
 
 def alive(process):

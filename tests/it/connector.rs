@@ -8,8 +8,10 @@ use std::time::Duration;
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::known::{KNOWN, Pages};
 use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
-use kvgate::engine::rank::{LoadJob, LoadProgress, LookupBreaker, WantedChunk, Worker};
-use kvgate::protocol::Order;
+use kvgate::engine::rank::{
+    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, Stored, WantedChunk, Worker,
+};
+use kvgate::protocol::{AttachRequest, Order};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -130,4 +132,64 @@ async fn chunks_of_a_load_are_released_together() {
         );
         assert!(memory.iter().any(|&byte| byte != 0));
     }
+}
+
+/// It was counted as another's to store, and nobody stored it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_its_other_rank_nothing_is_there() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    serving.client.declare(&prompt.space).await.unwrap();
+    let pages = Pages {
+        blocks: 1,
+        block_tokens: prompt.space.chunk_tokens(),
+        heads: None,
+        element_bytes: 2,
+    };
+    let (bytes, mut tensors) = KNOWN[0].tensors(&prompt.space, &pages);
+    let memory = vec![0_u8; bytes as usize];
+    for tensor in &mut tensors {
+        tensor.address += memory.as_ptr() as u64;
+    }
+    let cache = PagedCache::new(&prompt.space, &tensors).unwrap();
+    let table = SlotMapping::Blocks {
+        table: &[0],
+        first_token: 0,
+    };
+    let chunk = ComputedChunk {
+        hash: prompt.hashes[0],
+        parent: prompt.parent(0),
+        spans: cache.spans(table, 0..prompt.space.chunk_tokens()).unwrap(),
+    };
+    let options = CpuOptions {
+        threads: 1,
+        bytes_per_thread: 1 << 30,
+    };
+    // SAFETY: the pages outlive the worker, and nobody else touches them.
+    let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
+    let attach = AttachRequest {
+        world_size: 2,
+        heads: Some((0, 2)),
+        ..alone("engine")
+    };
+    let worker = Worker::new(
+        &serving.client,
+        attach,
+        prompt.space.clone(),
+        copier,
+        |_: &[kvgate::protocol::Share]| unreachable!("nothing is stored"),
+        LookupBreaker::new(3, Duration::from_secs(1)),
+    );
+    let store = StoreJob {
+        chunks: &[chunk],
+        after: None,
+        deadline: Duration::from_secs(20),
+    };
+    let refused = Stored {
+        refused: 1,
+        ..Stored::default()
+    };
+    assert_eq!(worker.store(store, &Hold::default()).await.unwrap(), refused);
 }

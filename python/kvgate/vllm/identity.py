@@ -122,9 +122,16 @@ def long_rope(model_config):
     rope = getattr(model_config.hf_text_config, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):
         if isinstance(one, dict) and one.get("rope_type") == "longrope":
-            is_long = model_config.max_model_len > one["original_max_position_embeddings"]
+            is_long = built_for(model_config) > one["original_max_position_embeddings"]
             return {"longrope": "long" if is_long else "short"}
     return {}
+
+
+def built_for(model_config):
+    """The tokens that the model was built for. With `--max-model-len -1` vLLM lowers the length afterwards."""
+    if model_config.original_max_model_len == -1:
+        return model_config.get_and_verify_max_len(-1)
+    return model_config.max_model_len
 
 
 def flags(vllm_config):

@@ -13,7 +13,7 @@ COUNTERS = {
     "stores": "Stores of a request's chunks.",
     "stored_chunks": "Chunks handed over to the gateway.",
     "stored_bytes": "Bytes of the chunks handed over.",
-    "refused_chunks": "Chunks for which the gateway had no room.",
+    "refused_chunks": "Chunks for which the gateway had no room, or not all ranks yet.",
     "failed_stores": "Stores that the gateway did not take in time, or not at all.",
 }
 MISSES = {

@@ -39,7 +39,7 @@ pub struct Stored {
     pub there: Vec<usize>,
     /// Handed over by this rank.
     pub stored: usize,
-    /// For which the node had no room.
+    /// For which the node had no room, or not all ranks yet.
     pub refused: usize,
 }
 
@@ -87,9 +87,13 @@ impl Worker {
                     generation,
                     offset,
                 } => named.push((index, SlotName { slot, generation }, offset)),
+                ReservedChunk::Skip { .. } if reserved.ranks_missing => stored.refused += 1,
                 ReservedChunk::Skip { skip } if skip == "full" => stored.refused += 1,
                 ReservedChunk::Skip { .. } => stored.there.push(index),
             }
+        }
+        if named.is_empty() {
+            return Ok(stored);
         }
         let names = |range: Range<usize>| named[range].iter().map(|&(_, name, _)| name).collect::<Vec<_>>();
         if !hold.begin() {

@@ -59,6 +59,7 @@ pub async fn reserve(
     Ok(json(&ReserveAnswer {
         own: reserved.shares,
         chunks: chunks.collect(),
+        ranks_missing: reserved.ranks_missing,
     }))
 }
 
