@@ -113,7 +113,7 @@ impl Node {
                     answers.push(ReserveOutcome::Skip(Skip::Pending));
                     continue;
                 }
-                Offer::New => match self.0.gateway.reserve_on_credit(
+                Offer::New => match self.0.gateway.reserve_behind(
                     space,
                     &chunk.hash,
                     &chunk.parent,

@@ -1,6 +1,7 @@
 //! Which bytes a load asks for first, and in which order its outcomes come.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvgate::arena::SLOT_ALIGN;
@@ -64,9 +65,19 @@ impl Setup {
     }
 
     fn load(&self, gateway: &Gateway, order: Order, after_miss: AfterMiss) -> LoadStream {
+        self.load_some(gateway, 0..self.prompt.hashes.len(), order, after_miss)
+    }
+
+    fn load_some(
+        &self,
+        gateway: &Gateway,
+        chunks: Range<usize>,
+        order: Order,
+        after_miss: AfterMiss,
+    ) -> LoadStream {
         gateway.load(LoadSpec {
             space: self.prompt.space.clone(),
-            chunks: self.prompt.hashes.clone(),
+            chunks: self.prompt.hashes[chunks].to_vec(),
             order,
             after_miss,
             deadline: soon(),
@@ -283,22 +294,24 @@ async fn windows_follow_without_a_pause() {
 #[tokio::test(start_paused = true)]
 async fn earlier_loads_and_what_is_needed_first_go_first() {
     const CHUNKS: usize = 3;
-    let chunk_by_chunk = || (0..CHUNKS).flat_map(|chunk| [0, 2, 4].map(|plane| (chunk, plane)));
+    let chunk_by_chunk =
+        |chunks: Range<usize>| chunks.flat_map(|chunk| [0, 2, 4].map(|plane| (chunk, plane)));
     for known in [false, true] {
         for order in [Order::Chunk, Order::Layer] {
-            let mut setup = Setup::new(CHUNKS).await;
+            let mut setup = Setup::new(2 * CHUNKS).await;
             let gateway = setup.gateway(20, |options| options.get_bytes_max = 1);
             if known {
                 lookup(&gateway, &setup.prompt, Strategy::Exact).await;
             }
             setup.held.hold();
-            let first = setup.load(&gateway, order, AfterMiss::Stop);
-            let second = setup.load(&gateway, Order::Chunk, AfterMiss::Stop);
+            let (earlier, later) = (0..CHUNKS, CHUNKS..2 * CHUNKS);
+            let first = setup.load_some(&gateway, earlier.clone(), order, AfterMiss::Stop);
+            let second = setup.load_some(&gateway, later.clone(), Order::Chunk, AfterMiss::Stop);
             let mut expected: Vec<_> = match order {
-                Order::Chunk => chunk_by_chunk().collect(),
+                Order::Chunk => chunk_by_chunk(earlier).collect(),
                 Order::Layer => layer_by_layer(CHUNKS, CHUNKS),
             };
-            expected.extend(chunk_by_chunk());
+            expected.extend(chunk_by_chunk(later));
             for expected in expected {
                 let mut asked = setup.line.still().await;
                 assert_eq!(asked.len(), 1, "one at a time");

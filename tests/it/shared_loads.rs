@@ -59,7 +59,7 @@ async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
             Arc::clone(&site.store),
             arena(8 << 20),
             site.options(),
-            Some(tiers(None)),
+            tiers(None),
         );
         let load = |order, deadline| {
             gateway.load(LoadSpec {
@@ -101,10 +101,10 @@ async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alon
         Arc::clone(&site.store),
         arena(8 << 20),
         site.options(),
-        Some(tiers(None)),
+        tiers(None),
     );
     let (chunk, parent) = (prompt.hashes[0], prompt.parent(0));
-    let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent) else {
+    let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent, None) else {
         panic!("there is room")
     };
     reserved.slot.payload_mut().copy_from_slice(&prompt.payload(0));
@@ -148,12 +148,7 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
     });
     let disk = disk.unwrap();
     let tiers = tiers(Some(disk.clone()));
-    let gateway = Gateway::with_tiers(
-        Arc::clone(&site.store),
-        arena(8 << 20),
-        site.options(),
-        Some(tiers),
-    );
+    let gateway = Gateway::with_tiers(Arc::clone(&site.store), arena(8 << 20), site.options(), tiers);
     let is_on_disk = |prompt: &Prompt| disk.has(&(prompt.space.key(), prompt.hashes[0]), Instant::now());
     for order in [Order::Chunk, Order::Layer] {
         let load = |prompt: &Prompt| {
@@ -219,11 +214,11 @@ async fn a_delete_comes_after_this_node_s_own_put() {
         Arc::clone(&site.store),
         arena(8 << 20),
         site.options(),
-        Some(tiers(None)),
+        tiers(None),
     );
     let commit = |i: usize| {
         let (chunk, parent) = (prompt.hashes[i], prompt.parent(i));
-        let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent) else {
+        let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent, None) else {
             panic!("there is room")
         };
         reserved.slot.payload_mut().copy_from_slice(&prompt.payload(i));

@@ -4,8 +4,6 @@ use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::kib;
-
 /// Bytes of slots that a load may hold at a time, handed out and not yet released ones included. A load that has spent it
 /// waits for its own client, and lets other loads have the arena meanwhile.
 ///
@@ -20,10 +18,10 @@ pub struct Credit {
 }
 
 /// Some credit; goes back when it is dropped.
-pub(super) type Spent = Arc<Permits>;
+pub type Spent = Arc<Permits>;
 
 #[derive(Debug)]
-pub(super) struct Permits {
+pub struct Permits {
     _own: OwnedSemaphorePermit,
     _engine: Option<OwnedSemaphorePermit>,
 }
@@ -53,7 +51,7 @@ impl Credit {
     }
 
     /// Now, or not at all. A chunk that is larger than all of it goes alone.
-    pub(super) fn try_spend(&self, bytes: usize) -> Option<Spent> {
+    pub fn try_spend(&self, bytes: usize) -> Option<Spent> {
         let of = |credit: &Self| {
             let kib = Arc::clone(&credit.kib);
             kib.try_acquire_many_owned(credit.kib_of(bytes)).ok()
@@ -70,7 +68,7 @@ impl Credit {
     }
 
     /// For so many chunks together: all of it or nothing, so two loads never wait for each other's half.
-    pub(super) async fn spend(&self, bytes: usize, chunks: usize) -> Vec<Spent> {
+    pub async fn spend(&self, bytes: usize, chunks: usize) -> Vec<Spent> {
         let mut own = self.acquire(bytes, chunks).await;
         let mut engine = match &self.engine {
             Some(engine) => engine.acquire(bytes, chunks).await.map(Some),
@@ -108,4 +106,9 @@ impl Credit {
     fn kib_of(&self, bytes: usize) -> u32 {
         kib(bytes).clamp(1, self.most)
     }
+}
+
+/// Semaphores count in KiB: a permit each byte would not fit in 32 bits.
+pub fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
 }

@@ -6,7 +6,7 @@ use futures::StreamExt;
 use futures::stream;
 use tokio::time::Instant;
 
-use super::Gateway;
+use super::bucket::Bucket;
 use super::tiers::Tiers;
 use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer};
 use crate::format::{ChunkHash, Mask, Space};
@@ -32,66 +32,69 @@ pub struct Lookup {
     pub error: Option<Arc<ObjectError>>,
 }
 
-impl Gateway {
-    /// Says which chunks of a prompt exist, by `deadline`.
-    pub async fn lookup(
-        &self,
-        space: &Space,
-        chunks: &[ChunkHash],
-        strategy: Strategy,
-        deadline: Instant,
-    ) -> Lookup {
-        let now = Instant::now();
-        let space_key = space.key();
-        let local = self.local(space, chunks, now);
-        let asks_s3 = self.0.tiers.as_ref().is_none_or(Tiers::asks_s3);
-        let cached = |(i, chunk): (usize, &ChunkHash)| match &local {
-            Some(local) if local[i].is_some() => ChunkState::Present,
-            _ if !asks_s3 => ChunkState::Absent,
-            _ => match self.0.cache.is_present(&(space_key, *chunk), now) {
-                Some(true) => ChunkState::Present,
-                Some(false) => ChunkState::Absent,
-                None => ChunkState::NotAsked,
-            },
-        };
-        let states: Vec<ChunkState> = chunks.iter().enumerate().map(cached).collect();
-        let mut lookup = match strategy {
-            Strategy::Exact => self.exact(space, chunks, states, deadline).await,
-            Strategy::Prefix => self.prefix(space, chunks, states, deadline).await,
-        };
-        lookup.tiers = runs(&lookup.mask, |i| {
-            let local = local.as_ref().and_then(|local| local[i]);
-            local.unwrap_or(Tier::S3)
-        });
-        lookup
-    }
+/// Says which chunks of a prompt exist, by `deadline`.
+pub async fn lookup(
+    tiers: &Tiers,
+    space: &Space,
+    chunks: &[ChunkHash],
+    strategy: Strategy,
+    deadline: Instant,
+) -> Lookup {
+    let now = Instant::now();
+    let local = local(tiers, space, chunks, now);
+    let asks_s3 = tiers.asks_s3();
+    let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
+        Some(_) => ChunkState::Present,
+        None if !asks_s3 => ChunkState::Absent,
+        None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
+            Some(true) => ChunkState::Present,
+            Some(false) => ChunkState::Absent,
+            None => ChunkState::NotAsked,
+        },
+    };
+    let states: Vec<ChunkState> = chunks.iter().enumerate().map(cached).collect();
+    let search = Search {
+        bucket: &tiers.bucket,
+        space,
+        chunks,
+        deadline,
+    };
+    let mut lookup = match strategy {
+        Strategy::Exact => search.exact(states).await,
+        Strategy::Prefix => search.prefix(states).await,
+    };
+    lookup.tiers = runs(&lookup.mask, |i| local[i].unwrap_or(Tier::S3));
+    lookup
+}
 
-    /// The tier of this node that has each chunk; None if there are no tiers.
-    fn local(&self, space: &Space, chunks: &[ChunkHash], now: Instant) -> Option<Vec<Option<Tier>>> {
-        let tiers = self.0.tiers.as_ref()?;
-        let mut local = vec![None; chunks.len()];
-        tiers
-            .memory
-            .find(space.key(), chunks, |i| local[i] = Some(Tier::Memory));
-        for (tier, chunk) in local.iter_mut().zip(chunks) {
-            if tier.is_none() && tiers.is_on_disk(&(space.key(), *chunk), now) {
-                *tier = Some(Tier::Disk);
-            }
+/// The tier of this node that has each chunk.
+fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
+    let mut local = vec![None; chunks.len()];
+    tiers
+        .memory
+        .find(space.key(), chunks, |i| local[i] = Some(Tier::Memory));
+    for (tier, chunk) in local.iter_mut().zip(chunks) {
+        if tier.is_none() && tiers.is_on_disk(&(space.key(), *chunk), now) {
+            *tier = Some(Tier::Disk);
         }
-        Some(local)
     }
+    local
+}
 
-    async fn exact(
-        &self,
-        space: &Space,
-        chunks: &[ChunkHash],
-        mut states: Vec<ChunkState>,
-        deadline: Instant,
-    ) -> Lookup {
-        let open = (0..chunks.len())
+/// Asks S3 for what is not known yet.
+struct Search<'a> {
+    bucket: &'a Bucket,
+    space: &'a Space,
+    chunks: &'a [ChunkHash],
+    deadline: Instant,
+}
+
+impl Search<'_> {
+    async fn exact(&self, mut states: Vec<ChunkState>) -> Lookup {
+        let open = (0..states.len())
             .filter(|&i| states[i] == ChunkState::NotAsked)
             .collect();
-        let (answers, error) = self.ask(space, chunks, open, deadline).await;
+        let (answers, error) = self.ask(open).await;
         for (i, state) in answers {
             states[i] = state;
         }
@@ -99,26 +102,21 @@ impl Gateway {
         Lookup::new(
             is(ChunkState::Present),
             is(ChunkState::Unknown),
-            Mask::new(chunks.len()),
+            Mask::new(states.len()),
             error,
         )
     }
 
-    async fn prefix(
-        &self,
-        space: &Space,
-        chunks: &[ChunkHash],
-        states: Vec<ChunkState>,
-        deadline: Instant,
-    ) -> Lookup {
+    async fn prefix(&self, states: Vec<ChunkState>) -> Lookup {
+        let chunks = states.len();
         let mut search = PrefixSearch::new(states);
         let mut error = None;
         loop {
-            let ask = search.next(self.0.options.lookup_probes);
-            if ask.is_empty() || Instant::now() >= deadline {
+            let ask = search.next(self.bucket.options.lookup_probes);
+            if ask.is_empty() || Instant::now() >= self.deadline {
                 break;
             }
-            let (answers, failed) = self.ask(space, chunks, ask, deadline).await;
+            let (answers, failed) = self.ask(ask).await;
             error = error.or(failed);
             // Nobody answers: more questions would only make that worse.
             let lost = answers.iter().all(|(_, state)| *state == ChunkState::Unknown);
@@ -130,9 +128,9 @@ impl Gateway {
             }
         }
         let (present, end) = search.run();
-        let mut mask = Mask::new(chunks.len());
+        let mut mask = Mask::new(chunks);
         mask.set_prefix(present);
-        let unknown = (0..chunks.len()).map(|i| (present..end).contains(&i)).collect();
+        let unknown = (0..chunks).map(|i| (present..end).contains(&i)).collect();
         let told = |state: &ChunkState| matches!(state, ChunkState::Present | ChunkState::Absent);
         let inferred = |(i, state)| !(present..end).contains(&i) && !told(state);
         let inferred = search.states().iter().enumerate().map(inferred).collect();
@@ -140,20 +138,19 @@ impl Gateway {
     }
 
     /// Asks for some positions at once. Also answers the first error that was met.
-    async fn ask(
-        &self,
-        space: &Space,
-        chunks: &[ChunkHash],
-        positions: Vec<usize>,
-        deadline: Instant,
-    ) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
+    async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
-            let state = match self.0.cache.is_present(&(space.key(), chunks[i]), Instant::now()) {
+            let state = match self.bucket.is_present(&(self.space.key(), self.chunks[i])) {
                 Some(true) => Ok(ChunkState::Present),
                 Some(false) => Ok(ChunkState::Absent),
-                None => match self.0.prober.ask(space, &chunks[i], deadline).await {
+                None => match self
+                    .bucket
+                    .prober
+                    .ask(self.space, &self.chunks[i], self.deadline)
+                    .await
+                {
                     ProbeAnswer::Present(_) => Ok(ChunkState::Present),
                     ProbeAnswer::Absent => Ok(ChunkState::Absent),
                     ProbeAnswer::Unknown(error) => Err(error),
@@ -162,7 +159,7 @@ impl Gateway {
             (i, state)
         });
         let answers: Vec<_> = stream::iter(asked)
-            .buffer_unordered(self.0.options.lookup_concurrency)
+            .buffer_unordered(self.bucket.options.lookup_concurrency)
             .collect()
             .await;
         let states = answers.into_iter().map(|(i, state)| {

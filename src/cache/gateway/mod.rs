@@ -3,177 +3,200 @@
 //! A [`Gateway`] is what one node runs, as a library. Everything is per chunk: an outcome with its reason, and one
 //! chunk's failure never fails its neighbours. Every call has a deadline, and the bytes in flight are bounded.
 //!
-//! With [`TierOptions`] it is a node's: chunks stay in memory and on disks, and stores go to S3 behind the engine's back.
+//! All public methods are here. What they do is in these rooms; each uses only those before it:
+//!
+//! - `bucket`: S3, the lowest tier: what is known of it, turns of GETs and PUTs.
+//! - `tiers`: memory, disk and bucket together, and what is on its way between them.
+//! - `fetch`: one chunk into its slot, from S3 or the disk, verified.
+//! - `lower`: chunks that go down to the disk and to S3.
+//! - `store`: an engine's reserve and commit.
+//! - `load`: what is handed out, in chunk order or in layer order.
+//! - `lookup`: which chunks exist.
+//!
+//! A node is built with tiers above S3 ([`Gateway::with_tiers`]), a library with a memory that keeps nothing.
 //!
 //! Not here: sessions, and copies into an engine's memory.
 
-mod arriving;
-mod backlog;
-mod behind;
-mod chunk_order;
-mod commit;
+mod bucket;
+mod chunk;
 mod credit;
-mod drive;
 mod fetch;
-mod layer_order;
 mod load;
 mod lookup;
+mod lower;
 mod miss;
 mod options;
-mod stream;
+mod slot;
+mod store;
 mod task;
 mod tiers;
-mod turns;
 mod warnings;
-mod write_through;
 
-use std::sync::{Arc, OnceLock};
+use std::future::Future;
+use std::sync::Arc;
 
-use dashmap::DashMap;
-use tokio::sync::{Notify, Semaphore};
-use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-pub use behind::{BehindOptions, BehindStats};
-pub use commit::{Reserved, Skip, TierStats};
-pub use credit::Credit;
-pub use load::{AfterMiss, LoadSpec, LoadedChunk};
-pub use lookup::Lookup;
-pub use miss::Miss;
-pub use options::{GatewayOptions, OpenError, open_store};
-pub use stream::LoadStream;
-pub use tiers::{DiskTier, Flow, TierOptions};
-pub use write_through::{ArenaFull, FilledSlot, StoreOutcome, StoreSlot};
-
+use self::bucket::Bucket;
+pub use self::bucket::StoreOutcome;
+pub use self::chunk::LoadedChunk;
+pub use self::credit::Credit;
+pub use self::load::{AfterMiss, LoadSpec, LoadStream};
+pub use self::lookup::Lookup;
+pub use self::miss::Miss;
+pub use self::options::{GatewayOptions, OpenError, open_store};
+pub use self::slot::{ArenaFull, FilledSlot, StoreSlot};
+pub use self::store::{Reserved, Skip};
 use self::tiers::Tiers;
-use self::turns::Turns;
-use self::warnings::Warnings;
+pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, TierOptions, TierStats};
 use crate::arena::Arena;
-use crate::cache::existence::{ExistenceCache, Known, Prober};
-use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::cache::existence::Known;
+use crate::config::Config;
+use crate::format::{ChunkHash, Space};
+use crate::protocol::{Flushed, Strategy};
 use crate::s3::fanout::EndpointState;
-use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation, RequestCounts};
+use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 
 /// See the [module](self). Cheap to clone; clones share everything.
 #[derive(Clone)]
-pub struct Gateway(Arc<Inner>);
+pub struct Gateway(Arc<Tiers>);
 
-struct Inner {
-    store: Arc<dyn ObjectStore>,
-    arena: Arena,
-    options: GatewayOptions,
-    capabilities: Arc<OnceLock<Capabilities>>,
-    tiers: Option<Tiers>,
-    cache: Arc<ExistenceCache>,
-    prober: Prober,
-    get_turns: Turns,
-    warnings: Warnings,
-    /// KiB that PUTs may have in flight.
-    put_kib: Arc<Semaphore>,
-    /// Chunks whose PUT or DELETE is under way: the other waits for its end.
-    changing: DashMap<ChunkId, Option<AbortHandle>>,
-    /// One of them has ended.
-    changed: Notify,
-    /// When each space's space.json was last seen to be there; locked while that is being found out.
-    spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
-}
-
+/// How one is made.
 impl Gateway {
-    /// Over a store that was probed already; [`Gateway::open`] does all from a configuration.
+    /// Reaches the bucket, finds out what the server can do, and makes the arena.
+    pub async fn open(config: &Config) -> Result<Self, OpenError> {
+        let store = open_store(config, None).await?;
+        Self::over(store, config).await
+    }
+
+    /// The same over a store that is open already.
+    pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
+        // Room for a retry after an attempt that timed out.
+        let deadline = Instant::now() + 2 * config.s3.request_timeout;
+        store.check_bucket(deadline).await?;
+        let options = GatewayOptions::from(config);
+        let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
+        let capabilities = Capabilities::probe(&*store, &probe_key, config.s3.probe, deadline).await?;
+        tracing::debug!(?capabilities, "what the S3 server does");
+        let arena = Arena::new(&options::arena(config))?;
+        Ok(Self::new(store, arena, capabilities, options))
+    }
+
+    /// A library over a store that was probed already; [`Gateway::open`] does all from a configuration.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         arena: Arena,
         capabilities: Capabilities,
         options: GatewayOptions,
     ) -> Self {
-        let gateway = Self::with_tiers(store, arena, options, None);
+        let gateway = Self::with_tiers(store, arena, options, TierOptions::library());
         gateway.found_capabilities(capabilities);
         gateway
     }
 
-    /// With tiers above S3, or none. What the server can do need not be known yet: nothing is taken for granted until
+    /// With tiers above S3. What the server can do need not be known yet: nothing is taken for granted until
     /// [`found_capabilities`](Self::found_capabilities).
     pub fn with_tiers(
         store: Arc<dyn ObjectStore>,
         arena: Arena,
-        mut options: GatewayOptions,
-        tiers: Option<TierOptions>,
+        options: GatewayOptions,
+        tiers: TierOptions,
     ) -> Self {
-        options.lookup_concurrency = options.lookup_concurrency.max(1);
-        options.lookup_probes = options.lookup_probes.max(1);
-        let cache = Arc::new(ExistenceCache::new(options.cache));
-        let warnings = Warnings::new(options.log_repeat);
-        let capabilities: Arc<OnceLock<Capabilities>> = Arc::default();
-        let prober = Prober::new(
-            Arc::clone(&store),
-            Arc::clone(&cache),
-            options.keys.clone(),
-            Arc::clone(&capabilities),
-            options.lookup_concurrency,
-            options.lookup_deadline,
-            warnings.damaged.clone(),
-        );
-        Self(Arc::new(Inner {
-            get_turns: Turns::new(options.get_bytes_max, {
-                let store = Arc::clone(&store);
-                move || store.window_bytes()
-            }),
-            put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
-            changing: DashMap::new(),
-            changed: Notify::new(),
-            spaces: DashMap::new(),
-            store,
-            warnings,
-            tiers: tiers.map(|tiers| Tiers::new(&arena, tiers)),
-            arena,
-            options,
-            capabilities,
-            cache,
-            prober,
-        }))
-    }
-
-    pub fn arena(&self) -> &Arena {
-        &self.0.arena
-    }
-
-    /// What the server can do, as far as is known.
-    pub fn capabilities(&self) -> Capabilities {
-        self.0.capabilities.get().copied().unwrap_or_default()
+        Self(Tiers::new(arena, Bucket::new(store, options), tiers))
     }
 
     /// Only the first time counts.
     pub fn found_capabilities(&self, capabilities: Capabilities) {
-        // Known already.
-        let _ = self.0.capabilities.set(capabilities);
+        self.0.bucket.found_capabilities(capabilities);
+    }
+}
+
+/// Lookup and load.
+impl Gateway {
+    /// Says which chunks of a prompt exist, by `deadline`.
+    pub async fn lookup(
+        &self,
+        space: &Space,
+        chunks: &[ChunkHash],
+        strategy: Strategy,
+        deadline: Instant,
+    ) -> Lookup {
+        lookup::lookup(&self.0, space, chunks, strategy, deadline).await
     }
 
-    /// HTTP requests sent so far.
-    pub fn requests(&self) -> RequestCounts {
-        self.0.store.requests()
+    /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
+    pub fn load(&self, request: LoadSpec) -> LoadStream {
+        load::start(&self.0, request, None)
     }
 
-    /// What is known of the server's endpoints.
-    pub fn endpoints(&self) -> Vec<EndpointState> {
-        self.0.store.endpoints()
+    /// The same, with a limit on what it holds at a time.
+    pub fn load_on_credit(&self, request: LoadSpec, credit: Credit) -> LoadStream {
+        load::start(&self.0, request, Some(credit))
     }
 
-    async fn remove_here(&self, key: &ChunkId) {
-        if let Some(tiers) = &self.0.tiers {
-            tiers.behind.cancel(key);
-            tiers.arriving.forget(key);
-            tiers.memory.delete(key);
-            if let Some(disk) = tiers.disk() {
-                disk.delete(key).await;
-            }
-        }
+    /// Keeps those of the chunks that are in memory there until `until`; answers how many.
+    pub fn pin(&self, space: &Space, chunks: &[ChunkHash], until: Instant) -> usize {
+        self.0.memory.pin(space.key(), chunks, until)
     }
 
-    /// How many chunks are known to exist or not.
-    pub fn existence_entries(&self) -> usize {
-        self.0.cache.entries().0
+    pub fn unpin(&self, space: &Space, chunks: &[ChunkHash]) -> usize {
+        self.0.memory.unpin(space.key(), chunks)
+    }
+}
+
+/// A node's stores, which wait for nothing: reserve, commit, write behind.
+impl Gateway {
+    /// A slot for a new chunk that is committed later. Never waits. `credit` limits what the engine holds at a time.
+    pub fn reserve_behind(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        parent: &ChunkHash,
+        credit: Option<&Credit>,
+    ) -> Result<Reserved, Skip> {
+        store::reserve(&self.0, space, chunk, parent, credit)
     }
 
+    /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.
+    pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
+        store::commit(&self.0, chunk, parent, reserved)
+    }
+
+    /// Waits until all that was committed before, in an earlier life as well, is on S3, but for what the configuration keeps
+    /// from it; at most until the deadline.
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        self.0.flush(deadline).await
+    }
+
+    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that, and how many the disks keep:
+    /// these are sent the next time.
+    pub fn give_up(&self) -> (u64, u64) {
+        self.0.give_up()
+    }
+
+    /// Sends what the disks had at start, and those that are taken up again. A flush waits for it from now on, and it goes on
+    /// for as long as the answer is polled.
+    pub fn send_backlog(&self) -> impl Future<Output = ()> + Send + use<> {
+        lower::send_backlog(&self.0)
+    }
+}
+
+/// A library's stores, which wait for S3.
+impl Gateway {
+    /// A slot for a new chunk of `space`. Never waits.
+    pub fn reserve(&self, space: &Space) -> Result<StoreSlot, ArenaFull> {
+        slot::reserve(&self.0.arena, space)
+    }
+
+    /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
+    /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
+    pub async fn write_through(&self, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
+        self.0.bucket.write_through(chunk, deadline).await
+    }
+}
+
+/// What operators ask for.
+impl Gateway {
     /// Removes a chunk from every tier. Whoever reads it goes on.
     pub async fn remove(
         &self,
@@ -182,37 +205,67 @@ impl Gateway {
         deadline: Instant,
     ) -> Result<(), ObjectError> {
         let key = (space.key(), *chunk);
-        self.remove_here(&key).await;
-        let object = self.0.options.keys.chunk(key.0, chunk);
-        // What S3 may have received already of this node's would come after the DELETE.
-        let Ok(_change) = tokio::time::timeout_at(deadline, self.change(key)).await else {
-            return Err(ObjectError::new(
-                Operation::Delete,
-                &object,
-                ErrorKind::Deadline,
-                "waiting for a store of it to end",
-            ));
-        };
-        self.0.store.delete(&[object], deadline).await?;
+        self.0.delete_here(&key).await;
+        let _nobody_changes_it = self.0.bucket.delete(key, deadline).await?;
         // What a load that began meanwhile has brought back, or still will.
-        self.remove_here(&key).await;
-        self.0.cache.learn(key, Known::Absent, Instant::now());
-        self.0.cache.lift_quarantine(&key);
+        self.0.delete_here(&key).await;
+        self.0.bucket.cache.learn(key, Known::Absent, Instant::now());
+        self.0.bucket.cache.lift_quarantine(&key);
         Ok(())
+    }
+
+    /// A space is known: chunks on the disks may have waited for that.
+    pub fn knows(&self, space: &Space) {
+        lower::knows(&self.0, space);
+    }
+
+    /// Lets go of what is too old, in memory and on the disks; that happens by itself only when somebody asks for it.
+    pub async fn expire(&self) {
+        self.0.expire().await;
+    }
+
+    /// Tries disks that were taken out again, for as long as this is polled.
+    pub async fn retry_disks(&self) {
+        if let Some(disk) = self.0.disk() {
+            disk.retry().await;
+        }
     }
 
     /// Forgets what is known to exist; the next lookup asks S3 again.
     pub fn forget_existence(&self) {
-        self.0.cache.forget_all();
+        self.0.bucket.cache.forget_all();
     }
 
     /// Fails with what is wrong with endpoint, bucket or credentials.
     pub async fn check(&self, deadline: Instant) -> Result<(), ObjectError> {
-        self.0.store.check_bucket(deadline).await
+        self.0.bucket.store.check_bucket(deadline).await
     }
-}
 
-/// Semaphores count in KiB: a permit each byte would not fit in 32 bits.
-fn kib(bytes: usize) -> u32 {
-    u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
+    pub fn arena(&self) -> &Arena {
+        &self.0.arena
+    }
+
+    /// What the server can do, as far as is known.
+    pub fn capabilities(&self) -> Capabilities {
+        self.0.bucket.capabilities()
+    }
+
+    /// HTTP requests sent so far.
+    pub fn requests(&self) -> RequestCounts {
+        self.0.bucket.store.requests()
+    }
+
+    /// What is known of the server's endpoints.
+    pub fn endpoints(&self) -> Vec<EndpointState> {
+        self.0.bucket.store.endpoints()
+    }
+
+    /// How many chunks are known to exist or not.
+    pub fn existence_entries(&self) -> usize {
+        self.0.bucket.cache.entries().0
+    }
+
+    pub fn tier_stats(&self) -> TierStats {
+        self.0.stats()
+    }
 }

@@ -4,17 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_credential_types::Credentials;
-use tokio::time::Instant;
 
-use super::Gateway;
-use crate::arena::{Arena, ArenaError, ArenaOptions};
+use crate::arena::{ArenaError, ArenaOptions};
 use crate::cache::existence::CacheLimits;
 use crate::config::Config;
 use crate::config::units::ByteSize;
 use crate::format::{DigestKind, KeyPrefix};
 use crate::s3::dns::DnsOptions;
 use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
-use crate::s3::object::{Capabilities, ObjectError, ObjectStore, S3, S3ClientError, S3Options};
+use crate::s3::object::{ObjectError, ObjectStore, S3, S3ClientError, S3Options};
 
 /// How a gateway works; all limits are here.
 #[derive(Debug, Clone)]
@@ -128,30 +126,14 @@ pub async fn open_store(
     Ok(Arc::new(s3))
 }
 
-impl Gateway {
-    /// Reaches the bucket, finds out what the server can do, and makes the arena.
-    pub async fn open(config: &Config) -> Result<Self, OpenError> {
-        let store = open_store(config, None).await?;
-        Self::over(store, config).await
-    }
-
-    /// The same over a store that is open already.
-    pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
-        // Room for a retry after an attempt that timed out.
-        let deadline = Instant::now() + 2 * config.s3.request_timeout;
-        store.check_bucket(deadline).await?;
-        let options = GatewayOptions::from(config);
-        let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
-        let capabilities = Capabilities::probe(&*store, &probe_key, config.s3.probe, deadline).await?;
-        tracing::debug!(?capabilities, "what the S3 server does");
-        let arena = Arena::new(&ArenaOptions {
-            size: bytes(config.arena.size),
-            path: config.arena.path.clone(),
-            huge_pages: config.arena.huge_pages,
-            prefault: config.arena.prefault,
-            mlock: config.arena.mlock,
-            ..ArenaOptions::default()
-        })?;
-        Ok(Self::new(store, arena, capabilities, options))
+/// The arena of a library.
+pub(super) fn arena(config: &Config) -> ArenaOptions {
+    ArenaOptions {
+        size: bytes(config.arena.size),
+        path: config.arena.path.clone(),
+        huge_pages: config.arena.huge_pages,
+        prefault: config.arena.prefault,
+        mlock: config.arena.mlock,
+        ..ArenaOptions::default()
     }
 }

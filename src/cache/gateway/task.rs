@@ -5,7 +5,7 @@ use std::future::Future;
 use tokio::task::JoinHandle;
 
 /// A task that ends with its handle.
-pub(super) struct Task<T>(JoinHandle<T>);
+pub struct Task<T>(JoinHandle<T>);
 
 impl<T: Send + 'static> Task<T> {
     pub fn spawn(future: impl Future<Output = T> + Send + 'static) -> Self {

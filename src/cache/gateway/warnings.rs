@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::cache::episode::Episode;
 
-pub(super) struct Warnings {
+pub struct BucketWarnings {
     /// Chunks that S3 did not take.
     pub waits: Episode,
     /// PUTs whose bytes changed on the way.
@@ -13,13 +13,9 @@ pub(super) struct Warnings {
     pub damaged: Episode,
     /// Bytes from S3 that were other ones the first time.
     pub read_again: Episode,
-    /// Files on the disks that can't be read.
-    pub unreadable: Episode,
-    /// Those that S3 never got.
-    pub lost: Episode,
 }
 
-impl Warnings {
+impl BucketWarnings {
     pub fn new(repeat: Duration) -> Self {
         let of = |what| Episode::new(what, repeat);
         Self {
@@ -27,6 +23,21 @@ impl Warnings {
             sent_again: of("bytes changed on their way to S3, and are sent again"),
             damaged: of("damaged chunks on S3"),
             read_again: of("bytes from S3 don't match their digest, and are read again"),
+        }
+    }
+}
+
+pub struct DiskWarnings {
+    /// Files that can't be read.
+    pub unreadable: Episode,
+    /// Those that S3 never got.
+    pub lost: Episode,
+}
+
+impl DiskWarnings {
+    pub fn new(repeat: Duration) -> Self {
+        let of = |what| Episode::new(what, repeat);
+        Self {
             unreadable: of("chunks can't be read from the disk"),
             lost: of(
                 "chunks that S3 never got can't be read from the disk, and are lost; their files are in its folder lost: \

@@ -27,7 +27,7 @@ pub struct MemoryOptions {
     pub policy: EvictionPolicy,
     /// How long a chunk stays after it came.
     pub ttl: Option<Duration>,
-    /// Share of the arena that the tier keeps at most, unless more is in use.
+    /// Share of the arena that the tier keeps at most, unless more is in use. 0: it keeps nothing.
     pub watermark_percent: u32,
     /// Bytes that one tenant may have.
     pub tenant_bytes: Option<usize>,
@@ -156,6 +156,9 @@ impl Memory {
     }
 
     fn keep(&self, key: ChunkId, space: &Space, held: ReaderHold, dirty: bool, since: Instant) -> bool {
+        if self.bytes_max == 0 {
+            return false;
+        }
         let now = Instant::now();
         let is_from_below = matches!(held, ReaderHold::Object(_));
         let bytes = space.layout().object_len();

@@ -80,12 +80,7 @@ impl Daemon {
         };
         let arena = Arena::new(&options::arena(config))?;
         let tiers = options::tiers(config, disk);
-        let gateway = Gateway::with_tiers(
-            Arc::clone(&store),
-            arena,
-            GatewayOptions::from(config),
-            Some(tiers),
-        );
+        let gateway = Gateway::with_tiers(Arc::clone(&store), arena, GatewayOptions::from(config), tiers);
         let node = Node::new(gateway, options::node(config));
         let api = Api::new(node.clone(), options::api(config), reload).map_err(StartError::Token)?;
         Ok(Self {

@@ -3,15 +3,15 @@
 
 use super::ChunkFetch;
 use crate::arena::SlotMut;
+use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::tiers::Tiers;
-use crate::cache::gateway::{Gateway, LoadedChunk};
 use crate::cache::tier::{Disk, DiskError, Unsent};
 use crate::format::{ChunkHash, Header, HeaderError, Space};
 use crate::protocol::Tier;
 
 /// Why a file is not this chunk.
 #[derive(Debug, thiserror::Error)]
-pub(in crate::cache::gateway) enum Bad {
+pub enum Bad {
     #[error(transparent)]
     Header(#[from] HeaderError),
     #[error("the digest of plane {0} does not match")]
@@ -30,29 +30,25 @@ enum Unread {
 impl ChunkFetch {
     /// Gives the slot back if the disk does not have the chunk, or has something else. One that hangs keeps it.
     pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
-        let Some(tiers) = self.gateway.0.tiers.as_ref() else {
+        let Some(disk) = self.tiers.disk() else {
             return Err(Some(slot));
         };
-        let Some(disk) = tiers.disk() else {
-            return Err(Some(slot));
-        };
-        let slot = read_verified(&self.gateway, tiers, disk, &self.space, &self.chunk, slot).await?;
-        let chunk = self.whole(slot.freeze(), Tier::Disk);
+        let slot = read_verified(&self.tiers, disk, &self.space, &self.chunk, slot).await?;
+        let chunk = LoadedChunk::whole(&self.space, self.chunk, slot.freeze(), Tier::Disk);
         self.keep(&chunk);
         Ok(chunk)
     }
 }
 
 /// The whole object; else what is left of the slot, as above.
-pub(in crate::cache::gateway) async fn read_verified(
-    gateway: &Gateway,
+pub async fn read_verified(
     tiers: &Tiers,
     disk: &Disk,
     space: &Space,
     chunk: &ChunkHash,
     slot: SlotMut,
 ) -> Result<SlotMut, Option<SlotMut>> {
-    let (key, warnings) = ((space.key(), *chunk), &gateway.0.warnings);
+    let (key, warnings) = ((space.key(), *chunk), &tiers.disk_warnings);
     let (mut slot, unread) = match read_once(disk, space, chunk, slot).await {
         Ok(slot) => return Ok(slot),
         Err(unread) => unread,
@@ -105,11 +101,7 @@ impl Unread {
     }
 }
 
-pub(in crate::cache::gateway) async fn verify(
-    space: &Space,
-    chunk: &ChunkHash,
-    object: &[u8],
-) -> Result<(), Bad> {
+pub async fn verify(space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(), Bad> {
     let header = Header::parse(object)?;
     header.expect(space, chunk)?;
     let layout = space.layout();

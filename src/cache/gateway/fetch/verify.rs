@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::{ChunkFetch, Part};
 use crate::cache::existence::Known;
-use crate::cache::gateway::Miss;
+use crate::cache::gateway::miss::Miss;
 use crate::format::{DigestKind, Header, HeaderError};
 use crate::s3::object::Version;
 
 /// What the first section tells of the whole object.
 #[derive(Clone)]
-pub(in crate::cache::gateway) struct ObjectHead {
+pub struct ObjectHead {
     pub header: Arc<Header>,
     pub version: Version,
 }
@@ -19,7 +19,7 @@ pub(in crate::cache::gateway) struct ObjectHead {
 impl ChunkFetch {
     /// Checks the header, at the front of the first section.
     pub async fn head(&self, part: &mut Part, mut version: Version) -> Result<ObjectHead, Miss> {
-        let cache = &self.gateway.0.cache;
+        let cache = &self.bucket().cache;
         if cache.damaged(&self.cache_key()).as_ref() == Some(&version) {
             cache.learn(self.cache_key(), Known::Absent, self.asked);
             return Err(Miss::Quarantined);
@@ -86,7 +86,7 @@ impl ChunkFetch {
             return Ok(None);
         }
         let range = part.bytes();
-        let warnings = &self.gateway.0.warnings;
+        let warnings = &self.bucket().warnings;
         warnings
             .read_again
             .tell(&format_args!("bytes {range:?} of {}", self.key));
@@ -98,8 +98,8 @@ impl ChunkFetch {
 
     fn damaged(&self, miss: Miss, version: Version) -> Miss {
         let damaged = format_args!("{} with ETag {}: {miss}", self.key, version.etag);
-        self.gateway.0.warnings.damaged.tell(&damaged);
-        let cache = &self.gateway.0.cache;
+        self.bucket().warnings.damaged.tell(&damaged);
+        let cache = &self.bucket().cache;
         cache.quarantine(self.cache_key(), version, self.asked);
         miss
     }

@@ -1,63 +1,26 @@
-//! Whole chunks, in the order of the prompt.
+//! A whole chunk from S3: all of its sections, verified together.
 
 use std::sync::Arc;
 
-use super::Miss;
-use super::drive::{ChunkSource, Drive, LoadGone};
-use super::fetch::{ChunkFetch, Part};
-use super::load::LoadedChunk;
-use super::task::Task;
-use super::turns::{TurnPosition, Waiting};
+use super::{ChunkFetch, Part};
 use crate::arena::SlotMut;
+use crate::cache::gateway::bucket::{TurnPosition, Waiting};
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::miss::Miss;
+use crate::cache::gateway::task::Task;
 use crate::format::Section;
 use crate::s3::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
 /// which tells it.
-pub(super) struct Started {
+pub struct WholeFetch {
     wanted: Arc<ChunkFetch>,
     parts: Vec<Part>,
     etag: Option<Arc<str>>,
     line: Vec<Waiting>,
 }
 
-impl Drive {
-    pub async fn in_chunk_order(mut self) {
-        // Nobody is left to tell.
-        let _dropped = self.chunk_by_chunk().await;
-    }
-
-    async fn chunk_by_chunk(&mut self) -> Result<(), LoadGone> {
-        let sections = self.sections();
-        for index in self.first..self.chunks.len() {
-            let (credit, source) = self.source(index).await;
-            let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
-            match source {
-                ChunkSource::Missing(miss) => self.send(index, true, async { Err(miss) })?,
-                ChunkSource::Memory(chunk) => self.send(index, true, async { Ok(with_credit(chunk)) })?,
-                ChunkSource::Flight(flight) => {
-                    let joined = self.joined(index, flight);
-                    self.send(index, true, async { joined.await.map(with_credit) })?;
-                }
-                ChunkSource::S3(slot, announcement) => {
-                    let place = |section| self.place(index * sections.len() + section);
-                    // In line here and not in the task, which may run later than the next chunk's.
-                    let started = Started::new(self.wanted(index), slot, &sections, place);
-                    match announcement {
-                        None => self.send(index, true, started.fetch())?,
-                        Some(announcement) => {
-                            let joined = self.joined(index, announcement.fly(started.fetch()));
-                            self.send(index, true, async { joined.await.map(with_credit) })?;
-                        }
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Started {
+impl WholeFetch {
     pub fn new(
         wanted: Arc<ChunkFetch>,
         slot: SlotMut,

@@ -15,17 +15,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{SetOnce, mpsc};
 use tokio::time::Instant;
 
-use super::Miss;
-use super::arriving::Announcement;
-use super::credit::Spent;
-use super::drive::{ChunkSource, Drive, LoadGone};
-use super::fetch::{ChunkFetch, ObjectHead, Part};
-use super::load::LoadedChunk;
-use super::stream::RunEnd;
-use super::turns::Waiting;
+use super::drive::{ChunkSource, Drive};
+use super::stream::{LoadGone, RunEnd};
 use crate::arena::{SLOT_ALIGN, Slot};
+use crate::cache::gateway::bucket::Waiting;
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::credit::Spent;
+use crate::cache::gateway::fetch::{ChunkFetch, ObjectHead, Part};
+use crate::cache::gateway::miss::Miss;
+use crate::cache::gateway::tiers::Announcement;
 use crate::format::{Section, Space};
-use crate::protocol::Tier;
 use crate::s3::object::ErrorKind;
 
 /// Steps (one group of one window's chunks) that may be under way.
@@ -34,7 +33,7 @@ const STEPS_MAX: usize = 2;
 /// How many of a load's chunks go together: those that have room in half of the arena. Then the first step of the next
 /// window finds room while the last of this one is under way; and the slots of one window always fit, however those that
 /// it has already lie: they leave a hole that is larger than the average, which is at least a slot.
-pub(super) fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize {
+pub fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize {
     let slot_bytes = space.layout().object_len().next_multiple_of(SLOT_ALIGN);
     (arena_bytes / 2 / slot_bytes).clamp(1, chunks.max(1))
 }
@@ -78,7 +77,7 @@ impl Drive {
     }
 
     async fn window_by_window(&mut self, window: usize, run_end: &RunEnd) -> Result<(), LoadGone> {
-        let part_bytes = self.gateway.0.options.layer_part_bytes;
+        let part_bytes = self.tiers.bucket.options.layer_part_bytes;
         let groups = self.space.layout().layer_groups(part_bytes);
         let mut gate = Gate::default();
         for start in (0..self.chunks.len()).step_by(window) {
@@ -162,7 +161,7 @@ impl Drive {
         let waiting = wanted.wait(&first);
         let landed = Landed {
             groups: vec![None; groups.len()],
-            announcement,
+            announcement: Some(announcement),
         };
         let shared = Arc::new(Shared {
             wanted,
@@ -318,7 +317,7 @@ impl Shared {
             let announcement = landed.announcement.take();
             drop(landed);
             if let Some(object) = object {
-                let whole = self.wanted.whole(object, Tier::S3);
+                let whole = self.wanted.whole(object);
                 self.wanted.keep(&whole);
                 if let Some(announcement) = announcement {
                     announcement.tell(Ok(whole));

@@ -1,18 +1,20 @@
 //! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. Which
-//! section is asked for when is in `chunk_order.rs` and `layer_order.rs`.
+//! section is asked for when is in `whole.rs`, and for layer order in `load/layer_order.rs`.
 
 mod digests;
 mod from_disk;
 mod verify;
+mod whole;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::load::LoadedChunk;
-use super::turns::{Turn, TurnPosition, Waiting};
-use super::{Gateway, Miss};
+use super::bucket::{Bucket, Turn, TurnPosition, Waiting};
+use super::chunk::LoadedChunk;
+use super::miss::Miss;
+use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
 use crate::format::{ChunkHash, ChunkId, DigestKind, Section, Space};
@@ -21,12 +23,13 @@ use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 use self::digests::Digests;
-pub(super) use self::from_disk::{read_verified, verify};
-pub(super) use self::verify::ObjectHead;
+pub use self::from_disk::{read_verified, verify};
+pub use self::verify::ObjectHead;
+pub use self::whole::WholeFetch;
 
 /// A chunk that is being fetched; shared by the tasks of its GETs.
-pub(super) struct ChunkFetch {
-    gateway: Gateway,
+pub struct ChunkFetch {
+    tiers: Arc<Tiers>,
     space: Space,
     chunk: ChunkHash,
     key: String,
@@ -36,7 +39,7 @@ pub(super) struct ChunkFetch {
 }
 
 /// One section on its way: its part of the slot and of the object.
-pub(super) struct Part {
+pub struct Part {
     slot: SlotMut,
     digests: Digests,
     /// Where it gets in line.
@@ -51,25 +54,13 @@ impl Part {
     }
 }
 
-impl Gateway {
-    /// Why the chunk is not worth a request, if that is known.
-    pub(super) fn missing(&self, space: &Space, chunk: &ChunkHash) -> Option<Miss> {
-        let cache_key = (space.key(), *chunk);
-        match self.0.cache.is_present(&cache_key, Instant::now()) {
-            Some(false) if self.0.cache.damaged(&cache_key).is_some() => Some(Miss::Quarantined),
-            Some(false) => Some(Miss::Absent),
-            _ => None,
-        }
-    }
-}
-
 impl ChunkFetch {
-    pub fn new(gateway: &Gateway, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Self {
+    pub fn new(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, deadline: Instant) -> Self {
         Self {
-            gateway: gateway.clone(),
+            tiers: Arc::clone(tiers),
             space: space.clone(),
             chunk: *chunk,
-            key: gateway.0.options.keys.chunk(space.key(), chunk),
+            key: tiers.bucket.object_key(&(space.key(), *chunk)),
             deadline,
             asked: Instant::now(),
         }
@@ -97,7 +88,7 @@ impl ChunkFetch {
 
     /// Gets in line for a section, now.
     pub fn wait(&self, part: &Part) -> Waiting {
-        self.gateway.0.get_turns.wait(part.place, part.bytes().len())
+        self.bucket().get_turns.wait(part.place, part.bytes().len())
     }
 
     /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute on the
@@ -123,7 +114,7 @@ impl ChunkFetch {
             slot: part.slot.split_off(0),
             watch: Some(part.digests.watch(kind)),
         };
-        let (landing, meta) = self.gateway.0.store.get(get, landing, self.deadline).await;
+        let (landing, meta) = self.bucket().store.get(get, landing, self.deadline).await;
         part.slot = landing.slot;
         Ok((meta?.version, turn))
     }
@@ -141,7 +132,7 @@ impl ChunkFetch {
         let (slot, planes) = joined.expect("a layout has sections");
         let (slot, layout) = (slot.freeze(), self.space.layout());
         if planes == (0..layout.planes()) {
-            return (self.whole(slot.clone(), Tier::S3), slot);
+            return (self.whole(slot.clone()), slot);
         }
         let header_len = match planes.start {
             0 => layout.header_len(),
@@ -159,34 +150,25 @@ impl ChunkFetch {
         (chunk, slot)
     }
 
-    /// A verified object.
-    pub fn whole(&self, object: Slot, tier: Tier) -> LoadedChunk {
-        let layout = self.space.layout();
-        LoadedChunk {
-            space: self.space.clone(),
-            chunk: self.chunk,
-            planes: 0..layout.planes(),
-            payload: object.slice(layout.header_len()..object.len()),
-            object: Some(object),
-            tier,
-            credit: None,
-        }
+    /// All of it, verified, from S3.
+    pub fn whole(&self, object: Slot) -> LoadedChunk {
+        LoadedChunk::whole(&self.space, self.chunk, object, Tier::S3)
     }
 
     /// Keeps a whole chunk in memory.
     pub fn keep(&self, chunk: &LoadedChunk) {
-        self.gateway.keep(chunk, self.asked);
+        self.tiers.keep(chunk, self.asked);
     }
 
     /// The object is a good one, as far as it was read.
     pub fn present(&self, head: &ObjectHead) {
         let known = Known::Present(Arc::clone(&head.version.etag));
-        self.gateway.0.cache.learn(self.cache_key(), known, self.asked);
+        self.bucket().cache.learn(self.cache_key(), known, self.asked);
     }
 
     /// What a failed GET says of the chunk.
     pub fn missed(&self, error: ObjectError) -> Miss {
-        let cache = &self.gateway.0.cache;
+        let cache = &self.bucket().cache;
         match error.kind {
             ErrorKind::NotFound => {
                 cache.learn(self.cache_key(), Known::Absent, self.asked);
@@ -209,18 +191,22 @@ impl ChunkFetch {
         ObjectError::new(Operation::Get, &self.key, kind, detail)
     }
 
+    fn bucket(&self) -> &Bucket {
+        &self.tiers.bucket
+    }
+
     fn cache_key(&self) -> ChunkId {
         (self.space.key(), self.chunk)
     }
 
     /// The digest that this gateway stores with: until a header tells, the best guess at what an object has.
     pub fn kind(&self) -> DigestKind {
-        self.gateway.0.options.digest
+        self.bucket().options.digest
     }
 
     /// Of the version that a lookup saw.
     pub fn known_etag(&self) -> Option<Arc<str>> {
-        match self.gateway.0.cache.get(&self.cache_key(), self.asked) {
+        match self.bucket().cache.get(&self.cache_key(), self.asked) {
             Some(Known::Present(etag)) => Some(etag),
             _ => None,
         }

@@ -9,22 +9,23 @@ use std::task::Poll;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::arriving::{Announcement, Flight};
-use super::chunk_order::Started;
-use super::credit::{Credit, Spent};
-use super::fetch::ChunkFetch;
-use super::load::{LoadSpec, LoadedChunk};
-use super::task::Task;
-use super::tiers::Tiers;
-use super::turns::TurnPosition;
-use super::{Gateway, Miss};
+use super::spec::LoadSpec;
+use super::stream::{LoadGone, LoadStep};
 use crate::arena::{SlotMut, Ticket};
+use crate::cache::gateway::bucket::TurnPosition;
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::credit::{Credit, Spent};
+use crate::cache::gateway::fetch::{ChunkFetch, WholeFetch};
+use crate::cache::gateway::lower::resident;
+use crate::cache::gateway::miss::Miss;
+use crate::cache::gateway::task::Task;
+use crate::cache::gateway::tiers::{Announcement, Flight, Tiers};
 use crate::format::{ChunkHash, Section, Space};
 use crate::s3::object::ErrorKind;
 
 /// A load under way.
-pub(super) struct Drive {
-    pub gateway: Gateway,
+pub struct Drive {
+    pub tiers: Arc<Tiers>,
     pub space: Space,
     pub chunks: Vec<ChunkHash>,
     /// Those before it need no driver.
@@ -38,41 +39,30 @@ pub(super) struct Drive {
     steps: mpsc::UnboundedSender<LoadStep>,
 }
 
-/// An outcome on its way; dropping it ends the fetch.
-pub(super) struct LoadStep {
-    pub index: usize,
-    /// The chunk has no further ones.
-    pub last: bool,
-    pub fetch: Task<Result<LoadedChunk, Miss>>,
-}
-
 /// Where a chunk comes from.
-pub(super) enum ChunkSource {
+pub enum ChunkSource {
     Missing(Miss),
     Memory(LoadedChunk),
     /// It is on its way already, or from the disk.
     Flight(Arc<Flight>),
     /// S3, into this slot; others are told of it.
-    S3(SlotMut, Option<Announcement>),
+    S3(SlotMut, Announcement),
 }
-
-/// Nobody wants the outcomes any more.
-pub(super) struct LoadGone;
 
 impl Drive {
     pub fn new(
-        gateway: &Gateway,
+        tiers: &Arc<Tiers>,
         request: LoadSpec,
         credit: Option<Credit>,
     ) -> (Self, mpsc::UnboundedReceiver<LoadStep>) {
         let (steps, receiver) = mpsc::unbounded_channel();
         let drive = Self {
-            gateway: gateway.clone(),
+            tiers: Arc::clone(tiers),
             space: request.space,
             chunks: request.chunks,
             first: 0,
             deadline: request.deadline,
-            number: gateway.0.get_turns.load(),
+            number: tiers.bucket.get_turns.load(),
             ticket: None,
             credit,
             spent: VecDeque::new(),
@@ -85,9 +75,6 @@ impl Drive {
     pub fn begin_with_memory(&mut self) -> VecDeque<LoadedChunk> {
         let mut ready = VecDeque::new();
         let bytes = self.space.layout().object_len();
-        if self.gateway.0.tiers.is_none() {
-            return ready;
-        }
         while let Some(chunk) = self.chunks.get(self.first) {
             let credit = match &self.credit {
                 Some(credit) => match credit.try_spend(bytes) {
@@ -96,7 +83,7 @@ impl Drive {
                 },
                 None => None,
             };
-            let Some(chunk) = self.gateway.resident(&self.space, chunk) else {
+            let Some(chunk) = self.resident(chunk) else {
                 break;
             };
             ready.push_back(chunk.with_credit(credit));
@@ -155,14 +142,10 @@ impl Drive {
     }
 
     async fn find(&mut self, index: usize) -> Result<ChunkSource, Miss> {
-        let gateway = self.gateway.clone();
+        let tiers = Arc::clone(&self.tiers);
         let chunk = self.chunks[index];
-        let Some(tiers) = &gateway.0.tiers else {
-            self.may_be_there(&chunk)?;
-            return Ok(ChunkSource::S3(self.slot().await?, None));
-        };
         let key = (self.space.key(), chunk);
-        if let Some(source) = self.here(&chunk, tiers) {
+        if let Some(source) = self.here(&chunk) {
             return Ok(source);
         }
         if !tiers.is_on_disk(&key, Instant::now()) {
@@ -173,7 +156,7 @@ impl Drive {
         }
         let slot = self.slot().await?;
         // While it waited another load may have brought it.
-        if let Some(source) = self.here(&chunk, tiers) {
+        if let Some(source) = self.here(&chunk) {
             return Ok(source);
         }
         let announcement = match tiers.arriving.announce(key) {
@@ -181,11 +164,11 @@ impl Drive {
             Err(flight) => return Ok(ChunkSource::Flight(flight)),
         };
         // One that was on its way when we looked, and is here by now.
-        if let Some(chunk) = self.gateway.resident(&self.space, &chunk) {
+        if let Some(chunk) = self.resident(&chunk) {
             return Ok(ChunkSource::Memory(chunk));
         }
         if !tiers.is_on_disk(&key, Instant::now()) {
-            return Ok(ChunkSource::S3(slot, Some(announcement)));
+            return Ok(ChunkSource::S3(slot, announcement));
         }
         let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
         let (wanted, sections) = (self.wanted(index), self.sections());
@@ -194,13 +177,13 @@ impl Drive {
             match wanted.read_disk(slot).await {
                 Ok(chunk) => Ok(chunk),
                 Err(slot) if asks_s3 => {
-                    let another = || gateway.0.arena.try_reserve(object_len);
+                    let another = || tiers.arena.try_reserve(object_len);
                     let slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
                     let place = |section| TurnPosition {
                         position: place.position + section as u64,
                         ..place
                     };
-                    Started::new(wanted, slot, &sections, place).fetch().await
+                    WholeFetch::new(wanted, slot, &sections, place).fetch().await
                 }
                 Err(_) => Err(Miss::Absent),
             }
@@ -209,21 +192,25 @@ impl Drive {
     }
 
     /// In memory, or on its way there.
-    fn here(&self, chunk: &ChunkHash, tiers: &Tiers) -> Option<ChunkSource> {
-        let resident = self.gateway.resident(&self.space, chunk);
+    fn here(&self, chunk: &ChunkHash) -> Option<ChunkSource> {
+        let resident = self.resident(chunk);
         resident.map(ChunkSource::Memory).or_else(|| {
-            let flight = tiers.arriving.join(&(self.space.key(), *chunk));
+            let flight = self.tiers.arriving.join(&(self.space.key(), *chunk));
             flight.map(ChunkSource::Flight)
         })
     }
 
+    fn resident(&self, chunk: &ChunkHash) -> Option<LoadedChunk> {
+        resident(&self.tiers, &self.space, chunk)
+    }
+
     fn may_be_there(&self, chunk: &ChunkHash) -> Result<(), Miss> {
-        self.gateway.missing(&self.space, chunk).map_or(Ok(()), Err)
+        self.tiers.bucket.missing(&self.space, chunk).map_or(Ok(()), Err)
     }
 
     async fn slot(&mut self) -> Result<SlotMut, Miss> {
         let object_bytes = self.space.layout().object_len();
-        let arena = &self.gateway.0.arena;
+        let arena = &self.tiers.arena;
         let arena_bytes = arena.slot_bytes_max();
         if object_bytes > arena_bytes {
             return Err(Miss::ArenaTooSmall {
@@ -256,10 +243,16 @@ impl Drive {
         flight: Arc<Flight>,
     ) -> impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static {
         let (wanted, sections, place) = (self.wanted(index), self.sections(), self.place(index));
-        let (gateway, space, chunk) = (self.gateway.clone(), self.space.clone(), self.chunks[index]);
+        let (tiers, space, chunk) = (Arc::clone(&self.tiers), self.space.clone(), self.chunks[index]);
         let deadline = self.deadline;
         async move {
             match tokio::time::timeout_at(deadline, flight.outcome()).await {
+                // Its deadline may have been another load's.
+                Ok(Some(Err(Miss::Unknown(error)))) if error.kind == ErrorKind::Deadline => {
+                    if Instant::now() >= deadline {
+                        return Err(Miss::Unknown(error));
+                    }
+                }
                 Ok(Some(outcome)) => return outcome,
                 Ok(None) => {}
                 Err(_) => {
@@ -269,28 +262,27 @@ impl Drive {
                 }
             }
             // It may have come another way, and not be on S3.
-            if let Some(here) = gateway.resident(&space, &chunk) {
+            if let Some(here) = resident(&tiers, &space, &chunk) {
                 return Ok(here);
             }
-            match gateway.0.arena.try_reserve(space.layout().object_len()) {
-                Some(slot) => Started::new(wanted, slot, &sections, |_| place).fetch().await,
+            match tiers.arena.try_reserve(space.layout().object_len()) {
+                Some(slot) => WholeFetch::new(wanted, slot, &sections, |_| place).fetch().await,
                 None => Err(Miss::ArenaFull),
             }
         }
     }
 
     pub fn sections(&self) -> Vec<Section> {
-        self.space.layout().sections(self.gateway.0.options.part_bytes)
+        self.space.layout().sections(self.tiers.bucket.options.part_bytes)
     }
 
     pub fn wanted(&self, index: usize) -> Arc<ChunkFetch> {
         let chunk = &self.chunks[index];
-        let mut deadline = self.deadline;
-        if let Some(tiers) = &self.gateway.0.tiers {
-            // Others may wait for it, who have more time.
-            deadline = deadline.max(Instant::now() + tiers.options.load_deadline);
-        }
-        Arc::new(ChunkFetch::new(&self.gateway, &self.space, chunk, deadline))
+        // Others may wait for it, who have more time.
+        let deadline = self
+            .deadline
+            .max(Instant::now() + self.tiers.options.load_deadline);
+        Arc::new(ChunkFetch::new(&self.tiers, &self.space, chunk, deadline))
     }
 
     pub fn place(&self, position: usize) -> TurnPosition {

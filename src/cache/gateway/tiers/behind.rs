@@ -10,18 +10,15 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
+use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::fetch::verify;
-use super::tiers::Tiers;
-use super::{Gateway, StoreOutcome};
 use crate::arena::Slot;
-use crate::cache::tier::{Below, Memory, Wrote};
+use crate::cache::gateway::bucket::StoreOutcome;
+use crate::cache::tier::Memory;
 use crate::format::{ChunkHash, ChunkId, Space};
 use crate::protocol::{Flushed, WhenFull};
-use crate::s3::object::{ErrorKind, ObjectError, Operation};
 use serde::Serialize;
 
 /// Limits of the write-behind.
@@ -37,7 +34,7 @@ pub struct BehindOptions {
     pub retry_max: Duration,
 }
 
-pub(super) struct Behind {
+pub struct Behind {
     options: BehindOptions,
     state: Mutex<State>,
     /// Something ended.
@@ -80,10 +77,10 @@ struct Entry {
 }
 
 /// A chunk on its way down.
-struct WriteBehindJob {
-    space: Space,
-    object: Sealed,
-    since: Instant,
+pub struct WriteBehindJob {
+    pub space: Space,
+    pub object: Sealed,
+    pub since: Instant,
     /// However it ends, also when it is dropped, the chunk may leave memory from then on.
     _clean: Clean,
 }
@@ -111,13 +108,13 @@ pub struct BehindStats {
 }
 
 /// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.
-pub(super) struct Room {
+pub struct Room {
     behind: Arc<Behind>,
     bytes: usize,
 }
 
 /// The whole object, now or as soon as its header is written.
-pub(super) enum Sealed {
+pub enum Sealed {
     Now(Slot),
     Soon(oneshot::Receiver<Slot>),
 }
@@ -198,7 +195,7 @@ impl Behind {
     }
 
     /// A chunk waits from here on, with its room. False if it is given up because its parent was.
-    fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
+    pub fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
         let mut state = self.lock();
         if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
             state.stats.dropped += 1;
@@ -225,12 +222,12 @@ impl Behind {
     }
 
     /// Whether a dispatcher is to be started.
-    fn needs_dispatcher(&self) -> bool {
+    pub fn needs_dispatcher(&self) -> bool {
         !std::mem::replace(&mut self.lock().dispatching, true)
     }
 
     /// Bytes of the first whose turn has not come. Without one, the dispatcher is done.
-    fn next_bytes(&self) -> Option<usize> {
+    pub fn next_bytes(&self) -> Option<usize> {
         let mut state = self.lock();
         let next = state.entries.values().find(|entry| entry.job.is_some());
         let bytes = next.map(|entry| entry.bytes);
@@ -239,14 +236,14 @@ impl Behind {
     }
 
     /// The turn of the first has come, if it has no more than these bytes.
-    fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, WriteBehindJob)> {
+    pub fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, WriteBehindJob)> {
         let mut state = self.lock();
         let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
         let (number, entry) = waiting.next().filter(|(_, entry)| entry.bytes <= bytes)?;
         Some((*number, entry.key.1, entry.job.take()?))
     }
 
-    fn began(&self, number: u64, task: AbortHandle) {
+    pub fn began(&self, number: u64, task: AbortHandle) {
         match self.lock().entries.get_mut(&number) {
             Some(entry) => entry.task = Some(task),
             // Given up already, or done.
@@ -254,7 +251,7 @@ impl Behind {
         }
     }
 
-    fn ends(&self, number: u64, outcome: &StoreOutcome) {
+    pub fn ends(&self, number: u64, outcome: &StoreOutcome) {
         let mut state = self.lock();
         match outcome {
             StoreOutcome::Stored => state.stats.stored += 1,
@@ -441,149 +438,15 @@ impl Drop for Room {
     }
 }
 
-impl Gateway {
-    /// Brings a chunk that is in memory to the lower tiers, some time.
-    pub(super) fn write_behind(
-        &self,
-        room: Room,
-        space: &Space,
-        chunk: &ChunkHash,
-        parent: Option<&ChunkHash>,
-        object: Sealed,
-    ) {
-        let Some(tiers) = &self.0.tiers else { return };
-        let key = (space.key(), *chunk);
-        let parent = parent.map(|parent| (space.key(), *parent));
-        let job = WriteBehindJob {
+impl WriteBehindJob {
+    /// For a chunk that is in memory, and is dirty there until it ends.
+    pub fn new(memory: &Arc<Memory>, space: &Space, chunk: &ChunkHash, object: Sealed) -> Self {
+        Self {
             space: space.clone(),
             object,
             since: Instant::now(),
-            _clean: Clean(Arc::clone(&tiers.memory), key),
-        };
-        if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
-            tokio::spawn(dispatch(self.clone(), Arc::clone(&tiers.behind)));
+            _clean: Clean(Arc::clone(memory), (space.key(), *chunk)),
         }
-    }
-
-    /// Down to the lowest tier that is to have it.
-    async fn lower(
-        &self,
-        chunk: ChunkHash,
-        job: &mut WriteBehindJob,
-        permits: Option<OwnedSemaphorePermit>,
-    ) -> StoreOutcome {
-        let space = &job.space;
-        let Some(tiers) = &self.0.tiers else {
-            return StoreOutcome::Pending;
-        };
-        let object = match &mut job.object {
-            Sealed::Now(object) => object.clone(),
-            Sealed::Soon(object) => match object.await {
-                Ok(object) => object,
-                Err(_) => return StoreOutcome::Failed(Arc::new(self.unsealed(space, &chunk))),
-            },
-        };
-        let disk = tiers.options.disk.as_ref();
-        let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
-        let written = self
-            .write_to_disk(space, &chunk, &object, job.since, goes_lower)
-            .await;
-        if !goes_lower {
-            return match written {
-                true => {
-                    tiers.behind.keeps_back(true);
-                    StoreOutcome::Stored
-                }
-                false => StoreOutcome::Failed(Arc::new(self.not_on_disk(space, &chunk))),
-            };
-        }
-        let options = &tiers.behind.options;
-        let mut wait = options.retry_base;
-        let mut permits = permits;
-        loop {
-            let deadline = Instant::now() + options.deadline;
-            let outcome = self
-                .store_object(space, chunk, object.clone(), deadline, permits)
-                .await;
-            match outcome {
-                StoreOutcome::Failed(error) => {
-                    tiers.behind.failed();
-                    self.0.warnings.waits.tell(&error);
-                    if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
-                        // The slot itself is damaged: nobody may load it, and no attempt can send it.
-                        tiers.memory.delete(&(space.key(), chunk));
-                        return StoreOutcome::Failed(error);
-                    }
-                }
-                // Another store of it is under way, which may fail.
-                StoreOutcome::Pending => {}
-                outcome => {
-                    if let Some(disk) = tiers.disk() {
-                        disk.clean(&(space.key(), chunk)).await;
-                    }
-                    return outcome;
-                }
-            }
-            // Not all at once when the server is back.
-            tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
-            wait = (wait * 2).min(options.retry_max);
-            permits = self.put_permits(object.len()).await;
-        }
-    }
-
-    async fn write_to_disk(
-        &self,
-        space: &Space,
-        chunk: &ChunkHash,
-        object: &Slot,
-        since: Instant,
-        goes_lower: bool,
-    ) -> bool {
-        let below = if goes_lower { Below::Lacks } else { Below::Nothing };
-        let Some(disk) = self.0.tiers.as_ref().and_then(Tiers::disk) else {
-            return false;
-        };
-        match disk.write(space, chunk, object.clone(), since, below).await {
-            Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
-            Err(error) => {
-                tracing::debug!(%error, "a chunk was not written to the disk");
-                false
-            }
-        }
-    }
-
-    fn unsealed(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
-        let key = self.0.options.keys.chunk(space.key(), chunk);
-        ObjectError::new(
-            Operation::Put,
-            &key,
-            ErrorKind::Broken,
-            "its digests were not computed",
-        )
-    }
-
-    fn not_on_disk(&self, space: &Space, chunk: &ChunkHash) -> ObjectError {
-        let key = self.0.options.keys.chunk(space.key(), chunk);
-        ObjectError::new(Operation::Put, &key, ErrorKind::Broken, "no disk had room for it")
-    }
-}
-
-/// Starts those that wait, in their order, as the bytes in flight allow.
-async fn dispatch(gateway: Gateway, behind: Arc<Behind>) {
-    while let Some(bytes) = behind.next_bytes() {
-        let permits = gateway.put_permits(bytes).await;
-        // The first may be another one by now.
-        let Some((number, chunk, mut job)) = behind.start(bytes) else {
-            continue;
-        };
-        let gateway = gateway.clone();
-        let of = Arc::clone(&behind);
-        let task = tokio::spawn(async move {
-            let outcome = gateway.lower(chunk, &mut job, permits).await;
-            drop(job);
-            of.ends(number, &outcome);
-        });
-        behind.began(number, task.abort_handle());
     }
 }
 

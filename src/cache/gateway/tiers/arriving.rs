@@ -9,28 +9,28 @@ use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
 use tokio::sync::watch;
 
-use super::Miss;
-use super::load::LoadedChunk;
-use super::task::Task;
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::miss::Miss;
+use crate::cache::gateway::task::Task;
 use crate::format::ChunkId;
 
 type Outcome = Result<LoadedChunk, Miss>;
 
 #[derive(Default)]
-pub(super) struct Arriving {
+pub struct Arriving {
     flights: DashMap<ChunkId, (u64, Weak<Flight>)>,
     numbers: AtomicU64,
 }
 
 /// A fetch that others may wait for too.
-pub(super) struct Flight {
+pub struct Flight {
     told: watch::Receiver<Option<Outcome>>,
     /// None where a load in layer order does it.
     _task: Option<Task<()>>,
 }
 
 /// The right and the duty to fetch a chunk. Dropped before it tells, it leaves those who wait to themselves.
-pub(super) struct Announcement {
+pub struct Announcement {
     arriving: Arc<Arriving>,
     key: ChunkId,
     number: u64,

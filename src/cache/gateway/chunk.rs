@@ -1,40 +1,11 @@
-//! What a load is asked for, and what it hands out: chunks to bring, and verified planes in their slots.
+//! What a load hands out: verified planes in their slots.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
-use tokio::time::Instant;
-
-use super::Gateway;
-use super::credit::{Credit, Spent};
-use super::drive::Drive;
-use super::layer_order::window;
-use super::stream::LoadStream;
-use super::task::Task;
+use super::credit::Spent;
 use crate::arena::Slot;
 use crate::format::{ChunkHash, Space};
-use crate::protocol::Order;
 use crate::protocol::Tier;
-
-/// What a load does once a chunk is missing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterMiss {
-    /// Ends: what an engine can use is the leading run.
-    Stop,
-    /// Loads the others all the same.
-    Continue,
-}
-
-/// Chunks to bring into slots.
-#[derive(Debug, Clone)]
-pub struct LoadSpec {
-    pub space: Space,
-    /// In the order of the prompt.
-    pub chunks: Vec<ChunkHash>,
-    pub order: Order,
-    pub after_miss: AfterMiss,
-    pub deadline: Instant,
-}
 
 /// Verified planes of a chunk in its slot: all of them in chunk order, those of a group in layer order. The slot is taken
 /// until the last clone is dropped of everything that was handed out of it.
@@ -53,6 +24,20 @@ pub struct LoadedChunk {
 }
 
 impl LoadedChunk {
+    /// A whole object that was verified.
+    pub(super) fn whole(space: &Space, chunk: ChunkHash, object: Slot, tier: Tier) -> Self {
+        let layout = space.layout();
+        Self {
+            space: space.clone(),
+            chunk,
+            planes: 0..layout.planes(),
+            payload: object.slice(layout.header_len()..object.len()),
+            object: Some(object),
+            tier,
+            credit: None,
+        }
+    }
+
     pub fn hash(&self) -> ChunkHash {
         self.chunk
     }
@@ -112,50 +97,5 @@ impl LoadedChunk {
     pub(super) fn with_credit(mut self, credit: Option<Spent>) -> Self {
         self.credit = credit;
         self
-    }
-}
-
-impl Gateway {
-    /// The same, with a limit on what it holds at a time.
-    pub fn load_on_credit(&self, request: LoadSpec, credit: Credit) -> LoadStream {
-        self.start(request, Some(credit))
-    }
-
-    /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
-    pub fn load(&self, request: LoadSpec) -> LoadStream {
-        self.start(request, None)
-    }
-
-    fn start(&self, request: LoadSpec, credit: Option<Credit>) -> LoadStream {
-        let chunks = request.chunks.len();
-        // Half of either.
-        let most = credit
-            .as_ref()
-            .map_or(usize::MAX, Credit::bytes)
-            .min(self.0.arena.size());
-        let window = match request.order {
-            Order::Chunk => 1,
-            Order::Layer => window(&request.space, chunks, most),
-        };
-        let order = match window {
-            // The whole load, however small the arena.
-            _ if chunks == 1 => request.order,
-            1 => Order::Chunk,
-            _ => Order::Layer,
-        };
-        let after_miss = request.after_miss;
-        let (mut drive, steps) = Drive::new(self, request, credit);
-        let ready = match order {
-            Order::Chunk => drive.begin_with_memory(),
-            Order::Layer => VecDeque::new(),
-        };
-        LoadStream::new(chunks, order, window, after_miss, steps, ready, |run_end| {
-            Task::spawn(async move {
-                match order {
-                    Order::Chunk => drive.in_chunk_order().await,
-                    Order::Layer => drive.in_layer_order(window, run_end).await,
-                }
-            })
-        })
     }
 }

@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 
 /// See the [module](self). Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Shared>);
+pub struct Turns(Arc<Shared>);
 
 struct Shared {
     limit_bytes: usize,
@@ -40,7 +40,7 @@ struct State {
 
 /// Lower goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct TurnPosition {
+pub struct TurnPosition {
     pub load: u64,
     /// In the load's plan.
     pub position: u64,
@@ -55,14 +55,14 @@ struct Waiter {
 }
 
 /// A place in the line, until it is dropped; ends with the turn.
-pub(super) struct Waiting {
+pub struct Waiting {
     turns: Turns,
     ticket: Ticket,
     turn: oneshot::Receiver<Turn>,
 }
 
 /// The right to have some bytes in flight, until it is dropped.
-pub(super) struct Turn {
+pub struct Turn {
     turns: Turns,
     bytes: usize,
 }

@@ -1,17 +1,17 @@
 //! The outcomes of a load in their order. A driver fetches in the background; the stream hands out what has come, and
 //! ends the run at the first miss where the caller wants that.
 
-use crate::protocol::Order;
 use std::collections::VecDeque;
 use std::future::pending;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 
-use super::Miss;
-use super::drive::LoadStep;
-use super::load::{AfterMiss, LoadedChunk};
-use super::task::Task;
+use super::spec::AfterMiss;
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::miss::Miss;
+use crate::cache::gateway::task::Task;
+use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
 /// The outcomes of a load, each as soon as it and those before it are known. Dropping it gives up the rest.
@@ -40,12 +40,23 @@ pub struct LoadStream {
     driver: Option<Task<()>>,
 }
 
+/// An outcome on its way; dropping it ends the fetch.
+pub struct LoadStep {
+    pub index: usize,
+    /// The chunk has no further ones.
+    pub last: bool,
+    pub fetch: Task<Result<LoadedChunk, Miss>>,
+}
+
+/// Nobody wants the outcomes any more.
+pub struct LoadGone;
+
 /// Where the run ends, for those who fetch what comes after.
 #[derive(Clone)]
-pub(super) struct RunEnd(watch::Receiver<usize>);
+pub struct RunEnd(watch::Receiver<usize>);
 
 impl LoadStream {
-    pub(super) fn new(
+    pub fn new(
         chunks: usize,
         order: Order,
         window: usize,

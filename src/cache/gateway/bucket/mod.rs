@@ -1,0 +1,105 @@
+//! S3, the lowest tier: what is known of its chunks, who may send a GET or a PUT next, and the PUTs.
+
+mod put;
+mod turns;
+
+use std::sync::{Arc, OnceLock};
+
+use dashmap::DashMap;
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+pub use self::put::StoreOutcome;
+pub use self::turns::{Turn, TurnPosition, Turns, Waiting};
+use super::credit::kib;
+use super::miss::Miss;
+use super::options::GatewayOptions;
+use super::warnings::BucketWarnings;
+use crate::cache::existence::{ExistenceCache, Prober};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::s3::object::{Capabilities, ObjectStore};
+
+/// See the [module](self).
+pub struct Bucket {
+    pub store: Arc<dyn ObjectStore>,
+    pub options: GatewayOptions,
+    pub cache: Arc<ExistenceCache>,
+    pub prober: Prober,
+    pub get_turns: Turns,
+    pub warnings: BucketWarnings,
+    capabilities: Arc<OnceLock<Capabilities>>,
+    /// KiB that PUTs may have in flight.
+    put_kib: Arc<Semaphore>,
+    /// Chunks whose PUT or DELETE is under way: the other waits for its end.
+    changing: DashMap<ChunkId, Option<AbortHandle>>,
+    /// One of them has ended.
+    changed: Notify,
+    /// When each space's space.json was last seen to be there; locked while that is being found out.
+    spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
+}
+
+impl Bucket {
+    pub fn new(store: Arc<dyn ObjectStore>, mut options: GatewayOptions) -> Arc<Self> {
+        options.lookup_concurrency = options.lookup_concurrency.max(1);
+        options.lookup_probes = options.lookup_probes.max(1);
+        let cache = Arc::new(ExistenceCache::new(options.cache));
+        let warnings = BucketWarnings::new(options.log_repeat);
+        let capabilities: Arc<OnceLock<Capabilities>> = Arc::default();
+        let prober = Prober::new(
+            Arc::clone(&store),
+            Arc::clone(&cache),
+            options.keys.clone(),
+            Arc::clone(&capabilities),
+            options.lookup_concurrency,
+            options.lookup_deadline,
+            warnings.damaged.clone(),
+        );
+        Arc::new(Self {
+            get_turns: Turns::new(options.get_bytes_max, {
+                let store = Arc::clone(&store);
+                move || store.window_bytes()
+            }),
+            put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
+            changing: DashMap::new(),
+            changed: Notify::new(),
+            spaces: DashMap::new(),
+            store,
+            warnings,
+            options,
+            capabilities,
+            cache,
+            prober,
+        })
+    }
+
+    /// What the server can do, as far as is known.
+    pub fn capabilities(&self) -> Capabilities {
+        self.capabilities.get().copied().unwrap_or_default()
+    }
+
+    /// Only the first time counts.
+    pub fn found_capabilities(&self, capabilities: Capabilities) {
+        // Known already.
+        let _ = self.capabilities.set(capabilities);
+    }
+
+    pub fn object_key(&self, (space, chunk): &ChunkId) -> String {
+        self.options.keys.chunk(*space, chunk)
+    }
+
+    /// Whether S3 has the chunk, as far as is known now.
+    pub fn is_present(&self, key: &ChunkId) -> Option<bool> {
+        self.cache.is_present(key, Instant::now())
+    }
+
+    /// Why the chunk is not worth a request, if that is known.
+    pub fn missing(&self, space: &Space, chunk: &ChunkHash) -> Option<Miss> {
+        let key = (space.key(), *chunk);
+        match self.is_present(&key) {
+            Some(false) if self.cache.damaged(&key).is_some() => Some(Miss::Quarantined),
+            Some(false) => Some(Miss::Absent),
+            _ => None,
+        }
+    }
+}

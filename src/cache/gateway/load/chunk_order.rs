@@ -1,0 +1,37 @@
+//! Whole chunks, in the order of the prompt.
+
+use super::drive::{ChunkSource, Drive};
+use super::stream::LoadGone;
+use crate::cache::gateway::chunk::LoadedChunk;
+use crate::cache::gateway::fetch::WholeFetch;
+
+impl Drive {
+    pub async fn in_chunk_order(mut self) {
+        // Nobody is left to tell.
+        let _dropped = self.chunk_by_chunk().await;
+    }
+
+    async fn chunk_by_chunk(&mut self) -> Result<(), LoadGone> {
+        let sections = self.sections();
+        for index in self.first..self.chunks.len() {
+            let (credit, source) = self.source(index).await;
+            let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
+            match source {
+                ChunkSource::Missing(miss) => self.send(index, true, async { Err(miss) })?,
+                ChunkSource::Memory(chunk) => self.send(index, true, async { Ok(with_credit(chunk)) })?,
+                ChunkSource::Flight(flight) => {
+                    let joined = self.joined(index, flight);
+                    self.send(index, true, async { joined.await.map(with_credit) })?;
+                }
+                ChunkSource::S3(slot, announcement) => {
+                    let place = |section| self.place(index * sections.len() + section);
+                    // In line here and not in the task, which may run later than the next chunk's.
+                    let started = WholeFetch::new(self.wanted(index), slot, &sections, place);
+                    let joined = self.joined(index, announcement.fly(started.fetch()));
+                    self.send(index, true, async { joined.await.map(with_credit) })?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,53 @@
+//! Loads: a driver gets slots and starts the fetches, in chunk order or in layer order; the stream hands out what has come.
+
+mod chunk_order;
+mod drive;
+mod layer_order;
+mod spec;
+mod stream;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use self::drive::Drive;
+use self::layer_order::window;
+pub use self::spec::{AfterMiss, LoadSpec};
+pub use self::stream::LoadStream;
+use super::credit::Credit;
+use super::task::Task;
+use super::tiers::Tiers;
+use crate::protocol::Order;
+
+/// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
+pub fn start(tiers: &Arc<Tiers>, request: LoadSpec, credit: Option<Credit>) -> LoadStream {
+    let chunks = request.chunks.len();
+    // Half of either.
+    let most = credit
+        .as_ref()
+        .map_or(usize::MAX, Credit::bytes)
+        .min(tiers.arena.size());
+    let window = match request.order {
+        Order::Chunk => 1,
+        Order::Layer => window(&request.space, chunks, most),
+    };
+    let order = match window {
+        // The whole load, however small the arena.
+        _ if chunks == 1 => request.order,
+        1 => Order::Chunk,
+        _ => Order::Layer,
+    };
+    let after_miss = request.after_miss;
+    let (mut drive, steps) = Drive::new(tiers, request, credit);
+    let ready = match order {
+        Order::Chunk => drive.begin_with_memory(),
+        Order::Layer => VecDeque::new(),
+    };
+    LoadStream::new(chunks, order, window, after_miss, steps, ready, |run_end| {
+        Task::spawn(async move {
+            match order {
+                Order::Chunk => drive.in_chunk_order().await,
+                Order::Layer => drive.in_layer_order(window, run_end).await,
+            }
+        })
+    })
+}

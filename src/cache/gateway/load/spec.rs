@@ -1,0 +1,26 @@
+//! What a load is asked for.
+
+use tokio::time::Instant;
+
+use crate::format::{ChunkHash, Space};
+use crate::protocol::Order;
+
+/// What a load does once a chunk is missing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterMiss {
+    /// Ends: what an engine can use is the leading run.
+    Stop,
+    /// Loads the others all the same.
+    Continue,
+}
+
+/// Chunks to bring into slots.
+#[derive(Debug, Clone)]
+pub struct LoadSpec {
+    pub space: Space,
+    /// In the order of the prompt.
+    pub chunks: Vec<ChunkHash>,
+    pub order: Order,
+    pub after_miss: AfterMiss,
+    pub deadline: Instant,
+}

@@ -1,0 +1,177 @@
+//! The way down: chunks in memory go to the disk and to S3 behind the engine's back, in the order in which they were
+//! committed (`tiers/behind.rs`), and are tried again until they are there.
+
+mod backlog;
+
+use std::sync::Arc;
+
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+pub use self::backlog::{knows, send_backlog};
+use super::bucket::{Bucket, StoreOutcome};
+use super::chunk::LoadedChunk;
+use super::fetch::verify;
+use super::tiers::{Room, Sealed, Tiers, WriteBehindJob};
+use crate::arena::Slot;
+use crate::cache::tier::{Below, Wrote};
+use crate::format::{ChunkHash, Space};
+use crate::protocol::Tier;
+use crate::s3::object::{ErrorKind, ObjectError, Operation};
+
+/// The chunk, if it is in memory. One that was stored here and has been asked for often enough goes lower with that.
+pub fn resident(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
+    let found = tiers.memory.get(&(space.key(), *chunk), space)?;
+    if found.is_due
+        && let Some(object) = &found.object
+    {
+        goes_lower(tiers, space, chunk, object);
+    }
+    Some(LoadedChunk {
+        space: space.clone(),
+        chunk: *chunk,
+        planes: 0..space.layout().planes(),
+        payload: found.payload,
+        object: found.object,
+        tier: Tier::Memory,
+        credit: None,
+    })
+}
+
+fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slot) {
+    let key = (space.key(), *chunk);
+    if !tiers.options.memory_flow.stores_lower || tiers.bucket.is_present(&key) == Some(true) {
+        return;
+    }
+    let Some(room) = tiers.behind.room(object.len(), None) else {
+        tiers.memory.put_off(&key);
+        return;
+    };
+    tiers.memory.soil(&key);
+    tiers.behind.keeps_back(false);
+    write_behind(tiers, room, space, chunk, None, Sealed::Now(object.clone()));
+}
+
+/// Brings a chunk that is in memory to the lower tiers, some time.
+pub fn write_behind(
+    tiers: &Arc<Tiers>,
+    room: Room,
+    space: &Space,
+    chunk: &ChunkHash,
+    parent: Option<&ChunkHash>,
+    object: Sealed,
+) {
+    let key = (space.key(), *chunk);
+    let parent = parent.map(|parent| (space.key(), *parent));
+    let job = WriteBehindJob::new(&tiers.memory, space, chunk, object);
+    if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
+        tokio::spawn(dispatch(Arc::clone(tiers)));
+    }
+}
+
+/// Starts those that wait, in their order, as the bytes in flight allow.
+async fn dispatch(tiers: Arc<Tiers>) {
+    while let Some(bytes) = tiers.behind.next_bytes() {
+        let permits = tiers.bucket.put_permits(bytes).await;
+        // The first may be another one by now.
+        let Some((number, chunk, mut job)) = tiers.behind.start(bytes) else {
+            continue;
+        };
+        let of = Arc::clone(&tiers);
+        let task = tokio::spawn(async move {
+            let outcome = lower(&of, chunk, &mut job, permits).await;
+            drop(job);
+            of.behind.ends(number, &outcome);
+        });
+        tiers.behind.began(number, task.abort_handle());
+    }
+}
+
+/// Down to the lowest tier that is to have it.
+async fn lower(
+    tiers: &Tiers,
+    chunk: ChunkHash,
+    job: &mut WriteBehindJob,
+    permits: Option<OwnedSemaphorePermit>,
+) -> StoreOutcome {
+    let (space, bucket) = (&job.space, &tiers.bucket);
+    let object = match &mut job.object {
+        Sealed::Now(object) => object.clone(),
+        Sealed::Soon(object) => match object.await {
+            Ok(object) => object,
+            Err(_) => return broken(bucket, space, &chunk, "its digests were not computed"),
+        },
+    };
+    let disk = tiers.options.disk.as_ref();
+    let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
+    let written = write_to_disk(tiers, space, &chunk, &object, job.since, goes_lower).await;
+    if !goes_lower {
+        return match written {
+            true => {
+                tiers.behind.keeps_back(true);
+                StoreOutcome::Stored
+            }
+            false => broken(bucket, space, &chunk, "no disk had room for it"),
+        };
+    }
+    let options = tiers.behind.options();
+    let mut wait = options.retry_base;
+    let mut permits = permits;
+    loop {
+        let deadline = Instant::now() + options.deadline;
+        let outcome = bucket
+            .store_object(space, chunk, object.clone(), deadline, permits)
+            .await;
+        match outcome {
+            StoreOutcome::Failed(error) => {
+                tiers.behind.failed();
+                bucket.warnings.waits.tell(&error);
+                if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
+                    // The slot itself is damaged: nobody may load it, and no attempt can send it.
+                    tiers.memory.delete(&(space.key(), chunk));
+                    return StoreOutcome::Failed(error);
+                }
+            }
+            // Another store of it is under way, which may fail.
+            StoreOutcome::Pending => {}
+            outcome => {
+                if let Some(disk) = tiers.disk() {
+                    disk.clean(&(space.key(), chunk)).await;
+                }
+                return outcome;
+            }
+        }
+        // Not all at once when the server is back.
+        tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
+        wait = (wait * 2).min(options.retry_max);
+        permits = bucket.put_permits(object.len()).await;
+    }
+}
+
+/// Whether a disk has it now.
+async fn write_to_disk(
+    tiers: &Tiers,
+    space: &Space,
+    chunk: &ChunkHash,
+    object: &Slot,
+    since: Instant,
+    goes_lower: bool,
+) -> bool {
+    let below = if goes_lower { Below::Lacks } else { Below::Nothing };
+    let Some(disk) = tiers.disk() else {
+        return false;
+    };
+    match disk.write(space, chunk, object.clone(), since, below).await {
+        Ok(wrote) => matches!(wrote, Wrote::Stored | Wrote::Present),
+        Err(error) => {
+            tracing::debug!(%error, "a chunk was not written to the disk");
+            false
+        }
+    }
+}
+
+fn broken(bucket: &Bucket, space: &Space, chunk: &ChunkHash, detail: &str) -> StoreOutcome {
+    let key = bucket.object_key(&(space.key(), *chunk));
+    let error = ObjectError::new(Operation::Put, &key, ErrorKind::Broken, detail);
+    StoreOutcome::Failed(Arc::new(error))
+}

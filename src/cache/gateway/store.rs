@@ -1,0 +1,157 @@
+//! Stores of engines that don't wait: a chunk is a hit on this node as soon as it is committed, and goes to the lower tiers
+//! behind their back.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::credit::{Credit, Spent};
+use super::lower::write_behind;
+use super::slot::{self, StoreSlot};
+use super::tiers::{Room, Sealed, Tiers};
+use crate::cache::tier::TenantShare;
+use crate::format::{ChunkHash, ChunkId, Space};
+
+/// A slot that an engine may fill, and its place in the write-behind.
+pub struct Reserved {
+    pub slot: StoreSlot,
+    room: Room,
+    share: TenantShare,
+    spent: Option<Spent>,
+}
+
+/// Why a chunk need not, or can't, be stored now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Skip {
+    /// It is there already.
+    Present,
+    /// Somebody else is about to bring it.
+    Pending,
+    /// There is no room: in the arena, in the write-behind, in the tenant's share, or in the engine's.
+    Full,
+}
+
+impl Skip {
+    /// Stable word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Present => "present",
+            Self::Pending => "pending",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// See [`Gateway::reserve_behind`](super::Gateway::reserve_behind).
+pub fn reserve(
+    tiers: &Arc<Tiers>,
+    space: &Space,
+    chunk: &ChunkHash,
+    parent: &ChunkHash,
+    credit: Option<&Credit>,
+) -> Result<Reserved, Skip> {
+    let key = (space.key(), *chunk);
+    let now = Instant::now();
+    let known = || tiers.bucket.is_present(&key) == Some(true);
+    if tiers.memory.has(&key) {
+        store_again(tiers, space, chunk, parent);
+        return Err(Skip::Present);
+    }
+    if tiers.is_on_disk(&key, now) || known() {
+        tiers.behind.is_there(&key);
+        return Err(Skip::Present);
+    }
+    if tiers.arriving.join(&key).is_some() {
+        return Err(Skip::Pending);
+    }
+    take_room(tiers, space, &key, parent, credit).ok_or_else(|| {
+        tiers.behind.refused(key);
+        Skip::Full
+    })
+}
+
+fn take_room(
+    tiers: &Tiers,
+    space: &Space,
+    key: &ChunkId,
+    parent: &ChunkHash,
+    credit: Option<&Credit>,
+) -> Option<Reserved> {
+    let parent = (key.0, *parent);
+    if tiers.bucket.is_present(&parent) == Some(true) {
+        // Another node stored it.
+        tiers.behind.is_there(&parent);
+    }
+    if tiers.behind.was_dropped(&parent) {
+        return None;
+    }
+    let bytes = space.layout().object_len();
+    let spent = match credit {
+        Some(credit) => Some(credit.try_spend(bytes)?),
+        None => None,
+    };
+    let share = tiers.memory.share(space.tenant(), bytes)?;
+    let room = tiers.behind.room(bytes, Some(&parent))?;
+    let slot = slot::reserve(&tiers.arena, space).ok()?;
+    Some(Reserved {
+        slot,
+        room,
+        share,
+        spent,
+    })
+}
+
+/// A chunk that is in memory, but was given up on its way down, is sent there once more.
+fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &ChunkHash) {
+    let key = (space.key(), *chunk);
+    if !tiers.behind.was_dropped(&key) || tiers.behind.was_dropped(&(key.0, *parent)) {
+        return;
+    }
+    let object = tiers.memory.get(&key, space).and_then(|found| found.object);
+    if let Some(object) = object
+        && let Some(room) = tiers.behind.room(object.len(), Some(&(key.0, *parent)))
+    {
+        tiers.memory.soil(&key);
+        write_behind(tiers, room, space, chunk, Some(parent), Sealed::Now(object));
+    }
+}
+
+/// See [`Gateway::commit`](super::Gateway::commit).
+pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
+    let Reserved {
+        slot,
+        room,
+        share,
+        spent,
+    } = reserved;
+    // Nobody writes there any more.
+    drop(spent);
+    let space = slot.space().clone();
+    let key = (space.key(), chunk);
+    let (header, payload) = slot.split();
+    drop(share);
+    let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
+    if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
+        return false;
+    }
+    let (tell, sealed) = oneshot::channel();
+    let (in_memory, digest, of) = (
+        Arc::clone(&tiers.memory),
+        tiers.bucket.options.digest,
+        space.clone(),
+    );
+    // Digests take a millisecond and more.
+    tokio::task::spawn_blocking(move || {
+        let object = slot::seal(digest, &of, &chunk, &parent, header, &payload);
+        in_memory.sealed(&key, object.clone());
+        // Nobody listens where the chunk goes no lower, or was dropped.
+        let _ = tell.send(object);
+    });
+    if lower {
+        write_behind(tiers, room, &space, &chunk, Some(&parent), Sealed::Soon(sealed));
+    } else {
+        tiers.behind.keeps_back(true);
+    }
+    true
+}

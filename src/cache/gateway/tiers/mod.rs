@@ -1,0 +1,198 @@
+//! Where chunks are: in memory, on the disk, on S3; and what is on its way between them.
+//!
+//! A library has the same tiers as a node: a memory that keeps nothing, no disk, and S3.
+
+mod arriving;
+mod behind;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+pub use self::arriving::{Announcement, Arriving, Flight};
+pub use self::behind::{Behind, BehindOptions, BehindStats, Room, Sealed, WriteBehindJob};
+use super::bucket::Bucket;
+use super::chunk::LoadedChunk;
+use super::credit::kib;
+use super::warnings::DiskWarnings;
+use crate::arena::Arena;
+use crate::cache::tier::{Below, Disk, DiskStats, Memory, MemoryOptions, MemoryStats, Unsent};
+use crate::format::ChunkId;
+use crate::protocol::{EvictionPolicy, Flushed, Tier, WhenFull};
+
+/// How the tiers of a node work together.
+#[derive(Clone)]
+pub struct TierOptions {
+    pub memory: MemoryOptions,
+    pub memory_flow: Flow,
+    pub disk: Option<DiskTier>,
+    pub behind: BehindOptions,
+    /// Bytes that may be on their way from memory to the disk because they came from S3.
+    pub promote_bytes_max: usize,
+    /// A load's time limit, for what others may wait for as well.
+    pub load_deadline: Duration,
+}
+
+impl TierOptions {
+    /// A library's: nothing is kept, and nothing is written behind.
+    pub fn library() -> Self {
+        let flow = Flow {
+            asks_lower: true,
+            stores_lower: true,
+        };
+        Self {
+            memory: MemoryOptions {
+                policy: EvictionPolicy::Lru,
+                ttl: None,
+                watermark_percent: 0,
+                tenant_bytes: None,
+                min_accesses: 0,
+            },
+            memory_flow: flow,
+            disk: None,
+            behind: BehindOptions {
+                bytes_max: 0,
+                when_full: WhenFull::Refuse,
+                deadline: Duration::ZERO,
+                retry_base: Duration::ZERO,
+                retry_max: Duration::ZERO,
+            },
+            promote_bytes_max: 0,
+            load_deadline: Duration::ZERO,
+        }
+    }
+}
+
+/// Figures of the tiers of this node.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+pub struct TierStats {
+    pub memory: MemoryStats,
+    pub disk: Option<DiskStats>,
+    pub write_behind: BehindStats,
+}
+
+/// What goes past a tier.
+#[derive(Debug, Clone, Copy)]
+pub struct Flow {
+    /// What is not here is looked for below.
+    pub asks_lower: bool,
+    /// New chunks go to the tiers below.
+    pub stores_lower: bool,
+}
+
+/// The disks between memory and S3.
+#[derive(Clone)]
+pub struct DiskTier {
+    /// Opened already: reading its index takes a while.
+    pub disk: Disk,
+    pub flow: Flow,
+    /// What comes from S3 is written here as well.
+    pub promotes: bool,
+}
+
+pub struct Tiers {
+    pub arena: Arena,
+    pub memory: Arc<Memory>,
+    pub bucket: Arc<Bucket>,
+    pub arriving: Arc<Arriving>,
+    pub behind: Arc<Behind>,
+    pub options: TierOptions,
+    pub disk_warnings: DiskWarnings,
+    promote_kib: Arc<Semaphore>,
+}
+
+impl Tiers {
+    pub fn new(arena: Arena, bucket: Arc<Bucket>, options: TierOptions) -> Arc<Self> {
+        Arc::new(Self {
+            memory: Memory::new(&arena, options.memory),
+            arena,
+            arriving: Arc::default(),
+            behind: Arc::new(Behind::new(options.behind)),
+            disk_warnings: DiskWarnings::new(bucket.options.log_repeat),
+            promote_kib: Arc::new(Semaphore::new(kib(options.promote_bytes_max) as usize)),
+            bucket,
+            options,
+        })
+    }
+
+    /// Whether S3 may be asked for what is neither in memory nor on the disk.
+    pub fn asks_s3(&self) -> bool {
+        let disk = self.options.disk.as_ref();
+        self.options.memory_flow.asks_lower && disk.is_none_or(|disk| disk.flow.asks_lower)
+    }
+
+    pub fn disk(&self) -> Option<&Disk> {
+        self.options.disk.as_ref().map(|tier| &tier.disk)
+    }
+
+    /// Whether the disk may be asked, and has the chunk.
+    pub fn is_on_disk(&self, key: &ChunkId, now: Instant) -> bool {
+        self.options.memory_flow.asks_lower && self.disk().is_some_and(|disk| disk.has(key, now))
+    }
+
+    /// Keeps a chunk that was asked for at `since`, as far as there is room.
+    pub fn keep(&self, chunk: &LoadedChunk, since: Instant) {
+        let Some(object) = &chunk.object else { return };
+        let key = (chunk.space.key(), chunk.chunk);
+        self.memory.insert(key, &chunk.space, object.clone(), since);
+        let promotes = self.options.disk.as_ref().is_some_and(|disk| disk.promotes);
+        let to_disk = promotes && chunk.tier == Tier::S3;
+        if let Some(disk) = self.disk().filter(|_| to_disk)
+            && let Ok(permit) = Arc::clone(&self.promote_kib).try_acquire_many_owned(kib(object.len()))
+        {
+            let (disk, space, hash, object) =
+                (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
+            tokio::spawn(async move {
+                if let Err(error) = disk.write(&space, &hash, object, since, Below::Has).await {
+                    tracing::debug!(%error, "a chunk was not written to the disk");
+                }
+                drop(permit);
+            });
+        }
+    }
+
+    /// A chunk is to be nowhere on this node.
+    pub async fn delete_here(&self, key: &ChunkId) {
+        self.behind.cancel(key);
+        self.arriving.forget(key);
+        self.memory.delete(key);
+        if let Some(disk) = self.disk() {
+            disk.delete(key).await;
+        }
+    }
+
+    /// Lets go of what is too old.
+    pub async fn expire(&self) {
+        self.memory.expire();
+        if let Some(disk) = self.disk() {
+            disk.expire().await;
+        }
+    }
+
+    /// Waits until all that was committed before, in an earlier life as well, is on S3, but for what the configuration keeps
+    /// from it; at most until the deadline.
+    pub async fn flush(&self, deadline: Instant) -> Flushed {
+        Flushed {
+            unread_disks: self.disk().map_or(0, Disk::unread) as u64,
+            ..self.behind.flush(deadline).await
+        }
+    }
+
+    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that, and how many the disks keep.
+    pub fn give_up(&self) -> (u64, u64) {
+        let is_kept = |key: &ChunkId| self.disk().map(|disk| disk.unsent(key)) == Some(Unsent::Here);
+        let given_up = self.behind.give_up(is_kept);
+        self.bucket.abort_puts();
+        given_up
+    }
+
+    pub fn stats(&self) -> TierStats {
+        TierStats {
+            memory: self.memory.stats(),
+            disk: self.disk().map(Disk::stats),
+            write_behind: self.behind.stats(),
+        }
+    }
+}
