@@ -90,7 +90,7 @@ pub struct Counts {
     pub bytes: AtomicU64,
 }
 
-/// Who may send next: the earliest load's first range, as in `gateway/turns.rs`.
+/// Who may send next: the earliest load's first range, as in `gateway/bucket/turns.rs`.
 #[derive(Default)]
 struct Turns {
     in_flight_bytes: usize,
