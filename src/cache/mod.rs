@@ -9,4 +9,5 @@
 pub(crate) mod episode;
 pub mod existence;
 pub mod gateway;
+mod recent;
 pub mod tier;

@@ -96,6 +96,8 @@ struct Inner {
     s3_answered: AtomicBool,
     /// Chunks whose time to be committed was over.
     late: Episode,
+    /// Commits of slots that were not written.
+    unwritten: Episode,
 }
 
 /// A space, and when it was asked for last.
@@ -129,6 +131,10 @@ impl Node {
             s3_answered: AtomicBool::new(false),
             late: Episode::new(
                 "chunks were not committed by all ranks within [store] commit_timeout, and are not stored",
+                options.log_repeat,
+            ),
+            unwritten: Episode::new(
+                "a commit of a slot that was not written was refused",
                 options.log_repeat,
             ),
         }));

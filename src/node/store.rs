@@ -99,6 +99,7 @@ impl Node {
             });
         };
         let mut answers = Vec::with_capacity(chunks.len());
+        let mut call = self.0.gateway.reserve_behind(space, Some(&session.credit));
         for chunk in chunks {
             let key = (space.key(), chunk.hash);
             let slot = match ledger.offer(session.id, &key)? {
@@ -113,12 +114,7 @@ impl Node {
                     answers.push(ReserveOutcome::Skip(Skip::Pending));
                     continue;
                 }
-                Offer::New => match self.0.gateway.reserve_behind(
-                    space,
-                    &chunk.hash,
-                    &chunk.parent,
-                    Some(&session.credit),
-                ) {
+                Offer::New => match call.reserve(&chunk.hash, &chunk.parent) {
                     Err(skip) => {
                         answers.push(ReserveOutcome::Skip(skip));
                         continue;
@@ -167,11 +163,10 @@ impl Node {
             .is_none_or(|filled| filled.is_written_by(session.rank));
         if !is_written && ledger.fills(session.id, slot) {
             ledger.abort(session.id, slot)?;
-            tracing::warn!(
-                instance = session.instance,
-                rank = session.rank,
-                "a commit of a slot that was not written was refused"
-            );
+            let Session { instance, rank, .. } = session;
+            self.0
+                .unwritten
+                .tell(&format_args!("slot {} by rank {rank} of {instance:?}", slot.0));
             return Err(SlotError::Unwritten);
         }
         match ledger.commit(session.id, slot)? {

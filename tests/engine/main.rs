@@ -71,8 +71,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         hashes,
     };
     let (done, waits) = match action.as_str() {
-        "store" => (engine.store(true).await?, false),
-        "fill" => (engine.store(false).await?, true),
+        "store" => (engine.store(Store::Whole).await?, false),
+        "fill" => (engine.store(Store::Uncommitted).await?, true),
+        "lie" => (engine.store(Store::Unwritten).await?, false),
         "load" => (engine.load(true).await?, false),
         "hold" => (engine.load(false).await?, true),
         "hoard" => engine.hoard(&hasher).await?,
@@ -83,6 +84,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         std::future::pending::<()>().await;
     }
     Ok(())
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Store {
+    Whole,
+    Uncommitted,
+    /// Committed all the same.
+    Unwritten,
 }
 
 impl Engine {
@@ -96,7 +105,7 @@ impl Engine {
         payload
     }
 
-    async fn store(&self, commits: bool) -> Result<serde_json::Value, ClientError> {
+    async fn store(&self, how: Store) -> Result<serde_json::Value, ClientError> {
         let space = self.space.id().to_string();
         let (mut stored, mut skipped) = (0, 0);
         for start in (0..self.hashes.len()).step_by(CALL) {
@@ -128,11 +137,13 @@ impl Engine {
                     skipped += 1;
                     continue;
                 };
-                self.write(offset, &self.payload(i), &own)?;
+                if how != Store::Unwritten {
+                    self.write(offset, &self.payload(i), &own)?;
+                }
                 slots.push(SlotName { slot, generation });
                 stored += 1;
             }
-            if commits {
+            if how != Store::Uncommitted {
                 self.session.commit(slots).await?;
             }
         }

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use kvgate::format::Space;
 use kvgate::protocol::Order;
-use kvgate::protocol::{ReserveChunk, ReservedChunk, SlotName};
+use kvgate::protocol::{LookupRequest, ReserveChunk, ReservedChunk, SlotName};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -410,4 +411,118 @@ async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
     })
     .await;
     assert_eq!(serving.node.status().sessions[0].writes, 0);
+}
+
+/// With 400,000 slots and a load's name of 4 MB the whole daemon stood still for 46 seconds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_release_names_no_more_than_a_load_may() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.hashes_max", "100")]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let slots = vec![
+        SlotName {
+            slot: 0,
+            generation: 0,
+        };
+        101
+    ];
+    let refused = engine.release("x", Some(slots[1..].to_vec())).await;
+    assert_eq!(refused.unwrap(), 0);
+    let refused = engine.release("x", Some(slots)).await.unwrap_err().to_string();
+    assert!(refused.contains("101 chunks in one call"), "{refused}");
+    for name in ["", &"x".repeat(257)] {
+        let refused = engine.release(name, None).await.unwrap_err().to_string();
+        assert!(
+            refused.contains("`load_id` must have 1 to 256 bytes"),
+            "{refused}"
+        );
+    }
+}
+
+/// Each of its chunks looked at all that is in memory, while nobody else got an answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reserve_looks_for_room_no_more_once_there_was_none() {
+    let site = Site::new().await;
+    let settings = [("store.write_behind", "1GiB"), ("load.engine_share", "95")];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(2000);
+    store(&serving.client, &engine, &prompt).await;
+    let space = id(&prompt.space);
+    let pinned = serving.client.pin(&space, &prompt.hashes, 60_000).await.unwrap();
+    assert!(pinned.chunks > 100, "{pinned:?}");
+    // None is the parent of another, so the refusal of one says nothing of the others.
+    let heads: Vec<ReserveChunk> = (0..500).flat_map(|_| chunks(&Prompt::new(1))).collect();
+    let refused = || serving.node.gateway().arena().stats().refused;
+    let before = refused();
+    let reserved = engine.reserve(&space, heads).await.unwrap();
+    let full = |chunk: &&ReservedChunk| matches!(chunk, ReservedChunk::Skip { skip } if skip == "full");
+    assert_eq!(reserved.chunks.iter().filter(full).count(), 500);
+    assert_eq!(refused() - before, 1);
+}
+
+/// They held every slot that engines could have had.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_reads_chunks_slowly_holds_a_window_of_the_arena_at_most() {
+    let site = Site::new().await;
+    let settings = [("load.window", "4MiB"), ("load.deadline", "1s")];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    // An object has 1.5 MiB, more than a socket takes.
+    let large = Space::from_json(
+        r#"{"model": "test/large", "revision": "1", "dtype": "float16", "chunk_tokens": 256,
+            "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#,
+    );
+    let prompt = Prompt::of(large.unwrap(), 6);
+    assert_eq!(store(&serving.client, &engine, &prompt).await, ["stored"; 6]);
+    serving.flush().await;
+    let get = async |hash| {
+        let mut stream = UnixStream::connect(&serving.config.api.socket).await.unwrap();
+        let request = format!(
+            "GET /v1/chunks/{}/{hash} HTTP/1.1\r\nhost: x\r\n\r\n",
+            id(&prompt.space)
+        );
+        let answer = say(&mut stream, &request).await;
+        (stream, answer)
+    };
+    let answers = futures::future::join_all(prompt.hashes.iter().map(get)).await;
+    let served = answers
+        .iter()
+        .filter(|(_, answer)| answer.starts_with("HTTP/1.1 200"));
+    assert_eq!(served.count(), 2);
+    let refused = answers
+        .iter()
+        .filter(|(_, answer)| answer.contains("not_released"));
+    assert_eq!(refused.count(), 4);
+    // Who hangs up gives them back.
+    drop(answers);
+    let (_stream, answer) = get(&prompt.hashes[0]).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+/// Millions of tokens were hashed before that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lookup_of_too_many_tokens_is_refused() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.hashes_max", "10")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    serving.client.declare(&prompt.space).await.unwrap();
+    let lookup = |tokens: u32| LookupRequest {
+        space: id(&prompt.space),
+        tokens: Some((0..tokens).collect()),
+        ..LookupRequest::default()
+    };
+    let most = 11 * prompt.space.chunk_tokens();
+    assert_eq!(serving.client.lookup(&lookup(most - 1)).await.unwrap().prefix, 0);
+    let refused = serving
+        .client
+        .lookup(&lookup(most))
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(refused.contains("11 chunks in one call"), "{refused}");
 }

@@ -424,6 +424,21 @@ async fn what_was_not_asked_for_does_not_land() {
     }
 }
 
+/// It was kept for every chunk, whatever [lookup] cache_size said.
+#[tokio::test]
+async fn an_etag_that_is_longer_than_any_is_none() {
+    for (len, is_fine) in [(256, true), (257, false), (30_000, false)] {
+        let etag = "e".repeat(len);
+        let head = format!("HTTP/1.1 200 OK\nContent-Length: 10\nETag: \"{etag}\"\n\n");
+        let server = Hostile::always(text(&head)).await;
+        let found = server.impatient().await.head("k", soon()).await;
+        match found {
+            Ok(meta) => assert!(is_fine && *meta.version.etag == *etag),
+            Err(error) => assert!(!is_fine && error.kind == ErrorKind::Protocol, "{len}: {error}"),
+        }
+    }
+}
+
 #[tokio::test]
 async fn bytes_after_a_body_end_the_connection() {
     let server = Hostile::new(true, |_, head| {

@@ -674,3 +674,22 @@ async fn an_engine_that_cannot_be_watched_is_refused() {
     assert_eq!(home.done("load", "one", 3).await["loaded"], 3);
     daemon.child.kill().await.unwrap();
 }
+
+/// 5,000 of them were 5,000 lines.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn commits_of_slots_that_were_not_written_are_a_line_and_a_count() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[("KVGATE__LOG__REPEAT", "1s")]).await;
+    let lied = home.done("lie", "one", 60).await;
+    assert_eq!(lied["stored"], 60);
+    assert_eq!(home.done("load", "one", 60).await["loaded"], 0);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    signal(&daemon.child, Signal::TERM);
+    let output = daemon.child.wait_with_output().await.unwrap();
+    let log = String::from_utf8(output.stderr).unwrap();
+    let lines = log
+        .lines()
+        .filter(|line| line.contains("a slot that was not written"));
+    assert!((2..=5).contains(&lines.count()), "{log}");
+    assert!(log.contains("59 times more"), "{log}");
+}

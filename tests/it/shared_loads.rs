@@ -104,7 +104,10 @@ async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alon
         tiers(None),
     );
     let (chunk, parent) = (prompt.hashes[0], prompt.parent(0));
-    let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent, None) else {
+    let Ok(mut reserved) = gateway
+        .reserve_behind(&prompt.space, None)
+        .reserve(&chunk, &parent)
+    else {
         panic!("there is room")
     };
     reserved.slot.payload_mut().copy_from_slice(&prompt.payload(0));
@@ -218,7 +221,10 @@ async fn a_delete_comes_after_this_node_s_own_put() {
     );
     let commit = |i: usize| {
         let (chunk, parent) = (prompt.hashes[i], prompt.parent(i));
-        let Ok(mut reserved) = gateway.reserve_behind(&prompt.space, &chunk, &parent, None) else {
+        let Ok(mut reserved) = gateway
+            .reserve_behind(&prompt.space, None)
+            .reserve(&chunk, &parent)
+        else {
             panic!("there is room")
         };
         reserved.slot.payload_mut().copy_from_slice(&prompt.payload(i));

@@ -9,6 +9,7 @@ use kvgate::protocol::Order;
 use tokio::net::UnixStream;
 
 use crate::abuse::say;
+use crate::support::backends::skip_because;
 use crate::support::daemon::{Serving, Site, all, eventually, id, load, store};
 use crate::support::fixture::Prompt;
 
@@ -250,6 +251,46 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     assert_eq!(words[3], "s3");
 }
 
+/// Who may write to a disk's folder could put any KV there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_of_other_users_are_no_chunks_and_stay() {
+    if !rustix::process::geteuid().is_root() {
+        skip_because(
+            "tiers::files_of_other_users_are_no_chunks_and_stay",
+            "only root can give a file to another user",
+        );
+        return;
+    }
+    let mut site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    let path = disk.display().to_string();
+    let settings = [
+        ("disk.paths", path.as_str()),
+        ("disk.size", "64MiB"),
+        ("api.degraded", "true"),
+    ];
+    let prompt = Prompt::new(4);
+    site.store_by_another(&prompt, &settings).await;
+    site.stop_s3().await;
+    let folder = disk.join(prompt.space.key().to_string());
+    let foreign = folder.join(prompt.hashes[2].to_string());
+    std::os::unix::fs::chown(&foreign, Some(12345), None).unwrap();
+    let serving = site.serve(&settings).await;
+    let engine = serving.attach("two").await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    let words = load(&engine, &prompt, "a", Order::Chunk).await;
+    assert_eq!(words, ["disk", "disk", "unknown", "disk"]);
+    assert!(foreign.exists());
+    drop(engine);
+    serving.end().await;
+    // Nor is a folder of theirs read.
+    std::os::unix::fs::chown(&folder, Some(12345), None).unwrap();
+    let serving = site.serve(&settings).await;
+    let engine = serving.attach("three").await;
+    serving.client.declare(&prompt.space).await.unwrap();
+    assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("unknown", 4));
+}
+
 /// It kept what stores may have in flight, so nothing went to S3 any more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_that_hangs_does_not_hold_up_s3() {
@@ -259,17 +300,25 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
     let settings = [
         ("disk.paths", path.as_str()),
         ("disk.size", "64MiB"),
-        ("disk.timeout", "300ms"),
+        ("disk.depth", "1"),
+        ("disk.timeout", "1s"),
         ("store.in_flight", "1MiB"),
     ];
+    let there = Prompt::new(1);
+    site.store_by_another(&there, &settings).await;
     let serving = site.serve(&settings).await;
     serving.ready().await;
-    // Who opens one to write waits for somebody who reads.
-    let pipes: Vec<_> = (0..100).map(|i| disk.join(format!("tmp/{i}.part"))).collect();
-    for pipe in &pipes {
-        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
-        rustix::fs::mknodat(rustix::fs::CWD, pipe, kind, mode, 0).unwrap();
-    }
+    serving.client.declare(&there.space).await.unwrap();
+    // Who opens one to read waits for somebody who writes; all others wait for their turn.
+    let pipe = disk
+        .join(there.space.key().to_string())
+        .join(there.hashes[0].to_string());
+    std::fs::remove_file(&pipe).unwrap();
+    let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, kind, mode, 0).unwrap();
+    let reader = serving.attach("reader").await;
+    let hangs = tokio::spawn(async move { load(&reader, &there, "a", Order::Chunk).await });
+    tokio::time::sleep(Duration::from_millis(100)).await;
     let engine = serving.attach("one").await;
     let prompt = Prompt::new(30);
     store(&serving.client, &engine, &prompt).await;
@@ -277,11 +326,15 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
     assert_eq!(on_s3(&site, &prompt).await, 30);
     let state = serving.node.status().tiers.disk.unwrap().disks.remove(0).state;
     assert!(matches!(state, DiskState::Failed(_)), "{state:?}");
-    // The runtime's end waits for them.
-    for pipe in &pipes {
-        let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::RDONLY;
-        std::mem::forget(rustix::fs::open(pipe, flags, rustix::fs::Mode::empty()).unwrap());
-    }
+    assert_eq!(hangs.await.unwrap(), all("s3", 1));
+    // The runtime's end waits for who still reads.
+    std::mem::forget(
+        std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(&pipe)
+            .unwrap(),
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -46,7 +46,7 @@ pub use self::lookup::Lookup;
 pub use self::miss::Miss;
 pub use self::options::{GatewayOptions, OpenError, open_store};
 pub use self::slot::{ArenaFull, FilledSlot, StoreSlot};
-pub use self::store::{Reserved, Skip};
+pub use self::store::{ReserveCall, Reserved, Skip};
 use self::tiers::Tiers;
 pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, TierOptions, TierStats};
 use crate::arena::Arena;
@@ -146,15 +146,9 @@ impl Gateway {
 
 /// A node's stores, which wait for nothing: reserve, commit, write behind.
 impl Gateway {
-    /// A slot for a new chunk that is committed later. Never waits. `credit` limits what the engine holds at a time.
-    pub fn reserve_behind(
-        &self,
-        space: &Space,
-        chunk: &ChunkHash,
-        parent: &ChunkHash,
-        credit: Option<&Credit>,
-    ) -> Result<Reserved, Skip> {
-        store::reserve(&self.0, space, chunk, parent, credit)
+    /// Slots for the new chunks of one call. `credit` limits what the engine holds at a time.
+    pub fn reserve_behind<'a>(&'a self, space: &'a Space, credit: Option<&'a Credit>) -> ReserveCall<'a> {
+        ReserveCall::new(&self.0, space, credit)
     }
 
     /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.

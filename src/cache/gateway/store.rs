@@ -43,63 +43,89 @@ impl Skip {
     }
 }
 
-/// See [`Gateway::reserve_behind`](super::Gateway::reserve_behind).
-pub fn reserve(
-    tiers: &Arc<Tiers>,
-    space: &Space,
-    chunk: &ChunkHash,
-    parent: &ChunkHash,
-    credit: Option<&Credit>,
-) -> Result<Reserved, Skip> {
-    let key = (space.key(), *chunk);
-    let now = Instant::now();
-    let known = || tiers.bucket.is_present(&key) == Some(true);
-    if tiers.memory.has(&key) {
-        store_again(tiers, space, chunk, parent);
-        return Err(Skip::Present);
-    }
-    if tiers.is_on_disk(&key, now) || known() {
-        tiers.behind.is_there(&key);
-        return Err(Skip::Present);
-    }
-    if tiers.arriving.join(&key).is_some() {
-        return Err(Skip::Pending);
-    }
-    take_room(tiers, space, &key, parent, credit).ok_or_else(|| {
-        tiers.behind.refused(key);
-        Skip::Full
-    })
+/// One call's chunks of a space, reserved one after another. Once there is no room for one of them, none of the rest is
+/// given any: each try may look at all that is in memory.
+pub struct ReserveCall<'a> {
+    tiers: &'a Arc<Tiers>,
+    space: &'a Space,
+    credit: Option<&'a Credit>,
+    is_full: bool,
 }
 
-fn take_room(
-    tiers: &Tiers,
-    space: &Space,
-    key: &ChunkId,
-    parent: &ChunkHash,
-    credit: Option<&Credit>,
-) -> Option<Reserved> {
-    let parent = (key.0, *parent);
-    if tiers.bucket.is_present(&parent) == Some(true) {
-        // Another node stored it.
-        tiers.behind.is_there(&parent);
+impl<'a> ReserveCall<'a> {
+    pub(super) fn new(tiers: &'a Arc<Tiers>, space: &'a Space, credit: Option<&'a Credit>) -> Self {
+        Self {
+            tiers,
+            space,
+            credit,
+            is_full: false,
+        }
     }
-    if tiers.behind.was_dropped(&parent) {
-        return None;
+
+    /// A slot for a new chunk that is committed later. Never waits.
+    pub fn reserve(&mut self, chunk: &ChunkHash, parent: &ChunkHash) -> Result<Reserved, Skip> {
+        let (tiers, space) = (self.tiers, self.space);
+        let key = (space.key(), *chunk);
+        let now = Instant::now();
+        let known = || tiers.bucket.is_present(&key) == Some(true);
+        if tiers.memory.has(&key) {
+            store_again(tiers, space, chunk, parent);
+            return Err(Skip::Present);
+        }
+        if tiers.is_on_disk(&key, now) || known() {
+            tiers.behind.is_there(&key);
+            return Err(Skip::Present);
+        }
+        if tiers.arriving.join(&key).is_some() {
+            return Err(Skip::Pending);
+        }
+        let parent = (key.0, *parent);
+        let reserved = match self.comes_after(&parent) {
+            true => self.take_room(&parent),
+            false => None,
+        };
+        reserved.ok_or_else(|| {
+            tiers.behind.refused(key);
+            Skip::Full
+        })
     }
-    let bytes = space.layout().object_len();
-    let spent = match credit {
-        Some(credit) => Some(credit.try_spend(bytes)?),
-        None => None,
-    };
-    let share = tiers.memory.share(space.tenant(), bytes)?;
-    let room = tiers.behind.room(bytes, Some(&parent))?;
-    let slot = slot::reserve(&tiers.arena, space).ok()?;
-    Some(Reserved {
-        slot,
-        room,
-        share,
-        spent,
-    })
+
+    /// Whether the parent is stored, or may be.
+    fn comes_after(&self, parent: &ChunkId) -> bool {
+        let Tiers { bucket, behind, .. } = &**self.tiers;
+        if bucket.is_present(parent) == Some(true) {
+            // Another node stored it.
+            behind.is_there(parent);
+        }
+        !behind.was_dropped(parent)
+    }
+
+    fn take_room(&mut self, parent: &ChunkId) -> Option<Reserved> {
+        if self.is_full {
+            return None;
+        }
+        let reserved = self.try_room(parent);
+        self.is_full = reserved.is_none();
+        reserved
+    }
+
+    fn try_room(&self, parent: &ChunkId) -> Option<Reserved> {
+        let (tiers, space) = (self.tiers, self.space);
+        let bytes = space.layout().object_len();
+        let spent = match self.credit {
+            Some(credit) => Some(credit.try_spend(bytes)?),
+            None => None,
+        };
+        let share = tiers.memory.share(space.tenant(), bytes)?;
+        let room = tiers.behind.room(bytes, Some(parent))?;
+        let slot = slot::reserve(&tiers.arena, space).ok()?;
+        Some(Reserved {
+            slot,
+            room,
+            share,
+            spent,
+        })
+    }
 }
 
 /// A chunk that is in memory, but was given up on its way down, is sent there once more.

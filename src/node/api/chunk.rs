@@ -14,7 +14,7 @@ use super::body::{OCTETS, Reply};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::arena::Slot;
-use crate::cache::gateway::{AfterMiss, LoadSpec, Miss};
+use crate::cache::gateway::{AfterMiss, LoadSpec, LoadedChunk, Miss};
 use crate::format::{ChunkHash, Header, Space};
 use crate::protocol::Order;
 use crate::protocol::Strategy;
@@ -35,9 +35,17 @@ pub async fn serve(
         Method::HEAD => return head(api, &space, hash, header_alone).await,
         _ => {}
     }
-    let object = object(api, &space, hash).await?;
+    let chunk = loaded(api, &space, hash).await?;
+    let object = chunk.object().ok_or_else(|| {
+        // It was committed a moment ago.
+        ApiProblem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "not_sealed",
+            "its digests are being computed: ask again",
+        )
+    })?;
     if header_alone {
-        return header(&object);
+        return header(object);
     }
     let range = request
         .headers()
@@ -50,7 +58,11 @@ pub async fn serve(
     };
     let (total, length) = (object.len(), range.len());
     let content_range = format!("bytes {}-{}/{total}", range.start, range.end.saturating_sub(1));
-    let mut answer = body::bytes(status, OCTETS, Bytes::from_owner(object.slice(range)));
+    let mut answer = body::bytes(
+        status,
+        OCTETS,
+        Bytes::from_owner(Part::of(&chunk, object.slice(range))),
+    );
     let headers = answer.headers_mut();
     headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
@@ -62,8 +74,29 @@ pub async fn serve(
     Ok(answer)
 }
 
-/// Header and payload, verified.
-async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, ApiProblem> {
+/// Bytes of an object, and what they hold of the [credit](Api::chunks) until they are sent.
+struct Part {
+    bytes: Slot,
+    _chunk: LoadedChunk,
+}
+
+impl Part {
+    fn of(chunk: &LoadedChunk, bytes: Slot) -> Self {
+        Self {
+            bytes,
+            _chunk: chunk.clone(),
+        }
+    }
+}
+
+impl AsRef<[u8]> for Part {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// Verified.
+async fn loaded(api: &Api, space: &Space, hash: ChunkHash) -> Result<LoadedChunk, ApiProblem> {
     let request = LoadSpec {
         space: space.clone(),
         chunks: vec![hash],
@@ -71,16 +104,9 @@ async fn object(api: &Api, space: &Space, hash: ChunkHash) -> Result<Slot, ApiPr
         after_miss: AfterMiss::Stop,
         deadline: Instant::now() + api.options.load_deadline,
     };
-    let outcome = api.node.gateway().load(request).next().await;
-    match outcome {
-        Some((_, Ok(chunk))) => chunk.object().cloned().ok_or_else(|| {
-            // It was committed a moment ago.
-            ApiProblem::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "not_sealed",
-                "its digests are being computed: ask again",
-            )
-        }),
+    let mut load = api.node.gateway().load_on_credit(request, api.chunks.clone());
+    match load.next().await {
+        Some((_, Ok(chunk))) => Ok(chunk),
         Some((_, Err(miss))) => Err(missed(&miss)),
         None => Err(ApiProblem::not_found("there is no such chunk")),
     }

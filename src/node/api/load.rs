@@ -27,11 +27,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
     let session = callers::session(api, caller, &request.session)?;
     let space = spaces::named(api, &request.space)?;
     api.check_count(request.hashes.len())?;
-    if !(1..=LOAD_ID_BYTES_MAX).contains(&request.load_id.len()) {
-        return Err(ApiProblem::bad(format!(
-            "`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes"
-        )));
-    }
+    check_load_id(&request.load_id)?;
     let mut seen = HashSet::with_capacity(request.hashes.len());
     if let Some(twice) = request.hashes.iter().find(|hash| !seen.insert(**hash)) {
         // One release would end both.
@@ -151,12 +147,23 @@ pub async fn release(
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: ReleaseRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;
+    check_load_id(&request.load_id)?;
     let released = match &request.slots {
         None => api.node.release_load(&session, &request.load_id),
         Some(slots) => {
+            api.check_count(slots.len())?;
             let slots: Vec<_> = slots.iter().map(|slot| (slot.slot, slot.generation)).collect();
             api.node.release(&session, &request.load_id, &slots)
         }
     };
     Ok(json(&ReleaseAnswer { released }))
+}
+
+fn check_load_id(load_id: &str) -> Result<(), ApiProblem> {
+    match (1..=LOAD_ID_BYTES_MAX).contains(&load_id.len()) {
+        true => Ok(()),
+        false => Err(ApiProblem::bad(format!(
+            "`load_id` must have 1 to {LOAD_ID_BYTES_MAX} bytes"
+        ))),
+    }
 }

@@ -40,7 +40,7 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let space = spaces::named(api, &request.space)?;
     let hashes = match hashes {
         Some(hashes) => hashes,
-        None => chunks(&space, &request)?,
+        None => chunks(api, &space, &request)?,
     };
     api.check_count(hashes.len())?;
     let options = &api.options;
@@ -185,13 +185,15 @@ fn tokens_of(body: &[u8]) -> Result<Vec<u32>, ApiProblem> {
     }
 }
 
-fn chunks(space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, ApiProblem> {
+fn chunks(api: &Api, space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, ApiProblem> {
     match (&request.hashes, &request.tokens) {
         (Some(hashes), None) if request.salt.is_none() && request.adapter.is_none() => Ok(hashes.clone()),
         (Some(_), None) => Err(ApiProblem::bad(
             "`salt` and `adapter` are in the hashes already: give them with tokens only",
         )),
         (None, Some(tokens)) => {
+            // Before the work of hashing them.
+            api.check_count(tokens.len() / space.chunk_tokens() as usize)?;
             let bad = |error: crate::format::HashError| ApiProblem::bad(error.to_string());
             let hasher = ChunkHasher::new(space, None).map_err(bad)?;
             let text = |text: &Option<String>| text.clone().unwrap_or_default().into_bytes();

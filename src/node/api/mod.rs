@@ -36,6 +36,7 @@ pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
 use self::connections::Connections;
+use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
 use crate::protocol::Strategy;
 
@@ -51,6 +52,8 @@ pub struct ApiOptions {
     /// Calls can ask for less.
     pub lookup_deadline: Duration,
     pub load_deadline: Duration,
+    /// Bytes of slots that all answers with a chunk may hold together.
+    pub chunk_bytes: usize,
     pub token_file: Option<PathBuf>,
     /// Names that calls by TCP may be made to, besides the address itself.
     pub hosts: Vec<String>,
@@ -61,6 +64,8 @@ pub struct Api {
     pub node: Node,
     pub options: ApiOptions,
     connections: Arc<Connections>,
+    /// Who asks for a chunk here and reads it slowly takes no slots from engines.
+    chunks: Credit,
     token: RwLock<Option<String>>,
     reload: Reload,
 }
@@ -83,6 +88,7 @@ impl Api {
         let api = Self {
             node,
             connections: Connections::new(options.connections_max),
+            chunks: Credit::new(options.chunk_bytes),
             options,
             token: RwLock::new(None),
             reload,

@@ -105,6 +105,7 @@ pub fn api(config: &Config) -> ApiOptions {
         strategy: config.lookup.strategy,
         lookup_deadline: config.lookup.deadline,
         load_deadline: config.load.deadline,
+        chunk_bytes: bytes(config.load.window),
         token_file: config.api.token_file.clone(),
         hosts: config.api.hosts.clone(),
     }

@@ -157,6 +157,9 @@ impl S3 {
     }
 }
 
+/// More than any server gives; what is known of a chunk keeps it.
+const ETAG_BYTES_MAX: usize = 256;
+
 fn meta_of(
     operation: Operation,
     key: &str,
@@ -173,9 +176,8 @@ fn meta_of(
         )
     };
     let etag = etag
-        .map(unquoted)
-        .filter(|etag| !etag.is_empty())
-        .ok_or_else(|| missing("ETag"))?;
+        .and_then(usable_etag)
+        .ok_or_else(|| missing("ETag of at most 256 bytes"))?;
     let version = Version {
         etag: etag.into(),
         modified: modified.map_or(0, DateTime::secs),
@@ -184,6 +186,11 @@ fn meta_of(
         len: len.ok_or_else(|| missing("length"))?,
         version,
     })
+}
+
+/// Without its quotes. A longer one than any server gives is none: it would be kept for every chunk.
+fn usable_etag(etag: &str) -> Option<&str> {
+    Some(unquoted(etag)).filter(|etag| (1..=ETAG_BYTES_MAX).contains(&etag.len()))
 }
 
 /// The request goes by this route.
@@ -473,7 +480,7 @@ impl S3 {
                 // The payload has digests of its own; hashing it for the signature would cost more than sending it.
                 let request = by(route, request.customize()).disable_payload_signing().send();
                 let answer = self.answer(operation, key, request).await?;
-                Ok(answer.e_tag().map(unquoted).unwrap_or_default().into())
+                Ok(answer.e_tag().and_then(usable_etag).unwrap_or_default().into())
             }
         }))
     }

@@ -6,7 +6,7 @@
 //! the other way round. Heads of chains are not given up. What was given up is remembered for a while, so that nothing is
 //! stored whose parent is not, and is taken up again when an engine wants to store it once more.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use crate::arena::Slot;
 use crate::cache::gateway::bucket::StoreOutcome;
+use crate::cache::recent::Recent;
 use crate::cache::tier::Memory;
 use crate::format::{ChunkHash, ChunkId, Space};
 use crate::protocol::{Flushed, WhenFull};
@@ -47,7 +48,8 @@ struct State {
     chunks: HashMap<ChunkId, u64>,
     committed: u64,
     room_bytes: usize,
-    dropped: Dropped,
+    /// Those that were given up.
+    dropped: Recent<(), DROPPED_MAX>,
     /// Chunks that only a disk has, and that are still to be sent from there: none of them has an entry.
     backlog: HashSet<ChunkId>,
     /// A task starts those whose turn comes.
@@ -55,14 +57,7 @@ struct State {
     stats: BehindStats,
 }
 
-/// Chunks that were given up, the latest ones.
-#[derive(Default)]
-struct Dropped {
-    chunks: HashSet<ChunkId>,
-    order: VecDeque<ChunkId>,
-}
-
-/// How many are remembered.
+/// How many that were given up are remembered.
 const DROPPED_MAX: usize = 1 << 16;
 
 struct Entry {
@@ -169,12 +164,12 @@ impl Behind {
 
     /// The chunk was not even taken: what comes after it in the chain is of no use either.
     pub fn refused(&self, key: ChunkId) {
-        self.lock().dropped.add(key);
+        self.lock().dropped.add(key, ());
     }
 
     /// Some tier below has the chunk, whoever brought it there.
     pub fn is_there(&self, key: &ChunkId) {
-        self.lock().dropped.chunks.remove(key);
+        self.lock().dropped.remove(key);
     }
 
     /// The chunk is to be nowhere.
@@ -191,18 +186,18 @@ impl Behind {
 
     /// Whether the chunk was given up or refused, and not taken since.
     pub fn was_dropped(&self, key: &ChunkId) -> bool {
-        self.lock().dropped.chunks.contains(key)
+        self.lock().dropped.has(key)
     }
 
     /// A chunk waits from here on, with its room. False if it is given up because its parent was.
     pub fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
         let mut state = self.lock();
-        if parent.is_some_and(|parent| state.dropped.chunks.contains(&parent)) {
+        if parent.is_some_and(|parent| state.dropped.has(&parent)) {
             state.stats.dropped += 1;
-            state.dropped.add(key);
+            state.dropped.add(key, ());
             return false;
         }
-        state.dropped.chunks.remove(&key);
+        state.dropped.remove(&key);
         // It is in memory, and goes from there.
         state.backlog.remove(&key);
         state.committed += 1;
@@ -396,7 +391,7 @@ impl State {
         let (&number, _) = waiting.max_by_key(|(number, entry)| (entry.depth, **number))?;
         self.stats.dropped += 1;
         let entry = self.remove(number)?;
-        self.dropped.add(entry.key);
+        self.dropped.add(entry.key, ());
         Some(entry)
     }
 
@@ -407,19 +402,6 @@ impl State {
         }
         self.room_bytes -= entry.bytes;
         Some(entry)
-    }
-}
-
-impl Dropped {
-    fn add(&mut self, key: ChunkId) {
-        if self.chunks.insert(key) {
-            self.order.push_back(key);
-        }
-        while self.order.len() > DROPPED_MAX
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.chunks.remove(&oldest);
-        }
     }
 }
 

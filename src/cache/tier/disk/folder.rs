@@ -2,19 +2,20 @@
 //! not there. Reads and writes go past the page cache where the file system can.
 
 use std::fmt;
-use std::fs::{File, FileTimes};
+use std::fs::{File, FileTimes, Metadata};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use rustix::fs::{
-    AtFlags, FlockOperation, Mode, OFlags, chmodat, flock, fstat, fsync, mkdirat, open, openat, renameat,
-    statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, fchmod, flock, fstat, fsync, mkdirat, open, openat,
+    renameat, stat, statat, unlinkat,
 };
 use rustix::io::Errno;
+use rustix::process::geteuid;
 
 use super::direct;
 use super::error::DiskError;
@@ -32,6 +33,8 @@ const FOLDER_MODE: Mode = Mode::from_raw_mode(0o700);
 /// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
 /// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.
 const DIRTY: Mode = Mode::SVTX;
+/// Whatever somebody else put under a name: no link is followed.
+const SAFE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC);
 
 /// One disk's folder, locked for as long as this lives, and everything that is done to files in it.
 ///
@@ -40,6 +43,8 @@ const DIRTY: Mode = Mode::SVTX;
 pub(super) struct Folder {
     path: PathBuf,
     root: OwnedFd,
+    /// Of its file system.
+    pub device: u64,
     _lock: OwnedFd,
     /// Whether direct I/O is still believed to work.
     is_direct: AtomicBool,
@@ -82,17 +87,36 @@ impl Folder {
     /// Makes it if it is missing, and locks it.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
         std::fs::create_dir_all(path)?;
+        let folder = Self::lock(path)?;
+        if folder.is_open_to_others()? {
+            tracing::warn!(
+                path = %path.display(),
+                "other users may write to this folder of [disk] paths: give it to the daemon's user alone (chown, chmod go-w)"
+            );
+        }
+        Ok(folder)
+    }
+
+    /// Once more, for one that was on this device: what is found where a disk was mounted before is left alone.
+    pub fn open_again(path: &Path, device: u64) -> Result<Self, FolderError> {
+        let now = stat(path)?.st_dev;
+        let is_mounted_here = || Ok::<_, Errno>(stat(path.join(".."))?.st_dev != now);
+        if now != device && !is_mounted_here()? {
+            let text =
+                "its file system is not mounted: mount it, or restart kvgate to use the folder as it is";
+            return Err(io::Error::other(text).into());
+        }
+        Self::lock(path)
+    }
+
+    fn lock(path: &Path) -> Result<Self, FolderError> {
         let root = open(
             path,
             OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC,
             Mode::empty(),
         )?;
-        let lock = openat(
-            &root,
-            LOCK_FILE,
-            OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC,
-            FILE_MODE,
-        )?;
+        let device = fstat(&root)?.st_dev;
+        let lock = openat(&root, LOCK_FILE, OFlags::CREATE | OFlags::RDWR | SAFE, FILE_MODE)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => {
                 let path = path.to_owned();
@@ -103,6 +127,7 @@ impl Folder {
         let folder = Self {
             path: path.to_owned(),
             root,
+            device,
             _lock: lock,
             is_direct: AtomicBool::new(true),
             temps: AtomicU64::new(0),
@@ -110,6 +135,13 @@ impl Folder {
         };
         folder.make_folder(TEMP_FOLDER)?;
         Ok(folder)
+    }
+
+    /// Then they can put files there under names that kvgate gives.
+    fn is_open_to_others(&self) -> io::Result<bool> {
+        let root = fstat(&self.root)?;
+        let may_write = Mode::from_raw_mode(root.st_mode).intersects(Mode::WGRP | Mode::WOTH);
+        Ok(may_write || !(is_own(root.st_uid) || root.st_uid == 0))
     }
 
     pub fn path(&self) -> &Path {
@@ -206,8 +238,8 @@ impl Folder {
     pub fn clean(&self, key: &ChunkId) -> io::Result<()> {
         let name = name_of(key);
         let clean = || {
-            let mode = Mode::from_raw_mode(statat(&self.root, &name, AtFlags::empty())?.st_mode);
-            chmodat(&self.root, &name, mode - DIRTY, AtFlags::empty())
+            let file = openat(&self.root, &name, OFlags::RDONLY | SAFE, Mode::empty())?;
+            fchmod(&file, Mode::from_raw_mode(fstat(&file)?.st_mode) - DIRTY)
         };
         match clean() {
             Err(Errno::NOENT) => Ok(()),
@@ -234,10 +266,15 @@ impl Folder {
 
     /// A small file's text; None if it is missing, or longer than `bytes_max`, or no text.
     pub fn read_small(&self, name: &str, bytes_max: u64) -> io::Result<Option<String>> {
-        let file = match openat(&self.root, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
-            Err(Errno::NOENT) => return Ok(None),
+        // A start has no time limit, so it must not wait for who writes to a pipe.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | SAFE;
+        let file = match openat(&self.root, name, flags, Mode::empty()) {
+            Err(Errno::NOENT | Errno::LOOP) => return Ok(None),
             file => File::from(file?),
         };
+        if !is_own_file(&file.metadata()?) {
+            return Ok(None);
+        }
         let mut text = Vec::new();
         file.take(bytes_max + 1).read_to_end(&mut text)?;
         let text = Some(text).filter(|text| text.len() as u64 <= bytes_max);
@@ -247,9 +284,17 @@ impl Folder {
     /// Makes a folder in this one; one that is there is fine.
     pub fn make_folder(&self, name: &str) -> io::Result<()> {
         match mkdirat(&self.root, name, FOLDER_MODE) {
-            Err(Errno::EXIST) => Ok(()),
-            result => Ok(result?),
+            Err(Errno::EXIST) => {}
+            result => return Ok(result?),
         }
+        let found = statat(&self.root, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let is_folder = FileType::from_raw_mode(found.st_mode).is_dir();
+        if is_folder && is_own(found.st_uid) {
+            return Ok(());
+        }
+        let path = self.path.join(name);
+        let text = format!("{} is no folder of this user's: remove it", path.display());
+        Err(io::Error::new(ErrorKind::NotADirectory, text))
     }
 
     pub fn is_direct(&self) -> bool {
@@ -284,12 +329,18 @@ impl Folder {
     }
 
     fn create(&self, temp: &Temp<'_>, flags: OFlags, mode: Mode) -> io::Result<File> {
-        let flags = flags | OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::CLOEXEC;
-        let file = match openat(&self.root, temp.name(), flags, mode) {
+        let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | SAFE;
+        let create = || openat(&self.root, temp.name(), flags, mode);
+        let file = match create() {
             Err(Errno::NOENT) => {
                 // Someone removed the folder of temporary files.
                 self.make_folder(TEMP_FOLDER)?;
-                openat(&self.root, temp.name(), flags, mode)
+                create()
+            }
+            Err(Errno::EXIST) => {
+                // An earlier try, or what somebody put there.
+                unlinkat(&self.root, temp.name(), AtFlags::empty())?;
+                create()
             }
             file => file,
         };
@@ -297,12 +348,16 @@ impl Folder {
     }
 
     fn read_file(&self, name: &str, object: &mut [u8], flags: OFlags) -> io::Result<FolderFound> {
-        let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
+        let flags = flags | OFlags::RDONLY | SAFE;
         let file = match openat(&self.root, name, flags, Mode::empty()) {
-            Err(Errno::NOENT) if self.is_there()? => return Ok(FolderFound::Absent),
+            Err(Errno::NOENT | Errno::LOOP) if self.is_there()? => return Ok(FolderFound::Absent),
             file => File::from(file?),
         };
-        let len = file.metadata()?.len();
+        let metadata = file.metadata()?;
+        if !is_own_file(&metadata) {
+            return Ok(FolderFound::Absent);
+        }
+        let len = metadata.len();
         if len != object.len() as u64 {
             return Ok(FolderFound::Length(len));
         }
@@ -334,6 +389,15 @@ impl Folder {
 /// Whether a file of this mode is one that the tier below does not have yet.
 pub(super) fn is_dirty(mode: u32) -> bool {
     Mode::from_raw_mode(mode).contains(DIRTY)
+}
+
+/// Whether kvgate made it. Who puts a file under a chunk's name could put any KV there.
+pub(super) fn is_own_file(metadata: &Metadata) -> bool {
+    metadata.is_file() && is_own(metadata.uid())
+}
+
+pub(super) fn is_own(user: u32) -> bool {
+    user == geteuid().as_raw()
 }
 
 /// The file of a chunk: its key on S3 without the prefix.

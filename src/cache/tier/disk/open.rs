@@ -86,7 +86,7 @@ impl DiskShared {
     /// then its folder is locked.
     pub fn take_up(self: &Arc<Self>, disk: usize) {
         let path = &self.paths[disk];
-        let read = Folder::open(path).and_then(|folder| {
+        let read = Folder::open_again(path, self.devices[disk]).and_then(|folder| {
             let found = scan(&folder, &self.options)?;
             Ok((folder, found))
         });
@@ -207,6 +207,13 @@ fn tell(folder: &Folder, scan: &Scan) {
             path = %folder.path().join(LOST_FOLDER).display(),
             chunks = scan.damaged,
             "damaged files were moved here that S3 never got: these chunks are lost; check the disk (dmesg, smartctl)"
+        );
+    }
+    if scan.foreign > 0 {
+        tracing::warn!(
+            path = %folder.path().display(),
+            files = scan.foreign,
+            "files of other users are not used: chown them to the daemon's user if kvgate wrote them"
         );
     }
     if !scan.homeless.is_empty() {

@@ -4,11 +4,11 @@
 
 use std::fs::{DirEntry, FileType, remove_dir, remove_file};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::time::SystemTime;
 
-use super::folder::{Folder, is_dirty};
+use super::folder::{Folder, is_dirty, is_own, is_own_file};
 use super::options::DiskOptions;
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
@@ -25,6 +25,8 @@ pub(super) struct Scan {
     pub damaged: u64,
     /// What the tier below does not have, of spaces whose `space.json` is missing.
     pub homeless: Vec<ChunkId>,
+    /// Files and folders of other users under names that kvgate gives: they are left alone.
+    pub foreign: u64,
 }
 
 pub(super) struct ScannedChunk {
@@ -50,6 +52,10 @@ pub(super) fn scan(folder: &Folder, options: &DiskOptions) -> io::Result<Scan> {
         let Some(key) = space_of(&name(&entry)).filter(|_| kind.is_dir()) else {
             continue;
         };
+        if !is_own(entry.metadata()?.uid()) {
+            scan.foreign += 1;
+            continue;
+        }
         match folder.spaces().read(folder, key)? {
             Some(space) => scan.read_space(folder, space, options)?,
             None => scan.remove_space(key, &entry.path())?,
@@ -95,6 +101,10 @@ impl Scan {
         options: &DiskOptions,
     ) -> io::Result<Option<ScannedChunk>> {
         let metadata = entry.metadata()?;
+        if !is_own_file(&metadata) {
+            self.foreign += 1;
+            return Ok(None);
+        }
         let dirty = is_dirty(metadata.permissions().mode());
         if metadata.len() != object_len {
             match dirty {
@@ -137,6 +147,10 @@ impl Scan {
             let name = name(&entry);
             if let Some(chunk) = chunk_of(&name).filter(|_| kind.is_file()) {
                 match entry.metadata() {
+                    Ok(metadata) if !is_own_file(&metadata) => {
+                        self.foreign += 1;
+                        continue;
+                    }
                     Ok(metadata) if is_dirty(metadata.permissions().mode()) => {
                         self.homeless.push((space, chunk));
                         continue;

@@ -26,6 +26,8 @@ pub(super) struct DiskShared {
     /// As the index numbers them; None while it is taken out.
     disks: Vec<RwLock<Option<OneDisk>>>,
     pub paths: Vec<PathBuf>,
+    /// Their file systems at start.
+    pub devices: Vec<u64>,
     pub options: DiskOptions,
     /// Those that were not usable at start.
     unusable: Vec<PathStats>,
@@ -60,6 +62,7 @@ impl DiskShared {
         let shared = Self {
             index: Arc::new(index),
             disks: folders.iter().map(|_| RwLock::default()).collect(),
+            devices: folders.iter().map(|folder| folder.device).collect(),
             paths: folders.iter().map(|folder| folder.path().to_owned()).collect(),
             options: options.clone(),
             unusable,

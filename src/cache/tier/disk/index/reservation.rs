@@ -151,6 +151,7 @@ impl WriteReservation {
             let Self { disk, key, .. } = self;
             return (Wrote::Deleted, Some(Gone { disk, key }));
         }
+        state.removals.forget(&self.key);
         let shelf = &mut state.disks[self.disk];
         shelf.regrow(self.bytes);
         let entry = IndexEntry {

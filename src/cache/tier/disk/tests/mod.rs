@@ -13,6 +13,7 @@ use crate::protocol::EvictionPolicy;
 mod concurrent;
 mod failures;
 mod files;
+mod hostile;
 mod restart;
 mod room;
 mod unsent;

@@ -1,0 +1,93 @@
+//! The latest chunks that something happened to, each with a value. Bounded: the oldest are forgotten.
+
+use std::collections::{BTreeMap, HashMap};
+
+use foldhash::fast::RandomState;
+
+use crate::format::ChunkId;
+
+/// See the [module](self). Knows `MOST` chunks.
+pub struct Recent<V, const MOST: usize> {
+    /// With the place in the order.
+    chunks: HashMap<ChunkId, (u64, V), RandomState>,
+    order: BTreeMap<u64, ChunkId>,
+    added: u64,
+}
+
+impl<V, const MOST: usize> Default for Recent<V, MOST> {
+    fn default() -> Self {
+        Self {
+            chunks: HashMap::default(),
+            order: BTreeMap::new(),
+            added: 0,
+        }
+    }
+}
+
+impl<V, const MOST: usize> Recent<V, MOST> {
+    /// It is the latest from now on, also if it was here before.
+    pub fn add(&mut self, key: ChunkId, value: V) {
+        self.added += 1;
+        if let Some((before, _)) = self.chunks.insert(key, (self.added, value)) {
+            self.order.remove(&before);
+        }
+        self.order.insert(self.added, key);
+        if self.order.len() > MOST
+            && let Some((_, oldest)) = self.order.pop_first()
+        {
+            self.chunks.remove(&oldest);
+        }
+    }
+
+    pub fn get(&self, key: &ChunkId) -> Option<&V> {
+        self.chunks.get(key).map(|(_, value)| value)
+    }
+
+    pub fn has(&self, key: &ChunkId) -> bool {
+        self.chunks.contains_key(key)
+    }
+
+    pub fn remove(&mut self, key: &ChunkId) {
+        if let Some((place, _)) = self.chunks.remove(key) {
+            self.order.remove(&place);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::{ChunkHash, SpaceKey};
+
+    fn key(number: u8) -> ChunkId {
+        (
+            SpaceKey::from_hex(&"0".repeat(32)).unwrap(),
+            ChunkHash([number; 32]),
+        )
+    }
+
+    fn here<const MOST: usize>(recent: &Recent<u8, MOST>, keys: impl IntoIterator<Item = u8>) -> Vec<u8> {
+        keys.into_iter().filter(|&of| recent.has(&key(of))).collect()
+    }
+
+    #[test]
+    fn one_that_comes_again_is_the_latest() {
+        let mut recent = Recent::<u8, 3>::default();
+        (0..3).for_each(|of| recent.add(key(of), of));
+        recent.add(key(0), 10);
+        recent.add(key(3), 3);
+        assert_eq!(here(&recent, 0..4), [0, 2, 3]);
+        assert_eq!(recent.get(&key(0)), Some(&10));
+    }
+
+    #[test]
+    fn one_that_was_removed_and_comes_again_is_the_latest() {
+        let mut recent = Recent::<u8, 2>::default();
+        recent.add(key(0), 0);
+        recent.add(key(1), 1);
+        recent.remove(&key(0));
+        recent.add(key(0), 0);
+        recent.add(key(2), 2);
+        assert_eq!(here(&recent, 0..3), [0, 2]);
+    }
+}
