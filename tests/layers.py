@@ -42,7 +42,8 @@ LAYERS = {
     "s3/object": ["format", "protocol", "s3/dns", "s3/fanout", "s3/net"],
     "cache/episode": [],
     "cache/existence": ["format", "s3", "cache/episode"],
-    "cache/tier": ["arena", "format", "protocol"],
+    "cache/recent": ["format"],
+    "cache/tier": ["arena", "format", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
     "cache/gateway/task": [],
     "cache/gateway/warnings": ["cache/episode"],
@@ -55,7 +56,7 @@ LAYERS = {
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [
-        *("arena", "cache/tier", "format", "protocol"),
+        *("arena", "cache/recent", "cache/tier", "format", "protocol"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "miss", "task", "warnings")),
     ],
     "cache/gateway/fetch": [
