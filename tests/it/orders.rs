@@ -1,11 +1,10 @@
 //! Which bytes a load asks for first, and in which order its outcomes come.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::Arc;
 
 use kvgate::arena::SLOT_ALIGN;
-use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadSpec, LoadStream};
+use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadSpec, LoadStream, TierOptions};
 use kvgate::protocol::Order;
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::{Capabilities, ObjectStore};
@@ -51,33 +50,39 @@ impl Setup {
 
     /// With room for so many chunks.
     fn gateway(&self, arena_chunks: usize, set: impl FnOnce(&mut GatewayOptions)) -> Gateway {
+        self.built_from(TierOptions::library(), arena_chunks, set)
+    }
+
+    /// The same, where loads share what they fetch, as on a node.
+    fn sharing_gateway(&self, arena_chunks: usize, set: impl FnOnce(&mut GatewayOptions)) -> Gateway {
+        let tiers = TierOptions {
+            shares_loads: true,
+            load_deadline: std::time::Duration::from_secs(60),
+            ..TierOptions::library()
+        };
+        self.built_from(tiers, arena_chunks, set)
+    }
+
+    fn built_from(
+        &self,
+        tiers: TierOptions,
+        arena_chunks: usize,
+        set: impl FnOnce(&mut GatewayOptions),
+    ) -> Gateway {
         let mut options = self.site.options();
         options.layer_part_bytes = 1;
         options.get_bytes_max = usize::MAX;
         set(&mut options);
         let arena = arena(arena_chunks * self.object_bytes());
-        Gateway::new(
-            Arc::clone(&self.site.store),
-            arena,
-            self.site.capabilities,
-            options,
-        )
+        let gateway = Gateway::with_tiers(Arc::clone(&self.site.store), arena, options, tiers);
+        gateway.found_capabilities(self.site.capabilities);
+        gateway
     }
 
     fn load(&self, gateway: &Gateway, order: Order, after_miss: AfterMiss) -> LoadStream {
-        self.load_some(gateway, 0..self.prompt.hashes.len(), order, after_miss)
-    }
-
-    fn load_some(
-        &self,
-        gateway: &Gateway,
-        chunks: Range<usize>,
-        order: Order,
-        after_miss: AfterMiss,
-    ) -> LoadStream {
         gateway.load(LoadSpec {
             space: self.prompt.space.clone(),
-            chunks: self.prompt.hashes[chunks].to_vec(),
+            chunks: self.prompt.hashes.clone(),
             order,
             after_miss,
             deadline: soon(),
@@ -294,24 +299,22 @@ async fn windows_follow_without_a_pause() {
 #[tokio::test(start_paused = true)]
 async fn earlier_loads_and_what_is_needed_first_go_first() {
     const CHUNKS: usize = 3;
-    let chunk_by_chunk =
-        |chunks: Range<usize>| chunks.flat_map(|chunk| [0, 2, 4].map(|plane| (chunk, plane)));
+    let chunk_by_chunk = || (0..CHUNKS).flat_map(|chunk| [0, 2, 4].map(|plane| (chunk, plane)));
     for known in [false, true] {
         for order in [Order::Chunk, Order::Layer] {
-            let mut setup = Setup::new(2 * CHUNKS).await;
+            let mut setup = Setup::new(CHUNKS).await;
             let gateway = setup.gateway(20, |options| options.get_bytes_max = 1);
             if known {
                 lookup(&gateway, &setup.prompt, Strategy::Exact).await;
             }
             setup.held.hold();
-            let (earlier, later) = (0..CHUNKS, CHUNKS..2 * CHUNKS);
-            let first = setup.load_some(&gateway, earlier.clone(), order, AfterMiss::Stop);
-            let second = setup.load_some(&gateway, later.clone(), Order::Chunk, AfterMiss::Stop);
+            let first = setup.load(&gateway, order, AfterMiss::Stop);
+            let second = setup.load(&gateway, Order::Chunk, AfterMiss::Stop);
             let mut expected: Vec<_> = match order {
-                Order::Chunk => chunk_by_chunk(earlier).collect(),
+                Order::Chunk => chunk_by_chunk().collect(),
                 Order::Layer => layer_by_layer(CHUNKS, CHUNKS),
             };
-            expected.extend(chunk_by_chunk(later));
+            expected.extend(chunk_by_chunk());
             for expected in expected {
                 let mut asked = setup.line.still().await;
                 assert_eq!(asked.len(), 1, "one at a time");
@@ -369,32 +372,48 @@ async fn loads_of_both_orders_share_a_small_arena() {
     let setup = Setup::new(12).await;
     for room in [4, 5, 9] {
         let gateway = setup.gateway(room, |options| options.get_bytes_max = 100_000);
-        let loads = (0..12).map(async |number| {
-            let order = if number % 3 == 0 {
-                Order::Chunk
-            } else {
-                Order::Layer
-            };
-            let mut load = setup.load(&gateway, order, AfterMiss::Stop);
-            if number % 4 == 3 {
-                for _ in 0..2 * number {
-                    drop(load.next().await);
-                }
-                return;
-            }
-            let outcomes = setup.outcomes(load).await;
-            let expected = if order == Order::Chunk { 12 } else { 12 * GROUPS };
-            assert_eq!(outcomes.len(), expected);
-            assert!(
-                outcomes.iter().all(|(_, outcome)| outcome.is_ok()),
-                "{outcomes:?}"
-            );
-        });
-        let all = futures::future::join_all(loads);
-        let in_time = tokio::time::timeout(std::time::Duration::from_secs(50), all).await;
-        assert!(in_time.is_ok(), "they wait for each other");
-        arena_empties(&gateway).await;
+        all_end(&setup, &gateway, |number| number % 4 == 3).await;
     }
+}
+
+/// A load in chunk order held slots while it waited for a chunk of one in layer order, which waited for slots before it went
+/// on with that chunk.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn loads_that_wait_for_each_others_chunks_share_a_small_arena() {
+    let setup = Setup::new(12).await;
+    for room in [4, 5, 9].repeat(10) {
+        let gateway = setup.sharing_gateway(room, |options| options.get_bytes_max = 100_000);
+        all_end(&setup, &gateway, |_| false).await;
+    }
+}
+
+/// Of twelve loads at once all chunks come, but for those that are given up on the way.
+async fn all_end(setup: &Setup, gateway: &Gateway, is_given_up: impl Fn(usize) -> bool) {
+    let loads = (0..12).map(async |number| {
+        let order = if number % 3 == 0 {
+            Order::Chunk
+        } else {
+            Order::Layer
+        };
+        let mut load = setup.load(gateway, order, AfterMiss::Stop);
+        if is_given_up(number) {
+            for _ in 0..2 * number {
+                drop(load.next().await);
+            }
+            return;
+        }
+        let outcomes = setup.outcomes(load).await;
+        let expected = if order == Order::Chunk { 12 } else { 12 * GROUPS };
+        assert_eq!(outcomes.len(), expected);
+        assert!(
+            outcomes.iter().all(|(_, outcome)| outcome.is_ok()),
+            "{outcomes:?}"
+        );
+    });
+    let all = futures::future::join_all(loads);
+    let in_time = tokio::time::timeout(std::time::Duration::from_secs(50), all).await;
+    assert!(in_time.is_ok(), "they wait for each other");
+    arena_empties(gateway).await;
 }
 
 #[tokio::test(start_paused = true)]

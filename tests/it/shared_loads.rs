@@ -43,6 +43,7 @@ fn tiers(disk: Option<Disk>) -> TierOptions {
         },
         promote_bytes_max: 1 << 20,
         load_deadline: Duration::from_secs(60),
+        shares_loads: true,
     }
 }
 

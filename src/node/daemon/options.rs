@@ -52,6 +52,7 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
         },
         promote_bytes_max: bytes(config.store.in_flight),
         load_deadline: config.load.deadline,
+        shares_loads: true,
     }
 }
 

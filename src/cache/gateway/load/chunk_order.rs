@@ -1,6 +1,6 @@
 //! Whole chunks, in the order of the prompt.
 
-use super::drive::{ChunkSource, Drive};
+use super::drive::{Announce, ChunkSource, Drive};
 use super::stream::LoadGone;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::fetch::WholeFetch;
@@ -14,7 +14,7 @@ impl Drive {
     async fn chunk_by_chunk(&mut self) -> Result<(), LoadGone> {
         let sections = self.sections();
         for index in self.first..self.chunks.len() {
-            let (credit, source) = self.source(index).await;
+            let (credit, source) = self.source(index, Announce::Now).await;
             let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);
             match source {
                 ChunkSource::Missing(miss) => self.send(index, true, async { Err(miss) })?,
@@ -27,8 +27,14 @@ impl Drive {
                     let place = |section| self.place(index * sections.len() + section);
                     // In line here and not in the task, which may run later than the next chunk's.
                     let started = WholeFetch::new(self.wanted(index), slot, &sections, place);
-                    let joined = self.joined(index, announcement.fly(started.fetch()));
-                    self.send(index, true, async { joined.await.map(with_credit) })?;
+                    let fetch = started.fetch();
+                    match announcement {
+                        Some(announcement) => {
+                            let joined = self.joined(index, announcement.fly(fetch));
+                            self.send(index, true, async { joined.await.map(with_credit) })?;
+                        }
+                        None => self.send(index, true, async { fetch.await.map(with_credit) })?,
+                    }
                 }
             }
         }

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::future::Future;
+use std::ops::Range;
 use std::sync::Arc;
 use std::task::Poll;
 
@@ -36,6 +37,8 @@ pub struct Drive {
     credit: Option<Credit>,
     /// Spent already, for chunks that come next.
     spent: VecDeque<Spent>,
+    /// Found already, of chunks that come next.
+    found: VecDeque<ChunkSource>,
     steps: mpsc::UnboundedSender<LoadStep>,
 }
 
@@ -45,8 +48,17 @@ pub enum ChunkSource {
     Memory(LoadedChunk),
     /// It is on its way already, or from the disk.
     Flight(Arc<Flight>),
-    /// S3, into this slot; others are told of it.
-    S3(SlotMut, Announcement),
+    /// S3, into this slot. Others are told of it, unless that was to wait.
+    S3(SlotMut, Option<Announcement>),
+}
+
+/// When others are told that a chunk comes from S3, and may wait for it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Announce {
+    Now,
+    /// By [`Drive::announce`], when it needs no more slots to come: a load that waits for this chunk may have the very slots
+    /// that the others of this load wait for.
+    Later,
 }
 
 impl Drive {
@@ -66,6 +78,7 @@ impl Drive {
             ticket: None,
             credit,
             spent: VecDeque::new(),
+            found: VecDeque::new(),
             steps,
         };
         (drive, receiver)
@@ -97,9 +110,9 @@ impl Drive {
     /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of all
     /// loads only the oldest ever waits for one. A load that waits for its own client to release something is not
     /// among them.
-    pub async fn source(&mut self, index: usize) -> (Option<Spent>, ChunkSource) {
+    pub async fn source(&mut self, index: usize, when: Announce) -> (Option<Spent>, ChunkSource) {
         match self.spend().await {
-            Ok(credit) => match self.find(index).await {
+            Ok(credit) => match self.find(index, when).await {
                 Ok(source) => (credit, source),
                 Err(miss) => (None, ChunkSource::Missing(miss)),
             },
@@ -141,7 +154,10 @@ impl Drive {
         Ok(())
     }
 
-    async fn find(&mut self, index: usize) -> Result<ChunkSource, Miss> {
+    async fn find(&mut self, index: usize, when: Announce) -> Result<ChunkSource, Miss> {
+        if let Some(source) = self.found.pop_front() {
+            return Ok(source);
+        }
         let tiers = Arc::clone(&self.tiers);
         let chunk = self.chunks[index];
         let key = (self.space.key(), chunk);
@@ -159,6 +175,10 @@ impl Drive {
         if let Some(source) = self.here(&chunk) {
             return Ok(source);
         }
+        let is_alone = when == Announce::Later || !tiers.options.shares_loads;
+        if is_alone && !tiers.is_on_disk(&key, Instant::now()) {
+            return Ok(ChunkSource::S3(slot, None));
+        }
         let announcement = match tiers.arriving.announce(key) {
             Ok(announcement) => announcement,
             Err(flight) => return Ok(ChunkSource::Flight(flight)),
@@ -168,7 +188,7 @@ impl Drive {
             return Ok(ChunkSource::Memory(chunk));
         }
         if !tiers.is_on_disk(&key, Instant::now()) {
-            return Ok(ChunkSource::S3(slot, announcement));
+            return Ok(ChunkSource::S3(slot, Some(announcement)));
         }
         let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
         let (wanted, sections) = (self.wanted(index), self.sections());
@@ -189,6 +209,37 @@ impl Drive {
             }
         });
         Ok(ChunkSource::Flight(flight))
+    }
+
+    /// None: another load brings it as well, and others wait for that one; or each load is by itself.
+    pub fn announce(&self, index: usize) -> Option<Announcement> {
+        let key = (self.space.key(), self.chunks[index]);
+        let announce = || self.tiers.arriving.announce(key).ok();
+        self.tiers.options.shares_loads.then(announce).flatten()
+    }
+
+    /// For a load that can do without all of these chunks' slots, or with all of them only. It waits for the ticket before
+    /// it has the first of them, since the ticket's holder may wait for those that other loads have.
+    pub async fn all_or_ticket(&mut self, indices: Range<usize>) {
+        let chunks = &self.chunks[indices];
+        if chunks.iter().all(|chunk| self.is_here(chunk)) {
+            let found: VecDeque<_> = chunks.iter().map_while(|chunk| self.here(chunk)).collect();
+            if found.len() == chunks.len() {
+                self.found = found;
+                return;
+            }
+        }
+        if self.ticket.is_none() {
+            let ticket = tokio::time::timeout_at(self.deadline, self.tiers.arena.ticket());
+            // Too late, it gets no slots either.
+            self.ticket = ticket.await.ok();
+        }
+    }
+
+    /// Without counting as a use.
+    fn is_here(&self, chunk: &ChunkHash) -> bool {
+        let key = (self.space.key(), *chunk);
+        self.tiers.memory.has(&key) || self.tiers.arriving.join(&key).is_some()
     }
 
     /// In memory, or on its way there.

@@ -3,7 +3,8 @@
 //!
 //! A chunk's first group tells its version and header, so the chunk's other groups wait for that one. The slots of a window
 //! are taken in its first step, in the order of the prompt and with the ticket, as in chunk order; what was started needs no
-//! more of them. So two loads can't wait for each other's. The next window's first step starts, like any, when the step
+//! more of them. A load has no chunk of a window before it has the ticket, and others may join it only when the window has
+//! all of its slots. So two loads can't wait for each other's. The next window's first step starts, like any, when the step
 //! before the last has landed.
 
 use std::collections::VecDeque;
@@ -15,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{SetOnce, mpsc};
 use tokio::time::Instant;
 
-use super::drive::{ChunkSource, Drive};
+use super::drive::{Announce, ChunkSource, Drive};
 use super::stream::{LoadGone, RunEnd};
 use crate::arena::{SLOT_ALIGN, Slot};
 use crate::cache::gateway::bucket::Waiting;
@@ -87,6 +88,13 @@ impl Drive {
             self.spend_for(indices.len()).await;
             for group in 0..groups.len() {
                 let step = gate.pass().await;
+                if group == 0 {
+                    tokio::select! {
+                        biased;
+                        _ = run_end.clone().passes(start) => {}
+                        () = self.all_or_ticket(indices.clone()) => {}
+                    }
+                }
                 for index in indices.clone() {
                     if group == 0 {
                         chunks.push(self.begin(index, &indices, &groups, run_end, &step).await?);
@@ -96,6 +104,14 @@ impl Drive {
                 }
                 // Nor does it keep the ticket while it waits for its own steps.
                 self.needs_no_more_slots();
+                if group == 0 {
+                    let fetched = chunks.iter().enumerate();
+                    for (at, shared) in
+                        fetched.filter_map(|(at, chunk)| Some((at, chunk.as_ref()?.fetched()?)))
+                    {
+                        shared.announce(|| self.announce(start + at));
+                    }
+                }
             }
         }
         Ok(())
@@ -116,7 +132,7 @@ impl Drive {
                 self.needs_no_more_slots();
                 return Ok(None);
             }
-            source = self.source(index) => source,
+            source = self.source(index, Announce::Later) => source,
         };
         if index + 1 == self.chunks.len() {
             self.needs_no_more_slots();
@@ -161,7 +177,7 @@ impl Drive {
         let waiting = wanted.wait(&first);
         let landed = Landed {
             groups: vec![None; groups.len()],
-            announcement: Some(announcement),
+            announcement,
         };
         let shared = Arc::new(Shared {
             wanted,
@@ -224,7 +240,24 @@ impl Drive {
     }
 }
 
+impl Chunk {
+    fn fetched(&self) -> Option<&Shared> {
+        match self {
+            Self::Fetched { shared, .. } => Some(shared),
+            Self::Whole(_) => None,
+        }
+    }
+}
+
 impl Shared {
+    /// Others may wait for it from here on, if it is still to come.
+    fn announce(&self, announce: impl FnOnce() -> Option<Announcement>) {
+        let mut landed = self.lock();
+        if !landed.groups.is_empty() {
+            landed.announcement = announce();
+        }
+    }
+
     /// A fetch, up to the end of the run.
     async fn until(
         self: Arc<Self>,

@@ -33,10 +33,12 @@ pub struct TierOptions {
     pub promote_bytes_max: usize,
     /// A load's time limit, for what others may wait for as well.
     pub load_deadline: Duration,
+    /// Loads of the same chunk read it once.
+    pub shares_loads: bool,
 }
 
 impl TierOptions {
-    /// A library's: nothing is kept, and nothing is written behind.
+    /// A library's: nothing is kept, nothing is written behind, and each load is by itself.
     pub fn library() -> Self {
         let flow = Flow {
             asks_lower: true,
@@ -61,6 +63,7 @@ impl TierOptions {
             },
             promote_bytes_max: 0,
             load_deadline: Duration::ZERO,
+            shares_loads: false,
         }
     }
 }
