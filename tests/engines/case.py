@@ -14,6 +14,14 @@ PROMPTS = [{"prompt_token_ids": prompt(seed, 1000)} for seed in (1, 2)]
 REUSED = 2 * 3 * CHUNK
 
 
+def damage(objects):
+    """A bit of each."""
+    for path in objects:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
 class EngineCase(unittest.TestCase):
     models = None
 
@@ -52,11 +60,7 @@ class EngineCase(unittest.TestCase):
         self.assertEqual(len(self.gateway.objects()), 6)
 
     def damage(self):
-        """A bit of each object."""
-        for path in self.gateway.objects():
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
+        damage(self.gateway.objects())
 
     def computes(self, kv, **engine):
         """An engine's life without anything from kvgate, and with the right answers."""

@@ -50,7 +50,7 @@ class SchedulerTest(unittest.TestCase):
             ("step", lambda one: one.build_connector_meta(None), StepMetadata(is_all_taken_back=True)),
             ("ended", lambda one: one.update_connector_output(output), None),
             ("finished", lambda one: one.request_finished(request(), [1]), (False, None)),
-            ("finished", lambda one: one.request_finished_all_groups(request(), ([1],)), (False, None)),
+            ("finished", lambda one: one.request_finished(request(), [1]), (False, None)),
             ("reset", lambda one: one.reset_cache(), True),
         ):
             side = mock.Mock(**{f"{name}.side_effect": MemoryError("no room")})

@@ -26,7 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -395,8 +401,12 @@ class RefusalTest(unittest.TestCase):
                 space(engine(), kv_caches)
 
     def test_subclasses_of_full_attention(self):
-        for kind, more in ((RSWASpec, {"rswa_window": 128}), (SinkFullAttentionSpec, {"sink_len": 16})):
-            with self.assertRaisesRegex(ValueError, f"not {kind.__name__} .*: run this model without kvgate"):
+        for kind, more, told in (
+            (RSWASpec, {"rswa_window": 128}, "R-SWA"),
+            (SinkFullAttentionSpec, {"sink_len": 16}, "sinks"),
+            (SlidingWindowSpec, {"sliding_window": 128}, "all of whose layers attend to a sliding window"),
+        ):
+            with self.assertRaisesRegex(ValueError, f"can't reuse .*{told}.* yet: run this model without kvgate"):
                 space(engine(), caches(kind, **more))
         mla = caches(MLAAttentionSpec, num_kv_heads=1, head_size=576)
         self.assertEqual(space(engine(), mla)["planes"][0]["heads"], 1)

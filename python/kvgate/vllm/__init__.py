@@ -23,7 +23,7 @@ import logging
 try:
     from vllm import __version__ as vllm_version
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA  # noqa: F401
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.logger import init_logger
 except ImportError as error:
     raise ImportError(f"kvgate.vllm needs vLLM 0.32 or newer: {error}") from error

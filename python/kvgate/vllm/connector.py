@@ -2,11 +2,7 @@
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
@@ -22,9 +18,11 @@ from kvgate.vllm.worker import WorkerSide
 logger = init_logger(__name__)
 
 
-class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
+class KvGateConnector(KVConnectorBase_V1):
     """Keeps KV on S3 through a node's `kvgate serve`, and takes it from there. Whatever goes wrong is recomputed: set
-    `kv_load_failure_policy` to `recompute`."""
+    `kv_load_failure_policy` to `recompute`.
+
+    Without `SupportsHMA` vLLM turns its hybrid manager off, and makes one group of windows, chunked and full attention."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -127,9 +125,6 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def _finished(self, request):
         """Off, vLLM has the blocks back at once: no step writes to them before the workers have stopped all copies."""
         return self.scheduler.finished(request)
-
-    def request_finished_all_groups(self, request, block_ids):
-        return self.request_finished(request, block_ids)
 
     @property
     def requires_kv_delivery(self):

@@ -139,7 +139,7 @@ def flags(vllm_config):
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     multimodal = model_config.multimodal_config
     for config, names in (
-        (model_config, ("hf_overrides", "quantization_config", "code_revision")),
+        (model_config, ("hf_overrides", "quantization_config", "code_revision", "disable_sliding_window")),
         # Neither is in the identifier of an image or a video.
         # To which modules an adapter is applied.
         (getattr(vllm_config, "lora_config", None), ("target_modules",)),

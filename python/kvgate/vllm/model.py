@@ -26,6 +26,19 @@ FP8 = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2"
 weights pins them; `auto` is what the scheduler's process sees where the checkpoint asked for fp8."""
 
 
+OTHER_KINDS = {
+    "SlidingWindowSpec": "a model all of whose layers attend to a sliding window (vLLM frees the blocks behind it)",
+    "ChunkedLocalAttentionSpec": "a model all of whose layers have chunked attention (vLLM frees the blocks behind it)",
+    "SlidingWindowMLASpec": "MLA with a sliding window",
+    "MambaSpec": "a model of states alone (Mamba, linear attention)",
+    "RSWASpec": "attention with references of its own (R-SWA)",
+    "SinkFullAttentionSpec": "attention with sinks of its own",
+    "CrossAttentionSpec": "an encoder's KV",
+    "UniformTypeKVCacheSpecs": "a model whose layers have KV of different sizes",
+}
+"""By the spec of the only group."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     space: Space
@@ -90,16 +103,17 @@ def only_group(kv_cache_config):
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise ValueError(
-            f"kvgate reuses full attention only, and this model has {len(groups)} KV cache groups ({kinds}): "
-            "run it without kvgate"
+            f"kvgate can reuse one kind of KV, and this model has {len(groups)} KV cache groups ({kinds}): give vLLM "
+            "--disable-hybrid-kv-cache-manager, which makes one of windows, chunked and full attention; for other kinds, run "
+            "without kvgate"
         )
     spec = groups[0].kv_cache_spec
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    # A subclass is of some other attention: of R-SWA, for one, KV depends on what is left out while decoding.
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or window:
-        raise ValueError(
-            f"kvgate reuses full attention only, not {type(spec).__name__} (window {window}): run this model without kvgate"
-        )
+    # With the hybrid manager off, layers with a window or chunked attention are among these: vLLM keeps all of their blocks,
+    # and a token's KV does not depend on how long later tokens attend to it. A subclass is of some other attention: of
+    # R-SWA, for one, KV depends on what is left out while decoding.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        kind = type(spec).__name__
+        raise ValueError(f"kvgate can't reuse {OTHER_KINDS.get(kind, kind)} yet: run this model without kvgate")
     if getattr(spec, "num_head_slots", None) is not None:
         raise ValueError(
             "kvgate can't reuse KV of an attention backend that keeps K and V in slots of their own yet: choose another "

@@ -1,0 +1,152 @@
+"""Tiny models of the families that people serve, seeded, in folders: `make(folder, family)`.
+
+Each is Transformers' own model with its matrices drawn anew, wider than its own, so that tokens depend on all of the context.
+
+python tests/engines/families.py FOLDER FAMILY
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SEED = 1234
+COMMON = {
+    "vocab_size": 32000,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "rms_norm_eps": 1e-6,
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
+FAMILIES = {
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "query_pre_attn_scalar": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": 256,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        # vLLM wants all of them.
+        "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size": 256,
+        "intermediate_size_mlp": 512,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 256,
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    # The CPU's kernel is compiled for a latent of 512 + 64 only.
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 10000.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+
+def make(folder, family):
+    """In a process of its own: PyTorch's threads would not survive the fork of an engine's life."""
+    subprocess.run([sys.executable, __file__, folder, family], check=True)
+    return folder
+
+
+def write(folder, family):
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not None}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config, indent=1)
+    (folder / "config.json").write_text(text)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    # By Transformers, so that names and stacked experts are a checkpoint's.
+    model.save_pretrained(folder, safe_serialization=True)
+    (folder / "config.json").write_text(text)
+    generator = torch.Generator().manual_seed(SEED)
+    weights = load_file(folder / "model.safetensors")
+    drawn = {name: draw(name, tensor, generator, config) for name, tensor in sorted(weights.items())}
+    save_file(drawn, folder / "model.safetensors", {"format": "pt"})
+
+
+def draw(name, tensor, generator, config):
+    import torch
+
+    if tensor.ndim < 2 or not tensor.is_floating_point():
+        return tensor.clone()
+    scale = 1.5 / tensor.shape[-1] ** 0.5
+    if "embed" in name:
+        # Wide ones that are tied only repeat the last token; Gemma widens them by itself.
+        exponent = 1.0 if "gemma" in config["model_type"] else 0.5
+        scale = 0.3 / config["hidden_size"] ** exponent if config["tie_word_embeddings"] else 1.0
+    return torch.randn(tensor.shape, generator=generator) * scale
+
+
+if __name__ == "__main__":
+    write(*sys.argv[1:])
