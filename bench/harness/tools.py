@@ -128,10 +128,10 @@ def built(name: str) -> Path:
     say(f"building {name}")
     kind = ["--example", name] if name == "floor" else ["--bin", name]
     # What it says is for the person who waits.
-    if subprocess.run(["cargo", "build", "--release", "--quiet", *kind], cwd=ROOT).returncode != 0:
+    if subprocess.run(["cargo", "build", "--profile", "dist", "--quiet", *kind], cwd=ROOT).returncode != 0:
         raise MissingError(f"cargo can't build {name}")
     metadata = json.loads(run("cargo", "metadata", "--format-version=1", "--no-deps", cwd=ROOT))
-    folder = Path(metadata["target_directory"]) / "release"
+    folder = Path(metadata["target_directory"]) / "dist"
     return folder / "examples" / name if name == "floor" else folder / name
 
 

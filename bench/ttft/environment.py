@@ -19,7 +19,7 @@ def python(wheel: Path | None) -> Path:
         tools.say("building the wheel")
         wheels = tools.CACHE / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        build = [TEST_CACHE / "venv" / "bin" / "maturin", "build", "--release", "--locked", "-o", wheels]
+        build = [TEST_CACHE / "venv" / "bin" / "maturin", "build", "--profile", "dist", "--locked", "-o", wheels]
         tools.run(*build, "-m", tools.ROOT / "python" / "Cargo.toml")
         wheel = next(wheels.glob("kvgate-*.whl"))
     shutil.rmtree(environment, ignore_errors=True)

@@ -1,7 +1,9 @@
 use std::io::IsTerminal;
 use std::sync::OnceLock;
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
+use tracing_subscriber::{Registry, reload};
 
 use crate::config::{Log, LogFormat, LogLevel};
 
@@ -16,57 +18,70 @@ pub fn init(log: &Log, verbose: u8) {
 
 /// Logs from here on what this level says. Nothing happens before [`init`].
 pub fn set_level(level: LogLevel, verbose: u8) {
-    if let Some(set) = SET.get() {
-        set(EnvFilter::new(filter(level, verbose, None)));
+    if let Some(filter) = FILTER.get() {
+        // An error: the process ends, and its log with it.
+        let _ = filter.reload(targets(level, verbose, None));
     }
 }
 
 /// Logging is the process's, not of one of its parts.
-static SET: OnceLock<Box<dyn Fn(EnvFilter) + Send + Sync>> = OnceLock::new();
+static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
 
 /// The same for a command that itself tells what the module `told` would warn of.
 pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(filter(log.level, verbose, told)))
+    let (filter, handle) = reload::Layer::new(targets(log.level, verbose, told));
+    let lines = tracing_subscriber::fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
+    let lines = match log.format {
+        LogFormat::Text => lines.boxed(),
+        LogFormat::Json => lines.json().boxed(),
+    };
     // An error: the first call's is in use.
-    match log.format {
-        LogFormat::Text => {
-            let builder = builder.with_filter_reloading();
-            let handle = builder.reload_handle();
-            if builder.try_init().is_ok() {
-                let _ = SET.set(Box::new(move |filter| drop(handle.reload(filter))));
-            }
-        }
-        LogFormat::Json => {
-            let builder = builder.json().with_filter_reloading();
-            let handle = builder.reload_handle();
-            if builder.try_init().is_ok() {
-                let _ = SET.set(Box::new(move |filter| drop(handle.reload(filter))));
-            }
-        }
+    if tracing_subscriber::registry()
+        .with(filter)
+        .with(lines)
+        .try_init()
+        .is_ok()
+    {
+        let _ = FILTER.set(handle);
     }
 }
 
-fn filter(level: LogLevel, verbose: u8, told: Option<&str>) -> String {
+fn targets(level: LogLevel, verbose: u8, told: Option<&str>) -> Targets {
     let ours = match (verbose, level) {
         (0, level) => level,
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
         _ => LogLevel::Trace,
     };
-    // What a failed request means is told by whoever made it.
-    let theirs = if verbose == 0 { "error" } else { "info" };
-    let theirs = LIBRARIES.map(|library| match (library, verbose) {
-        // The embedded server's refusals reach its client, who says what they mean.
-        ("s3s", 0) => "s3s=off".to_owned(),
-        _ => format!("{library}={theirs}"),
-    });
-    // The SDK would have connections closed whose server failed; ours are not its own.
-    let poisoning = "aws_smithy_runtime::client::http::connection_poisoning=off";
-    let filter = format!("{ours},{},{poisoning}", theirs.join(","));
-    match (verbose, told) {
-        (0, Some(told)) => format!("{filter},{told}=error"),
-        _ => filter,
+    // What a failed request means is told by the call that made it.
+    let theirs = if verbose == 0 {
+        LevelFilter::ERROR
+    } else {
+        LevelFilter::INFO
+    };
+    let mut targets = Targets::new()
+        .with_default(level_filter(ours))
+        .with_targets(LIBRARIES.map(|library| (library, theirs)))
+        // The SDK would have connections closed whose server failed; ours are not its own.
+        .with_target(
+            "aws_smithy_runtime::client::http::connection_poisoning",
+            LevelFilter::OFF,
+        );
+    if verbose == 0 {
+        // The embedded server's refusals reach its client, which says what they mean.
+        targets = targets.with_target("s3s", LevelFilter::OFF);
+        targets = targets.with_targets(told.map(|told| (told, LevelFilter::ERROR)));
+    }
+    targets
+}
+
+fn level_filter(level: LogLevel) -> LevelFilter {
+    match level {
+        LogLevel::Error => LevelFilter::ERROR,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Debug => LevelFilter::DEBUG,
+        LogLevel::Trace => LevelFilter::TRACE,
     }
 }

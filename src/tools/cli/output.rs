@@ -1,6 +1,8 @@
 use std::fmt::Display;
 use std::io::{self, BufWriter, Stdout, Write};
 
+use aws_smithy_types::DateTime;
+use aws_smithy_types::date_time::Format;
 use serde::Serialize;
 
 use super::error::CliError;
@@ -96,21 +98,9 @@ pub fn count(number: u64, noun: &str) -> String {
 
 /// Seconds since 1970 as `2026-11-20T20:33:55Z`.
 pub fn time(seconds: i64) -> String {
-    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Days since 1 March 0000: then leap days are at the end of a year, and 400 years have 146097 days.
-    let days = days + 719_468;
-    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
-    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    // Months from March on: 153 days each five.
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let (year, month) = match month {
-        ..10 => (era * 400 + year, month + 3),
-        _ => (era * 400 + year + 1, month - 9),
-    };
-    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+    let time = DateTime::from_secs(seconds).fmt(Format::DateTime);
+    // Too far from now to be a date.
+    time.unwrap_or_else(|_| seconds.to_string())
 }
 
 #[cfg(test)]

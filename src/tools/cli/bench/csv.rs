@@ -3,211 +3,229 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::net::SocketAddr;
+
+use csv::WriterBuilder;
+use serde::Serialize;
 
 use super::endpoints::breaker;
+use crate::protocol::Order;
 use crate::tools::bench::{BenchSettings, Endpoint, Latency, PhaseReport};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::Out;
 
-/// What lines of addresses have in common with their phase's.
-const SHARED: [&str; 22] = [
-    "phase",
-    "began",
-    "version",
-    "endpoint",
-    "bucket",
-    "prefix",
-    "name",
-    "embedded",
-    "object_bytes",
-    "part_bytes",
-    "concurrency",
-    "verify",
-    "mix_percent",
-    "warm_up",
-    "rounds",
-    "time_limit_seconds",
-    "bytes_per_second",
-    "requests_per_second",
-    "model",
-    "tokens",
-    "order",
-    "last_done_seconds",
-];
+/// The columns, in order.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+struct Row<'a> {
+    phase: &'a str,
+    began: f64,
+    version: &'a str,
+    endpoint: &'a str,
+    bucket: &'a str,
+    prefix: &'a str,
+    name: &'a str,
+    embedded: bool,
+    objects: Option<u64>,
+    object_bytes: u64,
+    part_bytes: u64,
+    concurrency: usize,
+    verify: bool,
+    mix_percent: u64,
+    warm_up: bool,
+    rounds: Option<u64>,
+    time_limit_seconds: Option<f64>,
+    bytes_per_second: Option<u64>,
+    requests_per_second: Option<u64>,
+    model: Option<&'a str>,
+    tokens: Option<u32>,
+    order: Option<&'a str>,
+    ops: Option<u64>,
+    bytes: u64,
+    first_done_seconds: Option<f64>,
+    first_done_ops: Option<u64>,
+    first_done_bytes: Option<u64>,
+    first_done_iops: Option<f64>,
+    first_done_mib_per_s: Option<f64>,
+    last_done_seconds: f64,
+    last_done_iops: f64,
+    last_done_mib_per_s: f64,
+    cpu_seconds: Option<f64>,
+    cpu_seconds_per_gib: Option<f64>,
+    cpu_us_per_op: Option<f64>,
+    minor_faults: Option<u64>,
+    minor_faults_per_gib: Option<f64>,
+    latency_min_us: Option<f64>,
+    latency_mean_us: Option<f64>,
+    latency_p50_us: Option<f64>,
+    latency_p90_us: Option<f64>,
+    latency_p99_us: Option<f64>,
+    latency_p999_us: Option<f64>,
+    latency_max_us: Option<f64>,
+    requests: u64,
+    retries: u64,
+    hedges: u64,
+    errors: Option<u64>,
+    first_error: Option<&'a str>,
+    interrupted: Option<bool>,
+    mixed_writes_ops: Option<u64>,
+    mixed_writes_mib_per_s: Option<f64>,
+    mixed_writes_p50_us: Option<f64>,
+    mixed_writes_p99_us: Option<f64>,
+    mixed_reads_ops: Option<u64>,
+    mixed_reads_mib_per_s: Option<f64>,
+    mixed_reads_p50_us: Option<f64>,
+    mixed_reads_p99_us: Option<f64>,
+    present: Option<u64>,
+    prompts: Option<u64>,
+    prompt_chunks: Option<u64>,
+    prompt_gib_per_s: Option<f64>,
+    prompt_lookup_p50_us: Option<f64>,
+    prompt_lookup_p99_us: Option<f64>,
+    prompt_first_chunk_p50_us: Option<f64>,
+    prompt_first_chunk_p99_us: Option<f64>,
+    prompt_first_layer_p50_us: Option<f64>,
+    prompt_first_layer_p99_us: Option<f64>,
+    prompt_last_chunk_p50_us: Option<f64>,
+    prompt_last_chunk_p99_us: Option<f64>,
+    addresses: Option<usize>,
+    address: Option<SocketAddr>,
+    share_percent: Option<f64>,
+    ok: Option<u64>,
+    refused: Option<u64>,
+    throttled: Option<u64>,
+    failed: Option<u64>,
+    lost: Option<u64>,
+    timed_out: Option<u64>,
+    given_up: Option<u64>,
+    first_byte_us: Option<u64>,
+    window_bytes: Option<usize>,
+    breaker: Option<&'a str>,
+}
 
-/// What a column has where the line is of a phase.
-type Value = fn(&BenchSettings, &PhaseReport) -> String;
+impl<'a> Row<'a> {
+    fn of_settings(settings: &'a BenchSettings) -> Self {
+        let prompt = settings.prompt.as_ref();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            endpoint: settings.endpoint.as_deref().unwrap_or("AWS"),
+            bucket: &settings.bucket,
+            prefix: &settings.prefix,
+            name: &settings.name,
+            embedded: settings.embedded,
+            object_bytes: settings.object_bytes,
+            part_bytes: settings.part_bytes,
+            concurrency: settings.concurrency,
+            verify: settings.verify,
+            mix_percent: settings.mix_percent,
+            warm_up: settings.warm_up,
+            rounds: settings.rounds,
+            time_limit_seconds: settings.time_limit.map(|time| time.as_secs_f64()),
+            bytes_per_second: settings.bytes_per_second,
+            requests_per_second: settings.requests_per_second,
+            model: prompt.map(|prompt| prompt.model.as_str()),
+            tokens: prompt.map(|prompt| prompt.tokens),
+            order: prompt.map(|prompt| Order::word(prompt.order)),
+            ..Self::default()
+        }
+    }
 
-const COLUMNS: [(&str, Value); 83] = [
-    ("phase", |_, phase| phase.phase.name().into()),
-    ("began", |_, phase| number(phase.began)),
-    ("version", |_, _| env!("CARGO_PKG_VERSION").into()),
-    ("endpoint", |settings, _| {
-        settings.endpoint.clone().unwrap_or_else(|| "AWS".into())
-    }),
-    ("bucket", |settings, _| settings.bucket.clone()),
-    ("prefix", |settings, _| settings.prefix.clone()),
-    ("name", |settings, _| settings.name.clone()),
-    ("embedded", |settings, _| settings.embedded.to_string()),
-    ("objects", |_, phase| phase.objects.to_string()),
-    ("object_bytes", |settings, _| settings.object_bytes.to_string()),
-    ("part_bytes", |settings, _| settings.part_bytes.to_string()),
-    ("concurrency", |settings, _| settings.concurrency.to_string()),
-    ("verify", |settings, _| settings.verify.to_string()),
-    ("mix_percent", |settings, _| settings.mix_percent.to_string()),
-    ("warm_up", |settings, _| settings.warm_up.to_string()),
-    ("rounds", |settings, _| {
-        of(settings.rounds.as_ref(), |rounds| Some(rounds.to_string()))
-    }),
-    ("time_limit_seconds", |settings, _| {
-        maybe(settings.time_limit.map(|time| time.as_secs_f64()))
-    }),
-    ("bytes_per_second", |settings, _| {
-        of(settings.bytes_per_second.as_ref(), |rate| Some(rate.to_string()))
-    }),
-    ("requests_per_second", |settings, _| {
-        of(settings.requests_per_second.as_ref(), |rate| {
-            Some(rate.to_string())
-        })
-    }),
-    ("model", |settings, _| {
-        of(settings.prompt.as_ref(), |prompt| Some(prompt.model.clone()))
-    }),
-    ("tokens", |settings, _| {
-        of(settings.prompt.as_ref(), |prompt| Some(prompt.tokens.to_string()))
-    }),
-    ("order", |settings, _| {
-        of(settings.prompt.as_ref(), |prompt| {
-            Some(prompt.order.word().into())
-        })
-    }),
-    ("ops", |_, phase| phase.ops.to_string()),
-    ("bytes", |_, phase| phase.bytes.to_string()),
-    ("first_done_seconds", |_, phase| number(phase.first_done.seconds)),
-    ("first_done_ops", |_, phase| phase.first_done.ops.to_string()),
-    ("first_done_bytes", |_, phase| phase.first_done.bytes.to_string()),
-    ("first_done_iops", |_, phase| number(phase.first_done.iops)),
-    ("first_done_mib_per_s", |_, phase| {
-        number(phase.first_done.mib_per_s)
-    }),
-    ("last_done_seconds", |_, phase| number(phase.last_done.seconds)),
-    ("last_done_iops", |_, phase| number(phase.last_done.iops)),
-    ("last_done_mib_per_s", |_, phase| {
-        number(phase.last_done.mib_per_s)
-    }),
-    ("cpu_seconds", |_, phase| number(phase.cpu_seconds)),
-    ("cpu_seconds_per_gib", |_, phase| maybe(phase.cpu_seconds_per_gib)),
-    ("cpu_us_per_op", |_, phase| maybe(phase.cpu_us_per_op)),
-    ("minor_faults", |_, phase| phase.minor_faults.to_string()),
-    ("minor_faults_per_gib", |_, phase| {
-        maybe(phase.minor_faults_per_gib)
-    }),
-    ("latency_min_us", |_, phase| latency(phase, |all| all.min)),
-    ("latency_mean_us", |_, phase| latency(phase, |all| all.mean)),
-    ("latency_p50_us", |_, phase| latency(phase, |all| all.p50)),
-    ("latency_p90_us", |_, phase| latency(phase, |all| all.p90)),
-    ("latency_p99_us", |_, phase| latency(phase, |all| all.p99)),
-    ("latency_p999_us", |_, phase| latency(phase, |all| all.p999)),
-    ("latency_max_us", |_, phase| latency(phase, |all| all.max)),
-    ("requests", |_, phase| phase.requests.total().to_string()),
-    ("retries", |_, phase| phase.retries.to_string()),
-    ("hedges", |_, phase| phase.hedges.to_string()),
-    ("errors", |_, phase| phase.errors.count.to_string()),
-    ("first_error", |_, phase| {
-        phase.errors.first.clone().unwrap_or_default()
-    }),
-    ("interrupted", |_, phase| phase.interrupted.to_string()),
-    // Only of a write with --mix:
-    ("mixed_writes_ops", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(mix.writes.ops.to_string()))
-    }),
-    ("mixed_writes_mib_per_s", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.mib_per_s)))
-    }),
-    ("mixed_writes_p50_us", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.latency_us?.p50)))
-    }),
-    ("mixed_writes_p99_us", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.writes.latency_us?.p99)))
-    }),
-    ("mixed_reads_ops", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(mix.reads.ops.to_string()))
-    }),
-    ("mixed_reads_mib_per_s", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.mib_per_s)))
-    }),
-    ("mixed_reads_p50_us", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.latency_us?.p50)))
-    }),
-    ("mixed_reads_p99_us", |_, phase| {
-        of(phase.mix.as_ref(), |mix| Some(number(mix.reads.latency_us?.p99)))
-    }),
-    // Only of prompts:
-    ("present", |_, phase| phase.present.to_string()),
-    ("prompts", |_, phase| {
-        of(phase.prompt.as_ref(), |report| Some(report.prompts.to_string()))
-    }),
-    ("prompt_chunks", |_, phase| {
-        of(phase.prompt.as_ref(), |report| Some(report.chunks.to_string()))
-    }),
-    ("prompt_gib_per_s", |_, phase| {
-        of(phase.prompt.as_ref(), |report| report.gib_per_s.map(number))
-    }),
-    ("prompt_lookup_p50_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.lookup_us?.p50))
-        })
-    }),
-    ("prompt_lookup_p99_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.lookup_us?.p99))
-        })
-    }),
-    ("prompt_first_chunk_p50_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.first_chunk_us?.p50))
-        })
-    }),
-    ("prompt_first_chunk_p99_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.first_chunk_us?.p99))
-        })
-    }),
-    ("prompt_first_layer_p50_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.first_layer_us?.p50))
-        })
-    }),
-    ("prompt_first_layer_p99_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.first_layer_us?.p99))
-        })
-    }),
-    ("prompt_last_chunk_p50_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.last_chunk_us?.p50))
-        })
-    }),
-    ("prompt_last_chunk_p99_us", |_, phase| {
-        of(phase.prompt.as_ref(), |report| {
-            Some(number(report.last_chunk_us?.p99))
-        })
-    }),
-    ("addresses", |_, phase| phase.endpoints.len().to_string()),
-    // Only where the line is of one address:
-    ("address", |_, _| String::new()),
-    ("share_percent", |_, _| String::new()),
-    ("ok", |_, _| String::new()),
-    ("refused", |_, _| String::new()),
-    ("throttled", |_, _| String::new()),
-    ("failed", |_, _| String::new()),
-    ("lost", |_, _| String::new()),
-    ("timed_out", |_, _| String::new()),
-    ("given_up", |_, _| String::new()),
-    ("first_byte_us", |_, _| String::new()),
-    ("window_bytes", |_, _| String::new()),
-    ("breaker", |_, _| String::new()),
-];
+    fn of_phase(settings: &'a BenchSettings, phase: &'a PhaseReport) -> Self {
+        let (first, last, latency) = (phase.first_done, phase.last_done, phase.latency_us);
+        let (writes, reads) = (
+            phase.mix.as_ref().map(|mix| &mix.writes),
+            phase.mix.as_ref().map(|mix| &mix.reads),
+        );
+        let prompt = phase.prompt.as_ref();
+        let (p50, p99) = (|all: Latency| all.p50, |all: Latency| all.p99);
+        let lookup = prompt.and_then(|prompt| prompt.lookup_us);
+        let first_chunk = prompt.and_then(|prompt| prompt.first_chunk_us);
+        let first_layer = prompt.and_then(|prompt| prompt.first_layer_us);
+        let last_chunk = prompt.and_then(|prompt| prompt.last_chunk_us);
+        Self {
+            phase: phase.phase.name(),
+            began: phase.began,
+            objects: Some(phase.objects),
+            ops: Some(phase.ops),
+            bytes: phase.bytes,
+            first_done_seconds: Some(first.seconds),
+            first_done_ops: Some(first.ops),
+            first_done_bytes: Some(first.bytes),
+            first_done_iops: Some(first.iops),
+            first_done_mib_per_s: Some(first.mib_per_s),
+            last_done_seconds: last.seconds,
+            last_done_iops: last.iops,
+            last_done_mib_per_s: last.mib_per_s,
+            cpu_seconds: Some(phase.cpu_seconds),
+            cpu_seconds_per_gib: phase.cpu_seconds_per_gib,
+            cpu_us_per_op: phase.cpu_us_per_op,
+            minor_faults: Some(phase.minor_faults),
+            minor_faults_per_gib: phase.minor_faults_per_gib,
+            latency_min_us: latency.map(|all| all.min),
+            latency_mean_us: latency.map(|all| all.mean),
+            latency_p50_us: latency.map(p50),
+            latency_p90_us: latency.map(|all| all.p90),
+            latency_p99_us: latency.map(p99),
+            latency_p999_us: latency.map(|all| all.p999),
+            latency_max_us: latency.map(|all| all.max),
+            requests: phase.requests.total(),
+            retries: phase.retries,
+            hedges: phase.hedges,
+            errors: Some(phase.errors.count),
+            first_error: phase.errors.first.as_deref(),
+            interrupted: Some(phase.interrupted),
+            mixed_writes_ops: writes.map(|share| share.ops),
+            mixed_writes_mib_per_s: writes.map(|share| share.mib_per_s),
+            mixed_writes_p50_us: writes.and_then(|share| share.latency_us).map(p50),
+            mixed_writes_p99_us: writes.and_then(|share| share.latency_us).map(p99),
+            mixed_reads_ops: reads.map(|share| share.ops),
+            mixed_reads_mib_per_s: reads.map(|share| share.mib_per_s),
+            mixed_reads_p50_us: reads.and_then(|share| share.latency_us).map(p50),
+            mixed_reads_p99_us: reads.and_then(|share| share.latency_us).map(p99),
+            present: Some(phase.present),
+            prompts: prompt.map(|prompt| prompt.prompts),
+            prompt_chunks: prompt.map(|prompt| prompt.chunks),
+            prompt_gib_per_s: prompt.and_then(|prompt| prompt.gib_per_s),
+            prompt_lookup_p50_us: lookup.map(p50),
+            prompt_lookup_p99_us: lookup.map(p99),
+            prompt_first_chunk_p50_us: first_chunk.map(p50),
+            prompt_first_chunk_p99_us: first_chunk.map(p99),
+            prompt_first_layer_p50_us: first_layer.map(p50),
+            prompt_first_layer_p99_us: first_layer.map(p99),
+            prompt_last_chunk_p50_us: last_chunk.map(p50),
+            prompt_last_chunk_p99_us: last_chunk.map(p99),
+            addresses: Some(phase.endpoints.len()),
+            ..Self::of_settings(settings)
+        }
+    }
+
+    fn of_address(settings: &'a BenchSettings, phase: &'a PhaseReport, endpoint: &'a Endpoint) -> Self {
+        let (state, totals) = (&endpoint.state, &endpoint.state.totals);
+        Self {
+            phase: phase.phase.name(),
+            began: phase.began,
+            bytes: totals.bytes,
+            last_done_seconds: phase.last_done.seconds,
+            last_done_mib_per_s: endpoint.mib_per_s,
+            last_done_iops: endpoint.requests as f64 / phase.seconds,
+            requests: endpoint.requests,
+            retries: totals.retries,
+            hedges: totals.hedges,
+            address: Some(state.address),
+            share_percent: Some(endpoint.share_percent),
+            ok: Some(totals.ok),
+            refused: Some(totals.refused),
+            throttled: Some(totals.throttled),
+            failed: Some(totals.failed),
+            lost: Some(totals.lost),
+            timed_out: Some(totals.timed_out),
+            given_up: Some(totals.given_up),
+            first_byte_us: state.latency_us,
+            window_bytes: Some(state.window_bytes),
+            breaker: Some(breaker(state.breaker)),
+            ..Self::of_settings(settings)
+        }
+    }
+}
 
 /// Where lines are added; the header is written with the first.
 pub struct Csv {
@@ -232,7 +250,8 @@ impl Csv {
             .open(name)
             .map_err(error)?;
         let empty = file.metadata().map_err(error)?.len() == 0;
-        if !empty && first_line(name).map_err(error)? != header() {
+        let columns = header().map_err(error)?;
+        if !empty && first_line(name, columns.len()).map_err(error)? != columns {
             return Err(CliError::usage(format!(
                 "--csv {name}: its first line does not name this version's columns; give it a new file"
             )));
@@ -258,42 +277,39 @@ impl Csv {
         phase: &PhaseReport,
         out: &mut Out,
     ) -> Result<(), CliError> {
-        let mut lines: Vec<String> = std::mem::take(&mut self.header)
-            .then(header)
-            .into_iter()
-            .collect();
-        lines.push(line(|_, of_phase| of_phase(settings, phase)));
+        let mut rows = vec![Row::of_phase(settings, phase)];
         if phase.endpoints.len() > 1 {
-            let of_address = |endpoint| {
-                line(|name, of_phase| match of_address(name, phase, endpoint) {
-                    None if SHARED.contains(&name) => of_phase(settings, phase),
-                    value => value.unwrap_or_default(),
-                })
-            };
-            lines.extend(phase.endpoints.iter().map(of_address));
+            let of_address = |endpoint| Row::of_address(settings, phase, endpoint);
+            rows.extend(phase.endpoints.iter().map(of_address));
         }
+        let lines = lines(std::mem::take(&mut self.header), &rows)
+            .map_err(|error| CliError::Failed(format!("can't make --csv: {error}")))?;
         match &mut self.file {
-            None => lines.iter().try_for_each(|line| out.line(line))?,
-            Some((file, name)) => append(file, &(lines.join("\n") + "\n"))
+            None => lines.lines().try_for_each(|line| out.line(line))?,
+            Some((file, name)) => append(file, &lines)
                 .map_err(|error| CliError::Failed(format!("can't write --csv {name}: {error}")))?,
         }
         out.flush()
     }
 }
 
-fn header() -> String {
-    COLUMNS.map(|(name, _)| name).join(",")
+/// The rows' lines, below the columns' names where there is to be a `header`.
+fn lines(header: bool, rows: &[Row<'_>]) -> io::Result<String> {
+    let mut writer = WriterBuilder::new().has_headers(header).from_writer(Vec::new());
+    rows.iter().try_for_each(|row| writer.serialize(row))?;
+    let bytes = writer.into_inner().map_err(|error| error.into_error())?;
+    String::from_utf8(bytes).map_err(io::Error::other)
 }
 
-fn line(value: impl Fn(&'static str, Value) -> String) -> String {
-    COLUMNS
-        .map(|(name, of_phase)| cell(&value(name, of_phase)))
-        .join(",")
+/// The columns' names.
+fn header() -> io::Result<String> {
+    let lines = lines(true, &[Row::default()])?;
+    Ok(lines.lines().next().unwrap_or_default().to_owned())
 }
 
-fn first_line(name: &str) -> io::Result<String> {
-    // Longer than ours is another one.
-    let most = header().len() as u64 + 2;
+/// Of a file, as far as it may be one of `len` bytes.
+fn first_line(name: &str, len: usize) -> io::Result<String> {
+    let most = len as u64 + 2;
     let mut bytes = Vec::new();
     BufReader::new(File::open(name)?.take(most)).read_until(b'\n', &mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
@@ -317,66 +333,4 @@ fn is_ended(name: &str) -> io::Result<bool> {
     let mut last = [0];
     file.read_exact(&mut last)?;
     Ok(last == *b"\n")
-}
-
-/// Quoted where it must be.
-fn cell(text: &str) -> String {
-    match text.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.to_owned(),
-    }
-}
-
-fn number(number: f64) -> String {
-    format!("{number:.6}")
-}
-
-fn maybe(some: Option<f64>) -> String {
-    some.map(number).unwrap_or_default()
-}
-
-fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
-    maybe(phase.latency_us.as_ref().map(of))
-}
-
-/// Empty where there is none.
-fn of<T>(some: Option<&T>, value: fn(&T) -> Option<String>) -> String {
-    some.and_then(value).unwrap_or_default()
-}
-
-/// None where there is no such figure of one address.
-fn of_address(name: &str, phase: &PhaseReport, endpoint: &Endpoint) -> Option<String> {
-    let (state, totals) = (&endpoint.state, &endpoint.state.totals);
-    Some(match name {
-        "bytes" => totals.bytes.to_string(),
-        "last_done_mib_per_s" => number(endpoint.mib_per_s),
-        "last_done_iops" => number(endpoint.requests as f64 / phase.seconds),
-        "requests" => endpoint.requests.to_string(),
-        "retries" => totals.retries.to_string(),
-        "hedges" => totals.hedges.to_string(),
-        "address" => state.address.to_string(),
-        "share_percent" => number(endpoint.share_percent),
-        "ok" => totals.ok.to_string(),
-        "refused" => totals.refused.to_string(),
-        "throttled" => totals.throttled.to_string(),
-        "failed" => totals.failed.to_string(),
-        "lost" => totals.lost.to_string(),
-        "timed_out" => totals.timed_out.to_string(),
-        "given_up" => totals.given_up.to_string(),
-        "first_byte_us" => state.latency_us?.to_string(),
-        "window_bytes" => state.window_bytes.to_string(),
-        "breaker" => breaker(state.breaker).to_owned(),
-        _ => return None,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cells_are_quoted_where_they_must_be() {
-        let cells = ["plain", "a,b", "say \"x\"", "two\nlines"].map(cell);
-        assert_eq!(cells, ["plain", "\"a,b\"", "\"say \"\"x\"\"\"", "\"two\nlines\""]);
-    }
 }
