@@ -297,7 +297,7 @@ impl Csv {
 fn lines(header: bool, rows: &[Row<'_>]) -> io::Result<String> {
     let mut writer = WriterBuilder::new().has_headers(header).from_writer(Vec::new());
     rows.iter().try_for_each(|row| writer.serialize(row))?;
-    let bytes = writer.into_inner().map_err(|error| error.into_error())?;
+    let bytes = writer.into_inner().map_err(csv::IntoInnerError::into_error)?;
     String::from_utf8(bytes).map_err(io::Error::other)
 }
 
