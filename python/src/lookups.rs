@@ -28,7 +28,7 @@ pub struct Lookups {
     questions: Questions,
 }
 
-/// What a question needs, off the caller's thread.
+/// The part of a question that runs off the caller's thread.
 #[derive(Clone)]
 struct Asker {
     client: Client,
@@ -50,7 +50,7 @@ struct Question {
     number: Number,
     /// The longest prefix so far, and when it was told: its pins hold from then on.
     told: Option<Told>,
-    /// What the question before was told.
+    /// The answer to the question before.
     before: Option<Told>,
     /// There is more than `before`: it counts only where this question has no answer in time.
     is_awaited: bool,
@@ -211,7 +211,7 @@ impl Lookups {
         PyBytes::new(py, &tiers)
     }
 
-    /// What became of its question; None while it goes on.
+    /// The outcome of its question; None while it goes on.
     fn outcome(&self, request: &str) -> Option<&'static str> {
         let questions = self.lock();
         let question = questions.get(request)?;
@@ -290,7 +290,7 @@ impl Question {
         self.counts(pin).map_or(0, |told| told.prefix)
     }
 
-    /// What the question before was told counts until this one has an answer, as long as its pins hold.
+    /// The answer before counts until this question has one, as long as its pins hold.
     fn counts(&self, pin: Duration) -> Option<&Told> {
         let told = self.told.as_ref();
         if self.ended.is_some() && told.is_some() {
@@ -358,7 +358,7 @@ impl Asker {
         }
         change(&|question| {
             question.trouble.get_or_insert("failed");
-            // What nobody can tell is not there.
+            // A chunk that nobody can tell of is not there.
             question.tell_nothing();
             question.note(true);
         });
@@ -370,7 +370,7 @@ impl Asker {
 
     /// Declares the space when the daemon, perhaps a new one, does not know it.
     async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<FoundChunks, ClientError> {
-        // What the gateway knows by then is better than no answer.
+        // The gateway's knowledge by then is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
         let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true&tiers=true");
         let id = self.space.id().to_string();

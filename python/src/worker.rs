@@ -21,7 +21,7 @@ use crate::lookups::split;
 use crate::runtime::runtime;
 use crate::space::Space;
 
-/// What a rank is started with.
+/// The settings of a rank.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Settings {
@@ -139,7 +139,7 @@ impl Worker {
             let begin = |state: &mut State| state.by_layer.extend(by_layer.then_some(waited));
             self.spawn(work, begin, move |state, ended: Result<Vec<Failed>, String>| {
                 state.by_layer.retain(|(by_layer, _)| *by_layer != job);
-                // What is not known to be there is computed.
+                // Chunks that are not known to be there are computed.
                 let (missing, error) = match ended {
                     Ok(failed) => (
                         failed.iter().map(|failed| failed.index).collect(),
@@ -217,7 +217,7 @@ impl Worker {
             let began = Instant::now();
             let begin = |state: &mut State| state.holds.push(held);
             self.spawn(work, begin, move |state, ended| {
-                // What can't be stored is stored the next time that somebody computes it.
+                // A chunk that can't be stored is stored the next time that an engine computes it.
                 let (stored, error) = match ended {
                     Ok(stored) => (stored, None),
                     Err(error) => (kvgate::engine::rank::Stored::default(), Some(error)),

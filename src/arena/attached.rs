@@ -27,7 +27,7 @@ pub struct AttachedSlot {
     arena: Arc<AttachedArena>,
     at: usize,
     len: usize,
-    /// What the slot is lent by; kept until the slot goes.
+    /// The mapping that the slot is lent by; kept until the slot goes.
     _lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -135,7 +135,7 @@ impl AttachedArena {
         let index = (slot - self.slots.start) / SLOT_ALIGN;
         // SAFETY: the table has a u64 for each page of the slots.
         let cell = unsafe { &*table.add(index) };
-        // What was copied before this call was read before the generation is.
+        // Bytes that were copied before this call were read before the generation is.
         fence(Ordering::Acquire);
         Ok(cell.load(Ordering::Acquire))
     }

@@ -1,4 +1,4 @@
-//! What must hold between keys. Runs only when each key is valid by itself.
+//! The rules between keys. Runs only when each key is valid by itself.
 
 use super::names::{host_of, is_address};
 use super::schema::Config;

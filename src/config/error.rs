@@ -1,4 +1,4 @@
-//! What is wrong with a configuration: a list, since all of it is told at once.
+//! The problems of a configuration: a list, since all of them are told at once.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub struct ConfigProblem {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
     pub origin: SettingOrigin,
-    /// What is wrong, and what to write instead.
+    /// The problem, and what to write instead.
     pub message: String,
 }
 

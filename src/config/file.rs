@@ -18,7 +18,7 @@ const FILE_BYTES_MAX: u64 = 64 * KIB;
 /// With this one it nests at most 360 deep: by indentation, n levels take n * n / 2 bytes.
 const YAML_LINE_BYTES_MAX: usize = 512;
 
-/// What the file says, or why it cannot be used.
+/// The file's settings, or why it cannot be used.
 pub(super) fn read_file(path: &Path) -> Result<Table, String> {
     let extension = path
         .extension()

@@ -16,7 +16,7 @@ pub(super) trait Kind {
     fn parse(&self, text: &str) -> Result<Self::Value, String>;
     /// Exactly, so that it reads back the same.
     fn show(&self, value: &Self::Value) -> String;
-    /// What may be written, for error messages and documentation.
+    /// The allowed values, for error messages and documentation.
     fn accepts(&self) -> String;
 
     /// A file must quote it: `0123` or `1e3` without quotes would reach us changed.
@@ -28,7 +28,7 @@ pub(super) trait Kind {
 /// A size or a whole number, both ends included.
 pub(super) struct Between<T>(pub(super) T, pub(super) T);
 
-/// What [`Between`] needs to know of a number.
+/// The traits of a number that [`Between`] needs.
 pub(super) trait Number: FromStr + Display + PartialOrd {
     const NOUN: &'static str;
     fn explain(text: &str, error: Self::Err) -> String;

@@ -63,7 +63,7 @@ pub struct Shown {
     pub value: String,
     pub default: &'static str,
     pub origin: SettingOrigin,
-    /// What may be written, such as "a size from 1MiB to 5GiB".
+    /// The allowed values, such as "a size from 1MiB to 5GiB".
     pub accepts: String,
     pub doc: &'static str,
 }

@@ -1,4 +1,4 @@
-//! What to say about a key that does not exist: the nearest one that does, or else all there are.
+//! The hint for a key that does not exist: the nearest one that does, or else all there are.
 
 use super::schema::SECTIONS;
 

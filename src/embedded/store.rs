@@ -65,7 +65,7 @@ impl FolderStore {
             Err(TryLockError::WouldBlock) => return Err(EmbeddedError::InUse { path: root }),
             Err(TryLockError::Error(error)) => return Err(fail(error)),
         }
-        // What a killed server left: parts, unpublished uploads, their side files.
+        // Leftovers of a killed server: parts, unpublished uploads, their side files.
         let staging = root.join(STAGING);
         match std::fs::remove_dir_all(&staging) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(fail(error)),
@@ -145,7 +145,7 @@ pub(super) async fn blocking<T: Send + 'static>(
     spawn_blocking(work).await.map_err(S3Error::internal_error)?
 }
 
-/// What `async_trait` would write: a boxed future per operation, running the method of that name.
+/// The code that `async_trait` would write: a boxed future per operation, running the method of that name.
 macro_rules! operations {
     ($($name:ident: $input:ty => $output:ty,)*) => {
         impl S3 for FolderStore {

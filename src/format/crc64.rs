@@ -262,7 +262,7 @@ mod fold {
         }
     }
 
-    /// What the low and the high half of a lane are multiplied by to get a number of bytes further.
+    /// The factors of a lane's low and high half for a number of bytes further.
     #[derive(Clone, Copy)]
     struct Power {
         low: u64,

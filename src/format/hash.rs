@@ -61,7 +61,7 @@ hash_type! {
     ChunkHash, "a chunk hash"
 }
 
-/// Who computes chunk hashes.
+/// Computes chunk hashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum HashScheme {
     /// [`ChunkHasher`].
@@ -95,7 +95,7 @@ impl fmt::Debug for TenantSecret {
     }
 }
 
-/// What else decides the KV of a position: an image's digest, a prompt embedding.
+/// Anything else that decides the KV of a position: an image's digest, a prompt embedding.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Extra {
     /// Position in the tokens that it goes with.

@@ -23,7 +23,7 @@ pub const fn header_len(planes: usize) -> usize {
     (FIXED_LEN + planes * DIGEST_LEN + DIGEST_LEN).next_multiple_of(HEADER_ALIGN)
 }
 
-/// What a chunk's object says of itself.
+/// The description in a chunk's object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     pub space_id: SpaceId,

@@ -37,7 +37,7 @@ pub type ChunkId = (SpaceKey, ChunkHash);
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KeyPrefix(String);
 
-/// What an object key under the prefix names.
+/// The thing that an object key under the prefix names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Key {
     /// The space in readable form.

@@ -1,4 +1,4 @@
-//! What a chunk is: its space, hash, key, header and bytes in order. No I/O.
+//! The format of a chunk: its space, hash, key, header and bytes in order. No I/O.
 //!
 //! A *chunk* is the KV cache of `chunk_tokens` consecutive tokens of a prompt, for all layers and heads of a
 //! *space* (model, revision, dtype, geometry, tenant). Its hash covers the space, the whole prefix before it and its

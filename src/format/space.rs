@@ -62,7 +62,7 @@ struct Fields {
     extra: BTreeMap<String, String>,
 }
 
-/// What is wrong with a space; all of it.
+/// The problems of a space; all of them.
 #[derive(Debug, thiserror::Error)]
 pub enum SpaceError {
     #[error("the space is not valid JSON for a space: {0}. See docs/FORMAT.md section 1")]

@@ -66,7 +66,7 @@ pub enum AttachError {
     },
 }
 
-/// What a rank that wants to store a chunk is told.
+/// The answer to a rank that wants to store a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Offer {
     /// Nobody stores it: reserve a slot, then [`Ledger::fill`].
@@ -77,7 +77,7 @@ pub enum Offer {
     Pending,
 }
 
-/// What a commit led to.
+/// The outcome of a commit.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Committed<K, R> {
     /// Other ranks are still to commit.
@@ -345,14 +345,14 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         )
     }
 
-    /// What some sessions may write.
+    /// The slots that some sessions may write.
     pub fn fillings_of(&self, is_one: impl Fn(SessionId) -> bool) -> impl Iterator<Item = (SlotId, &R)> {
         let of = move |filling: &Filling<K, R>| filling.writers.iter().any(|&session| is_one(session));
         let fillings = self.fillings.iter().filter(move |(_, filling)| of(filling));
         fillings.map(|(slot, filling)| (*slot, &filling.reserved))
     }
 
-    /// What some sessions may read.
+    /// The slots that some sessions may read.
     pub fn leases_of(&self, is_one: impl Fn(SessionId) -> bool) -> impl Iterator<Item = (SlotId, &L)> {
         let leases = self.leases.iter().filter(move |(key, _)| is_one(key.0));
         leases.filter_map(|(key, leases)| Some((key.2, leases.first()?)))

@@ -13,7 +13,7 @@ use crate::format::{ChunkHash, Space};
 use crate::protocol::Order;
 use crate::protocol::Tier;
 
-/// What an engine wants to have in slots.
+/// The chunks that an engine wants to have in slots.
 #[derive(Debug, Clone)]
 pub struct LoadCall {
     /// The same for all ranks of one request, and of no other load meanwhile.
@@ -150,7 +150,7 @@ impl Node {
                 shared
             }
             dashmap::Entry::Vacant(entry) => {
-                // Who is not attached now takes no part.
+                // A rank that is not attached now takes no part.
                 let ranks = self.ledger().ranks(session.id).into_keys();
                 let deadline = call.deadline;
                 let stream = self.stream(session, call.clone());

@@ -1,4 +1,4 @@
-//! What runs on a GPU node: a [`Gateway`] with its tiers, and the engine processes that are attached to it.
+//! A GPU node: a [`Gateway`] with its tiers, and the engine processes that are attached to it.
 //!
 //! Engines share the arena, so what one of them does must never harm another: which slot is whose is kept by the
 //! [`ledger`], what a rank writes of a chunk is said in [`owners`], and a load that several ranks take part in is one
@@ -185,7 +185,7 @@ impl Node {
         Ok(space)
     }
 
-    /// What is under way, or still to be sent, has the space by itself.
+    /// Loads under way, and chunks still to be sent, have the space by themselves.
     fn forget_space(&self) -> bool {
         let mut used = HashSet::new();
         for session in &self.0.sessions {

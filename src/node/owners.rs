@@ -9,7 +9,7 @@ use super::ledger::Rank;
 use crate::format::Space;
 use crate::protocol::Share;
 
-/// What a rank has of the model: half-open ranges in the whole model's numbering; None: all.
+/// A rank's share of the model: half-open ranges in the whole model's numbering; None: all.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Has {

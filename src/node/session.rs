@@ -17,7 +17,7 @@ use super::peer::{Peer, Process};
 use crate::cache::gateway::Credit;
 use crate::format::SpaceKey;
 
-/// What an engine process says of itself when it attaches.
+/// The description that an engine process gives of itself when it attaches.
 #[derive(Debug, Clone)]
 pub struct Attach {
     /// Of the engine: the same for all of its ranks, and no other engine's.
@@ -31,7 +31,7 @@ pub struct Attach {
 /// An engine process that is attached.
 pub struct Session {
     pub(super) id: SessionId,
-    /// What its calls name it by; nobody else can guess it.
+    /// The name in its calls; nobody else can guess it.
     pub name: String,
     pub instance: String,
     pub rank: Rank,
@@ -48,7 +48,7 @@ pub struct Session {
     ended: watch::Sender<bool>,
 }
 
-/// What the stream of an attach tells.
+/// An event on the stream of an attach.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum SessionEvent {

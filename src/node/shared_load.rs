@@ -14,7 +14,7 @@ use crate::protocol::Order;
 type Outcome = (usize, Result<LoadedChunk, Miss>);
 
 pub(super) struct SharedLoad {
-    /// What all must ask for.
+    /// The request, the same for all ranks.
     pub space: SpaceId,
     pub chunks: Vec<ChunkHash>,
     pub order: Order,
@@ -34,7 +34,7 @@ struct State {
     joined: BTreeSet<Rank>,
 }
 
-/// What became of a rank that wants to join.
+/// The answer to a rank that wants to join.
 pub(super) enum Joined {
     Part(Participant),
     /// It takes no part: it was waited for long enough, or attached when the load was under way.

@@ -1,4 +1,4 @@
-//! What an operator sees of a node.
+//! The status of a node, for operators.
 
 use std::sync::atomic::Ordering;
 
@@ -39,7 +39,7 @@ pub struct S3Status {
     pub capabilities: Capabilities,
     pub requests: RequestCounts,
     pub endpoints: Vec<EndpointState>,
-    /// What is known to exist or not.
+    /// The chunks that are known to exist or not.
     pub existence_entries: usize,
 }
 
@@ -54,7 +54,7 @@ pub struct SessionStatus {
     pub leases: usize,
 }
 
-/// What the slot protocol has under way.
+/// The slots that are being filled or read.
 #[derive(Debug, Clone, Serialize)]
 pub struct SlotStatus {
     pub filling: usize,

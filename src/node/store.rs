@@ -27,7 +27,7 @@ pub(super) struct Filled {
     pub reserved: Reserved,
     pub parent: ChunkHash,
     unwritten: Marks,
-    /// What each of its owners writes.
+    /// The share that each of its owners writes.
     shares: Arc<BTreeMap<Rank, Vec<Share>>>,
     pub since: Instant,
 }
@@ -40,7 +40,7 @@ impl Filled {
     }
 }
 
-/// What a rank is told of a chunk that it wants to store.
+/// The answer to a rank for a chunk that it wants to store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReserveOutcome {
     /// Where to write.
@@ -56,7 +56,7 @@ pub enum ReserveOutcome {
     OtherRank,
 }
 
-/// What a reserve answers.
+/// The answer to a reserve.
 #[derive(Debug, Clone)]
 pub struct Reservations {
     /// Of every chunk, what this rank writes; the whole, if nothing else is said.

@@ -187,7 +187,7 @@ pub struct ReserveChunk {
     pub tokens: Option<u32>,
 }
 
-/// What a rank owns of a chunk: these heads of these planes.
+/// A rank's share of a chunk: these heads of these planes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// Half-open.
@@ -293,7 +293,7 @@ pub struct FlushRequest {
     pub dropped: u64,
 }
 
-/// What a flush found.
+/// The outcome of a flush.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Flushed {
     /// Chunks that still wait: 0 when the flush is complete.
@@ -315,7 +315,7 @@ pub struct Problem {
     pub kind: String,
     pub title: String,
     pub status: u16,
-    /// What was wrong, and what to do.
+    /// The problem, and what to do.
     pub detail: String,
     /// Stable word.
     pub code: String,

@@ -1,4 +1,4 @@
-//! What the daemon and its clients say to each other. The server reads what a client writes, and the other way round, from
+//! The messages of the daemon and its clients. The server reads what a client writes, and the other way round, from
 //! the same types. `docs/API.md` and `docs/openapi.json` describe them for everybody else.
 
 mod calls;

@@ -3,7 +3,7 @@
 use super::choice::choices;
 
 choices! {
-    /// What a load fetches first.
+    /// The order in which a load fetches.
     ///
     /// Layer order is for engines that compute the first layer while the last ones are still on their way. It cuts chunks
     /// at layer boundaries into *groups* of `[load] layer_part_size`, about, and works in *windows* of chunks that have room
@@ -55,7 +55,7 @@ choices! {
         S3Fifo = "s3fifo",
     }
 
-    /// What happens to new chunks while S3 is slower than the engines.
+    /// The fate of new chunks while S3 is slower than the engines.
     WhenFull {
         /// They are refused.
         Refuse = "refuse",

@@ -1,4 +1,4 @@
-//! What a load hands out: verified planes in their slots.
+//! A load's result: verified planes in their slots.
 
 use std::ops::Range;
 

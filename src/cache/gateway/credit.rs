@@ -13,7 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 pub struct Credit {
     kib: Arc<Semaphore>,
     most: u32,
-    /// What this one is a part of.
+    /// The credit that this one is a part of.
     engine: Option<Arc<Credit>>,
 }
 

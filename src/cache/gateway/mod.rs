@@ -189,7 +189,7 @@ impl Gateway {
     }
 }
 
-/// What operators ask for.
+/// Calls for operators.
 impl Gateway {
     /// Removes a chunk from every tier. Whoever reads it goes on.
     pub async fn remove(
@@ -201,7 +201,7 @@ impl Gateway {
         let key = (space.key(), *chunk);
         self.0.delete_here(&key).await;
         let _nobody_changes_it = self.0.bucket.delete(key, deadline).await?;
-        // What a load that began meanwhile has brought back, or still will.
+        // A load that began meanwhile may have brought it back, or still will.
         self.0.delete_here(&key).await;
         self.0.bucket.cache.learn(key, Known::Absent, Instant::now());
         self.0.bucket.cache.lift_quarantine(&key);
@@ -239,7 +239,7 @@ impl Gateway {
         &self.0.arena
     }
 
-    /// What the server can do, as far as is known.
+    /// The server's capabilities, as far as they are known.
     pub fn capabilities(&self) -> Capabilities {
         self.0.bucket.capabilities()
     }
@@ -249,7 +249,7 @@ impl Gateway {
         self.0.bucket.store.requests()
     }
 
-    /// What is known of the server's endpoints.
+    /// The state of the server's endpoints.
     pub fn endpoints(&self) -> Vec<EndpointState> {
         self.0.bucket.store.endpoints()
     }

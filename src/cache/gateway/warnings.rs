@@ -1,4 +1,4 @@
-//! What may go wrong for one chunk after the other, and is told as one thing.
+//! Warnings that may come for one chunk after the other, and are told as one.
 
 use std::time::Duration;
 

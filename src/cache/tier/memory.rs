@@ -21,7 +21,7 @@ use super::percent_of;
 use crate::arena::{Arena, Slot};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
-/// What the tier may keep.
+/// The tier's limits.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions {
     pub policy: EvictionPolicy,
@@ -181,7 +181,7 @@ impl Memory {
                 };
                 gone.push(held);
             }
-            // What was committed stays until it is stored; reserve looked at the quota.
+            // A committed chunk stays until it is stored; reserve looked at the quota.
             if state.tenant_bytes(space.tenant()) + bytes > most && !dirty {
                 drop(state);
                 return false;
@@ -199,7 +199,7 @@ impl Memory {
             bytes,
             dirty,
             accesses: 0,
-            // What came from below, or goes there at once, never is.
+            // A chunk that came from below, or goes there at once, never is.
             was_due: self.options.min_accesses == 0 || is_from_below,
             since: now,
         };

@@ -1,4 +1,4 @@
-//! What a node keeps itself, above S3: chunks in memory, in the slots they came in, and on local disks.
+//! The tiers of a node above S3: chunks in memory, in the slots they came in, and on local disks.
 //!
 //! The tiers keep and find; what goes up and down between them is the gateway's business. What they hand out was verified
 //! by whoever put it there (memory), or is still to be verified (disk).

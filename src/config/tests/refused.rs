@@ -1,4 +1,4 @@
-//! What is wrong, all at once, each with what to type.
+//! Settings that are refused: all at once, each with what to type.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What loads, from where, and how it is shown.
+//! Settings that are valid: from where they come, and how they are shown.
 
 use super::*;
 use crate::protocol::Strategy;

@@ -83,7 +83,7 @@ impl LoadLines {
         };
         let line = tokio::time::timeout_at(until, self.next_line()).await;
         line.unwrap_or_else(|_| {
-            // What was lent in vain ends with the session.
+            // A lease that nobody took ends with the session.
             self.over.store(true, Ordering::Relaxed);
             Err(ClientError::Late(self.client.0.patience))
         })
@@ -95,7 +95,7 @@ impl LoadLines {
         };
         match lines.next().await? {
             Some(LoadLine::End { .. }) => {
-                // What follows is the end of the body.
+                // Only the end of the body follows.
                 let rest: Option<LoadLine> = lines.next().await?;
                 if rest.is_none()
                     && let Some(lines) = self.lines.take()

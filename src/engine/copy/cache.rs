@@ -201,7 +201,7 @@ impl PlanePart {
     }
 }
 
-/// What it holds of the space. Its heads.
+/// Its part of the space. Its heads.
 fn check_tensor(space: &Space, tensor: &Tensor, axes: &Axes) -> Result<(u32, u32), String> {
     if tensor.planes.len() as u64 != axes.layer.count {
         return Err(format!(

@@ -17,7 +17,7 @@ pub enum Copier {
     Cuda(Box<CudaCopier>),
 }
 
-/// What to copy.
+/// A copy to make.
 #[derive(Debug, Clone)]
 pub struct CopyJob {
     /// Of the space; those that the cache does not have are left out.

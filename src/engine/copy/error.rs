@@ -1,4 +1,4 @@
-//! What keeps a copy from being made: a layout, a mapping, or the device.
+//! Why a copy can't be made: a layout, a mapping, or the device.
 
 use super::cuda::CudaError;
 

@@ -18,7 +18,7 @@ pub struct KnownLayout {
 pub struct Pages {
     pub blocks: u32,
     pub block_tokens: u32,
-    /// What this rank has of the KV heads, half-open; None: all.
+    /// This rank's KV heads, half-open; None: all.
     pub heads: Option<(u32, u32)>,
     pub element_bytes: u32,
 }

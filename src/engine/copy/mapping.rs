@@ -35,7 +35,7 @@ pub struct Spans {
     of: Geometry,
 }
 
-/// What spans are checked against.
+/// The memory that spans are checked against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Geometry {
     pub chunk_tokens: u32,

@@ -3,7 +3,7 @@
 use super::cache::PlanePart;
 use super::tensor::Axis;
 
-/// What parts of one cache have in common.
+/// The overlap of parts of one cache.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Extent {
     pub blocks: u64,
@@ -62,7 +62,7 @@ fn meet(distance: i128, axes: &[Axis], run: i128, other_run: i128) -> bool {
     if axis.count == 1 {
         return meet(distance, inner, run, other_run);
     }
-    // What is inside reaches over less than a stride, so no other difference can.
+    // The inner part reaches over less than a stride, so no other difference can.
     let (stride, most) = (i128::from(axis.stride), i128::from(axis.count - 1));
     let steps = distance.div_euclid(stride);
     [steps, steps + 1]

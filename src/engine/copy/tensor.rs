@@ -66,7 +66,7 @@ pub(super) struct Axes {
 }
 
 impl Tensor {
-    /// What makes a contiguous tensor: strides from the shape.
+    /// The strides of a contiguous tensor, from its shape.
     pub fn contiguous_strides(shape: &[u64], element_bytes: u32) -> Vec<u64> {
         let mut strides = vec![0; shape.len()];
         let mut stride = u64::from(element_bytes);
@@ -146,7 +146,7 @@ impl Tensor {
             (0..kv.count).map(move |of| PlanePart {
                 plane,
                 address: base + index * layer.stride + of * kv.stride,
-                // Whoever checks what a plane's parts cover finds out if that was too much.
+                // The check of what a plane's parts cover finds out if that was too much.
                 row_offset: row_offset.saturating_add(u32::try_from(of * run_bytes).unwrap_or(u32::MAX)),
                 run_bytes: u32::try_from(run_bytes).unwrap_or(u32::MAX),
                 heads,

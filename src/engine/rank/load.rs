@@ -61,7 +61,7 @@ struct Copying {
     pending: Pending<AttachedSlot>,
 }
 
-/// What is known of a chunk of a load.
+/// The state of a chunk of a load.
 #[derive(Clone, Default)]
 struct Chunk {
     /// Planes that are in the pages.
@@ -218,7 +218,7 @@ impl Worker {
     }
 }
 
-/// What the copies of a load are told.
+/// A message to the copies of a load.
 enum Step {
     Copy(Copying),
     /// A copy that could not be begun.
@@ -241,7 +241,7 @@ struct Copies {
     kept: bool,
 }
 
-/// What became of a load's copies.
+/// The outcome of a load's copies.
 struct Copied {
     chunks: Vec<Chunk>,
     /// Of a chunk.

@@ -1,4 +1,4 @@
-//! What the connectors of engines do, whatever the engine: [`Worker`] is one rank's, and moves chunks between the node and
+//! The common part of all engines' connectors: [`Worker`] is one rank's, and moves chunks between the node and
 //! the engine's pages.
 //!
 //! It lives in the engine's process: a [`client`](crate::engine::client) that attaches again when the daemon was restarted, the

@@ -32,7 +32,7 @@ pub struct ComputedChunk {
     pub spans: Spans,
 }
 
-/// What became of a store.
+/// The outcome of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stored {
     /// Which are in the node's hands: handed over by this rank, there already, or another rank's or engine's to hand over.
@@ -74,7 +74,7 @@ impl Worker {
             reserved
         } else {
             hold.give_up();
-            // What it gets is given back.
+            // Slots that it gets are given back.
             reserving.await
         };
         let (session, pinned, reserved) = reserved?;
@@ -196,7 +196,7 @@ impl Worker {
     }
 }
 
-/// What became of the copies of a store.
+/// The outcome of a store's copies.
 #[derive(Default)]
 struct Gathered {
     /// How many of the first ones are in their slots.

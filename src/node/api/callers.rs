@@ -1,4 +1,4 @@
-//! Who may make which call.
+//! Which caller may make which call.
 //!
 //! The unix socket's file rights say who can open it, and the kernel says which process calls: it may make every call, and a
 //! session's calls come from the process that attached. TCP has no such proof. There a call that reads or changes the cache

@@ -140,7 +140,7 @@ fn header(object: &Slot) -> Result<Reply, ApiProblem> {
     })))
 }
 
-/// What a lookup says: nothing is loaded for it, and nothing verified.
+/// A lookup's answer: nothing is loaded for it, and nothing verified.
 async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> Result<Reply, ApiProblem> {
     let deadline = Instant::now() + api.options.lookup_deadline;
     let gateway = api.node.gateway();

@@ -1,4 +1,5 @@
-//! Who is connected. There may be so many; when one more comes, the one that has done nothing for longest is closed for it.
+//! The open connections. Their number is limited; when one more comes, the one that has done nothing for longest is
+//! closed for it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -48,7 +48,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
         declines: request.declines,
     };
     let mut pump = Pump::new(api.node.load(&session, call)?);
-    // What is in memory is here without waiting; often that is all.
+    // Chunks in memory are here without waiting; often those are all.
     if pump.ready() {
         let text = std::mem::take(&mut pump.lines);
         return Ok(body::bytes(StatusCode::OK, JSON_LINES, text.into()));
@@ -57,7 +57,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
     tokio::spawn(async move {
         tokio::select! {
             () = pump.run(&lines) => {}
-            // What was lent stays lent until it is released.
+            // A lent slot stays lent until its release.
             () = lines.closed() => {}
             () = session.over() => {}
         }

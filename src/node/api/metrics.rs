@@ -41,7 +41,7 @@ impl Text {
     }
 }
 
-/// What is told of a part.
+/// The figure of a part.
 type Value<'a, T> = &'a dyn Fn(&T) -> u64;
 
 /// Writes one line for each of some parts that are alike.

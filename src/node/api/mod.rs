@@ -6,7 +6,7 @@
 //!
 //! A process that can open the unix socket may make every call, and one that can map the arena can read and write every chunk
 //! in it: its file has the socket's access rights. Engines of tenants that must not see each other need nodes of their own.
-//! What TCP gives is in `callers`.
+//! `callers` has the rules for TCP.
 
 mod admin;
 mod attach;
@@ -59,12 +59,12 @@ pub struct ApiOptions {
     pub hosts: Vec<String>,
 }
 
-/// What all connections share.
+/// The part that all connections share.
 pub struct Api {
     pub node: Node,
     pub options: ApiOptions,
     connections: Arc<Connections>,
-    /// Who asks for a chunk here and reads it slowly takes no slots from engines.
+    /// For `GET /v1/chunks`: a slow reader there takes no slots from engines.
     chunks: Credit,
     token: RwLock<Option<String>>,
     reload: Reload,
@@ -73,7 +73,7 @@ pub struct Api {
 /// Reloads what else can be: answers what that was, or why not.
 pub type Reload = Box<dyn Fn() -> Result<Vec<String>, String> + Send + Sync>;
 
-/// Who calls.
+/// The caller.
 #[derive(Debug, Clone, Copy)]
 pub enum Caller {
     Unix(Process),

@@ -1,4 +1,4 @@
-//! What people and tools open in a browser: the status page, and the API's description.
+//! The status page, and the API's description, for browsers and tools.
 
 use bytes::Bytes;
 use hyper::StatusCode;

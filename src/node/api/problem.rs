@@ -25,7 +25,7 @@ impl ApiProblem {
         }
     }
 
-    /// What was sent can't be used.
+    /// The request can't be used.
     pub fn bad(detail: impl Display) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "bad_request", detail)
     }

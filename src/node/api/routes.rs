@@ -69,7 +69,7 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
     }
 }
 
-/// What a path takes, as the Allow header says it. None: there is no such path.
+/// The methods of a path, as the Allow header says them. None: there is no such path.
 fn methods(segments: &[&str]) -> Option<&'static str> {
     match segments {
         ["v1", "spaces"] => Some("PUT"),

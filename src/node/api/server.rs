@@ -74,7 +74,7 @@ impl Server {
         }
         clear(&path).await?;
         let unix = bind_unix(&path, listening.socket_mode).map_err(fail)?;
-        // What the umask took away.
+        // The rights that the umask took away.
         let mode = std::fs::Permissions::from_mode(listening.socket_mode);
         std::fs::set_permissions(&path, mode).map_err(fail)?;
         let (mut tcp, mut bound) = (None, None);
@@ -133,7 +133,7 @@ impl Server {
         }
         end.send_replace(true);
         let all = async { while calls.join_next().await.is_some() {} };
-        // What is left is cut.
+        // The connections that are left are cut.
         let _ = tokio::time::timeout(grace, all).await;
     }
 }
@@ -197,7 +197,7 @@ async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::T
 }
 
 async fn stopped(stop: &mut watch::Receiver<bool>) {
-    // Whoever could say so is gone.
+    // The task that could say so is gone.
     let _ = stop.wait_for(|stop| *stop).await;
 }
 

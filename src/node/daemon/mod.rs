@@ -48,7 +48,7 @@ pub struct Daemon {
     store: Arc<dyn ObjectStore>,
 }
 
-/// What was not stored when it ended.
+/// The chunks that were not stored when it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ended {
     pub dropped: u64,
@@ -132,13 +132,13 @@ impl Daemon {
         end.send_replace(true);
         // A panic of a connection's task is its own.
         let _ = serving.await;
-        // What a rank that had reserved before committed in the last moment.
+        // Chunks that a rank reserved before, and committed in the last moment.
         node.flush(Instant::now() + CALLS_GRACE).await;
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
         tell(dropped, kept, config.store.drain);
-        // What tasks still have of it would keep the file.
+        // The parts that tasks still have would keep the file.
         node.gateway().arena().unlink();
         reach.abort();
         watchdog.abort();

@@ -1,4 +1,4 @@
-//! What systemd is told, if it is there (`sd_notify(3)`).
+//! Messages to systemd, if it is there (`sd_notify(3)`).
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;

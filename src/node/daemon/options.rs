@@ -20,7 +20,7 @@ pub fn arena(config: &Config) -> ArenaOptions {
         size: bytes(config.arena.size),
         ticket_bytes: bytes(config.load.reserve),
         path: Some(config.arena.path.clone().unwrap_or_else(|| ARENA_PATH.into())),
-        // Who may open the socket may map the arena.
+        // A process that may open the socket may map the arena.
         mode: config.api.socket_mode,
         huge_pages: config.arena.huge_pages,
         prefault: config.arena.prefault,

@@ -1,4 +1,4 @@
-//! What the records of an answer say. Pure: no I/O.
+//! The meaning of an answer's records. Pure: no I/O.
 
 use std::net::IpAddr;
 

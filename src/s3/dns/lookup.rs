@@ -26,8 +26,8 @@ const FAMILIES: [RecordType; 2] = [RecordType::A, RecordType::AAAA];
 pub(super) struct NameLookup {
     options: Arc<DnsOptions>,
     source: AddressSource,
-    /// What each family of each name had when it was answered last. A family that fails keeps it: the other one's
-    /// addresses may be those that can't be reached from here.
+    /// The addresses that each family of each name had when it was answered last. A family that fails keeps it: the
+    /// other one's addresses may be those that can't be reached from here.
     kept: HashMap<(Name, RecordType), Vec<IpAddr>>,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct NameAddresses {
     pub failure: Option<DnsError>,
 }
 
-/// What came of one question.
+/// The outcome of one question.
 struct DnsAnswer {
     name: Name,
     kind: RecordType,

@@ -24,7 +24,7 @@ const HOPS_MAX: usize = 8;
 pub(super) struct NameServers {
     servers: Vec<Server>,
     hosts: Hosts,
-    /// What is appended to names, and the number of dots from which on that is only done as a last resort.
+    /// The suffixes of names, and the number of dots from which on they are only a last resort.
     search: Vec<Name>,
     ndots: usize,
     /// Of one lookup as a whole, for the words of an error.

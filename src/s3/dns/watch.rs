@@ -42,7 +42,7 @@ pub struct Resolver {
     options: Arc<DnsOptions>,
 }
 
-/// What is known of a [`AddressSource`].
+/// The state of an [`AddressSource`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resolved {
     /// Sorted, without duplicates. The last good answer: kept while DNS fails. Empty until there was one.
@@ -186,7 +186,7 @@ fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Durat
     ttl.max(options.min_ttl).max(WAIT_MIN)
 }
 
-/// What the second has more than the first, and the other way round. Both are sorted.
+/// The difference of two sets, both ways. Both are sorted.
 fn difference(last: &[SocketAddr], next: &[SocketAddr]) -> (Vec<SocketAddr>, Vec<SocketAddr>) {
     let without = |these: &[SocketAddr], others: &[SocketAddr]| {
         let gone = these

@@ -29,7 +29,7 @@ pub struct AttemptPolicy {
 const HEDGES_SAVED: u32 = 16;
 pub(super) const CALLS_A_RETRY: u32 = 10;
 
-/// What an error means for the next attempt.
+/// The meaning of an error for the next attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttemptVerdict {
     /// It would be the same: the server has said so.
@@ -112,7 +112,7 @@ impl Attempts {
         }
     }
 
-    /// What to answer after an attempt ended like this; None, after a pause if need be, to make another one.
+    /// The answer after an attempt ended like this; None, after a pause if need be, to make another one.
     async fn settle<T, E: Failure>(
         &self,
         result: Result<T, E>,
@@ -265,7 +265,7 @@ async fn both<T, E: Failure, F: Future<Output = Result<T, E>>, L>(
     }
 }
 
-/// What it comes to, as long as it is there.
+/// The sum, as long as it is there.
 async fn running<F: Future>(mut slot: Pin<&mut Option<F>>) -> F::Output {
     poll_fn(|cx| match slot.as_mut().as_pin_mut() {
         Some(future) => future.poll(cx),

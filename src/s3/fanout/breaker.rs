@@ -15,7 +15,7 @@ pub struct BreakerOptions {
     pub open_max: Duration,
 }
 
-/// What a breaker does with requests.
+/// The phase of a breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BreakerPhase {

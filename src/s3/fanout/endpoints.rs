@@ -110,7 +110,7 @@ impl<T> Endpoints<T> {
         let waiting = {
             let now = Instant::now();
             let mut set = self.lock();
-            // Who brings no bytes takes nobody's room.
+            // A request without bytes takes nobody's room.
             if (bytes == 0 || set.line.is_empty())
                 && let Some(chosen) = set.choose(bytes, route, now)
             {
@@ -316,7 +316,8 @@ impl<T> Set<T> {
         Some(chosen)
     }
 
-    /// What a request for `bytes` typically takes where so much is in flight. With less than usual it is as long as usual.
+    /// The typical time of a request for `bytes` where so much is in flight. With less than usual it is as long as
+    /// usual.
     fn typical(&self, bytes: usize, load: f64) -> Option<f64> {
         let loaded = if bytes == 0 {
             1.0

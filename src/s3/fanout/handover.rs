@@ -1,4 +1,4 @@
-//! What only one attempt of a call may write to at a time. A hedge takes it over when its answer begins.
+//! A landing that only one attempt of a call may write to at a time. A hedge takes it over when its answer begins.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,7 @@ pub struct Handover<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
     state: Mutex<State<T>>,
-    /// What the holder has yet to do, in parts of 1000.
+    /// The part that the holder has yet to do, in thousandths.
     left: AtomicU64,
     returned: Notify,
     wanted: Notify,

@@ -25,7 +25,7 @@ const NO_ANSWER: Duration = Duration::from_millis(250);
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
 
-/// What may be in flight with hedges, in windows.
+/// The most in flight with hedges, in windows.
 const HEDGED_WINDOWS: usize = 2;
 
 /// One endpoint, as the others see it under their lock.
@@ -44,7 +44,7 @@ pub(super) struct Member<T> {
 
 struct Flight {
     since: Instant,
-    /// What was carried by then.
+    /// The bytes that were carried by then.
     carried: f64,
     bytes: usize,
     probe: bool,
@@ -117,8 +117,8 @@ impl<T> Member<T> {
         self.window.is_full(self.in_flight_bytes + bytes);
     }
 
-    /// What a request for `bytes` costs here, in seconds: what one takes there lately, with what was in flight then scaled to
-    /// what would be in flight now; and more if the oldest under way takes longer than that.
+    /// The cost of a request for `bytes` here, in seconds: what one takes there lately, with what was in flight then
+    /// scaled to what would be in flight now; and more if the oldest under way takes longer than that.
     ///
     /// `typical` seconds are assumed of an endpoint that is new, and of one that was idle for long: it may have recovered,
     /// and gets one request that shows whether it has.
@@ -159,7 +159,7 @@ impl<T> Member<T> {
         self.carried.byte_seconds + self.in_flight_bytes as f64 * seconds
     }
 
-    /// What is in flight is about to change.
+    /// The bytes in flight are about to change.
     fn carry(&mut self, now: Instant) -> f64 {
         self.carried.byte_seconds = self.carried_by(now);
         self.carried.until = now;

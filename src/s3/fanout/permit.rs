@@ -9,7 +9,7 @@ use super::endpoints::Endpoints;
 use super::member::Ending;
 use super::route::Route;
 
-/// What waits for room goes by its class.
+/// Requests that wait for room go by their class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Load,
@@ -72,7 +72,7 @@ impl<T> Permit<T> {
         self.address
     }
 
-    /// What goes with the endpoint.
+    /// The state that goes with the endpoint.
     pub fn payload(&self) -> &Arc<T> {
         &self.payload
     }

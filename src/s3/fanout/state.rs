@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::breaker::BreakerPhase;
 
-/// What is known of one endpoint; what `bench`, the status page and the metrics show.
+/// The state of one endpoint, for `bench`, the status page and the metrics.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EndpointState {
     pub address: SocketAddr,
@@ -24,7 +24,7 @@ pub struct EndpointState {
     pub totals: Requests,
 }
 
-/// What an endpoint was asked, and how that ended.
+/// The requests of an endpoint, and how they ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Requests {
     /// 2xx and 3xx.
@@ -54,7 +54,8 @@ impl Requests {
         self.ok + self.refused + self.throttled + self.failed + self.lost + self.timed_out + self.given_up
     }
 
-    /// What came after `earlier`. An address that went and came back counts from zero: then it may be less than there was.
+    /// The difference since `earlier`. An address that went and came back counts from zero: then it may be less than
+    /// there was.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {

@@ -92,7 +92,7 @@ async fn ask(arena: &Arena, what: u8, bytes: &[u8], pieces: (&[u8], &[u8])) -> R
         );
         Ok(())
     };
-    // Who has read enough lets the other's writes fail.
+    // A side that has read enough lets the other's writes fail.
     tokio::join!(send, read).1
 }
 

@@ -216,7 +216,7 @@ impl Connector {
     }
 }
 
-/// What a request that was sent says of its endpoint, if anything.
+/// The verdict of a request that was sent on its endpoint, if any.
 fn outcome(sent: &Result<(ResponseHead, Bytes), NetError>) -> Option<Outcome> {
     match sent {
         Ok((head, _)) => Some(Outcome::Answered { status: head.status }),

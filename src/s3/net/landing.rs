@@ -35,7 +35,7 @@ impl Landing {
     }
 }
 
-/// What was asked for; an answer that is anything else does not land.
+/// The request; an answer to anything else does not land.
 #[derive(Debug, Clone)]
 pub struct Expect {
     /// In the object; not empty.

@@ -1,10 +1,10 @@
-//! What the connections carried.
+//! The bytes that the connections carried.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
-/// What the connections carried so far.
+/// The bytes that the connections carried so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Traffic {
     /// Connections that were made.
@@ -18,7 +18,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What came after `earlier`.
+    /// The difference since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {

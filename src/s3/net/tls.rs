@@ -29,8 +29,8 @@ use super::lowat::LowWater;
 pub use config::{TlsError, client_config};
 use session::{TlsSession, TlsStep, ToSend, WRITE_LEN_MAX};
 
-/// What a server may send to an idle connection before it is not worth keeping: two session tickets are usual, and one
-/// read has room for far more.
+/// The bytes that a server may send to an idle connection before it is not worth keeping: two session tickets are
+/// usual, and one read has room for far more.
 const IDLE_READS_MAX: usize = 4;
 
 /// A connection after its handshake. Reads and writes can be dropped at any point: what was read is kept for the next

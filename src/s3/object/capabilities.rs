@@ -1,4 +1,4 @@
-//! What a server really does, found out by trying it on a tiny object: some accept a condition and overwrite all the
+//! A server's real behaviour, found out by trying it on a tiny object: some accept a condition and overwrite all the
 //! same, some answer `GetObjectAttributes` with the object itself.
 
 use bytes::Bytes;
@@ -9,7 +9,7 @@ use super::store::{Condition, ObjectStore, Result};
 use crate::format::Crc64;
 use crate::protocol::ProbeMode;
 
-/// What the server was seen to do.
+/// The server's behaviour, as it was seen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[expect(
     clippy::struct_excessive_bools,

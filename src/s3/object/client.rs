@@ -114,7 +114,7 @@ pub(super) fn connector(options: &S3Options) -> Result<Connector, S3ClientError>
     }))
 }
 
-/// What every client of AWS's shares: region, credentials, our connector.
+/// The common part of all AWS clients: region, credentials, our connector.
 pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
     let shared = aws_config::defaults(BehaviorVersion::latest())
         .http_client(http.clone())
@@ -203,7 +203,7 @@ mod tests {
 
     use super::*;
 
-    /// Who gives credentials must not be waited for as long as S3 is.
+    /// A provider of credentials has less time than S3 has.
     #[tokio::test]
     async fn the_callers_own_read_timeout_is_kept() {
         let hangs = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

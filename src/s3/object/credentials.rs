@@ -23,7 +23,7 @@ pub(super) struct CredentialChain {
     last: Mutex<Last>,
 }
 
-/// What was found last.
+/// The credentials that were found last.
 #[derive(Debug, Default)]
 enum Last {
     #[default]

@@ -1,4 +1,4 @@
-//! What a failed request means. Only a not-found of the server itself says that an object is absent.
+//! The meaning of a failed request. Only a not-found of the server itself says that an object is absent.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -12,7 +12,7 @@ use super::reads::Refusal;
 use crate::s3::fanout::{AttemptVerdict, Failure};
 use crate::s3::net::{Mismatch, NetError};
 
-/// What was asked of S3; also the kinds that requests are counted by.
+/// An operation of S3; requests are counted by these kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     Head,
@@ -48,7 +48,7 @@ impl Operation {
     }
 }
 
-/// What a failed request means. Only [`NotFound`](Self::NotFound) says that an object is absent.
+/// The meaning of a failed request. Only [`NotFound`](Self::NotFound) says that an object is absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
     NotFound,
@@ -101,7 +101,7 @@ impl ErrorKind {
         )
     }
 
-    /// What an operator should look at or type.
+    /// Advice to an operator: what to look at or type.
     fn advice(self) -> &'static str {
         match self {
             Self::NoBucket => {

@@ -348,7 +348,7 @@ impl ObjectStore for S3 {
             let request = request.set_continuation_token(from.map(Into::into));
             let request = by(route, request.customize()).send();
             let answer = self.answer(operation, prefix, request).await?;
-            // What can't be read must not look like an end, or like nothing.
+            // An unreadable answer must not look like an end, or like nothing.
             let odd = |what| ObjectError::new(operation, prefix, ErrorKind::Protocol, what);
             let next = match (answer.is_truncated, answer.next_continuation_token) {
                 (Some(true), None) => {

@@ -19,7 +19,7 @@ const UNSIGNED: &str = "UNSIGNED-PAYLOAD";
 /// Credentials that expire so soon are asked for again.
 pub(super) const EXPIRES_SOON: Duration = Duration::from_secs(15);
 
-/// What is signed.
+/// The request to sign.
 pub(super) struct Signable<'a> {
     pub method: &'a str,
     /// As in the Host header.
@@ -55,7 +55,7 @@ impl Signer {
         }
     }
 
-    /// What was learned last, as long as the credentials are fresh and it is the same day.
+    /// The last key, as long as the credentials are fresh and it is the same day.
     pub fn known(&self, now: SystemTime) -> Option<Arc<Day>> {
         let day = self.lock().clone()?;
         let lasts = day

@@ -28,7 +28,7 @@ pub struct Version {
     pub modified: i64,
 }
 
-/// What HEAD tells of an object.
+/// The answer to a HEAD.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectMeta {
     /// Bytes of the whole object.
@@ -42,7 +42,7 @@ pub struct GetRange<'a> {
     pub key: &'a str,
     /// In the object; not empty.
     pub range: Range<usize>,
-    /// What the whole object must be long; checked before a byte lands.
+    /// The right length of the whole object; checked before a byte lands.
     pub object_len: usize,
     /// Land only bytes of the version with this ETag.
     pub if_match: Option<&'a str>,
@@ -133,10 +133,10 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// Requests sent so far.
     fn requests(&self) -> RequestCounts;
 
-    /// What the connections carried so far.
+    /// The bytes that the connections carried so far.
     fn traffic(&self) -> Traffic;
 
-    /// What is known of the server's endpoints, if it has any.
+    /// The state of the server's endpoints, if it has any.
     fn endpoints(&self) -> Vec<EndpointState> {
         Vec::new()
     }

@@ -10,7 +10,7 @@ struct Crc {
     seen: Arc<Seen>,
 }
 
-/// What has arrived so far.
+/// The bytes that have arrived so far.
 #[derive(Default)]
 pub(super) struct Seen {
     crc: AtomicU64,

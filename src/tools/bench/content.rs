@@ -1,4 +1,4 @@
-//! What the objects hold: one block of 1 MiB over and over, each stamped with its object and offset. So any byte can be
+//! The objects' content: one block of 1 MiB over and over, each stamped with its object and offset. So any byte can be
 //! told from where it stands, and the digest of a part is put together from digests without touching its bytes.
 
 use std::ops::Range;

@@ -29,7 +29,7 @@ pub enum BenchError {
     /// Before there was anything to report.
     #[error("interrupted")]
     Interrupted,
-    /// What every request would meet: no bucket, no credentials, no right.
+    /// An error that every request would meet: no bucket, no credentials, no right.
     #[error(transparent)]
     Object(#[from] ObjectError),
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// What takes longer counts as this.
+/// Longer times count as this.
 const LONGEST: Duration = Duration::from_secs(3600);
 /// Figures are at most 1% off.
 const DIGITS: u8 = 2;

@@ -1,4 +1,4 @@
-//! What all phases share: turns, pace, the end, and the tallies of what was done.
+//! The common part of all phases: turns, pace, the end, and the tallies of what was done.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,7 +17,7 @@ use crate::s3::object::{ErrorKind, ObjectError};
 const ERRORS_MAX: u64 = 1000;
 /// A task whose request failed waits for so long: while a server restarts, requests fail at once.
 const AFTER_FAILURE: Duration = Duration::from_millis(100);
-/// What a pace that was missed may be caught up with: timers and busy cores are late by some milliseconds.
+/// The time that a missed pace may be caught up with: timers and busy cores are late by some milliseconds.
 const CREDIT: Duration = Duration::from_millis(100);
 /// For requests under way when the phase is interrupted, if they are not PUTs.
 const GRACE: Duration = Duration::from_secs(2);
@@ -53,7 +53,7 @@ struct Pace {
     free_at: tokio::sync::Mutex<Instant>,
 }
 
-/// What was done, by kind.
+/// The tallies, by kind.
 #[derive(Default, Clone)]
 pub(super) struct Tally {
     pub main: Done,
@@ -155,7 +155,7 @@ impl PhaseRun {
             let run = Arc::clone(self);
             tasks.spawn(async move { run.work(lane, worker).await });
         }
-        // What deletes leave behind has to be looked for: the first interruption does not end them.
+        // Objects that deletes leave behind have to be looked for: the first interruption does not end deletes.
         let mut spare = self.phase == BenchPhase::Delete && *interrupts.borrow() == 0;
         let mut was_interrupted = false;
         loop {
@@ -216,7 +216,7 @@ impl PhaseRun {
         worker
     }
 
-    /// Whoever made it waits, if there is more to do.
+    /// Its task waits, if there is more to do.
     pub async fn after_failure(&self) {
         if !self.was_the_last() {
             self.wait(Instant::now() + AFTER_FAILURE).await;
@@ -228,7 +228,7 @@ impl PhaseRun {
         let Some(pace) = &self.pace else {
             return self.take();
         };
-        // Whoever waits for the time to come also keeps the others waiting, in order.
+        // A task that waits for the time to come also keeps the others waiting, in order.
         let mut free_at = pace.free_at.lock().await;
         if self.was_the_last() {
             return None;
@@ -344,7 +344,7 @@ impl PhaseRun {
         late || self.stopped.load(Ordering::Relaxed)
     }
 
-    /// What makes the whole command fail.
+    /// The error that makes the whole command fail.
     pub fn take_fatal(&self) -> Option<ObjectError> {
         lock(&self.fatal).take()
     }
@@ -369,7 +369,7 @@ impl PhaseRun {
         self.first_done.get().copied()
     }
 
-    /// What is done by now.
+    /// The progress so far.
     pub fn mark(&self) -> ReportMark {
         let (ops, bytes, _) = self.sums();
         ReportMark::new(self.started.elapsed(), ops, bytes)

@@ -222,7 +222,7 @@ impl Bench {
         Ok(report)
     }
 
-    /// What is stored is not stored again, so only connections and signatures can be warm before.
+    /// A stored chunk is not stored again, so only connections and signatures can be warm before.
     async fn connect(&mut self, connections: usize) -> Result<(), BenchError> {
         let soon = Instant::now() + self.target.read_limit;
         let asks = (0..connections).map(|_| self.target.store.check_bucket(soon));

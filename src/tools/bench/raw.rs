@@ -16,7 +16,7 @@ use crate::arena::{Arena, SlotMut};
 use crate::s3::net::{BodyWatch, Landing};
 use crate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore};
 
-/// What all requests of a bench share.
+/// The common part of all requests of a bench.
 pub(super) struct RawTarget {
     pub store: Arc<dyn ObjectStore>,
     pub settings: BenchSettings,
@@ -158,7 +158,7 @@ impl RawReader {
     }
 }
 
-/// What a part has that it must not have.
+/// The fault of a part.
 fn wrong(target: &RawTarget, object: u64, start: u64, bytes: &[u8]) -> String {
     let part = format!(
         "GET {}: wrong bytes in the part at offset {start} of object {object}",
@@ -248,7 +248,7 @@ impl Writer {
         }
     }
 
-    /// What slots of the arena begin with, whoever gets which: they are all of one size.
+    /// The stamps at the start of the arena's slots, which are all of one size.
     pub fn fill(target: &RawTarget, arena: &Arena) {
         let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.try_reserve(target.object_len())).collect();
         for mut slot in slots {

@@ -25,7 +25,7 @@ pub struct BenchReport {
     pub interrupted: bool,
 }
 
-/// What one phase did. Figures of bytes are null where a phase moves none.
+/// The report of one phase. Figures of bytes are null where a phase moves none.
 #[derive(Debug, Clone, Serialize)]
 pub struct PhaseReport {
     pub phase: BenchPhase,
@@ -59,7 +59,7 @@ pub struct PhaseReport {
     /// Requests that were sent because an earlier one was slow.
     pub hedges: u64,
     pub requests: RequestCounts,
-    /// What the connections carried.
+    /// The bytes that the connections carried.
     pub traffic: Traffic,
     /// Each address that the server's name has.
     pub endpoints: Vec<Endpoint>,
@@ -68,7 +68,7 @@ pub struct PhaseReport {
     /// Where whole prompts are read.
     pub prompt: Option<PromptReport>,
     pub interrupted: bool,
-    /// What every further request would meet: the phase ended with it.
+    /// The error that every further request would meet: the phase ended with it.
     #[serde(skip)]
     pub fatal: Option<Arc<ObjectError>>,
 }
@@ -135,7 +135,7 @@ pub struct PromptReport {
     pub last_chunk_us: Option<Latency>,
 }
 
-/// What a phase cost beside time.
+/// The cost of a phase beside time.
 pub(super) struct Cost {
     pub usage: Usage,
     pub requests: RequestCounts,

@@ -38,7 +38,7 @@ pub struct Bench {
     under_way: UnderWay,
 }
 
-/// What goes on in a bench, for whoever shows it.
+/// The progress of a bench, for its display.
 #[derive(Clone, Default)]
 pub struct UnderWay(Arc<Mutex<Option<Arc<PhaseRun>>>>);
 
@@ -191,7 +191,7 @@ impl Bench {
         }
         let limits = self.limits(total, bytes);
         let (course, report) = self.course(BenchPhase::Write, limits, &mut workers).await?;
-        // What the warm-up wrote is there, whether it was written again or not.
+        // Objects of the warm-up are there, whether they were written again or not.
         if !self.settings().warm_up {
             self.objects = objects.min(writes(course.issued(), percent));
         }
@@ -362,7 +362,7 @@ impl Bench {
         report
     }
 
-    /// What a phase needs before it can begin.
+    /// The preparation of a phase.
     pub(super) async fn unless_interrupted<T>(
         interrupts: &mut Interrupts,
         work: impl Future<Output = T>,
@@ -439,7 +439,7 @@ fn slots_bytes(slots: u64, slot_bytes: u64, lower: &'static str) -> Result<u64, 
     Ok(bytes)
 }
 
-/// What becomes of a phase after its warm-up: one that was ended is its report. Requests that failed don't end it:
+/// The fate of a phase after its warm-up: one that was ended is its report. Requests that failed don't end it:
 /// those that are measured will tell.
 pub(super) fn ends_phase(warm_up: PhaseReport) -> Option<PhaseReport> {
     if let Some(first) = &warm_up.errors.first {

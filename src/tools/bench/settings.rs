@@ -41,7 +41,7 @@ impl BenchPhase {
     }
 }
 
-/// What is measured. Part of the report.
+/// The settings of a measurement. Part of the report.
 #[derive(Debug, Clone, Serialize)]
 pub struct BenchSettings {
     /// None: AWS.

@@ -4,7 +4,7 @@ use crate::s3::fanout::{EndpointState, Requests};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// What went to one address in a phase, and how it stood when that ended.
+/// The requests of one address in a phase, and its state when the phase ended.
 #[derive(Debug, Clone, Serialize)]
 pub struct Endpoint {
     /// That ended.
@@ -18,8 +18,8 @@ pub struct Endpoint {
     pub state: EndpointState,
 }
 
-/// What went to whom between two states of the fan-out, `seconds` apart. An address that is gone from the second is not
-/// there: what went to it is not known any more.
+/// The requests of each address between two states of the fan-out, `seconds` apart. An address that is gone from the
+/// second is not there: what went to it is not known any more.
 pub(super) fn between(before: &[EndpointState], after: Vec<EndpointState>, seconds: f64) -> Vec<Endpoint> {
     let phase = |mut state: EndpointState| {
         let known = before.iter().find(|known| known.address == state.address);

@@ -1,6 +1,6 @@
 use rustix::time::{ClockId, clock_gettime};
 
-/// What this process has used since it started, all threads together.
+/// The process's use of CPU and memory since it started, all threads together.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Usage {
     /// User and system.

@@ -54,7 +54,7 @@ fn targets(level: LogLevel, verbose: u8, told: Option<&str>) -> Targets {
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
         _ => LogLevel::Trace,
     };
-    // What a failed request means is told by the call that made it.
+    // The call that made a failed request tells what it means.
     let theirs = if verbose == 0 {
         LevelFilter::ERROR
     } else {

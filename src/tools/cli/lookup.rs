@@ -115,7 +115,7 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     }
 }
 
-/// What a node knows, its own tiers included.
+/// A node's knowledge, its own tiers included.
 async fn of_node(
     args: &LookupArgs,
     config: &Config,

@@ -113,7 +113,7 @@ pub fn main_of(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>)
 pub async fn run(cli: Cli) -> Result<(), CliError> {
     let mut out = Out::stdout();
     let result = dispatch(cli, &mut out).await;
-    // What was found before a failure is told too.
+    // Findings before a failure are told too.
     let flushed = out.flush();
     result.and(flushed)
 }

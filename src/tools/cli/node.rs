@@ -1,4 +1,4 @@
-//! What commands ask of a running `kvgate serve`.
+//! Calls of commands to a running `kvgate serve`.
 
 use std::path::PathBuf;
 

@@ -29,7 +29,7 @@ pub struct PromptArgs {
     tenant_secret_file: Option<String>,
 }
 
-/// What was given, before it is known what space it is for.
+/// The flags, before it is known what space they are for.
 pub enum PromptInput {
     Tokens {
         tokens: Vec<u32>,

@@ -19,7 +19,7 @@ pub struct Shape {
     pub seed: u64,
 }
 
-/// Who says what: decided by the seed alone.
+/// The conversations: decided by the seed alone.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub shape: Shape,

@@ -39,7 +39,7 @@ pub struct Missed {
     pub reason: String,
 }
 
-/// What happened.
+/// The report.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoReport {
     pub model: String,

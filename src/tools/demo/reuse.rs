@@ -54,7 +54,7 @@ impl Demo {
         self.progress.start("load, compare", 2 * bytes, true);
         for conversation in 0..self.plan.conversations.len() {
             if conversation > 0 {
-                // What the one before had is no help for this one.
+                // The one before is no help for this one.
                 let watch = RequestWatch::start(&*self.store);
                 self.cache.poison(POISON);
                 let phase = self.report.phase(DemoPhase::FORGET).add(&watch, &*self.store);

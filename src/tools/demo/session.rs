@@ -16,11 +16,11 @@ use crate::engine::copy::CpuOptions;
 use crate::format::{ChunkHash, KeyPrefix, Space};
 use crate::s3::object::{ErrorKind, ObjectStore, RequestCounts};
 
-/// What memory holds after the cache was lost.
+/// The content of memory after the cache was lost.
 pub(super) const POISON: u8 = 0xA5;
 /// For stores under way when the run is interrupted.
 const DRAIN: Duration = Duration::from_secs(10);
-/// What one DELETE may name.
+/// The most keys that one DELETE may name.
 const DELETE_KEYS_MAX: usize = 1000;
 
 /// One run, phase by phase. Call [`remove`](Self::remove) also when a phase failed.

@@ -12,7 +12,7 @@ const MIB: f64 = (1_u64 << 20) as f64;
 const MISSED_SHOWN: usize = 3;
 
 impl DemoReport {
-    /// What will be done.
+    /// The plan.
     pub(super) fn header(&self) -> String {
         format!(
             "kvgate demo: {model}, synthetic KV (seed {seed})\n\
@@ -103,7 +103,7 @@ impl DemoReport {
         text
     }
 
-    /// What to try next.
+    /// Next things to try.
     pub(super) fn advice(&self, embedded: bool, kept: bool, folder: Option<&Path>) -> String {
         let mut text = String::new();
         if let Some(folder) = folder {

@@ -12,10 +12,10 @@ use crate::engine::copy::known::{KnownLayout, Pages};
 use crate::engine::copy::{CopyJob, CudaOptions, SlotMapping};
 use crate::format::Space;
 
-/// What is measured: each layout with each block size on each number of thread blocks.
+/// The measurement: each layout with each block size on each number of thread blocks.
 pub struct BenchPlan {
     pub space: Space,
-    /// What this rank has of the KV heads, half-open; None: all.
+    /// This rank's KV heads, half-open; None: all.
     pub heads: Option<(u32, u32)>,
     pub layouts: Vec<KnownLayout>,
     pub block_tokens: Vec<u32>,

@@ -20,7 +20,7 @@ pub struct Case {
     pub pages: Pages,
 }
 
-/// What was compared.
+/// The comparisons.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayoutsChecked {
     pub layout: &'static str,
@@ -142,7 +142,7 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Layout
     })
 }
 
-/// What pages and slots have before anything is written to them.
+/// The content of pages and slots before anything is written to them.
 const POISON: u8 = 0xCD;
 
 const ONE_THREAD: CpuOptions = CpuOptions {

@@ -1,4 +1,4 @@
-//! What a bucket holds: its spaces and chunks, whether they are whole, and how they are removed.
+//! The content of a bucket: its spaces and chunks, whether they are whole, and how they are removed.
 //!
 //! There is no index, so everything here comes from listing: a page of up to 1000 keys at a time, and nothing keeps
 //! more than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks

@@ -8,7 +8,7 @@ use crate::s3::object::{ErrorKind, ObjectError};
 /// Keys in one batch delete; S3's own limit.
 const BATCH: usize = 1000;
 
-/// What was removed.
+/// The objects that were removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Removed {
     pub objects: u64,

@@ -5,7 +5,7 @@ use crate::s3::object::{ErrorKind, ObjectError};
 /// The largest space that can be: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.
 const SPACE_JSON_BYTES_MAX: usize = 2 << 20;
 
-/// What is at a space's `space.json`.
+/// The content of a space's `space.json`.
 #[derive(Debug, Clone)]
 pub enum SpaceJson {
     Good(Space),

@@ -12,7 +12,7 @@ use crate::s3::object::{ErrorKind, GetRange, ObjectMeta};
 pub struct ChunkStat {
     pub key: String,
     pub meta: ObjectMeta,
-    /// What the object must be long, where the space is known.
+    /// The object's right length, where the space is known.
     pub expected_len: Option<u64>,
     pub header: HeaderState,
 }

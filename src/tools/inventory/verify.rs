@@ -20,7 +20,7 @@ pub struct ObjectChecked {
     pub verdict: ObjectVerdict,
 }
 
-/// What a check found.
+/// The outcome of a check.
 #[derive(Debug, Clone)]
 pub enum ObjectVerdict {
     Good,

@@ -73,7 +73,7 @@ impl Bucket {
         })
     }
 
-    /// What the server can do, as far as is known.
+    /// The server's capabilities, as far as they are known.
     pub fn capabilities(&self) -> Capabilities {
         self.capabilities.get().copied().unwrap_or_default()
     }

@@ -19,7 +19,7 @@ use crate::cache::gateway::slot::{FilledSlot, seal};
 use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 
-/// What became of a chunk.
+/// The outcome for a chunk.
 #[derive(Debug, Clone)]
 pub enum StoreOutcome {
     /// S3 acknowledged it.

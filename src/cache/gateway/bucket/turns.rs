@@ -1,4 +1,4 @@
-//! Who may send a GET next: a limit on the bytes in flight of all loads together, and an order among those who wait. The
+//! Turns to send a GET: a limit on the bytes in flight of all loads together, and an order among those that wait. The
 //! limit is the configured one, or what the endpoints that work can have in flight, whichever is less: so it is here that
 //! GETs wait, where the first in line is the one that is needed first.
 //!
@@ -316,7 +316,7 @@ mod tests {
                 acts in prop::collection::vec(act(), 1..120),
             ) {
                 let turns = turns_of(limit);
-                // Who waits, was granted, and took the turn.
+                // Waiting, granted, and taken turns.
                 let mut line: Vec<(TurnPosition, usize, Waiting)> = Vec::new();
                 let mut granted: Vec<(usize, Waiting)> = Vec::new();
                 let mut taken: Vec<Turn> = Vec::new();

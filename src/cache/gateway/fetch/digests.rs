@@ -15,7 +15,7 @@ pub(super) struct Digests {
     seen: Arc<Mutex<Seen>>,
 }
 
-/// What came by.
+/// The bytes that came by.
 struct Seen {
     kind: DigestKind,
     /// Where each plane ends in the section.

@@ -34,7 +34,7 @@ pub struct ChunkFetch {
     chunk: ChunkHash,
     key: String,
     deadline: Instant,
-    /// What the answers say of the chunk's existence is dated by this.
+    /// The time of what the answers say of the chunk's existence.
     asked: Instant,
 }
 
@@ -119,7 +119,7 @@ impl ChunkFetch {
         Ok((meta?.version, turn))
     }
 
-    /// What may be handed out: neighbouring sections that were verified. Also their bytes with the header, if they have it.
+    /// Neighbouring sections that were verified, to be handed out. Also their bytes with the header, if they have it.
     pub fn loaded(&self, parts: impl IntoIterator<Item = Part>) -> (LoadedChunk, Slot) {
         let joined = parts.into_iter().map(|part| {
             let planes = part.digests.section().planes.clone();
@@ -166,7 +166,7 @@ impl ChunkFetch {
         self.bucket().cache.learn(self.cache_key(), known, self.asked);
     }
 
-    /// What a failed GET says of the chunk.
+    /// The miss that a failed GET means for the chunk.
     pub fn missed(&self, error: ObjectError) -> Miss {
         let cache = &self.bucket().cache;
         match error.kind {

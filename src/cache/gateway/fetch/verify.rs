@@ -9,7 +9,7 @@ use crate::cache::gateway::miss::Miss;
 use crate::format::{DigestKind, Header, HeaderError};
 use crate::s3::object::Version;
 
-/// What the first section tells of the whole object.
+/// The facts that the first section tells of the whole object.
 #[derive(Clone)]
 pub struct ObjectHead {
     pub header: Arc<Header>,

@@ -1,5 +1,5 @@
-//! What the drivers of both orders have in common. A driver gets slots in the order of the prompt and starts the fetches,
-//! which it hands to the [`LoadStream`](super::LoadStream) in the order of the outcomes.
+//! The common part of the drivers of both orders. A driver gets slots in the order of the prompt and starts the
+//! fetches, which it hands to the [`LoadStream`](super::LoadStream) in the order of the outcomes.
 
 use std::collections::VecDeque;
 use std::future::Future;

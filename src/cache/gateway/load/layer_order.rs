@@ -54,7 +54,7 @@ enum Chunk {
 /// A chunk's outcome, for all of its groups.
 type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
 
-/// What the tasks of a chunk's groups share.
+/// The common part of the tasks of a chunk's groups.
 struct Shared {
     wanted: Arc<ChunkFetch>,
     /// From its first group, or why that is a miss.
@@ -152,7 +152,7 @@ impl Drive {
                 let (joined, told) = (self.joined(index, flight), Arc::clone(&whole));
                 let first = groups[0].planes.clone();
                 let last = groups.len() == 1;
-                // What others fetch holds up no step: they may wait for one of ours.
+                // Chunks that other loads fetch hold up no step: those loads may wait for one of ours.
                 let run_end = run_end.clone();
                 self.send(index, last, async move {
                     let outcome = tokio::select! {
@@ -283,7 +283,7 @@ impl Shared {
                 Err(_) => self.wanted.missed(self.wanted.error(ErrorKind::Deadline, "loading a group of layers")),
             },
         };
-        // What ends this load is no news to those of others, who go on by themselves.
+        // The end of this load ends no others: they go on by themselves.
         drop(self.give_up());
         Err(ended)
     }

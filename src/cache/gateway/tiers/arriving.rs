@@ -91,7 +91,7 @@ impl Announcement {
     }
 
     pub fn tell(self, outcome: Outcome) {
-        // Whoever comes from here on finds it in memory, or asks anew.
+        // Loads from here on find it in memory, or ask anew.
         self.arriving.leave(&self.key, self.number);
         self.tell.send_replace(Some(outcome));
     }

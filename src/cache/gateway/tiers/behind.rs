@@ -1,5 +1,5 @@
-//! What was committed and is not on the lower tiers yet. It goes there in the order in which it was committed, and is
-//! tried again until it is there: the engine that committed it is long gone on.
+//! Chunks that were committed and are not on the lower tiers yet. They go there in the order of their commits, and each
+//! is tried again until it is there: the engine that committed it is long gone on.
 //!
 //! The bytes are bounded, those that engines only reserved included. When they are used up, new chunks are refused, or the
 //! deepest descendants whose turn has not come are given up: what is left of a chain is of use without them, and never
@@ -65,9 +65,9 @@ struct Entry {
     bytes: usize,
     /// Chunks before it in the chain that wait as well.
     depth: u32,
-    /// What is to be done; None once its turn has come.
+    /// The job; None once its turn has come.
     job: Option<WriteBehindJob>,
-    /// Whoever does it.
+    /// The task that does it.
     task: Option<AbortHandle>,
 }
 
@@ -375,7 +375,7 @@ impl Behind {
 }
 
 impl State {
-    /// What a chunk's depth is, or would be.
+    /// A chunk's depth, as it is or would be.
     fn depth_after(&self, parent: Option<&ChunkId>) -> u32 {
         let before = parent.and_then(|parent| self.chunks.get(parent));
         let before = before.and_then(|before| self.entries.get(before));

@@ -76,10 +76,10 @@ pub struct TierStats {
     pub write_behind: BehindStats,
 }
 
-/// What goes past a tier.
+/// Which lookups and stores go past a tier.
 #[derive(Debug, Clone, Copy)]
 pub struct Flow {
-    /// What is not here is looked for below.
+    /// Chunks that are not here are looked for below.
     pub asks_lower: bool,
     /// New chunks go to the tiers below.
     pub stores_lower: bool,
@@ -91,7 +91,7 @@ pub struct DiskTier {
     /// Opened already: reading its index takes a while.
     pub disk: Disk,
     pub flow: Flow,
-    /// What comes from S3 is written here as well.
+    /// Chunks from S3 are written here as well.
     pub promotes: bool,
 }
 

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 
 use crate::arena::SLOT_ALIGN;
 
-/// What files take room in, and direct I/O moves.
+/// The unit of a file's room and of direct I/O.
 pub(super) const BLOCK: usize = SLOT_ALIGN;
 
 #[repr(C, align(4096))]

@@ -1,4 +1,4 @@
-//! What the disk tier can't do, for its callers.
+//! Errors of the disk tier, for its callers.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::fault::DiskFault;
 
-/// What the disk tier can't do.
+/// An error of the disk tier.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
     #[error("there is no disk to use: give [disk] paths at least one folder")]

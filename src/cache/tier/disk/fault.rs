@@ -1,10 +1,10 @@
-//! What an I/O error says: of the file, of the disk, or of this process.
+//! The meaning of an I/O error: for the file, the disk, or this process.
 
 use std::io::{self, ErrorKind};
 
 use rustix::io::Errno;
 
-/// What an error of I/O says.
+/// The meaning of an I/O error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DiskFault {
     /// The file system has no room: it is fuller than configured, but works.

@@ -33,7 +33,7 @@ const FOLDER_MODE: Mode = Mode::from_raw_mode(0o700);
 /// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
 /// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.
 const DIRTY: Mode = Mode::SVTX;
-/// Whatever somebody else put under a name: no link is followed.
+/// No link that somebody else put under a name is followed.
 const SAFE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC);
 
 /// One disk's folder, locked for as long as this lives, and everything that is done to files in it.
@@ -52,7 +52,7 @@ pub(super) struct Folder {
     spaces: SpaceFolders,
 }
 
-/// What a read found.
+/// The outcome of a read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum FolderFound {
     Whole,
@@ -185,7 +185,7 @@ impl Folder {
         }
     }
 
-    /// What was renamed in a folder of this one keeps its name after a power loss.
+    /// Files that were renamed in a folder of this one keep their names after a power loss.
     pub fn sync_folder(&self, name: &str) -> io::Result<()> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         Ok(fsync(openat(&self.root, name, flags, Mode::empty())?)?)

@@ -23,7 +23,7 @@ use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 #[derive(Clone)]
 pub struct Disk(pub(super) Arc<DiskShared>);
 
-/// What became of a write.
+/// The outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wrote {
     Stored,
@@ -35,7 +35,7 @@ pub enum Wrote {
     Deleted,
 }
 
-/// What the tier below has of a chunk that is written here.
+/// Whether the tier below has a chunk that is written here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Below {
     Has,
@@ -167,7 +167,7 @@ impl Disk {
         self.0.index.unsent(key)
     }
 
-    /// What was dirty when the disks were read: somebody must send it down. The first to ask gets it.
+    /// Chunks that were dirty when the disks were read: they must be sent down. The first to ask gets it.
     pub fn take_backlog(&self) -> Backlog {
         self.0.take_backlog()
     }

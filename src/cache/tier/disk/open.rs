@@ -134,7 +134,7 @@ impl DiskShared {
     }
 }
 
-/// What one disk knows of a space serves the others.
+/// A space that one disk knows is known for the others.
 fn give_homes(
     folders: &[Folder],
     mut scans: Vec<io::Result<Scan>>,
@@ -184,7 +184,7 @@ fn restored((disk, scan): (usize, &Scan)) -> impl Iterator<Item = Restored<'_>> 
     })
 }
 
-/// What the tier below does not have, as it was written: parents before their children.
+/// Chunks that the tier below does not have, in the order in which they were written: parents before their children.
 fn backlog(index: &Index, found: Vec<Scan>) -> Backlog {
     let spaces = found.iter().flat_map(|scan| &scan.spaces);
     let all = spaces.flat_map(|(space, chunks)| chunks.iter().map(move |chunk| (space, chunk)));

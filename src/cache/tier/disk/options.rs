@@ -1,4 +1,4 @@
-//! What the disk tier may use.
+//! The disk tier's limits.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::cache::tier::percent_of;
 use crate::protocol::EvictionPolicy;
 
-/// What the disk tier may use.
+/// The disk tier's limits.
 #[derive(Debug, Clone)]
 pub struct DiskOptions {
     /// A folder on each disk; made if missing.
@@ -52,7 +52,7 @@ impl Default for DiskOptions {
 }
 
 impl DiskOptions {
-    /// What eviction leaves on each disk at most.
+    /// The bytes that eviction leaves on each disk at most.
     pub(super) fn watermark_bytes(&self) -> u64 {
         percent_of(self.size_bytes, self.watermark_percent)
     }

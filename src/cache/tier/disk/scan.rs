@@ -1,4 +1,4 @@
-//! What is on a disk at start: from names, lengths and times alone, no file of a chunk is opened.
+//! The chunks on a disk at start: from names, lengths and times alone, no file of a chunk is opened.
 //!
 //! Only names that kvgate gives are touched; whatever else is in the folder stays as it is.
 
@@ -23,7 +23,7 @@ pub(super) struct Scan {
     pub expired: u64,
     /// Files that were no whole chunk, and that the tier below does not have: they were moved aside.
     pub damaged: u64,
-    /// What the tier below does not have, of spaces whose `space.json` is missing.
+    /// Chunks that the tier below does not have, of spaces whose `space.json` is missing.
     pub homeless: Vec<ChunkId>,
     /// Files and folders of other users under names that kvgate gives: they are left alone.
     pub foreign: u64,

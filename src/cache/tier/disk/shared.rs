@@ -1,5 +1,5 @@
-//! What all handles of the disk tier share: the index, the folders, and turns to use a disk. Everything that blocks is
-//! here.
+//! The common part of all handles of the disk tier: the index, the folders, and turns to use a disk. Everything that
+//! blocks is here.
 
 use std::collections::HashSet;
 use std::io;
@@ -20,7 +20,7 @@ use crate::format::{ChunkId, Space, SpaceKey};
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
 const EXPIRED_PER_WRITE: usize = 16;
 
-/// What all handles share, and everything that may block.
+/// The common part of all handles, and everything that may block.
 pub(super) struct DiskShared {
     pub index: Arc<Index>,
     /// As the index numbers them; None while it is taken out.
@@ -38,7 +38,7 @@ pub(super) struct DiskShared {
     homeless: Mutex<HashSet<(usize, SpaceKey)>>,
 }
 
-/// Who works on it has the folder as well, and so keeps it locked.
+/// A task that works on it has the folder as well, and so keeps it locked.
 struct OneDisk {
     folder: Arc<Folder>,
     depth: Arc<Semaphore>,
@@ -231,7 +231,7 @@ impl DiskShared {
         }
     }
 
-    /// What is out of the index; its files go when this is dropped.
+    /// Chunks that are out of the index; their files go when this is dropped.
     pub fn leave(self: &Arc<Self>, gone: impl IntoIterator<Item = Gone>) -> Vec<Leaving> {
         let leaving = |gone| Leaving {
             shared: Arc::clone(self),
@@ -279,7 +279,7 @@ impl DiskShared {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(out) = out {
-            // Who waits for a turn has none to wait for.
+            // There is no turn to wait for any more.
             out.depth.close();
         }
         tracing::error!(

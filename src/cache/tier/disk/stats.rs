@@ -13,7 +13,7 @@ pub enum Unsent {
     Out,
 }
 
-/// What the disks had and the tier below had not, when they were read.
+/// Chunks that the disks had and the tier below had not, when the disks were read.
 #[derive(Debug, Default)]
 pub struct Backlog {
     /// The oldest first.

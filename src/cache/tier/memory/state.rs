@@ -1,4 +1,4 @@
-//! What is in memory, under the tier's one lock: who is here, what they count for, and who goes next.
+//! The memory tier's state, under its one lock: which chunks are here, what they count for, and which goes next.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub(super) struct Resident {
     pub since: Instant,
 }
 
-/// What is in the slot.
+/// The slot's content.
 #[derive(Clone)]
 pub(super) enum ReaderHold {
     /// The header is not written yet.
@@ -49,7 +49,7 @@ pub(super) enum ReaderHold {
     Object(Slot),
 }
 
-/// Who may go.
+/// Which chunks may go.
 #[derive(Clone, Copy)]
 pub(super) struct Going {
     pub now: Instant,

@@ -6,8 +6,8 @@ use foldhash::fast::RandomState;
 
 use super::list::{At, List, Nodes};
 
-/// Who went lately, by a fingerprint: 32 bits of a hash. Two with the same one are mixed up now and then, which costs a
-/// key that stays longer than it should.
+/// Keys that went lately, by a fingerprint: 32 bits of a hash. Two with the same one are mixed up now and then, which
+/// costs a key that stays longer than it should.
 pub(super) struct Ghost {
     places: HashMap<u32, At, RandomState>,
     nodes: Nodes<u32>,

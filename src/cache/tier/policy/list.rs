@@ -18,7 +18,7 @@ struct Node<K> {
     key: K,
     older: At,
     newer: At,
-    /// What a policy counts; at most a few.
+    /// The policy's count of uses; at most a few.
     uses: u8,
     /// Which of the policy's lists it is in, for one that has two.
     is_main: bool,

@@ -1,5 +1,5 @@
-//! Who goes first when room is needed. No I/O, no locks, no clock and no sizes: a tier asks for one after another until
-//! there is room.
+//! Eviction policies: which key leaves first when room is needed. No I/O, no locks, no clock and no sizes: a tier asks
+//! for one after another until there is room.
 //!
 //! A [`Queue`] knows its keys by a map and keeps them in lists whose nodes share one vector (`list.rs`). Each policy is
 //! an order over such nodes, in a file of its own. What may not go now, because something reads it, counts as used and is

@@ -1,6 +1,6 @@
 //! S3-FIFO: "FIFO queues are all you need for cache eviction", SOSP '23.
 //!
-//! What is new goes into a small queue of a tenth. Who was used at least twice by the time it is the oldest there goes on
+//! New keys go into a small queue of a tenth. Who was used at least twice by the time it is the oldest there goes on
 //! to the main queue; others leave, and a ghost of each stays for a while: who comes back while its ghost is there goes
 //! to the main queue at once. There, a key that was used goes round again, with one use less.
 //!
@@ -22,7 +22,7 @@ const USES_MAX: u8 = 3;
 /// Uses that bring a key from the small queue to the main one.
 const USES_FOR_MAIN: u8 = 2;
 
-/// What became of the oldest of the main queue.
+/// The fate of the oldest key of the main queue.
 enum Main {
     Goes(At),
     /// It goes round again.

@@ -9,7 +9,7 @@ use super::list::{At, List, Nodes};
 
 pub(super) struct Sieve {
     list: List,
-    /// Who is looked at next; none: the oldest.
+    /// The key that is looked at next; none: the oldest.
     hand: Option<At>,
 }
 

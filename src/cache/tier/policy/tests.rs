@@ -208,7 +208,7 @@ proptest! {
                 }
                 prop_assert_eq!(queue.len(), twin.keys().len());
             }
-            // What is in is in once, and all of it comes out.
+            // Each key is in once, and all of them come out.
             let mut rest: Vec<u8> = std::iter::from_fn(|| queue.evict(|_| true)).collect();
             rest.sort_unstable();
             prop_assert!(rest.iter().eq(&twin.keys()), "{policy:?}: {rest:?}");

@@ -33,7 +33,7 @@ impl PinnedBlock {
         (self.rows - 1) * self.host_pitch + self.row_bytes
     }
 
-    /// What makes it up without crossing from one registration into the next.
+    /// Its parts, none of which crosses from one registration into the next.
     fn cut(self, pinned: Option<&Pinned>) -> Vec<Self> {
         let whole = self.flat();
         let Some(pinned) = pinned.filter(|pinned| pinned.reach(whole.host) < whole.host_bytes()) else {

@@ -38,7 +38,7 @@ pub struct Gpu {
     pub(super) device: usize,
 }
 
-/// What there is, for people.
+/// The devices that there are, for people.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Presence {
     pub device: usize,

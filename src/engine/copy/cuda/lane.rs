@@ -18,11 +18,11 @@ pub(super) struct Lane {
     kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
     next: usize,
-    /// What its copies came after last.
+    /// The work that its copies came after last.
     pub mark: Option<StreamMark>,
     /// It was given nothing since it finished.
     pub idle: bool,
-    /// What the DMAs' objects are in.
+    /// The memory of the DMAs' objects.
     pub pinned: Option<Arc<Pinned>>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Staging {
     pub free: Option<CudaEvent>,
 }
 
-/// What staging buffers are made of.
+/// The memory of staging buffers.
 pub(super) struct RingSize {
     pub buffers: usize,
     pub bytes: usize,

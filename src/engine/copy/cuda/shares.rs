@@ -1,4 +1,4 @@
-//! What a rank has of each plane, cut into pieces that fit a staging buffer.
+//! A rank's share of each plane, cut into pieces that fit a staging buffer.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use super::gpu::CudaError;
 use super::kernel::{PartRow, tiles};
 use crate::engine::copy::cache::PagedCache;
 
-/// What this rank has of one plane: heads that are side by side in the object, so one run of bytes.
+/// This rank's share of one plane: heads that are side by side in the object, so one run of bytes.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneRun {
     /// In the object.
@@ -75,7 +75,7 @@ impl Shares {
         Ok(shares)
     }
 
-    /// What a staging buffer must hold at least.
+    /// The least bytes of a staging buffer.
     pub fn largest(&self) -> usize {
         self.all.iter().map(|share| share.bytes).max().unwrap_or_default()
     }

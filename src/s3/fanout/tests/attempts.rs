@@ -61,7 +61,7 @@ async fn retries_are_bounded_by_count_budget_and_deadline() {
         assert!(attempts.run(soon, &attempt).await.is_err());
     }
     assert_eq!(made.load(Ordering::Relaxed), 10 + 3, "the budget is spent");
-    // Who hangs until the deadline earns nothing; who answers does, whatever it is.
+    // An endpoint that hangs until the deadline earns nothing; one that answers does, whatever the answer.
     for (error, retries) in [(Failed::Late, 0), (Failed::NotFound, 2)] {
         for _ in 0..2 * CALLS_A_RETRY {
             assert!(attempts.run(soon, failing(error)).await.is_err());

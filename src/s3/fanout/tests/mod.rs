@@ -37,7 +37,7 @@ const POLICY: AttemptPolicy = AttemptPolicy {
     hedges: 10,
 };
 
-/// What an endpoint does with requests.
+/// The behaviour of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Does {
     /// Answers after 5 ms; what is in flight shares so many MiB a second.

@@ -17,8 +17,8 @@ pub enum TlsError {
     Setup(#[from] rustls::Error),
 }
 
-/// What connections have in common: TLS 1.2 and 1.3 with HTTP/1.1, the system's roots and those in `ca_file`, and the
-/// sessions to resume. It reads files: once for each client, not for each connection.
+/// The configuration of all connections: TLS 1.2 and 1.3 with HTTP/1.1, the system's roots and those in `ca_file`, and
+/// the sessions to resume. It reads files: once for each client, not for each connection.
 pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, TlsError> {
     let mut roots = system_roots();
     if let Some(path) = ca_file {

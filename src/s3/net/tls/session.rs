@@ -16,7 +16,7 @@ const KIB: usize = 1024;
 /// to stay in a core's cache on the way. rustls takes handshake messages of up to 64 KiB, which must be whole in here.
 const INCOMING_LEN: usize = 128 * KIB;
 
-/// What one write encrypts, in four records.
+/// The bytes that one write encrypts, in four records.
 pub(super) const WRITE_LEN_MAX: usize = 64 * KIB;
 
 /// Records for the socket: those of one write, and 4 KiB for their heads and tags (at most 29 bytes a record), and for
@@ -46,11 +46,11 @@ enum End {
     /// The connection ended, and the server did not say so: what came may be a part.
     Cut,
     Failed(Error),
-    /// What rustls still needs is longer than its window.
+    /// The bytes that rustls still needs are longer than its window.
     TooLong,
 }
 
-/// What to encrypt when the state of the connection lets us.
+/// The bytes to encrypt when the state of the connection lets us.
 #[derive(Clone, Copy)]
 pub(super) enum ToSend<'a> {
     Nothing,
@@ -177,7 +177,7 @@ impl TlsSession {
         self.incoming.room()
     }
 
-    /// What the socket put into the room: 0 bytes at its end.
+    /// The bytes that the socket put into the room: 0 at its end.
     pub fn received(&mut self, len: usize) {
         match len {
             0 => self.end = self.end.take().or(Some(End::Cut)),

@@ -132,7 +132,7 @@ impl BenchArgs {
         outcome.and_then(|()| verdict(&report))
     }
 
-    /// What was measured before a failure is in the report, too.
+    /// The report has what was measured before a failure, too.
     async fn run_phases(
         &self,
         mut bench: Bench,

@@ -31,7 +31,7 @@ const COLUMNS: [(&str, usize); 15] = [
     ("max", 6),
 ];
 
-/// What columns have in common, and how many.
+/// The heading of some columns, and how many they are.
 const GROUPS: [(&str, usize); 5] = [
     ("", 1),
     (" first done ", 3),

@@ -25,7 +25,7 @@ pub enum GpuCommand {
     Bench(bench::GpuBenchArgs),
 }
 
-/// What both have.
+/// The flags of both.
 #[derive(Debug, Args)]
 struct GpuArgs {
     /// Which GPU, as the driver counts them.

@@ -72,7 +72,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     for space in spaces.iter().filter_map(|(_, space)| space.as_ref()) {
         check.fits(space)?;
     }
-    // What was found before a failure is reported all the same.
+    // Findings before a failure are reported all the same.
     let outcome = check.spaces(&spaces).await;
     drop(check.progress);
     let report = VerifyReport {
@@ -86,7 +86,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     outcome.and(found)
 }
 
-/// What the space is: as given, or as the bucket says.
+/// The space: as given, or as the bucket says.
 fn known(found: &SpaceSummary, given: Option<&SpaceRef>) -> Option<Space> {
     match (given, &found.json) {
         (Some(SpaceRef::Known(space)), _) | (_, SpaceJson::Good(space)) => Some(space.clone()),

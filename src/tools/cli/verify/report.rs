@@ -57,7 +57,7 @@ impl fmt::Display for ObjectProblem {
     }
 }
 
-/// What a run found.
+/// The outcome of a run.
 pub struct VerifyReport {
     pub totals: Totals,
     pub problems: Vec<ObjectProblem>,

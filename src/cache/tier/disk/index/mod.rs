@@ -1,4 +1,4 @@
-//! What is where, who goes next, and how much room is left. No I/O.
+//! Which chunk is on which disk, which goes next, and how much room is left. No I/O.
 //!
 //! Lookups read a sharded map and nothing else. Everything that changes goes through one lock (`state.rs`), under which
 //! the map is changed too; so the map is always as right as the rest. What must happen to files is told to the caller,

@@ -64,7 +64,7 @@ impl Index {
         }
         let busy = state.writing.get(&key).or_else(|| state.leaving.get(&key));
         if let Some(&disk) = busy {
-            // What is under way on a disk that was taken out may never end.
+            // A write on a disk that was taken out may never end.
             return match self.works(disk) {
                 true => Placed::Busy,
                 false => Placed::NoRoom,
@@ -186,7 +186,7 @@ impl Drop for WriteReservation {
     }
 }
 
-/// What the file of an object takes on a disk.
+/// The bytes of an object's file on a disk.
 pub(super) fn file_bytes(object_len: usize) -> u64 {
     object_len.next_multiple_of(BLOCK) as u64
 }

@@ -1,4 +1,4 @@
-//! What a start found on the disks, put into the index in order of use.
+//! Chunks that a start found on the disks, put into the index in order of use.
 
 use std::time::SystemTime;
 

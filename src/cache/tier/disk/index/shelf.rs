@@ -1,4 +1,4 @@
-//! What the index knows of one disk: bytes, limits, and whether the file system is full.
+//! The index's view of one disk: bytes, limits, and whether the file system is full.
 
 use std::path::PathBuf;
 
@@ -7,11 +7,11 @@ use crate::cache::tier::disk::stats::{DiskState, PathStats};
 use crate::cache::tier::policy::Queue;
 use crate::format::ChunkId;
 
-/// What the index knows of one disk.
+/// The index's view of one disk.
 pub(super) struct Shelf {
     path: PathBuf,
     size_bytes: u64,
-    /// What eviction leaves at most, as configured.
+    /// The bytes that eviction leaves at most, as configured.
     watermark_bytes: u64,
     /// The same, as far as the file system has room: it may be shared with others.
     limit_bytes: u64,

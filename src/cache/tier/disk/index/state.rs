@@ -25,8 +25,8 @@ pub(super) struct IndexState {
     pub leaving: KeyMap<usize>,
     /// How often each is pinned; one need not be there.
     pub pins: KeyMap<u32>,
-    /// What the tier below does not have, and on which disk it is: also while that disk is taken out, and its entries are
-    /// gone. Each is pinned once for that.
+    /// Chunks that the tier below does not have, and on which disk each is: also while that disk is taken out, and its
+    /// entries are gone. Each is pinned once for that.
     pub unsent: KeyMap<usize>,
     pub expiry: Expiry,
     pub removals: Removals,

@@ -1,4 +1,4 @@
-//! What each tenant has on the disks, with an eviction order of its own.
+//! The bytes of each tenant on the disks, with an eviction order of its own.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,8 @@ use crate::cache::tier::policy::Queue;
 use crate::format::ChunkId;
 use crate::protocol::EvictionPolicy;
 
-/// What each tenant has, over all disks. One that was ever seen stays known: tenants come with spaces, which are few.
+/// The bytes of each tenant, over all disks. One that was ever seen stays known: tenants come with spaces, which are
+/// few.
 pub(super) struct Tenants {
     /// If they are limited; else nobody needs their order.
     policy: Option<EvictionPolicy>,

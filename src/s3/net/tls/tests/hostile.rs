@@ -4,7 +4,7 @@ use tokio::io::AsyncReadExt;
 
 use super::server::{Lab, VERSIONS, pattern, serve_plain, write_in_pieces};
 
-/// What the client reads when `spoil` changes the server's records, and how that ends.
+/// The bytes that the client reads when `spoil` changes the server's records, and how that ends.
 async fn spoiled(
     lab: &Lab,
     bytes: &[u8],
@@ -23,7 +23,7 @@ async fn spoiled(
         spoil(&mut records);
         peer.sock.write_all(&records).unwrap();
         peer.sock.shutdown(std::net::Shutdown::Write).unwrap();
-        // What the client says about it.
+        // The client's error.
         let _ = peer.sock.read_to_end(&mut Vec::new());
     });
     let mut stream = lab.connect(address).await.unwrap();
