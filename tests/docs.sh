@@ -6,6 +6,7 @@
 # 1. mkdocs builds docs/ strictly: every link leads somewhere.
 # 2. docs/CONFIGURATION.md and docs/METRICS.md say what the program says.
 # 3. examples/: the three Python programs against a daemon and an S3 server, and the Rust one.
+# 4. tests/commands.py: the commands of README.md and of all pages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=tests/servers/common.sh
@@ -61,3 +62,6 @@ if [ -n "$endpoint" ]; then
 else
     echo "read_object.py did NOT run: it reads from an S3 server, and none is up"
 fi
+
+echo "-- the commands of the pages"
+"$VENV/bin/python" -B tests/commands.py --kvgate "$kvgate" ${endpoint:+--endpoint "$endpoint"}

@@ -15,7 +15,7 @@ use crate::format::DigestKind;
 use crate::protocol::{EvictionPolicy, ProbeMode, Strategy, WhenFull, choices};
 
 choices! {
-    /// What a tier does with what it does not have, or is given.
+    /// How a tier handles chunks that it lacks, or is given.
     Lower {
         /// It ends here.
         Stop = "stop",
@@ -27,17 +27,17 @@ choices! {
     LogLevel {
         /// Failures.
         Error = "error",
-        /// What may need an operator.
+        /// Problems that may need an operator.
         Warn = "warn",
-        /// What happens once.
+        /// Events that happen once.
         Info = "info",
-        /// What happens for each request.
+        /// Events of each request.
         Debug = "debug",
-        /// What happens inside a request.
+        /// Steps inside a request.
         Trace = "trace",
     }
 
-    /// What a log line looks like.
+    /// The form of a log line.
     LogFormat {
         /// For people.
         Text = "text",
@@ -53,7 +53,7 @@ sections! {
         endpoint: Option<String> = "", Optional(ENDPOINTS);
         /// Bucket that holds the chunks.
         bucket: Option<String> = "", Optional(BUCKET);
-        /// What the object keys begin with; empty: nothing.
+        /// The start of all object keys; empty: none.
         prefix: String = "", PREFIX;
         /// Region that requests are signed for.
         region: String = "us-east-1", REGION;
@@ -105,7 +105,7 @@ sections! {
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
     }
 
-    /// Who of the server's addresses gets how much.
+    /// How requests are spread over the server's addresses.
     endpoints: Endpoints {
         /// Bytes that one endpoint may have in flight at first; that grows while throughput does.
         window: ByteSize = "64MiB", Between(ByteSize(MIB), ByteSize(TIB));
@@ -237,7 +237,7 @@ sections! {
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Bytes that engines may have reserved or committed and that are not stored yet.
         write_behind: ByteSize = "512MiB", Between(ByteSize(MIB), ByteSize(64 * TIB));
-        /// What happens to new chunks when that is used up.
+        /// How new chunks are treated when that is used up.
         when_full: WhenFull = "refuse", OneOf(WhenFull::WORDS);
         /// Longest wait before a chunk that could not be stored is tried again.
         retry_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
@@ -269,7 +269,7 @@ sections! {
     api: Api {
         /// Unix socket to listen on.
         socket: PathBuf = "/run/kvgate/kvgate.sock", ABSOLUTE_PATH;
-        /// Who may open the socket and the arena, in octal: 0600 the owner, 0660 the group as well.
+        /// Rights on the socket and the arena, in octal: 0600 for the owner, 0660 for the group as well.
         socket_mode: u32 = "0600", Mode;
         /// Address to listen on as well, such as 127.0.0.1:9180; not set: none.
         listen: Option<SocketAddr> = "", Optional(Address);
@@ -299,7 +299,7 @@ sections! {
         degraded: bool = "false", Flag;
     }
 
-    /// What is written to the log.
+    /// The log.
     log: Log {
         /// Least severe messages to write.
         level: LogLevel = "info", OneOf(LogLevel::WORDS);
