@@ -2,11 +2,14 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpListener;
 use tokio::process::{Child, Command};
 
 use crate::support::daemon::{all, alone, eventually, id, load, load_request, store};
@@ -692,4 +695,62 @@ async fn commits_of_slots_that_were_not_written_are_a_line_and_a_count() {
         .filter(|line| line.contains("a slot that was not written"));
     assert!((2..=5).contains(&lines.count()), "{log}");
     assert!(log.contains("59 times more"), "{log}");
+}
+
+/// A server that answers every request with something else that is wrong; how often it was asked.
+async fn hostile_server() -> (String, Arc<AtomicUsize>) {
+    const ANSWERS: [&str; 5] = [
+        "HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 503 Slow Down\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 5\r\n\r\nhello",
+        "what do you want?\r\n\r\n",
+        "",
+    ];
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    tokio::spawn(async move {
+        while let Ok((mut socket, _)) = listener.accept().await {
+            let count = Arc::clone(&count);
+            tokio::spawn(async move {
+                let mut request = vec![0; 64 << 10];
+                while matches!(socket.read(&mut request).await, Ok(read) if read > 0) {
+                    let number = count.fetch_add(1, Ordering::Relaxed);
+                    let answer = ANSWERS[number % ANSWERS.len()];
+                    if answer.is_empty() || socket.write_all(answer.as_bytes()).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    (endpoint, asked)
+}
+
+/// It was a line for each chunk and try: 12,500 in five minutes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_answers_nonsense_takes_few_lines_of_the_log() {
+    let home = Home::new().await;
+    let (endpoint, asked) = hostile_server().await;
+    let settings = [
+        ("KVGATE__S3__ENDPOINT", endpoint.as_str()),
+        ("KVGATE__LOG__REPEAT", "1s"),
+        ("KVGATE__STORE__RETRY_MAX", "100ms"),
+        ("KVGATE__STORE__DRAIN", "100ms"),
+        ("KVGATE__LOOKUP__ABSENT_TTL", "100ms"),
+    ];
+    let daemon = home.serve(&settings).await;
+    assert_eq!(home.done("store", "one", 60).await["stored"], 60);
+    for _ in 0..5 {
+        home.done("load", "another", 60).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    signal(&daemon.child, Signal::TERM);
+    let output = daemon.child.wait_with_output().await.unwrap();
+    let log = String::from_utf8(output.stderr).unwrap();
+    let (lines, asked) = (log.lines().count(), asked.load(Ordering::Relaxed));
+    assert!(asked > 300, "{asked} requests are no outage: {log}");
+    assert!(lines < 100, "{lines} lines for {asked} requests: {log}");
+    assert!(log.contains("times more in 1s"), "{log}");
 }
