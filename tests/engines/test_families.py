@@ -3,13 +3,15 @@
 python tests/engines/test_families.py     in an environment with vLLM and the wheel (tests/run.sh makes one)
 """
 
+import json
 import os
+import subprocess
 import tempfile
 import unittest
 
 import families
 from case import CHUNK, PROMPTS, damage
-from gateway import Gateway
+from gateway import KVGATE, Gateway
 from lives import kvgate, life
 
 REUSED = 2 * 3 * CHUNK
@@ -17,6 +19,25 @@ REUSED = 2 * 3 * CHUNK
 # hybrid manager off, vLLM 0.32 itself answers the second and later ones otherwise each time.
 MORE = {"cohere2": {}, "llama4": {}, "gpt_oss": {"max_tokens": 1}, "deepseek_v3": {"block_size": 16}}
 TRIED = {"gemma3": {}, **(MORE if os.environ.get("KVGATE_TEST_FULL") else {})}
+
+
+def kept(llm, generate):
+    """What each kind of layer keeps, and its bytes a token: by vLLM's own specs."""
+    groups = {}
+    for spec in llm.collective_rpc("get_kv_cache_spec")[0].values():
+        window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+        kind = f"window {window}" if window else f"chunked {chunk}" if chunk else "full"
+        layers, token_bytes = groups.get(kind, (0, 0))
+        groups[kind] = [layers + 1, token_bytes + spec.page_size_bytes // spec.block_size]
+    return groups
+
+
+def size_of(model):
+    """The same by `kvgate size`."""
+    said = subprocess.run([KVGATE, "size", "--config", model, "--json"], capture_output=True, text=True, check=True)
+    groups = json.loads(said.stdout)["groups"]
+    name = lambda group: group["kind"] + (f" {group['tokens']}" if group["tokens"] else "")  # noqa: E731
+    return {name(group): [group["layers"], group["token_bytes"]] for group in groups}
 
 
 class FamilyTest(unittest.TestCase):
@@ -29,7 +50,8 @@ class FamilyTest(unittest.TestCase):
         gateway = Gateway(folder.name)
         self.addCleanup(gateway.end)
         gateway.start()
-        plain = self.alive(model, **engine)
+        plain = self.alive(model, act=kept, **engine)
+        self.assertEqual(size_of(model), plain["act"])
         self.assertNotEqual(plain["tokens"][0], plain["tokens"][1])
         kv = kvgate(gateway.socket)
         first = self.alive(model, kv, **engine)

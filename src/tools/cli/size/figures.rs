@@ -1,4 +1,4 @@
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::SizeArgs;
 use crate::config::units::TIB;
@@ -69,34 +69,39 @@ fn heads_of_rank(heads: u32, tp: u32) -> Result<u32, CliError> {
 }
 
 impl Sizes {
-    pub fn show(&self, as_json: bool, out: &mut Out) -> Result<(), CliError> {
+    pub fn json(&self) -> Value {
         let (space, layout) = (&self.space, self.space.layout());
-        let heads = space.planes().first().map_or(0, |plane| plane.heads);
-        if as_json {
-            let context = |context: &Context| {
-                json!({
-                    "tokens": context.tokens,
-                    "chunks": context.chunks,
-                    "bytes": context.objects_bytes,
-                    "rank_bytes": context.rank_bytes,
-                    "fit_in_tib": context.fit_in_tib,
-                })
-            };
-            return out.json(&json!({
-                "model": space.model(),
-                "dtype": space.dtype().name(),
-                "layers": space.planes().len(),
-                "kv_heads": heads,
-                "chunk_tokens": space.chunk_tokens(),
-                "token_bytes": space.token_bytes(),
-                "payload_bytes": layout.payload_len(),
-                "object_bytes": layout.object_len(),
-                "tp": self.tp,
-                "rank_token_bytes": self.rank_token,
-                "rank_chunk_bytes": self.rank_chunk(),
-                "contexts": self.contexts.iter().map(context).collect::<Vec<_>>(),
-            }));
-        }
+        let context = |context: &Context| {
+            json!({
+                "tokens": context.tokens,
+                "chunks": context.chunks,
+                "bytes": context.objects_bytes,
+                "rank_bytes": context.rank_bytes,
+                "fit_in_tib": context.fit_in_tib,
+            })
+        };
+        json!({
+            "model": space.model(),
+            "dtype": space.dtype().name(),
+            "layers": space.planes().len(),
+            "kv_heads": self.heads(),
+            "chunk_tokens": space.chunk_tokens(),
+            "token_bytes": space.token_bytes(),
+            "payload_bytes": layout.payload_len(),
+            "object_bytes": layout.object_len(),
+            "tp": self.tp,
+            "rank_token_bytes": self.rank_token,
+            "rank_chunk_bytes": self.rank_chunk(),
+            "contexts": self.contexts.iter().map(context).collect::<Vec<_>>(),
+        })
+    }
+
+    fn heads(&self) -> u32 {
+        self.space.planes().first().map_or(0, |plane| plane.heads)
+    }
+
+    pub fn show(&self, out: &mut Out) -> Result<(), CliError> {
+        let (space, layout, heads) = (&self.space, self.space.layout(), self.heads());
         out.field("model", space.model())?;
         out.field(
             "geometry",

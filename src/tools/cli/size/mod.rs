@@ -1,5 +1,8 @@
 mod figures;
 mod geometry;
+mod hf_config;
+
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
@@ -10,6 +13,7 @@ use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes};
 use figures::Sizes;
 use geometry::{ANY_REVISION, dtype, tokens};
+use hf_config::{HfModel, Kept};
 
 /// Calculates what a model's KV takes; asks no server.
 #[derive(Debug, Args)]
@@ -17,12 +21,16 @@ use geometry::{ANY_REVISION, dtype, tokens};
 Examples:
   kvgate size                                       all known models
   kvgate size --model qwen3-32b --tp 4 --context 8k,128k
+  kvgate size --config ~/models/gpt-oss-20b         any model of Hugging Face
   kvgate size --layers 48 --kv-heads 4 --head-dim 128 --dtype fp8_e4m3
   kvgate size --layers 61 --latent-dim 576")]
 pub struct SizeArgs {
     /// A known model.
     #[arg(long, value_name = "PRESET", conflicts_with_all = ["layers", "kv_heads", "head_dim", "latent_dim"])]
     model: Option<String>,
+    /// A model's config.json as Hugging Face has it, or its folder.
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["model", "layers", "kv_heads", "head_dim", "latent_dim"])]
+    config: Option<PathBuf>,
     /// Layers with full attention.
     #[arg(long, value_name = "NUMBER")]
     layers: Option<u32>,
@@ -56,11 +64,60 @@ pub struct SizeArgs {
 }
 
 pub fn run(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
+    if let Some(path) = &args.config {
+        return by_config(args, path, out);
+    }
     let geometry = [args.layers, args.kv_heads, args.head_dim, args.latent_dim];
     if args.model.is_none() && geometry.iter().all(Option::is_none) {
         return all(args, out);
     }
-    Sizes::of(args.space()?, args)?.show(args.json, out)
+    let sizes = Sizes::of(args.space()?, args)?;
+    match args.json {
+        true => out.json(&sizes.json()),
+        false => sizes.show(out),
+    }
+}
+
+fn by_config(args: &SizeArgs, path: &Path, out: &mut Out) -> Result<(), CliError> {
+    let model = HfModel::read(path, args.dtype)?;
+    let space = model.space(args.chunk_tokens)?;
+    let sizes = space.map(|space| Sizes::of(space, args)).transpose()?;
+    if args.json {
+        let mut all = sizes.map_or_else(|| json!({}), |sizes| sizes.json());
+        all["groups"] = model.json(&args.context);
+        return out.json(&all);
+    }
+    let groups = model.groups();
+    let contexts: Vec<String> = args
+        .context
+        .iter()
+        .map(|tokens| format!(">of {tokens}"))
+        .collect();
+    let mut headings = vec!["kept", ">layers", ">a token", ">a snapshot"];
+    headings.extend(contexts.iter().map(String::as_str));
+    let rows = groups.iter().map(|group| {
+        let (token, snapshot) = match group.kept {
+            Kept::State => ("-".to_owned(), bytes(group.bytes)),
+            _ => (bytes(group.bytes), "-".to_owned()),
+        };
+        let mut row = vec![group.kept.to_string(), group.layers.to_string(), token, snapshot];
+        let needed = |tokens: &u64| bytes(group.kept.needed(*tokens).saturating_mul(group.bytes));
+        row.extend(args.context.iter().map(needed));
+        row
+    });
+    let rows: Vec<Vec<String>> = rows.collect();
+    out.table(&headings, &rows)?;
+    if groups.iter().any(|group| group.kept == Kept::State) {
+        out.line("\nkvgate stores no states yet: its connectors refuse this model. By token it keeps:\n")?;
+    } else if groups.len() > 1 {
+        out.line("\nkvgate stores the tokens of all layers, whatever they attend to:\n")?;
+    } else {
+        out.line("")?;
+    }
+    match sizes {
+        Some(sizes) => sizes.show(out),
+        None => out.line("nothing"),
+    }
 }
 
 fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
