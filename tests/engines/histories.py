@@ -467,7 +467,8 @@ class History:
                 disable_chunked_mm_input=False,
                 scheduler_reserve_full_isl=numbers.random() < 0.5,
                 watermark=0.0,
-                disable_hybrid_kv_cache_manager=False,
+                # As vLLM sets it: kvgate's connector does not claim `SupportsHMA`.
+                disable_hybrid_kv_cache_manager=True,
                 prefill_schedule_interval=1,
             ),
             cache_config=SimpleNamespace(
