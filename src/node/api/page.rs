@@ -1,4 +1,4 @@
-//! What people and tools open in a browser: the status page, and the API's description.
+//! Pages for a browser: the status page, and the API's description.
 
 use bytes::Bytes;
 use hyper::StatusCode;
