@@ -1,4 +1,4 @@
-//! The known existence of chunks on S3: present with an ETag, or absent, each for a time. Damaged versions are kept
+//! Existence of chunks on S3: present with an ETag, or absent, each known for a time. Damaged versions are kept
 //! apart. The oldest entries leave first.
 
 use std::collections::VecDeque;
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::format::ChunkId;
 use crate::s3::object::Version;
 
-/// Limits of the cache: its memory, and how long answers stay valid.
+/// The cache's limits.
 #[derive(Debug, Clone, Copy)]
 pub struct CacheLimits {
     pub present_ttl: Duration,
@@ -22,7 +22,7 @@ pub struct CacheLimits {
     pub bytes: usize,
 }
 
-/// The known state of a chunk.
+/// A chunk's existence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Known {
     /// Present, with the ETag that was seen.
@@ -35,7 +35,8 @@ struct Entry {
     learned: Instant,
 }
 
-/// Bytes of an entry: in the map with its control byte and load factor, in the order of age, and its ETag's text.
+/// The bytes of an entry: in the map with its control byte and load factor, in the order of age, and its ETag's
+/// text.
 const ENTRY_BYTES: usize = 2 * (size_of::<(ChunkId, Entry)>() + 1)
     + size_of::<(ChunkId, Instant)>()
     + 16
@@ -65,7 +66,7 @@ impl ExistenceCache {
         }
     }
 
-    /// The state of a chunk at `now`; None if it is not known or has expired.
+    /// The existence at `now`; None when it is not known or has expired.
     pub fn get(&self, key: &ChunkId, now: Instant) -> Option<Known> {
         let entry = self.entries.get(key)?;
         self.fresh(&entry, now).then(|| entry.known.clone())

@@ -1,7 +1,7 @@
 //! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the
 //! interval in which the run must end. No I/O.
 
-/// The state of one chunk of a prompt.
+/// The state of one chunk of a prompt, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChunkState {
     NotAsked,
@@ -150,7 +150,7 @@ mod tests {
             prop_assert!(present <= end);
             prop_assert!(present == 0 || states[present - 1] == ChunkState::Present);
             prop_assert!(end == states.len() || states[end] == ChunkState::Absent);
-            // All chunks between were asked for, without an answer.
+            // The chunks between were asked for, without an answer.
             prop_assert!(states[present..end].iter().all(|&state| state == ChunkState::Unknown));
         }
     }

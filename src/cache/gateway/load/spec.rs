@@ -1,16 +1,16 @@
-//! What a load is asked for.
+//! The request for a load.
 
 use tokio::time::Instant;
 
 use crate::format::{ChunkHash, Space};
 use crate::protocol::Order;
 
-/// What a load does once a chunk is missing.
+/// How a load goes on once a chunk is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterMiss {
-    /// Ends: what an engine can use is the leading run.
+    /// Ends: an engine can use only the leading run.
     Stop,
-    /// Loads the others all the same.
+    /// Loads the other chunks all the same.
     Continue,
 }
 
