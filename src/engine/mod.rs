@@ -1,4 +1,4 @@
-//! What runs in the engine's process.
+//! The part that runs in the engine's process.
 //!
 //! | folder      | what                                                                           |
 //! |-------------|--------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-//! What can't be is refused, and told.
+//! Impossible descriptions are refused, with the reason.
 
 use super::*;
 
@@ -22,7 +22,7 @@ fn refused(planes: &[(u32, u32)], tensors: &[Tensor]) -> String {
         .to_string()
 }
 
-/// What changes a good tensor, and what the error says then.
+/// Changes of a good tensor, each with the error's text.
 #[test]
 fn what_does_not_fit_is_told() {
     type Change = fn(&mut Tensor);
