@@ -83,7 +83,7 @@ pub enum Offer {
 pub enum Committed<K, R> {
     /// Other ranks are still to commit.
     Waits,
-    /// All ranks have committed: publish the chunk.
+    /// All owners have committed: publish the chunk.
     Whole { chunk: K, reserved: R },
 }
 

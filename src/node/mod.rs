@@ -69,7 +69,7 @@ pub struct NodeOptions {
     pub pin_max: Duration,
     /// Limit of prefetches at a time.
     pub prefetches: usize,
-    /// Whether the node is ready before S3 has answered.
+    /// Whether the node may be ready before S3 has answered.
     pub may_start_without_s3: bool,
     /// Interval at which a repeated warning is logged, at most.
     pub log_repeat: Duration,

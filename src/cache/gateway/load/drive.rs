@@ -94,9 +94,9 @@ impl Drive {
 
     /// Finds a chunk's source, with a slot where it needs one; also what it takes of the load's credit.
     ///
-    /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of
-    /// all loads only the oldest ever waits for one. A load that waits for its own client to release slots does not
-    /// hold the ticket.
+    /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of all
+    /// loads only the oldest ever waits for one. A load that waits for its own client to release something is not
+    /// among them.
     pub async fn source(&mut self, index: usize) -> (Option<Spent>, ChunkSource) {
         match self.spend().await {
             Ok(credit) => match self.find(index).await {
@@ -191,7 +191,7 @@ impl Drive {
         Ok(ChunkSource::Flight(flight))
     }
 
-    /// The chunk's source, if it is in memory or on its way there.
+    /// In memory, or on its way there.
     fn here(&self, chunk: &ChunkHash) -> Option<ChunkSource> {
         let resident = self.resident(chunk);
         resident.map(ChunkSource::Memory).or_else(|| {

@@ -228,7 +228,7 @@ impl Drive {
 }
 
 impl Shared {
-    /// Runs a fetch, up to the end of the run.
+    /// A fetch, up to the end of the run.
     async fn until(
         self: Arc<Self>,
         fetch: impl Future<Output = Result<LoadedChunk, Miss>>,
