@@ -36,7 +36,7 @@ use super::server::EmbeddedError;
 /// More stripes than threads that can work at a time: chance collisions cost nothing.
 const STRIPES: usize = 256;
 
-/// Folder of uploads under way: the whole of what `s3s-fs` sees.
+/// Folder of uploads under way: `s3s-fs` sees only this folder.
 pub(super) const STAGING: &str = ".staging";
 /// The one bucket in it.
 pub(super) const UPLOADS: &str = "uploads";
@@ -65,7 +65,7 @@ impl FolderStore {
             Err(TryLockError::WouldBlock) => return Err(EmbeddedError::InUse { path: root }),
             Err(TryLockError::Error(error)) => return Err(fail(error)),
         }
-        // What a killed server left: parts, unpublished uploads, their side files.
+        // Leftovers of a killed server: parts, unpublished uploads, their side files.
         let staging = root.join(STAGING);
         match std::fs::remove_dir_all(&staging) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(fail(error)),

@@ -1,4 +1,4 @@
-//! What is wrong, all at once, each with what to type.
+//! Refused configurations: all problems at once, each with the text to type.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What loads, from where, and how it is shown.
+//! Valid configurations: their values, their sources, and how they are shown.
 
 use super::*;
 use crate::protocol::Strategy;
