@@ -1,7 +1,7 @@
 //! kvgate: an S3-native, content-addressed KV cache gateway for LLM inference.
 //!
 //! `ARCHITECTURE.md` has the map, `docs/architecture/` how each part works and why. Dependencies point down only:
-//! tools -> node, engine -> cache -> s3 -> arena -> format; `protocol` is what node and engine say to each other.
+//! tools -> node, engine -> cache -> s3 -> arena -> format; `protocol` has the types that node and engine exchange.
 
 #![cfg_attr(
     test,

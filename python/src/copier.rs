@@ -13,7 +13,7 @@ use serde::Deserialize;
 use crate::error::failed;
 use crate::space::Space;
 
-/// Whose pages.
+/// The pages to copy from and to.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Settings {
@@ -83,14 +83,14 @@ impl Copier {
     }
 }
 
-/// As `KVGATE__COPY__...` says.
+/// The copy options of `KVGATE__COPY__...`.
 pub fn copy_options() -> PyResult<Copies> {
     let loaded = config::load(None, config::process_env(), &[]);
     Ok(loaded.map_err(failed)?.config.copy)
 }
 
 pub fn copier(gpu: Option<&Arc<Gpu>>, cache: PagedCache, options: &Copies) -> Result<AnyCopier, CopyError> {
-    // SAFETY: the engine keeps the tensors until it has closed the worker, and says which tokens are to be copied.
+    // SAFETY: the engine keeps the tensors until it has closed the worker, and names the tokens to copy.
     unsafe {
         match gpu {
             None => Ok(AnyCopier::Cpu(CpuCopier::new(cache, CpuOptions::from(options)))),

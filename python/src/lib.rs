@@ -1,4 +1,4 @@
-//! `kvgate._native`: what Python needs of kvgate, with the GIL released around everything that waits.
+//! `kvgate._native`: kvgate's functions for Python, with the GIL released during every wait.
 
 #![allow(
     clippy::needless_pass_by_value,
@@ -39,7 +39,7 @@ fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-/// The command line, as the binary has it. Answers its exit status.
+/// The command line of the binary. Returns its exit status.
 #[pyfunction]
 fn main(py: Python<'_>, arguments: Vec<String>) -> u8 {
     py.detach(|| kvgate::tools::cli::main_of(std::iter::once("kvgate".to_owned()).chain(arguments)))

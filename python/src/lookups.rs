@@ -28,55 +28,56 @@ pub struct Lookups {
     questions: Questions,
 }
 
-/// The part of a question that runs off the caller's thread.
+/// The parts of a question that its task needs, off the caller's thread.
 #[derive(Clone)]
 struct Asker {
     client: Client,
     space: kvgate::format::Space,
-    /// Of the first round.
+    /// Time of the first round.
     round: Duration,
     pin_ms: u64,
     patience: Duration,
     at_once: Arc<Semaphore>,
     breaker: Arc<LookupBreaker>,
-    /// Of questions that were answered, since somebody asked.
+    /// Times of the answered questions, since they were last taken.
     seconds: Arc<Mutex<Vec<f64>>>,
 }
 
-/// A lookup of a waiting request. It goes on while the request waits: its time is over only when the scheduler has come
-/// to the request, and has then waited for the deadline.
+/// A lookup of a waiting request. It goes on while the request waits: its time is over only when the scheduler has
+/// come to the request, and has then waited for the deadline.
 struct Question {
-    /// No other question has it: what an older one finds is not taken for this one's answer.
+    /// Unique, so that an older question's result is not taken for this one's answer.
     number: Number,
-    /// The longest prefix so far, and when it was told: its pins hold from then on.
+    /// The longest prefix so far, and the time of that answer: its pins hold from then on.
     told: Option<Told>,
-    /// The answer to the question before.
+    /// The answer of the question before.
     before: Option<Told>,
-    /// There is more than `before`: it counts only where this question has no answer in time.
+    /// More chunks than in `before` are there: it counts only if this question has no answer in time.
     is_awaited: bool,
-    /// When nothing more was to come.
+    /// The time when the question ended.
     ended: Option<Instant>,
-    /// When the scheduler came to the request.
+    /// The time when the scheduler came to the request.
     wanted: Option<Instant>,
-    /// An answer was given out.
+    /// An answer was returned to the scheduler.
     is_given: bool,
-    /// More than this question was told of is there by now.
+    /// More chunks than in this question's answer are there by now.
     is_outdated: bool,
-    /// Why it has no answer: `paused` (the gateway is left alone), `failed` (it could not say), `late`.
+    /// The reason for a missing answer: `paused` (the breaker is open), `failed` (the gateway could not say),
+    /// `late`.
     trouble: Option<&'static str>,
-    /// The gateway was asked, and the breaker does not know yet whether it answered in time.
+    /// The breaker that must still be told whether the gateway answered in time.
     owed: Option<Arc<LookupBreaker>>,
     task: Option<AbortHandle>,
 }
 
-/// By its address.
+/// Compared by address.
 type Number = Arc<()>;
 
 #[derive(Clone)]
 struct Told {
     prefix: usize,
     at: Instant,
-    /// Of the prefix, the chunks in the node's memory and on its disks.
+    /// The prefix's chunks in the node's memory and on its disks.
     memory: Mask,
     disk: Mask,
 }
@@ -120,7 +121,8 @@ impl Lookups {
         }
     }
 
-    /// The hashes are made on the way, off the caller's thread. Takes the place of the request's question before.
+    /// Asks about a prompt, in place of the request's earlier question. The hashes are made off the caller's
+    /// thread.
     fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt) -> PyResult<()> {
         let (chain, number) = (prompt.chain(), Number::default());
         let is_empty = prompt::lock(&chain).chunks() == 0;
@@ -164,8 +166,8 @@ impl Lookups {
         self.lock().get(request).is_some_and(is_old)
     }
 
-    /// Whether there is no question, or its answer is worth nothing any more. One that was waited for counts once, however
-    /// long a step of the engine takes.
+    /// Whether there is no question, or its answer is worthless by now. An answer that was waited for counts once,
+    /// however long a step of the engine takes.
     fn is_due(&self, request: &str) -> bool {
         let is_due = |question: &Question| {
             let may_wait = question.is_given || question.is_outdated || question.wanted.is_none();
@@ -174,13 +176,13 @@ impl Lookups {
         self.lock().get(request).is_none_or(is_due)
     }
 
-    /// The deadline counts from the first call on.
+    /// The length of the prefix, if known. The deadline counts from the first call on.
     fn answer(&self, request: &str) -> Option<usize> {
         let mut questions = self.lock();
         let question = questions.get_mut(request)?;
         let wanted = *question.wanted.get_or_insert_with(Instant::now);
         let is_late = wanted.elapsed() >= self.deadline;
-        // Nothing is waited for where an answer is good still, or where it would be waited for in vain.
+        // No wait where an answer is still good, or where the wait would be in vain.
         let is_good = !question.is_awaited && question.pinned(self.pin).is_some();
         let is_vain = question.told.is_none() && self.asker.breaker.is_open();
         if question.ended.is_none() && !is_late && !is_good && !is_vain {
@@ -194,7 +196,7 @@ impl Lookups {
         Some(question.prefix(self.pin))
     }
 
-    /// Where each chunk of the answer is, in a byte: `m`emory, `d`isk, `s`3.
+    /// The tier of each chunk of the answer, as a byte: `m`emory, `d`isk, `s`3.
     fn tiers<'py>(&self, py: Python<'py>, request: &str) -> Bound<'py, PyBytes> {
         let questions = self.lock();
         let told = questions
@@ -218,13 +220,13 @@ impl Lookups {
         question.trouble.or(question.ended.map(|_| "answered"))
     }
 
-    /// How long the questions took that were answered since the last call, and whether the gateway is left alone now.
+    /// The times of the questions answered since the last call, and whether the breaker is open.
     fn told(&self) -> (Vec<f64>, bool) {
         let seconds = std::mem::take(&mut *self.asker.seconds());
         (seconds, self.asker.breaker.is_open())
     }
 
-    /// More is there than its question could find.
+    /// Notes that more chunks are there than its question could find.
     fn outdate(&self, request: &str) {
         if let Some(question) = self.lock().get_mut(request) {
             question.is_outdated = true;
@@ -256,7 +258,7 @@ fn lock(questions: &Mutex<HashMap<String, Question>>) -> MutexGuard<'_, HashMap<
 }
 
 impl Question {
-    /// With nothing to come.
+    /// A question that has already ended.
     fn new(number: Number) -> Self {
         Self {
             number,
@@ -290,7 +292,7 @@ impl Question {
         self.counts(pin).map_or(0, |told| told.prefix)
     }
 
-    /// The answer before counts until this question has one, as long as its pins hold.
+    /// The answer that counts: until this question has one, that of the question before, as long as its pins hold.
     fn counts(&self, pin: Duration) -> Option<&Told> {
         let told = self.told.as_ref();
         if self.ended.is_some() && told.is_some() {
@@ -310,7 +312,7 @@ impl Question {
             .is_some_and(|ended| self.is_outdated || ended.elapsed() >= age)
     }
 
-    /// Once.
+    /// Tells the breaker, once.
     fn note(&mut self, in_time: bool) {
         if let Some(breaker) = self.owed.take() {
             breaker.note(in_time);
@@ -326,12 +328,12 @@ impl Drop for Question {
     }
 }
 
-/// Of the deadline; the rest is for the way.
+/// The gateway's share of the deadline; the rest is for the way.
 const GATEWAYS_SHARE: f64 = 0.8;
 
 impl Asker {
-    /// Tells what the gateway knows after a time that the scheduler would wait, and again after twice as long, until it
-    /// knows all of the prefix, or can't.
+    /// Stores what the gateway knows after one round, and again after twice the time, until it knows the whole
+    /// prefix or fails.
     async fn look(&self, chain: &Mutex<Chain>, change: &(impl Fn(&dyn Fn(&mut Question)) + Sync)) {
         let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
         let (mut time, asked) = (self.round, Instant::now());
@@ -349,7 +351,7 @@ impl Asker {
                 question.note(true);
             });
             let is_open = found.unknown.get(found.prefix);
-            // One that did not take its time has nobody to ask.
+            // A gateway that answered early has no one left to ask.
             if !is_open || began.elapsed() < time {
                 self.seconds().push(asked.elapsed().as_secs_f64());
                 return;
@@ -358,7 +360,7 @@ impl Asker {
         }
         change(&|question| {
             question.trouble.get_or_insert("failed");
-            // A chunk that nobody can tell of is not there.
+            // An unknown chunk counts as missing.
             question.tell_nothing();
             question.note(true);
         });
@@ -368,9 +370,9 @@ impl Asker {
         self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Declares the space when the daemon, perhaps a new one, does not know it.
+    /// Looks up; declares the space first if the daemon, perhaps a new one, does not know it.
     async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<FoundChunks, ClientError> {
-        // The gateway's knowledge by then is better than no answer.
+        // The gateway answers with what it knows by then, which is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
         let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true&tiers=true");
         let id = self.space.id().to_string();
@@ -384,7 +386,7 @@ impl Asker {
     }
 }
 
-/// Unless it was forgotten, or another question has taken its place.
+/// Changes the question, unless it was forgotten or replaced.
 fn with(questions: &Questions, request: &str, number: &Number, change: impl FnOnce(&mut Question)) {
     if let Some(question) = lock(questions).get_mut(request)
         && Arc::ptr_eq(&question.number, number)

@@ -14,19 +14,19 @@ pub struct Prompt {
     chain: Arc<Mutex<Chain>>,
 }
 
-/// Tokens, and the hashes of their chunks once somebody wants them.
+/// Tokens, and the hashes of their chunks once they are needed.
 pub struct Chain {
     hasher: ChunkHasher,
     root: ChunkHash,
     chunk_tokens: usize,
     hashes: Vec<ChunkHash>,
-    /// After the last hashed chunk.
+    /// Tokens after the last hashed chunk.
     rest: Vec<u32>,
-    /// In the rest, with offsets that count from its start.
+    /// Extras in the rest, with offsets from its start.
     extras: Vec<Extra>,
 }
 
-/// Bytes are several times quicker to take over.
+/// Bytes are taken over several times faster.
 #[derive(FromPyObject)]
 enum Tokens<'py> {
     Bytes(Bound<'py, PyBytes>),
@@ -72,7 +72,7 @@ impl Prompt {
                 tokens.iter().copied().map(u32::from_ne_bytes).collect()
             }
         };
-        // A lookup may be hashing what is there so far.
+        // A lookup may be hashing the present tokens.
         py.detach(|| {
             let mut chain = lock(&self.chain);
             chain.add_extras(extras).map_err(failed)?;
@@ -112,7 +112,7 @@ impl Prompt {
 }
 
 impl Chain {
-    /// Full ones, hashed or not.
+    /// Number of full chunks, hashed or not.
     pub fn chunks(&self) -> usize {
         self.hashes.len() + self.rest.len() / self.chunk_tokens
     }
@@ -131,7 +131,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Of all full chunks.
+    /// The hashes of all full chunks.
     pub fn hashes(&mut self) -> Result<&[ChunkHash], String> {
         let full = self.rest.len() / self.chunk_tokens * self.chunk_tokens;
         if full > 0 {
@@ -143,7 +143,7 @@ impl Chain {
             self.hashes.extend(new.map_err(|error| error.to_string())?);
             self.rest.drain(..full);
             let moved = later.into_iter().map(|extra| Extra {
-                // It is `full` at least.
+                // The offset is at least `full`.
                 offset: extra.offset - u32::try_from(full).unwrap_or(extra.offset),
                 ..extra
             });

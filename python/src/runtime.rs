@@ -8,7 +8,7 @@ use crate::error::failed;
 /// Threads that wait for the gateway; copies have threads of their own.
 const THREADS: usize = 2;
 
-/// This process's runtime. Made when it is first needed, and anew in a child: engines fork, and threads don't survive that.
+/// This process's runtime. Made at first use, and anew in a child: engines fork, and threads don't survive that.
 pub fn runtime() -> PyResult<Arc<Runtime>> {
     static RUNTIME: Mutex<Option<(u32, Arc<Runtime>)>> = Mutex::new(None);
     let mut slot = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -24,7 +24,7 @@ pub fn runtime() -> PyResult<Arc<Runtime>> {
         .enable_all()
         .build();
     let runtime = Arc::new(runtime.map_err(failed)?);
-    // The parent's has no threads here that could be ended.
+    // The parent's runtime has no threads in this process that could be ended.
     std::mem::forget(slot.replace((process, Arc::clone(&runtime))));
     Ok(runtime)
 }

@@ -73,9 +73,9 @@ struct State {
     under_way: usize,
     loaded: Vec<Loaded>,
     stored: Vec<Stored>,
-    /// Of stores whose pages the engine has not been told to be free.
+    /// Stores whose pages the engine has not been told to be free.
     holds: Vec<(String, Arc<Hold>)>,
-    /// Of loads under way that the engine waits for layer by layer.
+    /// Loads under way that the engine waits for layer by layer.
     by_layer: Vec<(String, Arc<LoadProgress>)>,
 }
 
@@ -139,7 +139,7 @@ impl Worker {
             let begin = |state: &mut State| state.by_layer.extend(by_layer.then_some(waited));
             self.spawn(work, begin, move |state, ended: Result<Vec<Failed>, String>| {
                 state.by_layer.retain(|(by_layer, _)| *by_layer != job);
-                // Chunks that are not known to be there are computed.
+                // A chunk that may be missing is computed.
                 let (missing, error) = match ended {
                     Ok(failed) => (
                         failed.iter().map(|failed| failed.index).collect(),
@@ -167,7 +167,7 @@ impl Worker {
         });
     }
 
-    /// Until all that the engine waits for layer by layer has ended.
+    /// Waits until all loads that the engine waits for layer by layer have ended.
     fn wait_layers(&self, py: Python<'_>) {
         py.detach(|| {
             let mut state = self.jobs.lock();
@@ -217,7 +217,7 @@ impl Worker {
             let began = Instant::now();
             let begin = |state: &mut State| state.holds.push(held);
             self.spawn(work, begin, move |state, ended| {
-                // A chunk that can't be stored is stored the next time that an engine computes it.
+                // A chunk that can't be stored is stored when it is computed next.
                 let (stored, error) = match ended {
                     Ok(stored) => (stored, None),
                     Err(error) => (kvgate::engine::rank::Stored::default(), Some(error)),
@@ -297,7 +297,7 @@ impl Worker {
         let breaker = LookupBreaker::new(settings.breaker_timeouts, pause);
         let rank = Arc::new(Rank::new(&client, settings.attach, space, load, narrow, breaker));
         let starting = Arc::clone(&rank);
-        // Without a gateway everything is a miss until one is there.
+        // Without a gateway every chunk is a miss until one is there.
         runtime()?.spawn(async move {
             let _ = starting.session().await;
         });
@@ -320,7 +320,7 @@ impl Worker {
         let chunk_tokens = u64::from(self.cache.space().chunk_tokens());
         let wanted = hashes.iter().enumerate().map(|(index, &hash)| {
             let start = first_token + index as u64 * chunk_tokens;
-            // Those of the chunk that are to be written.
+            // The chunk's tokens that are to be written.
             let within = |token: u64| {
                 u32::try_from(token.clamp(start, start + chunk_tokens) - start).unwrap_or(u32::MAX)
             };
@@ -342,7 +342,7 @@ impl Worker {
         Ok(marked.transpose().map_err(failed)?.flatten())
     }
 
-    /// Of so many tokens.
+    /// Bytes of these tokens.
     fn bytes(&self, tokens: impl IntoIterator<Item = u32>) -> u64 {
         let tokens: u64 = tokens.into_iter().map(u64::from).sum();
         tokens * self.cache.token_bytes()
@@ -364,7 +364,7 @@ impl Worker {
         runtime.spawn(async move {
             let ended = match task.await {
                 Ok(ended) => ended.map_err(|error| error.to_string()),
-                // One that panicked has done nothing that could be relied on.
+                // A panicked task has done nothing to rely on.
                 Err(error) => Err(error.to_string()),
             };
             let mut state = jobs.lock();

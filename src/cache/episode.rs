@@ -1,7 +1,7 @@
-//! A warning that may come a thousand times a second is told when it begins, then once in a while as a count, and when it
-//! has not come for a while.
+//! Warnings that may come a thousand times a second. A line is logged when an episode begins, then at intervals
+//! with a count, and when the warning has not come for a while.
 //!
-//! So what goes wrong for every chunk of an outage takes a few lines, however long it lasts. There is no call that ends an
+//! So a fault that hits every chunk of an outage takes a few lines, however long the outage lasts. No call ends an
 //! episode: a server that fails every second request would begin and end one all the time.
 
 use std::fmt::Display;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-/// See the [module](self). Clones are the same.
+/// See the [module](self). Clones share one episode.
 #[derive(Clone)]
 pub struct Episode(Arc<Inner>);
 
@@ -21,17 +21,17 @@ struct Inner {
     state: Mutex<Option<State>>,
 }
 
-/// Of an episode that goes on.
+/// The state of an episode that goes on.
 struct State {
     began: Instant,
-    /// Since the last line.
+    /// Occurrences since the last line.
     times: u64,
     all: u64,
     last: String,
 }
 
 impl Episode {
-    /// `what` is the message of all lines, and they come `every` so often at most.
+    /// `what` is the message of all lines; at most one line is logged per `every`.
     pub fn new(what: &'static str, every: Duration) -> Self {
         Self(Arc::new(Inner {
             what,
@@ -40,7 +40,7 @@ impl Episode {
         }))
     }
 
-    /// It happened once more.
+    /// Counts an occurrence; logs it if it begins an episode.
     pub fn tell(&self, detail: &dyn Display) {
         let Inner { what, every, .. } = *self.0;
         let mut state = self.0.lock();
@@ -52,7 +52,7 @@ impl Episode {
             tracing::debug!("{what}: {detail}");
             return;
         }
-        // Without a runtime nobody could tell of the end, so each is told.
+        // Without a runtime no task can report the end, so every occurrence is logged.
         if let Ok(runtime) = Handle::try_current() {
             *state = Some(State {
                 began: Instant::now(),
@@ -67,7 +67,7 @@ impl Episode {
     }
 }
 
-/// Until it has not happened for a while.
+/// Runs until an interval passes without an occurrence.
 async fn follow(episode: Weak<Inner>, every: Duration) {
     loop {
         tokio::time::sleep(every).await;
@@ -96,7 +96,7 @@ impl Inner {
             );
             return true;
         }
-        // A single one was told.
+        // A single occurrence was logged when it came.
         if now.all > 1 {
             let lasted = now.began.elapsed().saturating_sub(every);
             tracing::warn!(
@@ -109,7 +109,7 @@ impl Inner {
         false
     }
 
-    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    /// No panic can leave the state half-changed, so a poisoned lock is still usable.
     fn lock(&self) -> MutexGuard<'_, Option<State>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,10 +1,10 @@
-//! Which chunks there are, and how they come and go: in memory, on disks and on S3.
+//! The chunks of a node: which ones exist, and how they come and go in memory, on disks and on S3.
 //!
 //! | folder      | what                                                                           |
 //! |-------------|--------------------------------------------------------------------------------|
 //! | `gateway`   | lookup, load and store of chunks, over all tiers                               |
-//! | `existence` | what is known of the chunks on S3, and questions about the rest                |
-//! | `tier`      | chunks in memory and on local disks, and who goes first                        |
+//! | `existence` | known existence of chunks on S3, and questions for the rest                    |
+//! | `tier`      | chunks in memory and on local disks, and which of them leave first             |
 
 pub(crate) mod episode;
 pub mod existence;

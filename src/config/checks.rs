@@ -1,10 +1,10 @@
-//! The rules between keys. Runs only when each key is valid by itself.
+//! Checks between keys. They run only when each key is valid by itself.
 
 use super::names::{host_of, is_address};
 use super::schema::Config;
 use crate::config::units::show_duration;
 
-/// The key to blame, and the sentence.
+/// The problems found: the key to blame, and the sentence.
 pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
     let Config {
         s3,
@@ -44,7 +44,7 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
             are signed for and certificates have";
         problems.push(("dns.srv", message.to_owned()));
     }
-    // A part that is larger than the limit would be let through all the same, alone.
+    // A part above the limit would be let through all the same, alone.
     if s3.part_size > load.in_flight {
         let message = format!(
             "{} is smaller than one part; write at least s3.part_size, {}",

@@ -1,8 +1,8 @@
-//! The macro behind `schema`: from one declaration of a key come its field, how it is read, how it
-//! is shown and that its name is known, so that none of them can be forgotten.
+//! The macro behind `schema`: one declaration of a key gives its field, its reading, its display and its known
+//! name, so that none of them can be forgotten.
 
-/// A key is `/// doc`, then `name: Type = "default text", kind;`. The default goes through the same
-/// parser as what an operator writes.
+/// A key is `/// doc`, then `name: Type = "default text", kind;`. The default goes through the same parser as an
+/// operator's text.
 macro_rules! sections {
     ($(
         #[doc = $about:literal]
@@ -25,7 +25,7 @@ macro_rules! sections {
 
             impl $Section {
                 fn read(reader: &mut $crate::config::reader::SettingsReader) -> Option<Self> {
-                    // All are read before the first is asked for, so that all problems are found.
+                    // All keys are read before the first result is used, so that all problems are found.
                     $( let $key = reader.read(stringify!($section), stringify!($key), $default, &$kind); )+
                     Some(Self { $( $key: $key?, )+ })
                 }

@@ -1,11 +1,11 @@
-//! The problems of a configuration: a list, since all of them are told at once.
+//! The problems of a configuration: a list, since all are reported at once.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Serialize, Serializer};
 
-/// Where a value was written.
+/// The place where a value was written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", content = "name", rename_all = "snake_case")]
 pub enum SettingOrigin {
@@ -25,11 +25,11 @@ pub struct ConfigProblem {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
     pub origin: SettingOrigin,
-    /// The problem, and what to write instead.
+    /// The problem, and the text to write instead.
     pub message: String,
 }
 
-/// Everything that is wrong, never empty.
+/// All problems, never empty.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct ConfigError(Vec<ConfigProblem>);
@@ -58,7 +58,7 @@ impl fmt::Display for ConfigError {
 impl fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
-            // A key of a file may hold anything; escaped, it stays on its line.
+            // A file's key may hold any text; escaped, it stays on its line.
             Some(path) => write!(f, "{} ({}): {}", path.escape_debug(), self.origin, self.message),
             None => write!(f, "{}: {}", self.origin, self.message),
         }

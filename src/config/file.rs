@@ -1,7 +1,7 @@
-//! Reads a configuration file: TOML, YAML or JSON, told by its extension.
+//! Reads a configuration file: TOML, YAML or JSON, by its extension.
 //!
-//! The text is read here and not by the `config` crate, which would replace what is not UTF-8 and
-//! try other names when a file is missing.
+//! The text is read here and not by the `config` crate, which would replace bytes that are not UTF-8 and try other
+//! names when a file is missing.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -12,13 +12,13 @@ use ::config::{FileFormat, Source};
 use super::sources::Table;
 use crate::config::units::{ByteSize, KIB};
 
-/// The largest configuration is a few KiB; whatever is larger is some other file.
+/// The largest configuration is a few KiB; a larger file is some other file.
 const FILE_BYTES_MAX: u64 = 64 * KIB;
-/// The YAML parser recurses for each `- ` on a line without a limit and would overflow its stack.
-/// With this one it nests at most 360 deep: by indentation, n levels take n * n / 2 bytes.
+/// The YAML parser recurses for each `- ` on a line without a limit and would overflow its stack. With this limit
+/// it nests at most 360 deep: by indentation, n levels take n * n / 2 bytes.
 const YAML_LINE_BYTES_MAX: usize = 512;
 
-/// The file's settings, or why it cannot be used.
+/// The file's values, or why it can't be used.
 pub(super) fn read_file(path: &Path) -> Result<Table, String> {
     let extension = path
         .extension()
@@ -64,7 +64,7 @@ fn read_text(path: &Path) -> io::Result<String> {
     Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
 }
 
-/// The TOML parser draws the place below its message; the line number in the first line is enough.
+/// The first line of a TOML error: it has the line number, and the parser draws the place below.
 fn one_line(message: &str) -> String {
     let drawn = |line: &&str| {
         line.trim_start_matches(|c: char| c.is_ascii_digit() || c == ' ')

@@ -1,7 +1,7 @@
 //! The kinds of value that a key can have: how each is read, shown and described.
 //!
-//! A kind reads text only, since the environment and the command line have nothing else. Its error
-//! is the sentence that the operator sees, and says what to write.
+//! A kind reads text only, since the environment and the command line have nothing else. Its error is the sentence
+//! that the operator sees, and says what to write.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -14,12 +14,12 @@ pub(super) trait Kind {
     type Value;
 
     fn parse(&self, text: &str) -> Result<Self::Value, String>;
-    /// Exactly, so that it reads back the same.
+    /// The exact text: it reads back as the same value.
     fn show(&self, value: &Self::Value) -> String;
-    /// The allowed values, for error messages and documentation.
+    /// The allowed text, for error messages and documentation.
     fn accepts(&self) -> String;
 
-    /// A file must quote it: `0123` or `1e3` without quotes would reach us changed.
+    /// Whether a file must quote the value: `0123` or `1e3` without quotes would reach us changed.
     fn needs_quotes(&self) -> bool {
         false
     }
@@ -28,7 +28,7 @@ pub(super) trait Kind {
 /// A size or a whole number, both ends included.
 pub(super) struct Between<T>(pub(super) T, pub(super) T);
 
-/// The traits of a number that [`Between`] needs.
+/// A number that [`Between`] can limit.
 pub(super) trait Number: FromStr + Display + PartialOrd {
     const NOUN: &'static str;
     fn explain(text: &str, error: Self::Err) -> String;
@@ -170,7 +170,7 @@ impl<T: Copy + Display> Kind for OneOf<T> {
 /// Text that follows a rule, or a path.
 pub(super) struct Text<T> {
     pub(super) accepts: &'static str,
-    /// May return it in a cleaner spelling.
+    /// Checks the text; may return a cleaner spelling.
     pub(super) check: fn(&str) -> Result<T, String>,
     pub(super) show: fn(&T) -> String,
 }
@@ -195,8 +195,8 @@ impl<T> Kind for Text<T> {
     }
 }
 
-/// A key that may be left out: empty text is not set, so that a later source can unset what an
-/// earlier one set.
+/// A key that may be left out: empty text means not set, so that a later source can unset the value of an earlier
+/// one.
 pub(super) struct Optional<K>(pub(super) K);
 
 impl<K: Kind> Kind for Optional<K> {

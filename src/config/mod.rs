@@ -1,10 +1,9 @@
 //! Configuration: the defaults, then a file, then the environment, then the command line.
 //!
 //! `schema` declares every key once: its type, default, limits and one line of documentation.
-//! `sources` merges what was written and remembers where each value came from; `reader` turns the
-//! merged text into typed values. Neither stops at the first mistake: [`load`] returns either a
-//! whole configuration or the list of everything that is wrong with it, because an operator should
-//! not have to restart a daemon once per typing error.
+//! `sources` merges the written values and remembers the source of each; `reader` turns the merged text into typed
+//! values. Neither stops at the first mistake: [`load`] returns either a whole configuration or the list of all its
+//! problems, because an operator should not have to restart a daemon once per typing error.
 //!
 //! Not for credentials: those come only from the AWS chain, so nothing here needs hiding when it is
 //! shown.
@@ -42,38 +41,37 @@ pub struct Override {
     /// The key, such as `s3.endpoint`.
     pub path: &'static str,
     pub value: String,
-    /// The flag it was given with, such as `--endpoint`.
+    /// The flag that gave it, such as `--endpoint`.
     pub flag: &'static str,
 }
 
-/// A valid configuration, and where each of its values came from.
+/// A valid configuration, and the source of each of its values.
 #[derive(Debug, Clone)]
 pub struct Loaded {
     pub config: Config,
-    /// By path, such as `s3.endpoint`; every key is here.
+    /// By path, such as `s3.endpoint`; has every key.
     pub origins: BTreeMap<String, SettingOrigin>,
 }
 
-/// One key as `config show` and the documentation have it.
+/// One key, for `config show` and the documentation.
 #[derive(Debug, Clone, Serialize)]
 pub struct Shown {
     pub path: &'static str,
-    /// The effective value, written so that it reads back the same; empty where an optional key is
-    /// not set.
+    /// The effective value, in text that reads back the same; empty where an optional key is not set.
     pub value: String,
     pub default: &'static str,
     pub origin: SettingOrigin,
-    /// The allowed values, such as "a size from 1MiB to 5GiB".
+    /// The allowed text, such as "a size from 1MiB to 5GiB".
     pub accepts: String,
     pub doc: &'static str,
 }
 
-/// Reads and checks the configuration. `env` is passed in (see [`process_env`]) so that tests need
-/// not touch the process.
+/// Reads and checks the configuration. `env` is a parameter (see [`process_env`]) so that tests need not touch the
+/// process.
 ///
 /// # Errors
 ///
-/// Everything that is wrong, at once.
+/// All problems, at once.
 pub fn load(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,

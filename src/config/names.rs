@@ -1,8 +1,7 @@
 //! The rules for names: endpoint, bucket, prefix, region and paths.
 //!
-//! They are checked here and not at the first request, so that a typing error is told at the start
-//! and by its key. An endpoint is never repeated in a message: one with a password in it would end
-//! up in a log.
+//! They are checked here and not at the first request, so that a typing error is reported at the start and by its
+//! key. A message never repeats an endpoint: one with a password in it would end up in a log.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -221,7 +220,7 @@ fn endpoint(text: &str) -> Result<String, String> {
     let Some((scheme @ ("http" | "https"), rest)) = text.split_once("://") else {
         return fault("does not begin with http:// or https://");
     };
-    // People copy a bare slash from browsers; it means the same.
+    // People copy a trailing slash from browsers; it means the same.
     let authority = rest.strip_suffix('/').unwrap_or(rest);
     if authority.contains(['/', '?', '#']) {
         return fault("has a path or query; bucket and prefix are keys of their own");
@@ -266,8 +265,7 @@ fn is_host(host: &str) -> bool {
     if let Some(address) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         return address.parse::<Ipv6Addr>().is_ok();
     }
-    // With a number as its last label it can only be an address: so is a mistyped 10.0.0.300
-    // caught.
+    // With a number as its last label it can only be an address: this catches a mistyped 10.0.0.300.
     let last = host.rsplit('.').next().unwrap_or(host);
     if last.bytes().all(|byte| byte.is_ascii_digit()) {
         return host.parse::<Ipv4Addr>().is_ok();
@@ -276,7 +274,7 @@ fn is_host(host: &str) -> bool {
 }
 
 fn is_label(label: &str) -> bool {
-    // '_' is no host name by the RFC, but container networks hand such names out.
+    // '_' is not allowed in a host name by the RFC, but container networks use such names.
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     (1..=63).contains(&label.len())
         && label.bytes().all(allowed)
@@ -360,7 +358,7 @@ fn absolute_path(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// Exact: a path from a configuration is Unicode, since its text was.
+/// Exact: a configured path is Unicode, since its text was.
 fn show_path(path: &PathBuf) -> String {
     Path::new(path).display().to_string()
 }

@@ -1,4 +1,4 @@
-//! From the merged text to typed values, collecting every problem on the way.
+//! Turns the merged text into typed values, and collects every problem.
 
 use std::collections::BTreeMap;
 
@@ -79,8 +79,8 @@ impl SettingsReader {
     }
 }
 
-/// The same list each time, though hash maps are on the way: file before environment before flags,
-/// then by key.
+/// A key that sorts problems the same way each time, although hash maps come before: file before environment before
+/// flags, then by key.
 fn order(problem: &ConfigProblem) -> (u8, Option<String>) {
     let source = match problem.origin {
         SettingOrigin::Default => 0,
@@ -94,11 +94,11 @@ fn order(problem: &ConfigProblem) -> (u8, Option<String>) {
 fn text_of(value: &Value, kind: &impl Kind) -> Result<String, String> {
     let found = match &value.kind {
         ValueKind::String(text) => return Ok(text.clone()),
-        // No value is no text: unset where that is allowed, refused as empty elsewhere.
+        // No value is empty text: unset where that is allowed, refused as empty elsewhere.
         ValueKind::Nil => return Ok(String::new()),
         ValueKind::Table(_) => "a table".to_owned(),
         ValueKind::Array(_) => "a list".to_owned(),
-        // Not repeated: YAML may have changed it already.
+        // The value is not repeated: YAML may have changed it already.
         _ if kind.needs_quotes() => {
             return Err(format!("must be text, in quotes: {}", kind.accepts()));
         }

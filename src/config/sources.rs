@@ -1,13 +1,10 @@
-//! Where values are written: file, environment, command line, merged in that order by the `config`
-//! crate.
+//! The sources of values: file, environment, command line, merged in that order by the `config` crate.
 //!
-//! Unknown keys are taken out of each source before the merge, because only there is it known who
-//! wrote them; after the merge every value has a known path, and [`Merged::origins`] says where it
-//! came from. (The crate would also read `s3[99999999]` in a name as an index and make room for
-//! it.)
+//! Unknown keys are taken out of each source before the merge, because only there the source is known; after the
+//! merge every value has a known path, and [`Merged::origins`] has its source. (The crate would also read
+//! `s3[99999999]` in a name as an index and allocate room for it.)
 //!
-//! A file that cannot be used is one problem and counts as empty, so that mistakes elsewhere are
-//! told too.
+//! A file that can't be used is one problem and counts as empty, so that mistakes elsewhere are reported too.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,13 +24,13 @@ pub(super) type Table = Map<String, Value>;
 pub(super) struct Merged {
     /// Section, then key.
     pub(super) tree: Table,
-    /// Only of what was written.
+    /// Only of written keys.
     pub(super) origins: BTreeMap<String, SettingOrigin>,
     pub(super) problems: Vec<ConfigProblem>,
 }
 
-/// The environment of this process. Unlike [`std::env::vars`] it does not panic at a name or value
-/// that is not Unicode: what is not shows as U+FFFD.
+/// The environment of this process. Unlike [`std::env::vars`] it does not panic at a name or value that is not
+/// Unicode: invalid parts show as U+FFFD.
 pub fn process_env() -> impl Iterator<Item = (String, String)> {
     let text = |os: std::ffi::OsString| os.to_string_lossy().into_owned();
     std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
@@ -95,7 +92,7 @@ impl Merged {
                 keys.retain(|key, _| self.keep_key(section, key, known, origin));
                 return true;
             }
-            // All of its keys are commented out.
+            // A section whose keys are all commented out.
             (ValueKind::Nil, Some(_)) => {}
             (_, Some(known)) => {
                 let message = format!("is a section, not a value; its keys are {}", known.join(", "));
@@ -134,7 +131,7 @@ impl Merged {
     fn keep_env(&mut self, env: impl Iterator<Item = (String, String)>) -> Map<String, String> {
         let mut kept = Map::new();
         for (name, value) in env {
-            // In any case, so that `kvgate__s3__bucket` is told and not passed over.
+            // In any case, so that `kvgate__s3__bucket` is reported and not ignored.
             let Some(rest) = strip_prefix_ignoring_case(&name, ENV_PREFIX) else {
                 continue;
             };

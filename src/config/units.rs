@@ -1,9 +1,9 @@
-//! Sizes and durations in the words people write: `64GiB`, `1.5 MiB`, `300s`, `1h30m`.
+//! Sizes and durations in everyday notation: `64GiB`, `1.5 MiB`, `300s`, `1h30m`.
 //!
 //! Text is one or more numbers, each with a unit, largest unit first; a bare whole number is bytes
-//! or seconds. The arithmetic is in integers, so nothing is lost but what lies below one byte or
-//! one nanosecond. What is printed is exact and reads back as the same value: that is why a size
-//! shows in a binary unit only where it divides, and in bytes otherwise.
+//! or seconds. The arithmetic is in integers, so only fractions of a byte or a nanosecond are lost. The printed
+//! text is exact and reads back as the same value: so a size shows in a binary unit only where it divides, and in
+//! bytes otherwise.
 //!
 //! Not for progress output, where a rounded "1.2 GiB/s" is wanted.
 
@@ -64,7 +64,7 @@ impl fmt::Display for ByteSize {
 ///
 /// # Errors
 ///
-/// With what is wrong and which units there are.
+/// The problem, and the units there are.
 pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     let nanos = DURATIONS.parse(text)?;
     let per_second = u128::from(NANOS_PER_SECOND);
@@ -90,7 +90,7 @@ pub fn show_duration(duration: Duration) -> String {
     if text.is_empty() { "0s".to_owned() } else { text }
 }
 
-/// Text that is no size or no duration: what is wrong with it, and what to write.
+/// Text that is no size or duration: the problem, and the text to write.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} {fault}; write {expected}, in {units}")]
 pub struct UnitError {
@@ -119,7 +119,7 @@ enum Fault {
 }
 
 struct Grammar {
-    /// Largest first: a duration is shown by going down the list.
+    /// Largest first: a duration is shown from the largest unit down.
     units: &'static [(&'static str, u64)],
     /// The factor of a whole number without a unit.
     bare: u64,
@@ -142,7 +142,7 @@ const SIZES: Grammar = Grammar {
         ("B", 1),
     ],
     bare: 1,
-    // Nobody means bits here, and `64gib` is clear.
+    // A size in bits is never meant here, and `64gib` is clear.
     ignore_case: true,
     expected: "a size such as 64GiB, 1.5MiB or 4096 (bytes)",
 };
@@ -219,7 +219,7 @@ impl Grammar {
 
 /// `number * factor`, rounded down to a whole.
 fn scale(number: &str, factor: u64) -> Result<u128, Fault> {
-    // So that 10^digits * factor stays below 2^128.
+    // Keeps 10^digits * factor below 2^128.
     const FRACTION_DIGITS_MAX: usize = 18;
 
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));

@@ -1,9 +1,9 @@
-//! The hint for a key that does not exist: the nearest one that does, or else all there are.
+//! The advice for an unknown key: the nearest known one, or else all known ones.
 
 use super::schema::SECTIONS;
 
-/// Why `section.key` is no key and what to type instead. `spell` writes a known key the way the
-/// source does; `section` is empty for a key outside of every section.
+/// Says that `section.key` is no key, and what to type instead. `spell` writes a known key as the source does;
+/// `section` is empty for a key outside all sections.
 pub(super) fn key_advice(section: &str, key: &str, spell: impl Fn(&str, &str) -> String) -> String {
     if let Some(hint) = credentials_hint(key) {
         return hint;
@@ -17,7 +17,7 @@ pub(super) fn key_advice(section: &str, key: &str, spell: impl Fn(&str, &str) ->
         );
     }
     if known.is_empty() {
-        // The right key in the wrong place.
+        // The right key in the wrong section.
         let homes = SECTIONS.iter().filter(|(_, keys)| keys.contains(&key));
         known.extend(homes.map(|(section, _)| spell(section, key)));
     }
@@ -42,9 +42,9 @@ pub(super) fn keys_of(section: &str) -> Option<&'static [&'static str]> {
         .map(|(_, keys)| *keys)
 }
 
-/// The candidate that is a typing error away.
+/// The candidate within a typing error of `word`.
 pub(super) fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // Longer ones are no typing error, and the comparison is quadratic.
+    // Longer words are no typing error, and the comparison is quadratic.
     const WORD_BYTES_MAX: usize = 64;
 
     if word.len() > WORD_BYTES_MAX {

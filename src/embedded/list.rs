@@ -121,9 +121,9 @@ fn describe(root: &Path, bucket: &str, file: Found) -> S3Result<Object> {
     })
 }
 
-/// Calls `each` for every object with `prefix` and behind `after`, in no order.
+/// Calls `each` for every object with `prefix` and after `after`, in no order.
 fn walk(bucket: &Path, prefix: &str, after: &str, each: &mut dyn FnMut(Found)) -> io::Result<()> {
-    // Only the folder that the prefix names whole can hold matches.
+    // Only the folder that the prefix names in full can hold matches.
     let start = prefix.rfind('/').map_or("", |at| &prefix[..=at]);
     if start
         .split_terminator('/')

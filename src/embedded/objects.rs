@@ -51,7 +51,7 @@ impl Object {
     }
 }
 
-/// Where the data and the record of a key are.
+/// The places of a key's data and record.
 #[derive(Debug, Clone)]
 pub(super) struct ObjectPath {
     data: PathBuf,
@@ -59,7 +59,7 @@ pub(super) struct ObjectPath {
 }
 
 impl ObjectPath {
-    /// Where `key` is; only for keys that a file system can name as they are.
+    /// The place of `key`; only for keys that a file system can name as they are.
     pub fn new(root: &Path, bucket: &str, key: &str) -> S3Result<Self> {
         if key.len() > 1024 {
             return Err(s3_error!(KeyTooLongError));
@@ -133,7 +133,7 @@ impl ObjectPath {
                 fs::create_dir_all(folder).map_err(clash)?;
             }
             if path.is_dir() {
-                // Left empty by deletes, or else `a/b` exists and `a` cannot.
+                // Folders left empty by deletes; otherwise `a/b` exists and `a` cannot.
                 remove_empty_dirs(path).map_err(clash)?;
             }
         }
@@ -190,9 +190,9 @@ fn remove_empty_dirs(dir: &Path) -> io::Result<()> {
     fs::remove_dir(dir)
 }
 
-/// Deleted meanwhile, or never there.
+/// The file was deleted meanwhile, or was never there.
 pub(super) fn is_absent(error: &io::Error) -> bool {
-    // `a` being a file means that `a/b` does not exist; a name that cannot be, is not.
+    // If `a` is a file, `a/b` does not exist; an invalid name does not exist either.
     use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
     matches!(
         error.kind(),

@@ -126,7 +126,7 @@ impl EmbeddedS3 {
     pub fn endpoint(&self) -> String {
         let mut addr = self.addr;
         if addr.ip().is_unspecified() {
-            // "All addresses" is nothing a client can connect to.
+            // A client can't connect to "all addresses".
             addr.set_ip(Ipv4Addr::LOCALHOST.into());
         }
         format!("http://{addr}")
@@ -174,8 +174,7 @@ impl Drop for EmbeddedS3 {
     }
 }
 
-/// Opens the root, patient for a moment: a dropped server lets go of it only when the runtime
-/// has cancelled its connections.
+/// Opens the root, patiently: a dropped server lets go of it only when the runtime has cancelled its connections.
 async fn open(root: &Path) -> Result<FolderStore, EmbeddedError> {
     let deadline = tokio::time::Instant::now() + LOCK_WAIT;
     loop {
@@ -229,7 +228,7 @@ async fn serve(stream: TcpStream, service: S3Service, mut stop: watch::Receiver<
         }
     };
     if let Err(error) = result {
-        // The peer hung up or spoke no HTTP: its affair.
+        // The peer hung up or spoke no HTTP, which is no error of ours.
         tracing::debug!(%error, "embedded S3 connection ended");
     }
 }

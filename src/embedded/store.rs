@@ -36,7 +36,7 @@ use super::server::EmbeddedError;
 /// More stripes than threads that can work at a time: chance collisions cost nothing.
 const STRIPES: usize = 256;
 
-/// Folder of uploads under way: the whole of what `s3s-fs` sees.
+/// Folder of uploads under way: `s3s-fs` sees only this folder.
 pub(super) const STAGING: &str = ".staging";
 /// The one bucket in it.
 pub(super) const UPLOADS: &str = "uploads";

@@ -68,7 +68,7 @@ impl FolderStore {
         let place = match self.admit(&bucket, &key, &conditions).await {
             Ok(place) => place,
             Err(error) => {
-                // An answer amid the upload would reach most clients as a broken pipe.
+                // Most clients would see an answer amid the upload as a broken pipe.
                 if let Some(mut body) = input.body.take() {
                     while let Some(Ok(_)) = body.next().await {}
                 }
@@ -111,7 +111,7 @@ impl FolderStore {
         Ok(response)
     }
 
-    /// Everything that can refuse an upload before its body is read.
+    /// All checks that can refuse an upload before its body is read.
     async fn admit(&self, bucket: &str, key: &str, conditions: &Conditions) -> S3Result<ObjectPath> {
         let place = self.place(bucket, key)?;
         if !conditions.is_empty() {

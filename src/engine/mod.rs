@@ -1,4 +1,4 @@
-//! The engine's process.
+//! The part that runs in the engine's process.
 //!
 //! | folder      | what                                                                           |
 //! |-------------|--------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-//! Why a node refuses a call, with what to do.
+//! The reasons why a node refuses a call, with what to do.
 
 use std::io;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::ledger::{AttachError, SlotError};
 use super::owners::Uncovered;
 
-/// A call that can't be served, with what to do.
+/// The reason why a call can't be served, with what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum NodeError {
     #[error("there is no session {0:?}: attach first, and attach again after the stream of an attach ended")]
@@ -40,7 +40,7 @@ pub enum NodeError {
 }
 
 impl NodeError {
-    /// Stable word.
+    /// A stable word for the reason.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NoSession(_) | Self::Slot(SlotError::NoSession) => "no_session",

@@ -1,15 +1,16 @@
-//! The slot protocol: who fills which slot, when a chunk may be published, and who may read what.
+//! The slot protocol: which ranks fill which slot, when a chunk may be published, and which sessions may read what.
 //!
-//! Shared memory can't be revoked, so the rules are about what may never happen: a slot is not used anew while anybody who
-//! was told of it may still write or read it, and a chunk is published only when every byte of it was committed by its
-//! owner, all of one engine. Pure: no clock, no I/O, no arena. What the slots really are is `R` (a reservation) and `L` (a
-//! lease); to let go of one is to drop it. So `tests/it/protocol.rs` can walk through all that may happen.
+//! Shared memory can't be revoked, so the rules say what may never happen: a slot is not reused while any session
+//! that was told of it may still write or read it, and a chunk is published only when every byte of it was
+//! committed by its owner, all of one engine. Pure: no clock, no I/O, no arena. The slots are abstract: `R` (a
+//! reservation) and `L` (a lease); dropping one lets go of it. So `tests/it/protocol.rs` can walk through all
+//! cases.
 //!
-//! - A *filling* is a slot that the ranks of one engine instance write one chunk into. Each rank that was told of it is one
-//!   of its *writers* until it commits, aborts, or is gone.
-//! - A filling that can't be published any more (a rank gave it up, is gone, or time passed) stays *spoilt* for as long as it
-//!   has writers: only then its slot is free.
-//! - A *lease* belongs to a session and a load; it ends when that is released, or with the session.
+//! - A *filling* is a slot that the ranks of one engine instance write one chunk into. Each rank that was told of
+//!   it is one of its *writers* until the rank commits, aborts, or is gone.
+//! - A filling that can't be published any more (a rank gave it up, is gone, or time passed) stays *spoilt* for as
+//!   long as it has writers: only then is its slot free.
+//! - A *lease* belongs to a session and a load; it ends when the slot or the load is released, or with the session.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,9 +18,9 @@ pub type SessionId = u64;
 pub type Rank = u32;
 /// An engine instance: all ranks of one engine, under a name of its own.
 pub type Instance = String;
-/// Where a slot is, and which of those that were ever there.
+/// The offset of a slot, and its generation, which tells it from earlier slots at that offset.
 pub type SlotId = (usize, u64);
-/// A load, as its session calls it.
+/// The session's name for a load.
 pub type LoadId = String;
 
 /// See the [module](self). `K` names a chunk.
@@ -51,7 +52,7 @@ struct Filling<K, R> {
     spoilt: bool,
 }
 
-/// Why a session can't be attached.
+/// The reason why a session can't be attached.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
     #[error(
@@ -69,11 +70,11 @@ pub enum AttachError {
 /// The answer to a rank that wants to store a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Offer {
-    /// Nobody stores it: reserve a slot, then [`Ledger::fill`].
+    /// No engine stores it: reserve a slot, then [`Ledger::fill`].
     New,
-    /// The engine fills this slot already; the rank does its share.
+    /// The engine fills this slot already; the rank writes its share.
     Join(SlotId),
-    /// Somebody else stores it, or this rank's share is done.
+    /// Another engine stores it, or this rank's share is done.
     Pending,
 }
 
@@ -82,11 +83,11 @@ pub enum Offer {
 pub enum Committed<K, R> {
     /// Other ranks are still to commit.
     Waits,
-    /// All of it is there: publish it.
+    /// All owners have committed: publish the chunk.
     Whole { chunk: K, reserved: R },
 }
 
-/// Why a slot can't be committed or given up.
+/// The reason why a slot can't be committed or given up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SlotError {
     #[error("there is no such session")]
@@ -169,7 +170,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         ranks.map(|(session, other)| (other.rank, *session)).collect()
     }
 
-    /// A rank wants to store a chunk. With `Join` it is a writer from here on.
+    /// Answers a rank that wants to store a chunk. With `Join` it is a writer from here on.
     pub fn offer(&mut self, session: SessionId, chunk: &K) -> Result<Offer, SlotError> {
         let of = self.sessions.get(&session).ok_or(SlotError::NoSession)?;
         let Some(slot) = self.chunks.get(chunk) else {
@@ -184,8 +185,8 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         Ok(Offer::Join(*slot))
     }
 
-    /// The chunk's slot, after [`Offer::New`]. The session is its first writer. `owners` are the ranks that have some of
-    /// the chunk's bytes to write, this one among them.
+    /// Records the chunk's slot, after [`Offer::New`]. The session is its first writer. `owners` are the ranks that
+    /// have some of the chunk's bytes to write, this one among them.
     pub fn fill(
         &mut self,
         session: SessionId,
@@ -216,7 +217,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
             .is_some_and(|filling| !filling.spoilt && filling.writers.contains(&session))
     }
 
-    /// A rank has written its share, and writes no more.
+    /// Commits a rank's share: it is written, and the rank writes no more.
     pub fn commit(&mut self, session: SessionId, slot: SlotId) -> Result<Committed<K, R>, SlotError> {
         let rank = self.sessions.get(&session).ok_or(SlotError::NoSession)?.rank;
         let filling = self.fillings.get_mut(&slot).ok_or(SlotError::NotYours)?;
@@ -231,7 +232,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         if !filling.owners.is_subset(&filling.committed) {
             return Ok(Committed::Waits);
         }
-        // Its owners are all that ever were writers, and each has committed.
+        // The owners are all that ever were writers, and each has committed.
         let filling = self.fillings.remove(&slot).ok_or(SlotError::NotYours)?;
         self.chunks.remove(&filling.chunk);
         Ok(Committed::Whole {
@@ -240,7 +241,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         })
     }
 
-    /// A rank gives its share up, and writes no more.
+    /// Gives up a rank's share: the rank writes no more.
     pub fn abort(&mut self, session: SessionId, slot: SlotId) -> Result<(), SlotError> {
         let filling = self.fillings.get_mut(&slot).ok_or(SlotError::NotYours)?;
         if !filling.writers.remove(&session) {
@@ -250,7 +251,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         Ok(())
     }
 
-    /// It took too long: it will not be published. Its slot is free when nobody may write to it any more.
+    /// Spoils a filling: it will not be published. Its slot is free when no session may write to it any more.
     pub fn spoil(&mut self, slot: SlotId) {
         if let Some(filling) = self.fillings.get_mut(&slot)
             && !filling.spoilt
@@ -262,7 +263,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         self.let_go(slot);
     }
 
-    /// Spoils those that `late` says; answers them with those who may still write there.
+    /// Spoils the fillings that `late` selects; returns them with the sessions that may still write there.
     pub fn spoil_where(&mut self, late: impl Fn(&R) -> bool) -> Vec<(SlotId, BTreeSet<SessionId>)> {
         let open = self.fillings.iter().filter(|(_, filling)| !filling.spoilt);
         let late: Vec<_> = open
@@ -280,7 +281,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         }
     }
 
-    /// The session may read a slot from here on. False if it is gone, and the lease with it.
+    /// Lends a slot: the session may read it from here on. False if the session is gone, and the lease with it.
     pub fn lend(&mut self, session: SessionId, load: &str, slot: SlotId, lease: L) -> bool {
         if !self.sessions.contains_key(&session) {
             return false;
@@ -290,13 +291,13 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         true
     }
 
-    /// The session reads a slot no more, for one of its loads. Answers the leases that end with it.
+    /// Ends a session's leases of a slot for one of its loads. Returns them.
     pub fn release(&mut self, session: SessionId, load: &str, slot: SlotId) -> Vec<L> {
         let lent = self.leases.remove(&(session, load.to_owned(), slot));
         lent.unwrap_or_default()
     }
 
-    /// The same for all slots of a load.
+    /// Ends a session's leases of all slots of a load. Returns them.
     pub fn release_load(&mut self, session: SessionId, load: &str) -> Vec<L> {
         let of = |key: &(SessionId, LoadId, SlotId)| key.0 == session && key.1 == load;
         self.end_leases(of)
@@ -307,7 +308,7 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         ended.flat_map(|(_, leases)| leases).collect()
     }
 
-    /// The process is gone, and with it all that it might write or read.
+    /// Ends a session: its process is gone, and can write or read no more.
     pub fn end(&mut self, session: SessionId) -> Vec<L> {
         let Some(of) = self.sessions.remove(&session) else {
             return Vec::new();
@@ -315,7 +316,8 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         let mut lost = Vec::new();
         for (slot, filling) in &mut self.fillings {
             filling.writers.remove(&session);
-            // Its share will not come any more. Nor may another process of that name bring it: the rest is this one's engine's.
+            // Its share will not come any more. Nor may another process of that name bring it: the rest is of this
+            // process's engine.
             let owes = filling.owners.contains(&of.rank) && !filling.committed.contains(&of.rank);
             if filling.spoilt || (owes && filling.instance == of.instance) {
                 lost.push(*slot);
@@ -329,13 +331,13 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         self.sessions.len()
     }
 
-    /// Slots that are being filled, those that are spoilt, and leases.
+    /// Numbers of slots being filled, of spoilt slots, and of leases.
     pub fn counts(&self) -> (usize, usize, usize) {
         let spoilt = self.fillings.values().filter(|filling| filling.spoilt).count();
         (self.fillings.len() - spoilt, spoilt, self.leases.len())
     }
 
-    /// Of a session: slots that it may write, and leases.
+    /// Numbers of slots that a session may write, and of its leases.
     pub fn counts_of(&self, session: SessionId) -> (usize, usize) {
         let writes = |filling: &&Filling<K, R>| filling.writers.contains(&session);
         let of = |key: &&(SessionId, LoadId, SlotId)| key.0 == session;

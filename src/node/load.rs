@@ -1,4 +1,4 @@
-//! Loads of attached engines: slots lent to sessions, one load for all ranks of an engine.
+//! Loads of attached engines: slots are lent to sessions, with one load for all ranks of an engine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::protocol::Tier;
 /// The chunks that an engine wants to have in slots.
 #[derive(Debug, Clone)]
 pub struct LoadCall {
-    /// The same for all ranks of one request, and of no other load meanwhile.
+    /// The load's id: the same for all ranks of one request, and of no other load meanwhile.
     pub load_id: String,
     pub space: Space,
     /// In the order of the prompt.
@@ -24,24 +24,24 @@ pub struct LoadCall {
     pub order: Order,
     pub after_miss: AfterMiss,
     pub deadline: Instant,
-    /// The rank says that it takes no part: the others need not wait for it.
+    /// Whether the rank takes no part: the others need not wait for it.
     pub declines: bool,
 }
 
 /// Planes of a chunk that the session may read from now on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lent {
-    /// Where the slot starts in the arena's file, and its generation: what a release names.
+    /// The slot's offset in the arena's file, and its generation: a release names both.
     pub slot: usize,
     pub generation: u64,
-    /// Where the first of the planes starts in the arena's file.
+    /// The offset of the first plane in the arena's file.
     pub offset: usize,
     /// Half-open.
     pub planes: (usize, usize),
     pub tier: Tier,
 }
 
-/// A load under way; dropped, it gives up what has not come. What was lent stays lent.
+/// A load under way; dropping it gives up the chunks that have not come. A lent slot stays lent until its release.
 pub struct EngineLoad {
     node: Node,
     session: Arc<Session>,
@@ -50,11 +50,11 @@ pub struct EngineLoad {
     from: From,
 }
 
-/// A load that is under way, until this is dropped.
+/// The mark of a load that is under way, until this is dropped.
 struct Running {
     node: Node,
     key: (SessionId, String),
-    /// It was released as a whole: nothing of it is lent any more.
+    /// Whether the load was released as a whole: none of its slots is lent any more.
     over: Arc<AtomicBool>,
 }
 
@@ -67,7 +67,7 @@ impl Drop for Running {
 enum From {
     Alone(Box<LoadStream>),
     Shared(Participant),
-    /// The others went on without it: so many chunks, of which the next is to be told.
+    /// The other ranks went on without this one; the number of chunks, and the next one to report.
     Late {
         next: usize,
         chunks: usize,
@@ -86,7 +86,7 @@ impl Node {
             (1, true) => From::Nothing,
             (1, false) => From::Alone(Box::new(self.stream(session, call))),
             (_, true) => {
-                // Not as if it had never come: whoever is first begins the load for all.
+                // Declining still joins: the first rank that comes begins the load for all.
                 self.join(session, &call)?;
                 From::Nothing
             }
@@ -133,7 +133,7 @@ impl Node {
         self.0.gateway.load_on_credit(request, credit)
     }
 
-    /// None: it comes too late.
+    /// Joins the engine's load, or begins it. None if the rank comes too late.
     fn join(&self, session: &Session, call: &LoadCall) -> Result<Option<Participant>, NodeError> {
         let taken = || NodeError::LoadTaken(call.load_id.clone());
         let key = (session.instance.clone(), call.load_id.clone());
@@ -158,7 +158,7 @@ impl Node {
                 entry.insert(Arc::clone(&shared));
                 let (node, load) = (self.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
-                    // One that has joined keeps the others' chunks no longer than this.
+                    // A rank that has joined keeps the others' chunks no longer than this.
                     let end = deadline + node.0.options.commit_timeout;
                     let late = async {
                         tokio::time::sleep(node.0.options.join_grace).await;
@@ -218,7 +218,7 @@ impl Node {
         ledger.lend(session.id, load_id, slot, chunk).then_some(lent)
     }
 
-    /// The session reads these slots no more, for this load. Answers how many it had.
+    /// Ends a session's leases of these slots for this load. Returns how many it had.
     pub fn release(&self, session: &Session, load_id: &str, slots: &[(usize, u64)]) -> usize {
         let released: Vec<_> = {
             let mut ledger = self.ledger();
@@ -228,14 +228,14 @@ impl Node {
         released.len()
     }
 
-    /// The same for all slots of a load, which ends with that if it is still under way.
+    /// Ends a session's leases of all slots of a load, and the load if it is still under way.
     pub fn release_load(&self, session: &Session, load_id: &str) -> usize {
         let name = (session.instance.clone(), load_id.to_owned());
         let shared = self.0.shared_loads.get(&name).map(|load| Arc::clone(&load));
         if let Some(shared) = shared
             && shared.cancel(session.rank)
         {
-            // A rank that comes after all begins it anew.
+            // A rank that comes later begins the load anew.
             self.forget_shared(&name, &shared);
         }
         let key = (session.id, load_id.to_owned());
@@ -251,7 +251,7 @@ impl Node {
 }
 
 impl EngineLoad {
-    /// In which order it is done.
+    /// The order in which the load is done.
     pub fn order(&self) -> Order {
         match &self.from {
             From::Alone(stream) => stream.order(),
@@ -260,7 +260,7 @@ impl EngineLoad {
         }
     }
 
-    /// The next outcome, with the chunk's place in the call; None after the last, and when the session is over.
+    /// The next outcome, with the chunk's position in the call; None after the last, and when the session is over.
     pub async fn next(&mut self) -> Option<(usize, Result<Lent, Miss>)> {
         let (index, outcome) = match &mut self.from {
             From::Alone(stream) => stream.next().await?,

@@ -1,10 +1,10 @@
 //! A GPU node: a [`Gateway`] with its tiers, and the engine processes that are attached to it.
 //!
-//! Engines share the arena, so what one of them does must never harm another: which slot is whose is kept by the
-//! [`ledger`], what a rank writes of a chunk is said in [`owners`], and a load that several ranks take part in is one
+//! Engines share the arena, so no engine may ever harm another: the [`ledger`] keeps which slot belongs to which
+//! session, [`owners`] says which bytes of a chunk a rank writes, and a load that several ranks take part in is one
 //! load (`shared_load`). A session ends when its process is gone; until then nothing takes its slots away.
 //!
-//! Not for: HTTP (that is `api`), and what is in a chunk.
+//! Not here: HTTP (see `api`), and the content of chunks.
 
 pub mod api;
 pub mod daemon;
@@ -57,21 +57,21 @@ pub struct NodeOptions {
     pub load_window_bytes: usize,
     /// Bytes of slots that one engine may hold, in all of its loads and stores.
     pub engine_bytes: usize,
-    /// For a rank to join a load that another one began.
+    /// Time for a rank to join a load that another rank began.
     pub join_grace: Duration,
-    /// Since its latest call: then nobody waits for what an engine holds.
+    /// Time since an engine's latest call, after which no load waits for what the engine holds.
     pub stalled: Duration,
-    /// For all ranks to commit a chunk, after which it is not stored.
+    /// Time for all ranks to commit a chunk, after which it is not stored.
     pub commit_timeout: Duration,
-    /// How long a session outlives its stream, while its process is there.
+    /// Time that a session outlives its stream, while its process is there.
     pub grace: Duration,
-    /// How long a lookup or pin keeps chunks in memory at most.
+    /// Maximum time that a lookup or pin keeps chunks in memory.
     pub pin_max: Duration,
-    /// Prefetches at a time.
+    /// Limit of prefetches at a time.
     pub prefetches: usize,
-    /// Readiness does not wait for S3.
+    /// Whether the node may be ready before S3 has answered.
     pub may_start_without_s3: bool,
-    /// How often a warning that goes on is told at most.
+    /// Interval at which a repeated warning is logged, at most.
     pub log_repeat: Duration,
 }
 
@@ -94,21 +94,21 @@ struct Inner {
     running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
-    /// Chunks whose time to be committed was over.
+    /// Warning: chunks that were not committed in time.
     late: Episode,
-    /// Commits of slots that were not written.
+    /// Warning: commits of slots that were not written.
     unwritten: Episode,
 }
 
-/// A space, and when it was asked for last.
+/// A space, and the time of its last use.
 struct Declared {
     space: Space,
     used: AtomicU64,
 }
 
-/// Prefetches that are under way or wait.
+/// Limit of prefetches that are under way or wait.
 const PREFETCHES_WAITING: usize = 64;
-/// How often processes and fillings are looked at.
+/// Interval of the checks of processes and fillings.
 const TICK: Duration = Duration::from_millis(100);
 
 impl Node {
@@ -150,7 +150,7 @@ impl Node {
                 let node = Node(inner);
                 node.end_gone();
                 node.spoil_late();
-                // Pins end by time, and nobody says so.
+                // Pins end by time, without a notification.
                 node.0.gateway.arena().nudge();
             }
         });
@@ -165,8 +165,8 @@ impl Node {
         &self.0.options
     }
 
-    /// Makes a space known. Idempotent. Where there are too many, the one that was asked for longest ago goes, of those that
-    /// no attached engine uses.
+    /// Makes a space known. Idempotent. Where there are too many, the least recently used one is forgotten, of
+    /// those that no attached engine uses.
     pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
         self.0.gateway.knows(&space);
         if let Ok(known) = self.space(space.key()) {
@@ -208,7 +208,7 @@ impl Node {
         Ok(declared.space.clone())
     }
 
-    /// A process is attached from here on, until it is gone. Also what it will be told.
+    /// Attaches a process, until it is gone. Also returns the events that it will be told.
     pub fn attach(&self, attach: Attach) -> Result<(Arc<Session>, mpsc::Receiver<SessionEvent>), NodeError> {
         self.takes_work()?;
         if attach.rank >= attach.world_size {
@@ -256,7 +256,7 @@ impl Node {
         Ok((session, events))
     }
 
-    /// One for all ranks of an engine: what they hold are the same slots.
+    /// The credit of an engine, one for all of its ranks: they hold the same slots.
     fn credit_of(&self, instance: &str) -> Credit {
         let sessions = self.0.sessions.iter();
         let of = sessions
@@ -266,7 +266,7 @@ impl Node {
             .unwrap_or_else(|| Credit::new(self.0.options.engine_bytes))
     }
 
-    /// Whether all of the arena that is taken is in the hands of engines that hang: nothing comes free by waiting.
+    /// Whether engines that hang hold all taken slots of the arena: no slot comes free by waiting.
     fn is_stuck(&self) -> bool {
         let hangs = |session: SessionId| {
             let session = self.0.by_id.get(&session);
@@ -283,8 +283,8 @@ impl Node {
         held > 0 && self.0.gateway.arena().stats().used_bytes <= held
     }
 
-    /// The stream of the session's attach is closed: it has `[api] grace` to end what it does. A process that hangs does
-    /// not close its stream.
+    /// Ends a session whose stream is closed, after `[api] grace`, in which it may end its work. A process that
+    /// hangs does not close its stream.
     pub fn stream_closed(&self, session: &Arc<Session>) {
         let (node, session) = (self.clone(), Arc::clone(session));
         tokio::spawn(async move {
@@ -329,7 +329,7 @@ impl Node {
 
     /// Brings chunks up to memory, in the background, as far as there is room.
     pub fn prefetch(&self, space: Space, chunks: Vec<ChunkHash>, deadline: Instant) {
-        // A hint: where too many wait already it is not taken.
+        // A prefetch is a hint: it is dropped where too many wait already.
         let Ok(waiting) = Arc::clone(&self.0.prefetches_waiting).try_acquire_owned() else {
             return;
         };
@@ -357,12 +357,12 @@ impl Node {
         self.0.gateway.flush(deadline).await
     }
 
-    /// S3 answered, and what it can do is known.
+    /// Notes that S3 answered, and its capabilities are known.
     pub fn s3_answered(&self) {
         self.0.s3_answered.store(true, Ordering::Relaxed);
     }
 
-    /// No new work from here on; whoever is attached is told.
+    /// Refuses new work from here on; attached sessions are told.
     pub fn drain(&self) {
         self.0.draining.store(true, Ordering::Relaxed);
         for session in &self.0.sessions {
@@ -370,7 +370,7 @@ impl Node {
         }
     }
 
-    /// Why this node should get no traffic, if so.
+    /// The reason why this node should get no traffic, if there is one.
     pub fn not_ready(&self) -> Option<&'static str> {
         let s3 = self.0.s3_answered.load(Ordering::Relaxed) || self.0.options.may_start_without_s3;
         match (self.0.draining.load(Ordering::Relaxed), s3) {
@@ -387,7 +387,7 @@ impl Node {
         }
     }
 
-    /// No panic can leave the ledger half-changed, so a poisoned lock is as good.
+    /// No panic can leave the ledger half-changed, so a poisoned lock is still usable.
     fn ledger(&self) -> MutexGuard<'_, Ledger<ChunkId, Filled, LoadedChunk>> {
         self.0.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }

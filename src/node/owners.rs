@@ -1,4 +1,4 @@
-//! Which rank writes which bytes of a chunk: each range has one owner, the lowest rank that has it.
+//! The bytes of a chunk that each rank writes: each range has one owner, the lowest rank that has it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,7 +20,7 @@ pub struct Has {
     pub heads: Option<(u32, u32)>,
 }
 
-/// Some bytes would be nobody's.
+/// Some bytes would have no owner.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no rank has head {head} of plane {plane} (layer {layer}): check the layers and heads that the ranks attached with"
@@ -48,7 +48,7 @@ impl Has {
 pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<BTreeMap<Rank, Vec<Share>>, Uncovered> {
     let mut shares: BTreeMap<Rank, Vec<Share>> = BTreeMap::new();
     for (plane, of) in space.planes().iter().enumerate() {
-        // Half-open ranges of heads that nobody has so far.
+        // Half-open ranges of heads that have no owner so far.
         let mut open: Vec<Range<u32>> = std::iter::once(0..of.heads).collect();
         for (&rank, has) in ranks {
             let heads = has.heads_of(of.layer, of.heads);

@@ -1,4 +1,4 @@
-//! The process at the other end of a socket: which it is, and whether it is still there.
+//! The process at the other end of a socket: its identity, and whether it is still there.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 /// A process as the kernel names it when it connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Process {
-    /// None: it is in another PID namespace.
+    /// None if the process is in another PID namespace.
     pub pid: Option<i32>,
     pub uid: u32,
 }
@@ -20,8 +20,8 @@ pub struct Process {
 pub struct Peer(OwnedFd);
 
 impl Peer {
-    /// None where the system can't watch it: it is in another PID namespace, gone already, or the kernel is old. An error
-    /// where it only could not this time.
+    /// None where the system can't watch the process: it is in another PID namespace, gone already, or the kernel
+    /// is old. An error where watching failed only this time.
     pub fn new(process: Process) -> io::Result<Option<Self>> {
         let Some(pid) = process.pid.and_then(Pid::from_raw) else {
             return Ok(None);
@@ -33,9 +33,9 @@ impl Peer {
         }
     }
 
-    /// However it ended.
+    /// Whether the process has ended, in whatever way.
     pub fn is_gone(&self) -> bool {
-        // Readable is what a pidfd becomes when its process ends.
+        // A pidfd becomes readable when its process ends.
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }

@@ -20,7 +20,7 @@ use crate::format::SpaceKey;
 /// The description that an engine process gives of itself when it attaches.
 #[derive(Debug, Clone)]
 pub struct Attach {
-    /// Of the engine: the same for all of its ranks, and no other engine's.
+    /// The engine's name: the same for all of its ranks, and no other engine's.
     pub instance: String,
     pub rank: Rank,
     pub world_size: u32,
@@ -39,9 +39,9 @@ pub struct Session {
     pub(super) has: Has,
     pub process: Process,
     pub(super) peer: Option<Peer>,
-    /// Of slots, for all ranks of its engine together.
+    /// The credit for slots, for all ranks of its engine together.
     pub(super) credit: Credit,
-    /// Those that it loads from or stores to.
+    /// The spaces that it loads from or stores to.
     spaces: Mutex<HashSet<SpaceKey>>,
     called: Mutex<Instant>,
     pub(super) events: mpsc::Sender<SessionEvent>,
@@ -52,13 +52,13 @@ pub struct Session {
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum SessionEvent {
-    /// A slot that it fills will not be published any more: it took too long.
+    /// A slot that the session fills will not be published any more: it took too long.
     Revoked { slot: usize, generation: u64 },
     /// This kvgate is going down: no new loads and stores.
     Draining,
 }
 
-/// Events that wait for a client that does not read; later ones are lost, the calls say it too.
+/// Limit of events that wait for a client that does not read; later ones are lost, but the calls say the same.
 const EVENTS_MAX: usize = 64;
 
 impl Session {
@@ -87,17 +87,17 @@ impl Session {
         Ok((Arc::new(session), receiver))
     }
 
-    /// Its process is watched: whether it is there does not depend on its stream.
+    /// Whether its process is watched: then the session does not depend on its stream.
     pub fn is_seen(&self) -> bool {
         self.peer.is_some()
     }
 
-    /// It made a call.
+    /// Notes a call.
     pub(super) fn called(&self) {
         *self.called.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// Since its latest call.
+    /// The time since its latest call.
     pub(super) fn silence(&self) -> Duration {
         self.called
             .lock()
@@ -118,7 +118,7 @@ impl Session {
     }
 
     pub(super) fn tell(&self, event: SessionEvent) {
-        // A full stream is the client's own doing.
+        // A full stream is the client's own fault.
         let _ = self.events.try_send(event);
     }
 
@@ -129,7 +129,7 @@ impl Session {
     /// Waits until the session is over.
     pub async fn over(&self) {
         let mut ended = self.ended.subscribe();
-        // The sender is in here.
+        // No error: `self` holds the sender.
         let _ = ended.wait_for(|ended| *ended).await;
     }
 }

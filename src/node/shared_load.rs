@@ -1,4 +1,4 @@
-//! A load that all ranks of an engine take part in: each chunk comes once, and stays until every rank had it.
+//! A load that all ranks of an engine take part in: each chunk comes once, and stays until every rank has had it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,18 +18,18 @@ pub(super) struct SharedLoad {
     pub space: SpaceId,
     pub chunks: Vec<ChunkHash>,
     pub order: Order,
-    /// As it is done.
+    /// The order in which the load is done.
     pub done_in: Order,
     state: Mutex<State>,
     changed: Notify,
 }
 
 struct State {
-    /// Those that not every rank had yet, and how many went before.
+    /// Outcomes that not every rank has had yet; `gone` counts those before them.
     outcomes: VecDeque<Outcome>,
     gone: usize,
     over: bool,
-    /// How many each rank had; one that is done, or gone, is not here.
+    /// The number of outcomes that each rank has had; ranks that are done, or gone, are not here.
     ranks: BTreeMap<Rank, usize>,
     joined: BTreeSet<Rank>,
 }
@@ -37,13 +37,13 @@ struct State {
 /// The answer to a rank that wants to join.
 pub(super) enum Joined {
     Part(Participant),
-    /// It takes no part: it was waited for long enough, or attached when the load was under way.
+    /// The rank takes no part: it came after the wait was over, or attached when the load was under way.
     Late,
-    /// It had its part.
+    /// The rank has joined before.
     Before,
 }
 
-/// One rank's part; ends when it is dropped.
+/// One rank's part; it ends when it is dropped.
 pub(super) struct Participant {
     load: Arc<SharedLoad>,
     rank: Rank,
@@ -68,7 +68,7 @@ impl SharedLoad {
         })
     }
 
-    /// Takes what comes, to the end; done when every rank had all of it.
+    /// Takes the outcomes, to the end; returns when every rank has had all of them.
     pub async fn drive(&self, mut stream: LoadStream) {
         loop {
             let all_left = self.changed.notified();
@@ -96,7 +96,7 @@ impl SharedLoad {
         }
     }
 
-    /// Nothing more comes.
+    /// Ends the load: no more outcomes come.
     pub fn ends(&self) {
         self.lock().over = true;
         self.changed.notify_waiters();
@@ -115,7 +115,7 @@ impl SharedLoad {
         }
     }
 
-    /// Those that have not joined take no part any more.
+    /// Leaves out the ranks that have not joined.
     pub fn leave_out(&self) {
         self.change(|state| {
             let State { ranks, joined, .. } = state;
@@ -123,13 +123,13 @@ impl SharedLoad {
         });
     }
 
-    /// A rank takes no part any more.
+    /// Ends a rank's part.
     pub fn leave(&self, rank: Rank) {
         self.change(|state| state.ranks.remove(&rank));
     }
 
-    /// A rank releases all of it. If that is the last that joined, and had not had all yet, nobody waits for those that never
-    /// joined: the request was cancelled. True if so.
+    /// Ends the part of a rank that releases the whole load. If it is the last that joined, and has not had
+    /// everything yet, the ranks that never joined are not waited for: the request was cancelled. True if so.
     pub fn cancel(&self, rank: Rank) -> bool {
         self.change(|state| {
             let end = state.gone + state.outcomes.len();
@@ -161,7 +161,7 @@ impl SharedLoad {
 }
 
 impl State {
-    /// Takes out what every rank had.
+    /// Takes out the outcomes that every rank has had.
     fn prune(&mut self) -> Vec<Outcome> {
         let end = self.gone + self.outcomes.len();
         let had = self.ranks.values().min().copied().unwrap_or(end);
@@ -176,7 +176,7 @@ impl Participant {
         loop {
             let changed = self.load.changed.notified();
             tokio::pin!(changed);
-            // From here on nothing is missed.
+            // From here on no notification is missed.
             changed.as_mut().enable();
             {
                 let mut state = self.load.lock();

@@ -10,12 +10,12 @@ use crate::cache::gateway::TierStats;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
 
-/// All that an operator may want to see of a node.
+/// The status of a node, with all that an operator may want to see.
 #[derive(Debug, Clone, Serialize)]
 pub struct Status {
     pub version: &'static str,
     pub uptime_seconds: u64,
-    /// Why it should get no traffic.
+    /// The reason why it should get no traffic.
     pub not_ready: Option<&'static str>,
     pub arena: ArenaStatus,
     pub tiers: TierStats,
@@ -58,7 +58,7 @@ pub struct SessionStatus {
 #[derive(Debug, Clone, Serialize)]
 pub struct SlotStatus {
     pub filling: usize,
-    /// Will not be published, and wait for those who may still write there.
+    /// Fillings that will not be published, and wait for sessions that may still write there.
     pub spoilt: usize,
     pub leases: usize,
 }

@@ -18,7 +18,7 @@ use crate::format::{ChunkHash, Space};
 #[derive(Debug, Clone, Copy)]
 pub struct ToStore {
     pub hash: ChunkHash,
-    /// The chunk before, or the root.
+    /// The hash of the chunk before, or the root.
     pub parent: ChunkHash,
 }
 
@@ -43,32 +43,32 @@ impl Filled {
 /// The answer to a rank for a chunk that it wants to store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReserveOutcome {
-    /// Where to write.
+    /// The slot to write to.
     Slot {
-        /// Where the slot starts in the arena's file, and its generation: what a commit names.
+        /// The slot's offset in the arena's file, and its generation: a commit names both.
         slot: usize,
         generation: u64,
-        /// Where the payload starts in the arena's file.
+        /// The payload's offset in the arena's file.
         offset: usize,
     },
     Skip(Skip),
-    /// Other ranks have all of it.
+    /// Other ranks write all of the chunk.
     OtherRank,
 }
 
 /// The answer to a reserve.
 #[derive(Debug, Clone)]
 pub struct Reservations {
-    /// Of every chunk, what this rank writes; the whole, if nothing else is said.
+    /// This rank's share of every chunk; the whole chunk, if nothing else is said.
     pub shares: Vec<Share>,
     /// One for each chunk.
     pub chunks: Vec<ReserveOutcome>,
-    /// Not all ranks are attached, so nobody can tell who writes what.
+    /// Whether ranks are missing: until all are attached, the shares are unknown.
     pub ranks_missing: bool,
 }
 
 impl Node {
-    /// Slots for chunks to store. Never waits.
+    /// Reserves slots for chunks to store. Never waits.
     pub fn reserve(
         &self,
         session: &Session,
@@ -103,7 +103,8 @@ impl Node {
         for chunk in chunks {
             let key = (space.key(), chunk.hash);
             let slot = match ledger.offer(session.id, &key)? {
-                // A rank came back with other heads than it had when this was begun: nobody would write some of the bytes.
+                // A rank came back with other heads than it had when the filling began: some bytes would have no
+                // writer.
                 Offer::Join(slot) if ledger.reserved(slot).is_none_or(|filled| filled.shares != shares) => {
                     ledger.abort(session.id, slot)?;
                     answers.push(ReserveOutcome::Skip(Skip::Pending));
@@ -155,7 +156,7 @@ impl Node {
         })
     }
 
-    /// The rank has written its share of a slot. True if the chunk is a hit from now on.
+    /// Commits a rank's share of a slot. True if the chunk is a hit from now on.
     pub fn commit(&self, session: &Session, slot: SlotId) -> Result<bool, SlotError> {
         let mut ledger = self.ledger();
         let is_written = ledger
@@ -172,19 +173,19 @@ impl Node {
         match ledger.commit(session.id, slot)? {
             Committed::Waits => Ok(false),
             Committed::Whole { chunk, reserved } => {
-                // Under the lock, so that nobody reserves it between.
+                // Under the lock, so that no rank reserves the chunk in between.
                 self.0.gateway.commit(chunk.1, reserved.parent, reserved.reserved);
                 Ok(true)
             }
         }
     }
 
-    /// The rank gives a slot up, and with it the chunk.
+    /// Gives up a rank's share of a slot, and with it the chunk.
     pub fn abort(&self, session: &Session, slot: SlotId) -> Result<(), SlotError> {
         self.ledger().abort(session.id, slot)
     }
 
-    /// Spoils what is being filled for too long; whoever still writes there is told.
+    /// Spoils fillings that take too long; sessions that may still write there are told.
     pub(super) fn spoil_late(&self) {
         let most = self.0.options.commit_timeout;
         let late = {

@@ -1,10 +1,11 @@
-//! Whether a rank wrote its share of a slot at all.
+//! The check whether a rank wrote its share of a slot at all.
 //!
-//! A slot holds what was there before, and a process that never mapped the arena can still send a commit. So random marks
-//! go into each rank's share before the slot is given out, at both ends of each run that it owns, and a commit finds none of
-//! them left: those bytes were written by somebody who has the arena mapped. A mark is 128 random bits, so no KV looks like it.
+//! A slot holds older bytes, and a process that never mapped the arena can still send a commit. So random marks go
+//! into each rank's share before the slot is given out, at both ends of each run that it owns, and a commit finds
+//! none of them left: a process that has the arena mapped wrote those bytes. A mark is 128 random bits, so no KV
+//! looks like it.
 //!
-//! Not for: telling whether what was written is right. Engines of one daemon trust each other.
+//! Not here: a check that the written bytes are right. Engines of one daemon trust each other.
 
 use crate::protocol::Share;
 use std::ops::Range;
@@ -18,7 +19,7 @@ const MARK_BYTES: usize = 16;
 pub struct Marks([u8; MARK_BYTES]);
 
 impl Marks {
-    /// Puts them into the shares of a payload.
+    /// Puts marks into the shares of a payload.
     pub fn put<'a>(payload: &mut [u8], space: &Space, shares: impl Iterator<Item = &'a Share>) -> Self {
         let marks = Self(fastrand::u128(..).to_le_bytes());
         for at in shares.flat_map(|share| places(space, share)) {
@@ -28,14 +29,15 @@ impl Marks {
         marks
     }
 
-    /// Whether none is left in a rank's shares.
+    /// Whether no mark is left in a rank's shares.
     pub fn are_gone(&self, payload: &[u8], space: &Space, shares: &[Share]) -> bool {
         let mut places = shares.iter().flat_map(|share| places(space, share));
         places.all(|at| payload[at.clone()] != self.0[..at.len()])
     }
 }
 
-/// Where the marks of a share are in the payload: at both ends of its run in each plane, which is `[head][token][row]`.
+/// The ranges of a share's marks in the payload: at both ends of its run in each plane, which is
+/// `[head][token][row]`.
 fn places(space: &Space, share: &Share) -> impl Iterator<Item = Range<usize>> {
     let layout = space.layout();
     let (first, end) = share.heads;

@@ -1,4 +1,4 @@
-//! Bodies and answers of the API's calls, as JSON.
+//! Bodies and answers of the API's calls, in JSON.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub struct SpaceInfo {
     pub planes: Vec<PlaneInfo>,
 }
 
-/// A plane, and where it is in the payload.
+/// A plane, and its place in the payload.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PlaneInfo {
     #[serde(flatten)]
@@ -38,13 +38,13 @@ pub struct AttachRequest {
     pub rank: u32,
     #[serde(default = "one")]
     pub world_size: u32,
-    /// Half-open range of layers that this rank has; all if not given.
+    /// Half-open range of this rank's layers; all if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<(u32, u32)>,
-    /// Half-open range of KV heads that this rank has; all if not given.
+    /// Half-open range of this rank's KV heads; all if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<(u32, u32)>,
-    /// Every rank has everything (MLA): then neither layers nor heads are given.
+    /// Every rank has every layer and head (MLA): then neither is given.
     #[serde(default)]
     pub replicated: bool,
 }
@@ -63,13 +63,13 @@ pub struct Attached {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ArenaInfo {
-    /// None: it can't be mapped.
+    /// None: the arena can't be mapped.
     pub path: Option<String>,
     pub bytes: usize,
     pub boot_id: String,
 }
 
-/// Tokens or hashes of a prompt's chunks, and which they are.
+/// A prompt's chunks, as tokens or hashes.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LookupRequest {
@@ -86,15 +86,15 @@ pub struct LookupRequest {
     pub strategy: Option<Strategy>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<u64>,
-    /// Keeps those that are in memory there for so long.
+    /// Keeps chunks that are in memory there for this long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pin_ms: Option<u64>,
-    /// Brings those of the prefix that are not in memory there, in the background.
+    /// Loads the prefix's chunks that are not in memory, in the background.
     #[serde(default)]
     pub prefetch: bool,
 }
 
-/// Masks in hex.
+/// The answer of a lookup; masks in hex.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LookupAnswer {
     pub chunks: usize,
@@ -107,7 +107,7 @@ pub struct LookupAnswer {
     pub error: Option<String>,
 }
 
-/// A run of chunks that are in the same tier.
+/// A run of chunks in the same tier.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierRun {
     pub tier: Tier,
@@ -125,7 +125,7 @@ pub struct LoadRequest {
     pub hashes: Vec<ChunkHash>,
     #[serde(default)]
     pub order: Order,
-    /// Goes on with the chunks after one that is missing.
+    /// Goes on after a missing chunk.
     #[serde(default)]
     pub continue_after_miss: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -139,12 +139,12 @@ pub struct LoadRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum LoadLine {
-    /// Planes of a chunk that may be read now.
+    /// Planes of a chunk that may now be read.
     Here {
         i: usize,
         slot: usize,
         generation: u64,
-        /// In the arena's file.
+        /// Offset in the arena's file.
         offset: usize,
         /// Half-open.
         planes: (usize, usize),
@@ -152,15 +152,15 @@ pub enum LoadLine {
     },
     Missing {
         i: usize,
-        /// Stable word.
+        /// A stable word.
         miss: String,
         detail: String,
     },
-    /// The last line. A stream without one was cut.
+    /// The last line. A stream without it was cut.
     End { end: bool, loaded: usize, order: Order },
 }
 
-/// A slot, as `reserve` and `load` name it.
+/// A slot, as named by `reserve` and `load`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SlotName {
@@ -187,7 +187,7 @@ pub struct ReserveChunk {
     pub tokens: Option<u32>,
 }
 
-/// A rank's share of a chunk: these heads of these planes.
+/// A rank's own share of a chunk: these heads of these planes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// Half-open.
@@ -198,10 +198,10 @@ pub struct Share {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ReserveAnswer {
-    /// Of every chunk, what this rank has to write.
+    /// The share of every chunk that this rank has to write.
     pub own: Vec<Share>,
     pub chunks: Vec<ReservedChunk>,
-    /// Not all ranks are attached: nobody brings the chunks that are `pending`.
+    /// Not all ranks are attached: no rank stores the chunks that are `pending`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ranks_missing: bool,
 }
@@ -209,11 +209,11 @@ pub struct ReserveAnswer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum ReservedChunk {
-    /// Write the payload there, then commit.
+    /// A slot to write the payload to, before the commit.
     Slot {
         slot: usize,
         generation: u64,
-        /// Of the payload, in the arena's file.
+        /// Offset of the payload in the arena's file.
         offset: usize,
     },
     /// `present`, `pending`, `full`, or `other_rank`.
@@ -230,7 +230,7 @@ pub struct CommitRequest {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct CommitAnswer {
-    /// One for each slot, in order.
+    /// One outcome for each slot, in order.
     pub slots: Vec<CommitOutcome>,
 }
 
@@ -247,7 +247,7 @@ pub enum CommitOutcome {
     },
 }
 
-/// Body of `POST /v1/release`: the slots that are named, or all of the load.
+/// Body of `POST /v1/release`: releases the named slots, or all of the load.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReleaseRequest {
@@ -268,18 +268,18 @@ pub struct ReleaseAnswer {
 pub struct ChunksRequest {
     pub space: String,
     pub hashes: Vec<ChunkHash>,
-    /// Of a pin: for how long.
+    /// For a pin: how long it holds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ms: Option<u64>,
 }
 
-/// How many chunks that was.
+/// The number of chunks of a call.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Count {
     pub chunks: usize,
 }
 
-/// A flush that is given no time waits so long.
+/// The time of a flush without a deadline.
 pub const FLUSH_MAX: Duration = Duration::from_mins(10);
 
 /// Body of `POST /v1/flush`.
@@ -288,35 +288,35 @@ pub const FLUSH_MAX: Duration = Duration::from_mins(10);
 pub struct FlushRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<u64>,
-    /// Chunks that the caller knows of to have been dropped.
+    /// Dropped chunks that the caller knows of.
     #[serde(default)]
     pub dropped: u64,
 }
 
-/// The outcome of a flush.
+/// The answer of a flush.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Flushed {
     /// Chunks that still wait: 0 when the flush is complete.
     pub pending: u64,
-    /// Chunks that were dropped since the start, and will never be stored by this node unless they come again.
+    /// Chunks that were dropped since the start. This node never stores them unless they come again.
     pub dropped: u64,
-    /// Chunks that were committed since the start, and that the configuration keeps from S3.
+    /// Chunks that were committed since the start, but that the configuration keeps from S3.
     #[serde(default)]
     pub kept_back: u64,
-    /// Disks that could not be used at the start: whether they have what S3 has not is not known.
+    /// Disks that could not be used at the start: they may hold chunks that S3 lacks.
     #[serde(default)]
     pub unread_disks: u64,
 }
 
-/// An error, as RFC 9457 has it.
+/// An error in the format of RFC 9457.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     #[serde(rename = "type")]
     pub kind: String,
     pub title: String,
     pub status: u16,
-    /// The problem, and what to do.
+    /// The cause, and the remedy.
     pub detail: String,
-    /// Stable word.
+    /// A stable word.
     pub code: String,
 }

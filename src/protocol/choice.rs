@@ -1,6 +1,6 @@
 //! Enumerations whose variants are words: in the configuration, over the wire and in reports.
 
-/// Declares such enumerations: each variant once, with its word and its meaning.
+/// Declares enumerations whose variants are words: each variant once, with its word and its meaning.
 macro_rules! choices {
     ($(
         $( #[doc = $about:literal] )+
@@ -19,7 +19,7 @@ macro_rules! choices {
         impl $Name {
             pub const WORDS: &'static [(&'static str, Self)] = &[$( ($word, Self::$Variant), )+];
 
-            /// Stable.
+            /// The stable word.
             #[must_use]
             pub const fn word(self) -> &'static str {
                 match self {

@@ -1,5 +1,5 @@
-//! The messages of the daemon and its clients. The server reads what a client writes, and the other way round, from
-//! the same types. `docs/API.md` and `docs/openapi.json` describe them for everybody else.
+//! The types of the daemon's API. Server and client read and write the same types. `docs/API.md` and
+//! `docs/openapi.json` describe them for other programs.
 
 mod calls;
 mod choice;

@@ -1,5 +1,5 @@
-//! Existence of chunks on S3: present with an ETag, or absent, each known for a time. Damaged versions are kept apart.
-//! The oldest entries leave first.
+//! Existence of chunks on S3: present with an ETag, or absent, each known for a time. Damaged versions are kept
+//! apart. The oldest entries leave first.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,14 +18,14 @@ use crate::s3::object::Version;
 pub struct CacheLimits {
     pub present_ttl: Duration,
     pub absent_ttl: Duration,
-    /// Memory for what is known, in bytes.
+    /// Memory for the entries, in bytes.
     pub bytes: usize,
 }
 
 /// A chunk's existence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Known {
-    /// With the ETag that was seen.
+    /// Present, with the ETag that was seen.
     Present(Arc<str>),
     Absent,
 }
@@ -35,20 +35,21 @@ struct Entry {
     learned: Instant,
 }
 
-/// The bytes of an entry: in the map with its control byte and load factor, in the order of age, and its ETag's text.
+/// The bytes of an entry: in the map with its control byte and load factor, in the order of age, and its ETag's
+/// text.
 const ENTRY_BYTES: usize = 2 * (size_of::<(ChunkId, Entry)>() + 1)
     + size_of::<(ChunkId, Instant)>()
     + 16
     + "d41d8cd98f00b204e9800998ecf8427e".len();
 
-/// Remembers answers and damage. Bounded: the oldest answers go first, which are the next to expire anyway.
+/// Remembers answers and damage. Bounded: the oldest answers leave first, because they expire next anyway.
 pub struct ExistenceCache {
     limits: CacheLimits,
     entries: DashMap<ChunkId, Entry>,
-    /// When what was learned; an entry that was learned anew is here twice.
+    /// Keys by the time of learning; an entry that was learned anew is here twice.
     order: Mutex<VecDeque<(ChunkId, Instant)>>,
     quarantined: DashMap<ChunkId, Version>,
-    /// Of `entries`, which would have to lock every shard to count them.
+    /// Length of `entries`; the map would have to lock every shard to count them.
     count: AtomicUsize,
     peak_entries: AtomicUsize,
 }
@@ -77,18 +78,18 @@ impl ExistenceCache {
         self.fresh(&entry, now).then(|| entry.known != Known::Absent)
     }
 
-    /// Remembers an answer to a question that was asked at `asked`; what was learned since then stays.
+    /// Remembers the answer to a question of the time `asked`; newer knowledge stays.
     pub fn learn(&self, key: ChunkId, known: Known, asked: Instant) {
         let learned = Instant::now();
         match self.entries.entry(key) {
             MapEntry::Occupied(entry) if entry.get().learned > asked => return,
-            // Nothing new; a place in the order for each load would push others out.
+            // The same answer again; a place in the order for each load would push other entries out.
             MapEntry::Occupied(entry) if entry.get().known == known && self.fresh(entry.get(), learned) => {
                 return;
             }
             MapEntry::Occupied(mut entry) => drop(entry.insert(Entry { known, learned })),
             MapEntry::Vacant(entry) => {
-                // Before the entry can be removed.
+                // Count before the entry can be removed.
                 self.count.fetch_add(1, Ordering::Relaxed);
                 drop(entry.insert(Entry { known, learned }));
             }
@@ -98,20 +99,20 @@ impl ExistenceCache {
             .fetch_max(self.count.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// S3 acknowledged a store: whatever was wrong before is replaced.
+    /// Notes a store that S3 acknowledged: it replaces a damaged object.
     pub fn stored(&self, key: ChunkId, etag: Arc<str>) {
         self.quarantined.remove(&key);
         self.learn(key, Known::Present(etag), Instant::now());
     }
 
-    /// Nothing is known any more.
+    /// Forgets a chunk's existence.
     pub fn forget(&self, key: &ChunkId) {
         self.removed(self.entries.remove(key).is_some());
     }
 
-    /// Nothing is known any more, of any chunk; damage that was seen stays known.
+    /// Forgets the existence of all chunks; damage stays known.
     pub fn forget_all(&self) {
-        // Locked throughout, so that nothing is learned that eviction would not know of.
+        // Locked throughout, so that no entry is learned without its place in the eviction order.
         let mut order = self.lock_order();
         self.entries.retain(|_, _| {
             self.removed(true);
@@ -120,14 +121,14 @@ impl ExistenceCache {
         order.clear();
     }
 
-    /// A read that was asked for at `asked` found this version damaged: absent as long as S3 shows it. What was
-    /// learned since then, by a store that replaced it, stays.
+    /// Notes that a read asked for at `asked` found this version damaged: the chunk counts as absent as long as S3
+    /// shows that version. Newer knowledge, from a store that replaced it, stays.
     pub fn quarantine(&self, key: ChunkId, version: Version, asked: Instant) {
         if self.entries.get(&key).is_some_and(|entry| entry.learned > asked) {
             return;
         }
         if self.quarantined.len() >= self.most_entries() {
-            // Forgetting any one costs a load that fails again.
+            // Forgetting one, whichever, costs a load that fails again.
             let any = self.quarantined.iter().next().map(|entry| *entry.key());
             any.map(|key| self.quarantined.remove(&key));
         }
@@ -135,7 +136,7 @@ impl ExistenceCache {
         self.learn(key, Known::Absent, asked);
     }
 
-    /// The damaged object is gone.
+    /// Notes that the damaged object is gone.
     pub fn lift_quarantine(&self, key: &ChunkId) {
         self.quarantined.remove(key);
     }
@@ -145,12 +146,12 @@ impl ExistenceCache {
         self.quarantined.get(key).map(|version| version.clone())
     }
 
-    /// Entries now, and the most there have been.
+    /// The number of entries now, and its peak.
     pub fn entries(&self) -> (usize, usize) {
         (self.entries.len(), self.peak_entries.load(Ordering::Relaxed))
     }
 
-    /// How many entries fit.
+    /// The number of entries that fit.
     pub fn most_entries(&self) -> usize {
         (self.limits.bytes / ENTRY_BYTES).max(1)
     }

@@ -1,11 +1,13 @@
-//! Which chunks exist: present, absent, or unknown. Never two states.
+//! Existence of chunks on S3: present, absent, or unknown. Never two states.
 //!
-//! An error, a time-out, a 403 or a 503 is *unknown*: it is told to the caller and not remembered. What is known
-//! expires, because others store and remove chunks too. A question that is already under way is not asked twice.
-//! A damaged object is *quarantined* by its version: as long as S3 shows that version the chunk counts as absent, so
-//! the next store replaces it; any other version is a new object and is trusted until a load says otherwise.
+//! An error, a time-out, a 403 or a 503 means *unknown*: the caller is told, and nothing is remembered. Known
+//! answers expire, because other nodes store and remove chunks too. A question that is already under way is not
+//! asked twice. A damaged object is *quarantined* by its version: as long as S3 shows that version the chunk counts
+//! as absent, so the next store replaces it; any other version is a new object and is trusted until a load says
+//! otherwise.
 //!
-//! [`PrefixSearch`] finds the end of a prompt's cached prefix with few questions. What it infers is never remembered.
+//! [`PrefixSearch`] finds the end of a prompt's cached prefix with few questions. Its inferences are never
+//! remembered.
 
 mod cache;
 mod prefix;

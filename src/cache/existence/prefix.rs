@@ -1,5 +1,5 @@
-//! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the interval in
-//! which the run must end. No I/O.
+//! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the
+//! interval in which the run must end. No I/O.
 
 /// The state of one chunk of a prompt, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,20 +13,20 @@ pub enum ChunkState {
 
 /// Finds the end of the leading run of present chunks, asking for several positions a round.
 ///
-/// Chunks are stored in order and removed with their descendants, so a present chunk says that those before it are
-/// present too, nearly always; the load confirms it. With k positions a round, n chunks take about
-/// log(n) / log(k + 1) rounds of k questions instead of n questions.
+/// Chunks are stored in order and removed with their descendants, so a present chunk nearly always means that those
+/// before it are present too; the load confirms it. With k positions a round, n chunks take about log(n) / log(k +
+/// 1) rounds of k questions instead of n questions.
 pub struct PrefixSearch {
     states: Vec<ChunkState>,
 }
 
 impl PrefixSearch {
-    /// Starts from what is known.
+    /// Starts from the known states.
     pub fn new(states: Vec<ChunkState>) -> Self {
         Self { states }
     }
 
-    /// The positions to ask for next, in order; empty when the end is found or can't be.
+    /// The positions to ask for next, in order; empty when the end is found or can't be found.
     pub fn next(&self, probes: usize) -> Vec<usize> {
         let (first, end) = self.open();
         let open: Vec<usize> = (first..end)
@@ -53,7 +53,8 @@ impl PrefixSearch {
         self.states[position] = state;
     }
 
-    /// Where the run may end: after the last chunk that is present before the first that is absent, up to that one.
+    /// The interval in which the run ends: from the position after the last present chunk before the first absent
+    /// one, up to that absent one.
     fn open(&self) -> (usize, usize) {
         let is = |state| move |&seen: &ChunkState| seen == state;
         let end = self
@@ -68,7 +69,7 @@ impl PrefixSearch {
         (first, end)
     }
 
-    /// The chunks before `.0` are present as far as is known, those from `.1` on are not; between them nobody knows.
+    /// The chunks before `.0` are taken as present, those from `.1` on as absent; those between are unknown.
     pub fn run(&self) -> (usize, usize) {
         self.open()
     }
@@ -132,7 +133,8 @@ mod tests {
             let end = end.min(n);
             let (run, asked, _) = search(n, probes, |i| state(i < end));
             prop_assert_eq!(run, (end, end));
-            // Each round leaves a share of 1 / (k + 1): k questions for each such digit of n, and one round to spare.
+            // Each round leaves a share of 1 / (k + 1): k questions for each such digit of n, and one round to
+            // spare.
             let rounds = (n.max(1) as f64).log((probes + 1) as f64).ceil() as usize + 2;
             prop_assert!(asked <= (probes + 1) * rounds, "{asked} questions for {n}");
         }

@@ -1,5 +1,5 @@
-//! Questions to S3 whether a chunk exists. Each question is asked once at a time; who asks the same one waits for that
-//! answer.
+//! Questions to S3 whether a chunk exists. Each question is under way once at a time; later callers with the same
+//! question wait for its answer.
 
 use std::sync::{Arc, OnceLock};
 
@@ -21,7 +21,7 @@ pub enum ProbeAnswer {
     Unknown(Arc<ObjectError>),
 }
 
-/// Asks S3 what the cache does not know, each question once at a time.
+/// Asks S3 for chunks that the cache does not know, each question once at a time.
 #[derive(Clone)]
 pub struct Prober(Arc<Inner>);
 
@@ -31,15 +31,15 @@ struct Inner {
     keys: KeyPrefix,
     capabilities: Arc<OnceLock<Capabilities>>,
     permits: Semaphore,
-    /// Limit for a question that others may have joined.
+    /// Time limit for a question, which other callers may have joined.
     time_limit: Duration,
-    /// Objects of a wrong length.
+    /// Warning: objects of a wrong length.
     damaged: Episode,
     flights: DashMap<ChunkId, watch::Receiver<Option<ProbeAnswer>>>,
 }
 
 impl Prober {
-    /// Asks by `GetObjectAttributes` where the server is known to have them, else by HEAD.
+    /// Uses `GetObjectAttributes` where the server is known to have it, else HEAD.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         cache: Arc<ExistenceCache>,
@@ -62,10 +62,11 @@ impl Prober {
         }))
     }
 
-    /// Asks S3, or joins whoever is asking already. The answer is remembered, also when the caller is gone by then.
+    /// Asks S3, or joins the same question under way. The answer is remembered, also when the caller is gone by
+    /// then.
     pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> ProbeAnswer {
         match self.ask_or_join(space, chunk, deadline).await {
-            // That was the deadline of whoever asked first.
+            // The first caller's deadline passed, not this one's.
             (ProbeAnswer::Unknown(error), true)
                 if error.kind == ErrorKind::Deadline && Instant::now() < deadline =>
             {
@@ -75,7 +76,7 @@ impl Prober {
         }
     }
 
-    /// Also whether somebody else had asked already.
+    /// Also returns whether another caller had asked already.
     async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (ProbeAnswer, bool) {
         let cache_key = (space.key(), *chunk);
         let key = || self.0.keys.chunk(cache_key.0, chunk);
@@ -99,7 +100,7 @@ impl Prober {
         let told = tokio::time::timeout_at(deadline, flight.wait_for(Option::is_some)).await;
         let answer = match told {
             Ok(answer) => answer.ok().and_then(|answer| answer.clone()).unwrap_or_else(|| {
-                // Its task is gone without an answer; the next asker starts anew.
+                // The question's task is gone without an answer; the next caller starts a new one.
                 self.0.flights.remove(&cache_key);
                 unknown(&key(), ErrorKind::Broken, "the question was dropped")
             }),

@@ -7,24 +7,24 @@ use crate::arena::Slot;
 use crate::format::{ChunkHash, Space};
 use crate::protocol::Tier;
 
-/// Verified planes of a chunk in its slot: all of them in chunk order, those of a group in layer order. The slot is taken
-/// until the last clone is dropped of everything that was handed out of it.
+/// Verified planes of a chunk in its slot: all planes in chunk order, those of a group in layer order. The slot is
+/// taken until every clone of every part that was handed out of it is dropped.
 #[derive(Debug, Clone)]
 pub struct LoadedChunk {
     pub(super) space: Space,
     pub(super) chunk: ChunkHash,
     pub(super) planes: Range<usize>,
-    /// Theirs, without the header.
+    /// The bytes of `planes`, without the header.
     pub(super) payload: Slot,
     /// Header and payload, if these are all planes and the header is written.
     pub(super) object: Option<Slot>,
     pub(super) tier: Tier,
-    /// Of the load that it was loaded for.
+    /// The credit of the load that asked for it.
     pub(super) credit: Option<Spent>,
 }
 
 impl LoadedChunk {
-    /// A whole object that was verified.
+    /// A chunk of a whole object that was verified.
     pub(super) fn whole(space: &Space, chunk: ChunkHash, object: Slot, tier: Tier) -> Self {
         let layout = space.layout();
         Self {
@@ -46,7 +46,7 @@ impl LoadedChunk {
         &self.space
     }
 
-    /// Where it was found.
+    /// The tier it was found in.
     pub fn tier(&self) -> Tier {
         self.tier
     }
@@ -56,18 +56,19 @@ impl LoadedChunk {
         self.object.as_ref()
     }
 
-    /// Which planes these are.
+    /// The range of planes that are here.
     pub fn planes(&self) -> Range<usize> {
         self.planes.clone()
     }
 
-    /// The bytes of [`planes`](Self::planes), as `docs/FORMAT.md` orders them: the object's whole payload if these are all.
+    /// The bytes of [`planes`](Self::planes), as `docs/FORMAT.md` orders them: the object's whole payload if all
+    /// planes are here.
     pub fn payload(&self) -> Slot {
         self.payload.clone()
     }
 
-    /// The bytes of one of [`planes`](Self::planes): `[head][token][row]`. `index` counts in the whole chunk; panics for one
-    /// that is not here.
+    /// The bytes of one of [`planes`](Self::planes): `[head][token][row]`. `index` counts in the whole chunk;
+    /// panics for a plane that is not here.
     pub fn plane(&self, index: usize) -> Slot {
         assert!(
             self.planes.contains(&index),
@@ -81,7 +82,7 @@ impl LoadedChunk {
 }
 
 impl LoadedChunk {
-    /// Some of its planes.
+    /// A part of this chunk: some of its planes.
     pub(super) fn group(&self, planes: Range<usize>) -> Self {
         let layout = self.space.layout();
         let start = layout.plane(self.planes.start).start;

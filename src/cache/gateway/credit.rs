@@ -1,14 +1,15 @@
-//! Bytes of slots that one engine, or one load, may hold. A load waits for its credit before it asks the arena for room.
+//! Bytes of slots that one engine, or one load, may hold. A load waits for its credit before it asks the arena for
+//! room.
 
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Bytes of slots that a load may hold at a time, handed out and not yet released ones included. A load that has spent it
-/// waits for its own client, and lets other loads have the arena meanwhile.
+/// Bytes of slots that a load may hold at a time, including slots handed out and not yet released. A load that has
+/// spent its credit waits for its own client, and leaves the arena to other loads meanwhile.
 ///
-/// An engine has one, too, which all of its loads and stores spend from: whatever it holds and never gives back, there is
-/// room for others.
+/// An engine has a credit, too, which all of its loads and stores spend from: whatever slots an engine never gives
+/// back, there is room for others.
 #[derive(Clone)]
 pub struct Credit {
     kib: Arc<Semaphore>,
@@ -17,7 +18,7 @@ pub struct Credit {
     engine: Option<Arc<Credit>>,
 }
 
-/// Some credit; goes back when it is dropped.
+/// Spent credit; it goes back when it is dropped.
 pub type Spent = Arc<Permits>;
 
 #[derive(Debug)]
@@ -36,7 +37,7 @@ impl Credit {
         }
     }
 
-    /// So much of this one, for a load of its own.
+    /// A credit of `bytes` within this one, for a load.
     #[must_use]
     pub fn part(&self, bytes: usize) -> Self {
         Self {
@@ -50,7 +51,7 @@ impl Credit {
         self.most.min(most) as usize * 1024
     }
 
-    /// Now, or not at all. A chunk that is larger than all of it goes alone.
+    /// Spends now, or not at all. A chunk that is larger than the whole credit goes alone.
     pub fn try_spend(&self, bytes: usize) -> Option<Spent> {
         let of = |credit: &Self| {
             let kib = Arc::clone(&credit.kib);
@@ -67,7 +68,7 @@ impl Credit {
         }))
     }
 
-    /// For so many chunks together: all of it or nothing, so two loads never wait for each other's half.
+    /// Spends for `chunks` chunks together: all or nothing, so two loads never wait for each other's half.
     pub async fn spend(&self, bytes: usize, chunks: usize) -> Vec<Spent> {
         let mut own = self.acquire(bytes, chunks).await;
         let mut engine = match &self.engine {
@@ -96,7 +97,7 @@ impl Credit {
         spent
     }
 
-    /// None: it was closed, which nobody does.
+    /// None if the semaphore was closed, which never happens.
     async fn acquire(&self, bytes: usize, chunks: usize) -> Option<OwnedSemaphorePermit> {
         let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
         let kib = self.kib_of(bytes).saturating_mul(chunks).min(self.most);
@@ -108,7 +109,7 @@ impl Credit {
     }
 }
 
-/// Semaphores count in KiB: a permit each byte would not fit in 32 bits.
+/// Converts bytes to the KiB that semaphores count in: a permit each byte would not fit in 32 bits.
 pub fn kib(bytes: usize) -> u32 {
     u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
 }

@@ -1,4 +1,4 @@
-//! Lookups over all tiers: memory and disk first, then what is known of S3, then questions to S3, by a deadline.
+//! Lookups over all tiers: memory and disk first, then known existence on S3, then questions to S3, by a deadline.
 
 use std::sync::Arc;
 
@@ -15,24 +15,25 @@ use crate::protocol::Tier;
 use crate::protocol::TierRun;
 use crate::s3::object::ObjectError;
 
-/// Which chunks of a prompt exist.
+/// The answer of a lookup: which chunks of a prompt exist.
 #[derive(Debug, Clone)]
 pub struct Lookup {
     pub chunks: usize,
-    /// Those that are there, as far as is known.
+    /// Chunks that are there, as far as is known.
     pub mask: Mask,
-    /// Those that nobody could tell of: an error, or the deadline passed. Their bits in `mask` are zero.
+    /// Chunks without an answer: an error, or the deadline passed. Their bits in `mask` are zero.
     pub unknown: Mask,
-    /// Those that strategy `prefix` took from their neighbours, present or absent, without an answer of their own.
+    /// Chunks that strategy `prefix` inferred from their neighbours, present or absent, without an answer of their
+    /// own.
     pub inferred: Mask,
     /// Length of the leading run in `mask`.
     pub prefix: usize,
     pub tiers: Vec<TierRun>,
-    /// Why some are unknown; the first reason met.
+    /// The reason why some are unknown; the first one met.
     pub error: Option<Arc<ObjectError>>,
 }
 
-/// Says which chunks of a prompt exist, by `deadline`.
+/// Tells by `deadline` which chunks of a prompt exist.
 pub async fn lookup(
     tiers: &Tiers,
     space: &Space,
@@ -67,7 +68,7 @@ pub async fn lookup(
     lookup
 }
 
-/// The tier of this node that has each chunk.
+/// The tier of this node that has each chunk; None if neither memory nor disk has it.
 fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
     let mut local = vec![None; chunks.len()];
     tiers
@@ -81,7 +82,7 @@ fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Ve
     local
 }
 
-/// Asks S3 for what is not known yet.
+/// The questions to S3 for chunks whose existence is not known yet.
 struct Search<'a> {
     bucket: &'a Bucket,
     space: &'a Space,
@@ -118,7 +119,7 @@ impl Search<'_> {
             }
             let (answers, failed) = self.ask(ask).await;
             error = error.or(failed);
-            // Nobody answers: more questions would only make that worse.
+            // No question was answered: more of them would only make that worse.
             let lost = answers.iter().all(|(_, state)| *state == ChunkState::Unknown);
             for (i, state) in answers {
                 search.learn(i, state);
@@ -137,7 +138,7 @@ impl Search<'_> {
         Lookup::new(mask, unknown, inferred, error)
     }
 
-    /// Asks for some positions at once. Also answers the first error that was met.
+    /// Asks for some positions at once. Also returns the first error that was met.
     async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
@@ -186,7 +187,7 @@ impl Lookup {
         }
     }
 
-    /// Those of `mask` that are in this tier.
+    /// Chunks of `mask` that are in this tier.
     pub fn within(&self, tier: Tier) -> Mask {
         let mut mask = Mask::new(self.chunks);
         for run in self.tiers.iter().filter(|run| run.tier == tier) {
@@ -196,7 +197,7 @@ impl Lookup {
     }
 }
 
-/// Those of the mask, in runs of one tier.
+/// The chunks of the mask, in runs of one tier.
 fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
     let mut runs: Vec<TierRun> = Vec::new();
     for i in (0..mask.len()).filter(|&i| mask.get(i)) {

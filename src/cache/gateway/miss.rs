@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::format::HeaderError;
 use crate::s3::object::ObjectError;
 
-/// Why a chunk was not loaded. Nothing of it reaches the caller.
+/// The reason why a chunk was not loaded. None of its bytes reach the caller.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Miss {
     #[error("there is no such chunk")]
@@ -45,7 +45,7 @@ pub enum Miss {
 }
 
 impl Miss {
-    /// Stable word for the reason.
+    /// A stable word for the reason.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Absent => "absent",

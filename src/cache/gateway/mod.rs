@@ -1,19 +1,19 @@
-//! Lookup, load and store of chunks: where keys, objects, existence and the arena meet.
+//! Lookup, load and store of chunks: the place where keys, objects, existence and the arena meet.
 //!
-//! A [`Gateway`] is what one node runs, as a library. Everything is per chunk: an outcome with its reason, and one
-//! chunk's failure never fails its neighbours. Every call has a deadline, and the bytes in flight are bounded.
+//! A [`Gateway`] is the cache of one node, as a library. Everything is per chunk: an outcome with its reason, and
+//! one chunk's failure never fails its neighbours. Every call has a deadline, and the bytes in flight are bounded.
 //!
-//! All public methods are here. What they do is in these rooms; each uses only those before it:
+//! All public methods are here. Their work is done in these folders and files; each uses only those before it:
 //!
-//! - `bucket`: S3, the lowest tier: what is known of it, turns of GETs and PUTs.
-//! - `tiers`: memory, disk and bucket together, and what is on its way between them.
+//! - `bucket`: S3, the lowest tier: the existence of its chunks, turns of GETs and PUTs.
+//! - `tiers`: memory, disk and bucket together, and chunks on their way between them.
 //! - `fetch`: one chunk into its slot, from S3 or the disk, verified.
 //! - `lower`: chunks that go down to the disk and to S3.
 //! - `store`: an engine's reserve and commit.
-//! - `load`: what is handed out, in chunk order or in layer order.
+//! - `load`: chunks handed out, in chunk order or in layer order.
 //! - `lookup`: which chunks exist.
 //!
-//! A node is built with tiers above S3 ([`Gateway::with_tiers`]), a library with a memory that keeps nothing.
+//! A node is built with tiers above S3 ([`Gateway::with_tiers`]), a library with a memory tier that keeps nothing.
 //!
 //! Not here: sessions, and copies into an engine's memory.
 
@@ -61,15 +61,15 @@ use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
 #[derive(Clone)]
 pub struct Gateway(Arc<Tiers>);
 
-/// How one is made.
+/// Constructors.
 impl Gateway {
-    /// Reaches the bucket, finds out what the server can do, and makes the arena.
+    /// Reaches the bucket, finds out the server's capabilities, and makes the arena.
     pub async fn open(config: &Config) -> Result<Self, OpenError> {
         let store = open_store(config, None).await?;
         Self::over(store, config).await
     }
 
-    /// The same over a store that is open already.
+    /// The same as [`open`](Self::open), over a store that is open already.
     pub async fn over(store: Arc<dyn ObjectStore>, config: &Config) -> Result<Self, OpenError> {
         // Room for a retry after an attempt that timed out.
         let deadline = Instant::now() + 2 * config.s3.request_timeout;
@@ -82,7 +82,7 @@ impl Gateway {
         Ok(Self::new(store, arena, capabilities, options))
     }
 
-    /// A library over a store that was probed already; [`Gateway::open`] does all from a configuration.
+    /// A library over a store that was probed already; [`Gateway::open`] does everything from a configuration.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         arena: Arena,
@@ -94,7 +94,7 @@ impl Gateway {
         gateway
     }
 
-    /// With tiers above S3. What the server can do need not be known yet: nothing is taken for granted until
+    /// A node with tiers above S3. The server's capabilities may be unknown at first: none is assumed until
     /// [`found_capabilities`](Self::found_capabilities).
     pub fn with_tiers(
         store: Arc<dyn ObjectStore>,
@@ -105,7 +105,7 @@ impl Gateway {
         Self(Tiers::new(arena, Bucket::new(store, options), tiers))
     }
 
-    /// Only the first time counts.
+    /// Sets the server's capabilities; only the first call counts.
     pub fn found_capabilities(&self, capabilities: Capabilities) {
         self.0.bucket.found_capabilities(capabilities);
     }
@@ -113,7 +113,7 @@ impl Gateway {
 
 /// Lookup and load.
 impl Gateway {
-    /// Says which chunks of a prompt exist, by `deadline`.
+    /// Tells by `deadline` which chunks of a prompt exist.
     pub async fn lookup(
         &self,
         space: &Space,
@@ -129,12 +129,12 @@ impl Gateway {
         load::start(&self.0, request, None)
     }
 
-    /// The same, with a limit on what it holds at a time.
+    /// The same as [`load`](Self::load), with a limit on the bytes of slots that it holds at a time.
     pub fn load_on_credit(&self, request: LoadSpec, credit: Credit) -> LoadStream {
         load::start(&self.0, request, Some(credit))
     }
 
-    /// Keeps those of the chunks that are in memory there until `until`; answers how many.
+    /// Keeps the chunks that are in memory there until `until`; returns how many.
     pub fn pin(&self, space: &Space, chunks: &[ChunkHash], until: Instant) -> usize {
         self.0.memory.pin(space.key(), chunks, until)
     }
@@ -144,32 +144,32 @@ impl Gateway {
     }
 }
 
-/// A node's stores, which wait for nothing: reserve, commit, write behind.
+/// A node's stores, which never wait: reserve, commit, write behind.
 impl Gateway {
-    /// Slots for the new chunks of one call. `credit` limits what the engine holds at a time.
+    /// Slots for the new chunks of one call. `credit` limits the bytes of slots that the engine holds at a time.
     pub fn reserve_behind<'a>(&'a self, space: &'a Space, credit: Option<&'a Credit>) -> ReserveCall<'a> {
         ReserveCall::new(&self.0, space, credit)
     }
 
-    /// The chunk is filled: it is a hit from now on. Returns at once. False if somebody else's came first.
+    /// Commits a filled chunk: it is a hit from now on. Returns at once. False if another store of it came first.
     pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
         store::commit(&self.0, chunk, parent, reserved)
     }
 
-    /// Waits until all that was committed before, in an earlier life as well, is on S3, but for what the configuration keeps
-    /// from it; at most until the deadline.
+    /// Waits until all chunks that were committed before, in an earlier life as well, are on S3, but for those that
+    /// the configuration keeps from it; at most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         self.0.flush(deadline).await
     }
 
-    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that, and how many the disks keep:
-    /// these are sent the next time.
+    /// Gives up chunks that are not on the lower tiers yet; returns how many chunks are lost by that, and how many
+    /// the disks keep: those are sent the next time.
     pub fn give_up(&self) -> (u64, u64) {
         self.0.give_up()
     }
 
-    /// Sends what the disks had at start, and those that are taken up again. A flush waits for it from now on, and it goes on
-    /// for as long as the answer is polled.
+    /// Sends the chunks that the disks had at start, and those of disks that are taken up again. A flush waits for
+    /// it from now on, and it goes on for as long as the returned future is polled.
     pub fn send_backlog(&self) -> impl Future<Output = ()> + Send + use<> {
         lower::send_backlog(&self.0)
     }
@@ -182,8 +182,8 @@ impl Gateway {
         slot::reserve(&self.0.arena, space)
     }
 
-    /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
-    /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
+    /// Puts a chunk on S3, unless it is there. Its slot is free again when nothing reads it any more: with the
+    /// answer, or, after a time-out or a dropped future, when the HTTP client has let go of it.
     pub async fn write_through(&self, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
         self.0.bucket.write_through(chunk, deadline).await
     }
@@ -191,7 +191,7 @@ impl Gateway {
 
 /// Calls for operators.
 impl Gateway {
-    /// Removes a chunk from every tier. Whoever reads it goes on.
+    /// Removes a chunk from every tier. Reads under way go on.
     pub async fn remove(
         &self,
         space: &Space,
@@ -208,29 +208,30 @@ impl Gateway {
         Ok(())
     }
 
-    /// A space is known: chunks on the disks may have waited for that.
+    /// Makes a space known: chunks on the disks may have waited for that.
     pub fn knows(&self, space: &Space) {
         lower::knows(&self.0, space);
     }
 
-    /// Lets go of what is too old, in memory and on the disks; that happens by itself only when somebody asks for it.
+    /// Drops chunks that are too old, in memory and on the disks; otherwise that happens only when a chunk is asked
+    /// for.
     pub async fn expire(&self) {
         self.0.expire().await;
     }
 
-    /// Tries disks that were taken out again, for as long as this is polled.
+    /// Tries disks that were taken out again, for as long as the future is polled.
     pub async fn retry_disks(&self) {
         if let Some(disk) = self.0.disk() {
             disk.retry().await;
         }
     }
 
-    /// Forgets what is known to exist; the next lookup asks S3 again.
+    /// Forgets which chunks are known to exist; the next lookup asks S3 again.
     pub fn forget_existence(&self) {
         self.0.bucket.cache.forget_all();
     }
 
-    /// Fails with what is wrong with endpoint, bucket or credentials.
+    /// Checks endpoint, bucket and credentials; the error says what is wrong with them.
     pub async fn check(&self, deadline: Instant) -> Result<(), ObjectError> {
         self.0.bucket.store.check_bucket(deadline).await
     }
@@ -254,7 +255,7 @@ impl Gateway {
         self.0.bucket.store.endpoints()
     }
 
-    /// How many chunks are known to exist or not.
+    /// The number of chunks that are known to exist or not.
     pub fn existence_entries(&self) -> usize {
         self.0.bucket.cache.entries().0
     }

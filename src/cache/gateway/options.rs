@@ -1,4 +1,4 @@
-//! A gateway's limits, read from the configuration in this one place, and how its bucket is opened.
+//! A gateway's limits, read from the configuration only here, and the opening of its bucket.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,29 +14,29 @@ use crate::s3::dns::DnsOptions;
 use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
 use crate::s3::object::{ObjectError, ObjectStore, S3, S3ClientError, S3Options};
 
-/// How a gateway works; all limits are here.
+/// The settings of a gateway, with all of its limits.
 #[derive(Debug, Clone)]
 pub struct GatewayOptions {
     pub keys: KeyPrefix,
     pub digest: DigestKind,
-    /// Bytes that one ranged GET asks for, about.
+    /// Bytes that one ranged GET asks for, approximately.
     pub part_bytes: usize,
-    /// The same in layer order, where it asks for whole layers.
+    /// Bytes that one GET asks for in layer order, where it asks for whole layers.
     pub layer_part_bytes: usize,
     /// Bytes that all GETs together may have in flight; at least one part.
     pub get_bytes_max: usize,
     pub put_bytes_max: usize,
     pub cache: CacheLimits,
     pub lookup_deadline: Duration,
-    /// HEADs in flight.
+    /// Limit of HEADs in flight.
     pub lookup_concurrency: usize,
-    /// Positions that strategy `prefix` asks for at a time.
+    /// Positions that strategy `prefix` asks for in one round.
     pub lookup_probes: usize,
-    /// A warning that comes again and again is counted, and told so often.
+    /// Interval at which a repeated warning is logged, with its count.
     pub log_repeat: Duration,
 }
 
-/// A gateway can't start.
+/// The reason why a gateway can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("no bucket: give --bucket NAME, or [s3] bucket in the configuration, or KVGATE__S3__BUCKET")]
@@ -75,7 +75,7 @@ fn bytes(size: ByteSize) -> usize {
     usize::try_from(size.bytes()).unwrap_or(usize::MAX)
 }
 
-/// The configured bucket. Credentials come from the AWS chain unless given.
+/// Opens the configured bucket. Credentials come from the AWS chain unless given.
 pub async fn open_store(
     config: &Config,
     credentials: Option<Credentials>,
@@ -126,7 +126,7 @@ pub async fn open_store(
     Ok(Arc::new(s3))
 }
 
-/// The arena of a library.
+/// The arena options of a library.
 pub(super) fn arena(config: &Config) -> ArenaOptions {
     ArenaOptions {
         size: bytes(config.arena.size),

@@ -3,7 +3,7 @@
 use crate::arena::{Arena, Slot, SlotMut};
 use crate::format::{ChunkHash, DigestKind, Header, Space};
 
-/// The arena has no room for a chunk now; the chunk is not stored, nothing else happens.
+/// The arena has no room for a chunk now; the chunk is not stored, with no other effect.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "no room for a chunk of {object_bytes} bytes in the arena ({used_bytes} of {arena_bytes} bytes taken)"
@@ -22,7 +22,7 @@ pub struct StoreSlot {
 }
 
 impl StoreSlot {
-    /// Has the object's payload filled by a copy, which is given the whole slot and gives it back.
+    /// Lets `copy` fill the object's payload; it is given the whole slot and gives it back.
     pub fn filled_by<E>(self, copy: impl FnOnce(SlotMut) -> Result<SlotMut, E>) -> Result<Self, E> {
         let Self { slot, space } = self;
         Ok(Self {
@@ -31,28 +31,28 @@ impl StoreSlot {
         })
     }
 
-    /// The payload, to be filled wholly: plane by plane, each `[head][token][row]`. Holds other bytes before.
+    /// The payload, to be filled wholly: plane by plane, each `[head][token][row]`. Holds older bytes until then.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         let header_len = self.space.layout().header_len();
         &mut self.slot[header_len..]
     }
 
-    /// The same, as it is now.
+    /// The payload, as it is now.
     pub fn payload(&self) -> &[u8] {
         &self.slot[self.space.layout().header_len()..]
     }
 
-    /// Of the whole object.
+    /// The length of the whole object.
     pub fn object_bytes(&self) -> usize {
         self.slot.len()
     }
 
-    /// Where the whole slot starts in the arena's file.
+    /// The offset of the whole slot in the arena's file.
     pub fn slot_offset(&self) -> usize {
         self.slot.slot_offset()
     }
 
-    /// Where the payload starts there.
+    /// The offset of the payload in the arena's file.
     pub fn payload_offset(&self) -> usize {
         self.slot.offset() + self.space.layout().header_len()
     }
@@ -65,7 +65,7 @@ impl StoreSlot {
         &self.space
     }
 
-    /// Room for the header, and the payload.
+    /// Splits the slot into room for the header, and the payload.
     pub fn split(self) -> (SlotMut, Slot) {
         let mut header = self.slot;
         let payload = header.split_off(self.space.layout().header_len());
@@ -73,11 +73,11 @@ impl StoreSlot {
     }
 }
 
-/// A filled slot, and which chunk it is.
+/// A filled slot, and the chunk in it.
 #[derive(Debug)]
 pub struct FilledSlot {
     pub hash: ChunkHash,
-    /// The chunk before, or the root.
+    /// The hash of the chunk before, or the root.
     pub parent: ChunkHash,
     pub slot: StoreSlot,
 }

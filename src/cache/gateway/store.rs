@@ -1,5 +1,5 @@
-//! Stores of engines that don't wait: a chunk is a hit on this node as soon as it is committed, and goes to the lower tiers
-//! behind their back.
+//! Stores of engines that don't wait: a chunk is a hit on this node as soon as it is committed, and goes to the
+//! lower tiers in the background.
 
 use std::sync::Arc;
 
@@ -21,19 +21,19 @@ pub struct Reserved {
     spent: Option<Spent>,
 }
 
-/// Why a chunk need not, or can't, be stored now.
+/// The reason why a chunk need not, or can't, be stored now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Skip {
-    /// It is there already.
+    /// The chunk is there already.
     Present,
-    /// Somebody else is about to bring it.
+    /// Another load or store is about to bring it.
     Pending,
     /// There is no room: in the arena, in the write-behind, in the tenant's share, or in the engine's.
     Full,
 }
 
 impl Skip {
-    /// Stable word.
+    /// A stable word for the reason.
     pub fn word(self) -> &'static str {
         match self {
             Self::Present => "present",
@@ -43,8 +43,8 @@ impl Skip {
     }
 }
 
-/// One call's chunks of a space, reserved one after another. Once there is no room for one of them, none of the rest is
-/// given any: each try may look at all that is in memory.
+/// One call's chunks of a space, reserved one after another. Once there is no room for one of them, the rest get
+/// none either: each try may look at everything in memory.
 pub struct ReserveCall<'a> {
     tiers: &'a Arc<Tiers>,
     space: &'a Space,
@@ -62,7 +62,7 @@ impl<'a> ReserveCall<'a> {
         }
     }
 
-    /// A slot for a new chunk that is committed later. Never waits.
+    /// Reserves a slot for a new chunk that is committed later. Never waits.
     pub fn reserve(&mut self, chunk: &ChunkHash, parent: &ChunkHash) -> Result<Reserved, Skip> {
         let (tiers, space) = (self.tiers, self.space);
         let key = (space.key(), *chunk);
@@ -128,7 +128,7 @@ impl<'a> ReserveCall<'a> {
     }
 }
 
-/// A chunk that is in memory, but was given up on its way down, is sent there once more.
+/// Sends a chunk down once more that is in memory but was given up on its way.
 fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &ChunkHash) {
     let key = (space.key(), *chunk);
     if !tiers.behind.was_dropped(&key) || tiers.behind.was_dropped(&(key.0, *parent)) {
@@ -151,7 +151,7 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
         share,
         spent,
     } = reserved;
-    // Nobody writes there any more.
+    // No engine writes there any more.
     drop(spent);
     let space = slot.space().clone();
     let key = (space.key(), chunk);
@@ -167,11 +167,11 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
         tiers.bucket.options.digest,
         space.clone(),
     );
-    // Digests take a millisecond and more.
+    // Off the runtime: digests take a millisecond and more.
     tokio::task::spawn_blocking(move || {
         let object = slot::seal(digest, &of, &chunk, &parent, header, &payload);
         in_memory.sealed(&key, object.clone());
-        // Nobody listens where the chunk goes no lower, or was dropped.
+        // The receiver is gone where the chunk goes no lower, or was dropped.
         let _ = tell.send(object);
     });
     if lower {

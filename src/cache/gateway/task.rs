@@ -4,7 +4,7 @@ use std::future::Future;
 
 use tokio::task::JoinHandle;
 
-/// A task that ends with its handle.
+/// The handle of a task that ends with it.
 pub struct Task<T>(JoinHandle<T>);
 
 impl<T: Send + 'static> Task<T> {
@@ -12,7 +12,7 @@ impl<T: Send + 'static> Task<T> {
         Self(tokio::spawn(future))
     }
 
-    /// None if it panicked or was ended.
+    /// Waits for the result; None if the task panicked or was ended.
     pub async fn join(&mut self) -> Option<T> {
         (&mut self.0).await.ok()
     }

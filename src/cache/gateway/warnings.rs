@@ -5,13 +5,13 @@ use std::time::Duration;
 use crate::cache::episode::Episode;
 
 pub struct BucketWarnings {
-    /// Chunks that S3 did not take.
+    /// Chunks that S3 did not accept.
     pub waits: Episode,
     /// PUTs whose bytes changed on the way.
     pub sent_again: Episode,
     /// Objects on S3 that are no chunks.
     pub damaged: Episode,
-    /// Bytes from S3 that were other ones the first time.
+    /// Bytes from S3 that differed the first time.
     pub read_again: Episode,
 }
 
@@ -30,7 +30,7 @@ impl BucketWarnings {
 pub struct DiskWarnings {
     /// Files that can't be read.
     pub unreadable: Episode,
-    /// Those that S3 never got.
+    /// Lost chunks: unreadable files that S3 never got.
     pub lost: Episode,
 }
 

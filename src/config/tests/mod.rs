@@ -1,4 +1,4 @@
-//! The whole way: sources in, configuration or list of problems out.
+//! Tests of the whole path: sources in, configuration or list of problems out.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -46,7 +46,7 @@ fn load_text(text: &str) -> Result<Loaded, ConfigError> {
     load(Some(file.path()), env(&[]), &[])
 }
 
-/// Exactly these problems: each line begins with the path and has the snippet in it.
+/// Expects exactly these problems: each line begins with the path and contains the snippet.
 fn assert_problems(result: Result<Loaded, ConfigError>, expected: &[(&str, &str)]) {
     let error = result.unwrap_err();
     let text = error.to_string();

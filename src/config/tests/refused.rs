@@ -1,4 +1,4 @@
-//! Settings that are refused: all at once, each with what to type.
+//! Refused configurations: all problems at once, each with the text to type.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Settings that are valid: from where they come, and how they are shown.
+//! Valid configurations: their values, their sources, and how they are shown.
 
 use super::*;
 use crate::protocol::Strategy;

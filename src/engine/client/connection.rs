@@ -20,8 +20,8 @@ impl<S: AsyncRead + AsyncWrite + Send> Stream for S {}
 
 type Io = Pin<Box<http1::Connection<TokioIo<Pin<Box<dyn Stream>>>, Full<Bytes>>>>;
 
-/// One connection; ends when it is dropped. It is worked on by whoever waits for an answer: a task of its own would be two
-/// more switches between threads in each call.
+/// One connection; ends when it is dropped. The caller that waits for an answer drives it: a task of its own would
+/// cost two more switches between threads in each call.
 pub(super) struct ApiConnection {
     sender: SendRequest<Full<Bytes>>,
     /// None when it is closed.
@@ -31,7 +31,7 @@ pub(super) struct ApiConnection {
 /// A connection that broke off before the answer was whole.
 pub(super) struct Unanswered {
     pub error: hyper::Error,
-    /// The node can't have got all of the request, and so has done nothing.
+    /// The node can't have received the whole request, and so has done nothing.
     pub unsent: bool,
 }
 
@@ -41,8 +41,9 @@ impl From<hyper::Error> for Unanswered {
     }
 }
 
-/// Only a write ends in a broken pipe, so the last bytes of the request were not sent. A connection is reset when the node has
-/// closed it with some of the request unread; had it answered nothing after having read all, it would just end.
+/// Only a write ends in a broken pipe, so the last bytes of the request were not sent. The node resets a connection
+/// when it closes it with some of the request unread; had it read all and answered nothing, the connection would
+/// just end.
 fn is_cut(error: &hyper::Error) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>());
     source.is_some_and(|source| {
@@ -64,7 +65,7 @@ impl ApiConnection {
                 Err(error) => Err(error),
             },
             DaemonAddress::Tcp(address) => TcpStream::connect(address).await.map(|stream| {
-                // Calls are small.
+                // Calls are small: no delay.
                 let _ = stream.set_nodelay(true);
                 Box::pin(stream) as _
             }),
@@ -98,7 +99,7 @@ impl ApiConnection {
         Ok((head.status, head.headers, body))
     }
 
-    /// An answer whose body comes bit by bit.
+    /// An answer whose body comes in parts.
     pub async fn stream(&mut self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Unanswered> {
         let Self { sender, io } = self;
         let answer = async {
@@ -116,7 +117,7 @@ impl ApiConnection {
         work(io, answer).await
     }
 
-    /// Waits for something that comes over this connection.
+    /// Waits for `what`, which comes over this connection.
     pub async fn while_it_works<T>(&mut self, what: impl Future<Output = T>) -> T {
         work(&mut self.io, what).await
     }
@@ -128,7 +129,7 @@ async fn work<T>(io: &mut Option<Io>, what: impl Future<Output = T>) -> T {
         tokio::select! {
             biased;
             done = &mut what => return done,
-            // The answer says what went wrong.
+            // The answer's own error says what went wrong.
             _ = working.as_mut() => {}
         }
     }

@@ -1,4 +1,5 @@
-//! An engine process through all lives of its daemon: it attaches when it has to, and again after a restart.
+//! An engine process's connection through all lives of its daemon: it attaches when needed, and again after a
+//! restart.
 
 use std::sync::Arc;
 
@@ -8,10 +9,11 @@ use super::{ApiSession, Client, ClientError, in_time};
 use crate::format::Space;
 use crate::protocol::{AttachRequest, SpaceInfo};
 
-/// An engine process through all lives of its daemon: attached when it has to be, and anew after the daemon was restarted.
+/// An engine process through all lives of its daemon: it attaches when needed, and anew after a restart.
 ///
-/// What belongs to a life goes by its [`ApiSession`]: slots, leases and the arena. Those of a session that is over are gone, and
-/// calls by it are refused with `no_session`; so nothing is ever read or written by the offsets of another arena.
+/// Slots, leases and the arena belong to one life, and go by its [`ApiSession`]. Those of an ended session are
+/// gone, and calls by it are refused with `no_session`; so nothing is ever read or written by the offsets of
+/// another arena.
 pub struct Engine {
     client: Client,
     request: AttachRequest,
@@ -25,7 +27,7 @@ struct State {
 }
 
 impl Client {
-    /// Attaches when its session is asked for.
+    /// An engine that attaches when its session is first asked for.
     pub fn engine(&self, request: AttachRequest) -> Engine {
         Engine {
             client: self.clone(),
@@ -36,7 +38,7 @@ impl Client {
 }
 
 impl Engine {
-    /// The session with the daemon as it runs now. Fails while there is none: until then everything is a miss.
+    /// The session with the daemon of now. Fails while there is none: until then every chunk is a miss.
     pub async fn session(&self) -> Result<Arc<ApiSession>, ClientError> {
         let mut state = self.state().await?;
         if let Some(session) = state.session.as_ref().filter(|session| !session.is_over()) {
@@ -51,7 +53,7 @@ impl Engine {
         Ok(session)
     }
 
-    /// Whether there is a session now; None: one is being made.
+    /// Whether there is a session now; None: an attach is under way.
     pub fn is_attached(&self) -> Option<bool> {
         let state = self.state.try_lock().ok()?;
         Some(state.session.as_ref().is_some_and(|session| !session.is_over()))
@@ -67,7 +69,7 @@ impl Engine {
         Ok(info)
     }
 
-    /// Those who come while one attaches in vain need not each find out by themselves.
+    /// Callers that come during a failing attach need not each try by themselves.
     async fn state(&self) -> Result<MutexGuard<'_, State>, ClientError> {
         in_time(self.client.0.patience, async { Ok(self.state.lock().await) }).await
     }

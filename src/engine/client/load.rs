@@ -69,9 +69,9 @@ impl StreamedLines {
 pub struct LoadLines {
     pub(super) lines: Option<StreamedLines>,
     pub(super) client: super::Client,
-    /// A node that is alive has ended the load by then.
+    /// By then a live node has ended the load.
     pub(super) until: Option<Instant>,
-    /// The session's.
+    /// The session's flag.
     pub(super) over: Arc<AtomicBool>,
 }
 
@@ -83,7 +83,7 @@ impl LoadLines {
         };
         let line = tokio::time::timeout_at(until, self.next_line()).await;
         line.unwrap_or_else(|_| {
-            // A lease that nobody took ends with the session.
+            // Slots that were lent to a lost answer end with the session.
             self.over.store(true, Ordering::Relaxed);
             Err(ClientError::Late(self.client.0.patience))
         })

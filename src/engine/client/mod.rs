@@ -1,9 +1,10 @@
 //! A client of `kvgate serve`: for the command line, for tests, and for the engines' connectors.
 //!
-//! Calls go over kept connections, a new one for each that is under way at the same time. A call on a kept connection that
-//! turns out to be closed is made on a new one. One that was sent whole is never repeated: it may have been carried out.
+//! Calls go over kept connections; calls at the same time have one each. A call on a kept connection that turns out
+//! to be closed is made again on a new one. A call that was sent whole is never repeated: the node may have carried
+//! it out.
 //!
-//! Nothing is waited for without an end: a node that is stopped, or hangs, must not stop its engines.
+//! Every wait has a time limit: a stopped or hanging node must not stop its engines.
 
 mod connection;
 mod engine;
@@ -36,7 +37,7 @@ use crate::protocol::{
     ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
 };
 
-/// Where a kvgate answers.
+/// The address of a kvgate daemon.
 #[derive(Debug, Clone)]
 pub enum DaemonAddress {
     Unix(PathBuf),
@@ -84,7 +85,7 @@ pub struct FoundChunks {
     pub mask: Mask,
     pub unknown: Mask,
     pub inferred: Mask,
-    /// Of those that are present, the ones in the node's memory and on its disks; all zero without `tiers=true`.
+    /// The present chunks in the node's memory and on its disks; all zero without `tiers=true`.
     pub memory: Mask,
     pub disk: Mask,
     /// Length of the leading run in `mask`.
@@ -94,7 +95,8 @@ pub struct FoundChunks {
 const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
-/// How long an answer may take beyond what the call gives the node: that answers most at once, and knows its own limits.
+/// How long an answer may take beyond the time that the call gives the node: the node answers most calls at once,
+/// and keeps its own limits.
 const PATIENCE: Duration = Duration::from_mins(1);
 
 impl Client {
@@ -118,13 +120,14 @@ impl Client {
         }))
     }
 
-    /// The same, which also trusts a socket of this user. Without it only root's and this process's own user's.
+    /// The same client, which also trusts a socket of this user. Otherwise it trusts only those of root and this
+    /// process's user.
     #[must_use]
     pub fn trusting(&self, owner: Option<u32>) -> Self {
         self.with(|inner| inner.owner = Owner { told: owner })
     }
 
-    /// The same, with another patience than a minute, and connections of its own.
+    /// The same client, with another patience than a minute, and connections of its own.
     #[must_use]
     pub fn with_patience(&self, patience: Duration) -> Self {
         self.with(|inner| inner.patience = patience)
@@ -143,7 +146,7 @@ impl Client {
         Self(Arc::new(inner))
     }
 
-    /// Makes a space known there.
+    /// Makes a space known to the daemon.
     pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
         let body = Bytes::copy_from_slice(space.canonical_json().as_bytes());
         let (_, answer) = self.call(Method::PUT, "/v1/spaces", JSON, body, JSON).await?;
@@ -155,7 +158,7 @@ impl Client {
         self.post_for(given, "/v1/lookup", request).await
     }
 
-    /// The same with hashes, as bytes both ways: the quickest. `query` is what follows `space`, such as
+    /// The same with hashes, as bytes both ways: the quickest lookup. `query` follows `space`, such as
     /// `strategy=exact&pin_ms=1000`.
     pub async fn lookup_hashes(
         &self,
@@ -224,20 +227,20 @@ impl Client {
         self.post(path, &request).await
     }
 
-    /// Waits until everything that was committed is stored. Refused with code `not_flushed` when the time is over, and with
+    /// Waits until all committed chunks are stored. Refused with code `not_flushed` when the time is over, and with
     /// `dropped` when chunks were dropped since the daemon's start.
     pub async fn flush(&self, deadline_ms: Option<u64>) -> Result<Flushed, ClientError> {
         self.flush_but(deadline_ms, 0).await
     }
 
-    /// The same for who knows that so many chunks were dropped: refused if it is another number by now.
+    /// The same for a caller that knows of `dropped` dropped chunks: refused if the number differs by now.
     pub async fn flush_but(&self, deadline_ms: Option<u64>, dropped: u64) -> Result<Flushed, ClientError> {
         let given = deadline_ms.map_or(FLUSH_MAX, Duration::from_millis);
         let request = FlushRequest { deadline_ms, dropped };
         self.post_for(given, "/v1/flush", &request).await
     }
 
-    /// As JSON: what there is grows with every version.
+    /// The node's status as JSON, since its fields grow with every version.
     pub async fn status(&self) -> Result<serde_json::Value, ClientError> {
         let (_, answer) = self
             .call(Method::GET, "/v1/status", JSON, Bytes::new(), JSON)
@@ -265,7 +268,7 @@ impl Client {
         self.post_for(Duration::ZERO, path, request).await
     }
 
-    /// A call that gives the node so much time.
+    /// A call that gives the node `given` to answer.
     async fn post_for<T: DeserializeOwned>(
         &self,
         given: Duration,

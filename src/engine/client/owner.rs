@@ -1,4 +1,4 @@
-//! Whose socket a client may trust: what answers there says where KV comes from.
+//! The users whose socket a client may trust: the daemon's answers say where KV comes from.
 
 use std::path::Path;
 
@@ -7,14 +7,14 @@ use tokio::net::UnixStream;
 
 use super::ClientError;
 
-/// Root and this process's own user; and one more, if so told.
+/// Root, this process's own user, and one more if configured.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Owner {
     pub told: Option<u32>,
 }
 
 impl Owner {
-    /// Asks the kernel who listens, not the file system, where the name may be another one's by now.
+    /// Asks the kernel which user listens; the file's owner may be another one by now.
     pub(super) fn check(self, stream: &UnixStream, path: &Path) -> Result<(), ClientError> {
         let of = |source| ClientError::Connect {
             at: path.display().to_string(),

@@ -18,7 +18,7 @@ use crate::protocol::{
     ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
 };
 
-/// This process as the node knows it, and the arena that both share. Over when it is dropped.
+/// This process's session with the node, and the arena that both share. Over when it is dropped.
 pub struct ApiSession {
     client: Client,
     pub name: String,
@@ -47,7 +47,7 @@ impl Client {
         let over: Arc<AtomicBool> = Arc::default();
         let ends = Arc::clone(&over);
         let stream = tokio::spawn(async move {
-            // Revocations and the like: the calls say it too.
+            // Events such as revocations: the calls report them too.
             while let Ok(Some(event)) = lines.next::<serde_json::Value>().await {
                 tracing::debug!(%event, "told by the node");
             }
@@ -71,12 +71,12 @@ impl Client {
 }
 
 impl ApiSession {
-    /// The node is gone, or has ended the session: attach again, as [`Engine`](super::Engine) does.
+    /// True when the node is gone or has ended the session: attach again, as [`Engine`](super::Engine) does.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Loads chunks into slots. The request's session is filled in. Without a deadline it takes what the node gives it.
+    /// Loads chunks into slots. The request's session is filled in. Without a deadline the node's own holds.
     pub async fn load(&self, request: LoadRequest) -> Result<LoadLines, ClientError> {
         let request = LoadRequest {
             session: self.name.clone(),
@@ -94,7 +94,7 @@ impl ApiSession {
         })
     }
 
-    /// Gives back slots of a load; None: all of them.
+    /// Gives back slots of a load; None: all its slots.
     pub async fn release(&self, load_id: &str, slots: Option<Vec<SlotName>>) -> Result<usize, ClientError> {
         let request = ReleaseRequest {
             session: self.name.clone(),
@@ -134,8 +134,8 @@ impl ApiSession {
         self.noted(self.client.post(path, &request).await)
     }
 
-    /// A call may be told that the session is over before the end of its stream was seen. One that was not answered may
-    /// have got slots that nobody knows of: they end with the session.
+    /// Notes an ended session: a call may learn of the end before the stream does. A call without an answer may
+    /// have got slots that this process does not know: they end with the session.
     fn noted<T>(&self, answer: Result<T, ClientError>) -> Result<T, ClientError> {
         let is_over = match &answer {
             Err(ClientError::Refused(problem)) => problem.code == "no_session",

@@ -1,5 +1,5 @@
-//! An engine's KV memory, checked once against a space. What comes out is a list of parts: addresses, strides and runs of
-//! bytes for each plane.
+//! An engine's KV memory, checked once against a space. The result is a list of parts: addresses, strides and runs
+//! of bytes for each plane.
 
 use std::ops::Range;
 
@@ -8,18 +8,18 @@ use super::overlap::{self, Extent};
 use super::tensor::{Axes, Tensor};
 use crate::format::Space;
 
-/// An engine's KV memory, as far as it has the planes of a space: checked once, when the engine attaches.
+/// An engine's KV memory, as far as it has a space's planes: checked once, when the engine attaches.
 #[derive(Debug, Clone)]
 pub struct PagedCache {
     space: Space,
-    /// In order of plane, then of the row.
+    /// By plane, then by offset in the row.
     parts: Vec<PlanePart>,
     blocks: u32,
     block_tokens: u32,
 }
 
-/// Where a plane's rows are, or their K or V where those are apart. A run is at `address + block * block_stride +
-/// token * token_stride + head * head_stride`, `head` counted from the first of `heads`.
+/// The place of a plane's rows, or of its K or V where those are apart. A run is at `address + block * block_stride
+/// + token * token_stride + head * head_stride`, `head` counted from the first of `heads`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanePart {
     /// Index in the space.
@@ -36,7 +36,7 @@ pub struct PlanePart {
 }
 
 impl PagedCache {
-    /// Tells all that doesn't fit.
+    /// Checks the tensors; an error lists all that doesn't fit.
     pub fn new(space: &Space, tensors: &[Tensor]) -> Result<Self, LayoutError> {
         let mut problems = Vec::new();
         let mut parts = Vec::new();
@@ -89,7 +89,7 @@ impl PagedCache {
         }
     }
 
-    /// The same memory, but only what a rank owns of it: of planes `planes`, heads `heads`; both half-open.
+    /// The same memory, but only a rank's own share: of planes `planes`, heads `heads`; both half-open.
     #[must_use]
     pub fn only(&self, shares: impl IntoIterator<Item = (Range<usize>, Range<u32>)>) -> Self {
         let narrow = |(planes, heads): (Range<usize>, Range<u32>)| {
@@ -116,7 +116,7 @@ impl PagedCache {
         self.block_tokens
     }
 
-    /// Bytes of a token here, in all planes.
+    /// Bytes of a token in this cache, over all planes.
     pub fn token_bytes(&self) -> u64 {
         let of = |part: &PlanePart| u64::from(part.run_bytes) * u64::from(part.heads.1 - part.heads.0);
         self.parts.iter().map(of).sum()
@@ -144,7 +144,7 @@ impl PagedCache {
         Ok(before(planes.start)..before(planes.end))
     }
 
-    /// Each plane that is there has whole rows, once, for the same heads.
+    /// Checks that each plane has whole rows, once, for the same heads.
     fn check_rows(&self, problems: &mut Vec<String>) {
         if self.parts.is_empty() {
             problems.push("there are none".into());
@@ -201,7 +201,7 @@ impl PlanePart {
     }
 }
 
-/// Its part of the space. Its heads.
+/// Checks that a tensor fits the space; returns its heads.
 fn check_tensor(space: &Space, tensor: &Tensor, axes: &Axes) -> Result<(u32, u32), String> {
     if tensor.planes.len() as u64 != axes.layer.count {
         return Err(format!(

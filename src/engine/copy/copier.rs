@@ -17,22 +17,22 @@ pub enum Copier {
     Cuda(Box<CudaCopier>),
 }
 
-/// A copy to make.
+/// The planes and tokens of one copy.
 #[derive(Debug, Clone)]
 pub struct CopyJob {
-    /// Of the space; those that the cache does not have are left out.
+    /// Indices in the space; planes that the cache lacks are left out.
     pub planes: Range<usize>,
     pub spans: Spans,
-    /// Where in the object the memory begins that is given: 0 for a whole one.
+    /// Where in the object the given memory begins: 0 for a whole object.
     pub at: usize,
 }
 
-/// A CUDA stream of the engine (`CUstream`, as torch's `cuda_stream` tells it). The CPU needs none.
+/// A CUDA stream of the engine (`CUstream`, torch's `cuda_stream`). The CPU needs none.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineStream(pub u64);
 
 impl Copier {
-    /// From the object into the pages, after what the engine's stream was given until `after`.
+    /// Copies from the object into the pages, after the work that the engine's stream was given until `after`.
     pub fn load<S: Source>(
         &self,
         from: S,
@@ -45,7 +45,8 @@ impl Copier {
         }
     }
 
-    /// From the pages into the object, after what the engine's stream was given until `after`: the forward pass.
+    /// Copies from the pages into the object, after the work (the forward pass) that the engine's stream was given
+    /// until `after`.
     pub fn store<T: Target>(
         &self,
         to: T,
@@ -58,8 +59,8 @@ impl Copier {
         }
     }
 
-    /// What `engine` was given so far. Marked when the engine orders a copy: what it is given later does not hold that up.
-    /// None: a CPU.
+    /// The work that `engine` was given so far. Marked when the engine orders a copy: later work on the stream does
+    /// not delay that copy. None: a CPU.
     pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
         match self {
             Self::Cpu(_) => Ok(None),
@@ -67,7 +68,7 @@ impl Copier {
         }
     }
 
-    /// Registers an arena with the device; None: a CPU needs none of that. For a large arena it takes seconds.
+    /// Registers an arena with the device; None: a CPU needs no registration. For a large arena it takes seconds.
     pub fn register(&self, arena: &Arc<AttachedArena>) -> Option<Arc<Pinned>> {
         match self {
             Self::Cpu(_) => None,
@@ -75,7 +76,7 @@ impl Copier {
         }
     }
 
-    /// Objects will be in this memory from now on.
+    /// Expects objects in this memory from now on.
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CopyError> {
         match self {
             Self::Cpu(_) => Ok(()),
@@ -91,11 +92,11 @@ impl Copier {
     }
 }
 
-/// A copy that may still be under way. It keeps the memory that it was given; dropped, it waits.
+/// A copy that may still be under way. It keeps its memory; a drop waits for the copy.
 pub struct Pending<T> {
     /// None only after `wait`.
     held: Option<T>,
-    /// None: it is done.
+    /// None: the copy is done.
     done: Option<GpuEvent>,
 }
 
@@ -107,7 +108,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Never waits.
+    /// Whether the copy is done; never waits.
     pub fn is_done(&self) -> Result<bool, CopyError> {
         match &self.done {
             Some(event) => Ok(event.is_done()?),
@@ -115,7 +116,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Lets what the engine's stream is given from now on wait for it; this thread doesn't.
+    /// Makes later work on the engine's stream wait for the copy; this thread doesn't wait.
     pub fn hold_up(&self, engine: EngineStream) -> Result<(), CopyError> {
         match &self.done {
             Some(event) => Ok(event.hold_up(engine)?),
@@ -123,7 +124,8 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Gives the memory back. After an error nobody knows what the device still does with it, so it is kept for good.
+    /// Waits, and gives the memory back. After an error the device may still use the memory, so it is kept for
+    /// good.
     pub fn wait(mut self) -> Result<T, CopyError> {
         self.finish()?;
         Ok(self.held.take().expect("taken here only"))
@@ -150,7 +152,7 @@ impl<T> Drop for Pending<T> {
 }
 
 impl CopyJob {
-    /// Which parts of the cache it copies, from or to `bytes` of the object.
+    /// Checks a copy from or to `bytes` of the object; returns its parts of the cache.
     pub(super) fn check_load(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
         if self.spans.geometry() != cache.geometry() {
             return Err(CopyError::OtherCache);
@@ -173,7 +175,7 @@ impl CopyJob {
         Ok(parts)
     }
 
-    /// And a store must leave nothing out.
+    /// As for a load; a store must also leave nothing out.
     pub(super) fn check_store(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
         let chunk_tokens = cache.space().chunk_tokens();
         if self.spans.tokens() != chunk_tokens {

@@ -1,4 +1,4 @@
-//! Copies by the CPU: regions of rows, shared out over threads where they are large.
+//! Copies by the CPU: regions of rows, split over threads where they are large.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -16,12 +16,12 @@ pub struct CpuCopier {
     options: CpuOptions,
 }
 
-/// When more than one thread copies.
+/// Limits for copies by more than one thread.
 #[derive(Debug, Clone, Copy)]
 pub struct CpuOptions {
-    /// At most.
+    /// The most threads.
     pub threads: usize,
-    /// A thread for each so many bytes.
+    /// Bytes for which one more thread is used.
     pub bytes_per_thread: usize,
 }
 
@@ -34,7 +34,7 @@ impl From<&crate::config::Copies> for CpuOptions {
     }
 }
 
-/// Which way.
+/// The direction of a copy.
 #[derive(Clone, Copy)]
 enum Way {
     Load(*const u8),
@@ -49,13 +49,13 @@ unsafe impl Sync for Way {}
 
 impl CpuCopier {
     /// # Safety
-    /// The cache's addresses are of memory of this process that stays mapped for as long as the copier lives. Nobody
-    /// else may touch the tokens of a copy that is under way.
+    /// The cache's addresses are of memory of this process that stays mapped for as long as the copier lives. No
+    /// other code may touch the tokens of a copy under way.
     pub unsafe fn new(cache: PagedCache, options: CpuOptions) -> Self {
         Self { cache, options }
     }
 
-    /// From the object into the pages. It is done when this returns.
+    /// Copies from the object into the pages; done when this returns.
     pub fn load<S: Source>(&self, from: S, job: &CopyJob) -> Result<Pending<S>, CopyError> {
         let bytes = from.bytes();
         let parts = job.check_load(&self.cache, bytes.len())?;
@@ -63,7 +63,7 @@ impl CpuCopier {
         Ok(Pending::new(from, None))
     }
 
-    /// From the pages into the object. It is done when this returns.
+    /// Copies from the pages into the object; done when this returns.
     pub fn store<T: Target>(&self, mut to: T, job: &CopyJob) -> Result<Pending<T>, CopyError> {
         let bytes = to.bytes();
         let parts = job.check_store(&self.cache, bytes.len())?;
@@ -101,7 +101,7 @@ impl CpuCopier {
                 };
                 let part = &self.cache.parts()[parts.start + part];
                 let region = Region::new(&self.cache, part, &spans[span]);
-                // SAFETY: whoever made the copier vouches for the pages, the job was checked against the object's
+                // SAFETY: the maker of the copier vouches for the pages, the job was checked against the object's
                 // length and the cache, and pairs have disjoint bytes on both sides.
                 unsafe { copy_region(way, &region, job.at) };
             }
@@ -116,18 +116,18 @@ impl CpuCopier {
     }
 }
 
-/// Whether a token's layers are side by side, as in SGLang's page_first: then all of them are copied while its pages are
-/// at hand.
+/// Whether a token's layers are side by side, as in SGLang's page_first: then all of them are copied while the
+/// token's pages are in the CPU's cache.
 fn is_token_major(parts: &[PlanePart]) -> bool {
     let Some((first, others)) = parts.split_first() else {
         return false;
     };
-    // Of the next layer.
+    // A part of the next layer.
     let next = others.iter().find(|part| part.row_offset == first.row_offset);
     next.is_some_and(|next| first.address.abs_diff(next.address) < first.token_stride)
 }
 
-/// Tokens of which all layers are copied together.
+/// Tokens whose layers are all copied together.
 const TOKENS: u32 = 32;
 
 fn cut(span: &Span) -> impl Iterator<Item = Span> + use<> {

@@ -1,8 +1,8 @@
-//! Why a copy can't be made: a layout, a mapping, or the device.
+//! Reasons why a copy can't be made: a layout, a mapping, or the device.
 
 use super::cuda::CudaError;
 
-/// The tensors can't hold the space's planes as they were described; all that is wrong with them.
+/// The tensors can't hold the space's planes as described; lists all that is wrong.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the engine's KV tensors can't be used: {}", .0.join("; "))]
 pub struct LayoutError(pub Vec<String>);
@@ -26,7 +26,7 @@ pub enum MappingError {
     Twice { block: u32, offset: u32 },
 }
 
-/// A copy was not made.
+/// Why a copy was not made.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
     #[error("planes {first} to {end} are not in a space of {planes}")]
@@ -46,7 +46,7 @@ pub enum CopyError {
     Tokens { tokens: u32, chunk_tokens: u32 },
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Nobody knows what the device still does with the memory: it must not be handed back while this process lives.
+    /// The device may still use the memory: it must not be handed back while this process lives.
     #[error("{0}; its slot is kept until the engine is gone")]
     Kept(CudaError),
 }

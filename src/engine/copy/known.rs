@@ -3,13 +3,13 @@
 use super::tensor::Tensor;
 use crate::format::{Plane, Space};
 
-/// How an engine orders the bytes of its KV memory, and what it shows of that as tensors.
+/// An engine's order of bytes in its KV memory, and the tensors that it shows of that memory.
 #[derive(Debug, Clone, Copy)]
 pub struct KnownLayout {
     pub name: &'static str,
-    /// The axes of [`Tensor`], by their strides, largest first. `K` is only where K and V are apart.
+    /// The axes of [`Tensor`], by their strides, largest first. `K` is there only where K and V are apart.
     pub order: &'static str,
-    /// Axes that the engine makes tensors of their own of.
+    /// Axes that the engine splits into tensors of their own.
     pub split: &'static str,
 }
 
@@ -27,7 +27,7 @@ const fn layout(name: &'static str, order: &'static str, split: &'static str) ->
     KnownLayout { name, order, split }
 }
 
-/// In `[B, N, D]` and the like there is no axis of heads: they are for planes with one.
+/// Layouts without an axis of heads, such as `[B, N, D]`, are for planes with one head.
 pub const KNOWN: [KnownLayout; 18] = [
     layout("vllm LBHNC", "LBHNC", "L"),
     layout("vllm LBNHC", "LBNHC", "L"),
@@ -50,15 +50,15 @@ pub const KNOWN: [KnownLayout; 18] = [
 ];
 
 impl KnownLayout {
-    /// Whether a rank with so many heads of it can have a plane like this.
+    /// Whether a rank with the heads of `pages` can have a plane like this.
     pub fn fits(&self, plane: &Plane, pages: &Pages) -> bool {
         let parts = if self.order.contains('K') { 2 } else { 1 };
         (self.order.contains('H') || heads(plane, pages) == 1)
             && plane.row_bytes.is_multiple_of(parts * pages.element_bytes)
     }
 
-    /// Bytes of the whole cache, and its tensors, with addresses that count from its start. Planes that are alike
-    /// are one allocation.
+    /// Bytes of the whole cache, and its tensors, with addresses that count from its start. Planes of the same kind
+    /// share one allocation.
     pub fn tensors(&self, space: &Space, pages: &Pages) -> (u64, Vec<Tensor>) {
         let planes = space.planes();
         let alike = |one: &usize, other: &usize| {
@@ -69,7 +69,7 @@ impl KnownLayout {
         let mut end = 0;
         let mut tensors = Vec::new();
         for group in order.chunk_by(alike) {
-            // As every allocator aligns.
+            // Aligned as by every allocator.
             end = u64::next_multiple_of(end, 512);
             let whole = self.allocation(planes, group, pages, end);
             end += whole.bytes;
@@ -122,7 +122,7 @@ fn heads(plane: &Plane, pages: &Pages) -> u32 {
     }
 }
 
-/// One tensor for each index of an axis that it has.
+/// One tensor for each index of an axis, if the tensor has it.
 fn split_axis(whole: &Tensor, axis: char) -> Vec<Tensor> {
     let Some(at) = whole.axes.find(axis) else {
         return vec![whole.clone()];

@@ -1,17 +1,18 @@
-//! Where an engine has put a chunk's tokens: a block table or token slots, checked and turned into spans.
+//! The places of a chunk's tokens in an engine's memory: a block table or token slots, checked and turned into
+//! spans.
 
 use std::ops::Range;
 
 use super::cache::PagedCache;
 use super::error::MappingError;
 
-/// Where an engine has put a chunk's tokens.
+/// The places of a chunk's tokens in an engine's memory.
 #[derive(Debug, Clone, Copy)]
 pub enum SlotMapping<'a> {
     /// The sequence's block table, and where in it the chunk's first token is: chunks need not begin where blocks do.
     Blocks { table: &'a [u32], first_token: u64 },
-    /// For each of the tokens that are copied `block * block_tokens + token in the block`; negative: nowhere, which
-    /// only a load may have.
+    /// For each copied token `block * block_tokens + token in the block`; negative: nowhere, which only a load may
+    /// have.
     Slots(&'a [i64]),
 }
 
@@ -19,15 +20,15 @@ pub enum SlotMapping<'a> {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// First one, in the chunk.
+    /// First token, in the chunk.
     pub token: u32,
     pub tokens: u32,
     pub block: u32,
-    /// First one, in the block.
+    /// First token, in the block.
     pub offset: u32,
 }
 
-/// Where a chunk's tokens are in a cache: inside of it, and no two at one place.
+/// The places of a chunk's tokens in a cache: inside it, and no two at one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spans {
     spans: Vec<Span>,
@@ -35,7 +36,7 @@ pub struct Spans {
     of: Geometry,
 }
 
-/// The memory that spans are checked against.
+/// The limits that spans are checked against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Geometry {
     pub chunk_tokens: u32,
@@ -48,7 +49,7 @@ impl Spans {
         &self.spans
     }
 
-    /// Of the chunk, that are somewhere.
+    /// Number of the chunk's tokens that have a place.
     pub fn tokens(&self) -> u32 {
         self.tokens
     }
@@ -74,7 +75,7 @@ impl Spans {
 }
 
 impl PagedCache {
-    /// Where `tokens` of a chunk are, half-open.
+    /// The spans of `tokens` of a chunk, half-open.
     pub fn spans(&self, mapping: SlotMapping, tokens: Range<u32>) -> Result<Spans, MappingError> {
         let of = self.geometry();
         if tokens.start > tokens.end || tokens.end > of.chunk_tokens {
@@ -120,7 +121,7 @@ impl PagedCache {
                 block_tokens,
                 token: at,
             })?;
-            // Less than `block_tokens`.
+            // The offset is less than `block_tokens`.
             let offset = (at % u64::from(block_tokens)) as u32;
             let span = Span {
                 token,

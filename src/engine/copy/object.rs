@@ -5,7 +5,7 @@ use crate::arena::{AttachedSlot, Slot, SlotMut};
 /// Memory with (a part of) a chunk's object, which a load reads.
 ///
 /// # Safety
-/// For as long as the value lives, moved or not, the bytes are mapped, stay where they are and are written by nobody.
+/// For as long as the value lives, moved or not, the bytes are mapped, stay in place and are not written.
 pub unsafe trait Source: Send + 'static {
     fn bytes(&self) -> *const [u8];
 }
@@ -13,8 +13,8 @@ pub unsafe trait Source: Send + 'static {
 /// Memory that a store writes a chunk's object to.
 ///
 /// # Safety
-/// For as long as the value lives, moved or not, the bytes are mapped, stay where they are and are neither read nor
-/// written by anybody else.
+/// For as long as the value lives, moved or not, the bytes are mapped, stay in place and are neither read nor
+/// written by anything else.
 pub unsafe trait Target: Send + 'static {
     fn bytes(&mut self) -> *mut [u8];
 }
@@ -33,15 +33,15 @@ unsafe impl Target for SlotMut {
     }
 }
 
-// SAFETY: it keeps the mapping; the slot protocol says that a slot which was leased for a load is not written.
+// SAFETY: it keeps the mapping; by the slot protocol a slot that is leased for a load is not written.
 unsafe impl Source for AttachedSlot {
     fn bytes(&self) -> *const [u8] {
         self.as_ptr()
     }
 }
 
-// SAFETY: it keeps the mapping; the slot protocol says that the bytes of a reserved slot which a rank owns are
-// touched by nobody else until it commits.
+// SAFETY: it keeps the mapping; by the slot protocol no other process touches a rank's own bytes of a reserved slot
+// until the rank commits.
 unsafe impl Target for AttachedSlot {
     fn bytes(&mut self) -> *mut [u8] {
         self.as_ptr()

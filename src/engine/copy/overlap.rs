@@ -3,7 +3,7 @@
 use super::cache::PlanePart;
 use super::tensor::Axis;
 
-/// The overlap of parts of one cache.
+/// Sizes that the parts of one cache share.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Extent {
     pub blocks: u64,
@@ -28,7 +28,7 @@ pub(super) fn find(parts: &[PlanePart], of: Extent) -> Option<(usize, usize)> {
     None
 }
 
-/// From the first byte to the last.
+/// Number of bytes from the first to the last.
 fn bytes(part: &PlanePart, of: Extent) -> u64 {
     let reach = |axis: &Axis| (axis.count - 1) * axis.stride;
     u64::from(part.run_bytes) + axes(part, of).iter().map(reach).sum::<u64>()
@@ -46,15 +46,15 @@ fn axes(part: &PlanePart, of: Extent) -> [Axis; 3] {
     axes
 }
 
-/// Of parts that have different strides, only those can be told apart that lie apart.
+/// Parts with different strides count as apart only if their byte ranges are.
 fn collide(one: &PlanePart, other: &PlanePart, of: Extent) -> bool {
     let (mine, others) = (axes(one, of), axes(other, of));
     let distance = i128::from(other.address) - i128::from(one.address);
     mine != others || meet(distance, &mine, one.run_bytes.into(), other.run_bytes.into())
 }
 
-/// Whether a run of the one and a run of the other, which begins `distance` bytes later, can be at the same bytes:
-/// whether some difference of indices, times strides, brings them together.
+/// Whether a run of one part and a run of the other, which begins `distance` bytes later, can share bytes: whether
+/// some difference of indices, times strides, brings them together.
 fn meet(distance: i128, axes: &[Axis], run: i128, other_run: i128) -> bool {
     let Some((axis, inner)) = axes.split_first() else {
         return -other_run < distance && distance < run;
@@ -62,7 +62,7 @@ fn meet(distance: i128, axes: &[Axis], run: i128, other_run: i128) -> bool {
     if axis.count == 1 {
         return meet(distance, inner, run, other_run);
     }
-    // The inner part reaches over less than a stride, so no other difference can.
+    // The inner axes reach over less than a stride, so no other difference can.
     let (stride, most) = (i128::from(axis.stride), i128::from(axis.count - 1));
     let steps = distance.div_euclid(stride);
     [steps, steps + 1]

@@ -1,4 +1,4 @@
-//! Pages in host memory of our own, in a known layout. For engines that have none: demo, checks and tests.
+//! Pages in host memory of our own, in a known layout. For callers without an engine: demo, checks and tests.
 
 use memmap2::{MmapOptions, MmapRaw};
 
@@ -10,14 +10,14 @@ use super::known::{KnownLayout, Pages};
 use super::object::{Source, Target};
 use crate::format::Space;
 
-/// Pages in host memory of our own, in a known layout: an engine's for those who have none.
+/// Pages in host memory of our own, in a known layout, for callers without an engine.
 pub struct HostPages {
     copier: CpuCopier,
-    /// At a page, as engines have it. The copier has its address, so it is never borrowed while a copy is made.
+    /// Page-aligned, as engines have it. The copier has its address, so it is never borrowed during a copy.
     memory: MmapRaw,
 }
 
-/// There are no such pages.
+/// Why such pages can't be made.
 #[derive(Debug, thiserror::Error)]
 pub enum HostPagesError {
     #[error(transparent)]
@@ -27,7 +27,7 @@ pub enum HostPagesError {
 }
 
 impl HostPages {
-    /// All bytes are `poison`.
+    /// Pages whose bytes are all `poison`.
     pub fn new(
         space: &Space,
         layout: &KnownLayout,
@@ -44,17 +44,17 @@ impl HostPages {
             tensor.address += memory.as_ptr() as u64;
         }
         let cache = PagedCache::new(space, &tensors)?;
-        // SAFETY: the copier goes with its memory, and copies only while `self` is borrowed mutably.
+        // SAFETY: the copier is dropped with its memory, and copies only while `self` is borrowed mutably.
         let copier = unsafe { CpuCopier::new(cache, options) };
         Ok(Self { copier, memory })
     }
 
-    /// From the object into the pages.
+    /// Copies from the object into the pages.
     pub fn load<S: Source>(&mut self, from: S, job: &CopyJob) -> Result<S, CopyError> {
         self.copier.load(from, job)?.wait()
     }
 
-    /// From the pages into the object.
+    /// Copies from the pages into the object.
     pub fn store<T: Target>(&mut self, to: T, job: &CopyJob) -> Result<T, CopyError> {
         self.copier.store(to, job)?.wait()
     }
@@ -65,7 +65,7 @@ impl HostPages {
 
     /// All pages, as they lie in memory.
     pub fn image(&self) -> &[u8] {
-        // SAFETY: it is mapped, and copies are made only while `self` is borrowed mutably.
+        // SAFETY: the memory is mapped, and copies are made only while `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.memory.len()) }
     }
 

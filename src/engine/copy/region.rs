@@ -6,16 +6,16 @@ use super::mapping::Span;
 /// The rows of one part in one span: runs in two loops, as few and as long as the two layouts allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Region {
-    /// Of the first run, in the object.
+    /// Offset of the first run in the object.
     pub object: usize,
-    /// Of the first run.
+    /// Address of the first run.
     pub address: u64,
     pub run: usize,
     pub inner: Dim,
     pub outer: Dim,
 }
 
-/// A loop: how often, and how far each side goes on.
+/// A loop: its count, and its step on each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Dim {
     pub count: usize,
@@ -32,7 +32,8 @@ impl Dim {
 }
 
 impl Region {
-    /// The span is of this cache. All of it is in the memory that the cache was checked to have, so nothing overflows.
+    /// The region of a span of this cache. It lies in the memory that the cache was checked to have, so nothing
+    /// overflows.
     pub fn new(cache: &PagedCache, part: &PlanePart, span: &Span) -> Self {
         let plane = &cache.space().planes()[part.plane];
         let row = plane.row_bytes as usize;
@@ -49,7 +50,7 @@ impl Region {
             pages: part.head_stride as usize,
         };
         let in_plane = first_head as usize * of_head + span.token as usize * row + part.row_offset as usize;
-        // In the pages one run after the other.
+        // The inner loop is the one with the smaller stride in the pages.
         let (inner, outer) = match part.head_stride < part.token_stride {
             true => (head, token),
             false => (token, head),

@@ -16,23 +16,23 @@ use super::cache::PlanePart;
 /// | `K`        | 0: K, 1: V                                                              |
 /// | `C` or `D` | the element: of a row (K then V, or the latent), or of K or V alone     |
 ///
-/// vLLM's views are `BHNC`, whatever the strides say about the order of bytes; what it had before is `KBNHD` or
-/// `BKNHD`; SGLang's pools are `SHD`, K and V each a tensor; MLA is `BNC`. The order of the letters is that of `shape`.
+/// vLLM's views are `BHNC`, whatever order of bytes the strides give; earlier versions have `KBNHD` or `BKNHD`;
+/// SGLang's pools are `SHD`, K and V each a tensor; MLA is `BNC`. The order of the letters is that of `shape`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tensor {
-    /// Of the first element, in the engine's process: host memory, or memory of its GPU.
+    /// Address of the first element, in the engine's process: host memory, or memory of its GPU.
     pub address: u64,
-    /// From there on, what belongs to it.
+    /// Bytes of the tensor's memory from there on.
     pub bytes: u64,
     pub axes: String,
     pub shape: Vec<u64>,
     /// Bytes from one index to the next.
     pub strides: Vec<u64>,
     pub element_bytes: u32,
-    /// Indices of the space's planes that it has: one, or as many as axis `L` has.
+    /// Indices of its planes in the space: one, or as many as axis `L` has.
     pub planes: Vec<usize>,
-    /// Half-open, in the plane's numbering; None: all.
+    /// KV heads, half-open, in the plane's numbering; None: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<(u32, u32)>,
     /// Bytes of the row that come before this tensor's, where K and V are apart.
@@ -42,7 +42,7 @@ pub struct Tensor {
 
 const AXES: &str = "LBNSHKCD";
 
-/// Count and stride in bytes.
+/// An axis: count and stride in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Axis {
     pub count: u64,
@@ -50,11 +50,11 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// Where there is no such axis.
+    /// Stands for a missing axis.
     pub const NONE: Self = Self { count: 1, stride: 0 };
 }
 
-/// A tensor's axes, found and checked for themselves.
+/// A tensor's axes, found and checked by themselves.
 pub(super) struct Axes {
     pub layer: Axis,
     pub block: Axis,
@@ -146,7 +146,7 @@ impl Tensor {
             (0..kv.count).map(move |of| PlanePart {
                 plane,
                 address: base + index * layer.stride + of * kv.stride,
-                // The check of what a plane's parts cover finds out if that was too much.
+                // The check of a plane's coverage finds out if that was too much.
                 row_offset: row_offset.saturating_add(u32::try_from(of * run_bytes).unwrap_or(u32::MAX)),
                 run_bytes: u32::try_from(run_bytes).unwrap_or(u32::MAX),
                 heads,
@@ -159,7 +159,8 @@ impl Tensor {
 }
 
 impl Axes {
-    /// In the storage, and no two indices at the same bytes: each axis steps over all that is inside it.
+    /// Checks that the tensor is in the storage, and no two indices at the same bytes: each axis steps over all
+    /// that is inside it.
     fn check_extent(&self, bytes: u64) -> Result<(), String> {
         let mut axes = [self.layer, self.block, self.token, self.head, self.kv];
         axes.sort_unstable_by_key(|axis| axis.stride);

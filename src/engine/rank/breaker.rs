@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// After some time-outs in a row nothing is asked for a while: an engine must not wait for a gateway that hangs.
+/// Opens for a while after some time-outs in a row: an engine must not wait for a gateway that hangs.
 pub struct LookupBreaker {
     timeouts: u32,
     pause: Duration,

@@ -1,4 +1,5 @@
-//! A rank's load: chunks come into slots, and are copied into the pages as they come. Each chunk ends with its outcome.
+//! A rank's load: chunks arrive in slots, and are copied into the pages as they arrive. Each chunk ends with its
+//! outcome.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -15,45 +16,45 @@ use crate::format::ChunkHash;
 use crate::protocol::Order;
 use crate::protocol::{LoadLine, LoadRequest, SlotName};
 
-/// Copies that are on their way while the next chunk is waited for.
+/// Copies under way while the load waits for the next chunk.
 const COPIES: usize = 4;
-/// Chunks that are given back together while there are more to copy: few calls, and the node's window is not used up long.
+/// Chunks that are released together while more are copied: few calls, and the node's window is freed soon.
 const RELEASES: usize = 4;
 
-/// Chunks of a prompt, in its order, to bring into their pages.
+/// Chunks of a prompt, in its order, to load into their pages.
 pub struct LoadJob<'a> {
     /// The same on all ranks of an engine, and never used twice.
     pub id: &'a str,
     pub wanted: &'a [WantedChunk],
     pub order: Order,
     pub deadline_ms: Option<u64>,
-    /// What the engine's stream was given until here comes before the pages are written.
+    /// The pages are written after the work that the engine's stream was given until here.
     pub after: Option<StreamMark>,
 }
 
-/// A chunk to load, and where its tokens go.
+/// A chunk to load, and the places of its tokens.
 #[derive(Debug, Clone)]
 pub struct WantedChunk {
     pub hash: ChunkHash,
     pub spans: Spans,
 }
 
-/// A chunk that is not in its pages.
+/// A chunk that was not loaded into its pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failed {
-    /// In what was wanted.
+    /// Index in `wanted`.
     pub index: usize,
     pub reason: String,
 }
 
-/// Which planes of a load are in the pages, for an engine that computes layer by layer.
+/// The planes of a load that are in the pages, for an engine that computes layer by layer.
 pub struct LoadProgress {
-    /// For each plane, chunks of which it is not.
+    /// For each plane, the number of chunks that still miss it.
     left: Mutex<Vec<usize>>,
     changed: Condvar,
 }
 
-/// A copy of planes of a chunk that were loaded.
+/// A copy under way: loaded planes of a chunk.
 struct Copying {
     index: usize,
     name: SlotName,
@@ -64,13 +65,13 @@ struct Copying {
 /// The state of a chunk of a load.
 #[derive(Clone, Default)]
 struct Chunk {
-    /// Planes that are in the pages.
+    /// Number of planes in the pages.
     planes: usize,
-    /// The first reason why it is not there.
+    /// The first reason for its failure.
     failed: Option<String>,
 }
 
-/// Chunks of which not all planes were copied, each with the first reason that is known; else it is `early`.
+/// Chunks of which not all planes were copied, each with the first known reason, or else `early`.
 fn failed(missing: Vec<Option<String>>, chunks: Vec<Chunk>, planes: usize, early: &str) -> Vec<Failed> {
     let why = |(missing, chunk): (Option<String>, Chunk)| {
         let whole = chunk.planes == planes;
@@ -85,13 +86,13 @@ fn failed(missing: Vec<Option<String>>, chunks: Vec<Chunk>, planes: usize, early
 }
 
 impl Worker {
-    /// Answers which chunks are not there. After the first that misses none is loaded.
+    /// Returns the chunks that were not loaded. After the first miss none is loaded.
     pub async fn load(
         &self,
         load: LoadJob<'_>,
         progress: &Arc<LoadProgress>,
     ) -> Result<Vec<Failed>, WorkerError> {
-        // However it ends, nobody waits for more.
+        // However the load ends, no thread waits for more of it.
         let _ends = Ends(Arc::clone(progress));
         let request = LoadRequest {
             session: String::new(),
@@ -123,7 +124,7 @@ impl Worker {
             let line = if let Some(line) = lines.next().now_or_never() {
                 line
             } else {
-                // The node may wait for what was copied.
+                // The node may wait for the slots of finished copies.
                 let _ = copying.send(Step::Pause).await;
                 tokio::select! {
                     line = lines.next() => line,
@@ -146,7 +147,7 @@ impl Worker {
                     match self.begin(&session, offset, planes.clone(), &load, i).await {
                         Ok(pending) => {
                             let name = SlotName { slot, generation };
-                            // It ends only when this end is dropped.
+                            // The channel closes only when this end is dropped.
                             let copy = Copying {
                                 index: i,
                                 name,
@@ -178,7 +179,7 @@ impl Worker {
             left,
         } = copied.await?;
         let all_released = released.await?;
-        // A load that broke off ends with its stream. A session that is over has nothing left.
+        // A load that broke off ends with its stream. A session that is over has no slots left.
         drop(lines);
         let rest = broke.is_some() || left || !all_released;
         if rest && !kept {
@@ -191,7 +192,7 @@ impl Worker {
         Ok(failed(missing, chunks, planes, &early))
     }
 
-    /// Gives the copy of a chunk's planes to the device; a CPU has made it when this returns.
+    /// Gives the copy of a chunk's planes to the device; on a CPU the copy is done when this returns.
     async fn begin(
         &self,
         session: &Arc<ApiSession>,
@@ -218,24 +219,24 @@ impl Worker {
     }
 }
 
-/// A message to the copies of a load.
+/// Messages to the task that waits for a load's copies.
 enum Step {
     Copy(Copying),
     /// A copy that could not be begun.
     Failed {
         kept: bool,
     },
-    /// Nothing more is here for now.
+    /// No further chunk is here for now.
     Pause,
 }
 
-/// Waits for copies in the order in which they were begun, and has their slots given back: some at a time, all when the
+/// Waits for copies in the order of their beginning, and has their slots released: some at a time, all when the
 /// load waits for the node.
 struct Copies {
     session: Arc<ApiSession>,
     progress: Arc<LoadProgress>,
     chunks: Vec<Chunk>,
-    /// Of each chunk.
+    /// Planes of each chunk.
     planes: usize,
     releases: mpsc::UnboundedSender<Vec<SlotName>>,
     kept: bool,
@@ -244,11 +245,11 @@ struct Copies {
 /// The outcome of a load's copies.
 struct Copied {
     chunks: Vec<Chunk>,
-    /// Of a chunk.
+    /// Planes of a chunk.
     all_planes: usize,
-    /// The device may still read some slots: they are not given back while this process lives.
+    /// The device may still read some slots: they are not released while this process lives.
     kept: bool,
-    /// Some slots are still to be given back.
+    /// Some slots are still to be released.
     left: bool,
 }
 
@@ -271,7 +272,7 @@ impl Copies {
             let (index, name) = (copying.index, copying.name);
             self.copied(copying).await;
             let chunk = &self.chunks[index];
-            // One that failed goes with the load.
+            // The slot of a failed copy is released with the load.
             if chunk.planes == self.planes {
                 done.push(name);
             }
@@ -319,13 +320,13 @@ impl Copies {
 
     fn release(&self, done: &mut Vec<SlotName>) {
         if !done.is_empty() {
-            // It ends only when this end is dropped.
+            // The channel closes only when this end is dropped.
             let _ = self.releases.send(std::mem::take(done));
         }
     }
 }
 
-/// Gives slots back while copies go on: in one call whatever came since the last one. Whether all calls were answered.
+/// Releases slots while copies go on: each call has all slots since the last one. True if all calls were answered.
 async fn release(
     session: Arc<ApiSession>,
     load_id: String,
@@ -344,7 +345,7 @@ async fn release(
     all
 }
 
-/// Whether what was copied was the slot that was meant, all the time.
+/// Whether the slot still had the meant generation when the copy ended.
 fn is_still(arena: &AttachedArena, name: SlotName) -> Result<(), String> {
     match arena.generation(name.slot) {
         Ok(generation) if generation == name.generation => Ok(()),
@@ -361,7 +362,7 @@ impl LoadProgress {
         }
     }
 
-    /// Blocks until this plane of all chunks is in the pages, or the load has ended without.
+    /// Blocks until this plane of all chunks is in the pages, or the load has ended without it.
     pub fn wait(&self, plane: usize) {
         let mut left = self.lock();
         while left.get(plane).is_some_and(|&left| left > 0) {

@@ -1,12 +1,11 @@
-//! The common part of all engines' connectors: [`Worker`] is one rank's, and moves chunks between the node and
+//! The common part of all engines' connectors: a [`Worker`] is one rank's, and moves chunks between the node and
 //! the engine's pages.
 //!
-//! It lives in the engine's process: a [`client`](crate::engine::client) that attaches again when the daemon was restarted, the
-//! arena as that maps it, and a [`Copier`](crate::engine::copy::Copier) between the two. Whatever goes wrong is a chunk that is not
-//! there: the engine computes it.
+//! A worker lives in the engine's process: a [`client`](crate::engine::client) that attaches again after a daemon's
+//! restart, the arena that the client maps, and a [`Copier`](crate::engine::copy::Copier) between the two. Every
+//! failure is a missing chunk: the engine computes it.
 //!
-//! Not for: deciding what to load and what to store. That is the engine's scheduler's business, in the connectors in
-//! Python.
+//! Not for: deciding which chunks to load and store. The engine's scheduler decides, in the connectors in Python.
 
 mod breaker;
 mod load;

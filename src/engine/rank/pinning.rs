@@ -7,8 +7,8 @@ use crate::engine::client::ApiSession;
 use crate::engine::copy::Copier;
 use crate::engine::copy::cuda::Pinned;
 
-/// The arena, registered with the GPU: anew for each life of the daemon, in the background. Nothing is copied meanwhile,
-/// since a copy must not begin in what is registered and end in what is not.
+/// The arena's registration with the GPU: anew for each life of the daemon, in the background. Nothing is copied
+/// meanwhile, since a copy must not begin in registered memory and end in unregistered memory.
 #[derive(Default)]
 pub(super) struct Pinning(Mutex<Option<Life>>);
 
@@ -17,11 +17,11 @@ struct Life {
     registered: Arc<OnceLock<Registered>>,
 }
 
-/// None: a CPU, which needs none of that.
+/// None: a CPU, which needs no registration.
 pub type Registered = Option<Arc<Pinned>>;
 
 impl Pinning {
-    /// What to pin copies to by this session. Begins to register it; until that is done it is an error.
+    /// The registration for copies of this session. Begins it if needed; until it is done it is an error.
     pub fn of(&self, session: &Arc<ApiSession>, copier: &Arc<Copier>) -> Result<Registered, WorkerError> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(life) = life.as_ref().filter(|life| Arc::ptr_eq(&life.session, session)) {

@@ -1,4 +1,4 @@
-//! A rank's store: reserve, copy out of the pages, commit. The pages are needed until the copy is made.
+//! A rank's store: reserve, copy out of the pages, commit. The pages are needed until the copies are made.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -14,16 +14,16 @@ use crate::format::ChunkHash;
 use crate::protocol::Share;
 use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
 
-/// Chunks of a prompt, in its order, to hand over out of their pages.
+/// Computed chunks of a prompt, in its order, to store from their pages.
 pub struct StoreJob<'a> {
     pub chunks: &'a [ComputedChunk],
-    /// What the engine's stream was given until here computes them.
+    /// The chunks are computed by the work that the engine's stream was given until here.
     pub after: Option<StreamMark>,
-    /// A node that has not made room by then gets nothing: the engine wants its pages back.
+    /// Without room in the node by then nothing is stored: the engine wants its pages back.
     pub deadline: Duration,
 }
 
-/// A chunk that was computed, and where it is.
+/// A computed chunk, and its place in the pages.
 #[derive(Debug, Clone)]
 pub struct ComputedChunk {
     pub hash: ChunkHash,
@@ -35,11 +35,11 @@ pub struct ComputedChunk {
 /// The outcome of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stored {
-    /// Which are in the node's hands: handed over by this rank, there already, or another rank's or engine's to hand over.
+    /// Chunks that the node has or will get: stored by this rank, there already, or left to another rank or engine.
     pub there: Vec<usize>,
-    /// Handed over by this rank.
+    /// Number of chunks that this rank stored.
     pub stored: usize,
-    /// For which the node had no room, or not all ranks yet.
+    /// Number of chunks for which the node had no room, or not all ranks yet.
     pub refused: usize,
 }
 
@@ -52,7 +52,7 @@ pub struct Hold {
 
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 enum Pages {
-    /// Nothing is read yet.
+    /// No page is read yet.
     #[default]
     Wanted,
     Copying,
@@ -61,7 +61,7 @@ enum Pages {
 
 impl Worker {
     pub async fn store(&self, store: StoreJob<'_>, hold: &Hold) -> Result<Stored, WorkerError> {
-        // However it ends, nothing is read any more.
+        // However the store ends, no page is read any more.
         let _frees = Frees(hold);
         if self.breaker.is_open() {
             return Err(WorkerError::Paused);
@@ -74,7 +74,7 @@ impl Worker {
             reserved
         } else {
             hold.give_up();
-            // Slots that it gets are given back.
+            // Slots that it still gets are given back.
             reserving.await
         };
         let (session, pinned, reserved) = reserved?;
@@ -137,7 +137,7 @@ impl Worker {
         Ok((session, pinned, reserved))
     }
 
-    /// Copies what is owned of each chunk into its slot.
+    /// Copies the rank's own share of each chunk into its slot.
     async fn gather(
         &self,
         session: &Arc<ApiSession>,
@@ -189,7 +189,7 @@ impl Worker {
             gathered
         });
         copied.await.unwrap_or_else(|error| Gathered {
-            // Some of it may still be under way.
+            // Some copies may still be under way.
             kept: named.iter().map(|&(_, name, _)| name).collect(),
             ..Gathered::none(error.into())
         })
@@ -199,9 +199,9 @@ impl Worker {
 /// The outcome of a store's copies.
 #[derive(Default)]
 struct Gathered {
-    /// How many of the first ones are in their slots.
+    /// Number of leading chunks that are in their slots.
     good: usize,
-    /// Where the device may still write: neither committed nor given up. The process's end ends it.
+    /// Slots that the device may still write: neither committed nor aborted. They end with the process.
     kept: Vec<SlotName>,
     error: Option<WorkerError>,
 }
@@ -220,7 +220,7 @@ impl Hold {
         *self.lock() == Pages::Free
     }
 
-    /// The engine takes its pages back: what is not being copied yet never will be; for what is, it blocks.
+    /// Gives the engine its pages back: copies that have not begun never will; blocks for those under way.
     pub fn end(&self) {
         self.give_up();
         let mut pages = self.lock();
@@ -236,7 +236,7 @@ impl Hold {
         }
     }
 
-    /// Whether there is something to copy.
+    /// Begins to copy. False if the engine has its pages back.
     fn begin(&self) -> bool {
         let mut pages = self.lock();
         let is_wanted = *pages == Pages::Wanted;

@@ -20,18 +20,18 @@ pub struct Worker {
     engine: Engine,
     declared: OnceCell<SpaceInfo>,
     pub(super) space: Space,
-    /// Of everything that this rank has.
+    /// Copies the whole share of this rank.
     pub(super) load: Arc<Copier>,
-    /// Of what it owns; made when the node has said what that is.
+    /// Copies the share that this rank owns; made when the node has said which.
     store: OnceLock<(Vec<Share>, Arc<Copier>)>,
     narrow: Narrow,
     pinning: Pinning,
     pub(super) closed: watch::Sender<bool>,
-    /// Of stores: a load comes after a lookup that was answered.
+    /// For stores only: a load comes after an answered lookup.
     pub(super) breaker: LookupBreaker,
 }
 
-/// Makes a copier of what a rank owns.
+/// Makes a copier of the share that a rank owns.
 type Narrow = Box<dyn Fn(&[Share]) -> Result<Copier, CopyError> + Send + Sync>;
 
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,8 @@ pub enum WorkerError {
 }
 
 impl Worker {
-    /// Attaches when it has to. `load` has all that the rank has of `space`; `narrow` makes a copier of what it owns.
+    /// A worker that attaches when needed. `load` has all that the rank has of `space`; `narrow` makes a copier of
+    /// its own share.
     pub fn new(
         client: &Client,
         attach: AttachRequest,
@@ -77,22 +78,23 @@ impl Worker {
         }
     }
 
-    /// What the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
+    /// The work that the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
     pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
         self.load.mark(engine)
     }
 
-    /// Whether there is a session with the node now; None: one is being made.
+    /// Whether there is a session with the node now; None: an attach is under way.
     pub fn is_attached(&self) -> Option<bool> {
         self.engine.is_attached()
     }
 
-    /// No load goes on: what is not loaded yet never is.
+    /// Ends all loads: chunks that are not loaded yet never are.
     pub fn close(&self) {
         self.closed.send_replace(true);
     }
 
-    /// The session with the node, and what copies by it are pinned to. Attaches, and makes the space known, when it has to.
+    /// The session with the node, and the registration for its copies. Attaches, and makes the space known, when
+    /// needed.
     pub async fn session(&self) -> Result<(Arc<ApiSession>, Registered), WorkerError> {
         let session = self.attached().await?;
         let pinned = self.pinning.of(&session, &self.load)?;
@@ -105,7 +107,7 @@ impl Worker {
         Ok(self.engine.session().await?)
     }
 
-    /// The session, for a load: what is loaded is in memory that the device knows.
+    /// The session for a load, with its arena pinned in the copier.
     pub(super) async fn session_to_load(
         &self,
         request: &LoadRequest,
@@ -118,7 +120,7 @@ impl Worker {
         let Err(error) = pinned else {
             return Ok(session);
         };
-        // The other ranks need not wait for this one.
+        // Declines, so that the other ranks need not wait for this one.
         let declines = LoadRequest {
             declines: true,
             ..request.clone()
@@ -129,7 +131,8 @@ impl Worker {
         Err(error)
     }
 
-    /// The node says the same each time, for as long as the ranks are the same.
+    /// A copier of this rank's own share, kept: the node names the same share for as long as the ranks are the
+    /// same.
     pub(super) fn store_copier(&self, own: &[Share]) -> Result<Arc<Copier>, CopyError> {
         if let Some((known, copier)) = self.store.get()
             && known == own
@@ -146,7 +149,7 @@ impl Worker {
     }
 }
 
-/// Copies are from and to this memory from now on; that may have to wait for those under way.
+/// Makes copies use this memory from now on; that may have to wait for those under way.
 pub(super) async fn pin(copier: Arc<Copier>, pinned: Registered) -> Result<(), WorkerError> {
     let Some(pinned) = pinned else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Calls of operators: prefetch, pin, flush, reload, status.
+//! Operators' calls: prefetch, pin, flush, reload, status.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ async fn chunks(api: &Api, request: Request<Incoming>) -> Result<(Space, ChunksR
     Ok((spaces::named(api, &request.space)?, request))
 }
 
-/// `POST /v1/prefetch`: goes on in the background.
+/// `POST /v1/prefetch`: the prefetch goes on in the background after the answer.
 pub async fn prefetch(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let (space, request) = chunks(api, request).await?;
     let count = request.hashes.len();
@@ -33,7 +33,7 @@ pub async fn prefetch(api: &Arc<Api>, request: Request<Incoming>) -> Result<Repl
     Ok(answer)
 }
 
-/// `POST /v1/pin`: those that are in memory stay there.
+/// `POST /v1/pin`: keeps the chunks that are in memory there.
 pub async fn pin(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let (space, request) = chunks(api, request).await?;
     let most = api.node.options().pin_max;
@@ -72,7 +72,7 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
             detail,
         ));
     }
-    // They may have what an earlier life committed and S3 never got.
+    // An unread disk may hold chunks that an earlier life committed and S3 never got.
     if unread_disks > 0 {
         let detail = format!(
             "{unread_disks} disks could not be used at the start, so what they have and S3 has not is not known: \
@@ -84,7 +84,7 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
             detail,
         ));
     }
-    // Nobody must take this for an acknowledgement of what is lost.
+    // The answer must not pass for an acknowledgement of lost chunks.
     if dropped != request.dropped {
         let detail = format!(
             "{dropped} chunks were dropped since the daemon's start, and are not stored; all others are. \
@@ -95,7 +95,7 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
     Ok(json(&flushed))
 }
 
-/// `POST /v1/reload`: what can be changed without a restart.
+/// `POST /v1/reload`: reloads the settings that can change without a restart.
 pub fn reload(api: &Api) -> Result<Reply, ApiProblem> {
     let bad = |detail: String| ApiProblem::new(StatusCode::INTERNAL_SERVER_ERROR, "not_reloaded", detail);
     let reloaded = api.reload().map_err(bad)?;

@@ -13,7 +13,7 @@ use super::{Api, Caller, body};
 use crate::node::{Attach, Has, Session, SessionEvent};
 use crate::protocol::{ArenaInfo, AttachRequest, Attached};
 
-/// Also a line: so a connection that is dead is found out.
+/// Sends a line as well, so that a dead connection is found out.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 const INSTANCE_BYTES_MAX: usize = 256;
 
@@ -37,7 +37,7 @@ pub async fn attach(
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let (lines, mut answer) = lines(api.options.timeout);
-    // Its process's end is seen elsewhere; that it reads nothing says nothing.
+    // The end of the caller's process is seen elsewhere, so an unread stream proves nothing.
     let is_seen = session.is_seen();
     if is_seen {
         answer.extensions_mut().insert(Patient);
@@ -119,7 +119,7 @@ async fn tell(
             Err(_) => line.extend_from_slice(b"{\"event\":\"heartbeat\"}\n"),
         }
         match is_seen {
-            // A process that reads nothing misses what it is told: the calls say it too.
+            // A process that doesn't read its stream misses events; its calls report them too.
             true => lines.offer(line),
             false => match lines.send(line).await {
                 Ok(()) => {}

@@ -1,4 +1,4 @@
-//! Bodies: read within limits, and written.
+//! Request and answer bodies: reading within limits, and writing.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -52,7 +52,7 @@ pub async fn read(request: Request<Incoming>, most: usize, time: Duration) -> Re
                 None if rest.is_empty() => first = Some(bytes),
                 _ => {
                     if let Some(first) = first.take() {
-                        // As long as it is said to be, and never longer than it may be.
+                        // Reserves the announced length, and never more than the limit.
                         rest.reserve(known.min(most));
                         rest.extend_from_slice(&first);
                     }
@@ -73,7 +73,7 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiProblem> {
     let body = body.trim_ascii();
     let bad = |detail: &str| ApiProblem::bad(format!("the body is not what this call takes: {detail}"));
     match body.first() {
-        // An array would do for a struct as well, by the order of its fields.
+        // Only an object: serde would also read a struct from an array, by the order of its fields.
         Some(b'{') => serde_json::from_slice(body).map_err(|error| bad(&error.to_string())),
         None => serde_json::from_slice(b"{}").map_err(|error| bad(&error.to_string())),
         Some(_) => Err(bad("it must be a JSON object")),
@@ -99,17 +99,17 @@ pub fn problem(problem: &ApiProblem) -> Reply {
     bytes(problem.status, "application/problem+json", Bytes::from(text))
 }
 
-/// A stream of JSON lines, written as its reader takes them.
+/// A stream of JSON lines, written as fast as its reader takes them.
 pub struct JsonLines {
     sender: mpsc::Sender<Bytes>,
     time: Duration,
 }
 
-/// The reader is gone, or takes nothing for too long.
+/// The reader is gone, or has taken nothing for too long.
 #[derive(Debug)]
 pub struct CallerGone;
 
-/// Parts of a stream that wait for its reader.
+/// Parts of a stream that may wait for its reader.
 const PARTS: usize = 8;
 
 pub fn lines(time: Duration) -> (JsonLines, Reply) {
@@ -134,9 +134,9 @@ impl JsonLines {
         }
     }
 
-    /// Sends them if there is room now.
+    /// Sends the lines if there is room now.
     pub fn offer(&self, lines: Vec<u8>) {
-        // No room, or nobody.
+        // Fails when there is no room or no reader.
         let _ = self.sender.try_send(Bytes::from(lines));
     }
 
@@ -147,7 +147,7 @@ impl JsonLines {
 }
 
 pub fn push_line(lines: &mut Vec<u8>, value: &impl Serialize) {
-    // Writing to memory; the types have no map keys that JSON can't have.
+    // Writing to memory can't fail, and the types have no map keys that JSON can't have.
     let _ = serde_json::to_writer(&mut *lines, value);
     lines.push(b'\n');
 }

@@ -1,10 +1,11 @@
-//! Which caller may make which call.
+//! Access checks: which caller may make which call.
 //!
-//! The unix socket's file rights say who can open it, and the kernel says which process calls: it may make every call, and a
-//! session's calls come from the process that attached. TCP has no such proof. There a call that reads or changes the cache
-//! needs the token, also on loopback, where every user of the machine and every page in its browsers can connect; and
-//! sessions don't exist. A page can have a browser send requests under a name that it makes resolve to this machine (DNS
-//! rebinding), so `Host` must be a name of ours; and bodies must have a content type that a page can't send unasked.
+//! The unix socket's file rights decide which users can open it, and the kernel names the calling process: it may
+//! make every call, and a session's calls come from the process that attached. TCP has no such proof. There a call
+//! that reads or changes the cache needs the token, also on loopback, where every user of the machine and every
+//! page in its browsers can connect; and sessions don't exist. A page can have a browser send requests under a name
+//! that it makes resolve to this machine (DNS rebinding), so `Host` must be a name of ours; and bodies must have a
+//! content type that a page can't send unasked.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use super::problem::ApiProblem;
 use super::{Api, Caller};
 use crate::node::Session;
 
-/// Refuses what the caller may not do.
+/// Refuses a call that the caller may not make.
 pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let Caller::Tcp { local } = caller else {
         return Ok(());
@@ -39,7 +40,7 @@ pub fn allowed(api: &Api, caller: &Caller, request: &Request<Incoming>) -> Resul
     has_a_known_type(request)
 }
 
-/// The session of that name, if it is the caller's: a name that was overheard is worth nothing to another process.
+/// The session of that name, if it is the caller's: an overheard name is worth nothing to another process.
 pub fn session(api: &Api, caller: &Caller, name: &str) -> Result<Arc<Session>, ApiProblem> {
     let session = api.node.session(name)?;
     match caller {
@@ -71,7 +72,7 @@ fn needs_session(request: &Request<Incoming>) -> bool {
 
 fn token_of(request: &Request<Incoming>) -> Option<&str> {
     let value = request.headers().get(AUTHORIZATION)?;
-    // One that can't be read is a wrong one.
+    // An unreadable token counts as a wrong one.
     let text = value.to_str().unwrap_or_default();
     Some(text.strip_prefix("Bearer ").unwrap_or_default().trim())
 }
@@ -82,7 +83,7 @@ fn check_token(api: &Api, given: Option<&str>) -> Result<(), ApiProblem> {
         (None, _) => unauthorized(
             "by TCP this call needs a token, also on loopback: set [api] token_file, or call over the unix socket ([api] socket)",
         ),
-        // Compared by digests, so the time taken says nothing of the token.
+        // Compares digests, so the time taken says nothing of the token.
         (Some(token), Some(given)) if blake3::hash(given.as_bytes()) == blake3::hash(token.as_bytes()) => {
             Ok(())
         }
@@ -92,8 +93,8 @@ fn check_token(api: &Api, given: Option<&str>) -> Result<(), ApiProblem> {
     }
 }
 
-/// Whether `Host` names this daemon: the address that was called, `localhost`, or a name of `[api] hosts`. HTTP/1.0 may go
-/// without it, as the health checks of load balancers do; no browser speaks that.
+/// Whether `Host` names this daemon: the address that was called, `localhost`, or a name of `[api] hosts`. HTTP/1.0
+/// may omit `Host`, as the health checks of load balancers do; no browser speaks HTTP/1.0.
 fn is_for_us(api: &Api, local: SocketAddr, request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let mut hosts = request.headers().get_all(HOST).iter();
     let host = match (hosts.next(), hosts.next()) {
@@ -131,7 +132,8 @@ fn is_known(authority: &Authority, local: IpAddr, hosts: &[String]) -> bool {
         || hosts.iter().any(|name| name.eq_ignore_ascii_case(host))
 }
 
-/// A page may have a browser send text and forms to any server, and nothing else without asking it first.
+/// Checks the content type: a page may have a browser send text and forms to any server, but nothing else without
+/// asking that server first.
 fn has_a_known_type(request: &Request<Incoming>) -> Result<(), ApiProblem> {
     let has_body = !request.body().is_end_stream();
     let known = [JSON, OCTETS];

@@ -37,7 +37,7 @@ pub async fn serve(
     }
     let chunk = loaded(api, &space, hash).await?;
     let object = chunk.object().ok_or_else(|| {
-        // It was committed a moment ago.
+        // The chunk was committed a moment ago, and has no object yet.
         ApiProblem::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "not_sealed",
@@ -74,7 +74,7 @@ pub async fn serve(
     Ok(answer)
 }
 
-/// Bytes of an object, and what they hold of the [credit](Api::chunks) until they are sent.
+/// Bytes of an object, and their share of the [credit](Api::chunks) until they are sent.
 struct Part {
     bytes: Slot,
     _chunk: LoadedChunk,
@@ -95,7 +95,7 @@ impl AsRef<[u8]> for Part {
     }
 }
 
-/// Verified.
+/// Loads and verifies a chunk.
 async fn loaded(api: &Api, space: &Space, hash: ChunkHash) -> Result<LoadedChunk, ApiProblem> {
     let request = LoadSpec {
         space: space.clone(),
@@ -140,7 +140,7 @@ fn header(object: &Slot) -> Result<Reply, ApiProblem> {
     })))
 }
 
-/// A lookup's answer: nothing is loaded for it, and nothing verified.
+/// Answers from a lookup: loads nothing, and verifies nothing.
 async fn head(api: &Api, space: &Space, hash: ChunkHash, header_alone: bool) -> Result<Reply, ApiProblem> {
     let deadline = Instant::now() + api.options.lookup_deadline;
     let gateway = api.node.gateway();
@@ -171,7 +171,7 @@ async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Reply, Api
     Ok(body::bytes(StatusCode::NO_CONTENT, OCTETS, Bytes::new()))
 }
 
-/// One range, as RFC 9110 has it.
+/// Parses one range, as in RFC 9110.
 fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, ApiProblem> {
     let refused = || {
         ApiProblem::new(

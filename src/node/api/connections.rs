@@ -1,5 +1,5 @@
-//! The open connections. Their number is limited; when one more comes, the one that has done nothing for longest is
-//! closed for it.
+//! The API's open connections, limited in number. At the limit, a new connection closes the one that has been idle
+//! longest.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,13 +17,13 @@ pub struct Connections {
 
 #[derive(Default)]
 struct State {
-    /// Those without a request under way, by when they last had one.
+    /// Counts up; orders the connections without a request by when they last had one.
     clock: u64,
     all: BTreeMap<u64, Arc<ServedConnection>>,
     idle: BTreeMap<u64, u64>,
 }
 
-/// One of them, until it is dropped.
+/// An open connection, until it is dropped.
 pub struct Connected {
     connections: Arc<Connections>,
     id: u64,
@@ -32,7 +32,7 @@ pub struct Connected {
 
 pub struct ServedConnection {
     close: Notify,
-    /// Its place among the idle ones; 0 while it has a request.
+    /// Its place among the idle connections; 0 while it has a request.
     idle_since: AtomicU64,
 }
 
@@ -52,7 +52,7 @@ impl Connections {
         })
     }
 
-    /// One more. None if all others are busy.
+    /// Adds a connection. None if all others are busy.
     pub fn open(self: &Arc<Self>) -> Option<Connected> {
         let id = self.total.fetch_add(1, Ordering::Relaxed) + 1;
         let mut state = self.lock();
@@ -107,7 +107,7 @@ impl Connected {
         }
     }
 
-    /// Waits until it must make room.
+    /// Waits until the connection must make room.
     pub async fn must_close(&self) {
         self.connection.close.notified().await;
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-/// A stream whose writes fail when nobody takes them for so long: what a client is sent would be kept for ever otherwise.
+/// A stream whose writes fail when the client takes nothing for `time`; an answer would be kept for ever otherwise.
 /// hyper has a time limit for heads only.
 pub struct Impatient<S> {
     stream: S,
@@ -19,13 +19,13 @@ pub struct Impatient<S> {
     patient: Arc<AtomicBool>,
 }
 
-/// An answer that may be left unread for as long as its client lives. An attach is: a process that is stopped reads nothing,
-/// and must not lose its session by that.
+/// Marks an answer that may stay unread for as long as its client lives. An attach is one: a stopped process reads
+/// nothing, and must not lose its session by that.
 #[derive(Debug, Clone, Copy)]
 pub struct Patient;
 
 impl<S> Impatient<S> {
-    /// Patient from when `patient` is set.
+    /// Its writes have no time limit once `patient` is set.
     pub fn new(stream: S, time: Duration, patient: Arc<AtomicBool>) -> Self {
         Self {
             stream,

@@ -17,7 +17,7 @@ use crate::node::{EngineLoad, Lent, LoadCall};
 use crate::protocol::{LoadLine, LoadRequest, ReleaseAnswer, ReleaseRequest};
 
 const LOAD_ID_BYTES_MAX: usize = 256;
-/// Bytes of lines that go together when they are ready at once.
+/// Bytes of ready lines that are sent together.
 const TOGETHER: usize = 16 << 10;
 
 /// `POST /v1/load`: a line for each chunk, or group of layers, as soon as it may be read.
@@ -30,7 +30,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
     check_load_id(&request.load_id)?;
     let mut seen = HashSet::with_capacity(request.hashes.len());
     if let Some(twice) = request.hashes.iter().find(|hash| !seen.insert(**hash)) {
-        // One release would end both.
+        // One release would end both loads of the chunk.
         return Err(ApiProblem::bad(format!(
             "chunk {twice} is named twice: name each chunk once in a load"
         )));
@@ -48,7 +48,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
         declines: request.declines,
     };
     let mut pump = Pump::new(api.node.load(&session, call)?);
-    // Chunks in memory are here without waiting; often those are all.
+    // Chunks in memory are ready without waiting; often these are all.
     if pump.ready() {
         let text = std::mem::take(&mut pump.lines);
         return Ok(body::bytes(StatusCode::OK, JSON_LINES, text.into()));
@@ -65,7 +65,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
     Ok(answer)
 }
 
-/// Outcomes on their way into lines.
+/// A load's outcomes on their way into lines.
 struct Pump {
     load: EngineLoad,
     lines: Vec<u8>,
@@ -81,7 +81,7 @@ impl Pump {
         }
     }
 
-    /// Takes what is here now, up to what goes together. True after the last line.
+    /// Takes the outcomes that are ready, up to `TOGETHER` bytes of lines. True after the last line.
     fn ready(&mut self) -> bool {
         while self.lines.len() < TOGETHER
             && let Some(next) = self.load.next().now_or_never()
@@ -93,7 +93,7 @@ impl Pump {
         false
     }
 
-    /// True after the last line.
+    /// Writes an outcome as a line. True after the last line.
     fn push(&mut self, next: Option<(usize, Result<Lent, Miss>)>) -> bool {
         let Some((i, outcome)) = next else {
             let (end, loaded, order) = (true, self.loaded, self.load.order());

@@ -76,8 +76,8 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     })
 }
 
-/// The masks one after the other: present, unknown, inferred; with `tiers` also those in memory and those on disk. The
-/// header has the prefix.
+/// An answer as bytes: the masks present, unknown and inferred one after the other; with `tiers` also those in
+/// memory and those on disk. A header has the prefix.
 fn binary(found: &Lookup, tiers: bool) -> Reply {
     let masks = [&found.mask, &found.unknown, &found.inferred];
     let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
@@ -95,7 +95,7 @@ fn binary(found: &Lookup, tiers: bool) -> Reply {
     answer
 }
 
-/// The time that was asked for, within the limit.
+/// The requested time, within the limit.
 pub fn limited(ms: Option<u64>, most: Duration) -> Duration {
     ms.map_or(most, |ms| Duration::from_millis(ms).min(most))
 }
@@ -107,9 +107,9 @@ enum Items {
 
 struct Query {
     request: LookupRequest,
-    /// In the body.
+    /// Whether the body has hashes or tokens.
     what: Items,
-    /// Whether the answer tells them.
+    /// Whether the answer has the tiers.
     tiers: bool,
 }
 
@@ -192,7 +192,7 @@ fn chunks(api: &Api, space: &Space, request: &LookupRequest) -> Result<Vec<Chunk
             "`salt` and `adapter` are in the hashes already: give them with tokens only",
         )),
         (None, Some(tokens)) => {
-            // Before the work of hashing them.
+            // Checks the count before the work of hashing.
             api.check_count(tokens.len() / space.chunk_tokens() as usize)?;
             let bad = |error: crate::format::HashError| ApiProblem::bad(error.to_string());
             let hasher = ChunkHasher::new(space, None).map_err(bad)?;

@@ -1,4 +1,4 @@
-//! `GET /metrics`: Prometheus text. Every name, its unit and meaning are here.
+//! `GET /metrics`: Prometheus text. This file has every name with its unit and meaning.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ struct Text(String);
 
 impl Text {
     fn head(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing to a string does not fail; so below.
+        // Writing to a string does not fail; the same holds below.
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
@@ -41,10 +41,10 @@ impl Text {
     }
 }
 
-/// The figure of a part.
+/// Reads one figure of a part.
 type Value<'a, T> = &'a dyn Fn(&T) -> u64;
 
-/// Writes one line for each of some parts that are alike.
+/// Writes one line for each of several parts of the same kind.
 fn each<'a, T>(
     text: &'a mut Text,
     label: &'a str,

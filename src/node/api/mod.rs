@@ -1,12 +1,13 @@
-//! The daemon's HTTP API, over a unix socket and TCP. `docs/API.md` describes it; `docs/openapi.json` does for machines.
+//! The daemon's HTTP API, over a unix socket and TCP. `docs/API.md` describes it; `docs/openapi.json` does for
+//! machines.
 //!
-//! Mechanism: a task for each connection runs hyper's HTTP/1.1; each call is a file here that reads its body within limits,
-//! asks the [`Node`], and writes the answer. Streams (attach, load) are JSON lines that wait for their reader, and end when
-//! it takes nothing for `[api] timeout`.
+//! Mechanism: a task for each connection runs hyper's HTTP/1.1; each call is a file here that reads its body within
+//! limits, asks the [`Node`], and writes the answer. Streams (attach, load) are JSON lines that wait for their
+//! reader, and end when it takes nothing for `[api] timeout`.
 //!
-//! A process that can open the unix socket may make every call, and one that can map the arena can read and write every chunk
-//! in it: its file has the socket's access rights. Engines of tenants that must not see each other need nodes of their own.
-//! `callers` has the rules for TCP.
+//! A process that can open the unix socket may make every call, and one that can map the arena can read and write
+//! every chunk in it: its file has the socket's access rights. Engines of tenants that must not see each other need
+//! nodes of their own. `callers` says which calls TCP allows.
 
 mod admin;
 mod attach;
@@ -46,10 +47,10 @@ pub struct ApiOptions {
     pub connections_max: usize,
     pub body_max: usize,
     pub hashes_max: usize,
-    /// For a request to come, and for each part of an answer to be taken.
+    /// Time for a request to come, and for each part of an answer to be taken.
     pub timeout: Duration,
     pub strategy: Strategy,
-    /// Calls can ask for less.
+    /// The longest; a call can ask for less.
     pub lookup_deadline: Duration,
     pub load_deadline: Duration,
     /// Bytes of slots that all answers with a chunk may hold together.
@@ -59,26 +60,26 @@ pub struct ApiOptions {
     pub hosts: Vec<String>,
 }
 
-/// The part that all connections share.
+/// State that all connections share.
 pub struct Api {
     pub node: Node,
     pub options: ApiOptions,
     connections: Arc<Connections>,
-    /// For `GET /v1/chunks`: a slow reader there takes no slots from engines.
+    /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
     token: RwLock<Option<String>>,
     reload: Reload,
 }
 
-/// Reloads what else can be: answers what that was, or why not.
+/// Reloads the daemon's other settings: answers which were reloaded, or why not.
 pub type Reload = Box<dyn Fn() -> Result<Vec<String>, String> + Send + Sync>;
 
-/// The caller.
+/// The origin of a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Caller {
     Unix(Process),
     Tcp {
-        /// Which address of this machine was called.
+        /// The address of this machine that was called.
         local: SocketAddr,
     },
 }
@@ -97,7 +98,7 @@ impl Api {
         Ok(Arc::new(api))
     }
 
-    /// Reads again what may have changed; answers what that was.
+    /// Reads again the settings that may have changed; answers which were reloaded.
     pub fn reload(&self) -> Result<Vec<String>, String> {
         let mut reloaded = (self.reload)()?;
         if self.options.token_file.is_some() {

@@ -1,4 +1,4 @@
-//! The status page, and the API's description, for browsers and tools.
+//! Pages for a browser: the status page, and the API's description.
 
 use bytes::Bytes;
 use hyper::StatusCode;

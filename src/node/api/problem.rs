@@ -1,4 +1,4 @@
-//! A refused call, as RFC 9457 writes it: what was wrong and what to do.
+//! A refused call, in the format of RFC 9457: what was wrong and what to do.
 
 use std::fmt::Display;
 
@@ -7,11 +7,11 @@ use hyper::StatusCode;
 use crate::node::NodeError;
 use crate::protocol;
 
-/// Why a call is refused: what was wrong and what to do.
+/// A call's refusal: what was wrong and what to do.
 #[derive(Debug, Clone)]
 pub struct ApiProblem {
     pub status: StatusCode,
-    /// Stable word.
+    /// A stable word.
     pub code: &'static str,
     pub detail: String,
 }
@@ -25,7 +25,7 @@ impl ApiProblem {
         }
     }
 
-    /// The request can't be used.
+    /// A request that can't be used.
     pub fn bad(detail: impl Display) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "bad_request", detail)
     }

@@ -1,4 +1,4 @@
-//! Which call is which.
+//! Routing: from a method and path to its call.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::body::{Reply, problem};
 use super::problem::ApiProblem;
 use super::{Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, spaces, store};
 
-/// Serves one request; whatever is wrong becomes a problem of the answer.
+/// Serves one request; every failure becomes a problem in the answer.
 pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Reply {
     let answer = match callers::allowed(&api, &caller, &request) {
         Ok(()) => route(&api, &caller, request).await,
@@ -69,7 +69,7 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
     }
 }
 
-/// The methods of a path, as the Allow header says them. None: there is no such path.
+/// The methods of a path, as in the Allow header. None: there is no such path.
 fn methods(segments: &[&str]) -> Option<&'static str> {
     match segments {
         ["v1", "spaces"] => Some("PUT"),

@@ -22,17 +22,17 @@ use super::{Api, Caller, routes};
 use crate::cache::episode::Episode;
 use crate::node::Process;
 
-/// Where the API is to be reached.
+/// The addresses that the API listens on.
 #[derive(Debug, Clone)]
 pub struct Listening {
     pub socket: PathBuf,
     pub socket_mode: u32,
     pub listen: Option<SocketAddr>,
-    /// How often a warning that goes on is told at most.
+    /// The shortest time between two logs of the same lasting warning.
     pub log_repeat: Duration,
 }
 
-/// It can't be reached.
+/// Why the API can't listen.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
     #[error("can't listen on {}: {source}. Give [api] socket a path in a folder that this user may write", path.display())]
@@ -45,13 +45,13 @@ pub enum ListenError {
     Tcp { address: SocketAddr, source: io::Error },
 }
 
-/// Listeners that are bound, and not yet served.
+/// Listeners that are bound but not yet served.
 pub struct Server {
     unix: UnixListener,
     tcp: Option<TcpListener>,
     path: PathBuf,
     address: Option<SocketAddr>,
-    /// Connections that the system did not give.
+    /// Accepts that failed.
     refused: Episode,
 }
 
@@ -59,7 +59,7 @@ pub struct Server {
 const HEAD_BYTES_MAX: usize = 64 << 10;
 /// Connections that the system holds until they are accepted.
 const CONNECTIONS_WAITING: u32 = 1024;
-/// After an accept that failed, such as for want of file descriptors.
+/// Pause after a failed accept, such as for want of file descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl Server {
@@ -74,7 +74,7 @@ impl Server {
         }
         clear(&path).await?;
         let unix = bind_unix(&path, listening.socket_mode).map_err(fail)?;
-        // The rights that the umask took away.
+        // Sets the rights that the umask took away.
         let mode = std::fs::Permissions::from_mode(listening.socket_mode);
         std::fs::set_permissions(&path, mode).map_err(fail)?;
         let (mut tcp, mut bound) = (None, None);
@@ -96,23 +96,23 @@ impl Server {
         })
     }
 
-    /// Of TCP, with the port that the system chose.
+    /// The TCP address, with the port that the system chose.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
-    /// Serves until `stop`, then lets the calls that are under way end within `grace`.
+    /// Serves until `stop`, then gives calls under way `grace` to end.
     pub async fn serve(self, api: Arc<Api>, mut stop: watch::Receiver<bool>, grace: Duration) {
         let (end, ended) = watch::channel(false);
         let mut calls = JoinSet::new();
         loop {
-            // Those that ended.
+            // Drops the calls that ended.
             while calls.try_join_next().is_some() {}
             tokio::select! {
                 accepted = self.unix.accept() => match accepted {
                     Ok((stream, _)) => match process(&stream) {
                         Ok(process) => accept(&api, stream, Caller::Unix(process), &mut calls, &ended),
-                        // It is closed: nobody knows whose it is.
+                        // The connection is closed, since its process is unknown.
                         Err(error) => tracing::warn!(%error, "the system does not say which process called"),
                     },
                     Err(error) => self.pause(&error).await,
@@ -133,7 +133,7 @@ impl Server {
         }
         end.send_replace(true);
         let all = async { while calls.join_next().await.is_some() {} };
-        // The connections that are left are cut.
+        // The remaining calls are cut off.
         let _ = tokio::time::timeout(grace, all).await;
     }
 }
@@ -151,7 +151,8 @@ impl Drop for Server {
     }
 }
 
-/// Linux gives the file the mode that the socket has when it is bound, less the umask: at no moment may others connect.
+/// Linux gives the file the mode that the socket has when it is bound, less the umask: others can't connect at any
+/// moment.
 fn bind_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
     let socket = UnixSocket::new_stream()?;
     rustix::fs::fchmod(&socket, rustix::fs::Mode::from_raw_mode(mode))?;
@@ -159,7 +160,7 @@ fn bind_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
     socket.listen(CONNECTIONS_WAITING)
 }
 
-/// Removes a socket that nobody answers at: the one before was killed.
+/// Removes a socket without a listener: the daemon before was killed.
 async fn clear(path: &Path) -> Result<(), ListenError> {
     let Ok(there) = std::fs::symlink_metadata(path) else {
         return Ok(());
@@ -183,7 +184,7 @@ async fn clear(path: &Path) -> Result<(), ListenError> {
 fn process(stream: &UnixStream) -> io::Result<Process> {
     let peer = stream.peer_cred()?;
     Ok(Process {
-        // 0: it is not in our PID namespace.
+        // 0: the process is not in our PID namespace.
         pid: peer.pid().filter(|&pid| pid > 0),
         uid: peer.uid(),
     })
@@ -197,7 +198,7 @@ async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::T
 }
 
 async fn stopped(stop: &mut watch::Receiver<bool>) {
-    // The task that could say so is gone.
+    // An error means that the sender is gone, which is a stop too.
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
@@ -209,7 +210,7 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     ended: &watch::Receiver<bool>,
 ) {
     let Some(connected) = api.connections.open() else {
-        // All others have calls under way. It is closed at once, and may come again.
+        // All others have calls under way. The connection is closed at once; the client may come again.
         return;
     };
     let connected = Arc::new(connected);
@@ -237,7 +238,7 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
             .serve_connection(TokioIo::new(stream), service);
         tokio::pin!(serve);
         tokio::select! {
-            // How it ended is the client's business.
+            // The end of a connection is the client's business.
             _ = serve.as_mut() => {}
             () = connected.must_close() => {}
             () = stopped(&mut ended) => {

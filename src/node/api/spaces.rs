@@ -39,7 +39,7 @@ fn info(space: &Space) -> SpaceInfo {
     }
 }
 
-/// The space that a call names: by its id, or the first half of it.
+/// The space that a call names: by its id, or the id's first half.
 pub fn named(api: &Api, name: &str) -> Result<Space, ApiProblem> {
     let id = name.parse::<SpaceId>().ok();
     let key = id.map(SpaceKey::from).or_else(|| SpaceKey::from_hex(name));

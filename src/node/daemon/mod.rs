@@ -1,8 +1,8 @@
-//! `kvgate serve`: from a configuration to a node that serves, and to its end.
+//! `kvgate serve`: starts a node from a configuration, serves it and ends it.
 //!
-//! It starts without S3: what is on the disks is served at once, and what S3 can do is asked for until it answers. Told to
-//! end (SIGTERM, SIGINT), it takes no new work, stores what is left within `[store] drain`, and says what it dropped.
-//! SIGHUP reloads what can be.
+//! The daemon starts without S3: it serves the chunks on the disks at once, and asks S3 for its abilities until S3
+//! answers. On SIGTERM or SIGINT it takes no new work, stores what is left within `[store] drain`, and reports the
+//! chunks that it dropped. SIGHUP reloads the settings that can be reloaded.
 
 mod notify;
 mod options;
@@ -24,7 +24,7 @@ use crate::node::Node;
 use crate::node::api::{Api, ListenError, Reload, Server};
 use crate::s3::object::{Capabilities, ObjectStore};
 
-/// The daemon can't start.
+/// Why the daemon can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error(transparent)]
@@ -39,7 +39,7 @@ pub enum StartError {
     System(String),
 }
 
-/// A node that can be reached.
+/// A node with its listeners.
 pub struct Daemon {
     config: Config,
     node: Node,
@@ -48,21 +48,21 @@ pub struct Daemon {
     store: Arc<dyn ObjectStore>,
 }
 
-/// The chunks that were not stored when it ended.
+/// The chunks that were not stored when the daemon ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ended {
     pub dropped: u64,
 }
 
-/// Between attempts to reach S3 at the start.
+/// Shortest and longest pause between attempts to reach S3 at the start.
 const S3_PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
-/// How often what is too old is looked for.
+/// How often expired chunks are looked for.
 const EXPIRE: Duration = Duration::from_secs(30);
-/// For calls under way, after the drain.
+/// Time for calls under way, after the drain.
 const CALLS_GRACE: Duration = Duration::from_secs(1);
 
 impl Daemon {
-    /// Opens disks, arena and sockets. Nothing is asked of S3 yet.
+    /// Opens disks, arena and sockets. Asks S3 nothing yet.
     pub async fn start(
         config: &Config,
         store: Arc<dyn ObjectStore>,
@@ -96,7 +96,7 @@ impl Daemon {
         &self.node
     }
 
-    /// Of TCP, with the port that the system chose.
+    /// The TCP address, with the port that the system chose.
     pub fn address(&self) -> Option<std::net::SocketAddr> {
         self.server.address()
     }
@@ -130,15 +130,15 @@ impl Daemon {
         notify.tell("STOPPING=1");
         drain(&node, config.store.drain).await;
         end.send_replace(true);
-        // A panic of a connection's task is its own.
+        // A panic of a connection's task ends that task only.
         let _ = serving.await;
-        // Chunks that a rank reserved before, and committed in the last moment.
+        // Stores chunks that a rank had reserved before and committed in the last moment.
         node.flush(Instant::now() + CALLS_GRACE).await;
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
         tell(dropped, kept, config.store.drain);
-        // The parts that tasks still have would keep the file.
+        // Tasks that still have the arena would keep its file.
         node.gateway().arena().unlink();
         reach.abort();
         watchdog.abort();
@@ -147,7 +147,7 @@ impl Daemon {
     }
 }
 
-/// Waits for what ends the daemon, and reloads meanwhile.
+/// Waits for the signal that ends the daemon, and reloads on SIGHUP meanwhile.
 async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<()> {
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut hup = signal(SignalKind::hangup())?;
@@ -165,7 +165,7 @@ async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<(
     }
 }
 
-/// Stores what is left, also what comes meanwhile.
+/// Stores the chunks that are left, and those that come meanwhile.
 async fn drain(node: &Node, time: Duration) {
     node.drain();
     let deadline = Instant::now() + time;
@@ -196,7 +196,7 @@ fn tell(dropped: u64, kept: u64, time: Duration) {
     }
 }
 
-/// Asks S3 what it can do until it answers.
+/// Asks S3 for its abilities until it answers.
 async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: Arc<Notify>) {
     let options = GatewayOptions::from(&config);
     let mut pause = S3_PAUSE.0;
@@ -238,7 +238,7 @@ async fn expire(node: Node) {
     }
 }
 
-/// Every connection is a file. What can't be raised is told when files run out.
+/// Raises the limit of open files: every connection is a file. A failure shows when files run out.
 fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);

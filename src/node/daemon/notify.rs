@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
-/// To the socket that systemd names in the environment; elsewhere nothing happens.
+/// The socket that systemd names in the environment; without one, messages go nowhere.
 pub struct Notify(Option<(UnixDatagram, SocketAddr)>);
 
 impl Notify {
@@ -20,12 +20,12 @@ impl Notify {
 
     pub fn tell(&self, state: &str) {
         if let Some((socket, address)) = &self.0 {
-            // systemd is gone, or does not listen: nothing to be done.
+            // systemd is gone, or does not listen: there is nothing to do.
             let _ = socket.send_to_addr(state.as_bytes(), address);
         }
     }
 
-    /// How often the watchdog wants to hear, twice as often as it must.
+    /// How often to tell the watchdog: twice as often as it requires.
     pub fn watchdog() -> Option<Duration> {
         let us = std::env::var("WATCHDOG_USEC").ok()?.parse().ok()?;
         let ours = std::env::var("WATCHDOG_PID").map_or(true, |pid| pid == std::process::id().to_string());

@@ -1,4 +1,4 @@
-//! The daemon's limits, from the configuration.
+//! The daemon's limits, made from the configuration.
 
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use crate::config::{self, Config};
 use crate::node::NodeOptions;
 use crate::node::api::{ApiOptions, Listening};
 
-/// Where the arena's file is if the configuration does not say.
+/// The arena's file if the configuration names none.
 const ARENA_PATH: &str = "/dev/shm/kvgate.arena";
-/// Before a chunk that could not be stored is tried again for the first time.
+/// Pause before the first retry of a chunk that could not be stored.
 const RETRY_BASE: Duration = Duration::from_millis(250);
 
 pub fn arena(config: &Config) -> ArenaOptions {
@@ -20,7 +20,7 @@ pub fn arena(config: &Config) -> ArenaOptions {
         size: bytes(config.arena.size),
         ticket_bytes: bytes(config.load.reserve),
         path: Some(config.arena.path.clone().unwrap_or_else(|| ARENA_PATH.into())),
-        // A process that may open the socket may map the arena.
+        // A user that may open the socket may map the arena.
         mode: config.api.socket_mode,
         huge_pages: config.arena.huge_pages,
         prefault: config.arena.prefault,

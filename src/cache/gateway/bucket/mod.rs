@@ -1,4 +1,4 @@
-//! S3, the lowest tier: what is known of its chunks, who may send a GET or a PUT next, and the PUTs.
+//! S3, the lowest tier: the existence of its chunks, the turns of GETs and PUTs, and the PUTs themselves.
 
 mod put;
 mod turns;
@@ -29,13 +29,13 @@ pub struct Bucket {
     pub get_turns: Turns,
     pub warnings: BucketWarnings,
     capabilities: Arc<OnceLock<Capabilities>>,
-    /// KiB that PUTs may have in flight.
+    /// KiB that PUTs may have in flight together.
     put_kib: Arc<Semaphore>,
-    /// Chunks whose PUT or DELETE is under way: the other waits for its end.
+    /// Chunks whose PUT or DELETE is under way; another change of the chunk waits for its end.
     changing: DashMap<ChunkId, Option<AbortHandle>>,
-    /// One of them has ended.
+    /// Notified when a change has ended.
     changed: Notify,
-    /// When each space's space.json was last seen to be there; locked while that is being found out.
+    /// The time at which each space's space.json was last seen; locked while that is being found out.
     spaces: DashMap<SpaceKey, Arc<tokio::sync::Mutex<Option<Instant>>>>,
 }
 
@@ -78,9 +78,9 @@ impl Bucket {
         self.capabilities.get().copied().unwrap_or_default()
     }
 
-    /// Only the first time counts.
+    /// Sets the server's capabilities; only the first call counts.
     pub fn found_capabilities(&self, capabilities: Capabilities) {
-        // Known already.
+        // Set already.
         let _ = self.capabilities.set(capabilities);
     }
 
@@ -93,7 +93,7 @@ impl Bucket {
         self.cache.is_present(key, Instant::now())
     }
 
-    /// Why the chunk is not worth a request, if that is known.
+    /// The reason why the chunk is not worth a request, if one is known.
     pub fn missing(&self, space: &Space, chunk: &ChunkHash) -> Option<Miss> {
         let key = (space.key(), *chunk);
         match self.is_present(&key) {

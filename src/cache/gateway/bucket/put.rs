@@ -1,5 +1,5 @@
-//! Chunks to S3: one PUT out of the slot, with the space's readable form beside its chunks. Who else changes the object at
-//! the same time is waited for, or told.
+//! Stores of chunks on S3: one PUT out of the slot, with the space's readable form beside its chunks. A change of
+//! the same object that is under way is waited for, or reported.
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -24,21 +24,21 @@ use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 pub enum StoreOutcome {
     /// S3 acknowledged it.
     Stored,
-    /// It was there already.
+    /// S3 had it already.
     Present,
-    /// This gateway is storing it already, for somebody else.
+    /// This gateway is storing it already, for another caller.
     Pending,
     Failed(Arc<ObjectError>),
 }
 
-/// How long a space.json that was seen counts as there.
+/// How long a space.json that was seen counts as present.
 const DECLARE_AGAIN: Duration = Duration::from_secs(24 * 3600);
 /// Rounds in which others may change the object under us before we give up.
 const ROUNDS: usize = 4;
 
 impl Bucket {
-    /// Puts a chunk on S3, unless it is there. Its slot is free again when nobody reads it any more: with the answer,
-    /// or, after a time-out or a dropped future, when the HTTP client has let go of it.
+    /// Puts a chunk on S3, unless it is there. Its slot is free again when nothing reads it any more: with the
+    /// answer, or, after a time-out or a dropped future, when the HTTP client has let go of it.
     pub async fn write_through(self: &Arc<Self>, chunk: FilledSlot, deadline: Instant) -> StoreOutcome {
         let FilledSlot { hash, parent, slot } = chunk;
         let space = slot.space().clone();
@@ -55,8 +55,8 @@ impl Bucket {
         self.store_object(&space, hash, object, deadline, permits).await
     }
 
-    /// Deletes a chunk once no PUT of it is under way: what S3 has received of one already would come after the DELETE.
-    /// Nobody changes the chunk before the answer is dropped.
+    /// Deletes a chunk once no PUT of it is under way: a PUT that S3 has received could take effect after the
+    /// DELETE. No other change of the chunk starts before the returned value is dropped.
     pub async fn delete(self: &Arc<Self>, key: ChunkId, deadline: Instant) -> Result<Change, ObjectError> {
         let Ok(change) = tokio::time::timeout_at(deadline, self.change(key)).await else {
             return Err(self.late(Operation::Delete, &key, "waiting for a store of it to end"));
@@ -69,8 +69,8 @@ impl Bucket {
         ObjectError::new(operation, &self.object_key(key), ErrorKind::Deadline, detail)
     }
 
-    /// Puts a whole object whose turn has come. The PUT goes on when the future is dropped: S3 may have received it, and
-    /// only its end tells a DELETE that nothing comes after it.
+    /// Puts a whole object whose turn has come. The PUT goes on when the future is dropped: S3 may have received
+    /// it, and only its end tells a DELETE that no bytes come after it.
     pub async fn store_object(
         self: &Arc<Self>,
         space: &Space,
@@ -96,13 +96,13 @@ impl Bucket {
             Ok(Err(error)) => StoreOutcome::Failed(Arc::new(error)),
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => resume_unwind(panic),
-                // The gateway ends, and whoever waits here with it.
+                // The gateway ends, and the task that waits here with it.
                 Err(_) => std::future::pending().await,
             },
         }
     }
 
-    /// The right to change a chunk on S3, unless somebody has it.
+    /// Takes the right to change a chunk on S3, unless another change of it is under way.
     fn try_change(self: &Arc<Self>, key: ChunkId) -> Option<Change> {
         let is_free = match self.changing.entry(key) {
             Entry::Occupied(_) => false,
@@ -114,12 +114,12 @@ impl Bucket {
         is_free.then(|| Change(Arc::clone(self), key))
     }
 
-    /// The same, when whoever has it is done.
+    /// Takes the same right, once the change under way has ended.
     async fn change(self: &Arc<Self>, key: ChunkId) -> Change {
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // From here on nothing is missed.
+            // From here on no notification is missed.
             changed.as_mut().enable();
             if let Some(change) = self.try_change(key) {
                 return change;
@@ -128,18 +128,18 @@ impl Bucket {
         }
     }
 
-    /// Ends all PUTs under way: nobody is left who could ask what became of them.
+    /// Ends all PUTs under way: no caller is left to ask for their outcome.
     pub fn abort_puts(&self) {
         let puts = self.changing.iter();
         let puts: Vec<_> = puts.filter_map(|put| put.value().clone()).collect();
         puts.iter().for_each(AbortHandle::abort);
     }
 
-    /// The right to have so many bytes in flight. Who asked first is served first.
+    /// The right to have `bytes` in flight, in the order of the calls.
     pub async fn put_permits(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         let most = kib(self.options.put_bytes_max);
         let permits = Arc::clone(&self.put_kib);
-        // Nobody closes it.
+        // The semaphore is never closed.
         permits.acquire_many_owned(kib(bytes).min(most)).await.ok()
     }
 
@@ -162,7 +162,7 @@ impl Bucket {
                 Some(version) if capabilities.if_match => Condition::IfMatch(&version.etag),
                 Some(_) => Condition::Always,
                 None if capabilities.if_none_match => Condition::IfAbsent,
-                // This server overwrites, so look first.
+                // This server overwrites, so ask first.
                 None => match self.prober.ask(space, &cache_key.1, deadline).await {
                     ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
                     ProbeAnswer::Unknown(error) => {
@@ -177,7 +177,7 @@ impl Bucket {
                 },
             };
             match self.put_body(&key, body.clone(), crc64, when, deadline).await {
-                // It was other bytes that arrived.
+                // The bytes changed on their way.
                 Err(error) if error.kind == ErrorKind::Checksum => {
                     self.warnings.sent_again.tell(&error);
                     refused = Some(error);
@@ -186,8 +186,8 @@ impl Bucket {
                     self.cache.stored(cache_key, etag);
                     return Ok(StoreOutcome::Stored);
                 }
-                // Somebody else's object, or our own first attempt. Only a HEAD tells whether it is a good one; if
-                // not, the next round replaces it.
+                // Another client's object, or our own first attempt. Only a HEAD tells whether it is good; if not,
+                // the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
                     match self.prober.ask(space, &cache_key.1, deadline).await {
                         ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
@@ -212,7 +212,7 @@ impl Bucket {
         Err(refused.unwrap_or_else(changing))
     }
 
-    /// With the checksum where the server is known to compare it.
+    /// Puts with the checksum where the server is known to compare it.
     async fn put_body(
         &self,
         key: &str,
@@ -227,7 +227,7 @@ impl Bucket {
         }
     }
 
-    /// A damaged object that is gone by now is no longer in the way.
+    /// Lifts the quarantine of a damaged object that is gone by now.
     async fn settle(&self, key: &str, cache_key: ChunkId, deadline: Instant) -> Result<(), ObjectError> {
         match self.store.head(key, deadline).await {
             Err(error) if error.kind == ErrorKind::NotFound => {
@@ -238,8 +238,8 @@ impl Bucket {
         }
     }
 
-    /// Puts the space's readable form beside its chunks, once in a while, as it is the first that a bucket's lifecycle
-    /// rule removes; mends it where it is damaged.
+    /// Puts the space's readable form beside its chunks, again every `DECLARE_AGAIN`, because a bucket's lifecycle
+    /// rule removes it first; mends it where it is damaged.
     async fn declare(&self, space: &Space, deadline: Instant) -> Result<(), ObjectError> {
         let declared = Arc::clone(&self.spaces.entry(space.key()).or_default());
         let key = self.options.keys.space_json(space.key());
@@ -288,7 +288,7 @@ impl Bucket {
     }
 }
 
-/// A PUT or a DELETE under way, until it has ended in whatever way.
+/// A PUT or a DELETE under way; dropping this marks its end, whatever the outcome.
 pub struct Change(Arc<Bucket>, ChunkId);
 
 impl Drop for Change {

@@ -1,14 +1,14 @@
-//! Turns to send a GET: a limit on the bytes in flight of all loads together, and an order among those that wait. The
-//! limit is the configured one, or what the endpoints that work can have in flight, whichever is less: so it is here that
-//! GETs wait, where the first in line is the one that is needed first.
+//! Turns to send a GET: a limit on the bytes in flight of all loads together, and an order among those that wait.
+//! The limit is the lower of the configured one and the bytes that the working endpoints can have in flight. So
+//! GETs wait here, where the one that is needed first is first in the queue.
 //!
-//! A GET gets in line by its *place*: the number of its load, then its position in the load's plan. So an earlier load goes
-//! before a later one, and within a load what is needed first goes first, whenever the GETs got in line. Nobody overtakes
-//! the first in line, small as he may be; so a large part is not starved by small ones, and one that is larger than the
-//! whole limit goes alone.
+//! A GET queues by its *position*: the number of its load, then its position in the load's plan. So an earlier load
+//! goes before a later one, and within a load the part needed first goes first, whenever the GETs queued. No GET
+//! overtakes the first in the queue, however small; so large parts are not starved by small ones, and a part that
+//! is larger than the whole limit goes alone.
 //!
-//! Getting in line is synchronous: who does it in order is served in order. The line can be left at any time by dropping
-//! the [`Waiting`], and a [`Turn`] ends when it is dropped, whoever holds it.
+//! Queueing is synchronous: GETs that queue in order are served in order. Dropping the [`Waiting`] leaves the queue
+//! at any time, and a [`Turn`] ends when it is dropped, whatever task holds it.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -24,7 +24,7 @@ pub struct Turns(Arc<Shared>);
 
 struct Shared {
     limit_bytes: usize,
-    /// Another limit, which changes.
+    /// A second limit, which changes.
     window_bytes: Box<dyn Fn() -> usize + Send + Sync>,
     state: Mutex<State>,
 }
@@ -33,20 +33,20 @@ struct State {
     in_flight_bytes: usize,
     turns: usize,
     loads: u64,
-    /// How many ever got in line: tells equal places apart.
+    /// Number of arrivals so far: tells equal positions apart.
     arrivals: u64,
     line: BTreeMap<Ticket, Waiter>,
 }
 
-/// Lower goes first.
+/// A position in the queue; the lower one goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct TurnPosition {
     pub load: u64,
-    /// In the load's plan.
+    /// Position in the load's plan.
     pub position: u64,
 }
 
-/// A place, and the number of the arrival.
+/// A position, and the number of the arrival.
 type Ticket = (TurnPosition, u64);
 
 struct Waiter {
@@ -54,7 +54,7 @@ struct Waiter {
     sender: oneshot::Sender<Turn>,
 }
 
-/// A place in the line, until it is dropped; ends with the turn.
+/// A position in the queue, until it is dropped; ends with the turn.
 pub struct Waiting {
     turns: Turns,
     ticket: Ticket,
@@ -83,14 +83,14 @@ impl Turns {
         }))
     }
 
-    /// The number of a new load, after all others.
+    /// The number of a new load, higher than all before.
     pub fn load(&self) -> u64 {
         let mut state = self.lock();
         state.loads += 1;
         state.loads
     }
 
-    /// Gets in line, now.
+    /// Queues now.
     pub fn wait(&self, place: TurnPosition, bytes: usize) -> Waiting {
         let (sender, turn) = oneshot::channel();
         let mut state = self.lock();
@@ -105,7 +105,7 @@ impl Turns {
         }
     }
 
-    /// Serves the first in line for as long as there is room.
+    /// Serves the first in the queue for as long as there is room.
     fn grant(&self, mut state: MutexGuard<'_, State>) {
         if state.line.is_empty() {
             return;
@@ -124,12 +124,12 @@ impl Turns {
         drop(state);
         for Waiter { bytes, sender } in granted {
             let turns = self.clone();
-            // One that nobody takes ends here, which serves the next.
+            // A turn without a receiver ends here, which serves the next.
             drop(sender.send(Turn { turns, bytes }));
         }
     }
 
-    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    /// No panic can leave the state half-changed, so a poisoned lock is still usable.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -138,7 +138,7 @@ impl Turns {
 impl Future for Waiting {
     type Output = Turn;
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Turn> {
-        // The sender stays in the line until it has sent, and the line is there as long as we are.
+        // The sender stays in the queue until it has sent, and the queue lives as long as this future.
         Pin::new(&mut self.turn)
             .poll(context)
             .map(|turn| turn.expect("whoever waits is in line"))
@@ -150,7 +150,7 @@ impl Drop for Waiting {
         // A turn that was granted and not taken ends with the receiver.
         let mut state = self.turns.lock();
         if state.line.remove(&self.ticket).is_some() {
-            // It may have been what the others waited for.
+            // The others may have waited only for this one.
             self.turns.grant(state);
         }
     }
@@ -264,7 +264,7 @@ mod tests {
     async fn a_turn_wakes_who_waits_for_it() {
         let turns = turns_of(1);
         let served = Arc::new(Mutex::new(Vec::new()));
-        // The last in line starts to wait first.
+        // The last in the queue starts to wait first.
         let tasks: Vec<_> = (0..20)
             .rev()
             .map(|position| {
@@ -309,7 +309,7 @@ mod tests {
     }
 
     proptest! {
-            /// Against a model: a sorted list of those in line, and the bytes of those that were served.
+            /// Against a model: a sorted list of the queue, and the bytes of those that were served.
             #[test]
             fn the_line_is_served_in_order_and_within_the_limit(
                 limit in 0_usize..40,
@@ -334,7 +334,7 @@ mod tests {
                         Act::End(i) if granted.is_empty() && !taken.is_empty() => {
                             drop(taken.swap_remove(i.index(taken.len())));
                         }
-                        // A grant that nobody takes.
+                        // A grant that is never taken.
                         Act::End(i) if !granted.is_empty() => drop(granted.swap_remove(i.index(granted.len()))),
                         _ => {}
                     }

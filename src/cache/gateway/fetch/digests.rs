@@ -1,5 +1,5 @@
-//! The digests of a section's planes, computed on each stretch right after it has arrived, while the CPU's cache still
-//! has it. So a verified load reads its slot from memory no more often than an unverified one.
+//! The digests of a section's planes, computed on each stretch right after it has arrived, while the CPU's cache
+//! still has it. So a verified load reads its slot from memory no more often than an unverified one.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::format::{DigestKind, Digester, Layout, Section};
 use crate::s3::net::BodyWatch;
 
-/// One section's digests. Its watch goes with the landing to whoever fills the slot; the figures stay here.
+/// One section's digests. Its watch goes with the landing to the code that fills the slot; the state stays here.
 pub(super) struct Digests {
     section: Section,
-    /// In the section.
+    /// Byte ranges in the section.
     planes: Vec<Range<usize>>,
     seen: Arc<Mutex<Seen>>,
 }
@@ -18,14 +18,14 @@ pub(super) struct Digests {
 /// The bytes that came by.
 struct Seen {
     kind: DigestKind,
-    /// Where each plane ends in the section.
+    /// The end of each plane in the section.
     ends: Vec<usize>,
     payload_at: usize,
-    /// Bytes so far; None after a gap, until it starts anew.
+    /// Bytes so far; None after a gap, until the section starts anew.
     at: Option<usize>,
-    /// Of the plane under way.
+    /// Digester of the plane under way.
     digester: Digester,
-    /// Of the planes that are complete.
+    /// Digests of the complete planes.
     digests: Vec<[u8; 32]>,
 }
 
@@ -39,7 +39,7 @@ impl Digests {
             bytes.start - start..bytes.end - start
         };
         let planes: Vec<_> = section.planes.clone().map(in_section).collect();
-        // Until there is a watch.
+        // A placeholder until there is a watch.
         let kind = DigestKind::default();
         let seen = Seen {
             kind,
@@ -61,7 +61,7 @@ impl Digests {
         &self.section
     }
 
-    /// To go with a landing; what was seen before is forgotten.
+    /// A watch for a landing; earlier bytes are forgotten.
     pub fn watch(&self, kind: DigestKind) -> Box<dyn BodyWatch> {
         let mut seen = lock(&self.seen);
         (seen.kind, seen.at) = (kind, None);
@@ -69,8 +69,8 @@ impl Digests {
         Box::new(Watching(Arc::clone(&self.seen)))
     }
 
-    /// The first plane whose digest is not the one in `digests`, which has one for each plane of the object.
-    /// `landed` are the section's bytes; they are read only if they did not come by the watch as this kind.
+    /// The first plane whose digest differs from the one in `digests`, which has one for each plane of the object.
+    /// `landed` are the section's bytes; they are read only if they did not pass the watch as this kind.
     pub fn bad_plane(&self, landed: &[u8], kind: DigestKind, digests: &[[u8; 32]]) -> Option<usize> {
         let seen = lock(&self.seen);
         let complete = seen.kind == kind && seen.at == Some(landed.len());
@@ -97,7 +97,7 @@ impl Seen {
             self.digests.clear();
             self.digester = self.kind.digester();
         } else if self.at != Some(at) {
-            // Not what a watch is promised. The digests say nothing of such bytes.
+            // This breaks the promise to a watch. The digests say nothing of such bytes.
             self.at = None;
             return;
         }
@@ -117,7 +117,7 @@ impl Seen {
     }
 }
 
-/// A watch that panicked has not counted its stretch, so the figures are never too good.
+/// A watch that panicked has not counted its stretch, so the state never claims too much.
 fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
     seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -194,9 +194,9 @@ mod tests {
                     let bad = section.planes.clone().find(|&plane| {
                         flipped.is_some_and(|at| layout.plane(plane).contains(&at))
                     });
-                    // Other bytes as "landed": the answer is from what came by.
+                    // Other bytes as "landed": the answer comes from the watch.
                     prop_assert_eq!(digests.bad_plane(&before, kind, &expected), bad);
-                    // As another kind it is from the slot.
+                    // As another kind the answer comes from the slot.
                     let other = KINDS[usize::from(kind == KINDS[0])];
                     prop_assert_eq!(digests.bad_plane(bytes, other, &of_all(layout, other, &good)), bad);
                 }

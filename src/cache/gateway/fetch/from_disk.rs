@@ -1,5 +1,5 @@
-//! A chunk from the disk: whole, and verified like one from S3. What does not verify is removed there. Where S3 does not
-//! have it, the file is read a second time first, and then moved aside: it is the only copy.
+//! A chunk from the disk: whole, and verified like one from S3. A file that does not verify is removed. Where S3
+//! does not have the chunk, the file is the only copy: it is read a second time first, and then moved aside.
 
 use super::ChunkFetch;
 use crate::arena::SlotMut;
@@ -9,7 +9,7 @@ use crate::cache::tier::{Disk, DiskError, Unsent};
 use crate::format::{ChunkHash, Header, HeaderError, Space};
 use crate::protocol::Tier;
 
-/// Why a file is not this chunk.
+/// The reason why a file is not this chunk.
 #[derive(Debug, thiserror::Error)]
 pub enum Bad {
     #[error(transparent)]
@@ -18,7 +18,7 @@ pub enum Bad {
     Digest(usize),
 }
 
-/// Why there is no chunk.
+/// The reason why the disk gave no chunk.
 #[derive(Debug, thiserror::Error)]
 enum Unread {
     #[error(transparent)]
@@ -28,7 +28,8 @@ enum Unread {
 }
 
 impl ChunkFetch {
-    /// Gives the slot back if the disk does not have the chunk, or has something else. One that hangs keeps it.
+    /// Gives the slot back if the disk does not have the chunk, or has other bytes. A disk that hangs keeps the
+    /// slot.
     pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
         let Some(disk) = self.tiers.disk() else {
             return Err(Some(slot));
@@ -40,7 +41,7 @@ impl ChunkFetch {
     }
 }
 
-/// The whole object; else what is left of the slot, as above.
+/// Reads the whole object; else returns what is left of the slot, as above.
 pub async fn read_verified(
     tiers: &Tiers,
     disk: &Disk,
@@ -92,7 +93,7 @@ async fn read_once(
 }
 
 impl Unread {
-    /// Whether it says that the file is no good; else that something else is wrong.
+    /// Whether the error says that the file is bad; else the fault is elsewhere.
     fn condemns(&self) -> bool {
         match self {
             Self::Bad(_) => true,
@@ -109,7 +110,7 @@ pub async fn verify(space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(
         if header.digest_kind.of(&object[layout.plane(plane)]) != header.digests[plane] {
             return Err(Bad::Digest(plane));
         }
-        // Others want the thread too.
+        // Other tasks need the thread too.
         tokio::task::yield_now().await;
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. Which
-//! section is asked for when is in `whole.rs`, and for layer order in `load/layer_order.rs`.
+//! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. The
+//! order of the sections is decided in `whole.rs`, and for layer order in `load/layer_order.rs`.
 
 mod digests;
 mod from_disk;
@@ -42,9 +42,9 @@ pub struct ChunkFetch {
 pub struct Part {
     slot: SlotMut,
     digests: Digests,
-    /// Where it gets in line.
+    /// Its position in the queue.
     place: TurnPosition,
-    /// It was read a second time already.
+    /// Whether it was read a second time already.
     again: bool,
 }
 
@@ -66,7 +66,7 @@ impl ChunkFetch {
         }
     }
 
-    /// The slot, cut where the sections are. `place` tells each section's place by its number.
+    /// Cuts the slot at the sections' bounds. `place` gives each section's queue position by its number.
     pub fn cut(
         &self,
         slot: SlotMut,
@@ -86,13 +86,13 @@ impl ChunkFetch {
         sections.iter().enumerate().map(cut).collect()
     }
 
-    /// Gets in line for a section, now.
+    /// Queues for a section, now.
     pub fn wait(&self, part: &Part) -> Waiting {
         self.bucket().get_turns.wait(part.place, part.bytes().len())
     }
 
-    /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute on the
-    /// way.
+    /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute
+    /// on the way.
     pub async fn get(
         &self,
         part: &mut Part,
@@ -119,7 +119,8 @@ impl ChunkFetch {
         Ok((meta?.version, turn))
     }
 
-    /// Neighbouring sections that were verified, to be handed out. Also their bytes with the header, if they have it.
+    /// Neighbouring sections that were verified, to be handed out. Also their bytes with the header, if they have
+    /// it.
     pub fn loaded(&self, parts: impl IntoIterator<Item = Part>) -> (LoadedChunk, Slot) {
         let joined = parts.into_iter().map(|part| {
             let planes = part.digests.section().planes.clone();
@@ -150,7 +151,7 @@ impl ChunkFetch {
         (chunk, slot)
     }
 
-    /// All of it, verified, from S3.
+    /// The whole chunk, verified, from S3.
     pub fn whole(&self, object: Slot) -> LoadedChunk {
         LoadedChunk::whole(&self.space, self.chunk, object, Tier::S3)
     }
@@ -160,7 +161,7 @@ impl ChunkFetch {
         self.tiers.keep(chunk, self.asked);
     }
 
-    /// The object is a good one, as far as it was read.
+    /// Notes that the object is good, as far as it was read.
     pub fn present(&self, head: &ObjectHead) {
         let known = Known::Present(Arc::clone(&head.version.etag));
         self.bucket().cache.learn(self.cache_key(), known, self.asked);
@@ -199,12 +200,12 @@ impl ChunkFetch {
         (self.space.key(), self.chunk)
     }
 
-    /// The digest that this gateway stores with: until a header tells, the best guess at what an object has.
+    /// The digest kind that this gateway stores with: until a header is read, the best guess at the object's kind.
     pub fn kind(&self) -> DigestKind {
         self.bucket().options.digest
     }
 
-    /// Of the version that a lookup saw.
+    /// The ETag of the version that a lookup saw.
     pub fn known_etag(&self) -> Option<Arc<str>> {
         match self.bucket().cache.get(&self.cache_key(), self.asked) {
             Some(Known::Present(etag)) => Some(etag),

@@ -1,5 +1,5 @@
-//! Nothing that fails here leaves the gateway: the header is this chunk's, and every plane has the digest that the header
-//! tells. Bytes that don't match are read once more before an object is called damaged.
+//! Checks of loaded bytes; nothing that fails them leaves the gateway: the header is this chunk's, and every plane
+//! has the digest in the header. Bytes that don't match are read once more before an object counts as damaged.
 
 use std::sync::Arc;
 
@@ -73,9 +73,9 @@ impl ChunkFetch {
         }
     }
 
-    /// Reads a section whose bytes don't match once more: they may have been damaged on the way, which TCP's checksum
-    /// does not always see, and the object is good. None if that was done already. One that can't be read again is
-    /// not called damaged on one reading's word: nobody can tell.
+    /// Reads a section whose bytes don't match once more: they may have been damaged on the way, which TCP's
+    /// checksum does not always see, and the object is good. None if that was done already. An object that can't be
+    /// read again does not count as damaged after one reading: its state is unknown.
     async fn again(
         &self,
         part: &mut Part,

@@ -11,8 +11,8 @@ use crate::cache::gateway::task::Task;
 use crate::format::Section;
 use crate::s3::object::{ErrorKind, ObjectError, Version};
 
-/// A chunk's sections. Those that can be asked for now are in line: all if a lookup told the version, else the first,
-/// which tells it.
+/// A chunk's sections. Those that can be asked for now are queued: all if a lookup told the version, else only the
+/// first, which tells it.
 pub struct WholeFetch {
     wanted: Arc<ChunkFetch>,
     parts: Vec<Part>,
@@ -39,7 +39,7 @@ impl WholeFetch {
         }
     }
 
-    /// Fetches and verifies the whole chunk, and remembers what that says of its existence.
+    /// Fetches and verifies the whole chunk, and remembers what the outcome says of its existence.
     pub async fn fetch(self) -> Result<LoadedChunk, Miss> {
         let wanted = Arc::clone(&self.wanted);
         let landed = self.land().await;
@@ -54,7 +54,7 @@ impl WholeFetch {
         Ok(chunk)
     }
 
-    /// All of the object, of one version.
+    /// Gets all sections of the object, of one version.
     async fn land(self) -> Result<(Vec<Part>, Version), ObjectError> {
         let Self {
             wanted,
@@ -79,7 +79,7 @@ impl WholeFetch {
             .await;
         let (version, turn) = got?;
         let line = rest.iter().map(|part| wanted.wait(part)).collect();
-        // Not before the rest is in line, or a later chunk would slip in between.
+        // Only once the rest is queued, or a later chunk would slip in between.
         drop(turn);
         let (rest, same) = get_all(&wanted, rest, line, &version.etag).await;
         same?;
@@ -88,8 +88,8 @@ impl WholeFetch {
     }
 }
 
-/// Some ranges at once, each in a task of its own: digests are computed where bytes arrive, on as many cores as there are.
-/// Waits to the end of each, since only then are their parts of the slot ours again.
+/// Gets some ranges at once, each in a task of its own: digests are computed where bytes arrive, on as many cores
+/// as there are. Waits for the end of each, since only then are their parts of the slot ours again.
 async fn get_all(
     wanted: &Arc<ChunkFetch>,
     parts: Vec<Part>,
@@ -116,7 +116,7 @@ async fn get_all(
         };
         match (&mut versions, got) {
             (Ok(versions), Ok(version)) => versions.push(version),
-            // Of several errors, one that is not "changed" says more.
+            // Of several errors, one other than "changed" says more.
             (Err(error), Err(other)) if error.kind == ErrorKind::Changed => *error = other,
             (Ok(_), Err(error)) => versions = Err(error),
             (Err(_), _) => {}

@@ -7,7 +7,7 @@ use crate::cache::gateway::fetch::WholeFetch;
 
 impl Drive {
     pub async fn in_chunk_order(mut self) {
-        // Nobody is left to tell.
+        // An error means that the stream is gone.
         let _dropped = self.chunk_by_chunk().await;
     }
 
@@ -25,7 +25,7 @@ impl Drive {
                 }
                 ChunkSource::S3(slot, announcement) => {
                     let place = |section| self.place(index * sections.len() + section);
-                    // In line here and not in the task, which may run later than the next chunk's.
+                    // Queued here and not in the task, which may run later than the next chunk's.
                     let started = WholeFetch::new(self.wanted(index), slot, &sections, place);
                     let fetch = started.fetch();
                     match announcement {

@@ -29,24 +29,24 @@ pub struct Drive {
     pub tiers: Arc<Tiers>,
     pub space: Space,
     pub chunks: Vec<ChunkHash>,
-    /// Those before it need no driver.
+    /// The first chunk for the driver; those before need none.
     pub first: usize,
     pub deadline: Instant,
     number: u64,
     ticket: Option<Ticket>,
     credit: Option<Credit>,
-    /// Spent already, for chunks that come next.
+    /// Credit spent already, for chunks that come next.
     spent: VecDeque<Spent>,
     /// Found already, of chunks that come next.
     found: VecDeque<ChunkSource>,
     steps: mpsc::UnboundedSender<LoadStep>,
 }
 
-/// Where a chunk comes from.
+/// The source of a chunk.
 pub enum ChunkSource {
     Missing(Miss),
     Memory(LoadedChunk),
-    /// It is on its way already, or from the disk.
+    /// On its way already, or from the disk.
     Flight(Arc<Flight>),
     /// S3, into this slot. Others are told of it, unless that was to wait.
     S3(SlotMut, Option<Announcement>),
@@ -84,7 +84,7 @@ impl Drive {
         (drive, receiver)
     }
 
-    /// The first chunks, as far as they are in memory: they need no task.
+    /// Takes the leading chunks that are in memory: they need no task.
     pub fn begin_with_memory(&mut self) -> VecDeque<LoadedChunk> {
         let mut ready = VecDeque::new();
         let bytes = self.space.layout().object_len();
@@ -105,7 +105,7 @@ impl Drive {
         ready
     }
 
-    /// Finds out where a chunk comes from, with a slot where it needs one; also what it takes of the load's credit.
+    /// Finds a chunk's source, with a slot where it needs one; also what it takes of the load's credit.
     ///
     /// Only the holder of the ticket may wait for a slot. The load keeps it until every chunk has its slot, so of all
     /// loads only the oldest ever waits for one. A load that waits for its own client to release something is not
@@ -120,9 +120,9 @@ impl Drive {
         }
     }
 
-    /// Spends credit for some chunks at once. What it can't have by the deadline, the chunks miss one by one.
+    /// Spends credit for some chunks at once. Without enough credit by the deadline, the chunks miss one by one.
     pub async fn spend_for(&mut self, chunks: usize) {
-        // It fails with the first chunk if it does here.
+        // A failure here is reported with the first chunk.
         let _late = self.spend_together(chunks).await;
     }
 
@@ -134,7 +134,7 @@ impl Drive {
         Ok(self.spent.pop_front())
     }
 
-    /// Not one chunk's after the other: another load of the same engine may want as much.
+    /// Spends for all at once, not chunk by chunk: another load of the same engine may want as much.
     async fn spend_together(&mut self, chunks: usize) -> Result<(), Miss> {
         let Some(credit) = self.credit.clone() else {
             return Ok(());
@@ -171,7 +171,7 @@ impl Drive {
             self.may_be_there(&chunk)?;
         }
         let slot = self.slot().await?;
-        // While it waited another load may have brought it.
+        // Another load may have brought it during the wait.
         if let Some(source) = self.here(&chunk) {
             return Ok(source);
         }
@@ -183,7 +183,7 @@ impl Drive {
             Ok(announcement) => announcement,
             Err(flight) => return Ok(ChunkSource::Flight(flight)),
         };
-        // One that was on its way when we looked, and is here by now.
+        // A chunk that was on its way at the first look, and is here by now.
         if let Some(chunk) = self.resident(&chunk) {
             return Ok(ChunkSource::Memory(chunk));
         }
@@ -286,8 +286,8 @@ impl Drive {
         self.ticket = None;
     }
 
-    /// The chunk of a flight. Where whoever flew it gave up, it is fetched anew if there is a slot; waiting for one here
-    /// would be waiting out of turn.
+    /// The chunk of a flight. If the flight was given up, it is fetched anew if there is a slot; waiting for one
+    /// here would be waiting out of turn.
     pub fn joined(
         &self,
         index: usize,
@@ -298,7 +298,7 @@ impl Drive {
         let deadline = self.deadline;
         async move {
             match tokio::time::timeout_at(deadline, flight.outcome()).await {
-                // Its deadline may have been another load's.
+                // The deadline may have been another load's.
                 Ok(Some(Err(Miss::Unknown(error)))) if error.kind == ErrorKind::Deadline => {
                     if Instant::now() >= deadline {
                         return Err(Miss::Unknown(error));
@@ -312,7 +312,7 @@ impl Drive {
                     return Err(wanted.missed(late));
                 }
             }
-            // It may have come another way, and not be on S3.
+            // The chunk may have come another way, and not be on S3.
             if let Some(here) = resident(&tiers, &space, &chunk) {
                 return Ok(here);
             }
@@ -329,7 +329,7 @@ impl Drive {
 
     pub fn wanted(&self, index: usize) -> Arc<ChunkFetch> {
         let chunk = &self.chunks[index];
-        // Others may wait for it, who have more time.
+        // Other loads with more time may wait for it.
         let deadline = self
             .deadline
             .max(Instant::now() + self.tiers.options.load_deadline);

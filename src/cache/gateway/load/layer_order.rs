@@ -1,4 +1,4 @@
-//! Groups of layers: the first ones of all chunks, then the next ones. What that guarantees is at
+//! Groups of layers: the first group of all chunks, then the next one. Its guarantees are at
 //! [`Order`](crate::protocol::Order).
 //!
 //! A chunk's first group tells its version and header, so the chunk's other groups wait for that one. The slots of a window
@@ -31,23 +31,24 @@ use crate::s3::object::ErrorKind;
 /// Steps (one group of one window's chunks) that may be under way.
 const STEPS_MAX: usize = 2;
 
-/// How many of a load's chunks go together: those that have room in half of the arena. Then the first step of the next
-/// window finds room while the last of this one is under way; and the slots of one window always fit, however those that
-/// it has already lie: they leave a hole that is larger than the average, which is at least a slot.
+/// Number of a load's chunks that go together: those that have room in half of the arena. Then the first step of
+/// the next window finds room while the last of this one is under way; and the slots of one window always fit,
+/// wherever those that it has already lie: they leave a hole that is larger than the average, which is at least a
+/// slot.
 pub fn window(space: &Space, chunks: usize, arena_bytes: usize) -> usize {
     let slot_bytes = space.layout().object_len().next_multiple_of(SLOT_ALIGN);
     (arena_bytes / 2 / slot_bytes).clamp(1, chunks.max(1))
 }
 
-/// A chunk under way, as the driver has it.
+/// A chunk under way, as the driver sees it.
 enum Chunk {
     /// Its groups come from S3.
     Fetched {
         shared: Arc<Shared>,
-        /// Of the groups that were not started.
+        /// Parts of the groups that were not started.
         parts: std::vec::IntoIter<Part>,
     },
-    /// It comes whole: from memory, from the disk, or because another load fetches it.
+    /// The chunk comes whole: from memory, from the disk, or because another load fetches it.
     Whole(Whole),
 }
 
@@ -57,14 +58,14 @@ type Whole = Arc<SetOnce<Result<LoadedChunk, Miss>>>;
 /// The common part of the tasks of a chunk's groups.
 struct Shared {
     wanted: Arc<ChunkFetch>,
-    /// From its first group, or why that is a miss.
+    /// The head from the first group, or the reason for its miss.
     head: SetOnce<Result<ObjectHead, Miss>>,
     missed: AtomicBool,
     credit: Option<Spent>,
     landed: Mutex<Landed>,
 }
 
-/// The groups that are here, to keep the chunk when all are.
+/// The groups that have landed, to keep the chunk when all have.
 #[derive(Default)]
 struct Landed {
     groups: Vec<Option<Slot>>,
@@ -73,7 +74,7 @@ struct Landed {
 
 impl Drive {
     pub async fn in_layer_order(mut self, window: usize, run_end: RunEnd) {
-        // Nobody is left to tell.
+        // An error means that the stream is gone.
         let _dropped = self.window_by_window(window, &run_end).await;
     }
 
@@ -84,7 +85,8 @@ impl Drive {
         for start in (0..self.chunks.len()).step_by(window) {
             let indices = start..self.chunks.len().min(start + window);
             let mut chunks = Vec::with_capacity(indices.len());
-            // All of it before the first slot: who has slots and waits for his client may be waited for by others.
+            // All credit before the first slot: a load that has slots and waits for its client may hold up other
+            // loads.
             self.spend_for(indices.len()).await;
             for group in 0..groups.len() {
                 let step = gate.pass().await;
@@ -117,7 +119,8 @@ impl Drive {
         Ok(())
     }
 
-    /// Takes a slot for a chunk and starts its first group. None if there is nothing to go on with.
+    /// Takes a slot for a chunk and starts its first group. None if the chunk is missing or behind the end of the
+    /// run.
     async fn begin(
         &mut self,
         index: usize,
@@ -160,7 +163,7 @@ impl Drive {
                         at = run_end.passes(index) => Err(Miss::RunEnded { at }),
                         outcome = joined => outcome.map(|chunk| chunk.with_credit(credit)),
                     };
-                    // Nobody else sets it.
+                    // It is set only here.
                     let _ = told.set(outcome.clone());
                     outcome.map(|chunk| chunk.group(first))
                 })?;
@@ -192,7 +195,7 @@ impl Drive {
         Ok(Some(Chunk::Fetched { shared, parts }))
     }
 
-    /// A group of a chunk that comes whole.
+    /// Sends a group of a chunk that comes whole.
     fn group_of(
         &self,
         index: usize,
@@ -228,7 +231,7 @@ impl Drive {
             Chunk::Fetched { shared, parts } => (shared, parts),
         };
         if shared.missed.load(Ordering::Relaxed) || !run_end.wants(index) {
-            // With them the slot is free as soon as nobody writes to it any more.
+            // Dropping the parts frees the slot as soon as no task writes to it any more.
             *parts = Vec::new().into_iter();
         }
         let Some(part) = parts.next() else {
@@ -288,7 +291,7 @@ impl Shared {
         Err(ended)
     }
 
-    /// It will not be whole. Others may still be to be told so.
+    /// Gives up the whole chunk. Returns the announcement if others are still to be told.
     fn give_up(&self) -> Option<Announcement> {
         self.missed.store(true, Ordering::Relaxed);
         let mut landed = self.lock();
@@ -301,7 +304,7 @@ impl Shared {
             Ok((head, chunk)) => (Ok(head), Ok(chunk)),
             Err(miss) => (Err(miss.clone()), Err(miss)),
         };
-        // Nobody else sets it.
+        // It is set only here.
         let _ = self.head.set(head);
         outcome
     }
@@ -316,7 +319,7 @@ impl Shared {
             got = wanted.get(&mut part, None, kind, waiting).await;
         }
         let (version, turn) = got.map_err(|error| wanted.missed(error))?;
-        // Should it have to be read again, it gets in line again.
+        // A second reading queues again.
         drop(turn);
         let head = wanted.head(&mut part, version).await?;
         wanted.check(&mut part, &head).await?;
@@ -326,7 +329,8 @@ impl Shared {
     }
 
     async fn further(self: Arc<Self>, mut part: Part, group: usize) -> Result<LoadedChunk, Miss> {
-        // The asker has it from the first group; those who joined have it from whichever tells them first.
+        // This load has the miss from the first group; loads that joined have it from the group that tells them
+        // first.
         let head = self.head.wait().await.as_ref().map_err(Miss::clone)?;
         let wanted = &self.wanted;
         let (etag, kind) = (&head.version.etag, head.header.digest_kind);
@@ -338,7 +342,7 @@ impl Shared {
         Ok(self.landed(group, wanted.loaded([part])))
     }
 
-    /// With the last group the whole chunk is here, for others too.
+    /// Notes a landed group. With the last one the whole chunk is here, for other loads too.
     fn landed(&self, group: usize, (chunk, slot): (LoadedChunk, Slot)) -> LoadedChunk {
         let mut landed = self.lock();
         if let Some(place) = landed.groups.get_mut(group) {
@@ -365,7 +369,7 @@ impl Shared {
     }
 }
 
-/// Held by everything that belongs to a step.
+/// A token held by everything that belongs to a step.
 type StepToken = mpsc::Sender<Infallible>;
 
 /// Lets a step start when the one before the last is over.
@@ -379,7 +383,7 @@ impl Gate {
         if self.under_way.len() == STEPS_MAX
             && let Some(mut oldest) = self.under_way.pop_front()
         {
-            // Ends when the last of its tokens is gone.
+            // Ends when the last of its tokens is dropped.
             oldest.recv().await;
         }
         let (token, receiver) = mpsc::channel(1);

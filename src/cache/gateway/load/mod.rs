@@ -1,4 +1,5 @@
-//! Loads: a driver gets slots and starts the fetches, in chunk order or in layer order; the stream hands out what has come.
+//! Loads: a driver gets slots and starts the fetches, in chunk order or in layer order; the stream hands out the
+//! outcomes.
 
 mod chunk_order;
 mod drive;
@@ -21,7 +22,7 @@ use crate::protocol::Order;
 /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
 pub fn start(tiers: &Arc<Tiers>, request: LoadSpec, credit: Option<Credit>) -> LoadStream {
     let chunks = request.chunks.len();
-    // Half of either.
+    // A window takes half of the credit or of the arena, whichever is less.
     let most = credit
         .as_ref()
         .map_or(usize::MAX, Credit::bytes)
@@ -31,7 +32,7 @@ pub fn start(tiers: &Arc<Tiers>, request: LoadSpec, credit: Option<Credit>) -> L
         Order::Layer => window(&request.space, chunks, most),
     };
     let order = match window {
-        // The whole load, however small the arena.
+        // One chunk is the whole load, however small the arena.
         _ if chunks == 1 => request.order,
         1 => Order::Chunk,
         _ => Order::Layer,

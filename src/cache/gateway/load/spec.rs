@@ -8,9 +8,9 @@ use crate::protocol::Order;
 /// How a load goes on once a chunk is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterMiss {
-    /// Ends: what an engine can use is the leading run.
+    /// Ends: an engine can use only the leading run.
     Stop,
-    /// Loads the others all the same.
+    /// Loads the other chunks all the same.
     Continue,
 }
 

@@ -1,5 +1,5 @@
-//! The outcomes of a load in their order. A driver fetches in the background; the stream hands out what has come, and
-//! ends the run at the first miss where the caller wants that.
+//! The outcomes of a load in their order. A driver fetches in the background; the stream hands out the outcomes,
+//! and ends the run at the first miss where the caller wants that.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -14,17 +14,17 @@ use crate::cache::gateway::task::Task;
 use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
-/// The outcomes of a load, each as soon as it and those before it are known. Dropping it gives up the rest.
+/// The outcomes of a load, each as soon as it and those before it are known. Dropping the stream gives up the rest.
 ///
-/// In chunk order every chunk has one outcome, in the order of the prompt. In layer order a chunk has one for each group of
-/// layers until it misses; they come window by window, group by group, chunk by chunk. A miss is a chunk's last outcome.
-/// With [`AfterMiss::Stop`] it ends the run there: all later chunks are told so at once, and in layer order those before
-/// it go on.
+/// In chunk order every chunk has one outcome, in the order of the prompt. In layer order a chunk has one for each
+/// group of layers until it misses; they come window by window, group by group, chunk by chunk. A miss is a chunk's
+/// last outcome. With [`AfterMiss::Stop`] a miss ends the run: all later chunks get [`Miss::RunEnded`] at once, and
+/// in layer order those before it go on.
 pub struct LoadStream {
     order: Order,
     window: usize,
     after_miss: AfterMiss,
-    /// Chunk by chunk: its last outcome was told.
+    /// For each chunk, whether its last outcome was told.
     over: Vec<bool>,
     open: usize,
     ended_at: Option<usize>,
@@ -32,9 +32,9 @@ pub struct LoadStream {
     tell: usize,
     run_end: watch::Sender<usize>,
     steps: mpsc::UnboundedReceiver<LoadStep>,
-    /// The one whose outcome comes next, once it is here.
+    /// The step whose outcome comes next, once it is here.
     current: Option<LoadStep>,
-    /// Chunks that were in memory when the load began, the first ones.
+    /// The leading chunks that were in memory when the load began.
     ready: VecDeque<LoadedChunk>,
     /// None if there is nothing to fetch.
     driver: Option<Task<()>>,
@@ -43,15 +43,15 @@ pub struct LoadStream {
 /// An outcome on its way; dropping it ends the fetch.
 pub struct LoadStep {
     pub index: usize,
-    /// The chunk has no further ones.
+    /// Whether this is the chunk's last outcome.
     pub last: bool,
     pub fetch: Task<Result<LoadedChunk, Miss>>,
 }
 
-/// Nobody wants the outcomes any more.
+/// The stream was dropped: its outcomes are not wanted any more.
 pub struct LoadGone;
 
-/// Where the run ends, for those who fetch what comes after.
+/// The end of the run, for the tasks that fetch later chunks.
 #[derive(Clone)]
 pub struct RunEnd(watch::Receiver<usize>);
 
@@ -82,18 +82,18 @@ impl LoadStream {
         }
     }
 
-    /// The order it is done in: that of the request, or chunk order where layer order has no room.
+    /// The order of the load: that of the request, or chunk order where layer order has no room.
     pub fn order(&self) -> Order {
         self.order
     }
 
-    /// Chunks whose layers come together: 1 in chunk order.
+    /// Number of chunks whose layers come together: 1 in chunk order.
     pub fn window(&self) -> usize {
         self.window
     }
 
-    /// The next outcome, with the chunk's place in the request; None after the last. Cancel safe: dropping the future
-    /// loses nothing.
+    /// The next outcome, with the chunk's position in the request; None after the last. Cancel safe: dropping the
+    /// future loses nothing.
     pub async fn next(&mut self) -> Option<(usize, Result<LoadedChunk, Miss>)> {
         loop {
             if let Some((index, at)) = self.next_after_the_end() {
@@ -137,12 +137,12 @@ impl LoadStream {
         self.open -= 1;
     }
 
-    /// Ends what is under way behind a missing chunk.
+    /// Ends the fetches under way behind a missing chunk.
     fn end_run(&mut self, at: usize) {
         (self.ended_at, self.tell) = (Some(at), at + 1);
         self.run_end.send_replace(at);
         if self.over[..at].iter().all(|&over| over) {
-            // Nothing before it goes on either. This gives the ticket back, too.
+            // No fetch before it goes on either. This gives the ticket back, too.
             if let Some(driver) = &self.driver {
                 driver.end();
             }
@@ -151,7 +151,7 @@ impl LoadStream {
         }
     }
 
-    /// A chunk behind the end of the run that was not told yet, and where the end is.
+    /// A chunk behind the end of the run that was not told yet, and the position of the end.
     fn next_after_the_end(&mut self) -> Option<(usize, usize)> {
         let at = self.ended_at?;
         let index = (self.tell..self.over.len()).find(|&index| !self.over[index])?;
@@ -160,8 +160,8 @@ impl LoadStream {
         Some((index, at))
     }
 
-    /// All outcomes, in the order in which they come: in chunk order one for each chunk. Every loaded chunk keeps its slot
-    /// meanwhile, so they must fit in the arena together.
+    /// All outcomes, in the order in which they come: in chunk order one for each chunk. Every loaded chunk keeps
+    /// its slot meanwhile, so all must fit in the arena together.
     pub async fn collect(mut self) -> Vec<Result<LoadedChunk, Miss>> {
         let mut outcomes = Vec::with_capacity(self.open);
         while let Some((_, outcome)) = self.next().await {
@@ -177,12 +177,12 @@ impl RunEnd {
         index < *self.0.borrow()
     }
 
-    /// Waits until a chunk is not wanted any more; tells where the run ended.
+    /// Waits until a chunk is not wanted any more; returns the end of the run.
     pub async fn passes(mut self, index: usize) -> usize {
         let at = self.0.wait_for(|&at| at <= index).await.map(|at| *at);
         match at {
             Ok(at) => at,
-            // The stream is gone, and with it soon whoever waits here.
+            // The stream is gone, and soon the task that waits here as well.
             Err(_) => pending().await,
         }
     }

@@ -1,12 +1,13 @@
-//! Chunks that the disks have and S3 has not: the life of this node in which they were committed ended before they were
-//! sent. Lookups find them here, so no engine stores them again; they must go to S3 by themselves.
+//! Chunks that the disks have and S3 has not: they were committed in an earlier life of this node, which ended
+//! before they were sent. Lookups find them here, so no engine stores them again; the node must send them by
+//! itself.
 //!
-//! They go one after the other, each with a slot that nothing else wants at that moment and a turn among the other PUTs.
-//! So they take no room of the write-behind, and a new store waits for one of them at most.
+//! They are sent one after the other, each with a slot that nothing else wants at that moment and a turn among the
+//! other PUTs. So they take no room of the write-behind, and a new store waits for one of them at most.
 //!
-//! That a chunk is unsent is known to the write-behind until S3 has it, it is deleted, or it is lost: a disk that is taken
-//! out ends nothing, and what comes back with it is sent. A chunk is lost when its file is gone, or can't be read twice; it
-//! counts as dropped then.
+//! The write-behind lists a chunk as unsent until S3 has it, it is deleted, or it is lost: a disk that is taken out
+//! ends nothing, and its chunks are sent when it comes back. A chunk is lost when its file is gone, or can't be
+//! read twice; it then counts as dropped.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -20,11 +21,11 @@ use crate::cache::gateway::tiers::Tiers;
 use crate::cache::tier::{Backlog, Disk, Unsent};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
-/// A space's JSON is far below this, with its tens of thousands of planes at most.
+/// Limit of a space's JSON, which is far smaller, with its tens of thousands of planes at most.
 const SPACE_JSON_BYTES_MAX: usize = 64 << 20;
 
-/// Sends what the disks had at start, and those that are taken up again. A flush waits for it from now on, and it goes on
-/// for as long as the answer is polled.
+/// Sends the chunks that the disks had at start, and those of disks that are taken up again. A flush waits for it
+/// from now on, and it goes on for as long as the returned future is polled.
 pub fn send_backlog(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use<> {
     let (tiers, mut backlog) = (Arc::clone(tiers), Backlog::default());
     let mut homeless = HashSet::new();
@@ -57,7 +58,7 @@ pub fn send_backlog(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use
     }
 }
 
-/// A space is known: chunks on the disks may have waited for that.
+/// Makes a space known: chunks on the disks may have waited for that.
 pub fn knows(tiers: &Tiers, space: &Space) {
     if let Some(disk) = tiers.disk().filter(|disk| disk.is_homeless(space.key())) {
         let (disk, space) = (disk.clone(), space.clone());
@@ -65,7 +66,7 @@ pub fn knows(tiers: &Tiers, space: &Space) {
     }
 }
 
-/// Asks S3 for spaces that the disks have chunks of and don't know.
+/// Asks S3 for unknown spaces that the disks have chunks of.
 async fn find_spaces(tiers: &Tiers, disk: &Disk, homeless: &mut HashSet<SpaceKey>) {
     homeless.retain(|space| disk.is_homeless(*space));
     for &key in &*homeless {
@@ -91,16 +92,16 @@ async fn send_from_disk(tiers: &Tiers, space: &Space, chunk: &ChunkHash) {
     let key = (space.key(), *chunk);
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
-    // It may be deleted meanwhile, or sent by an engine's store.
+    // The chunk may be deleted meanwhile, or sent by an engine's store.
     while tiers.behind.is_backlog(&key) {
         match tier.disk.unsent(&key) {
-            // It comes again when the disk does.
+            // The chunk comes back with its disk.
             Unsent::Out => return,
             Unsent::No => return tiers.behind.lost([key]),
             Unsent::Here => {}
         }
         let is_last = !tier.flow.stores_lower;
-        // Where the disk is the last tier by now, it has arrived.
+        // Where the disk is the last tier by now, the chunk has arrived.
         if is_last || try_send(tiers, &tier.disk, space, chunk).await {
             tiers.behind.backlog_ends(&key, is_last);
             tier.disk.clean(&key).await;
@@ -113,7 +114,7 @@ async fn send_from_disk(tiers: &Tiers, space: &Space, chunk: &ChunkHash) {
     }
 }
 
-/// True if S3 has it now. Nothing is held between two attempts.
+/// Tries once; true if S3 has the chunk now. Nothing is held between two attempts.
 async fn try_send(tiers: &Tiers, disk: &Disk, space: &Space, chunk: &ChunkHash) -> bool {
     if tiers.bucket.is_present(&(space.key(), *chunk)) == Some(true) {
         return true;
@@ -140,7 +141,7 @@ async fn try_send(tiers: &Tiers, disk: &Disk, space: &Space, chunk: &ChunkHash) 
     }
 }
 
-/// A flush waits for it from now on.
+/// Adds a backlog; a flush waits for it from now on.
 fn take_on(tiers: &Tiers, backlog: &Backlog, homeless: &mut HashSet<SpaceKey>) {
     let keys = backlog.chunks.iter().map(|(space, chunk)| (space.key(), *chunk));
     // Some were sent since their disk was read: the list before may have had them too.

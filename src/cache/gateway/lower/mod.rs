@@ -1,5 +1,5 @@
-//! The way down: chunks in memory go to the disk and to S3 behind the engine's back, in the order in which they were
-//! committed (`tiers/behind.rs`), and are tried again until they are there.
+//! The way down: chunks in memory go to the disk and to S3 in the background, in the order of their commits
+//! (`tiers/behind.rs`), and are tried again until they are there.
 
 mod backlog;
 
@@ -19,7 +19,8 @@ use crate::format::{ChunkHash, Space};
 use crate::protocol::Tier;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
-/// The chunk, if it is in memory. One that was stored here and has been asked for often enough goes lower with that.
+/// The chunk, if it is in memory. A chunk that was stored here is sent lower once it has been asked for often
+/// enough.
 pub fn resident(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
     let found = tiers.memory.get(&(space.key(), *chunk), space)?;
     if found.is_due
@@ -52,7 +53,7 @@ fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slo
     write_behind(tiers, room, space, chunk, None, Sealed::Now(object.clone()));
 }
 
-/// Brings a chunk that is in memory to the lower tiers, some time.
+/// Queues a chunk that is in memory for the lower tiers.
 pub fn write_behind(
     tiers: &Arc<Tiers>,
     room: Room,
@@ -69,11 +70,11 @@ pub fn write_behind(
     }
 }
 
-/// Starts those that wait, in their order, as the bytes in flight allow.
+/// Starts waiting jobs in their order, as the bytes in flight allow.
 async fn dispatch(tiers: Arc<Tiers>) {
     while let Some(bytes) = tiers.behind.next_bytes() {
         let permits = tiers.bucket.put_permits(bytes).await;
-        // The first may be another one by now.
+        // The first job may be another one by now.
         let Some((number, chunk, mut job)) = tiers.behind.start(bytes) else {
             continue;
         };
@@ -87,7 +88,7 @@ async fn dispatch(tiers: Arc<Tiers>) {
     }
 }
 
-/// Down to the lowest tier that is to have it.
+/// Brings a chunk down to the lowest tier that is to have it.
 async fn lower(
     tiers: &Tiers,
     chunk: ChunkHash,
@@ -127,12 +128,12 @@ async fn lower(
                 tiers.behind.failed();
                 bucket.warnings.waits.tell(&error);
                 if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
-                    // The slot itself is damaged: nobody may load it, and no attempt can send it.
+                    // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
                     return StoreOutcome::Failed(error);
                 }
             }
-            // Another store of it is under way, which may fail.
+            // Another store of the chunk is under way, which may fail.
             StoreOutcome::Pending => {}
             outcome => {
                 if let Some(disk) = tiers.disk() {
@@ -141,14 +142,14 @@ async fn lower(
                 return outcome;
             }
         }
-        // Not all at once when the server is back.
+        // Spread the retries, so that they don't come all at once when the server is back.
         tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
         wait = (wait * 2).min(options.retry_max);
         permits = bucket.put_permits(object.len()).await;
     }
 }
 
-/// Whether a disk has it now.
+/// Writes a chunk to the disk; returns whether a disk has it now.
 async fn write_to_disk(
     tiers: &Tiers,
     space: &Space,

@@ -1,6 +1,7 @@
 //! Chunks that are on their way into memory, so that several loads of the same chunk read it once.
 //!
-//! A *flight* is one chunk's fetch. It goes on as long as anybody waits for it, whoever began it, and its outcome is for all.
+//! A *flight* is one chunk's fetch. It goes on as long as any load waits for it, whichever began it, and all of
+//! them get its outcome.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -22,20 +23,21 @@ pub struct Arriving {
     numbers: AtomicU64,
 }
 
-/// A fetch that others may wait for too.
+/// A fetch that other loads may wait for too.
 pub struct Flight {
     told: watch::Receiver<Option<Outcome>>,
-    /// None where a load in layer order does it.
+    /// None where a load in layer order does the fetch.
     _task: Option<Task<()>>,
 }
 
-/// The right and the duty to fetch a chunk. Dropped before it tells, it leaves those who wait to themselves.
+/// The right and the duty to fetch a chunk. If it is dropped before it tells, the waiting loads go on by
+/// themselves.
 pub struct Announcement {
     arriving: Arc<Arriving>,
     key: ChunkId,
     number: u64,
     tell: watch::Sender<Option<Outcome>>,
-    /// Keeps what others join.
+    /// Keeps the flight that other loads join.
     flight: Option<Arc<Flight>>,
 }
 
@@ -44,7 +46,7 @@ impl Arriving {
         self.flights.get(key)?.1.upgrade()
     }
 
-    /// Joins whoever fetches the chunk, or announces that the caller does.
+    /// Joins the flight of the chunk, or announces that the caller fetches it.
     pub fn announce(self: &Arc<Self>, key: ChunkId) -> Result<Announcement, Arc<Flight>> {
         let entry = self.flights.entry(key);
         if let Entry::Occupied(entry) = &entry
@@ -67,11 +69,11 @@ impl Arriving {
 }
 
 impl Announcement {
-    /// Fetches in a task that lives as long as anybody waits for it.
+    /// Fetches in a task that lives as long as any load waits for it.
     pub fn fly(mut self, fetch: impl Future<Output = Outcome> + Send + 'static) -> Arc<Flight> {
         let told = self.tell.subscribe();
         let (arriving, key, number) = (Arc::clone(&self.arriving), self.key, self.number);
-        // Its owners are those who wait, not the fetch itself.
+        // The waiting loads own the flight, not the fetch itself.
         let before = self.flight.take();
         let task = Task::spawn(async move {
             let outcome = fetch.await;
@@ -104,7 +106,7 @@ impl Drop for Announcement {
 }
 
 impl Arriving {
-    /// From here on nobody joins whoever fetches it.
+    /// From here on no load joins the flight of the chunk.
     pub fn forget(&self, key: &ChunkId) {
         self.flights.remove(key);
     }
@@ -115,7 +117,7 @@ impl Arriving {
 }
 
 impl Flight {
-    /// None: whoever fetched it gave up.
+    /// Waits for the outcome; None if the fetch was given up.
     pub async fn outcome(&self) -> Option<Outcome> {
         let mut told = self.told.clone();
         let outcome = told.wait_for(Option::is_some).await.ok()?;

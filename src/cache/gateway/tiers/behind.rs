@@ -1,10 +1,11 @@
-//! Chunks that were committed and are not on the lower tiers yet. They go there in the order of their commits, and each
-//! is tried again until it is there: the engine that committed it is long gone on.
+//! Chunks that were committed and are not on the lower tiers yet. They go there in the order of their commits, and
+//! each is tried again until it is there: the engine that committed it has long gone on.
 //!
-//! The bytes are bounded, those that engines only reserved included. When they are used up, new chunks are refused, or the
-//! deepest descendants whose turn has not come are given up: what is left of a chain is of use without them, and never
-//! the other way round. Heads of chains are not given up. What was given up is remembered for a while, so that nothing is
-//! stored whose parent is not, and is taken up again when an engine wants to store it once more.
+//! The bytes are bounded, including those that engines only reserved. When they are used up, new chunks are
+//! refused, or the deepest descendants whose turn has not come are given up: the rest of a chain is of use without
+//! them, but never the other way round. Heads of chains are not given up. Chunks that were given up are remembered
+//! for a while, so that no chunk is stored whose parent is not; they are taken up again when an engine wants to
+//! store them once more.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,10 +26,10 @@ use serde::Serialize;
 /// Limits of the write-behind.
 #[derive(Debug, Clone, Copy)]
 pub struct BehindOptions {
-    /// Bytes committed and not stored, or reserved.
+    /// Limit of bytes committed and not stored, or reserved.
     pub bytes_max: usize,
     pub when_full: WhenFull,
-    /// For one attempt to store a chunk, after which it waits and tries again.
+    /// Time limit of one attempt to store a chunk, after which it waits and tries again.
     pub deadline: Duration,
     /// The first wait; it doubles up to `retry_max`.
     pub retry_base: Duration,
@@ -38,7 +39,7 @@ pub struct BehindOptions {
 pub struct Behind {
     options: BehindOptions,
     state: Mutex<State>,
-    /// Something ended.
+    /// Notified when an entry or a backlog chunk has ended.
     changed: Notify,
 }
 
@@ -48,22 +49,22 @@ struct State {
     chunks: HashMap<ChunkId, u64>,
     committed: u64,
     room_bytes: usize,
-    /// Those that were given up.
+    /// Chunks that were given up.
     dropped: Recent<(), DROPPED_MAX>,
-    /// Chunks that only a disk has, and that are still to be sent from there: none of them has an entry.
+    /// Chunks that only a disk has, still to be sent from there: none of them has an entry.
     backlog: HashSet<ChunkId>,
-    /// A task starts those whose turn comes.
+    /// Whether a task is starting jobs whose turn comes.
     dispatching: bool,
     stats: BehindStats,
 }
 
-/// How many that were given up are remembered.
+/// Number of given-up chunks that are remembered.
 const DROPPED_MAX: usize = 1 << 16;
 
 struct Entry {
     key: ChunkId,
     bytes: usize,
-    /// Chunks before it in the chain that wait as well.
+    /// Number of chunks before it in the chain that wait as well.
     depth: u32,
     /// The job; None once its turn has come.
     job: Option<WriteBehindJob>,
@@ -76,33 +77,33 @@ pub struct WriteBehindJob {
     pub space: Space,
     pub object: Sealed,
     pub since: Instant,
-    /// However it ends, also when it is dropped, the chunk may leave memory from then on.
+    /// When the job ends, in whatever way, or is dropped, the chunk may leave memory.
     _clean: Clean,
 }
 
 /// Figures of the write-behind; totals since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct BehindStats {
-    /// Committed and not on the lower tiers yet.
+    /// Chunks committed and not on the lower tiers yet.
     pub waiting_chunks: u64,
     pub waiting_bytes: u64,
-    /// Of an earlier life of this node, on its disks and not on S3 yet; also on disks that were taken out.
+    /// Chunks of an earlier life of this node, on its disks and not on S3 yet; also on disks that were taken out.
     pub backlog_chunks: u64,
-    /// Reserved by engines, not committed.
+    /// Bytes reserved by engines, not committed.
     pub reserved_bytes: u64,
     pub stored: u64,
-    /// Were there already.
+    /// Chunks that were there already.
     pub present: u64,
-    /// Given up because the write-behind was full, or at the end; or lost.
+    /// Chunks given up because the write-behind was full, or at the end; or lost.
     pub dropped: u64,
-    /// Of these, those whose only file could not be read or was gone.
+    /// Dropped chunks whose only file could not be read or was gone.
     pub lost: u64,
-    /// Committed, and not given to S3 because the configuration says so.
+    /// Chunks committed, and not sent to S3 because the configuration says so.
     pub kept_back: u64,
     pub failed_attempts: u64,
 }
 
-/// Bytes of the write-behind that are set aside for a chunk; they go back when it is dropped.
+/// Bytes of the write-behind set aside for a chunk; they go back when this is dropped.
 pub struct Room {
     behind: Arc<Behind>,
     bytes: usize,
@@ -123,8 +124,8 @@ impl Behind {
         }
     }
 
-    /// Room for a chunk, if need be that of others which are dropped: of those that are deeper than it would be, so never
-    /// of those that it comes after.
+    /// Room for a chunk, if need be that of others which are dropped: only those deeper than it would be, so never
+    /// one of its ancestors.
     pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&ChunkId>) -> Option<Room> {
         let mut dropped = Vec::new();
         let mut state = self.lock();
@@ -150,7 +151,7 @@ impl Behind {
         })
     }
 
-    /// Without the lock: what the tasks hold goes back to the arena.
+    /// Aborts the tasks of dropped entries, without the lock: their slots go back to the arena.
     fn dropped(&self, entries: &[Entry]) {
         for entry in entries {
             if let Some(task) = &entry.task {
@@ -162,17 +163,17 @@ impl Behind {
         }
     }
 
-    /// The chunk was not even taken: what comes after it in the chain is of no use either.
+    /// Notes a chunk that was refused: its descendants are of no use either.
     pub fn refused(&self, key: ChunkId) {
         self.lock().dropped.add(key, ());
     }
 
-    /// Some tier below has the chunk, whoever brought it there.
+    /// Notes that some tier below has the chunk, whichever node or store brought it there.
     pub fn is_there(&self, key: &ChunkId) {
         self.lock().dropped.remove(key);
     }
 
-    /// The chunk is to be nowhere.
+    /// Forgets a chunk that is to be deleted.
     pub fn cancel(&self, key: &ChunkId) {
         let cancelled = {
             let mut state = self.lock();
@@ -189,7 +190,7 @@ impl Behind {
         self.lock().dropped.has(key)
     }
 
-    /// A chunk waits from here on, with its room. False if it is given up because its parent was.
+    /// Queues a chunk, with its room. False if it is given up because its parent was.
     pub fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
         let mut state = self.lock();
         if parent.is_some_and(|parent| state.dropped.has(&parent)) {
@@ -198,7 +199,7 @@ impl Behind {
             return false;
         }
         state.dropped.remove(&key);
-        // It is in memory, and goes from there.
+        // The chunk is in memory, and is sent from there.
         state.backlog.remove(&key);
         state.committed += 1;
         let bytes = room.keep();
@@ -221,7 +222,7 @@ impl Behind {
         !std::mem::replace(&mut self.lock().dispatching, true)
     }
 
-    /// Bytes of the first whose turn has not come. Without one, the dispatcher is done.
+    /// Bytes of the first entry whose turn has not come. If there is none, the dispatcher is done.
     pub fn next_bytes(&self) -> Option<usize> {
         let mut state = self.lock();
         let next = state.entries.values().find(|entry| entry.job.is_some());
@@ -230,7 +231,7 @@ impl Behind {
         bytes
     }
 
-    /// The turn of the first has come, if it has no more than these bytes.
+    /// Starts the first waiting entry, if it has no more than these bytes.
     pub fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, WriteBehindJob)> {
         let mut state = self.lock();
         let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
@@ -258,7 +259,7 @@ impl Behind {
         self.changed.notify_waiters();
     }
 
-    /// Chunks that the disks have. Those that are in memory as well go from there.
+    /// Adds chunks that the disks have. Chunks that are in memory as well are sent from there.
     pub fn add_backlog(&self, chunks: impl Iterator<Item = ChunkId>) {
         let mut state = self.lock();
         for key in chunks {
@@ -272,7 +273,7 @@ impl Behind {
         self.lock().backlog.contains(key)
     }
 
-    /// One of the backlog is on S3, or on the last tier by now.
+    /// Ends a backlog chunk that is on S3, or on the last tier by now.
     pub fn backlog_ends(&self, key: &ChunkId, kept_back: bool) {
         let mut state = self.lock();
         if state.backlog.remove(key) {
@@ -282,7 +283,8 @@ impl Behind {
         self.changed.notify_waiters();
     }
 
-    /// No disk has these any more. Those that are in memory as well, that were sent or deleted are no loss.
+    /// Notes chunks that no disk has any more. Chunks that are in memory as well, that were sent or deleted are no
+    /// loss.
     pub fn lost(&self, keys: impl IntoIterator<Item = ChunkId>) {
         let mut state = self.lock();
         let lost = keys.into_iter().filter(|key| state.backlog.remove(key)).count() as u64;
@@ -290,7 +292,7 @@ impl Behind {
         self.lost_files(lost);
     }
 
-    /// Files of so many chunks that S3 does not have were no whole chunks.
+    /// Counts lost chunks that S3 does not have and whose files were no whole chunks.
     pub fn lost_files(&self, chunks: u64) {
         let mut state = self.lock();
         state.stats.dropped += chunks;
@@ -299,7 +301,7 @@ impl Behind {
         self.changed.notify_waiters();
     }
 
-    /// A chunk goes no lower, as the configuration says; or goes after all.
+    /// Counts a chunk that goes no lower, as the configuration says; or one that goes after all.
     pub fn keeps_back(&self, is_kept: bool) {
         let kept_back = &mut self.lock().stats.kept_back;
         *kept_back = match is_kept {
@@ -316,14 +318,14 @@ impl Behind {
         self.lock().stats.failed_attempts += 1;
     }
 
-    /// Waits until all that was committed before this call, in an earlier life as well, is stored or dropped; at most
-    /// until the deadline.
+    /// Waits until all chunks committed before this call, in an earlier life as well, are stored or dropped; at
+    /// most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         let upto = self.lock().committed;
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // From here on nothing is missed.
+            // From here on no notification is missed.
             changed.as_mut().enable();
             let flushed = {
                 let state = self.lock();
@@ -340,7 +342,7 @@ impl Behind {
         }
     }
 
-    /// Gives up all that waits; answers how many chunks are lost with that, and how many a disk keeps.
+    /// Gives up all waiting chunks; returns how many chunks are lost by that, and how many a disk keeps.
     pub fn give_up(&self, is_kept: impl Fn(&ChunkId) -> bool) -> (u64, u64) {
         let mut state = self.lock();
         let numbers: Vec<u64> = state.entries.keys().copied().collect();
@@ -368,7 +370,7 @@ impl Behind {
         }
     }
 
-    /// No panic can leave the state half-changed, so a poisoned lock is as good.
+    /// No panic can leave the state half-changed, so a poisoned lock is still usable.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -382,7 +384,7 @@ impl State {
         before.map_or(0, |before| before.depth + 1)
     }
 
-    /// The last of the deepest whose turn has not come; never a head.
+    /// Drops the last of the deepest entries whose turn has not come; never a head.
     fn drop_deeper_than(&mut self, depth: u32) -> Option<Entry> {
         let waiting = self
             .entries
@@ -406,7 +408,7 @@ impl State {
 }
 
 impl Room {
-    /// The bytes are an entry's from here on.
+    /// Hands the bytes over to an entry.
     fn keep(mut self) -> usize {
         std::mem::take(&mut self.bytes)
     }
@@ -421,7 +423,7 @@ impl Drop for Room {
 }
 
 impl WriteBehindJob {
-    /// For a chunk that is in memory, and is dirty there until it ends.
+    /// A job for a chunk that is in memory, and is dirty there until the job ends.
     pub fn new(memory: &Arc<Memory>, space: &Space, chunk: &ChunkHash, object: Sealed) -> Self {
         Self {
             space: space.clone(),
@@ -432,7 +434,7 @@ impl WriteBehindJob {
     }
 }
 
-/// Lets a chunk leave memory.
+/// Lets a chunk leave memory when it is dropped.
 struct Clean(Arc<Memory>, ChunkId);
 
 impl Drop for Clean {

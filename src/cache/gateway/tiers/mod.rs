@@ -1,4 +1,4 @@
-//! Where chunks are: in memory, on the disk, on S3; and what is on its way between them.
+//! The places of chunks: memory, the disk, S3; and chunks on their way between them.
 //!
 //! A library has the same tiers as a node: a memory that keeps nothing, no disk, and S3.
 
@@ -22,16 +22,16 @@ use crate::cache::tier::{Below, Disk, DiskStats, Memory, MemoryOptions, MemorySt
 use crate::format::ChunkId;
 use crate::protocol::{EvictionPolicy, Flushed, Tier, WhenFull};
 
-/// How the tiers of a node work together.
+/// The settings of a node's tiers and of the ways between them.
 #[derive(Clone)]
 pub struct TierOptions {
     pub memory: MemoryOptions,
     pub memory_flow: Flow,
     pub disk: Option<DiskTier>,
     pub behind: BehindOptions,
-    /// Bytes that may be on their way from memory to the disk because they came from S3.
+    /// Bytes from S3 that may be on their way from memory to the disk.
     pub promote_bytes_max: usize,
-    /// A load's time limit, for what others may wait for as well.
+    /// A load's time limit, used for fetches that other loads may join as well.
     pub load_deadline: Duration,
     /// Loads of the same chunk read it once.
     pub shares_loads: bool,
@@ -120,7 +120,7 @@ impl Tiers {
         })
     }
 
-    /// Whether S3 may be asked for what is neither in memory nor on the disk.
+    /// Whether S3 may be asked for chunks that are neither in memory nor on the disk.
     pub fn asks_s3(&self) -> bool {
         let disk = self.options.disk.as_ref();
         self.options.memory_flow.asks_lower && disk.is_none_or(|disk| disk.flow.asks_lower)
@@ -156,7 +156,7 @@ impl Tiers {
         }
     }
 
-    /// A chunk is to be nowhere on this node.
+    /// Removes a chunk from this node.
     pub async fn delete_here(&self, key: &ChunkId) {
         self.behind.cancel(key);
         self.arriving.forget(key);
@@ -166,7 +166,7 @@ impl Tiers {
         }
     }
 
-    /// Lets go of what is too old.
+    /// Drops chunks that are too old.
     pub async fn expire(&self) {
         self.memory.expire();
         if let Some(disk) = self.disk() {
@@ -174,8 +174,8 @@ impl Tiers {
         }
     }
 
-    /// Waits until all that was committed before, in an earlier life as well, is on S3, but for what the configuration keeps
-    /// from it; at most until the deadline.
+    /// Waits until all chunks that were committed before, in an earlier life as well, are on S3, but for those that
+    /// the configuration keeps from it; at most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         Flushed {
             unread_disks: self.disk().map_or(0, Disk::unread) as u64,
@@ -183,7 +183,8 @@ impl Tiers {
         }
     }
 
-    /// Gives up what is not on the lower tiers yet; answers how many chunks are lost with that, and how many the disks keep.
+    /// Gives up chunks that are not on the lower tiers yet; returns how many chunks are lost by that, and how many
+    /// the disks keep.
     pub fn give_up(&self) -> (u64, u64) {
         let is_kept = |key: &ChunkId| self.disk().map(|disk| disk.unsent(key)) == Some(Unsent::Here);
         let given_up = self.behind.give_up(is_kept);

@@ -1,5 +1,5 @@
-//! Copies by a GPU: DMA between the pinned arena and staging buffers, kernels between those and the pages. Events order
-//! them with the engine's stream.
+//! Copies by a GPU: DMA between the pinned arena and staging buffers, kernels between the buffers and the pages.
+//! Events order them with the engine's stream.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,9 +25,9 @@ pub struct CudaCopier {
     shares: Shares,
     /// `shares.rows`, on the device; None: DMAs go straight to the pages.
     table: Option<CudaSlice<PartRow>>,
-    /// Loads whose mark is passed.
+    /// The lane of loads whose mark is passed.
     load: Mutex<Lane>,
-    /// Those of one mark that is not: what waits here is in front of no other load.
+    /// The lane of loads of one mark that is not passed yet: they delay no other load.
     held: Mutex<Lane>,
     store: Mutex<Lane>,
     gpu: Arc<Gpu>,
@@ -40,11 +40,11 @@ pub struct CudaOptions {
     pub piece_bytes: usize,
     /// Staging buffers for each direction.
     pub staging_buffers: usize,
-    /// Of a kernel, at most; about as many SMs are busy.
+    /// Thread blocks of a kernel, at most; about as many SMs are busy.
     pub thread_blocks: u32,
-    /// From this run on, DMAs go straight to the pages.
+    /// From runs of this length on, DMAs go straight to the pages.
     pub direct_bytes: usize,
-    /// Memory is pinned in pieces of so many bytes.
+    /// Memory is pinned in pieces of this many bytes.
     pub pin_bytes: usize,
 }
 
@@ -61,8 +61,8 @@ impl From<&crate::config::Copies> for CudaOptions {
 }
 
 impl CudaCopier {
-    /// Until [`pin`](Self::pin), and of objects that are not in that memory, copies are slower and may make the calling
-    /// thread wait.
+    /// Until [`pin`](Self::pin), and for objects outside the pinned memory, copies are slower and may make the
+    /// calling thread wait.
     ///
     /// # Safety
     /// The cache's addresses are of memory on this GPU that stays there for as long as the copier lives. Between a
@@ -93,7 +93,7 @@ impl CudaCopier {
         })
     }
 
-    /// From the object into the pages, which comes after `after`.
+    /// Copies from the object into the pages, after `after`.
     pub fn load<S: Source>(
         &self,
         from: S,
@@ -106,7 +106,7 @@ impl CudaCopier {
         self.copy(from, Way::Scatter, host, job, parts, after)
     }
 
-    /// From the pages into the object, which comes after `after`.
+    /// Copies from the pages into the object, after `after`.
     pub fn store<T: Target>(
         &self,
         mut to: T,
@@ -119,18 +119,18 @@ impl CudaCopier {
         self.copy(to, Way::Gather, host, job, parts, after)
     }
 
-    /// What `engine` was given so far, for copies that come after it.
+    /// The work that `engine` was given so far, for copies that come after it.
     pub fn mark(&self, engine: EngineStream) -> Result<StreamMark, CudaError> {
         self.gpu.mark(engine)
     }
 
-    /// Registers memory with this copier's GPU, for [`pin`](Self::pin). That of a large arena takes seconds.
+    /// Registers memory with this copier's GPU, for [`pin`](Self::pin). For a large arena it takes seconds.
     pub fn register(&self, memory: impl Mapped) -> Arc<Pinned> {
         Arc::new(Pinned::register(&self.gpu, memory, self.options.pin_bytes))
     }
 
-    /// Objects will be in this memory from now on. If it is not that already, it waits for the copies that are under way:
-    /// they are from what was pinned before.
+    /// Expects objects in this memory from now on. If the memory is new, it waits for the copies under way, which
+    /// use the memory pinned before.
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CudaError> {
         for lane in [&self.load, &self.held, &self.store] {
             let mut lane = lock(lane);
@@ -176,7 +176,7 @@ impl CudaCopier {
         match self.submit(&mut lane, way, host, job, parts) {
             Ok(done) => Ok(Pending::new(held, Some(done))),
             Err(error) => {
-                // Some of it may be under way.
+                // Some of the copy may be under way.
                 if lane.finish_half().is_ok() {
                     return Err(error.into());
                 }
@@ -186,7 +186,8 @@ impl CudaCopier {
         }
     }
 
-    /// A lane on which pages are written after `after`, and after no younger mark. If need be this thread waits for `after`.
+    /// A lane that writes pages after `after`, and after no younger mark. This thread waits for `after` if
+    /// necessary.
     fn load_lane(&self, after: Option<&StreamMark>) -> Result<MutexGuard<'_, Lane>, CudaError> {
         let Some(after) = after else {
             return Ok(lock(&self.load));
@@ -231,7 +232,7 @@ impl CudaCopier {
         lane.end()
     }
 
-    /// Through a staging buffer.
+    /// Copies a piece through a staging buffer.
     fn piece(
         &self,
         lane: &mut Lane,
@@ -299,7 +300,7 @@ impl CudaCopier {
         Ok(())
     }
 
-    /// Straight between object and pages.
+    /// Copies straight between object and pages.
     fn direct(
         &self,
         lane: &Lane,
@@ -330,7 +331,7 @@ impl CudaCopier {
     }
 }
 
-/// No panic can leave a lane half-changed that matters: what it was given ends by itself.
+/// No panic can leave a lane half-changed in a way that matters: work given to it ends by itself.
 fn lock(lane: &Mutex<Lane>) -> MutexGuard<'_, Lane> {
     lane.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -339,12 +340,12 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
     let failed = call("copy the layout to the GPU");
     let stream = gpu.stream()?;
     let table = stream.clone_htod(rows).map_err(&failed)?;
-    // For the streams of both lanes.
+    // Both lanes' streams use it.
     stream.synchronize().map_err(&failed)?;
     Ok(table)
 }
 
-/// Whether every block's tokens are runs of so many bytes or more, so that DMAs alone are as fast.
+/// Whether the tokens of every block are runs of at least `direct_bytes`, so that DMAs alone are as fast.
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
     let block = Span {
         token: 0,
@@ -356,11 +357,11 @@ fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
         let region = Region::new(cache, part, &block);
         region.outer.count == 1 && region.run >= direct_bytes
     };
-    // With one block for all tokens nobody knows how long the runs will be.
+    // With one block for all tokens the length of the runs is unknown.
     cache.blocks() > 1 && cache.parts().iter().all(is_long)
 }
 
-/// Nothing may use the staging buffers, the table or the pinned memory any more.
+/// Waits until nothing uses the staging buffers, the table or the pinned memory any more.
 impl Drop for CudaCopier {
     fn drop(&mut self) {
         for lane in [&mut self.load, &mut self.held, &mut self.store] {

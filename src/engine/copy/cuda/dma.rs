@@ -1,4 +1,4 @@
-//! DMA copies of blocks of rows, as few calls as the strides allow.
+//! DMA copies of blocks of rows, in as few calls as the strides allow.
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{self, CUmemorytype};
@@ -19,7 +19,7 @@ pub(super) struct PinnedBlock {
 }
 
 impl PinnedBlock {
-    /// One row, where the rows lie side by side.
+    /// As one row, where the rows lie side by side.
     fn flat(mut self) -> Self {
         let touch = self.host_pitch == self.row_bytes && self.device_pitch == self.row_bytes;
         if touch {
@@ -33,7 +33,7 @@ impl PinnedBlock {
         (self.rows - 1) * self.host_pitch + self.row_bytes
     }
 
-    /// Its parts, none of which crosses from one registration into the next.
+    /// The block in parts, none of which crosses from one registration into the next.
     fn cut(self, pinned: Option<&Pinned>) -> Vec<Self> {
         let whole = self.flat();
         let Some(pinned) = pinned.filter(|pinned| pinned.reach(whole.host) < whole.host_bytes()) else {
@@ -63,7 +63,7 @@ impl PinnedBlock {
 /// Gives `stream` the copies of a block.
 ///
 /// # Safety
-/// Both sides must be there, and this copy's, until the stream has got past it.
+/// Both sides must be there, and used by this copy only, until the stream has got past it.
 pub(super) unsafe fn copy(
     stream: &CudaStream,
     way: Way,

@@ -1,4 +1,4 @@
-//! One GPU through the CUDA driver, loaded when it is there: context, events, streams and our kernels.
+//! One GPU through the CUDA driver, loaded if present: context, events, streams and our kernels.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 use super::kernel::Kernels;
 use crate::engine::copy::copier::EngineStream;
 
-/// The first that has everything that is called here.
+/// The first version with all functions that are called here.
 const DRIVER_MIN: i32 = 12_000;
 
-/// The GPU can't be used, or a call to its driver failed.
+/// Why the GPU can't be used, or a call to its driver failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     #[error("no NVIDIA driver here: libcuda.so.1 can't be loaded")]
@@ -26,19 +26,19 @@ pub enum CudaError {
     TooLarge(String),
 }
 
-/// For `map_err`: what was tried.
+/// For `map_err`: names the failed call.
 pub(super) fn call(what: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |error| CudaError::Call { what, error }
 }
 
-/// One GPU: its primary context, which the engine in this process has too, and our kernels in it.
+/// One GPU: its primary context, shared with the engine in this process, and our kernels in it.
 pub struct Gpu {
     pub(super) context: Arc<CudaContext>,
     pub(super) kernels: Kernels,
     pub(super) device: usize,
 }
 
-/// The devices that there are, for people.
+/// The device and driver, for people.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Presence {
     pub device: usize,
@@ -53,8 +53,8 @@ pub struct Presence {
 impl Gpu {
     /// Loads the driver, if there is one.
     pub fn open(device: usize) -> Result<Arc<Self>, CudaError> {
-        // SAFETY: loads libcuda if it is there, whose initialisers are NVIDIA's business. cudarc panics where it is
-        // not, so nothing of it is called before.
+        // SAFETY: loads libcuda if it is there, whose initialisers are NVIDIA's business. cudarc panics without it,
+        // so nothing else of it is called before.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
@@ -69,8 +69,8 @@ impl Gpu {
             return Err(CudaError::NoDevice { device, count });
         }
         let context = CudaContext::new(device).map_err(call("get the GPU's primary context"))?;
-        // SAFETY: all that is shared between our streams is ordered by events here. With tracking, making a stream
-        // would wait for all that the engine has under way.
+        // SAFETY: all that our streams share is ordered by events here. With tracking, making a stream would wait
+        // for all work that the engine has under way.
         unsafe { context.disable_event_tracking() };
         let kernels = Kernels::load(&context)?;
         Ok(Arc::new(Self {
@@ -98,7 +98,7 @@ impl Gpu {
         })
     }
 
-    /// For those who make their own streams and allocations on it.
+    /// The context, for callers that make their own streams and allocations.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
@@ -107,11 +107,11 @@ impl Gpu {
         self.context.new_stream().map_err(call("make a stream"))
     }
 
-    /// What `engine` was given so far.
+    /// The work that `engine` was given so far.
     pub fn mark(&self, engine: EngineStream) -> Result<StreamMark, CudaError> {
         // SAFETY: the engine vouches for its stream, and the wrapper is gone at the end of this call.
         let stream = unsafe { self.context.wrap_borrowed_stream(engine.0 as sys::CUstream) };
-        // A thread that waits for it sleeps.
+        // A thread that waits for the event sleeps.
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
         Ok(StreamMark(Arc::new(
             event.map_err(call("mark the engine's stream"))?,
@@ -119,12 +119,12 @@ impl Gpu {
     }
 }
 
-/// A place in the engine's stream, which copies come after.
+/// A place in the engine's stream; copies come after it.
 #[derive(Clone)]
 pub struct StreamMark(Arc<CudaEvent>);
 
 impl StreamMark {
-    /// `stream` goes on when the engine's is past it.
+    /// Makes `stream` wait until the engine's is past the mark.
     pub(super) fn hold_up(&self, stream: &CudaStream) -> Result<(), CudaError> {
         stream.wait(&self.0).map_err(call("wait for the engine's stream"))
     }
@@ -135,7 +135,7 @@ impl StreamMark {
             .map_err(call("ask for the engine's stream"))
     }
 
-    /// This thread goes on when the engine's stream is past it.
+    /// Makes this thread wait until the engine's stream is past the mark.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         self.0.synchronize().map_err(call("wait for the engine's stream"))
     }
@@ -158,7 +158,7 @@ pub struct GpuEvent(CudaEvent);
 
 impl GpuEvent {
     pub(super) fn record(stream: &CudaStream) -> Result<Self, CudaError> {
-        // A thread that waits for it sleeps.
+        // A thread that waits for the event sleeps.
         let event = stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC));
         Ok(Self(event.map_err(call("mark the end of a copy"))?))
     }
@@ -171,7 +171,7 @@ impl GpuEvent {
         self.0.synchronize().map_err(call("wait for a copy"))
     }
 
-    /// The engine's stream goes on when it is done.
+    /// Makes the engine's stream wait until the copy is done.
     pub fn hold_up(&self, engine: EngineStream) -> Result<(), CudaError> {
         let context = self.0.context();
         // SAFETY: as in `Gpu::mark`.

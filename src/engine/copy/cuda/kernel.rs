@@ -9,10 +9,10 @@ use super::gpu::{CudaError, call};
 use crate::engine::copy::cache::PlanePart;
 use crate::engine::copy::mapping::Span;
 
-/// `kernels/paged.cu`, compiled by `kernels/compile.sh`; the driver makes machine code of it.
+/// `kernels/paged.cu`, compiled by `kernels/compile.sh`; the driver compiles it to machine code.
 pub const PTX: &str = include_str!("../../../../kernels/paged.ptx");
 
-/// Threads of a block, and what each has under way: `__launch_bounds__` and `DEPTH` in the source.
+/// Threads of a block, and the accesses of each under way: `__launch_bounds__` and `DEPTH` in the source.
 const THREADS: u32 = 256;
 const DEPTH: u32 = 4;
 
@@ -71,7 +71,7 @@ impl PartRow {
         }
     }
 
-    /// The largest access that all of its rows allow.
+    /// The largest access that all rows of the part allow.
     pub fn unit(&self) -> u32 {
         let all = self.address
             | self.block_stride
@@ -86,7 +86,7 @@ impl PartRow {
         }
     }
 
-    /// Units of `unit` bytes in so many tokens; None: more than the kernel counts.
+    /// Units of `unit` bytes in `tokens` tokens; None: more than the kernel can count.
     pub fn units(&self, tokens: u32, unit: u32) -> Option<u32> {
         let rows = self.heads.checked_mul(tokens)?;
         let units = rows.checked_mul(self.run_bytes / unit)?;
@@ -94,7 +94,7 @@ impl PartRow {
     }
 }
 
-/// Tiles of so many units.
+/// Tiles for `units` units.
 pub(super) fn tiles(units: u32) -> u32 {
     units.div_ceil(THREADS * DEPTH)
 }
@@ -104,7 +104,7 @@ pub(super) struct Kernels {
     gather: CudaFunction,
 }
 
-/// Which of them.
+/// The direction of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     /// From staging into the pages.
@@ -122,10 +122,10 @@ impl Kernels {
         })
     }
 
-    /// On so many thread blocks at most.
+    /// Launches the kernel on at most `thread_blocks` thread blocks.
     ///
     /// # Safety
-    /// All that the parameters point to must be there, and nobody else's, until the kernel has run.
+    /// All that the parameters point to must be there, and used by no other code, until the kernel has run.
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,

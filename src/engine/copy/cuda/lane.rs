@@ -9,20 +9,20 @@ use super::kernel::Way;
 use super::pinned::Pinned;
 use crate::engine::copy::mapping::Span;
 
-/// One direction: a stream for the DMAs, one for the kernels, and staging buffers that the one fills and the other
-/// empties. Where DMAs go straight to the pages, only their stream.
+/// One direction: a stream for the DMAs, one for the kernels, and staging buffers that one fills and the other
+/// empties. Where DMAs go straight to the pages, only the DMAs' stream.
 pub(super) struct Lane {
     way: Way,
     pub dma: Arc<CudaStream>,
-    /// None: straight to the pages.
+    /// None: DMAs go straight to the pages.
     kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
     next: usize,
-    /// The work that its copies came after last.
+    /// The mark that its latest copies came after.
     pub mark: Option<StreamMark>,
-    /// It was given nothing since it finished.
+    /// No work was given to it since it finished.
     pub idle: bool,
-    /// The memory of the DMAs' objects.
+    /// The memory with the DMAs' objects.
     pub pinned: Option<Arc<Pinned>>,
 }
 
@@ -30,11 +30,11 @@ pub(super) struct Lane {
 pub(super) struct Staging {
     bytes: CudaSlice<u8>,
     spans: CudaSlice<Span>,
-    /// When the stream that empties it has done so.
+    /// The event at which the emptying stream has emptied it.
     pub free: Option<CudaEvent>,
 }
 
-/// The memory of staging buffers.
+/// The sizes of staging buffers.
 pub(super) struct RingSize {
     pub buffers: usize,
     pub bytes: usize,
@@ -42,7 +42,7 @@ pub(super) struct RingSize {
 }
 
 impl Lane {
-    /// Without a ring DMAs go straight to the pages.
+    /// A lane; without a ring its DMAs go straight to the pages.
     pub fn new(gpu: &Gpu, way: Way, ring: Option<&RingSize>) -> Result<Self, CudaError> {
         let mut lane = Self {
             way,
@@ -59,7 +59,8 @@ impl Lane {
         };
         let failed = call("get staging buffers on the GPU: lower [copy] staging_buffers or piece_size");
         for _ in 0..size.buffers.max(1) {
-            // In the order of the stream that fills them, so they are there for the other, too, which comes after it.
+            // Allocated in the order of the filling stream; the other stream comes after it, so the buffers are
+            // there for both.
             let filler = lane.filler();
             // SAFETY: nothing reads them before they are filled.
             let (bytes, spans) = unsafe { (filler.alloc(size.bytes), filler.alloc(size.spans)) };
@@ -91,14 +92,14 @@ impl Lane {
         }
     }
 
-    /// The buffer whose turn it is. It may still be in use until its `free`.
+    /// The next buffer. It may be in use until its `free`.
     pub fn staging(&mut self) -> &mut Staging {
         let at = self.next;
         self.next = (at + 1) % self.ring.len();
         &mut self.ring[at]
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until no work is under way.
     pub fn finish(&mut self) -> Result<(), CudaError> {
         if !self.idle {
             let finished = self.emptier().synchronize();
@@ -108,14 +109,14 @@ impl Lane {
         Ok(())
     }
 
-    /// The same when a copy was given up on its way.
+    /// The same after a copy that was given up midway.
     pub fn finish_half(&mut self) -> Result<(), CudaError> {
         let finished = self.filler().synchronize();
         finished.map_err(call("wait for a copy that failed"))?;
         self.finish()
     }
 
-    /// `later` goes on when `earlier` has done what it was given so far.
+    /// Makes `later` wait until `earlier` has done all work given to it so far.
     pub fn order(later: &CudaStream, earlier: &CudaStream) -> Result<CudaEvent, CudaError> {
         let failed = call("order two streams");
         let event = earlier.record_event(None).map_err(&failed)?;
@@ -123,14 +124,14 @@ impl Lane {
         Ok(event)
     }
 
-    /// The end of all that it was given.
+    /// The end of all work that was given to it.
     pub fn end(&self) -> Result<GpuEvent, CudaError> {
         GpuEvent::record(self.emptier())
     }
 }
 
 impl Staging {
-    /// For the stream that fills it.
+    /// Makes the filling stream wait until the buffer is free.
     pub fn wait_until_free(&self, filler: &CudaStream) -> Result<(), CudaError> {
         match &self.free {
             Some(free) => filler.wait(free).map_err(call("wait for a staging buffer")),
@@ -138,12 +139,12 @@ impl Staging {
         }
     }
 
-    /// Addresses of bytes and spans.
+    /// Addresses of the bytes and the spans.
     pub fn addresses(&self, stream: &CudaStream) -> (u64, u64) {
         (self.bytes.device_ptr(stream).0, self.spans.device_ptr(stream).0)
     }
 
-    /// Brings the spans to the device.
+    /// Copies the spans to the device.
     pub fn set_spans(&mut self, stream: &Arc<CudaStream>, spans: &[Span]) -> Result<(), CudaError> {
         let mut room = self.spans.slice_mut(..spans.len());
         let copied = stream.memcpy_htod(spans, &mut room);

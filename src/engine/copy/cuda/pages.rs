@@ -12,9 +12,9 @@ use crate::engine::copy::error::LayoutError;
 use crate::engine::copy::known::{KnownLayout, Pages};
 use crate::format::Space;
 
-/// Pages on a GPU of our own, in a known layout, with the stream that an engine would compute on.
+/// Pages on a GPU of our own, in a known layout, with a stream like the engine's.
 pub struct DevicePages {
-    // Goes before its memory.
+    // Dropped before its memory.
     copier: CudaCopier,
     memory: CudaSlice<u8>,
     stream: Arc<CudaStream>,
@@ -29,7 +29,7 @@ pub enum PagesError {
 }
 
 impl DevicePages {
-    /// All bytes are `poison`.
+    /// Pages whose bytes are all `poison`.
     pub fn new(
         gpu: &Arc<Gpu>,
         space: &Space,
@@ -49,7 +49,7 @@ impl DevicePages {
             tensor.address += memory.device_ptr(&stream).0;
         }
         let cache = PagedCache::new(space, &tensors)?;
-        // SAFETY: the memory goes after the copier, and nobody else touches it.
+        // SAFETY: the memory is dropped after the copier, and no other code touches it.
         let copier = unsafe { CudaCopier::new(gpu, cache, options)? };
         Ok(Self {
             copier,

@@ -8,20 +8,20 @@ use cudarc::driver::sys;
 use super::gpu::Gpu;
 use crate::arena::{Arena, AttachedArena};
 
-/// Also for the engine's other contexts, if it has any.
+/// Registers for the engine's other contexts too, if it has any.
 const PORTABLE: u32 = 1;
 const PAGE: usize = 4096;
 
-/// Host memory that is registered with a GPU's driver, so that DMAs go to it directly: in pieces, because one that fails
-/// leaves the others, and because a driver's call for a whole arena takes many seconds. Without registration copies
-/// work too, slower.
+/// Host memory that is registered with a GPU's driver, so that DMAs go to it directly. It is registered in pieces,
+/// because a piece that fails leaves the others, and because one driver call for a whole arena takes many seconds.
+/// Copies work without registration too, but slower.
 pub struct Pinned {
     gpu: Arc<Gpu>,
     /// Mapped for as long as it is registered.
     _held: Box<dyn Mapped>,
     memory: Range<usize>,
     piece_bytes: usize,
-    /// Addresses of those that could be registered.
+    /// Addresses of the registered pieces.
     registered: Vec<usize>,
 }
 
@@ -48,7 +48,7 @@ unsafe impl Mapped for Arc<AttachedArena> {
 }
 
 impl Pinned {
-    /// Registers as much as it can, in pieces of so many bytes, and warns of what it can't.
+    /// Registers memory in pieces of `piece_bytes`, and warns of pieces that can't be registered.
     pub fn register(gpu: &Arc<Gpu>, memory: impl Mapped, piece_bytes: usize) -> Self {
         let bytes = memory.bytes();
         let start = bytes.cast::<u8>() as usize;
@@ -81,13 +81,14 @@ impl Pinned {
         pinned
     }
 
-    /// How many bytes are.
+    /// Number of registered bytes.
     pub fn bytes(&self) -> usize {
         let is = |piece: &Range<usize>| self.registered.contains(&piece.start);
         self.pieces().filter(is).map(|piece| piece.len()).sum()
     }
 
-    /// How many bytes from `address` on one copy may have: what comes then is another registration, or none.
+    /// Bytes from `address` on that one copy may have: the bytes after them are in another registration, or in
+    /// none.
     pub(super) fn reach(&self, address: usize) -> usize {
         if address < self.memory.start {
             return self.memory.start - address;
@@ -111,7 +112,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         for &start in &self.registered {
-            // SAFETY: it was registered, once. Copies from it are done: who makes them keeps this.
+            // SAFETY: it was registered, once. Copies from it are done: each copier keeps this until then.
             let result = self
                 .gpu
                 .context

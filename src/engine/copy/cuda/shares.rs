@@ -10,12 +10,12 @@ use crate::engine::copy::cache::PagedCache;
 /// This rank's share of one plane: heads that are side by side in the object, so one run of bytes.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneRun {
-    /// In the object.
+    /// Offset in the object.
     pub object: usize,
     pub bytes: usize,
-    /// In the shares of all planes one after the other, each at a multiple of [`ALIGN`].
+    /// Offset in the shares of all planes one after the other, each at a multiple of [`ALIGN`].
     pub offset: usize,
-    /// Of the cache.
+    /// Parts of the cache.
     pub parts: Range<usize>,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Shares {
     pub unit: u32,
 }
 
-/// Neighbours in the staging buffer, taken together.
+/// Neighbouring shares that are copied together.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
     pub shares: Range<usize>,
@@ -35,7 +35,7 @@ pub(super) struct Piece {
     pub bytes: usize,
 }
 
-/// In staging, so that rows can be read 16 bytes at a time whatever came before.
+/// Alignment in staging, so that rows can be read 16 bytes at a time after any share.
 const ALIGN: usize = 16;
 
 impl Shares {
@@ -75,7 +75,7 @@ impl Shares {
         Ok(shares)
     }
 
-    /// The least bytes of a staging buffer.
+    /// The least size of a staging buffer.
     pub fn largest(&self) -> usize {
         self.all.iter().map(|share| share.bytes).max().unwrap_or_default()
     }
@@ -103,7 +103,7 @@ impl Shares {
         pieces
     }
 
-    /// Of the piece's shares, between the object, whose byte `at` is at address `host`, and `staging`.
+    /// The DMA blocks of a piece, between the object, whose byte `at` is at address `host`, and `staging`.
     pub fn blocks(&self, piece: &Piece, host: usize, at: usize, staging: u64) -> Vec<PinnedBlock> {
         let shares = &self.all[piece.shares.clone()];
         let start = shares[0].offset;
@@ -128,7 +128,7 @@ impl Shares {
         blocks
     }
 
-    /// Tiles of one pair of part and span, at most, for spans of so many tokens at most.
+    /// Tiles of one pair of part and span, at most, for spans of at most `span_tokens` tokens.
     pub fn tiles(&self, parts: &Range<usize>, span_tokens: u32) -> u32 {
         let of = |row: &PartRow| row.units(span_tokens, self.unit).map_or(0, tiles);
         self.rows[parts.clone()].iter().map(of).max().unwrap_or_default()
@@ -136,7 +136,7 @@ impl Shares {
 }
 
 impl PinnedBlock {
-    /// Whether the row is one more of this block; then it is in it.
+    /// Takes the row into this block if it is the block's next one; returns whether it did.
     fn take_row(&mut self, host: usize, device: u64, bytes: usize) -> bool {
         if bytes != self.row_bytes {
             return false;

@@ -1,5 +1,5 @@
-//! Every layout against a slow twin that knows nothing of parts, spans and regions: it looks each byte up by the
-//! meaning of the tensors' axes.
+//! Tests of every layout against a slow twin without parts, spans and regions: it looks each byte up by the meaning
+//! of the tensors' axes.
 
 use std::ops::Range;
 
@@ -38,7 +38,7 @@ fn random_bytes(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A chunk's tokens, as an engine tells where they are.
+/// The places of a chunk's tokens, as an engine gives them.
 #[derive(Debug, Clone)]
 enum Places {
     Blocks { table: Vec<u32>, first_token: u64 },
@@ -56,7 +56,7 @@ impl Places {
         }
     }
 
-    /// Block and token in it, of the `nth` token that is copied, which is `token` of the chunk.
+    /// Block and token in the block, of the `nth` copied token, which is `token` of the chunk.
     fn place(&self, nth: usize, token: u32, block_tokens: u32) -> Option<(u64, u64)> {
         let block_tokens = u64::from(block_tokens);
         match self {
@@ -106,7 +106,7 @@ impl Engine {
         PagedCache::new(&self.space, &self.tensors).unwrap()
     }
 
-    /// By `cache`, which is of this engine.
+    /// A copier of `cache`, which is this engine's.
     fn copier(cache: PagedCache, options: CpuOptions) -> CpuCopier {
         // SAFETY: the tensors are in the engine's memory, which the test keeps as long as the copier.
         unsafe { CpuCopier::new(cache, options) }
@@ -120,7 +120,7 @@ impl Engine {
         }
     }
 
-    /// Pairs of (byte of the object, byte of the memory), one for each byte that is copied.
+    /// Pairs of (byte of the object, byte of the memory), one for each copied byte.
     fn twin(&self, places: &Places, tokens: Range<u32>, planes: Range<usize>) -> Vec<(usize, usize)> {
         let base = self.memory.as_ptr() as u64;
         let mut pairs = Vec::new();
@@ -172,7 +172,7 @@ impl Engine {
         pairs
     }
 
-    /// Loads and stores by `cache`, which may be a wrong one; false: some byte is not what the twin has.
+    /// Loads and stores by `cache`, which may be a wrong one; false: some byte differs from the twin's.
     fn is_right(
         &mut self,
         cache: &PagedCache,
@@ -380,7 +380,7 @@ proptest! {
         prop_assert!(engine.is_right(&cache, &job, &pairs, false, ONE_THREAD));
     }
 
-    /// A cache at tensor parallelism 2 or 3 wrote what one rank reads, and the other way round, in other layouts.
+    /// A cache at tensor parallelism 2 or 3 writes what one rank reads, and the other way round, in other layouts.
     #[test]
     fn ranks_of_any_layouts_put_one_chunk_together(
         one in 0_usize..KNOWN.len(),
@@ -499,7 +499,7 @@ fn known_layouts_are_as_their_twin() {
 
 type Mistake = (&'static str, fn(&mut PlanePart));
 
-/// Each number that a copy goes by, made wrong, must be noticed.
+/// A test must notice each number of a copy that is made wrong.
 #[test]
 fn every_planted_mistake_is_caught() {
     let space = space(12, &[(4, 32), (4, 32)]);

@@ -1,4 +1,4 @@
-//! Impossible layouts are refused, with the reason.
+//! Impossible descriptions are refused, with the reason.
 
 use super::*;
 
@@ -22,7 +22,7 @@ fn refused(planes: &[(u32, u32)], tensors: &[Tensor]) -> String {
         .to_string()
 }
 
-/// A change of a good tensor, and the error's words for it.
+/// Changes of a good tensor, each with the error's text.
 #[test]
 fn what_does_not_fit_is_told() {
     type Change = fn(&mut Tensor);
