@@ -15,11 +15,11 @@ use crate::format::DigestKind;
 use crate::protocol::{EvictionPolicy, ProbeMode, Strategy, WhenFull, choices};
 
 choices! {
-    /// How a tier treats chunks that it lacks, and new chunks.
+    /// How a tier handles chunks that it lacks, or is given.
     Lower {
-        /// They go no further.
+        /// It ends here.
         Stop = "stop",
-        /// They go on to the tier below.
+        /// It goes on to the tier below.
         Lower = "lower",
     }
 
@@ -27,13 +27,13 @@ choices! {
     LogLevel {
         /// Failures.
         Error = "error",
-        /// Events that may need an operator.
+        /// Problems that may need an operator.
         Warn = "warn",
         /// Events that happen once.
         Info = "info",
         /// Events of each request.
         Debug = "debug",
-        /// Events inside a request.
+        /// Steps inside a request.
         Trace = "trace",
     }
 
@@ -47,13 +47,13 @@ choices! {
 }
 
 sections! {
-    /// The S3 server, and the requests to it.
+    /// The S3 server and how it is spoken to.
     s3: S3 {
         /// URL of the S3 server, or several with commas; not set: AWS, by region.
         endpoint: Option<String> = "", Optional(ENDPOINTS);
         /// Bucket that holds the chunks.
         bucket: Option<String> = "", Optional(BUCKET);
-        /// Start of the object keys; empty: none.
+        /// The start of all object keys; empty: none.
         prefix: String = "", PREFIX;
         /// Region that requests are signed for.
         region: String = "us-east-1", REGION;
@@ -61,7 +61,7 @@ sections! {
         path_style: bool = "true", Flag;
         /// PEM file with the certificate authorities to trust.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
-        /// How kvgate asks S3 whether a chunk exists.
+        /// How existence is asked of S3.
         probe: ProbeMode = "auto", OneOf(ProbeMode::WORDS);
         /// Digest that new chunks are stored with.
         digest: DigestKind = "crc64nvme", OneOf(DigestKind::WORDS);
@@ -69,7 +69,7 @@ sections! {
         part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
         /// Time to connect, TLS included.
         connect_timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
-        /// Time without a byte sent or received that ends an attempt; a head must come whole within it.
+        /// Time without a byte sent or received after which an attempt is given up; a head must come whole within it.
         read_timeout: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
         /// Time for one attempt as a whole.
         request_timeout: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
@@ -79,28 +79,27 @@ sections! {
         connections: u32 = "256", Between(1, 65_536);
         /// Bytes of an answer that is no chunk, such as a page of a listing.
         answer_max: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(GIB));
-        /// Time after which keys that don't expire (environment, files, a process) are read again, as they may
-        /// change.
+        /// Keys that don't expire (environment, files, a process) are asked for again after so long: they may be new ones.
         credentials_ttl: Duration = "1m", Time { min_ms: 1000, max_ms: 86_400_000 };
         /// Attempts after the first.
         retries: u32 = "4", Between(0, 20);
-        /// Wait before the first retry, where no other endpoint is left; it doubles with each.
+        /// Wait before the first retry, where there is no other endpoint to go to; it doubles with each.
         retry_base: Duration = "50ms", Time { min_ms: 1, max_ms: 60_000 };
         /// Longest wait before a retry.
         retry_max: Duration = "2s", Time { min_ms: 1, max_ms: 300_000 };
-        /// Retries that may come in a burst, over all requests; ten successes earn one. Twice the ranges in flight.
+        /// Retries that may be made in a burst, over all requests; ten successes earn one. Twice the ranges in flight.
         retry_budget: u32 = "128", Between(0, 100_000);
     }
 
-    /// How the server's name becomes addresses. Each address is an endpoint.
+    /// How the server's name becomes addresses. Each is an endpoint.
     dns: Dns {
         /// DNS servers to ask, with commas; not set: the system's.
         servers: Vec<SocketAddr> = "", Servers;
         /// Name of SRV records that say where the server is, instead of A and AAAA records of its host.
         srv: Option<String> = "", Optional(DNS_NAME);
-        /// Shortest time that addresses are kept, and the pause after a failed lookup.
+        /// Addresses are kept at least so long, and asked for again so long after a failure.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
-        /// Longest time that addresses are kept.
+        /// Addresses are kept at most so long.
         max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// Time for one lookup as a whole.
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
@@ -108,35 +107,35 @@ sections! {
 
     /// How requests are spread over the server's addresses.
     endpoints: Endpoints {
-        /// Bytes that one endpoint may have in flight at first; the window grows while throughput does.
+        /// Bytes that one endpoint may have in flight at first; that grows while throughput does.
         window: ByteSize = "64MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Smallest window of an endpoint.
+        /// It never shrinks below this.
         window_min: ByteSize = "8MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Largest window of an endpoint.
+        /// It never grows above this.
         window_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Failures in a row after which an endpoint gets no requests for a while.
+        /// Failures in a row after which an endpoint is left alone.
         breaker_failures: u32 = "5", Between(1, 1000);
-        /// Time without requests after that; it doubles with each failed probe.
+        /// How long it is left alone; doubles with each probe that fails.
         breaker_open: Duration = "1s", Time { min_ms: 10, max_ms: 3_600_000 };
-        /// Longest time without requests.
+        /// It is left alone at most so long.
         breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
-        /// Slow reads that are also sent to another endpoint, in percent; 0: none.
+        /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
         hedges: u32 = "10", Between(0, 100);
-        /// Shortest time after which a read counts as slow.
+        /// No read is slow sooner than this.
         hedge_min: Duration = "20ms", Time { min_ms: 1, max_ms: 60_000 };
     }
 
-    /// How lookups find out which chunks exist.
+    /// Which chunks exist.
     lookup: Lookup {
         /// Ask for every chunk, or search for the end of the stored prefix.
         strategy: Strategy = "prefix", OneOf(Strategy::WORDS);
         /// Time for one lookup as a whole.
         deadline: Duration = "2s", Time { min_ms: 1, max_ms: 60_000 };
-        /// How long a found chunk counts as present; 0: ask each time.
+        /// How long a chunk that was seen counts as present; 0: ask each time.
         present_ttl: Duration = "5m", Time { min_ms: 0, max_ms: 7 * 86_400_000 };
-        /// How long a missing chunk counts as absent; 0: ask each time.
+        /// How long a chunk that was missing counts as absent; 0: ask each time.
         absent_ttl: Duration = "2s", Time { min_ms: 0, max_ms: 3_600_000 };
-        /// Memory for the answers: which chunks exist, and which don't.
+        /// Memory for what is known to exist or not.
         cache_size: ByteSize = "64MiB", Between(ByteSize(64 * KIB), ByteSize(64 * GIB));
         /// Existence requests in flight.
         concurrency: u32 = "64", Between(1, 4096);
@@ -164,9 +163,9 @@ sections! {
         policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
-        /// Percent of the arena that unused chunks may take.
+        /// Percent of the arena that chunks nobody uses may take.
         watermark: u32 = "95", Between(1, 100);
-        /// Whether chunks that are not in memory are looked for in the tiers below.
+        /// Whether what is not in memory is looked for in the tiers below.
         lookup: Lower = "lower", OneOf(Lower::WORDS);
         /// Whether new chunks go to the tiers below.
         store: Lower = "lower", OneOf(Lower::WORDS);
@@ -174,7 +173,7 @@ sections! {
         min_accesses: u32 = "0", Between(0, 1_000_000);
         /// Bytes that one tenant may have; not set: no limit of its own.
         tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(64 * TIB)));
-        /// Longest time that lookups and pins keep chunks in memory.
+        /// Lookups and pins keep chunks in memory at most so long.
         pin_max: Duration = "10m", Time { min_ms: 0, max_ms: 86_400_000 };
     }
 
@@ -190,7 +189,7 @@ sections! {
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the size that is used.
         watermark: u32 = "95", Between(1, 100);
-        /// Whether chunks that are not on the disks are looked for on S3.
+        /// Whether what is not on the disks is looked for on S3.
         lookup: Lower = "lower", OneOf(Lower::WORDS);
         /// Whether new chunks go to S3 as well.
         store: Lower = "lower", OneOf(Lower::WORDS);
@@ -198,31 +197,31 @@ sections! {
         promote: bool = "true", Flag;
         /// Errors in a row after which a disk is taken out.
         failures: u32 = "3", Between(1, 1000);
-        /// Time for one read or write; a disk that takes longer hangs, and is taken out.
+        /// Time for one read or write, after which a disk hangs, and is taken out.
         timeout: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Pause after which a disk that was taken out is tried again, and read anew.
         retry: Duration = "1m", Time { min_ms: 10, max_ms: 86_400_000 };
         /// Reads and writes of each disk at a time.
         depth: u32 = "16", Between(1, 1024);
-        /// Bytes of damaged files that S3 lacks, kept in the folder lost of each disk; the oldest go first.
+        /// Bytes of damaged files that S3 never got, kept for you in the folder lost of each disk; the oldest go first.
         lost_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
         /// Bytes that one tenant may have, on all disks together; not set: no limit of its own.
         tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(1024 * TIB)));
     }
 
-    /// Loads from S3 into slots.
+    /// From S3 into slots.
     load: Load {
         /// Time for one load as a whole, retries included.
         deadline: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Bytes that loads may have in flight.
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Bytes of one ranged GET in layer order; it has whole layers, at least one.
+        /// Bytes that one ranged GET asks for in layer order; it has whole layers, at least one.
         layer_part_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(5 * GIB));
-        /// Bytes of slots that one load may hold: arriving, or handed out and not released.
+        /// Bytes of slots that one load may hold: on their way, or handed out and not released.
         window: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Bytes of the arena that stores never take, so that the oldest load always goes on.
+        /// Part of the arena that stores never take, so that the oldest load always goes on.
         reserve: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// Percent of the arena, less the reserve, that one engine may hold: all its ranks, loads and stores.
+        /// Percent of the arena without the reserve that one engine may hold, all its ranks, loads and stores together.
         engine_share: u32 = "40", Between(1, 95);
         /// Time for a rank to join a load that another rank began; then the others go on without it.
         join_grace: Duration = "2s", Time { min_ms: 10, max_ms: 3_600_000 };
@@ -230,7 +229,7 @@ sections! {
         prefetches: u32 = "2", Between(1, 1024);
     }
 
-    /// Stores from slots into S3.
+    /// From slots into S3.
     store: Store {
         /// Time for one store as a whole, retries included.
         deadline: Duration = "1m", Time { min_ms: 10, max_ms: 3_600_000 };
@@ -238,31 +237,31 @@ sections! {
         in_flight: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Bytes that engines may have reserved or committed and that are not stored yet.
         write_behind: ByteSize = "512MiB", Between(ByteSize(MIB), ByteSize(64 * TIB));
-        /// What happens to new chunks when write_behind is used up.
+        /// How new chunks are treated when that is used up.
         when_full: WhenFull = "refuse", OneOf(WhenFull::WORDS);
-        /// Longest wait before a failed store of a chunk is tried again.
+        /// Longest wait before a chunk that could not be stored is tried again.
         retry_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
-        /// Time for all ranks of an engine to commit a chunk; after it the chunk is not stored.
+        /// Time for all ranks of an engine to commit a chunk, after which it is not stored.
         commit_timeout: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
-        /// Time to store the remaining chunks when `kvgate serve` is told to end.
+        /// Time to store what is left when `kvgate serve` is told to end.
         drain: Duration = "30s", Time { min_ms: 0, max_ms: 3_600_000 };
     }
 
-    /// Copies between slots and engines' pages: for connectors and `kvgate gpu`.
+    /// Between slots and the pages of engines: their connectors read this, and `kvgate gpu`.
     copy: Copies {
         /// Threads of one copy by the CPU.
         threads: u32 = "4", Between(1, 256);
-        /// Bytes for each thread: a copy of less than twice that uses one.
+        /// Bytes for each of them: a copy of less than twice that has one.
         thread_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
         /// Bytes of a transfer to or from a GPU, and of a staging buffer there.
         piece_size: ByteSize = "16MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
-        /// Staging buffers on the GPU for each direction; loads that wait for the engine have as many again.
+        /// Staging buffers on the GPU for each direction; loads have as many again for those that wait for the engine.
         staging_buffers: u32 = "3", Between(1, 64);
-        /// Blocks of 256 threads of a copy kernel; about as many multiprocessors are busy with it.
+        /// Blocks of 256 threads of a copy kernel; about so many multiprocessors are busy with it.
         thread_blocks: u32 = "16", Between(1, 4096);
-        /// Shortest run of bytes that is transferred straight to the pages.
+        /// From runs of so many bytes on, transfers go straight to the pages.
         direct_size: ByteSize = "64KiB", Between(ByteSize(KIB), ByteSize(GIB));
-        /// Bytes of the pieces in which the arena is pinned.
+        /// The arena is pinned in pieces of so many bytes.
         pin_size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
     }
 
@@ -270,17 +269,17 @@ sections! {
     api: Api {
         /// Unix socket to listen on.
         socket: PathBuf = "/run/kvgate/kvgate.sock", ABSOLUTE_PATH;
-        /// Access rights of the socket and the arena, in octal: 0600 the owner, 0660 the group as well.
+        /// Rights on the socket and the arena, in octal: 0600 for the owner, 0660 for the group as well.
         socket_mode: u32 = "0600", Mode;
-        /// File with the bearer token for calls by TCP; status, metrics, health and the page need none.
+        /// Address to listen on as well, such as 127.0.0.1:9180; not set: none.
         listen: Option<SocketAddr> = "", Optional(Address);
         /// File with the bearer token that calls by TCP need, but for status, metrics, health and the page.
         token_file: Option<PathBuf> = "", Optional(FILE_PATH);
-        /// Names that calls by TCP may use, besides the address itself: of a proxy, a service, in DNS.
+        /// Names that calls by TCP may be made to, besides the address itself: of a proxy, a service, in DNS.
         hosts: Vec<String> = "", Hosts;
-        /// User id of a socket that the command line and engines trust, besides root's and their own.
+        /// Whose socket the command line and the engines trust, by user id, besides root's and their own.
         socket_owner: Option<u32> = "", Optional(Between(0, u32::MAX));
-        /// Connections at a time; beyond that, idle ones are closed, the oldest first.
+        /// Connections at a time; beyond that, those that do nothing are closed, the oldest first.
         connections: u32 = "4096", Between(8, 1_000_000);
         /// Engine processes at a time.
         sessions: u32 = "1024", Between(1, 100_000);
@@ -294,7 +293,7 @@ sections! {
         timeout: Duration = "30s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// How long an engine's leases outlive its attach stream while its process is there.
         grace: Duration = "5s", Time { min_ms: 0, max_ms: 3_600_000 };
-        /// Time without a call after which an engine hangs: no load waits for its slots.
+        /// An engine that made no call for so long hangs: no load waits for the slots that it holds.
         stalled: Duration = "5s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
@@ -304,9 +303,9 @@ sections! {
     log: Log {
         /// Least severe messages to write.
         level: LogLevel = "info", OneOf(LogLevel::WORDS);
-        /// How often a lasting warning is logged again, with its count.
+        /// A warning that comes again and again is counted, and told so often.
         repeat: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
-        /// Text for people, or JSON for machines.
+        /// For people or for machines.
         format: LogFormat = "text", OneOf(LogFormat::WORDS);
     }
 }
