@@ -5,32 +5,32 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Log, LogFormat, LogLevel};
 
-/// Libraries below us. They stay quiet, and even when asked are never as verbose as to log a request's headers:
-/// these hold session tokens.
+/// Libraries below us. They stay quiet, and even when enabled never log a request's headers, which hold session
+/// tokens.
 const LIBRARIES: [&str; 7] = ["s3s", "aws", "hyper", "rustls", "h2", "config", "hickory"];
 
-/// Logs to the standard error. Once a process; a second call changes nothing.
+/// Logs to the standard error. Once in a process; a second call changes nothing.
 pub fn init(log: &Log, verbose: u8) {
     init_without(log, verbose, None);
 }
 
-/// Logs from here on what this level says. Nothing happens before [`init`].
+/// Changes the level of the log from here on. Does nothing before [`init`].
 pub fn set_level(level: LogLevel, verbose: u8) {
     if let Some(set) = SET.get() {
         set(EnvFilter::new(filter(level, verbose, None)));
     }
 }
 
-/// Logging is the process's, not of one of its parts.
+/// The log belongs to the process, not to one of its parts.
 static SET: OnceLock<Box<dyn Fn(EnvFilter) + Send + Sync>> = OnceLock::new();
 
-/// The same for a command that itself tells what the module `told` would warn of.
+/// The same for a command that itself reports the warnings of the module `told`.
 pub fn init_without(log: &Log, verbose: u8, told: Option<&str>) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(filter(log.level, verbose, told)))
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
-    // An error: the first call's is in use.
+    // On an error the first call's log is in use.
     match log.format {
         LogFormat::Text => {
             let builder = builder.with_filter_reloading();
@@ -55,10 +55,10 @@ fn filter(level: LogLevel, verbose: u8, told: Option<&str>) -> String {
         (1, level) if level != LogLevel::Trace => LogLevel::Debug,
         _ => LogLevel::Trace,
     };
-    // What a failed request means is told by whoever made it.
+    // The caller of a failed request reports its meaning.
     let theirs = if verbose == 0 { "error" } else { "info" };
     let theirs = LIBRARIES.map(|library| match (library, verbose) {
-        // The embedded server's refusals reach its client, who says what they mean.
+        // The embedded server's refusals reach its client, which reports them.
         ("s3s", 0) => "s3s=off".to_owned(),
         _ => format!("{library}={theirs}"),
     });

@@ -1,5 +1,5 @@
-//! For spreadsheets: a line a phase; and where the server has several addresses, one for each of them below it, which has
-//! the same columns as far as they make sense for an address.
+//! CSV output: a line for each phase; and where the server has several addresses, one for each of them below it,
+//! with the same columns as far as they make sense for an address.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -9,7 +9,7 @@ use crate::tools::bench::{BenchSettings, Endpoint, Latency, PhaseReport};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::Out;
 
-/// What lines of addresses have in common with their phase's.
+/// The columns that an address's line shares with its phase's.
 const SHARED: [&str; 22] = [
     "phase",
     "began",
@@ -35,7 +35,7 @@ const SHARED: [&str; 22] = [
     "last_done_seconds",
 ];
 
-/// What a column has where the line is of a phase.
+/// The value of a column in a phase's line.
 type Value = fn(&BenchSettings, &PhaseReport) -> String;
 
 const COLUMNS: [(&str, Value); 83] = [
@@ -209,15 +209,15 @@ const COLUMNS: [(&str, Value); 83] = [
     ("breaker", |_, _| String::new()),
 ];
 
-/// Where lines are added; the header is written with the first.
+/// The destination of lines; the header is written with the first.
 pub struct Csv {
-    /// None: the standard output.
+    /// The file and its name; None: the standard output.
     file: Option<(File, String)>,
     header: bool,
 }
 
 impl Csv {
-    /// A file is made if it is not there, and added to if it has the same columns.
+    /// Opens a file: makes a missing one, and appends to one with the same columns.
     pub fn open(name: &str) -> Result<Self, CliError> {
         if name == "-" {
             return Ok(Self {
@@ -292,18 +292,18 @@ fn line(value: impl Fn(&'static str, Value) -> String) -> String {
 }
 
 fn first_line(name: &str) -> io::Result<String> {
-    // Longer than ours is another one.
+    // A longer first line is another header.
     let most = header().len() as u64 + 2;
     let mut bytes = Vec::new();
     BufReader::new(File::open(name)?.take(most)).read_until(b'\n', &mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
 }
 
-/// All of it, or as far as can be nothing.
+/// Appends all of it, or nothing where possible.
 fn append(file: &mut File, lines: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
     file.write_all(lines.as_bytes()).inspect_err(|_| {
-        // A device can't be cut.
+        // A device can't be truncated.
         let _ = file.set_len(before);
     })
 }
@@ -319,7 +319,7 @@ fn is_ended(name: &str) -> io::Result<bool> {
     Ok(last == *b"\n")
 }
 
-/// Quoted where it must be.
+/// A cell, quoted where necessary.
 fn cell(text: &str) -> String {
     match text.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", text.replace('"', "\"\"")),
@@ -339,12 +339,12 @@ fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
     maybe(phase.latency_us.as_ref().map(of))
 }
 
-/// Empty where there is none.
+/// The value, empty where there is none.
 fn of<T>(some: Option<&T>, value: fn(&T) -> Option<String>) -> String {
     some.and_then(value).unwrap_or_default()
 }
 
-/// None where there is no such figure of one address.
+/// A column's value for one address; None where an address has no such figure.
 fn of_address(name: &str, phase: &PhaseReport, endpoint: &Endpoint) -> Option<String> {
     let (state, totals) = (&endpoint.state, &endpoint.state.totals);
     Some(match name {
