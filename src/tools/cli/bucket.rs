@@ -34,8 +34,8 @@ impl OpenBucket {
         })
     }
 
-    /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its own,
-    /// not the file of a `kvgate serve` with the same configuration.
+    /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its
+    /// own, not the file of a `kvgate serve` with the same configuration.
     pub fn reader(&self, arena_bytes: usize) -> Result<Gateway, CliError> {
         let arena = Arena::new(&ArenaOptions {
             size: arena_bytes,
