@@ -79,7 +79,7 @@ sections! {
         connections: u32 = "256", Between(1, 65_536);
         /// Bytes of an answer that is no chunk, such as a page of a listing.
         answer_max: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(GIB));
-        /// Keys that don't expire (environment, files, a process) are asked for again after so long: they may be new ones.
+        /// Time after which keys without expiry (environment, files, a process) are read again: they may be new.
         credentials_ttl: Duration = "1m", Time { min_ms: 1000, max_ms: 86_400_000 };
         /// Attempts after the first.
         retries: u32 = "4", Between(0, 20);

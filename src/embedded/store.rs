@@ -145,7 +145,7 @@ pub(super) async fn blocking<T: Send + 'static>(
     spawn_blocking(work).await.map_err(S3Error::internal_error)?
 }
 
-/// The code that `async_trait` would write: a boxed future per operation, running the method of that name.
+/// Expands to the code of `async_trait`: a boxed future per operation, running the method of that name.
 macro_rules! operations {
     ($($name:ident: $input:ty => $output:ty,)*) => {
         impl S3 for FolderStore {

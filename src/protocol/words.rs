@@ -9,10 +9,10 @@ choices! {
     /// chunks at layer boundaries into *groups* of about `[load] layer_part_size`, and works in *windows* of chunks
     /// that together fit half of the arena; `LoadStream::window` says how many. Within a window:
     ///
-    /// - Group 0 of all chunks is asked for before group 1 of any but those whose own group 0 is here, and at most two
-    ///   groups are under way: group 2 is asked for when group 0 of every chunk has landed, group 3 after group 1, and
-    ///   so on, however much may be in flight. So the first layers of every chunk are here long before the last layer
-    ///   of any.
+    /// - Group 0 of all chunks is asked for before group 1 of any but those whose own group 0 is here, and at most
+    ///   two groups are under way: group 2 is asked for when group 0 of every chunk has landed, group 3 after group
+    ///   1, and so on, however much may be in flight. So the first layers of every chunk are here long before the
+    ///   last layer of any.
     /// - Outcomes come group by group, and chunk by chunk within a group.
     ///
     /// It does not promise that the whole prompt's first layers come first: a load that needs several windows ends

@@ -1,12 +1,12 @@
-//! The program `kvgate`: its commands, and what only they need.
+//! The program `kvgate`: its commands, and code that only they need.
 //!
 //! | folder      | what                                                                           |
 //! |-------------|--------------------------------------------------------------------------------|
 //! | `cli`       | a file a command: arguments, progress, reports                                 |
-//! | `bench`     | how fast an S3 server is, by kvgate's own requests                             |
-//! | `demo`      | the whole way of a KV cache, on one machine                                    |
-//! | `gpu_check` | whether copies to and from a GPU are right, and how fast                       |
-//! | `inventory` | what a bucket holds: listing, checking, removing                               |
+//! | `bench`     | the speed of an S3 server, by kvgate's own requests                            |
+//! | `demo`      | the whole path of a KV cache, on one machine                                   |
+//! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
+//! | `inventory` | the content of a bucket: listing, checking, removing                           |
 //! | `s3_server` | the configured S3 server, or one in this process                               |
 
 pub mod bench;

@@ -1,4 +1,5 @@
-//! The S3 server of a command that needs nothing: the configured one, or one in this process that ends with it.
+//! The S3 server of a command that works without one: the configured server, or one in this process that ends with
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,13 +18,13 @@ pub(crate) struct S3Server {
     pub bucket: String,
     /// For people.
     pub place: String,
-    /// Where the objects of a server of our own stay, if they are to be kept.
+    /// The folder with the objects of our own server, if they are to be kept.
     pub folder: Option<PathBuf>,
     #[cfg(feature = "embedded")]
     embedded: Option<EmbeddedS3>,
 }
 
-/// There is no server.
+/// Why there is no server.
 #[derive(Debug, thiserror::Error)]
 pub enum S3ServerError {
     #[error("this kvgate was built without the embedded S3 server: give --endpoint URL and --bucket NAME")]
@@ -53,8 +54,8 @@ impl S3ServerError {
 }
 
 impl S3Server {
-    /// The configured server, else one of our own; then `name` is the bucket and the start of its folder's name.
-    /// Sends nothing yet.
+    /// The configured server, or else one of our own, where `name` is the bucket and the start of its folder's
+    /// name. Sends nothing yet.
     pub async fn start(config: &Config, name: &str, keep: bool) -> Result<Self, S3ServerError> {
         if config.s3.endpoint.is_none() && config.s3.bucket.is_none() {
             return Self::embedded(config, name, keep).await;
@@ -137,7 +138,7 @@ impl S3Server {
         false
     }
 
-    /// Where the objects of a server of our own are, and how many bytes may still come there.
+    /// The folder with the objects of our own server, and its free bytes.
     pub fn room(&self) -> Option<(&Path, u64)> {
         #[cfg(feature = "embedded")]
         if let Some(server) = &self.embedded {

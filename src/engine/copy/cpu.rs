@@ -140,13 +140,13 @@ fn cut(span: &Span) -> impl Iterator<Item = Span> + use<> {
     })
 }
 
-/// Longer runs are copied in steps where the two sides are not aligned alike: memcpy would use `rep movsb`, which some
-/// CPUs then do at a third of the speed.
+/// Step of longer runs where the two sides are not aligned alike: memcpy would use `rep movsb`, which some CPUs
+/// then do at a third of the speed.
 const STEP: usize = 1024;
 const ALIGN: usize = 64;
 
 /// # Safety
-/// The region's runs are in the pages, and, less `at`, in the object; on the side that is written they are this copy's.
+/// The region's runs are in the pages, and, less `at`, in the object; the written side is this copy's alone.
 unsafe fn copy_region(way: Way, region: &Region, at: usize) {
     let (inner, outer) = (region.inner, region.outer);
     let page = region.address as usize as *mut u8;

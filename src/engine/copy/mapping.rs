@@ -9,7 +9,7 @@ use super::error::MappingError;
 /// The places of a chunk's tokens in an engine's memory.
 #[derive(Debug, Clone, Copy)]
 pub enum SlotMapping<'a> {
-    /// The sequence's block table, and where in it the chunk's first token is: chunks need not begin where blocks do.
+    /// The sequence's block table, and the chunk's first token in it: chunks need not begin where blocks do.
     Blocks { table: &'a [u32], first_token: u64 },
     /// For each copied token `block * block_tokens + token in the block`; negative: nowhere, which only a load may
     /// have.

@@ -15,7 +15,8 @@ use crate::format::Space;
 use crate::protocol::Share;
 use crate::protocol::{AttachRequest, LoadRequest, SpaceInfo};
 
-/// One rank of an engine: chunks from the node into its pages ([`load`](Self::load)), and back ([`store`](Self::store)).
+/// One rank of an engine: loads chunks from the node into its pages ([`load`](Self::load)), and stores them back
+/// ([`store`](Self::store)).
 pub struct Worker {
     engine: Engine,
     declared: OnceCell<SpaceInfo>,

@@ -10,14 +10,14 @@ struct Crc {
     seen: Arc<Seen>,
 }
 
-/// The bytes that have arrived so far.
+/// The length and digest of the bytes that arrived.
 #[derive(Default)]
 pub(super) struct Seen {
     crc: AtomicU64,
     len: AtomicU64,
 }
 
-/// A watch, and where its result can be read once the landing has come back.
+/// A watch, and the place of its result once the landing has come back.
 pub(super) fn watch() -> (Box<dyn BodyWatch>, Arc<Seen>) {
     let seen = Arc::new(Seen::default());
     let crc = Crc {
@@ -33,19 +33,19 @@ impl BodyWatch for Crc {
             self.crc = Crc64::new();
         }
         self.crc.update(bytes);
-        // The landing is handed back through a channel or a lock, which orders these.
+        // The landing is handed back through a channel or a lock, which orders these stores.
         self.seen.crc.store(self.crc.sum(), Ordering::Relaxed);
         self.seen.len.store((at + bytes.len()) as u64, Ordering::Relaxed);
     }
 }
 
 impl Seen {
-    /// Whether just `len` bytes with this digest arrived.
+    /// Whether exactly `len` bytes with this digest arrived.
     pub fn is(&self, len: u64, crc: u64) -> bool {
         self.len.load(Ordering::Relaxed) == len && self.crc.load(Ordering::Relaxed) == crc
     }
 
-    /// Forgets a read.
+    /// Resets for the next read.
     pub fn clear(&self) {
         self.len.store(0, Ordering::Relaxed);
     }

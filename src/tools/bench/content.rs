@@ -1,5 +1,5 @@
-//! The objects' content: one block of 1 MiB over and over, each stamped with its object and offset. So any byte can be
-//! told from where it stands, and the digest of a part is put together from digests without touching its bytes.
+//! The content of the objects: one block of 1 MiB repeated, each copy stamped with its object and offset. So any
+//! byte's origin can be told, and the digest of a part is combined from digests without touching its bytes.
 
 use std::ops::Range;
 
@@ -10,12 +10,12 @@ use crate::format::Append;
 const CRC: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 const BLOCK: usize = 1 << 20;
 const MAGIC: [u8; 8] = *b"kvgbench";
-/// Magic, object, offset.
+/// Bytes of a stamp: magic, object, offset.
 const STAMP: usize = 24;
 
 pub(super) struct Content {
     block: Box<[u8]>,
-    /// Of the block without its stamp.
+    /// Digest of the block without its stamp.
     rest_crc: u64,
     after_stamp: Append,
     whole_block: Append,
@@ -36,14 +36,14 @@ impl Content {
         }
     }
 
-    /// Everything but the stamps; `bytes` are an object's first.
+    /// Fills in everything but the stamps; `bytes` are the object's first.
     pub fn fill(&self, bytes: &mut [u8]) {
         for block in bytes.chunks_mut(BLOCK) {
             block.copy_from_slice(&self.block[..block.len()]);
         }
     }
 
-    /// Makes what [`fill`](Self::fill) left the bytes of this object.
+    /// Stamps bytes from [`fill`](Self::fill) as this object's.
     pub fn stamp(object: u64, bytes: &mut [u8]) {
         for (index, block) in bytes.chunks_mut(BLOCK).enumerate() {
             let stamp = stamp(object, (index * BLOCK) as u64);
@@ -75,8 +75,8 @@ impl Content {
         crc
     }
 
-    /// The first byte of `bytes`, which begin at `at` of the object, that is not what it must be, and what the block
-    /// around it says that it is.
+    /// The first wrong byte of `bytes`, which begin at `at` of the object, and the origin that the stamp of its
+    /// block gives.
     pub fn first_difference(&self, object: u64, at: u64, bytes: &[u8]) -> Option<(u64, Option<(u64, u64)>)> {
         let mut expected = Vec::new();
         for (piece_at, len) in pieces(at..at + bytes.len() as u64) {
@@ -123,7 +123,7 @@ fn stamp(object: u64, offset: u64) -> [u8; STAMP] {
     stamp
 }
 
-/// Object and offset.
+/// Object and offset of a stamp.
 fn read_stamp(block: &[u8]) -> Option<(u64, u64)> {
     let rest = block.strip_prefix(&MAGIC)?;
     let (object, rest) = rest.split_first_chunk()?;

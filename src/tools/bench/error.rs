@@ -3,7 +3,7 @@ use crate::config::units::{ByteSize, MIB};
 use crate::format::{HashError, SpaceError};
 use crate::s3::object::ObjectError;
 
-/// The bench can't run, or can't go on. Requests that fail by themselves are in the report.
+/// Why the bench can't run, or can't go on. Single failed requests are in the report.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     #[error("{0}")]

@@ -9,7 +9,7 @@ const LONGEST: Duration = Duration::from_secs(3600);
 /// Figures are at most 1% off.
 const DIGITS: u8 = 2;
 
-/// Counts times in nanoseconds. It has room for all of them from the start, 18 KiB, so none grows while the clock runs.
+/// Counts times in nanoseconds. Its 18 KiB are allocated at the start, so that nothing grows while the clock runs.
 #[derive(Debug, Clone)]
 pub(super) struct Histogram {
     counts: hdrhistogram::Histogram<u32>,
@@ -17,7 +17,7 @@ pub(super) struct Histogram {
     longest: u64,
 }
 
-/// Times of one octave: longer than the bucket before says, up to this.
+/// Times of one octave: longer than the bucket before, up to this.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct HistogramBucket {
     pub up_to_us: f64,
@@ -53,15 +53,16 @@ impl Histogram {
         self.counts.mean() / 1e3
     }
 
-    /// A time that at least this share of all did not exceed; `share` from 0, the shortest, to 1, the longest.
+    /// A time that at least this share of all times did not exceed; `share` from 0, the shortest, to 1, the
+    /// longest.
     pub fn quantile_us(&self, share: f64) -> f64 {
         micros(self.counts.value_at_quantile(share).min(self.longest))
     }
 
-    /// By octave, from the first that has some to the last.
+    /// The octaves from the first with a time to the last.
     pub fn octaves(&self) -> Vec<HistogramBucket> {
         let octaves = self.counts.iter_log(1, 2.0).map(|octave| HistogramBucket {
-            // 2^n is the first of the next octave: nobody minds the nanosecond.
+            // 2^n is the first of the next octave; the nanosecond does not matter.
             up_to_us: micros(octave.value_iterated_to() + 1),
             count: octave.count_since_last_iteration(),
         });

@@ -1,4 +1,4 @@
-//! Lookups through a gateway: each question that reaches the store is a turn.
+//! Lookups through a gateway: each existence request that reaches the store is a turn.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::s3::object::{
     RequestCounts, StoreFuture,
 };
 
-/// Nobody stores in it.
+/// A space without chunks.
 const SPACE: &str = r#"{"model": "kvgate/bench", "revision": "nobody-has-this", "chunk_tokens": 1,
     "mha": {"layers": 1, "heads": 1, "head_dim": 64}}"#;
 
@@ -30,7 +30,7 @@ pub(super) const WHOLE: Duration = Duration::from_secs(3600);
 const LOOKUP_CHUNKS: usize = 4096;
 
 impl Bench {
-    /// Asks a gateway that knows nothing for each chunk: for those of the prompt, else for some that nobody has.
+    /// Asks a new gateway for each chunk: for the prompt's chunks, or else for absent ones.
     pub(super) async fn lookup(&mut self) -> Result<PhaseReport, BenchError> {
         let (space, chunks) = match &self.prompt {
             Some(prompt) => {
@@ -56,7 +56,7 @@ impl Bench {
         self.look_up(&space, &chunks, rounds, limits).await
     }
 
-    /// All chunks, so often.
+    /// Looks up all chunks, `rounds` times.
     async fn look_up(
         &mut self,
         space: &Space,
@@ -90,7 +90,7 @@ impl Bench {
     }
 }
 
-/// Chunks that nobody has.
+/// Chunks that are not stored.
 fn absent(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> {
     let space = Space::from_json(SPACE)?;
     let hasher = ChunkHasher::new(&space, None)?;
@@ -100,11 +100,11 @@ fn absent(count: u64) -> Result<(Space, Vec<ChunkHash>), BenchError> {
     Ok((space, chunks))
 }
 
-/// A store whose questions about existence take turns in a course, and are timed.
+/// A store whose existence requests take turns in a run, and are timed.
 struct Asked {
     inner: Arc<dyn ObjectStore>,
     course: Arc<PhaseRun>,
-    /// Whether what is asked for must be there; otherwise it must not.
+    /// Whether the requested chunks must be there; otherwise they must be absent.
     present: bool,
 }
 
@@ -135,7 +135,7 @@ impl Asked {
                 ))),
                 Ok(meta),
             ),
-            // The course keeps the error itself, the gateway gets another of its kind.
+            // The run keeps the error itself, the gateway gets another of its kind.
             Err(cause) => {
                 let told = error(cause.kind);
                 (Err(cause.into()), Err(told))

@@ -1,4 +1,4 @@
-//! The common part of all phases: turns, pace, the end, and the tallies of what was done.
+//! The common part of all phases: turns, pace, the end, and the tallies of finished requests.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,13 +13,13 @@ use super::report::ReportMark;
 use super::settings::BenchPhase;
 use crate::s3::object::{ErrorKind, ObjectError};
 
-/// Requests that may fail before a phase gives up: what fails that often won't get better.
+/// Requests that may fail before a phase gives up: more failures mean that it won't get better.
 const ERRORS_MAX: u64 = 1000;
-/// A task whose request failed waits for so long: while a server restarts, requests fail at once.
+/// Pause of a task after a failed request: while a server restarts, requests fail at once.
 const AFTER_FAILURE: Duration = Duration::from_millis(100);
-/// The time that a missed pace may be caught up with: timers and busy cores are late by some milliseconds.
+/// How much delay may be caught up: timers and busy cores are late by some milliseconds.
 const CREDIT: Duration = Duration::from_millis(100);
-/// For requests under way when the phase is interrupted, if they are not PUTs.
+/// Time for requests under way when the phase is interrupted, if they are not PUTs.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Counts interruptions.
@@ -29,31 +29,31 @@ pub type Interrupts = watch::Receiver<u32>;
 pub(super) struct PhaseRun {
     phase: BenchPhase,
     ops_a_turn: u64,
-    /// Turns in all; None: until the time is over.
+    /// Number of turns; None: until the time is over.
     total: Option<u64>,
     until: Option<Instant>,
     pace: Option<Pace>,
     next: AtomicU64,
     stopped: AtomicBool,
-    /// Wakes whoever waits for its pace when it is stopped.
+    /// Wakes tasks that wait for their pace when the run is stopped.
     stops: Notify,
-    /// A task's tally each: nobody else locks it, except to look.
+    /// One tally for each task: other tasks lock it only to read.
     lanes: Box<[Mutex<Tally>]>,
     started: Instant,
-    /// The same as others would say it.
+    /// The start as wall-clock time.
     began: SystemTime,
     first_done: OnceLock<ReportMark>,
     fatal: Mutex<Option<ObjectError>>,
 }
 
-/// When the next request may start.
+/// The time at which the next request may start.
 struct Pace {
-    /// Of a turn: how long it keeps the next one waiting.
+    /// How long a turn keeps the next one waiting.
     cost: Box<dyn Fn(u64) -> Duration + Send + Sync>,
     free_at: tokio::sync::Mutex<Instant>,
 }
 
-/// The tallies, by kind.
+/// Finished requests by kind.
 #[derive(Default, Clone)]
 pub(super) struct Tally {
     pub main: Done,
@@ -74,7 +74,7 @@ pub(super) struct Done {
 pub(super) struct Op {
     pub bytes: u64,
     pub latency: Duration,
-    /// Mixed into the phase's own requests.
+    /// Whether it is mixed into the phase's own requests.
     pub mixed: bool,
 }
 
@@ -83,7 +83,7 @@ pub(super) struct Op {
 pub(super) enum PhaseFailure {
     #[error(transparent)]
     Object(#[from] ObjectError),
-    /// It was answered, with something wrong.
+    /// It was answered, but wrongly.
     #[error("{0}")]
     Wrong(String),
 }
@@ -94,19 +94,19 @@ pub(super) trait PhaseWorker: Send + 'static {
     fn turn(&mut self, turn: u64) -> impl Future<Output = Result<Option<Op>, PhaseFailure>> + Send;
 }
 
-/// How a run ends, and how fast it goes.
+/// The limits of a run: its end, and its pace.
 #[derive(Default)]
 pub(super) struct PhaseLimits {
     pub total: Option<u64>,
     pub time: Option<Duration>,
     /// See [`Pace::cost`].
     pub cost: Option<Box<dyn Fn(u64) -> Duration + Send + Sync>>,
-    /// Beyond the one that a turn has at least.
+    /// Operations of a turn beyond the first.
     pub more_ops_a_turn: u64,
 }
 
 impl PhaseLimits {
-    /// Nothing but so many turns.
+    /// A limit of turns only.
     pub fn turns(total: u64) -> Self {
         Self {
             total: Some(total),
@@ -116,9 +116,9 @@ impl PhaseLimits {
 }
 
 impl PhaseRun {
-    /// The clock starts now.
+    /// Starts a run, and its clock.
     pub fn start(phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Self {
-        // The histograms are the bench's own memory, so they are there before anything is measured.
+        // The histograms are the bench's own memory, so they are allocated before the measurement.
         let lanes = (0..lanes).map(|_| Mutex::default()).collect();
         let started = Instant::now();
         let pace = limits.cost.map(|cost| Pace {
@@ -129,7 +129,7 @@ impl PhaseRun {
             phase,
             ops_a_turn: 1 + limits.more_ops_a_turn,
             total: limits.total,
-            // One that is too far off to count is none.
+            // A deadline too far off to represent counts as none.
             until: limits.time.and_then(|time| started.checked_add(time)),
             pace,
             next: AtomicU64::new(0),
@@ -143,8 +143,8 @@ impl PhaseRun {
         }
     }
 
-    /// Runs a task for each worker until nothing is left to do. Answers whether it was interrupted; if not, the workers are
-    /// there again.
+    /// Runs a task for each worker until nothing is left to do. Returns whether it was interrupted; if not,
+    /// `workers` has the workers again.
     pub async fn run<W: PhaseWorker>(
         self: &Arc<Self>,
         workers: &mut Vec<W>,
@@ -155,7 +155,7 @@ impl PhaseRun {
             let run = Arc::clone(self);
             tasks.spawn(async move { run.work(lane, worker).await });
         }
-        // Objects that deletes leave behind have to be looked for: the first interruption does not end deletes.
+        // Objects that a delete leaves behind must be cleaned up by hand: the first interruption does not end it.
         let mut spare = self.phase == BenchPhase::Delete && *interrupts.borrow() == 0;
         let mut was_interrupted = false;
         loop {
@@ -181,7 +181,7 @@ impl PhaseRun {
             }
         }
         let all = async { while tasks.join_next().await.is_some() {} };
-        // A PUT that nobody waits for could come after its DELETE.
+        // An abandoned PUT could come after its DELETE.
         let puts = self.phase == BenchPhase::Write;
         tokio::select! {
             () = all => {}
@@ -192,7 +192,7 @@ impl PhaseRun {
         true
     }
 
-    /// Whether `work` was done before an interruption. Then no turn is given any more.
+    /// Whether `work` was done before an interruption. An interruption ends the turns.
     pub async fn interruptible(&self, work: impl Future<Output = ()>, interrupts: &mut Interrupts) -> bool {
         tokio::select! {
             () = work => true,
@@ -216,19 +216,19 @@ impl PhaseRun {
         worker
     }
 
-    /// Its task waits, if there is more to do.
+    /// Makes the failed request's task wait, if there is more to do.
     pub async fn after_failure(&self) {
         if !self.was_the_last() {
             self.wait(Instant::now() + AFTER_FAILURE).await;
         }
     }
 
-    /// The next turn; None when there is none any more.
+    /// The next turn; None after the last.
     pub async fn turn(&self) -> Option<u64> {
         let Some(pace) = &self.pace else {
             return self.take();
         };
-        // A task that waits for the time to come also keeps the others waiting, in order.
+        // The task that waits for its time also keeps the others waiting, in order.
         let mut free_at = pace.free_at.lock().await;
         if self.was_the_last() {
             return None;
@@ -240,11 +240,11 @@ impl PhaseRun {
         Some(turn)
     }
 
-    /// Until then, or until no turn is left.
+    /// Waits until `then`, or until no turn is left.
     async fn wait(&self, then: Instant) {
         let stops = self.stops.notified();
         let due = self.until.map_or(then, |until| then.min(until));
-        // A timer would take a millisecond for nothing.
+        // A timer would waste a millisecond.
         if due <= Instant::now() || self.is_over() {
             return;
         }
@@ -254,7 +254,7 @@ impl PhaseRun {
         }
     }
 
-    /// The same without waiting for its time.
+    /// Takes a turn without waiting for its time.
     fn take(&self) -> Option<u64> {
         if self.is_over() {
             return None;
@@ -269,7 +269,7 @@ impl PhaseRun {
             .is_some_and(|total| self.next.load(Ordering::Relaxed) >= total)
     }
 
-    /// After a request of a task that is not the run's own: nothing may be left to do.
+    /// After a request of a task outside the run: nothing may be left to do.
     pub fn ended_one(&self) {
         if self.was_the_last() || self.is_over() {
             self.first_done.get_or_init(|| self.mark());
@@ -303,7 +303,7 @@ impl PhaseRun {
 
     fn failed(&self, failure: PhaseFailure) {
         match failure {
-            // Every other request will meet it too.
+            // Every other request will meet this error too.
             PhaseFailure::Object(error)
                 if matches!(
                     error.kind,
@@ -338,7 +338,7 @@ impl PhaseRun {
         self.stops.notify_waiters();
     }
 
-    /// Whether turns are given still.
+    /// Whether no more turns are given.
     pub fn is_over(&self) -> bool {
         let late = self.until.is_some_and(|until| Instant::now() >= until);
         late || self.stopped.load(Ordering::Relaxed)
@@ -349,7 +349,7 @@ impl PhaseRun {
         lock(&self.fatal).take()
     }
 
-    /// Whether it ended because so many requests failed.
+    /// Whether it ended because of too many failed requests.
     pub fn gave_up(&self) -> bool {
         self.errors() >= ERRORS_MAX
     }
@@ -358,18 +358,18 @@ impl PhaseRun {
         self.lanes.iter().map(|lane| lock(lane).errors).sum()
     }
 
-    /// Turns that were given.
+    /// Number of turns given.
     pub fn issued(&self) -> u64 {
         let next = self.next.load(Ordering::Relaxed);
         self.total.map_or(next, |total| next.min(total))
     }
 
-    /// When the first task found nothing left to do, if one did.
+    /// When the first task found nothing left to do, if that happened.
     pub fn first_done(&self) -> Option<ReportMark> {
         self.first_done.get().copied()
     }
 
-    /// The progress so far.
+    /// The progress by now.
     pub fn mark(&self) -> ReportMark {
         let (ops, bytes, _) = self.sums();
         ReportMark::new(self.started.elapsed(), ops, bytes)
@@ -387,7 +387,7 @@ impl PhaseRun {
         self.lanes.iter().fold((0, 0, 0), sum)
     }
 
-    /// All tasks' tallies together.
+    /// The sum of all tasks' tallies.
     pub fn tally(&self) -> Tally {
         let mut all = Tally::default();
         for lane in &self.lanes {
@@ -405,7 +405,7 @@ impl PhaseRun {
         all
     }
 
-    /// For the line that shows what goes on.
+    /// The figures of the progress line.
     pub fn live(&self) -> Live {
         let (ops, bytes, errors) = self.sums();
         Live {
@@ -419,26 +419,26 @@ impl PhaseRun {
     }
 }
 
-/// What goes on.
+/// Progress of a phase under way.
 #[derive(Debug, Clone, Copy)]
 pub struct Live {
     pub phase: BenchPhase,
     pub seconds: f64,
-    /// Requests in all, if that is known.
+    /// Number of requests in all, if known.
     pub total: Option<u64>,
     pub ops: u64,
     pub bytes: u64,
     pub errors: u64,
 }
 
-/// The next interruption; never where nobody is left to interrupt.
+/// Waits for the next interruption; forever if there is no sender left.
 pub(super) async fn interrupted(interrupts: &mut Interrupts) {
     if interrupts.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// No panic can leave a tally half-changed, so a poisoned lock is as good.
+/// No panic can leave a tally half-changed, so a poisoned lock is safe to use.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -447,7 +447,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// Takes some time for each turn.
+    /// Takes this time for each turn.
     struct Sleeper(Duration);
 
     impl PhaseWorker for Sleeper {
@@ -538,7 +538,7 @@ mod tests {
             );
             assert_eq!(run.issued(), 101);
         }
-        // Slower than the pace: that has no credit to catch up with.
+        // Slower than the pace, so there is no credit to catch up with.
         let limits = PhaseLimits {
             total: Some(10),
             cost: Some(Box::new(|_| 10 * MS)),

@@ -1,5 +1,6 @@
-//! Objects that are a prompt's chunks: stored by a gateway, and read as an engine would have them: looked up together,
-//! then loaded in order. What is stored is synthetic and under a salt of its own, so no prompt ever finds it.
+//! Objects that are a prompt's chunks: a gateway stores them, and they are read as an engine reads them: looked up
+//! together, then loaded in order. The chunks are synthetic and under a salt of their own, so no real prompt finds
+//! them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,20 +27,20 @@ use crate::s3::object::{Capabilities, ErrorKind};
 
 const VOCABULARY: u32 = 100_003;
 
-/// A synthetic prompt, the same each time that it has the same name.
+/// A synthetic prompt, the same for the same name.
 pub struct BenchPrompt {
     pub space: Space,
     pub tokens: u32,
-    /// In which it is loaded.
+    /// The order of its load.
     pub order: Order,
     pub(super) root: ChunkHash,
     pub(super) chunks: Vec<ChunkHash>,
-    /// space.json was missing before, so it is ours to remove.
+    /// Its space.json was missing before, so this run removes it.
     pub(super) declares: bool,
 }
 
 impl BenchPrompt {
-    /// Tokens beyond the last full chunk count for nothing.
+    /// Tokens beyond the last full chunk are ignored.
     pub fn new(space: Space, name: &str, tokens: u32, order: Order) -> Result<Self, BenchError> {
         let chunk_tokens = space.chunk_tokens();
         if tokens < chunk_tokens {
@@ -58,12 +59,12 @@ impl BenchPrompt {
         })
     }
 
-    /// How many chunks it has.
+    /// Number of chunks.
     pub fn len(&self) -> u64 {
         self.chunks.len() as u64
     }
 
-    /// It has at least one.
+    /// Always false: a prompt has at least one chunk.
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty()
     }
@@ -107,12 +108,12 @@ struct Storer {
     space: Space,
     root: ChunkHash,
     chunks: Arc<[ChunkHash]>,
-    /// Chunks that were there.
+    /// Number of chunks that were there already.
     present: Arc<AtomicU64>,
 }
 
 impl Storer {
-    /// Reserving never waits; a slot whose request is over may still be taken for a moment.
+    /// A free slot. Reserving never waits, and a slot whose request is over may stay taken for a moment.
     async fn slot(&self) -> StoreSlot {
         loop {
             if let Ok(slot) = self.gateway.reserve(&self.space) {
@@ -140,7 +141,7 @@ impl PhaseWorker for Storer {
         let chunk = FilledSlot { hash, parent, slot };
         let bytes = match self.gateway.write_through(chunk, deadline).await {
             StoreOutcome::Stored => self.target.settings.object_bytes,
-            // Left by a run that kept it. Some servers take the body before they say so.
+            // Left by a run that kept its chunks. Some servers read the body before they answer so.
             StoreOutcome::Present | StoreOutcome::Pending => {
                 self.present.fetch_add(1, Ordering::Relaxed);
                 0
@@ -167,12 +168,12 @@ struct Times {
     first_chunk: Histogram,
     first_layer: Histogram,
     last_chunk: Histogram,
-    /// To the last chunks, all prompts together.
+    /// Times to the last chunks, summed over all prompts.
     sum: Duration,
 }
 
 impl Bench {
-    /// Stores every chunk once: what is stored is not stored again.
+    /// Stores every chunk once: stored chunks are not stored again.
     pub(super) async fn store_prompt(&mut self) -> Result<PhaseReport, BenchError> {
         let Some(prompt) = &mut self.prompt else {
             return Err(BenchError::Settings("no prompt was given".into()));
@@ -184,7 +185,7 @@ impl Bench {
             Err(error) if error.kind == ErrorKind::NotFound => true,
             result => result.map(|_| false)?,
         };
-        // A conditional PUT is one request, without it a HEAD goes first.
+        // A conditional PUT is one request; without it a HEAD goes first.
         let probe_key =
             KeyPrefix::new(&self.target.settings.prefix).own(&format!("probe-{:016x}", fastrand::u64(..)));
         let store = &*self.target.store;
@@ -196,7 +197,7 @@ impl Bench {
         let lanes = self.lanes(total);
         let arena = self.arena(lanes, object_bytes, "--concurrency or --chunk-tokens")?;
         let gateway = self.gateway(Arc::clone(&self.target.store), arena, capabilities);
-        // All at once, so that each place in the arena gets its share; only the stamps change later.
+        // All at once, so that each slot of the arena gets its content; only the stamps change later.
         let slots: Vec<StoreSlot> = std::iter::from_fn(|| gateway.reserve(&space).ok()).collect();
         for mut slot in slots {
             self.target.content.fill(slot.payload_mut());
@@ -222,7 +223,7 @@ impl Bench {
         Ok(report)
     }
 
-    /// A stored chunk is not stored again, so only connections and signatures can be warm before.
+    /// Warms up connections and signatures only, since stored chunks are not stored again.
     async fn connect(&mut self, connections: usize) -> Result<(), BenchError> {
         let soon = Instant::now() + self.target.read_limit;
         let asks = (0..connections).map(|_| self.target.store.check_bucket(soon));
@@ -231,7 +232,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Looks the whole prompt up and loads it, one time after the other.
+    /// Looks up and loads the whole prompt, again and again.
     pub(super) async fn load_prompts(&mut self) -> Result<PhaseReport, BenchError> {
         if self.settings().warm_up {
             let report = self
@@ -287,7 +288,7 @@ impl Bench {
         Ok(report)
     }
 
-    /// For the bytes in flight, and for a chunk that is awaited and one that was just handed over. Layer by layer: for the
+    /// Slots for the bytes in flight, one awaited chunk and one just handed out. In layer order: slots for the
     /// whole prompt in one window, which is half of an arena.
     pub(super) fn load_slots(&self) -> (u64, &'static str) {
         let settings = self.settings();
@@ -314,7 +315,8 @@ impl Bench {
     }
 }
 
-/// One prompt. The first layer is there when every chunk's first planes are: with the last chunk in chunk order.
+/// Looks up and loads one prompt. The first layer is complete with every chunk's first planes: in chunk order, with
+/// the last chunk.
 async fn load(
     gateway: &Gateway,
     space: &Space,

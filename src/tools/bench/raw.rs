@@ -1,4 +1,4 @@
-//! The requests of the phases that know nothing of chunks.
+//! The requests of the phases that don't use chunks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,11 +16,11 @@ use crate::arena::{Arena, SlotMut};
 use crate::s3::net::{BodyWatch, Landing};
 use crate::s3::object::{Condition, ErrorKind, GetRange, ObjectStore};
 
-/// The common part of all requests of a bench.
+/// The common data of all requests of a bench.
 pub(super) struct RawTarget {
     pub store: Arc<dyn ObjectStore>,
     pub settings: BenchSettings,
-    /// Of every object.
+    /// The key of every object.
     pub keys: Vec<String>,
     pub content: Content,
     /// Limits for one request, its retries included.
@@ -45,7 +45,7 @@ impl RawTarget {
             .min(settings.object_bytes - part * settings.part_bytes)
     }
 
-    /// The digests of all parts, object after object. Fewer when it is told to stop.
+    /// The digests of all parts, object after object. Fewer if stopped.
     pub fn part_crcs(&self, stop: &AtomicBool) -> Vec<u64> {
         let (parts, part_bytes) = (self.settings.parts(), self.settings.part_bytes);
         let crc = |index: u64| {
@@ -60,7 +60,7 @@ impl RawTarget {
     }
 }
 
-/// A slot as soon as there is one: a request that is over may still hold its own for a moment.
+/// Waits for a free slot: a finished request may hold its slot for a moment.
 async fn slot(arena: &Arena, len: usize) -> SlotMut {
     match arena.try_reserve(len) {
         Some(slot) => slot,
@@ -71,9 +71,9 @@ async fn slot(arena: &Arena, len: usize) -> SlotMut {
 /// Reads parts into one slot.
 pub(super) struct RawReader {
     target: Arc<RawTarget>,
-    /// Objects that are there.
+    /// Number of existing objects.
     objects: u64,
-    /// Away while a request is under way, and lost with one that was given up.
+    /// Taken while a request is under way, and lost with one that was given up.
     slot: Option<SlotMut>,
     check: Option<Check>,
 }
@@ -85,7 +85,7 @@ struct Check {
 }
 
 impl RawReader {
-    /// Without `crcs` nothing is verified.
+    /// A reader; without `crcs` it verifies nothing.
     pub async fn new(
         target: &Arc<RawTarget>,
         arena: &Arena,
@@ -109,7 +109,7 @@ impl RawReader {
         }
     }
 
-    /// One part of one object.
+    /// Reads one part of one object.
     async fn read(&mut self, object: u64, part: u64) -> Result<Op, PhaseFailure> {
         let (target, key) = (&self.target, self.target.key(object));
         let (start, len) = (part * target.settings.part_bytes, target.part_len(part));
@@ -158,7 +158,7 @@ impl RawReader {
     }
 }
 
-/// The fault of a part.
+/// Describes the wrong bytes of a part.
 fn wrong(target: &RawTarget, object: u64, start: u64, bytes: &[u8]) -> String {
     let part = format!(
         "GET {}: wrong bytes in the part at offset {start} of object {object}",
@@ -173,7 +173,7 @@ fn wrong(target: &RawTarget, object: u64, start: u64, bytes: &[u8]) -> String {
     }
 }
 
-/// With what to do where the objects are not those that the settings say.
+/// Adds advice to an error if the objects don't match the settings.
 fn explained(error: crate::s3::object::ObjectError, target: &RawTarget) -> PhaseFailure {
     match error.kind {
         ErrorKind::NotFound => PhaseFailure::Wrong(match target.settings.embedded {
@@ -198,7 +198,7 @@ impl PhaseWorker for RawReader {
     }
 }
 
-/// Writes objects from slots that hold everything but the stamps, and reads others in between.
+/// Writes objects from slots that hold everything but the stamps, and reads written ones in between.
 pub(super) struct Writer {
     target: Arc<RawTarget>,
     arena: Arena,
@@ -208,7 +208,7 @@ pub(super) struct Writer {
 /// The objects that can be read in between.
 pub(super) struct Written {
     objects: Mutex<Vec<u64>>,
-    /// Whether a first write has ended, well or not.
+    /// Whether a first write has ended, with or without success.
     begun: watch::Sender<bool>,
 }
 
@@ -230,9 +230,9 @@ impl Written {
         self.begun.send_replace(true);
     }
 
-    /// Any one of them; None if the first write has failed.
+    /// Any written object; None if the first write failed.
     async fn any(&self) -> Option<u64> {
-        // The sender is ours, so it can't be gone.
+        // The sender is ours, so it is never gone.
         let _ = self.begun.subscribe().wait_for(|&begun| begun).await;
         let objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
         fastrand::choice(objects.iter()).copied()
@@ -248,7 +248,7 @@ impl Writer {
         }
     }
 
-    /// The stamps at the start of the arena's slots, which are all of one size.
+    /// Fills the arena's slots with the content. All slots have one size, so their assignment does not matter.
     pub fn fill(target: &RawTarget, arena: &Arena) {
         let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.try_reserve(target.object_len())).collect();
         for mut slot in slots {
@@ -296,22 +296,22 @@ impl PhaseWorker for Writer {
     }
 }
 
-/// Whether this turn is one of the reads, which are spread evenly.
+/// Whether this turn is a read; reads are spread evenly.
 pub(super) fn is_read(turn: u64, percent: u64) -> bool {
     reads(turn + 1, percent) > reads(turn, percent)
 }
 
-/// Reads among the first `turns`.
+/// Number of reads among the first `turns`.
 fn reads(turns: u64, percent: u64) -> u64 {
     turns / 100 * percent + turns % 100 * percent / 100
 }
 
-/// Writes among the first `turns`.
+/// Number of writes among the first `turns`.
 pub(super) fn writes(turns: u64, percent: u64) -> u64 {
     turns - reads(turns, percent)
 }
 
-/// The fewest turns that have this many writes.
+/// The fewest turns with this many writes.
 pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
     let mut turns = (u128::from(count) * 100 / u128::from(100 - percent))
         .try_into()
@@ -325,7 +325,7 @@ pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
     turns
 }
 
-/// Asks for objects.
+/// Makes HEAD requests for objects.
 pub(super) struct HeaderSource {
     pub target: Arc<RawTarget>,
     pub objects: u64,
@@ -356,10 +356,10 @@ impl PhaseWorker for HeaderSource {
     }
 }
 
-/// Pauses after which a DELETE that failed is made again: what one leaves behind has to be looked for.
+/// Pauses before a failed DELETE is repeated: objects left behind must be cleaned up by hand.
 const DELETE_AGAIN: [Duration; 3] = [Duration::from_secs(1); 3];
 
-/// Removes objects, each with a request of its own.
+/// Removes objects, one request each.
 pub(super) struct Deleter {
     pub target: Arc<RawTarget>,
 }
@@ -410,7 +410,7 @@ mod tests {
                     .collect();
                 assert!(written.iter().copied().eq(0..count), "{percent}%: {written:?}");
             }
-            // More than can be counted, and it ends.
+            // The count saturates, and the search ends.
             assert!(turns_with_writes(u64::MAX, percent) > u64::MAX / 2);
         }
     }

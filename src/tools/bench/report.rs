@@ -14,24 +14,24 @@ use crate::s3::object::{ObjectError, RequestCounts};
 const MIB: f64 = (1_u64 << 20) as f64;
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// Everything that was measured.
+/// All results of a bench.
 #[derive(Debug, Clone, Serialize)]
 pub struct BenchReport {
-    /// Of kvgate.
+    /// Version of kvgate.
     pub version: &'static str,
     pub settings: BenchSettings,
     pub phases: Vec<PhaseReport>,
-    /// Whether somebody ended it early.
+    /// Whether it was ended early.
     pub interrupted: bool,
 }
 
-/// The report of one phase. Figures of bytes are null where a phase moves none.
+/// The results of one phase. Figures of bytes are null in phases that move none.
 #[derive(Debug, Clone, Serialize)]
 pub struct PhaseReport {
     pub phase: BenchPhase,
-    /// When it began, in seconds since 1970.
+    /// Start, in seconds since 1970.
     pub began: f64,
-    /// That it went over, again and again if asked to.
+    /// Number of objects, however often the phase goes over them.
     pub objects: u64,
     /// Requests that succeeded.
     pub ops: u64,
@@ -49,31 +49,31 @@ pub struct PhaseReport {
     pub minor_faults: u64,
     pub minor_faults_per_gib: Option<f64>,
     pub latency_us: Option<Latency>,
-    /// By octave.
+    /// Latencies by octave.
     pub histogram: Vec<HistogramBucket>,
     pub errors: Errors,
-    /// Chunks that a prompt's write found there already, so that they were not stored.
+    /// Chunks that a prompt's write found stored already.
     pub present: u64,
     /// Requests that were sent because an earlier one had failed.
     pub retries: u64,
     /// Requests that were sent because an earlier one was slow.
     pub hedges: u64,
     pub requests: RequestCounts,
-    /// The bytes that the connections carried.
+    /// Bytes over the connections.
     pub traffic: Traffic,
-    /// Each address that the server's name has.
+    /// All addresses of the server's name.
     pub endpoints: Vec<Endpoint>,
     /// The two kinds of a mixed phase; their sum is above.
     pub mix: Option<MixReport>,
-    /// Where whole prompts are read.
+    /// Only where whole prompts are read.
     pub prompt: Option<PromptReport>,
     pub interrupted: bool,
-    /// The error that every further request would meet: the phase ended with it.
+    /// An error that every further request would meet: it ended the phase.
     #[serde(skip)]
     pub fatal: Option<Arc<ObjectError>>,
 }
 
-/// How far a phase was at a time.
+/// Progress of a phase at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ReportMark {
     pub seconds: f64,
@@ -83,7 +83,7 @@ pub struct ReportMark {
     pub iops: f64,
 }
 
-/// Of requests that succeeded, retries included.
+/// Latencies of successful requests, retries included.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Latency {
     pub min: f64,
@@ -99,7 +99,7 @@ pub struct Latency {
 pub struct Errors {
     pub count: u64,
     pub first: Option<String>,
-    /// There were so many that the phase ended.
+    /// So many requests failed that the phase ended.
     pub gave_up: bool,
 }
 
@@ -119,23 +119,22 @@ pub struct EndpointShare {
     pub latency_us: Option<Latency>,
 }
 
-/// Whole prompts, one after the other: lookup, then load. Times since the prompt's start; an operation is a chunk, and
-/// its latency the time since the load's start.
+/// Whole prompts, one after the other: lookup, then load. Times count from the prompt's start; an operation is a
+/// chunk, and its latency counts from the load's start.
 #[derive(Debug, Clone, Serialize)]
 pub struct PromptReport {
     pub prompts: u64,
     pub chunks: u64,
-    /// Bytes of whole prompts, by the time from the lookup's start to the last chunk. What --rate makes prompts wait does
-    /// not count.
+    /// Bytes of whole prompts, by the time from the lookup's start to the last chunk. Waits for --rate don't count.
     pub gib_per_s: Option<f64>,
     pub lookup_us: Option<Latency>,
     pub first_chunk_us: Option<Latency>,
-    /// Until every chunk's first layer was there: in chunk order, when the last chunk was.
+    /// Time until every chunk's first layer was there: in chunk order, when the last chunk was.
     pub first_layer_us: Option<Latency>,
     pub last_chunk_us: Option<Latency>,
 }
 
-/// The cost of a phase beside time.
+/// The cost of a phase besides its time.
 pub(super) struct Cost {
     pub usage: Usage,
     pub requests: RequestCounts,
@@ -143,14 +142,14 @@ pub(super) struct Cost {
     pub endpoints: Vec<Endpoint>,
 }
 
-/// None: nothing moved.
+/// None: no bytes moved.
 pub(super) fn gib_per_s(bytes: u64, took: Duration) -> Option<f64> {
     (bytes > 0).then(|| bytes as f64 / GIB / took.as_secs_f64().max(1e-9))
 }
 
 impl ReportMark {
     pub(super) fn new(elapsed: Duration, ops: u64, bytes: u64) -> Self {
-        // A phase without a request takes no time.
+        // A phase without a request takes no time; avoids a division by zero.
         let seconds = elapsed.as_secs_f64().max(1e-9);
         Self {
             seconds,
@@ -177,7 +176,7 @@ impl Latency {
 }
 
 impl PhaseReport {
-    /// `ended`: what was done when the last request was.
+    /// `ended`: the progress when the last request ended.
     pub(super) fn new(settings: &BenchSettings, course: &PhaseRun, ended: ReportMark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());
         let first_done = course.first_done().unwrap_or(ended);

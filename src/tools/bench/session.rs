@@ -26,19 +26,19 @@ use crate::s3::object::{Capabilities, ObjectStore, RequestCounts};
 pub struct Bench {
     pub(super) config: Config,
     pub(super) target: Arc<RawTarget>,
-    /// Whose chunks the objects are, if they are.
+    /// The prompt whose chunks are the objects, if any.
     pub(super) prompt: Option<BenchPrompt>,
-    /// Objects that are there: after a write that was cut short, fewer than asked for.
+    /// Number of existing objects: after a write that was cut short, fewer than asked for.
     pub(super) objects: u64,
-    /// The digests that parts must have, once a phase needs them.
+    /// The digests that parts must have, made when a phase first needs them.
     crcs: Option<Arc<[u64]>>,
-    /// For parts that are read, once a phase needs it.
+    /// Slots for parts that are read, made when a phase first needs them.
     parts: Option<Arena>,
     pub(super) interrupts: Interrupts,
     under_way: UnderWay,
 }
 
-/// The progress of a bench, for its display.
+/// The progress of a bench, for display.
 #[derive(Clone, Default)]
 pub struct UnderWay(Arc<Mutex<Option<Arc<PhaseRun>>>>);
 
@@ -53,7 +53,7 @@ impl UnderWay {
     }
 }
 
-/// Usage, requests and traffic since it was started, and what went to whom.
+/// Measures usage, requests and traffic since its start, and each address's share.
 pub(super) struct Clock {
     usage: Usage,
     requests: RequestCounts,
@@ -71,7 +71,7 @@ impl Clock {
         }
     }
 
-    /// After so many seconds.
+    /// The cost after this many seconds.
     fn read(&self, store: &dyn ObjectStore, seconds: f64) -> Cost {
         Cost {
             usage: Usage::now().since(self.usage),
@@ -83,7 +83,7 @@ impl Clock {
 }
 
 impl Bench {
-    /// Sends nothing yet. Each change of `interrupts` ends the phase under way.
+    /// A bench; sends nothing yet. Each change of `interrupts` ends the phase under way.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         config: Config,
@@ -122,7 +122,7 @@ impl Bench {
         &self.target.settings
     }
 
-    /// Of the interruptions, only those that come from now on count.
+    /// Ignores the interruptions so far.
     pub fn forget_interrupts(&mut self) {
         self.interrupts.mark_unchanged();
     }
@@ -131,7 +131,7 @@ impl Bench {
         self.under_way.clone()
     }
 
-    /// Fails if there is not the memory for one of the phases: before a prompt is written, not after it.
+    /// Fails if memory is too small for one of the phases: before a prompt is written, not after.
     pub fn check(&self, phases: &[BenchPhase]) -> Result<(), BenchError> {
         if self.prompt.is_some() && phases.contains(&BenchPhase::Read) {
             let (slots, lower) = self.load_slots();
@@ -140,11 +140,11 @@ impl Bench {
         Ok(())
     }
 
-    /// Runs one phase. Fails if it can't begin; what its requests met is in the report.
+    /// Runs one phase. Fails if it can't begin; errors of its requests are in the report.
     pub async fn run(&mut self, phase: BenchPhase) -> Result<PhaseReport, BenchError> {
         let result = self.run_phase(phase).await;
         if matches!((phase, &result), (BenchPhase::Write, Err(_))) {
-            // It did not begin.
+            // The phase did not begin.
             self.objects = 0;
         }
         result
@@ -191,7 +191,7 @@ impl Bench {
         }
         let limits = self.limits(total, bytes);
         let (course, report) = self.course(BenchPhase::Write, limits, &mut workers).await?;
-        // Objects of the warm-up are there, whether they were written again or not.
+        // The objects of the warm-up's write are there, whether the phase wrote them again or not.
         if !self.settings().warm_up {
             self.objects = objects.min(writes(course.issued(), percent));
         }
@@ -234,7 +234,7 @@ impl Bench {
         Ok(self.course(BenchPhase::Head, limits, &mut workers).await?.1)
     }
 
-    /// All objects once, whatever rounds and time limit are: nothing is left behind.
+    /// Deletes all objects once, whatever rounds and time limit are: nothing is left behind.
     async fn delete(&mut self) -> Result<PhaseReport, BenchError> {
         let total = Some(self.objects);
         let worker = |_| Deleter {
@@ -250,7 +250,7 @@ impl Bench {
         Ok(report)
     }
 
-    /// A gateway that knows nothing, with as many requests in flight as the other phases have.
+    /// A new gateway, with as many requests in flight as the other phases.
     pub(super) fn gateway(
         &self,
         store: Arc<dyn ObjectStore>,
@@ -268,7 +268,7 @@ impl Bench {
         Gateway::new(store, arena, capabilities, options)
     }
 
-    /// For gateways that only read: finding out more would write to the bucket.
+    /// Capabilities for gateways that only read: probing for more would write to the bucket.
     pub(super) fn reads_only(&self) -> Capabilities {
         Capabilities {
             attributes: self.config.s3.probe == ProbeMode::Attributes,
@@ -276,7 +276,7 @@ impl Bench {
         }
     }
 
-    /// How often a phase goes over so many objects. Nothing is not gone over again and again until the time is over.
+    /// How often a phase goes over this many objects. Without objects there is no round, even with a time limit.
     pub(super) fn rounds(&self, objects: u64) -> Option<u64> {
         match objects {
             0 => Some(0),
@@ -292,7 +292,7 @@ impl Bench {
             .map_or(concurrency, |total| total.min(concurrency))
     }
 
-    /// With the time limit, and with the limit of the rate for turns that move so many bytes.
+    /// Limits of a phase: the time limit, and the rate limit for turns of this many bytes.
     pub(super) fn limits(
         &self,
         total: Option<u64>,
@@ -330,7 +330,8 @@ impl Bench {
         Ok((course, report))
     }
 
-    /// If it is wanted, turns that are not measured, whatever time they take. Answers what ends the phase, if something did.
+    /// Makes unmeasured turns, if configured, however long they take. Returns the report if the phase ends with
+    /// them.
     async fn warm_up<W: PhaseWorker>(
         &mut self,
         phase: BenchPhase,
@@ -345,7 +346,7 @@ impl Bench {
         Ok(ends_phase(report))
     }
 
-    /// The clock starts now.
+    /// Starts a run, and its clock.
     pub(super) fn start(&self, phase: BenchPhase, limits: PhaseLimits, lanes: usize) -> Arc<PhaseRun> {
         let course = Arc::new(PhaseRun::start(phase, limits, lanes));
         *self.under_way.lock() = Some(Arc::clone(&course));
@@ -362,7 +363,7 @@ impl Bench {
         report
     }
 
-    /// The preparation of a phase.
+    /// Runs a phase's preparation, unless interrupted.
     pub(super) async fn unless_interrupted<T>(
         interrupts: &mut Interrupts,
         work: impl Future<Output = T>,
@@ -381,13 +382,13 @@ impl Bench {
             let crcs = tokio::task::spawn_blocking(move || target.part_crcs(&stopped));
             let crcs = Self::unless_interrupted(&mut self.interrupts, crcs).await;
             stop.store(true, Ordering::Relaxed);
-            // It only fails where it panics.
+            // Fails only after a panic.
             self.crcs = Some(crcs?.unwrap_or_default().into());
         }
         let arena = if let Some(arena) = &self.parts {
             arena
         } else {
-            // No phase has more that read, mixed ones included.
+            // No phase has more readers, mixed ones included.
             let each = settings.objects.saturating_mul(settings.parts());
             let turns = each.max(turns_with_writes(settings.objects, settings.mix_percent));
             let total = settings.rounds.map(|rounds| rounds.saturating_mul(turns));
@@ -401,7 +402,7 @@ impl Bench {
         Ok(RawReader::new(&self.target, arena, objects, self.crcs.as_ref()).await)
     }
 
-    /// Prefaulted, for so many slots.
+    /// A prefaulted arena for this many slots.
     pub(super) fn arena(
         &self,
         slots: usize,
@@ -414,7 +415,7 @@ impl Bench {
     pub(super) fn arena_of(&self, size: usize) -> Result<Arena, BenchError> {
         Ok(Arena::new(&ArenaOptions {
             size: size.max(SLOT_ALIGN),
-            // The configured file may be a running daemon's.
+            // The configured file may belong to a running daemon.
             path: None,
             huge_pages: self.config.arena.huge_pages,
             mlock: self.config.arena.mlock,
@@ -424,7 +425,7 @@ impl Bench {
     }
 }
 
-/// Fails with what must be lower if there is not so much memory.
+/// The slots' bytes. Fails, naming the flag to lower, if memory is too small.
 fn slots_bytes(slots: u64, slot_bytes: u64, lower: &'static str) -> Result<u64, BenchError> {
     let slot_bytes = slot_bytes.next_multiple_of(SLOT_ALIGN as u64);
     let bytes = slot_bytes.saturating_mul(slots);
@@ -439,8 +440,8 @@ fn slots_bytes(slots: u64, slot_bytes: u64, lower: &'static str) -> Result<u64, 
     Ok(bytes)
 }
 
-/// The fate of a phase after its warm-up: one that was ended is its report. Requests that failed don't end it:
-/// those that are measured will tell.
+/// Whether the warm-up ends its phase: if so, its report is the phase's. Failed requests don't end it, since the
+/// measured ones show them.
 pub(super) fn ends_phase(warm_up: PhaseReport) -> Option<PhaseReport> {
     if let Some(first) = &warm_up.errors.first {
         tracing::warn!(

@@ -6,7 +6,7 @@ use super::error::BenchError;
 use crate::config::units::ByteSize;
 use crate::protocol::Order;
 
-/// A kind of request, and the phase that makes it.
+/// A phase, named by its kind of request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BenchPhase {
@@ -23,7 +23,7 @@ pub enum BenchPhase {
 }
 
 impl BenchPhase {
-    /// In the order in which they make sense.
+    /// In a sensible order.
     pub const ALL: [Self; 5] = [Self::Write, Self::Read, Self::Head, Self::Lookup, Self::Delete];
 
     pub fn name(self) -> &'static str {
@@ -41,20 +41,21 @@ impl BenchPhase {
     }
 }
 
-/// The settings of a measurement. Part of the report.
+/// The settings of a bench. Part of the report.
 #[derive(Debug, Clone, Serialize)]
 pub struct BenchSettings {
     /// None: AWS.
     pub endpoint: Option<String>,
     pub bucket: String,
     pub prefix: String,
-    /// What the objects' keys begin with, after the prefix. A prompt's are those of its chunks, whose salt it is in.
+    /// Start of the objects' keys, after the prefix. A prompt's chunks have their own keys, with this name in the
+    /// salt.
     pub name: String,
     /// The server is in this process, and its work in the CPU figures.
     pub embedded: bool,
     pub objects: u64,
     pub object_bytes: u64,
-    /// Bytes that one GET asks for; of a prompt's, the largest.
+    /// Bytes of one GET; of a prompt's GETs, the largest.
     pub part_bytes: u64,
     /// Requests in flight.
     pub concurrency: usize,
@@ -62,7 +63,7 @@ pub struct BenchSettings {
     pub rounds: Option<u64>,
     #[serde(rename = "time_limit_seconds", serialize_with = "seconds")]
     pub time_limit: Option<Duration>,
-    /// Of the write phase's requests, those that read.
+    /// Percent of the write phase's requests that read.
     pub mix_percent: u64,
     /// Limit for writes and reads.
     pub bytes_per_second: Option<u64>,
@@ -70,7 +71,7 @@ pub struct BenchSettings {
     pub requests_per_second: Option<u64>,
     /// Digest every part that is read.
     pub verify: bool,
-    /// Do everything once before each phase is measured, where that can be.
+    /// Do everything once before each phase is measured, where possible.
     pub warm_up: bool,
     /// The objects are the chunks of a prompt.
     pub prompt: Option<PromptSettings>,
@@ -88,7 +89,7 @@ pub struct PromptSettings {
 
 /// S3's own limit for one PUT.
 const OBJECT_BYTES_MAX: u64 = 5 << 30;
-/// The digests that are expected take 8 bytes each: 512 MiB.
+/// Each expected digest takes 8 bytes: 512 MiB.
 const PARTS_MAX: u64 = 64 << 20;
 
 impl BenchSettings {

@@ -4,26 +4,26 @@ use crate::s3::fanout::{EndpointState, Requests};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// The requests of one address in a phase, and its state when the phase ended.
+/// The traffic of one address in a phase, and the address's state at the phase's end.
 #[derive(Debug, Clone, Serialize)]
 pub struct Endpoint {
-    /// That ended.
+    /// Finished requests.
     pub requests: u64,
-    /// Of the bytes that went to all of them; of their requests where no bytes did.
+    /// Percent of all addresses' bytes, or of their requests where no bytes moved.
     pub share_percent: f64,
-    /// Over the whole phase.
+    /// Average over the whole phase.
     pub mib_per_s: f64,
     /// Its totals are those of the phase.
     #[serde(flatten)]
     pub state: EndpointState,
 }
 
-/// The requests of each address between two states of the fan-out, `seconds` apart. An address that is gone from the
-/// second is not there: what went to it is not known any more.
+/// The traffic of each address between two states of the fan-out, `seconds` apart. An address missing from the
+/// second is left out: its traffic is no longer known.
 pub(super) fn between(before: &[EndpointState], after: Vec<EndpointState>, seconds: f64) -> Vec<Endpoint> {
     let phase = |mut state: EndpointState| {
         let known = before.iter().find(|known| known.address == state.address);
-        // One that went and came back counts from zero.
+        // An address that was removed and came back counts from zero.
         if let Some(known) = known.filter(|known| known.totals.total() <= state.totals.total()) {
             state.totals = state.totals.since(&known.totals);
         }
@@ -49,7 +49,7 @@ pub(super) fn between(before: &[EndpointState], after: Vec<EndpointState>, secon
     endpoints
 }
 
-/// Of all of them together.
+/// The sum of all addresses' requests.
 pub(super) fn sum<'a>(states: impl Iterator<Item = &'a EndpointState>) -> Requests {
     states.fold(Requests::default(), |sum, state| {
         let one = &state.totals;

@@ -1,11 +1,11 @@
 use rustix::time::{ClockId, clock_gettime};
 
-/// The process's use of CPU and memory since it started, all threads together.
+/// The resources that this process has used since its start, all threads together.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Usage {
-    /// User and system.
+    /// User and system time.
     pub cpu_seconds: f64,
-    /// Pages that had to be mapped without reading a disk; 0 where the system does not tell.
+    /// Pages that were mapped without reading a disk; 0 where the system does not tell.
     pub minor_faults: u64,
 }
 
@@ -33,7 +33,7 @@ fn minor_faults() -> Option<u64> {
     after_name.split_ascii_whitespace().nth(7)?.parse().ok()
 }
 
-/// Memory that can be had without swapping.
+/// Memory that is available without swapping.
 pub(super) fn memory_available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

@@ -32,7 +32,7 @@ pub struct ConnectArgs {
 }
 
 impl ConnectArgs {
-    /// The configuration with these flags and `more` on top. Fails with all that is wrong with it.
+    /// The configuration with these flags and `more` on top. Fails with the list of all its problems.
     pub fn load(&self, more: Vec<Override>) -> Result<Loaded, CliError> {
         let flags = [
             ("s3.endpoint", "--endpoint", &self.endpoint),
@@ -73,11 +73,11 @@ pub struct SpaceArgs {
 
 pub const CHUNK_TOKENS: u32 = 256;
 
-/// A space as it was given.
+/// A space as given.
 #[derive(Debug, Clone)]
 pub enum SpaceRef {
     Known(Space),
-    /// Only its id; what it is stands in the bucket. The second is there if the id was given whole.
+    /// Only its id; the bucket describes the space. The second is there if the id was given in full.
     Id(SpaceKey, Option<SpaceId>),
 }
 
@@ -91,7 +91,7 @@ impl SpaceRef {
 }
 
 impl SpaceArgs {
-    /// The space, which must be given.
+    /// The space; fails if none was given.
     pub fn required(&self) -> Result<SpaceRef, CliError> {
         self.given()?.ok_or_else(|| {
             CliError::usage(
@@ -103,7 +103,7 @@ impl SpaceArgs {
 
     /// The space, if one was given.
     pub fn given(&self) -> Result<Option<SpaceRef>, CliError> {
-        // clap forgets what these require where --space is given, which it may not be with --model.
+        // clap does not check these flags' requirement where --space is given, which excludes --model.
         if self.space.is_some() && (self.revision.is_some() || self.chunk_tokens.is_some()) {
             return Err(CliError::usage(
                 "--revision and --chunk-tokens are for --model: a --space has its own; leave them out",

@@ -12,7 +12,7 @@ use crate::protocol::ProbeMode;
 use crate::s3::object::{Capabilities, ObjectStore};
 use crate::tools::inventory::{Inventory, SpaceJson};
 
-/// The configured bucket, which was seen to be there.
+/// The configured bucket, which exists.
 pub struct OpenBucket {
     pub config: Config,
     pub inventory: Inventory,
@@ -20,11 +20,11 @@ pub struct OpenBucket {
 }
 
 impl OpenBucket {
-    /// Fails with what is wrong with endpoint, bucket or credentials.
+    /// Opens the bucket. Fails with the problem of endpoint, bucket or credentials.
     pub async fn open(config: Config) -> Result<Self, CliError> {
         let store = open_store(&config, None).await?;
         let limit = config.s3.request_timeout;
-        // Also because a HEAD can't tell a missing bucket from a missing object.
+        // Needed also because a HEAD can't tell a missing bucket from a missing object.
         store.check_bucket(Instant::now() + limit).await?;
         let keys = KeyPrefix::new(&config.s3.prefix);
         Ok(Self {
@@ -34,8 +34,8 @@ impl OpenBucket {
         })
     }
 
-    /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its own,
-    /// not the file of a `kvgate serve` with the same configuration.
+    /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its
+    /// own, not the file of a `kvgate serve` with the same configuration.
     pub fn reader(&self, arena_bytes: usize) -> Result<Gateway, CliError> {
         let arena = Arena::new(&ArenaOptions {
             size: arena_bytes,
@@ -53,7 +53,7 @@ impl OpenBucket {
         ))
     }
 
-    /// The space itself; read from the bucket where only its id was given.
+    /// The space itself; read from the bucket where only its id is given.
     pub async fn space(&self, space: SpaceRef) -> Result<Space, CliError> {
         let (key, id) = match space {
             SpaceRef::Known(space) => return Ok(space),
@@ -82,7 +82,7 @@ impl OpenBucket {
     }
 }
 
-/// The key has only half of the id.
+/// Checks the whole id: the key has only half of it.
 fn same(space: Space, id: Option<SpaceId>) -> Result<Space, CliError> {
     match id {
         Some(id) if id != space.id() => Err(CliError::usage(format!(

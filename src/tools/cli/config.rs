@@ -106,7 +106,7 @@ fn toml(keys: &[Shown]) -> String {
     text
 }
 
-/// Bare where the key holds a number or a truth value, which its default tells; a bucket may be called `123`.
+/// A key's value: bare where its default is a number or a truth value, else quoted; a bucket may be called `123`.
 fn value(key: &Shown) -> String {
     let bare = |text: &str| matches!(text, "true" | "false") || text.parse::<u32>().is_ok();
     match bare(key.default) && bare(&key.value) {

@@ -15,10 +15,10 @@ pub enum CliError {
     Config(#[from] ConfigError),
     #[error("{0}")]
     Failed(String),
-    /// The report says it already.
+    /// The report has the problem already.
     #[error("reported")]
     Reported,
-    /// The report says it already, and it is a matter of configuration.
+    /// The report has the problem already, and it is a matter of configuration.
     #[error("reported")]
     ReportedUsage,
     #[error("can't write the output: {0}")]
@@ -30,7 +30,7 @@ impl CliError {
         Self::Usage(message.into())
     }
 
-    /// Tells it, and answers the exit status.
+    /// Writes the error, and returns the exit status.
     pub fn report(&self) -> u8 {
         match self {
             // The reader, such as `head`, has seen enough.

@@ -1,4 +1,4 @@
-//! The input of commands: files, the standard input, numbers and hashes in them.
+//! Input of commands: files, the standard input, numbers and hashes in them.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};

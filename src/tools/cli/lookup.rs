@@ -115,7 +115,7 @@ pub async fn run(args: LookupArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     }
 }
 
-/// A node's knowledge, its own tiers included.
+/// Looks up at a node, its own tiers included.
 async fn of_node(
     args: &LookupArgs,
     config: &Config,
@@ -209,7 +209,7 @@ fn show(
     out.field("time", format_args!("{:.1} ms", elapsed.as_secs_f64() * 1e3))
 }
 
-/// `12 HEAD, 1 GET`.
+/// The requests in words: `12 HEAD, 1 GET`.
 fn words(requests: RequestCounts) -> String {
     let kinds = [
         (requests.head, "HEAD"),

@@ -77,10 +77,10 @@ async fn spaces(bucket: &OpenBucket, args: &LsArgs, out: &mut Out) -> Result<(),
     foreign(summary.foreign, summary.foreign_bytes, out)
 }
 
-/// A space as the report has it; what can't be read of it is empty, with the reason beside it.
+/// A space in the report; unreadable parts are empty, with the reason beside them.
 #[derive(Serialize)]
 struct SpaceRow {
-    /// Whole if it is known, else the half that keys have.
+    /// The whole id if known, else the half that keys have.
     space: String,
     #[serde(skip)]
     key: SpaceKey,

@@ -1,5 +1,5 @@
-//! The command line: a file per command, over the library. What a command reports goes to the standard output, as
-//! text or with `--json` as one JSON document; progress, questions, logs and errors go to the standard error.
+//! The command line: a file for each command, over the library. Reports go to the standard output, as text or with
+//! `--json` as one JSON document; progress, questions, logs and errors go to the standard error.
 //!
 //! Exit status: 0 done, 1 failed (also: damage found, something unknown), 2 usage or configuration.
 
@@ -83,12 +83,12 @@ pub fn main() -> ExitCode {
     ExitCode::from(main_of(std::env::args_os()))
 }
 
-/// The same with these arguments, the program's name first. Its exit status.
+/// The same with these arguments, the program's name first. Returns its exit status.
 pub fn main_of(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> u8 {
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => {
-            // Nobody is left to be told if this fails.
+            // If this fails, there is no one left to tell.
             let _ = error.print();
             return u8::try_from(error.exit_code()).unwrap_or(2);
         }
@@ -97,7 +97,7 @@ pub fn main_of(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>)
     let result = match runtime {
         Ok(runtime) => {
             let result = runtime.block_on(run(cli));
-            // A name look-up that hangs in a thread of its own must not keep the process.
+            // A hanging name lookup in a thread of its own must not keep the process.
             runtime.shutdown_background();
             result
         }
@@ -113,7 +113,7 @@ pub fn main_of(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>)
 pub async fn run(cli: Cli) -> Result<(), CliError> {
     let mut out = Out::stdout();
     let result = dispatch(cli, &mut out).await;
-    // Findings before a failure are told too.
+    // Results from before a failure are written too.
     let flushed = out.flush();
     result.and(flushed)
 }

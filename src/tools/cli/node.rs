@@ -1,4 +1,4 @@
-//! Calls of commands to a running `kvgate serve`.
+//! Connections of commands to a running `kvgate serve`.
 
 use std::path::PathBuf;
 
@@ -19,19 +19,19 @@ pub struct NodeArgs {
 }
 
 impl NodeArgs {
-    /// The one that was named, else the configured one.
+    /// A client of the named daemon, or else of the configured one.
     pub fn client(&self, config: &Config) -> Client {
         let socket = self.socket.as_ref().unwrap_or(&config.api.socket);
         Client::new(DaemonAddress::Unix(socket.clone())).trusting(config.api.socket_owner)
     }
 }
 
-/// The configuration, of which the socket is needed alone.
+/// The configuration, of which only the socket is needed.
 pub fn config(connect: &ConnectArgs) -> Result<Config, CliError> {
     Ok(connect.load(Vec::new())?.config)
 }
 
-/// The space's id as calls name it; one that is known is declared there.
+/// The space's id for calls; a known space is declared there.
 pub async fn declared(client: &Client, space: &SpaceRef) -> Result<String, CliError> {
     match space {
         SpaceRef::Known(space) => Ok(client.declare(space).await?.space_id.to_string()),

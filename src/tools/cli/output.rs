@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::error::CliError;
 
-/// The standard output. Unlike `println!`, writing to a pipe that nobody reads is an error and no panic.
+/// The standard output. Unlike `println!`, writing to a closed pipe is an error and no panic.
 pub struct Out(BufWriter<Stdout>);
 
 /// A column's heading; `>` in front aligns it right.
@@ -22,7 +22,7 @@ impl Out {
         Ok(writeln!(self.0, "{text}")?)
     }
 
-    /// `name  value`, with the values of all such lines below each other.
+    /// A line `name  value`, with the values of all such lines aligned.
     pub fn field(&mut self, name: &str, value: impl Display) -> Result<(), CliError> {
         Ok(writeln!(self.0, "{name:<12} {value}")?)
     }
@@ -62,12 +62,12 @@ impl Out {
     }
 }
 
-/// A line on the standard error. Unlike `eprintln!` it doesn't panic when that is closed.
+/// Writes a line to the standard error. Unlike `eprintln!` it doesn't panic when that is closed.
 pub fn tell(text: impl Display) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// For people: exact where that is short, else three digits or so.
+/// A size for people: exact where that is short, else about three digits.
 pub fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut unit = 0;

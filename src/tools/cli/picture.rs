@@ -4,8 +4,8 @@ pub const LEGEND: &str = "# there, = inferred there, . not there, - inferred not
 /// Signs in a picture, at most.
 const WIDTH: usize = 64;
 
-/// A sign for each chunk, or for so many that they fit a line; `~` stands for a mixed lot. Also answers how many
-/// chunks a sign is.
+/// A line of signs, each for one chunk, or for several where they don't fit; `~` stands for a mixed group. Also
+/// returns the number of chunks of a sign.
 pub fn picture(lookup: &Lookup) -> (String, usize) {
     let each = lookup.chunks.div_ceil(WIDTH).max(1);
     let signs: Vec<char> = (0..lookup.chunks).map(|i| sign(lookup, i)).collect();

@@ -2,13 +2,13 @@ use std::time::Duration;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// What goes on, on the standard error if that is a terminal; nothing otherwise.
+/// Progress on the standard error if that is a terminal; else nothing.
 pub struct Progress(ProgressBar);
 
 const TICK: Duration = Duration::from_millis(100);
 
 impl Progress {
-    /// Something of unknown length.
+    /// Progress of unknown length.
     pub fn spinner(what: &'static str) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         bar.set_style(ProgressStyle::default_spinner());
@@ -17,7 +17,7 @@ impl Progress {
         Self(bar)
     }
 
-    /// Something of `total` steps.
+    /// Progress over `total` steps.
     pub fn bar(what: &'static str, total: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
         // The template is a constant; a mistake in it shows the default bar.
@@ -40,12 +40,12 @@ impl Progress {
             .set_message(format!("{what}: {objects} objects, {}", HumanBytes(bytes)));
     }
 
-    /// For spinners: anything else.
+    /// For spinners: any other text.
     pub fn say(&self, text: String) {
         self.0.set_message(text);
     }
 
-    /// Takes the line away while something else is written.
+    /// Hides the line while other output is written.
     pub fn pause<T>(&self, write: impl FnOnce() -> T) -> T {
         self.0.suspend(write)
     }

@@ -29,7 +29,7 @@ pub struct PromptArgs {
     tenant_secret_file: Option<String>,
 }
 
-/// The flags, before it is known what space they are for.
+/// The given prompt, before its space is known.
 pub enum PromptInput {
     Tokens {
         tokens: Vec<u32>,
@@ -60,7 +60,7 @@ impl PromptArgs {
 }
 
 impl PromptInput {
-    /// If tokens were given, how many.
+    /// The number of tokens, if tokens were given.
     pub fn tokens(&self) -> Option<u64> {
         match self {
             Self::Tokens { tokens, .. } => Some(tokens.len() as u64),
@@ -85,7 +85,7 @@ impl PromptInput {
         }
     }
 
-    /// The same where no bucket can tell what space an id means.
+    /// The same where no bucket can resolve an id to its space.
     pub fn hashes_in(self, space: &SpaceRef) -> Result<Vec<ChunkHash>, CliError> {
         match (self, space) {
             (Self::Hashes(hashes), _) => Ok(hashes),

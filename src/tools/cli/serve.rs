@@ -65,7 +65,7 @@ pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     if let Some(host) = &host {
         out.field("S3", format_args!("{}, bucket {}", host.place, host.bucket))?;
     }
-    // The process that started it waits for these lines.
+    // The process that started the daemon waits for these lines.
     out.flush()?;
     let ended = daemon.run(std::future::pending()).await;
     if let Some(host) = host {
@@ -115,7 +115,7 @@ impl ServeArgs {
         Ok((Arc::clone(&host.store), Some(host)))
     }
 
-    /// The log's level; all else needs a restart.
+    /// Reloads the log's level; all other keys need a restart.
     fn reload(&self, verbose: u8) -> crate::node::api::Reload {
         let connect = self.connect.clone();
         Box::new(move || {
@@ -126,7 +126,7 @@ impl ServeArgs {
     }
 }
 
-/// The rules between keys that hold for a daemon.
+/// Checks between keys that a daemon needs.
 fn check(config: &Config) -> Result<(), CliError> {
     let (arena, reserve, behind) = (config.arena.size, config.load.reserve, config.store.write_behind);
     if reserve.bytes() + behind.bytes() > arena.bytes() {

@@ -69,7 +69,7 @@ pub async fn run(args: StatArgs, verbose: u8, out: &mut Out) -> Result<(), CliEr
     }
 }
 
-/// A node's state; or, with a chunk, what the node says of that.
+/// Shows a node's state; or, with a chunk, the node's view of that.
 async fn of_node(args: &StatArgs, config: &Config, out: &mut Out) -> Result<(), CliError> {
     let client = args.node.client(config);
     if args.chunk.is_some() {
@@ -130,7 +130,7 @@ async fn of_node(args: &StatArgs, config: &Config, out: &mut Out) -> Result<(), 
     )
 }
 
-/// The chunk that is meant: by its hash and a space, or by its whole key.
+/// The given chunk: by its hash and a space, or by its whole key.
 fn target(args: &StatArgs, prefix: &str) -> Result<(SpaceRef, ChunkHash), CliError> {
     let chunk = args.chunk.as_deref().unwrap_or_default();
     if let Ok(hash) = chunk.parse() {
@@ -168,7 +168,7 @@ fn missing(
     Ok(CliError::Failed(format!("missing: there is no object {key}")))
 }
 
-/// Stable word, and the reason where it is not good.
+/// The state's stable word, and the reason where it is not good.
 fn state(stat: &ChunkStat) -> (&'static str, Option<String>) {
     match (&stat.header, stat.expected_len) {
         (HeaderState::Damaged(error) | HeaderState::Wrong(_, error), _) => {
@@ -189,7 +189,7 @@ fn header_of(stat: &ChunkStat) -> Option<&Header> {
     }
 }
 
-/// The digest of each plane, as wide as it is.
+/// The digest of each plane, in its full width.
 fn digests(header: &Header) -> impl Iterator<Item = String> {
     let digits = 2 * header.digest_kind.width();
     header.digests.iter().map(move |digest| {

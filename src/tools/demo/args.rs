@@ -6,7 +6,7 @@ use super::error::DemoError;
 use super::plan::Shape;
 use crate::format::{PRESETS, Preset, Space};
 
-/// Unique KV that a run with the default flags stores, about.
+/// Approximate unique KV that a run with the default flags stores.
 const UNIQUE_BYTES: usize = 704 << 20;
 const CHUNK_TOKENS: u32 = 256;
 
@@ -44,9 +44,9 @@ impl DemoArgs {
             name: self.model.clone(),
             known: PRESETS.map(|preset| preset.name).join(", "),
         })?;
-        // 32 bits are enough to keep runs apart, and short enough to be typed.
+        // 32 bits are enough to keep runs apart, and short enough to type.
         let seed = self.seed.unwrap_or_else(|| u64::from(fastrand::u32(..)));
-        // The seed is to these KV what the weights are to real ones: a space of its own.
+        // The seed stands for the weights of real KV: each seed has a space of its own.
         let space = preset.space(&format!("kvgate-demo-{seed:x}"), CHUNK_TOKENS)?;
         let conversations = self.conversations as usize;
         let tokens = self.tokens.map_or_else(

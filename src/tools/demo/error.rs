@@ -7,7 +7,7 @@ use crate::format::{HashError, SpaceError};
 use crate::s3::object::{ErrorKind, ObjectError};
 use crate::tools::s3_server::S3ServerError;
 
-/// The demo can't run, or can't go on. Misses and wrong bytes are no errors: the report has them.
+/// Why the demo can't run, or can't go on. Misses and wrong bytes are not errors: the report has them.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DemoError {

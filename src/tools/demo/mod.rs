@@ -1,14 +1,15 @@
-//! `kvgate demo`: the whole way of a KV cache, on one machine, with nothing to install.
+//! `kvgate demo`: the whole path of a KV cache, on one machine, with nothing to install.
 //!
-//! **Mechanism.** Conversations that share a system prompt are "prefilled" by a generator of synthetic KV, in a paged
-//! cache laid out as vLLM's, with shuffled block tables. What S3 lacks is gathered from the pages into arena slots and
-//! stored; then the cache is poisoned and a new [`Gateway`](crate::cache::gateway::Gateway) knows nothing. Everything is
-//! looked up and loaded into other pages, and every byte is compared with what the generator makes of the same tokens.
-//! The S3 server is the configured one, or one inside the process.
+//! **Mechanism.** Conversations that share a system prompt are "prefilled" by a generator of synthetic KV, in a
+//! paged cache laid out as vLLM's, with shuffled block tables. Chunks that S3 lacks are gathered from the pages
+//! into arena slots and stored; then the cache is poisoned and a new, empty
+//! [`Gateway`](crate::cache::gateway::Gateway) starts. All chunks are looked up and loaded into other pages, and
+//! every byte is compared with the generator's for the same tokens. The S3 server is the configured one, or one
+//! inside the process.
 //!
-//! **Why.** A newcomer sees hits, requests and speeds of their own machine or cluster before wiring up an engine, and
-//! the comparison is an end-to-end test of gather, format, transfer, verification and scatter that needs no copy of
-//! the bytes: the KV of a token is a function of all tokens up to it, the layer and the head.
+//! **Why.** A newcomer sees hits, requests and speeds of their own machine or cluster before connecting an engine,
+//! and the comparison is an end-to-end test of gather, format, transfer, verification and scatter that needs no
+//! copy of the bytes: the KV of a token is a function of all tokens up to it, the layer and the head.
 //!
 //! **Not for** benchmarks: client and embedded server share the cores, and the generator is no GPU. Each phase is
 //! timed by itself, so that the generator's time is not in the store's speed.
@@ -19,10 +20,10 @@
 //! | `plan`      | conversations, their tokens, turns and chunk hashes        |
 //! | `synthetic` | KV bytes from a prefix                                     |
 //! | `paged`     | the paged cache: gather and scatter                        |
-//! | `session`   | open, forget, remove: what the phases share                |
+//! | `session`   | open, forget, remove: the common part of the phases        |
 //! | `prefill`   | the phases lookup, generate and store                      |
 //! | `reuse`     | the phases lookup, load and compare                        |
-//! | `report`    | what happened, as `--json` has it; `text` for people       |
+//! | `report`    | the results, as `--json` shows them; `text` for people     |
 
 mod args;
 mod error;

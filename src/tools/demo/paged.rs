@@ -7,17 +7,17 @@ use crate::engine::copy::{
 };
 use crate::format::Space;
 
-/// Tokens of a block, as vLLM's default.
+/// Tokens of a block, vLLM's default.
 pub const BLOCK_TOKENS: usize = 16;
-/// vLLM's on a CPU: each layer `[blocks][heads][block tokens][row]`.
+/// vLLM's layout on a CPU: each layer `[blocks][heads][block tokens][row]`.
 const LAYOUT: &str = "LBHNC";
 
-/// KV memory as an engine has it. Which blocks a sequence has, and in which order, is in its block table.
+/// KV memory like an engine's. A sequence's block table lists its blocks in their order.
 pub struct DemoPages {
     pages: HostPages,
     block_tokens: usize,
     blocks: usize,
-    /// Of the first page.
+    /// Address of the first page.
     address: u64,
 }
 
@@ -33,7 +33,7 @@ impl DemoPages {
             blocks: u32::try_from(blocks).unwrap_or(u32::MAX),
             block_tokens: u32::try_from(block_tokens).unwrap_or(u32::MAX),
             heads: None,
-            // Rows are whole; what their elements are makes no difference.
+            // Rows are copied whole; the type of their elements does not matter.
             element_bytes: 1,
         };
         let pages = HostPages::new(space, layout.unwrap_or(&KNOWN[0]), &size, 0, options)?;
@@ -51,7 +51,7 @@ impl DemoPages {
         self.pages.image_mut().fill(byte);
     }
 
-    /// Blocks of all sequences together.
+    /// Number of blocks, over all sequences.
     pub fn blocks(&self) -> usize {
         self.blocks
     }
@@ -82,19 +82,19 @@ impl DemoPages {
         &mut self.pages.image_mut()[range]
     }
 
-    /// A chunk's object from the pages of its blocks; its header is left alone.
+    /// Gathers a chunk's object from the pages of its blocks; its header is not touched.
     pub fn gather(&mut self, blocks: &[u32], object: SlotMut) -> Result<SlotMut, CopyError> {
         let job = self.job(blocks, 0)?;
         self.pages.store(object, &job)
     }
 
-    /// The way back: from a chunk's payload into the pages of its blocks.
+    /// The reverse: from a chunk's payload into the pages of its blocks.
     pub fn scatter(&mut self, blocks: &[u32], payload: Slot) -> Result<(), CopyError> {
         let job = self.job(blocks, self.pages.cache().space().layout().header_len())?;
         self.pages.load(payload, &job).map(drop)
     }
 
-    /// Bytes of a block, over all planes, that are not `byte`.
+    /// Number of bytes of a block, over all planes, that are not `byte`.
     pub fn bytes_unlike(&self, block: u32, byte: u8) -> usize {
         let pages =
             (0..self.planes()).flat_map(|plane| (0..self.heads(plane)).map(move |head| (plane, head)));
@@ -120,7 +120,7 @@ impl DemoPages {
         })
     }
 
-    /// In this layout a plane is one part.
+    /// The only part of a plane: this layout has one part for each.
     fn part(&self, plane: usize) -> &PlanePart {
         &self.pages.cache().parts()[plane]
     }
@@ -135,7 +135,7 @@ impl DemoPages {
     }
 }
 
-/// All blocks of a cache in random order: block tables are cut from it.
+/// All blocks of a cache in random order: block tables are cut from this list.
 pub(super) fn shuffled_blocks(blocks: usize, random: &mut fastrand::Rng) -> Vec<u32> {
     let mut table: Vec<u32> = (0..u32::try_from(blocks).unwrap_or(u32::MAX)).collect();
     random.shuffle(&mut table);

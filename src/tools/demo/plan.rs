@@ -7,19 +7,19 @@ use crate::format::{ChunkHash, ChunkHasher, Space};
 /// The paged cache holds one conversation, so this bounds memory: 64 GiB is 512 Ki tokens of an 8B model.
 const CACHE_BYTES_MAX: u64 = 64 << 30;
 const VOCABULARY: u64 = 128_000;
-/// After the system prompt.
+/// Turns after the system prompt.
 const TURNS: usize = 2;
 
-/// How much there is of everything.
+/// The dimensions of a demo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub conversations: usize,
-    /// Of each conversation, the system prompt included.
+    /// Tokens of each conversation, the system prompt included.
     pub tokens: usize,
     pub seed: u64,
 }
 
-/// The conversations: decided by the seed alone.
+/// The conversations, determined by the seed alone.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub shape: Shape,
@@ -37,9 +37,9 @@ pub struct Plan {
 pub struct Conversation {
     pub tokens: Vec<u32>,
     pub chunks: Vec<ChunkHash>,
-    /// One a token: a hash of it and all before it.
+    /// One for each token: a hash of it and all tokens before it.
     pub states: Vec<u64>,
-    /// How many chunks the prompt of each turn has.
+    /// Number of chunks in each turn's prompt.
     pub turns: Vec<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Shape {
 }
 
 impl Plan {
-    /// Fails where something must be typed differently.
+    /// Fails if a flag must change.
     pub fn new(space: &Space, shape: Shape, arena: ByteSize) -> Result<Self, DemoError> {
         let object_bytes = space.layout().object_len();
         if object_bytes as u64 > arena.bytes() {
@@ -112,7 +112,7 @@ impl Plan {
         })
     }
 
-    /// Chunks of all conversations; shared ones count each time.
+    /// Number of chunks over all conversations; shared ones count each time.
     pub fn chunks(&self) -> usize {
         self.conversations
             .iter()
@@ -120,7 +120,7 @@ impl Plan {
             .sum()
     }
 
-    /// Blocks that a conversation needs, and as many as a chunk has to spare: those must stay untouched.
+    /// Blocks of a conversation, plus one chunk's blocks to spare: the spare ones must stay untouched.
     pub fn cache_blocks(&self) -> usize {
         let longest = self
             .conversations
@@ -136,7 +136,7 @@ impl Plan {
 }
 
 impl Conversation {
-    /// The chunk before, or the root.
+    /// The hash of the chunk before, or the root.
     pub fn parent(&self, chunk: usize, root: ChunkHash) -> ChunkHash {
         chunk.checked_sub(1).map_or(root, |before| self.chunks[before])
     }
@@ -148,7 +148,7 @@ impl Conversation {
     }
 }
 
-/// Cuts what follows the system prompt into turns of about the same length.
+/// Cuts the part after the system prompt into turns of about the same length.
 fn turns(shared: usize, chunks: usize) -> Vec<usize> {
     let own = chunks - shared;
     let turns = TURNS.min(own);

@@ -15,9 +15,9 @@ struct Missing {
 }
 
 impl Demo {
-    /// Each turn of each conversation: what of the prompt is there already, make the rest, store it.
+    /// For each turn of each conversation: looks up the prompt's stored chunks, generates the rest, and stores it.
     ///
-    /// The three take turns instead of overlapping: so each one's time is its own.
+    /// The three take turns instead of overlapping, so that each has its own time.
     pub async fn prefill_and_store(&mut self) -> Result<(), DemoError> {
         let bytes = (self.plan.unique_chunks * self.space.layout().payload_len()) as u64;
         self.progress.start("prefill, store", bytes, true);
@@ -41,7 +41,7 @@ impl Demo {
         Ok(())
     }
 
-    /// The engine's question: how much of this prompt need not be computed?
+    /// The engine's lookup: how much of this prompt need not be computed?
     async fn look(&mut self, conversation: usize, prompt: usize) -> Result<usize, DemoError> {
         let watch = RequestWatch::start(&*self.store);
         let chunks = &self.plan.conversations[conversation].chunks[..prompt];
@@ -66,12 +66,12 @@ impl Demo {
             let phase = self.report.phase(DemoPhase::GENERATE).add(&watch, &*self.store);
             phase.chunks += 1;
             phase.bytes += self.space.layout().payload_len() as u64;
-            // Ctrl-C is seen here.
+            // The point where Ctrl-C takes effect.
             tokio::task::yield_now().await;
         }
     }
 
-    /// Gathers pages into slots and has them stored, as many at once as the arena holds.
+    /// Gathers pages into slots and stores them, as many at once as the arena holds.
     async fn store(&mut self, missing: &Missing, table: &[u32]) -> Result<(), DemoError> {
         for chunk in missing.from..missing.to {
             let slot = loop {
@@ -121,7 +121,7 @@ impl Demo {
                 phase.chunks += 1;
                 phase.bytes += bytes;
             }
-            // Of another run with the same seed, at the same time.
+            // Stored by another run with the same seed, at the same time.
             StoreOutcome::Present | StoreOutcome::Pending => {
                 phase.hits = Some(phase.hits.unwrap_or(0) + 1);
             }

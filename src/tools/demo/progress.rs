@@ -3,7 +3,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 const BYTES: &str = "{prefix:>16} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";
 const CHUNKS: &str = "{prefix:>16} {wide_bar} {pos}/{len} chunks";
 
-/// One bar on stderr for the phase under way; nothing where stderr is no terminal.
+/// One bar on stderr for the phase under way; nothing if stderr is no terminal.
 pub(super) struct DemoProgress {
     bar: ProgressBar,
     visible: bool,
@@ -24,7 +24,7 @@ impl DemoProgress {
         }
     }
 
-    /// Ends the bar before.
+    /// Starts a bar; ends the bar before.
     pub fn start(&mut self, name: &'static str, total: u64, bytes: bool) {
         self.end();
         if !self.visible {

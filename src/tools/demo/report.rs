@@ -6,21 +6,21 @@ use super::synthetic::Position;
 use crate::format::Space;
 use crate::s3::object::{ObjectStore, RequestCounts};
 
-/// One line of the table. A phase that came in turns with others is the sum of its turns.
+/// One line of the table. A phase that alternates with others is the sum of its turns.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoPhase {
     /// One of the words below.
     pub name: &'static str,
     pub seconds: f64,
-    /// Of KV.
+    /// Bytes of KV.
     pub bytes: u64,
     pub chunks: usize,
-    /// Chunks that were found, where the phase asks for them.
+    /// Number of chunks found, in phases that look up.
     pub hits: Option<usize>,
     pub requests: RequestCounts,
 }
 
-/// A byte that is not what was stored.
+/// A byte that differs from the stored one.
 #[derive(Debug, Clone, Serialize)]
 pub struct Difference {
     pub conversation: usize,
@@ -30,7 +30,7 @@ pub struct Difference {
     pub position: Position,
 }
 
-/// A chunk that did not come back.
+/// A chunk that was not found or loaded.
 #[derive(Debug, Clone, Serialize)]
 pub struct Missed {
     pub conversation: usize,
@@ -39,13 +39,13 @@ pub struct Missed {
     pub reason: String,
 }
 
-/// The report.
+/// The results of a demo.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoReport {
     pub model: String,
     pub space: String,
     pub seed: u64,
-    /// Where the objects are, for people.
+    /// The place of the objects, for people.
     pub place: String,
     pub token_bytes: u64,
     pub chunk_tokens: u32,
@@ -67,10 +67,10 @@ pub struct DemoReport {
     pub compared_bytes: u64,
     pub different_bytes: u64,
     pub first_difference: Option<Difference>,
-    /// Bytes written to pages that belong to nobody.
+    /// Bytes written to pages outside the conversation.
     pub stray_bytes: u64,
     pub missed: Vec<Missed>,
-    /// Whether everything came back as it was.
+    /// Whether every byte came back unchanged.
     pub equal: bool,
 }
 
@@ -87,7 +87,7 @@ impl DemoPhase {
     pub const COMPARE: &'static str = "compare";
     pub const REMOVE: &'static str = "remove";
 
-    /// Adds what has happened since the watch was started.
+    /// Adds the time and requests since the watch's start.
     pub(super) fn add(&mut self, watch: &RequestWatch, store: &dyn ObjectStore) -> &mut Self {
         let (elapsed, more) = watch.read(store);
         self.seconds += elapsed.as_secs_f64();
@@ -173,7 +173,7 @@ impl DemoReport {
         &mut self.phases[at]
     }
 
-    /// Judges: every chunk was found, loaded and compared, and no byte differs.
+    /// True if every chunk was found, loaded and compared, and no byte differs.
     pub(super) fn is_equal(&self) -> bool {
         let lookups = [DemoPhase::COLD_EXACT, DemoPhase::COLD_PREFIX, DemoPhase::WARM];
         let found = |name| {

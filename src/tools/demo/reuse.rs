@@ -10,12 +10,12 @@ use crate::protocol::Order;
 use crate::protocol::Strategy;
 
 impl Demo {
-    /// Everything, three times: asked one by one, by searching for the end, and again with the answers known.
+    /// Looks up all chunks three times: one by one, by searching for the end, and again with the answers known.
     pub async fn look_up(&mut self) -> Result<(), DemoError> {
         self.look_up_all(DemoPhase::COLD_EXACT, Strategy::Exact).await?;
         self.gateway.forget_existence();
         self.look_up_all(DemoPhase::COLD_PREFIX, Strategy::Prefix).await?;
-        // The search inferred some; only what was asked is known.
+        // The search inferred some answers; an exact lookup makes all of them known.
         self.gateway.forget_existence();
         let all = self
             .plan
@@ -48,13 +48,13 @@ impl Demo {
         unknown.map_or(Ok(()), |error| Err(DemoError::Lookup(error)))
     }
 
-    /// Each conversation into pages of its own, chunk by chunk as they arrive; then every byte is compared.
+    /// Loads each conversation into pages of its own, chunk by chunk as they arrive; then compares every byte.
     pub async fn load_and_compare(&mut self) -> Result<(), DemoError> {
         let bytes = (self.plan.chunks() * self.space.layout().payload_len()) as u64;
         self.progress.start("load, compare", 2 * bytes, true);
         for conversation in 0..self.plan.conversations.len() {
             if conversation > 0 {
-                // The one before is no help for this one.
+                // The pages of the conversation before must not help this one.
                 let watch = RequestWatch::start(&*self.store);
                 self.cache.poison(POISON);
                 let phase = self.report.phase(DemoPhase::FORGET).add(&watch, &*self.store);
@@ -68,7 +68,7 @@ impl Demo {
         Ok(())
     }
 
-    /// Answers how many chunks are in their pages: the leading run.
+    /// Loads a conversation; returns the number of leading chunks that are in their pages.
     async fn load(&mut self, conversation: usize, table: &[u32]) -> Result<usize, DemoError> {
         let watch = RequestWatch::start(&*self.store);
         let mut stream = self.gateway.load(LoadSpec {
@@ -88,7 +88,7 @@ impl Demo {
                     self.report.scatter_seconds += scattering.elapsed().as_secs_f64();
                     loaded += 1;
                     self.progress.add(object.payload().len() as u64);
-                    // Here the slot is free again.
+                    // The slot is free again here.
                 }
                 Err(miss) => self.report.missed.push(Missed {
                     conversation,
@@ -129,7 +129,7 @@ impl Demo {
             self.progress.add(found.bytes);
             tokio::task::yield_now().await;
         }
-        // Blocks that are not of this conversation: nothing may have been written there.
+        // Blocks outside this conversation: nothing may have been written there.
         let others = &table[loaded * chunk_blocks..];
         let stray: usize = others
             .iter()

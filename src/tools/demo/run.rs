@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::format::Space;
 use crate::tools::s3_server::S3Server;
 
-/// Runs the demo and prints what happened; answers whether every byte came back as it was. The objects are removed
+/// Runs the demo and prints the results; returns whether every byte came back unchanged. The objects are removed
 /// also after a failure or Ctrl-C, unless they are to be kept.
 pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
     let (space, shape) = args.shape()?;

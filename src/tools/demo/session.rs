@@ -18,9 +18,9 @@ use crate::s3::object::{ErrorKind, ObjectStore, RequestCounts};
 
 /// The content of memory after the cache was lost.
 pub(super) const POISON: u8 = 0xA5;
-/// For stores under way when the run is interrupted.
+/// Time for stores under way when the run is interrupted.
 const DRAIN: Duration = Duration::from_secs(10);
-/// The most keys that one DELETE may name.
+/// The most keys of one DELETE.
 const DELETE_KEYS_MAX: usize = 1000;
 
 /// One run, phase by phase. Call [`remove`](Self::remove) also when a phase failed.
@@ -32,30 +32,30 @@ pub struct Demo {
     pub(super) gateway: Gateway,
     pub(super) cache: DemoPages,
     pub(super) random: fastrand::Rng,
-    /// Under way. Kept outside of the phases' futures, so that an interrupted run can still wait for them.
+    /// Stores under way. Kept outside the phases' futures, so that an interrupted run can still wait for them.
     pub(super) stores: JoinSet<(ChunkHash, StoreOutcome)>,
     pub(super) stored: HashSet<ChunkHash>,
-    /// space.json was missing before, so it is ours to remove.
+    /// The space.json was missing before, so this run removes it.
     declares: bool,
     pub(super) report: DemoReport,
     pub(super) progress: DemoProgress,
 }
 
-/// Time and requests since it was started.
+/// Measures time and requests since its start.
 pub(super) struct RequestWatch {
     started: Instant,
     requests: RequestCounts,
 }
 
 impl Demo {
-    /// Makes the bucket where it is missing, and the memory. Stores nothing yet.
+    /// Makes the bucket if missing, and allocates memory. Stores nothing yet.
     pub async fn open(
         store: Arc<dyn ObjectStore>,
         space: Space,
         plan: Plan,
         mut config: Config,
     ) -> Result<Self, DemoError> {
-        // A file is for engines, of which there are none; the configured one may be a running daemon's.
+        // A file is for engines, and there are none; the configured one may belong to a running daemon.
         config.arena.path = None;
         let watch = RequestWatch::start(&*store);
         let deadline = Instant::now() + config.s3.request_timeout;
@@ -92,7 +92,7 @@ impl Demo {
         })
     }
 
-    /// Shows what goes on, if stderr is a terminal.
+    /// Shows progress, if stderr is a terminal.
     pub fn show_progress(&mut self) {
         self.progress = DemoProgress::visible();
     }
@@ -105,7 +105,7 @@ impl Demo {
         &self.plan
     }
 
-    /// A new gateway that knows nothing, and pages that hold nothing.
+    /// Replaces the gateway and the pages by new, empty ones.
     pub fn forget(&mut self) {
         let watch = RequestWatch::start(&*self.store);
         self.cache.poison(POISON);
@@ -150,7 +150,7 @@ impl Demo {
         Ok(())
     }
 
-    /// Ends the last phase; what the arena held at most is known now.
+    /// Ends the last phase; the arena's peak is known now.
     pub(super) fn finish(&mut self) {
         self.progress.end();
         self.report.arena_bytes_peak = self.gateway.arena().stats().used_bytes_peak;

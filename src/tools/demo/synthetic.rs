@@ -1,4 +1,4 @@
-//! KV bytes made from a prefix: like real ones, those of a token depend on every token up to it, on plane and head.
+//! KV bytes made from a prefix: as in real KV, a token's bytes depend on every token up to it, on plane and head.
 
 use super::paged::DemoPages;
 
@@ -6,7 +6,7 @@ use super::paged::DemoPages;
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 const OTHER: u64 = 0xe703_7ed1_a0b4_28db;
 
-/// Bytes of pages against what they must be.
+/// The result of comparing pages with the expected bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Comparison {
     pub bytes: u64,
@@ -19,7 +19,7 @@ pub struct Comparison {
 pub struct Position {
     pub plane: usize,
     pub head: usize,
-    /// In the chunk.
+    /// Token in the chunk.
     pub token: usize,
     pub row_byte: usize,
 }
@@ -38,7 +38,7 @@ pub(super) fn mix(state: u64, value: u64) -> u64 {
     fold(state ^ STEP, value.wrapping_add(OTHER)).wrapping_add(state.rotate_left(23))
 }
 
-/// One a token: a hash of the seed, of all tokens before it, and of it.
+/// One state for each token: a hash of the seed, all tokens before it, and the token.
 pub(super) fn prefix_states(seed: u64, tokens: &[u32]) -> Vec<u64> {
     let next = |state: &mut u64, token: &u32| {
         *state = mix(*state, u64::from(*token));

@@ -8,11 +8,11 @@ use super::report::{DemoPhase, DemoReport};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 const MIB: f64 = (1_u64 << 20) as f64;
-/// Misses that are shown; `--json` has all.
+/// Misses in the report; `--json` has all.
 const MISSED_SHOWN: usize = 3;
 
 impl DemoReport {
-    /// The plan.
+    /// Announces the run.
     pub(super) fn header(&self) -> String {
         format!(
             "kvgate demo: {model}, synthetic KV (seed {seed})\n\
@@ -103,7 +103,7 @@ impl DemoReport {
         text
     }
 
-    /// Next things to try.
+    /// Suggests the next commands.
     pub(super) fn advice(&self, embedded: bool, kept: bool, folder: Option<&Path>) -> String {
         let mut text = String::new();
         if let Some(folder) = folder {

@@ -12,7 +12,7 @@ use crate::engine::copy::known::{KnownLayout, Pages};
 use crate::engine::copy::{CopyJob, CudaOptions, SlotMapping};
 use crate::format::Space;
 
-/// The measurement: each layout with each block size on each number of thread blocks.
+/// The measurements: each layout with each block size and each number of thread blocks.
 pub struct BenchPlan {
     pub space: Space,
     /// This rank's KV heads, half-open; None: all.
@@ -20,9 +20,9 @@ pub struct BenchPlan {
     pub layouts: Vec<KnownLayout>,
     pub block_tokens: Vec<u32>,
     pub thread_blocks: Vec<u32>,
-    /// Copied at a time, in each direction.
+    /// Chunks copied at a time, in each direction.
     pub chunks: usize,
-    /// Of which the median counts.
+    /// Rounds, of which the median counts.
     pub rounds: usize,
     pub element_bytes: u32,
     pub options: CudaOptions,
@@ -33,19 +33,19 @@ pub struct BenchPlan {
 pub struct Floor {
     pub load_gib_s: f64,
     pub store_gib_s: f64,
-    /// In both directions at once, together.
+    /// Sum of both directions at once.
     pub both_gib_s: f64,
 }
 
-/// One way of copying. The ratios are to plain copies in the same round; medians.
+/// The result of one way of copying. The ratios are to plain copies in the same round; medians.
 #[derive(Debug, Clone, Serialize)]
 pub struct BenchRow {
     pub layout: &'static str,
     pub block_tokens: u32,
     pub thread_blocks: u32,
-    /// Without a kernel; the thread blocks don't matter.
+    /// DMAs without a kernel; the thread blocks don't matter.
     pub direct: bool,
-    /// Of this rank, a chunk.
+    /// This rank's bytes of a chunk.
     pub chunk_bytes: usize,
     pub load_gib_s: f64,
     pub store_gib_s: f64,
@@ -56,7 +56,7 @@ pub struct BenchRow {
     pub floor: Floor,
 }
 
-/// `told` hears of each row as it is done.
+/// Measures; calls `told` with each row when it is done.
 pub fn bench(
     gpu: &Arc<Gpu>,
     plan: &BenchPlan,
@@ -84,7 +84,7 @@ pub fn bench(
     Ok(rows)
 }
 
-/// Slots full of chunks, empty ones, and what plain copies need.
+/// Slots full of chunks, empty slots, and the buffers of plain copies.
 struct Bed {
     gpu: Arc<Gpu>,
     sources: Vec<Slot>,
@@ -149,7 +149,7 @@ impl Bed {
     ) -> Result<BenchRow, GpuError> {
         let chunk_blocks = plan.space.chunk_tokens().div_ceil(block_tokens);
         let pages = Pages {
-            // In no order, with others between them.
+            // In random order, with other blocks between them.
             blocks: 2 * chunk_blocks * plan.chunks as u32,
             block_tokens,
             heads: plan.heads,
@@ -159,7 +159,7 @@ impl Bed {
         device.copier().pin(&self.pinned)?;
         let jobs = jobs(&device, plan, &pages)?;
         let mut rounds = Vec::new();
-        // One more to warm up.
+        // One more round to warm up.
         for _ in 0..=plan.rounds {
             rounds.push(Round {
                 plain: [
@@ -205,7 +205,7 @@ impl Bed {
         })
     }
 
-    /// Seconds for as many bytes as the chunks have, contiguous.
+    /// Seconds for plain copies of the chunks' bytes, contiguous.
     fn plain(&mut self, load: bool, store: bool) -> Result<f64, CudaError> {
         let failed = |error: DriverError| CudaError::Call {
             what: "copy to or from pinned memory",
@@ -228,7 +228,7 @@ impl Bed {
         Ok(started.elapsed().as_secs_f64())
     }
 
-    /// Seconds for all chunks, by kvgate.
+    /// Seconds for kvgate's copies of all chunks.
     fn paged(
         &mut self,
         device: &DevicePages,
@@ -256,7 +256,7 @@ impl Bed {
     }
 }
 
-/// Seconds of load, store, and both.
+/// Seconds of a load, a store, and both at once.
 struct Round {
     plain: [f64; 3],
     paged: [f64; 3],

@@ -20,7 +20,7 @@ pub struct Case {
     pub pages: Pages,
 }
 
-/// The comparisons.
+/// The result of one comparison.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayoutsChecked {
     pub layout: &'static str,
@@ -35,7 +35,7 @@ pub struct LayoutsChecked {
 const CHUNK_TOKENS: u32 = 64;
 const BLOCKS: u32 = 9;
 
-/// Every known layout with every model that fits it, for a rank that has all heads and for one that has some.
+/// Every known layout with every model that fits it, for a rank that has all heads and for one that has only some.
 pub fn cases() -> Result<Vec<Case>, SpaceError> {
     // GQA; latents of MLA beside an indexer's keys, which 16-byte accesses can't read; K and V of fp8 in odd rows.
     let models = [
@@ -69,7 +69,7 @@ pub fn cases() -> Result<Vec<Case>, SpaceError> {
         ))?;
         let heads = space.planes()[0].heads;
         for layout in KNOWN {
-            // Smaller than a chunk, and larger: then DMAs may go straight to the pages.
+            // Blocks smaller than a chunk, and larger: then DMAs may go straight to the pages.
             for (block_tokens, own) in [(16, None), (16, Some((1, heads))), (128, None)] {
                 let pages = Pages {
                     blocks: BLOCKS,
@@ -92,8 +92,8 @@ pub fn cases() -> Result<Vec<Case>, SpaceError> {
     Ok(cases)
 }
 
-/// Loads chunks into pages of the device and stores them back, and compares all of the pages and all of the object
-/// with what the CPU's copies make of the same.
+/// Loads chunks into pages of the device and stores them back, and compares all bytes of the pages and the object
+/// with those of the CPU's copies.
 pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<LayoutsChecked, GpuError> {
     let Case { space, pages, .. } = case;
     let object_len = space.layout().object_len();
@@ -142,7 +142,7 @@ pub fn check(gpu: &Arc<Gpu>, case: &Case, options: CudaOptions) -> Result<Layout
     })
 }
 
-/// The content of pages and slots before anything is written to them.
+/// The bytes of pages and slots before anything is written to them.
 const POISON: u8 = 0xCD;
 
 const ONE_THREAD: CpuOptions = CpuOptions {
@@ -150,7 +150,7 @@ const ONE_THREAD: CpuOptions = CpuOptions {
     bytes_per_thread: 1 << 30,
 };
 
-/// A chunk's tokens in blocks in no order, beginning inside of one; or in slots.
+/// A chunk's tokens in blocks in random order, beginning inside a block; or in slots.
 fn some_slots(cache: &PagedCache, pages: &Pages) -> Result<Spans, MappingError> {
     let mut random = fastrand::Rng::with_seed(3);
     if cache.blocks() == 1 {

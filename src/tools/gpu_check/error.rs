@@ -5,7 +5,7 @@ use crate::engine::copy::{CopyError, HostPagesError, MappingError};
 use crate::format::{HashError, SpaceError};
 use crate::s3::object::ObjectError;
 
-/// A check found something, or could not be made.
+/// A difference that a check found, or why it could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
     #[error(transparent)]

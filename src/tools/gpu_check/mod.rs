@@ -1,10 +1,10 @@
-//! `kvgate gpu`: what GPUs are here, whether copies to and from their pages are right, and how fast they are.
+//! `kvgate gpu`: lists GPUs, checks copies to and from their pages, and measures their speed.
 //!
 //! | file    | what                                                                        |
 //! |---------|-----------------------------------------------------------------------------|
 //! | `check` | every known layout both ways, against the CPU's copies                      |
-//! | `bench` | how fast, against plain copies of the same bytes out of pinned memory       |
-//! | `path`  | the whole way: from S3 through the arena into pages                         |
+//! | `bench` | speed, against plain copies of the same bytes out of pinned memory          |
+//! | `path`  | the whole path: from S3 through the arena into pages                        |
 
 #![allow(clippy::cast_possible_truncation, reason = "counts of blocks and chunks")]
 

@@ -15,31 +15,31 @@ use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectStore};
 
-/// A prompt that is stored, and loaded into pages.
+/// A prompt to store, and to load into pages.
 pub struct PathPlan {
     pub space: Space,
     pub chunks: usize,
     pub layout: KnownLayout,
     pub block_tokens: u32,
     pub element_bytes: u32,
-    /// Of which the median counts.
+    /// Rounds, of which the median counts.
     pub rounds: usize,
 }
 
-/// How fast it came. Medians.
+/// Speeds of the whole path. Medians.
 #[derive(Debug, Clone, Serialize)]
 pub struct PathReport {
     pub chunks: usize,
     pub bytes: u64,
     /// From S3 into verified slots.
     pub slots_gib_s: f64,
-    /// The same, and on into the pages.
+    /// From S3 through slots into the pages.
     pub pages_gib_s: f64,
-    /// Until the first chunk was in its pages.
+    /// Time until the first chunk is in its pages.
     pub first_chunk_ms: f64,
 }
 
-/// The whole way. All pages are stored back and compared at the end; what was stored on S3 is removed.
+/// Measures the whole path. At the end stores all pages back and compares them; removes the chunks from S3.
 pub async fn path(
     gpu: &Arc<Gpu>,
     store: Arc<dyn ObjectStore>,
@@ -63,7 +63,7 @@ struct Prompt {
 impl Prompt {
     async fn new(store: Arc<dyn ObjectStore>, config: &Config, plan: &PathPlan) -> Result<Self, GpuError> {
         let mut config = config.clone();
-        // A file is for engines, of which there are none.
+        // A file is for engines, and there are none.
         config.arena.path = None;
         let deadline = Instant::now() + config.s3.request_timeout;
         match store.check_bucket(deadline).await {
@@ -72,7 +72,7 @@ impl Prompt {
         }
         let gateway = Gateway::over(Arc::clone(&store), &config).await?;
         let hasher = ChunkHasher::new(&plan.space, None)?;
-        // Under a salt of its own: no prompt finds it.
+        // Under a salt of its own, so that no prompt finds it.
         let root = hasher.root(&fastrand::u64(..).to_le_bytes(), b"kvgate gpu bench")?;
         let tokens = vec![7; plan.chunks * plan.space.chunk_tokens() as usize];
         let prompt = Self {
@@ -125,7 +125,7 @@ impl Prompt {
         copier.pin(&copier.register(self.gateway.arena().clone()))?;
         let jobs = self.jobs(&device, &pages)?;
         let (mut to_slots, mut to_pages, mut first) = (Vec::new(), Vec::new(), Vec::new());
-        // One more to warm up.
+        // One more round to warm up.
         for _ in 0..=plan.rounds {
             to_slots.push(self.load(config, None).await?.0);
             let (seconds, first_chunk) = self.load(config, Some((&device, &jobs))).await?;
@@ -144,7 +144,7 @@ impl Prompt {
         })
     }
 
-    /// Seconds until all is there, and the first chunk. A chunk's copy begins when it has arrived.
+    /// Seconds until all chunks are loaded, and until the first is. A chunk's copy begins when it has arrived.
     async fn load(
         &self,
         config: &Config,
@@ -197,7 +197,7 @@ impl Prompt {
         (0..self.chunks.len()).map(job).collect()
     }
 
-    /// Every byte of the pages, by way of a store.
+    /// Compares every byte of the pages, by a store.
     fn compare(&self, device: &DevicePages, jobs: &[CopyJob]) -> Result<(), GpuError> {
         let payload_len = self.space.layout().payload_len();
         let mut expected = vec![0; payload_len];

@@ -8,7 +8,7 @@ use super::Inventory;
 use crate::format::{ChunkHash, Key, SpaceKey};
 use crate::s3::object::{Listed, ObjectError};
 
-/// A chunk's object as a listing shows it; whether its bytes are good is not known.
+/// A chunk's object as a listing shows it; its bytes are not checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct StoredChunk {
     #[serde(skip)]
@@ -22,12 +22,12 @@ pub struct StoredChunk {
     pub etag: String,
 }
 
-/// Up to 1000 keys of a listing, sorted by what they are.
+/// Up to 1000 keys of a listing, sorted by kind.
 #[derive(Debug, Clone, Default)]
 pub struct Page {
     /// In order of space, then hash.
     pub chunks: Vec<StoredChunk>,
-    /// Those whose `space.json` is there.
+    /// Spaces whose `space.json` is there.
     pub spaces: Vec<SpaceKey>,
     /// Keys that kvgate did not write, and their bytes.
     pub foreign: u64,
@@ -35,7 +35,7 @@ pub struct Page {
 }
 
 impl Inventory {
-    /// Everything under the prefix, or only what belongs to `space`.
+    /// All keys under the prefix, or only those of `space`.
     pub fn pages(&self, space: Option<SpaceKey>) -> impl Stream<Item = Result<Page, ObjectError>> + use<> {
         let inventory = self.clone();
         let prefix = match space {
@@ -54,7 +54,7 @@ impl Inventory {
         })
     }
 
-    /// Whether anything of the space is stored.
+    /// Whether any key of the space is stored.
     pub async fn has_space(&self, space: SpaceKey) -> Result<bool, ObjectError> {
         let found = |page: &Page| !page.chunks.is_empty() || !page.spaces.is_empty();
         self.pages(Some(space)).try_any(|page| ready(found(&page))).await

@@ -1,13 +1,13 @@
-//! The content of a bucket: its spaces and chunks, whether they are whole, and how they are removed.
+//! The content of a bucket: its spaces and chunks, whether they are whole, and their removal.
 //!
-//! There is no index, so everything here comes from listing: a page of up to 1000 keys at a time, and nothing keeps
-//! more than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks
-//! through the gateway, so what it calls good is exactly what an engine would get.
+//! There is no index, so all of it comes from listing: a page of up to 1000 keys at a time, and nothing keeps more
+//! than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks
+//! through the gateway, so a good chunk is exactly one that an engine would get.
 //!
-//! Removing is careful: a damaged chunk goes only while the object is still the one that was checked, and a space's
-//! `space.json` goes last, so that what is left after an interruption can still be read and removed.
+//! Removal is careful: a damaged chunk goes only while the object is still the one that was checked, and a space's
+//! `space.json` goes last, so that the rest after an interruption can still be read and removed.
 //!
-//! Not for the way of a request: a lookup never lists. No printing here: `cli` does that.
+//! Not for requests: a lookup never lists. No printing here: `cli` does that.
 
 mod list;
 mod remove;

@@ -8,11 +8,11 @@ use crate::s3::object::{ErrorKind, ObjectError};
 /// Keys in one batch delete; S3's own limit.
 const BATCH: usize = 1000;
 
-/// The objects that were removed.
+/// The result of a removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Removed {
     pub objects: u64,
-    /// Of chunks, as listed.
+    /// Bytes of chunks, as listed.
     pub bytes: u64,
 }
 
@@ -26,8 +26,8 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes all chunks of a space, then its `space.json`; keys that kvgate did not write stay. `progress` is told
-    /// after every batch. After an error the rest is as it was.
+    /// Removes all chunks of a space, then its `space.json`; keys that kvgate did not write stay. Calls `progress`
+    /// after every batch. After an error the rest stays as it was.
     pub async fn remove_space(
         &self,
         space: SpaceKey,
@@ -37,7 +37,7 @@ impl Inventory {
         let mut declared = false;
         let pages = self.pages(Some(space));
         pin_mut!(pages);
-        // Listing goes on after the last key of a page, whether that is still there or not.
+        // Listing goes on after the last key of a page, even if that key is gone.
         while let Some(page) = pages.try_next().await? {
             declared |= !page.spaces.is_empty();
             let hashes: Vec<ChunkHash> = page.chunks.iter().map(|chunk| chunk.hash).collect();
@@ -61,7 +61,7 @@ impl Inventory {
             .await
     }
 
-    /// Removes the object that was listed, unless another one has taken its place since. Says whether it is gone.
+    /// Removes the listed object, unless another one has replaced it since. Returns whether it is gone.
     pub async fn remove_if_unchanged(&self, chunk: &StoredChunk) -> Result<bool, ObjectError> {
         let key = self.keys.chunk(chunk.space, &chunk.hash);
         match self.store.head(&key, self.deadline()).await {

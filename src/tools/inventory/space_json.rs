@@ -2,22 +2,22 @@ use super::Inventory;
 use crate::format::{FORMAT_VERSION, Space, SpaceKey};
 use crate::s3::object::{ErrorKind, ObjectError};
 
-/// The largest space that can be: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.
+/// The largest possible space: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.
 const SPACE_JSON_BYTES_MAX: usize = 2 << 20;
 
-/// The content of a space's `space.json`.
+/// The object at a space's `space.json`.
 #[derive(Debug, Clone)]
 pub enum SpaceJson {
     Good(Space),
     Missing,
-    /// Its text is no space, or is another one than its key says; with the reason.
+    /// Its text is no space, or another one than its key says; with the reason.
     Damaged(String),
-    /// Of a format that this kvgate doesn't know; with the reason.
+    /// Its format is unknown to this kvgate; with the reason.
     Unreadable(String),
 }
 
 impl SpaceJson {
-    /// Stable word for what it is.
+    /// Stable word for the kind.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Good(_) => "ok",

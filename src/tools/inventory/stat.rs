@@ -7,12 +7,12 @@ use crate::format::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey,
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectMeta};
 
-/// One chunk's object and what its header says. Its payload is not read.
+/// One chunk's object and its header. Its payload is not read.
 #[derive(Debug, Clone)]
 pub struct ChunkStat {
     pub key: String,
     pub meta: ObjectMeta,
-    /// The object's right length, where the space is known.
+    /// The length that the object must have, where the space is known.
     pub expected_len: Option<u64>,
     pub header: HeaderState,
 }
@@ -21,7 +21,7 @@ pub struct ChunkStat {
 pub enum HeaderState {
     /// Whole, and of this chunk and space.
     Good(Header),
-    /// Whole, but it belongs elsewhere or has another geometry.
+    /// Whole, but of another chunk or space, or with another geometry.
     Wrong(Header, HeaderError),
     Damaged(HeaderError),
 }
@@ -37,8 +37,8 @@ impl ChunkStat {
 }
 
 impl Inventory {
-    /// HEADs a chunk and reads its header; None if there is no such object. Without the space's readable form less
-    /// can be checked.
+    /// HEADs a chunk and reads its header; None if there is no such object. Without the space's readable form fewer
+    /// checks are possible.
     pub async fn stat(
         &self,
         space_key: SpaceKey,

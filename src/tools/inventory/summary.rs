@@ -6,7 +6,7 @@ use super::{Inventory, Page, SpaceJson};
 use crate::format::SpaceKey;
 use crate::s3::object::ObjectError;
 
-/// `space.json`s read at a time.
+/// Reads of `space.json` at a time.
 const READS: usize = 16;
 
 /// One space in the bucket.
@@ -19,7 +19,7 @@ pub struct SpaceSummary {
     pub bytes: u64,
 }
 
-/// All that is under the prefix.
+/// Everything under the prefix.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
     pub spaces: Vec<SpaceSummary>,
@@ -29,7 +29,7 @@ pub struct Summary {
 }
 
 impl Inventory {
-    /// Lists everything, or only `space`, and reads each space found. `seen` is told of every page.
+    /// Lists everything, or only `space`, and reads each space found. Calls `seen` with every page.
     pub async fn summary(
         &self,
         space: Option<SpaceKey>,

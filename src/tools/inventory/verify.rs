@@ -10,7 +10,7 @@ use crate::format::Space;
 use crate::protocol::Order;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
-/// Chunks that are checked at a time, if the arena has room for them; small ones need many to keep a link busy.
+/// Chunks that are checked at a time, if the arena has room; small ones need many to keep a link busy.
 const CHECKS_MAX: usize = 32;
 
 /// A chunk that was loaded and checked.
@@ -24,11 +24,11 @@ pub struct ObjectChecked {
 #[derive(Debug, Clone)]
 pub enum ObjectVerdict {
     Good,
-    /// The object can't be what its key says.
+    /// The object does not match its key.
     Damaged(Miss),
-    /// It was removed since it was listed.
+    /// It was removed after it was listed.
     Gone,
-    /// It could not be read, or is of a format that this kvgate doesn't know.
+    /// It could not be read, or its format is unknown to this kvgate.
     Unknown(Miss),
 }
 
@@ -50,7 +50,7 @@ impl ObjectVerdict {
             | Miss::Foreign(_)
             | Miss::BadDigest { .. }
             | Miss::Quarantined => Self::Damaged(miss),
-            // Perhaps a later kvgate's: not for us to call damaged.
+            // Possibly a later kvgate's format, so it must not count as damaged.
             Miss::Unreadable(_)
             | Miss::Replaced
             | Miss::Unknown(_)
@@ -64,7 +64,7 @@ impl ObjectVerdict {
 }
 
 impl Inventory {
-    /// Loads every chunk of `space` through the gateway and says what it found, as the checks end. No chunk keeps
+    /// Loads every chunk of `space` through the gateway and yields each outcome as its check ends. No chunk keeps
     /// its slot longer than its check. A failed listing ends the stream. Needs a tokio runtime.
     pub fn verify(
         &self,
@@ -80,7 +80,7 @@ impl Inventory {
             .map_ok(move |chunk| {
                 let (gateway, space) = (gateway.clone(), space.clone());
                 async move {
-                    // Each chunk has its own deadline, so that a large space takes the time it needs.
+                    // Each chunk has its own deadline, so that a large space gets the time it needs.
                     let request = LoadSpec {
                         space,
                         chunks: vec![chunk.hash],

@@ -213,7 +213,8 @@ struct AnyLayout {
     blocks: u32,
     block_tokens: u32,
     element_bytes: u32,
-    /// Heads of the plane, heads before the rank's, the rank's, elements of K (and of V) or of the row, order and gaps.
+    /// Heads: the plane's, those before the rank's, the rank's; elements of K (and of V) or of the row; order;
+    /// gaps.
     planes: Vec<AnyPlane>,
     slots: bool,
 }

@@ -1,4 +1,4 @@
-//! The flags, and what they ask for.
+//! The flags of `kvgate bench`, and the settings that they give.
 
 use std::time::Duration;
 
@@ -106,7 +106,7 @@ pub struct BenchArgs {
 /// The flags that ask for a prompt.
 const PROMPT: [&str; 2] = ["space", "model"];
 const PROMPT_TOKENS: u32 = 4096;
-/// A model's weights do not matter here.
+/// The model's weights do not matter here.
 const ANY_REVISION: &str = "kvgate-bench";
 
 #[derive(Debug, Args)]
@@ -220,7 +220,7 @@ impl BenchArgs {
         BenchPhase::ALL.into_iter().filter(kept).collect()
     }
 
-    /// Objects that nobody is to find later have names of their own: somebody else's may be there.
+    /// Objects of a single run have a name of their own: the default name may be in use by another run.
     pub fn name(&self) -> String {
         match &self.name {
             Some(name) => name.clone(),

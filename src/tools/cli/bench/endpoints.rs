@@ -1,4 +1,4 @@
-//! Below a phase's line, what went to each address.
+//! A table of each address's traffic, below a phase's line.
 
 use crate::s3::fanout::{BreakerPhase, Requests};
 use crate::tools::bench::{BenchPhase, Endpoint, PhaseReport};
@@ -20,12 +20,12 @@ const HEADINGS: [&str; 10] = [
     "not ok",
 ];
 
-/// Nothing where there is only one: the phase's line says it.
+/// Writes the table. With one address the phase's line has the figures already.
 pub fn table(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     if phase.endpoints.len() < 2 {
         return Ok(());
     }
-    // A lookup's 404 may be the answer that is wanted; those that are not are the phase's errors.
+    // A lookup's 404 may be the expected answer; unexpected ones are the phase's errors.
     let refusals = phase.phase != BenchPhase::Lookup;
     let rows: Vec<Vec<String>> = phase.endpoints.iter().map(|one| row(one, refusals)).collect();
     out.table(&HEADINGS, &rows)
@@ -49,7 +49,7 @@ fn row(endpoint: &Endpoint, refusals: bool) -> Vec<String> {
     ]
 }
 
-/// Stable word.
+/// The stable word of a state.
 pub fn breaker(phase: BreakerPhase) -> &'static str {
     match phase {
         BreakerPhase::Closed => "closed",
@@ -58,7 +58,7 @@ pub fn breaker(phase: BreakerPhase) -> &'static str {
     }
 }
 
-/// Those that did not end well, by kind.
+/// The requests that failed, by kind.
 fn failed(totals: &Requests, refusals: bool) -> String {
     let kinds = [
         (if refusals { totals.refused } else { 0 }, "refused"),

@@ -7,10 +7,10 @@ use tokio::task::JoinHandle;
 use crate::tools::bench::{Live, UnderWay};
 use crate::tools::cli::progress::Progress;
 
-/// Often enough for people; each look takes a lock for every request in flight.
+/// Often enough for people; each update takes a lock for every request in flight.
 const EVERY: Duration = Duration::from_millis(500);
 
-/// What goes on, on a terminal.
+/// The progress line, on a terminal.
 pub struct LiveLine(Option<(Arc<Progress>, JoinHandle<()>)>);
 
 impl LiveLine {
@@ -35,7 +35,7 @@ impl LiveLine {
         Self(Some((progress, task)))
     }
 
-    /// Takes the line away while something else is written.
+    /// Hides the line while other output is written.
     pub fn pause<T>(&self, write: impl FnOnce() -> T) -> T {
         match &self.0 {
             Some((progress, _)) => progress.pause(write),
@@ -52,7 +52,7 @@ impl Drop for LiveLine {
     }
 }
 
-/// Speeds since the last look, or since the phase began.
+/// Speeds since the last update, or since the phase began.
 fn text(before: Option<&Live>, now: &Live) -> String {
     let earlier = before.filter(|before| before.phase == now.phase && before.seconds < now.seconds);
     let (seconds, ops, bytes) = earlier.map_or((0.0, 0, 0), |live| (live.seconds, live.ops, live.bytes));

@@ -33,7 +33,7 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     let prompt = args.prompt(&name)?;
     let settings = args.settings(&config, name, prompt.as_ref())?;
     make_room(&mut config, &settings);
-    // Before anything is measured that could then not be told.
+    // Opened first, so that nothing is measured that could not be reported.
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
     let mut interrupts =
         interrupts().map_err(|error| CliError::Failed(format!("can't wait for signals: {error}")))?;
@@ -50,7 +50,7 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     result
 }
 
-/// As many requests in flight as were asked for, on one endpoint too: the configuration may have fewer connections, and
+/// Makes room for all requests in flight, on one endpoint too: the configuration may have fewer connections, and
 /// windows for fewer bytes.
 fn make_room(config: &mut Config, settings: &BenchSettings) {
     let largest = settings.object_bytes.max(settings.part_bytes);
@@ -64,7 +64,7 @@ fn make_room(config: &mut Config, settings: &BenchSettings) {
 }
 
 impl BenchArgs {
-    /// On a server that has the bucket, and room.
+    /// A bench on a server that has the bucket, and room.
     async fn bench(
         &self,
         host: &S3Server,
@@ -132,7 +132,7 @@ impl BenchArgs {
         outcome.and_then(|()| verdict(&report))
     }
 
-    /// The report has what was measured before a failure, too.
+    /// Runs the phases; the report also has the ones before a failure.
     async fn run_phases(
         &self,
         mut bench: Bench,
@@ -142,10 +142,10 @@ impl BenchArgs {
         let live = LiveLine::start(!self.output.no_live, bench.under_way());
         let mut outcome = Ok(());
         let mut wrote = false;
-        // Objects that this run wrote and was to remove.
+        // True if objects that this run wrote and should remove are left.
         let mut left = false;
         for phase in self.phases() {
-            // After a failure, and after an interruption, only what was written is removed, if it was to be.
+            // After a failure or an interruption, only objects that this run wrote are removed, if they were to be.
             if outcome.is_err() || report.interrupted {
                 if !(wrote && phase == BenchPhase::Delete) {
                     continue;
@@ -189,7 +189,7 @@ impl BenchArgs {
     }
 }
 
-/// Fails where a request did, or somebody ended it early.
+/// Fails if a request did, or if the bench was ended early.
 fn verdict(report: &BenchReport) -> Result<(), CliError> {
     let failed = |phase: &PhaseReport| {
         let (count, first) = (phase.errors.count, phase.errors.first.as_ref()?);

@@ -1,4 +1,4 @@
-//! For people: a line a phase, written as soon as it is over, and what belongs to it below.
+//! The table for people: a line for each phase, written as soon as it is over, with its details below.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use crate::tools::bench::{
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes, count};
 
-/// No line is longer.
+/// The longest line.
 const WIDTH: usize = 120;
 
 /// Columns, with their widths: 103, and 14 between them.
@@ -31,7 +31,7 @@ const COLUMNS: [(&str, usize); 15] = [
     ("max", 6),
 ];
 
-/// The heading of some columns, and how many they are.
+/// The headings over several columns, with the number of columns.
 const GROUPS: [(&str, usize); 5] = [
     ("", 1),
     (" first done ", 3),
@@ -104,7 +104,7 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     out.flush()
 }
 
-/// Times since the prompt's start, half of the prompts within them.
+/// Times since the prompt's start; half of the prompts took no longer.
 fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
     let times = [
         ("lookup", &report.lookup_us),
@@ -135,7 +135,7 @@ fn share(name: &str, share: &EndpointShare) -> Vec<String> {
     let mut cells = vec![name.to_owned()];
     cells.resize(5, String::new());
     cells.extend([figure(share.mib_per_s), figure(share.iops), share.ops.to_string()]);
-    // No CPU time of its own.
+    // Addresses have no CPU time of their own.
     cells.resize(10, String::new());
     cells.extend(latency(share.latency_us.as_ref()));
     cells
@@ -160,7 +160,7 @@ fn latency(latency: Option<&Latency>) -> [String; 5] {
     ]
 }
 
-/// How many requests took how long, each octave with those that the ones before it don't have.
+/// The distribution of latencies: each octave with the requests that no earlier octave has.
 fn histogram(octaves: &[HistogramBucket]) -> Vec<String> {
     const START: &str = "- latency up to";
     let some = octaves.iter().filter(|octave| octave.count > 0);
@@ -186,7 +186,7 @@ fn or_dash(number: Option<f64>) -> String {
     number.map_or_else(|| "-".to_owned(), figure)
 }
 
-/// Three digits or more.
+/// A number with three digits or more.
 pub fn figure(number: f64) -> String {
     let decimals = match number {
         100.0.. => 0,
@@ -197,7 +197,7 @@ pub fn figure(number: f64) -> String {
     format!("{number:.decimals$}")
 }
 
-/// Above their columns.
+/// The headings above their columns.
 fn groups() -> String {
     let mut widths = COLUMNS.iter().map(|(_, width)| width);
     let group = |(name, columns): (&str, usize)| {
@@ -210,7 +210,7 @@ fn groups() -> String {
     GROUPS.map(group).join(" ")
 }
 
-/// The first to the left, the others to the right.
+/// A line: the first cell to the left, the others to the right.
 fn line(cells: &[String]) -> String {
     let mut line = String::new();
     for (index, (cell, (_, width))) in cells.iter().zip(COLUMNS).enumerate() {

@@ -155,7 +155,7 @@ impl GpuBenchArgs {
     ) -> Result<(PathReport, String), CliError> {
         tell("from S3 into the pages");
         let mut config = config.clone();
-        // Twice the prompt, so that nothing waits for slots.
+        // Twice the prompt, so that no load waits for slots.
         let arena = 2 * self.chunks * (space.layout().object_len() as u64 + 4096);
         config.arena.size.0 = config.arena.size.0.max(arena.next_multiple_of(MIB));
         let host = S3Server::start(&config, "kvgate-gpu", false)

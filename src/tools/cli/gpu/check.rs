@@ -16,8 +16,8 @@ pub struct GpuCheckArgs {
     gpu: GpuArgs,
 }
 
-/// Smaller than by default, so that a chunk goes in pieces, over registrations, and straight to the pages where those
-/// are as long as a block.
+/// Smaller than by default, so that a chunk goes in pieces, over several registrations, and straight to the pages
+/// where their runs are as long as a block.
 const PIECE_BYTES: usize = 40 << 10;
 const DIRECT_BYTES: usize = 4 << 10;
 const PIN_BYTES: usize = 256 << 10;

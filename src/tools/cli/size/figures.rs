@@ -55,7 +55,7 @@ impl Sizes {
     }
 }
 
-/// KV heads that each rank holds: a share of its own, or the same ones as other ranks.
+/// KV heads that each rank holds: a share of its own, or the same as other ranks'.
 fn heads_of_rank(heads: u32, tp: u32) -> Result<u32, CliError> {
     if heads.is_multiple_of(tp) {
         Ok(heads / tp)

@@ -40,7 +40,7 @@ pub struct VerifyArgs {
 
 pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
-    // It warns of each damaged chunk, which the report does too.
+    // The gateway warns of each damaged chunk, and the report has them too.
     logging::init_without(&config.log, verbose, Some("kvgate::cache::episode"));
     let given = args.space.given()?;
     let bucket = OpenBucket::open(config).await?;
@@ -63,7 +63,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
         totals: Totals::default(),
         problems: Vec::new(),
     };
-    // All first, so that a long run does not end at the last space.
+    // Checks all geometries first, so that a long run does not fail at the last one.
     let spaces: Vec<(&SpaceSummary, Option<Space>)> = summary
         .spaces
         .iter()
@@ -72,7 +72,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     for space in spaces.iter().filter_map(|(_, space)| space.as_ref()) {
         check.fits(space)?;
     }
-    // Findings before a failure are reported all the same.
+    // Results from before a failure are reported too.
     let outcome = check.spaces(&spaces).await;
     drop(check.progress);
     let report = VerifyReport {
@@ -86,7 +86,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
     outcome.and(found)
 }
 
-/// The space: as given, or as the bucket says.
+/// The space: as given, or as described in the bucket.
 fn known(found: &SpaceSummary, given: Option<&SpaceRef>) -> Option<Space> {
     match (given, &found.json) {
         (Some(SpaceRef::Known(space)), _) | (_, SpaceJson::Good(space)) => Some(space.clone()),
@@ -220,7 +220,7 @@ impl Check<'_> {
         )
     }
 
-    /// Told at once, or kept for the JSON document.
+    /// Written at once, or kept for the JSON document.
     fn problem(&mut self, problem: ObjectProblem) -> Result<(), CliError> {
         self.totals.deleted += u64::from(problem.deleted);
         if self.args.json {

@@ -17,9 +17,9 @@ pub struct Totals {
     pub ok: u64,
     pub damaged: u64,
     pub unknown: u64,
-    /// Removed by others since they were listed.
+    /// Chunks that were removed by others after they were listed.
     pub gone: u64,
-    /// Damaged ones that were removed.
+    /// Damaged chunks that were removed.
     pub deleted: u64,
 }
 
@@ -33,7 +33,7 @@ pub struct ObjectProblem {
 }
 
 impl ObjectProblem {
-    /// With what came of removing it.
+    /// Adds the outcome of its removal.
     pub fn removed(mut self, removal: Result<bool, ObjectError>) -> Self {
         match removal {
             Ok(deleted) => self.deleted = deleted,
@@ -57,7 +57,7 @@ impl fmt::Display for ObjectProblem {
     }
 }
 
-/// The outcome of a run.
+/// The results of a run.
 pub struct VerifyReport {
     pub totals: Totals,
     pub problems: Vec<ObjectProblem>,
@@ -67,7 +67,7 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
-    /// Tells it; fails if anything is damaged or unknown.
+    /// Writes the report; fails if any chunk is damaged or unknown.
     pub fn write(self, as_json: bool, out: &mut Out) -> Result<(), CliError> {
         let totals = &self.totals;
         let seconds = self.elapsed.as_secs_f64();
