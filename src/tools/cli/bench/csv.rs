@@ -1,5 +1,5 @@
-//! CSV output: a line for each phase; and where the server has several addresses, one for each of them below it,
-//! with the same columns as far as they make sense for an address.
+//! For spreadsheets: a line a phase; and where the server has several addresses, one for each of them below it, which has
+//! the same columns as far as they make sense for an address.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -14,34 +14,120 @@ use crate::tools::bench::{BenchSettings, Endpoint, Latency, PhaseReport};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::Out;
 
-/// The columns that an address's line shares with its phase's.
-const SHARED: [&str; 22] = [
-    "phase",
-    "began",
-    "version",
-    "endpoint",
-    "bucket",
-    "prefix",
-    "name",
-    "embedded",
-    "object_bytes",
-    "part_bytes",
-    "concurrency",
-    "verify",
-    "mix_percent",
-    "warm_up",
-    "rounds",
-    "time_limit_seconds",
-    "bytes_per_second",
-    "requests_per_second",
-    "model",
-    "tokens",
-    "order",
-    "last_done_seconds",
-];
+/// The columns, in order.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+struct Row<'a> {
+    phase: &'a str,
+    began: f64,
+    version: &'a str,
+    endpoint: &'a str,
+    bucket: &'a str,
+    prefix: &'a str,
+    name: &'a str,
+    embedded: bool,
+    objects: Option<u64>,
+    object_bytes: u64,
+    part_bytes: u64,
+    concurrency: usize,
+    verify: bool,
+    mix_percent: u64,
+    warm_up: bool,
+    rounds: Option<u64>,
+    time_limit_seconds: Option<f64>,
+    bytes_per_second: Option<u64>,
+    requests_per_second: Option<u64>,
+    model: Option<&'a str>,
+    tokens: Option<u32>,
+    order: Option<&'a str>,
+    ops: Option<u64>,
+    bytes: u64,
+    first_done_seconds: Option<f64>,
+    first_done_ops: Option<u64>,
+    first_done_bytes: Option<u64>,
+    first_done_iops: Option<f64>,
+    first_done_mib_per_s: Option<f64>,
+    last_done_seconds: f64,
+    last_done_iops: f64,
+    last_done_mib_per_s: f64,
+    cpu_seconds: Option<f64>,
+    cpu_seconds_per_gib: Option<f64>,
+    cpu_us_per_op: Option<f64>,
+    minor_faults: Option<u64>,
+    minor_faults_per_gib: Option<f64>,
+    latency_min_us: Option<f64>,
+    latency_mean_us: Option<f64>,
+    latency_p50_us: Option<f64>,
+    latency_p90_us: Option<f64>,
+    latency_p99_us: Option<f64>,
+    latency_p999_us: Option<f64>,
+    latency_max_us: Option<f64>,
+    requests: u64,
+    retries: u64,
+    hedges: u64,
+    errors: Option<u64>,
+    first_error: Option<&'a str>,
+    interrupted: Option<bool>,
+    mixed_writes_ops: Option<u64>,
+    mixed_writes_mib_per_s: Option<f64>,
+    mixed_writes_p50_us: Option<f64>,
+    mixed_writes_p99_us: Option<f64>,
+    mixed_reads_ops: Option<u64>,
+    mixed_reads_mib_per_s: Option<f64>,
+    mixed_reads_p50_us: Option<f64>,
+    mixed_reads_p99_us: Option<f64>,
+    present: Option<u64>,
+    prompts: Option<u64>,
+    prompt_chunks: Option<u64>,
+    prompt_gib_per_s: Option<f64>,
+    prompt_lookup_p50_us: Option<f64>,
+    prompt_lookup_p99_us: Option<f64>,
+    prompt_first_chunk_p50_us: Option<f64>,
+    prompt_first_chunk_p99_us: Option<f64>,
+    prompt_first_layer_p50_us: Option<f64>,
+    prompt_first_layer_p99_us: Option<f64>,
+    prompt_last_chunk_p50_us: Option<f64>,
+    prompt_last_chunk_p99_us: Option<f64>,
+    addresses: Option<usize>,
+    address: Option<SocketAddr>,
+    share_percent: Option<f64>,
+    ok: Option<u64>,
+    refused: Option<u64>,
+    throttled: Option<u64>,
+    failed: Option<u64>,
+    lost: Option<u64>,
+    timed_out: Option<u64>,
+    given_up: Option<u64>,
+    first_byte_us: Option<u64>,
+    window_bytes: Option<usize>,
+    breaker: Option<&'a str>,
+}
 
-/// The value of a column in a phase's line.
-type Value = fn(&BenchSettings, &PhaseReport) -> String;
+impl<'a> Row<'a> {
+    fn of_settings(settings: &'a BenchSettings) -> Self {
+        let prompt = settings.prompt.as_ref();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            endpoint: settings.endpoint.as_deref().unwrap_or("AWS"),
+            bucket: &settings.bucket,
+            prefix: &settings.prefix,
+            name: &settings.name,
+            embedded: settings.embedded,
+            object_bytes: settings.object_bytes,
+            part_bytes: settings.part_bytes,
+            concurrency: settings.concurrency,
+            verify: settings.verify,
+            mix_percent: settings.mix_percent,
+            warm_up: settings.warm_up,
+            rounds: settings.rounds,
+            time_limit_seconds: settings.time_limit.map(|time| time.as_secs_f64()),
+            bytes_per_second: settings.bytes_per_second,
+            requests_per_second: settings.requests_per_second,
+            model: prompt.map(|prompt| prompt.model.as_str()),
+            tokens: prompt.map(|prompt| prompt.tokens),
+            order: prompt.map(|prompt| Order::word(prompt.order)),
+            ..Self::default()
+        }
+    }
 
     fn of_phase(settings: &'a BenchSettings, phase: &'a PhaseReport) -> Self {
         let (first, last, latency) = (phase.first_done, phase.last_done, phase.latency_us);
@@ -141,15 +227,15 @@ type Value = fn(&BenchSettings, &PhaseReport) -> String;
     }
 }
 
-/// The destination of lines; the header is written with the first.
+/// Where lines are added; the header is written with the first.
 pub struct Csv {
-    /// The file and its name; None: the standard output.
+    /// None: the standard output.
     file: Option<(File, String)>,
     header: bool,
 }
 
 impl Csv {
-    /// Opens a file: makes a missing one, and appends to one with the same columns.
+    /// A file is made if it is not there, and added to if it has the same columns.
     pub fn open(name: &str) -> Result<Self, CliError> {
         if name == "-" {
             return Ok(Self {
@@ -221,19 +307,19 @@ fn header() -> io::Result<String> {
     Ok(lines.lines().next().unwrap_or_default().to_owned())
 }
 
-fn first_line(name: &str) -> io::Result<String> {
-    // A longer first line is another header.
-    let most = header().len() as u64 + 2;
+/// Of a file, as far as it may be one of `len` bytes.
+fn first_line(name: &str, len: usize) -> io::Result<String> {
+    let most = len as u64 + 2;
     let mut bytes = Vec::new();
     BufReader::new(File::open(name)?.take(most)).read_until(b'\n', &mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
 }
 
-/// Appends all of it, or nothing where possible.
+/// All of it, or as far as can be nothing.
 fn append(file: &mut File, lines: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
     file.write_all(lines.as_bytes()).inspect_err(|_| {
-        // A device can't be truncated.
+        // A device can't be cut.
         let _ = file.set_len(before);
     })
 }
@@ -247,66 +333,4 @@ fn is_ended(name: &str) -> io::Result<bool> {
     let mut last = [0];
     file.read_exact(&mut last)?;
     Ok(last == *b"\n")
-}
-
-/// A cell, quoted where necessary.
-fn cell(text: &str) -> String {
-    match text.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.to_owned(),
-    }
-}
-
-fn number(number: f64) -> String {
-    format!("{number:.6}")
-}
-
-fn maybe(some: Option<f64>) -> String {
-    some.map(number).unwrap_or_default()
-}
-
-fn latency(phase: &PhaseReport, of: fn(&Latency) -> f64) -> String {
-    maybe(phase.latency_us.as_ref().map(of))
-}
-
-/// The value, empty where there is none.
-fn of<T>(some: Option<&T>, value: fn(&T) -> Option<String>) -> String {
-    some.and_then(value).unwrap_or_default()
-}
-
-/// A column's value for one address; None where an address has no such figure.
-fn of_address(name: &str, phase: &PhaseReport, endpoint: &Endpoint) -> Option<String> {
-    let (state, totals) = (&endpoint.state, &endpoint.state.totals);
-    Some(match name {
-        "bytes" => totals.bytes.to_string(),
-        "last_done_mib_per_s" => number(endpoint.mib_per_s),
-        "last_done_iops" => number(endpoint.requests as f64 / phase.seconds),
-        "requests" => endpoint.requests.to_string(),
-        "retries" => totals.retries.to_string(),
-        "hedges" => totals.hedges.to_string(),
-        "address" => state.address.to_string(),
-        "share_percent" => number(endpoint.share_percent),
-        "ok" => totals.ok.to_string(),
-        "refused" => totals.refused.to_string(),
-        "throttled" => totals.throttled.to_string(),
-        "failed" => totals.failed.to_string(),
-        "lost" => totals.lost.to_string(),
-        "timed_out" => totals.timed_out.to_string(),
-        "given_up" => totals.given_up.to_string(),
-        "first_byte_us" => state.latency_us?.to_string(),
-        "window_bytes" => state.window_bytes.to_string(),
-        "breaker" => breaker(state.breaker).to_owned(),
-        _ => return None,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cells_are_quoted_where_they_must_be() {
-        let cells = ["plain", "a,b", "say \"x\"", "two\nlines"].map(cell);
-        assert_eq!(cells, ["plain", "\"a,b\"", "\"say \"\"x\"\"\"", "\"two\nlines\""]);
-    }
 }
