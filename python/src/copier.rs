@@ -74,7 +74,7 @@ impl Copier {
 
     fn job(&self, slots: &[i64]) -> PyResult<CopyJob> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
-        let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_tokens());
+        let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_rows());
         Ok(CopyJob {
             planes: 0..space.planes().len(),
             spans: spans.map_err(failed)?,

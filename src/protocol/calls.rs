@@ -5,12 +5,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::words::{Order, Strategy, Tier};
-use crate::format::{ChunkHash, Plane, SpaceId};
+use crate::format::{ChunkHash, Kind, ModelId, Plane, SpaceId};
 
 /// Answer of `PUT /v1/spaces`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SpaceInfo {
     pub space_id: SpaceId,
+    /// The same for all kinds of KV of a model.
+    pub model_id: ModelId,
+    pub kind: Kind,
     pub chunk_tokens: u32,
     /// Bytes of a chunk's payload.
     pub chunk_bytes: usize,
@@ -92,6 +95,15 @@ pub struct LookupRequest {
     /// Loads the prefix's chunks that are not in memory, in the background.
     #[serde(default)]
     pub prefetch: bool,
+    /// The other kinds of KV that the model's layers keep, each a space: the answer's `boundary` holds for all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub with: Vec<String>,
+    /// Spaces of a draft model, which an engine can go on without.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drafts: Vec<String>,
+    /// Chunks between the snapshots that writers keep of a state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state_every: Option<usize>,
 }
 
 /// The answer of a lookup; masks in hex.
@@ -103,8 +115,25 @@ pub struct LookupAnswer {
     pub inferred: String,
     pub prefix: usize,
     pub tiers: Vec<TierRun>,
+    /// Leading chunks after which an engine can go on: all kinds of KV have what they need there.
+    pub boundary: usize,
+    /// The chunks that each kind needs there.
+    pub needed: Vec<Needed>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// The chunks of one kind of KV that an engine needs to go on at the answer's boundary.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Needed {
+    pub space: SpaceId,
+    pub kind: Kind,
+    /// Half-open.
+    pub chunks: (usize, usize),
+    pub tiers: Vec<TierRun>,
+    /// A draft's chunks that are there may be fewer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub draft: bool,
 }
 
 /// A run of chunks in the same tier.

@@ -198,6 +198,8 @@ fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
         parent: text(&case["parent"]).parse().unwrap(),
         tokens: space.chunk_tokens(),
         payload_len: payload.len() as u64,
+        kind: space.kind(),
+        is_draft: !space.draft().is_empty(),
         digest_kind,
         digests: (0..space.layout().planes()).map(plane).collect(),
     };

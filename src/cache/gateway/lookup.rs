@@ -43,17 +43,7 @@ pub async fn lookup(
 ) -> Lookup {
     let now = Instant::now();
     let local = local(tiers, space, chunks, now);
-    let asks_s3 = tiers.asks_s3();
-    let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
-        Some(_) => ChunkState::Present,
-        None if !asks_s3 => ChunkState::Absent,
-        None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
-            Some(true) => ChunkState::Present,
-            Some(false) => ChunkState::Absent,
-            None => ChunkState::NotAsked,
-        },
-    };
-    let states: Vec<ChunkState> = chunks.iter().enumerate().map(cached).collect();
+    let states = known(tiers, space, chunks, &local, now);
     let search = Search {
         bucket: &tiers.bucket,
         space,
@@ -68,8 +58,29 @@ pub async fn lookup(
     lookup
 }
 
+/// What is known of each chunk without a question to S3.
+pub(super) fn known(
+    tiers: &Tiers,
+    space: &Space,
+    chunks: &[ChunkHash],
+    local: &[Option<Tier>],
+    now: Instant,
+) -> Vec<ChunkState> {
+    let asks_s3 = tiers.asks_s3();
+    let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
+        Some(_) => ChunkState::Present,
+        None if !asks_s3 => ChunkState::Absent,
+        None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
+            Some(true) => ChunkState::Present,
+            Some(false) => ChunkState::Absent,
+            None => ChunkState::NotAsked,
+        },
+    };
+    chunks.iter().enumerate().map(cached).collect()
+}
+
 /// The tier of this node that has each chunk; None if neither memory nor disk has it.
-fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
+pub(super) fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
     let mut local = vec![None; chunks.len()];
     tiers
         .memory
@@ -83,11 +94,11 @@ fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Ve
 }
 
 /// The questions to S3 for chunks whose existence is not known yet.
-struct Search<'a> {
-    bucket: &'a Bucket,
-    space: &'a Space,
-    chunks: &'a [ChunkHash],
-    deadline: Instant,
+pub(super) struct Search<'a> {
+    pub bucket: &'a Bucket,
+    pub space: &'a Space,
+    pub chunks: &'a [ChunkHash],
+    pub deadline: Instant,
 }
 
 impl Search<'_> {
@@ -139,7 +150,7 @@ impl Search<'_> {
     }
 
     /// Asks for some positions at once. Also returns the first error that was met.
-    async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
+    pub async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
@@ -175,6 +186,12 @@ impl Search<'_> {
 }
 
 impl Lookup {
+    /// The answer to a question that was not asked.
+    pub(super) fn nothing(chunks: usize) -> Self {
+        let none = || Mask::new(chunks);
+        Self::new(none(), none(), none(), None)
+    }
+
     fn new(mask: Mask, unknown: Mask, inferred: Mask, error: Option<Arc<ObjectError>>) -> Self {
         Self {
             chunks: mask.len(),
@@ -198,7 +215,7 @@ impl Lookup {
 }
 
 /// The chunks of the mask, in runs of one tier.
-fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
+pub(super) fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
     let mut runs: Vec<TierRun> = Vec::new();
     for i in (0..mask.len()).filter(|&i| mask.get(i)) {
         let tier = tier_of(i);

@@ -13,10 +13,9 @@ use tokio::time::Instant;
 use super::body::{OCTETS, Reply, content_type, json};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
-use crate::cache::gateway::Lookup;
-use crate::format::{ChunkHash, ChunkHasher, Space};
-use crate::protocol::Tier;
-use crate::protocol::{LookupAnswer, LookupRequest, Strategy};
+use crate::cache::gateway::{Boundary, Kinds};
+use crate::format::{ChunkHash, ChunkHasher, Mask, Space};
+use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
@@ -46,39 +45,157 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let options = &api.options;
     let deadline = Instant::now() + limited(request.deadline_ms, options.lookup_deadline);
     let strategy = request.strategy.map_or(options.strategy, Into::into);
-    let gateway = api.node.gateway();
-    let found = gateway.lookup(&space, &hashes, strategy, deadline).await;
+    let kinds = ModelKinds::named(api, space, &request)?;
+    let found = kinds.lookup(api, &hashes, strategy, deadline).await;
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
-        let local: Vec<ChunkHash> = (0..hashes.len())
-            .filter(|&i| found.mask.get(i))
-            .map(|i| hashes[i])
-            .collect();
-        gateway.pin(&space, &local, until);
+        kinds.pin(api, &hashes, &found, until);
     }
-    if request.prefetch && found.prefix > 0 {
+    if request.prefetch {
         let until = Instant::now() + options.load_deadline;
-        let mut prefix = hashes;
-        prefix.truncate(found.prefix);
-        api.node.prefetch(space, prefix, until);
+        kinds.prefetch(api, &hashes, &found, until);
     }
     Ok(match wants_binary {
         true => binary(&found, wants_tiers),
-        false => json(&LookupAnswer {
-            chunks: found.chunks,
-            mask: found.mask.to_hex(),
-            unknown: found.unknown.to_hex(),
-            inferred: found.inferred.to_hex(),
-            prefix: found.prefix,
-            tiers: found.tiers,
-            error: found.error.as_ref().map(ToString::to_string),
-        }),
+        false => json(&kinds.answer(found)),
     })
+}
+
+/// The kinds of KV that a lookup is about: one space, or several of one model.
+struct ModelKinds {
+    spaces: Vec<Space>,
+    drafts: Vec<Space>,
+    state_every: usize,
+}
+
+/// Spaces of a lookup, at most: models have a handful of kinds.
+const KINDS_MAX: usize = 16;
+
+impl ModelKinds {
+    fn named(api: &Api, space: Space, request: &LookupRequest) -> Result<Self, ApiProblem> {
+        if request.with.len() + request.drafts.len() >= KINDS_MAX {
+            return Err(ApiProblem::bad(format!(
+                "a lookup is about at most {KINDS_MAX} spaces"
+            )));
+        }
+        let model = space.model_id();
+        let named = |names: &[String]| {
+            let spaces = names.iter().map(|name| {
+                let other = spaces::named(api, name)?;
+                match other.model_id() == model {
+                    true => Ok(other),
+                    false => Err(ApiProblem::bad(format!(
+                        "space {name} is of another model ({}): its chunks have other hashes",
+                        other.model()
+                    ))),
+                }
+            });
+            spaces.collect::<Result<Vec<Space>, ApiProblem>>()
+        };
+        let (mut spaces, drafts) = (named(&request.with)?, named(&request.drafts)?);
+        spaces.insert(0, space);
+        Ok(Self {
+            spaces,
+            drafts,
+            state_every: request.state_every.unwrap_or_default(),
+        })
+    }
+
+    async fn lookup(
+        &self,
+        api: &Api,
+        hashes: &[ChunkHash],
+        strategy: Strategy,
+        deadline: Instant,
+    ) -> Boundary {
+        let kinds = Kinds {
+            spaces: &self.spaces,
+            drafts: &self.drafts,
+            state_every: self.state_every,
+        };
+        api.node
+            .gateway()
+            .boundary(kinds, hashes, strategy, deadline)
+            .await
+    }
+
+    fn pin(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
+        let gateway = api.node.gateway();
+        for (index, (space, (run, _))) in self.spaces.iter().zip(&found.needed).enumerate() {
+            // Of the first space also what is there behind a gap.
+            let is_wanted = |i: usize| run.contains(&i) || (index == 0 && found.first.mask.get(i));
+            let wanted: Vec<ChunkHash> = (0..hashes.len())
+                .filter(|&i| is_wanted(i))
+                .map(|i| hashes[i])
+                .collect();
+            gateway.pin(space, &wanted, until);
+        }
+        for (space, mask) in self.drafts.iter().zip(&found.drafts) {
+            gateway.pin(space, &present(hashes, mask), until);
+        }
+    }
+
+    fn prefetch(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
+        let drafts = self.drafts.iter().zip(&found.drafts);
+        let drafts = drafts.map(|(space, mask)| (space, present(hashes, mask)));
+        let needed = self.spaces.iter().zip(&found.needed);
+        for (space, chunks) in needed
+            .map(|(space, (run, _))| (space, hashes[run.clone()].to_vec()))
+            .chain(drafts)
+        {
+            if !chunks.is_empty() {
+                api.node.prefetch(space.clone(), chunks, until);
+            }
+        }
+    }
+
+    fn answer(&self, found: Boundary) -> LookupAnswer {
+        let first = found.first;
+        let needed = self
+            .spaces
+            .iter()
+            .zip(found.needed)
+            .map(|(space, (run, tiers))| Needed {
+                space: space.id(),
+                kind: space.kind(),
+                chunks: (run.start, run.end),
+                tiers,
+                draft: false,
+            });
+        let drafts = self.drafts.iter().zip(&found.drafts).map(|(space, mask)| {
+            let run = space.needed(found.chunks);
+            let there = run.clone().take_while(|&i| mask.get(i)).count();
+            Needed {
+                space: space.id(),
+                kind: space.kind(),
+                chunks: (run.start, run.start + there),
+                tiers: Vec::new(),
+                draft: true,
+            }
+        });
+        LookupAnswer {
+            chunks: first.chunks,
+            mask: first.mask.to_hex(),
+            unknown: first.unknown.to_hex(),
+            inferred: first.inferred.to_hex(),
+            prefix: first.prefix,
+            tiers: first.tiers,
+            boundary: found.chunks,
+            needed: needed.chain(drafts).collect(),
+            error: found.error.as_ref().map(ToString::to_string),
+        }
+    }
+}
+
+fn present(hashes: &[ChunkHash], mask: &Mask) -> Vec<ChunkHash> {
+    let of = hashes.iter().enumerate().filter(|(i, _)| mask.get(*i));
+    of.map(|(_, hash)| *hash).collect()
 }
 
 /// An answer as bytes: the masks present, unknown and inferred one after the other; with `tiers` also those in
 /// memory and those on disk. A header has the prefix.
-fn binary(found: &Lookup, tiers: bool) -> Reply {
+fn binary(found: &Boundary, tiers: bool) -> Reply {
+    let (of_kinds, found) = (found, &found.first);
     let masks = [&found.mask, &found.unknown, &found.inferred];
     let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
     if tiers {
@@ -92,6 +209,18 @@ fn binary(found: &Lookup, tiers: bool) -> Reply {
     answer
         .headers_mut()
         .insert("x-kvgate-chunks", HeaderValue::from(found.chunks));
+    let drafts = of_kinds.drafts.iter().map(|mask| mask.count().to_string());
+    let headers = [
+        ("x-kvgate-boundary", of_kinds.chunks.to_string()),
+        ("x-kvgate-full", of_kinds.full.to_string()),
+        ("x-kvgate-open", u8::from(of_kinds.is_open).to_string()),
+        ("x-kvgate-drafts", drafts.collect::<Vec<_>>().join(",")),
+    ];
+    for (name, value) in headers {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            answer.headers_mut().insert(name, value);
+        }
+    }
     answer
 }
 
@@ -130,6 +259,9 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
         };
         match name {
             "space" => request.space = value,
+            "with" => request.with.push(value),
+            "drafts" => request.drafts.push(value),
+            "state_every" => request.state_every = usize::try_from(number()?).ok(),
             "salt" => request.salt = Some(value),
             "adapter" => request.adapter = Some(value),
             "strategy" => {
@@ -151,7 +283,7 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
             _ => {
                 let name: String = name.chars().take(40).collect();
                 return Err(ApiProblem::bad(format!(
-                    "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
+                    "the query's {name:?} is not known: there are space, with, drafts, state_every, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
                 )));
             }
         }

@@ -65,7 +65,7 @@ async fn spaces(bucket: &OpenBucket, args: &LsArgs, out: &mut Out) -> Result<(),
     }
     let rows: Vec<Vec<String>> = shown.iter().map(|space| SpaceRow::of(space).cells()).collect();
     if !rows.is_empty() {
-        let headings = ["space", "model", "revision", "dtype", ">chunks", ">bytes"];
+        let headings = ["space", "model", "revision", "kind", "dtype", ">chunks", ">bytes"];
         out.table(&headings, &rows)?;
     }
     let spaces = count(summary.spaces.len() as u64, "space");
@@ -86,6 +86,10 @@ struct SpaceRow {
     key: SpaceKey,
     model: String,
     revision: String,
+    /// The same for all kinds of KV of a model.
+    model_id: String,
+    kind: String,
+    draft: String,
     dtype: &'static str,
     chunk_tokens: u32,
     chunks: u64,
@@ -102,6 +106,9 @@ impl SpaceRow {
             key: summary.key,
             model: String::new(),
             revision: String::new(),
+            model_id: String::new(),
+            kind: String::new(),
+            draft: String::new(),
             dtype: "",
             chunk_tokens: 0,
             chunks: summary.chunks,
@@ -114,6 +121,9 @@ impl SpaceRow {
                 row.space = space.id().to_string();
                 space.model().clone_into(&mut row.model);
                 space.revision().clone_into(&mut row.revision);
+                row.model_id = space.model_id().to_string();
+                row.kind = space.kind().to_string();
+                space.draft().clone_into(&mut row.draft);
                 row.dtype = space.dtype().name();
                 row.chunk_tokens = space.chunk_tokens();
             }
@@ -129,6 +139,10 @@ impl SpaceRow {
             self.key.to_string(),
             self.problem.map_or(self.model, |problem| format!("({problem})")),
             self.revision,
+            match self.draft.is_empty() {
+                true => self.kind,
+                false => format!("{}, draft", self.kind),
+            },
             self.dtype.to_owned(),
             self.chunks.to_string(),
             bytes(self.bytes),

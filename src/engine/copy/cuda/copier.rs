@@ -72,7 +72,7 @@ impl CudaCopier {
         let ring = RingSize {
             buffers: options.staging_buffers,
             bytes: options.piece_bytes.max(shares.largest()),
-            spans: cache.space().chunk_tokens() as usize,
+            spans: cache.space().chunk_rows() as usize,
         };
         let is_direct = has_long_runs(&cache, options.direct_bytes);
         let lane = |way| Lane::new(gpu, way, (!is_direct).then_some(&ring)).map(Mutex::new);
@@ -261,7 +261,7 @@ impl CudaCopier {
                 spans.iter().map(|span| span.tokens).max().unwrap_or_default(),
             ),
             unit: self.shares.unit,
-            chunk_tokens: self.cache.space().chunk_tokens(),
+            chunk_tokens: self.cache.space().chunk_rows(),
             blocks: self.cache.blocks(),
             block_tokens: self.cache.block_tokens(),
             reserved: 0,
@@ -349,7 +349,7 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
     let block = Span {
         token: 0,
-        tokens: cache.block_tokens().min(cache.space().chunk_tokens()),
+        tokens: cache.block_tokens().min(cache.space().chunk_rows()),
         block: 0,
         offset: 0,
     };
