@@ -17,12 +17,18 @@ class Settings:
     """Arguments of `kvgate serve`, with which a gateway is started for the node when none answers; empty: never."""
     serve_log: str = ""
     """What a gateway that was started says goes to this file; without it next to the socket."""
-    chunk_tokens: int = 256
-    """Tokens of a chunk; a multiple of vLLM's block size."""
+    chunk_tokens: int = 0
+    """Tokens of a chunk, a multiple of vLLM's block sizes; without it the least such that is 256 or more, for models with states
+    64 or more."""
+    state_every: int = 4096
+    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored, of those that vLLM offers; the one at
+    a prompt's end always is."""
     model: str = ""
     """The model's name in the space; without it the architecture's."""
     revision: str = ""
     """What pins the weights; without it the commit, or a digest of the model's folder."""
+    draft_revision: str = ""
+    """What pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
     tenant: str = ""
     load_policy: str = "auto"
     """`auto`: a load that would take longer than computing is left; `always`: what is there is loaded."""
