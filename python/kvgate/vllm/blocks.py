@@ -37,6 +37,17 @@ class Blocks:
         self.kept: dict[str, dict[tuple[int, int], Kept]] = {}
         """Blocks of windows whose chunk is not full yet, by request, and by kind and group."""
 
+    def bind(self, pool):
+        self.pool, reset = pool, pool.reset_prefix_cache
+
+        def give_back_and_reset():
+            # vLLM forgets its cache only while nobody holds a block, and tells no connector before it looks.
+            for request in list(self.kept):
+                self.drop(request)
+            return reset()
+
+        pool.reset_prefix_cache = give_back_and_reset
+
     # ---- stores
 
     def copy(self, job, new, kept):

@@ -77,7 +77,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool):
-        self.scheduler.blocks.pool = gpu_block_pool
+        self.scheduler.blocks.bind(gpu_block_pool)
 
     @guarded()
     def on_new_request(self, request):

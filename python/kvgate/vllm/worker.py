@@ -92,6 +92,10 @@ class WorkerSide:
     def load(self, loads, stream, by_layer=False):
         for load in loads:
             began = time.monotonic()
+            if not load.parts:
+                # The next token attends to none before it.
+                self.end(load, 0.0, is_whole=True)
+                continue
             try:
                 self.need_worker().load(load.job, self.load_parts(load), stream, by_layer)
             except Exception as error:
