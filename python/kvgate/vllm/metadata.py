@@ -68,8 +68,9 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Ended jobs, from all ranks that have ended them."""
 
-    loaded: dict[str, tuple[int, float, bool]] = dataclasses.field(default_factory=dict)
-    """Ranks, the seconds that the slowest took, and whether all of it came to all of them."""
+    loaded: dict[str, tuple[int, float, bool, bool]] = dataclasses.field(default_factory=dict)
+    """Ranks, the seconds that the slowest took, and whether all of the model's own KV and all of its drafts' came to all of
+    them."""
     stored: dict[str, tuple[int, set[tuple[int, int]]]] = dataclasses.field(default_factory=dict)
     """Ranks, and the chunks that are there for all of them: the kind, and the place among its chunks."""
     freed: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -81,9 +82,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, other):
         self.is_off |= other.is_off
-        for job, (ranks, seconds, is_whole) in other.loaded.items():
-            before, slowest, was_whole = self.loaded.get(job, (0, 0.0, True))
-            self.loaded[job] = (before + ranks, max(slowest, seconds), was_whole and is_whole)
+        for job, (ranks, seconds, is_whole, has_drafts) in other.loaded.items():
+            before, slowest, was_whole, had_drafts = self.loaded.get(job, (0, 0.0, True, True))
+            self.loaded[job] = (
+                before + ranks,
+                max(slowest, seconds),
+                was_whole and is_whole,
+                had_drafts and has_drafts,
+            )
         for job, (ranks, there) in other.stored.items():
             before, all_there = self.stored.get(job, (0, there))
             self.stored[job] = (before + ranks, all_there & there)

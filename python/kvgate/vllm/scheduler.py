@@ -58,6 +58,8 @@ class RequestState:
     ranks_ended: int = 0
     lost: int | None = None
     """The chunk that a load did not bring. From there on nothing is loaded, until it was stored again."""
+    has_drafts: bool = True
+    """Its drafts' KV came with what was loaded. Otherwise what is computed from it is none that others should load."""
     is_stale: bool = False
     """From before a reset: some of it may have been computed with other weights. It neither loads nor stores."""
 
@@ -364,7 +366,7 @@ class SchedulerSide:
         """What the workers have told after a step."""
         if report is None:
             return
-        for job, (ranks, seconds, is_whole) in report.loaded.items():
+        for job, (ranks, seconds, is_whole, has_drafts) in report.loaded.items():
             state = self.requests.get(request_of(job))
             if state is None or state.load is None or state.load.job != job:
                 if self.load_or_compute is not None:
@@ -373,6 +375,7 @@ class SchedulerSide:
             state.ranks_ended += ranks
             state.load_seconds = max(state.load_seconds, seconds)
             self.note_failure(state, failed_blocks, is_whole)
+            state.has_drafts &= has_drafts
             if state.ranks_ended == self.ranks:
                 if self.load_or_compute is not None:
                     self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)

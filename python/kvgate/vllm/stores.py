@@ -36,6 +36,8 @@ class Stores:
         request = state.request.request_id
         parts, copied, kept = [], [], []
         for index, kind in enumerate(self.model.kinds):
+            if kind.is_draft and not state.has_drafts:
+                continue
             if kind.word == "state":
                 chunks, tables = self.snapshot(state, index, kind, full, offers)
             elif kind.word == "full":

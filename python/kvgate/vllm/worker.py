@@ -209,7 +209,7 @@ class WorkerSide:
             if ended.missing:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
                 self.fail(load, min(index for _, index in ended.missing))
-            self.end(load, ended.seconds, is_whole=not ended.missing)
+            self.end(load, ended.seconds, is_whole=not ended.missing, has_drafts=not ended.missing_drafts)
         for job in self.worker.freed():
             self.stores.discard(job)
             self.report.freed[job] = 1
@@ -237,10 +237,10 @@ class WorkerSide:
                 self.settings.socket,
             )
 
-    def end(self, load, seconds, is_whole):
+    def end(self, load, seconds, is_whole, has_drafts=True):
         self.loads.pop(load.job, None)
         self.received.add(load.request)
-        self.report.loaded[load.job] = (1, seconds, is_whole)
+        self.report.loaded[load.job] = (1, seconds, is_whole, has_drafts)
 
     def fail(self, load, chunk):
         """All blocks from this chunk of the load on are not there; of other models than those of full attention nothing is."""
