@@ -171,7 +171,7 @@ async fn without_its_other_rank_nothing_is_there() {
     let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
     let attach = AttachRequest {
         world_size: 2,
-        heads: Some((0, 2)),
+        tp: Some((0, 2)),
         ..alone("engine")
     };
     let worker = Worker::new(
