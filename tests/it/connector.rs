@@ -177,7 +177,7 @@ async fn without_its_other_rank_nothing_is_there() {
     };
     let attach = AttachRequest {
         world_size: 2,
-        heads: Some((0, 2)),
+        tp: Some((0, 2)),
         ..alone("engine")
     };
     let worker = plain_worker(&serving.client, attach, &prompt.space, &cache);
