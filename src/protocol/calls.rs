@@ -14,6 +14,8 @@ pub struct SpaceInfo {
     /// The same for all kinds of KV of a model.
     pub model_id: ModelId,
     pub kind: Kind,
+    /// The draft model whose layers these are; empty: the model's own.
+    pub draft: String,
     pub chunk_tokens: u32,
     /// Bytes of a chunk's payload.
     pub chunk_bytes: usize,
