@@ -53,9 +53,10 @@ pub async fn lookup(
         chunks,
         deadline,
     };
+    // Windows and snapshots are there without those before them: their neighbours tell nothing of them.
     let mut lookup = match strategy {
-        Strategy::Exact => search.exact(states).await,
-        Strategy::Prefix => search.prefix(states).await,
+        Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
+        Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
     lookup.tiers = runs(&lookup.mask, |i| local[i].unwrap_or(Tier::S3));
     lookup
