@@ -146,7 +146,9 @@ class PlantedTest(unittest.TestCase):
             chunks = [chunk for chunk in range(full) if chunk not in known]
             known.update(chunks)
             places = {group: self.model.chunk_tokens // size for group, size in kind.blocks.items()}
-            found = {group: [tables[group][(chunk + 1) * size - 1] for chunk in chunks] for group, size in places.items()}
+            found = {
+                group: [tables[group][(chunk + 1) * size - 1] for chunk in chunks] for group, size in places.items()
+            }
             return chunks, found
 
         with mock.patch.object(Stores, "snapshot", planted):
