@@ -41,15 +41,13 @@ pub struct AttachRequest {
     pub rank: u32,
     #[serde(default = "one")]
     pub world_size: u32,
-    /// Half-open range of this rank's layers; all if not given.
+    /// Half-open range of this rank's layers (a pipeline stage); all if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<(u32, u32)>,
-    /// Half-open range of this rank's KV heads; all if not given.
+    /// The tensor-parallel rank, and how many there are; `[0, 1]` if not given. The node works out the heads that this
+    /// rank has of each plane.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub heads: Option<(u32, u32)>,
-    /// Every rank has every layer and head (MLA): then neither is given.
-    #[serde(default)]
-    pub replicated: bool,
+    pub tp: Option<(u32, u32)>,
 }
 
 fn one() -> u32 {

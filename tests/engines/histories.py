@@ -1191,7 +1191,7 @@ def kind(word, span, is_draft, blocks, chunk_tokens):
     return Kind(Space(json.dumps(space)), word, span, is_draft, blocks, (), (), ())
 
 
-def describe(vllm_config, kv_cache_config, settings):
+def describe(vllm_config, kv_cache_config, settings, layers=None):
     return world.model
 
 

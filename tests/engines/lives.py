@@ -82,7 +82,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         **({"kv_transfer_config": kv} if kv else {}),
         **engine,
     }
-    if (ranks := engine.get("tensor_parallel_size", 1)) > 1:
+    if (ranks := engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)) > 1:
         # A core each: left alone, vLLM wants a NUMA node for each rank.
         cores = sorted(os.sched_getaffinity(0))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -6,10 +6,12 @@ use std::time::Duration;
 use kvgate::cache::gateway::open_store;
 use kvgate::config::{self, Override};
 use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::copy::cuda::Lanes;
 use kvgate::engine::copy::known::KNOWN;
-use kvgate::engine::copy::{Copier, CudaCopier};
+use kvgate::engine::copy::{Copier, CudaCopier, PagedCache};
 use kvgate::engine::rank::{
-    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker, WorkerError,
+    ComputedChunk, ComputedKind, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob, Stored,
+    WantedChunk, WantedKind, Worker, WorkerError,
 };
 use kvgate::node::Node;
 use kvgate::node::daemon::Daemon;
@@ -61,13 +63,15 @@ impl Rank {
         stage.engine.synchronize().unwrap();
         let home = tempfile::tempdir().unwrap();
         let (node, client) = serve(&home).await;
-        let (gpu, cache) = (Arc::clone(&stage.gpu), stage.cache(stage.base()));
-        let narrow = move |own: &[kvgate::protocol::Share]| {
-            let own = own
-                .iter()
-                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
+        let kind = KindPages {
+            space: stage.space.clone(),
+            is_draft: false,
+            groups: vec![stage.cache(stage.base())],
+        };
+        let lanes = Lanes::new(&stage.gpu, options(usize::MAX));
+        let make = move |cache: PagedCache| {
             // SAFETY: the pages are gone after the worker.
-            let copier = unsafe { CudaCopier::new(&gpu, cache.only(own), options(usize::MAX)) };
+            let copier = unsafe { CudaCopier::on(&lanes, cache) };
             Ok(Copier::Cuda(Box::new(copier?)))
         };
         let attach = AttachRequest {
@@ -75,9 +79,9 @@ impl Rank {
             world_size: 1,
             ..AttachRequest::default()
         };
-        let copier = Copier::Cuda(Box::new(stage.copier.take().unwrap()));
+        stage.copier = None;
         let breaker = LookupBreaker::new(3, Duration::from_secs(1));
-        let worker = Worker::new(&client, attach, stage.space.clone(), copier, narrow, breaker);
+        let worker = Worker::new(&client, attach, vec![kind], make, breaker).unwrap();
         while let Err(error) = worker.session().await.map(drop) {
             assert!(matches!(error, WorkerError::Pinning), "{error}");
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -89,16 +93,18 @@ impl Rank {
         }
     }
 
-    async fn store(&self, chunks: &[ComputedChunk]) -> Result<usize, WorkerError> {
+    async fn store(&self, chunks: &[ComputedChunk]) -> Stored {
+        let kinds = [ComputedKind {
+            kind: 0,
+            chunks: chunks.to_vec(),
+        }];
         let store = StoreJob {
-            chunks,
+            kinds: &kinds,
             after: None,
             deadline: Duration::from_secs(30),
         };
-        self.worker
-            .store(store, &Hold::default())
-            .await
-            .map(|stored| stored.stored)
+        let mut stored = self.worker.store(store, &Hold::default()).await.unwrap();
+        stored.remove(0)
     }
 }
 
@@ -107,7 +113,7 @@ fn chunks(stage: &Stage) -> Vec<ComputedChunk> {
     let chunk = |nth: u8| ComputedChunk {
         hash: hash(nth + 1),
         parent: hash(nth),
-        spans: stage.job(nth.into()).spans,
+        spans: vec![stage.job(nth.into()).spans],
     };
     vec![chunk(0), chunk(1)]
 }
@@ -121,7 +127,7 @@ fn slots_of_a_store_that_failed_on_the_gpu_are_not_given_up() {
         let chunks = chunks(&stage);
         let rank = Rank::new(&mut stage).await;
         mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
-        rank.store(&chunks).await.unwrap_err();
+        assert!(rank.store(&chunks).await.error.is_some());
         let slots = rank.node.status().slots;
         assert_eq!(
             slots.filling, 2,
@@ -140,23 +146,24 @@ fn slots_of_a_load_that_failed_on_the_gpu_are_not_released() {
         let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
         let chunks = chunks(&stage);
         let rank = Rank::new(&mut stage).await;
-        assert_eq!(rank.store(&chunks).await.unwrap(), 2);
-        let wanted: Vec<WantedChunk> = chunks
-            .iter()
-            .map(|chunk| WantedChunk {
-                hash: chunk.hash,
-                spans: chunk.spans.clone(),
-            })
-            .collect();
+        assert_eq!(rank.store(&chunks).await.stored, 2);
+        let wanted = chunks.iter().map(|chunk| WantedChunk {
+            hash: chunk.hash,
+            spans: chunk.spans.clone(),
+        });
+        let wanted = [WantedKind {
+            kind: 0,
+            chunks: wanted.collect(),
+        }];
         mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
         let load = LoadJob {
             id: "load",
-            wanted: &wanted,
+            kinds: &wanted,
             order: Order::Chunk,
             deadline_ms: Some(20_000),
             after: None,
         };
-        let progress = Arc::new(LoadProgress::new(stage.space.planes().len(), 2));
+        let progress = Arc::new(LoadProgress::new([(0, stage.space.planes().len(), 2)]));
         let failed = rank.worker.load(load, &progress).await.unwrap();
         assert!(!failed.is_empty());
         assert!(rank.node.status().slots.leases > 0, "while the process lives");

@@ -1,5 +1,7 @@
 """vLLM's calls, handed to one of the two sides."""
 
+import functools
+
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -8,11 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
 from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
+from kvgate.vllm.kinds import AllLayers, layers_of
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
@@ -32,26 +36,33 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         config = vllm_config.kv_transfer_config
         self.settings = settings = Settings.read(config.kv_connector_extra_config)
         parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
-        model = describe(vllm_config, kv_cache_config, settings)
+        stages = parallel.pipeline_parallel_size
         # Once, not by each rank.
         gateway.ensure(settings, is_told=role == KVConnectorRole.SCHEDULER)
         self.scheduler = self.worker = None
         self.is_off = False
         """One of the calls below threw: vLLM goes on as if there were no kvgate."""
         self.owed = Owed()
+        self.pool = self.layers = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerSide(
-                model,
-                settings,
-                config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
-                config.is_kv_producer,
-                parallel.tensor_parallel_size,
-                events is not None and events.enable_kv_cache_events,
-                items_have_digests(vllm_config),
+            self.begin_scheduler = functools.partial(
+                SchedulerSide,
+                settings=settings,
+                is_consumer=config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
+                is_producer=config.is_kv_producer,
+                ranks=parallel.tensor_parallel_size * stages,
+                has_events=events is not None and events.enable_kv_cache_events,
+                items_have_digests=items_have_digests(vllm_config),
+                has_priorities=vllm_config.scheduler_config.policy == "priority",
             )
-            self.scheduler.has_priorities = vllm_config.scheduler_config.policy == "priority"
+            self.describe = functools.partial(describe, vllm_config, kv_cache_config, settings)
+            # Of several stages it is told when the workers have begun, before the first request.
+            if stages == 1:
+                self.scheduler = self.begin_scheduler(self.describe())
         else:
             refuse_failing_requests(vllm_config, settings)
+            self.layers = layers_of_all_stages(stages, kv_cache_config)
+            model = describe(vllm_config, kv_cache_config, settings, self.layers)
             self.worker = WorkerSide(model, settings, parallel, config.engine_id)
 
     @classmethod
@@ -77,7 +88,21 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool):
-        self.scheduler.blocks.bind(gpu_block_pool)
+        self.pool = gpu_block_pool
+        if self.scheduler is not None:
+            self.scheduler.blocks.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        """vLLM calls it before the first request. Beside a connector with metadata of its own it is that one's."""
+        told = next((told for told in metadata.values() if isinstance(told, AllLayers)), None)
+        if told is not None:
+            self.scheduler = self.begin_scheduler(self.describe(told.layers))
+            self.scheduler.blocks.bind(self.pool)
+        elif self.scheduler is None:
+            raise ValueError(
+                "within MultiConnector kvgate comes first where pipeline_parallel_size is more than 1: the scheduler has to be "
+                "told of all stages' layers"
+            )
 
     @guarded()
     def on_new_request(self, request):
@@ -160,6 +185,10 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.reset()
 
     # ---- worker
+
+    def get_handshake_metadata(self):
+        """The scheduler knows of one stage's layers, and of one spec for those of a group."""
+        return AllLayers(self.layers) if self.layers is not None else None
 
     def register_kv_caches(self, kv_caches):
         self.worker.register(kv_caches)
@@ -248,6 +277,17 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self):
         if self.worker is not None:
             self.worker.close()
+
+
+def layers_of_all_stages(stages, kv_cache_config):
+    """None: the scheduler knows them all."""
+    own = list(layers_of(kv_cache_config))
+    if stages > 1:
+        of_stages = [None] * stages
+        torch.distributed.all_gather_object(of_stages, own, group=get_pp_group().cpu_group)
+        return [layer for of_stage in of_stages for layer in of_stage]
+    has_many_specs = any(hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups)
+    return own if has_many_specs else None
 
 
 def refuse_failing_requests(vllm_config, settings):

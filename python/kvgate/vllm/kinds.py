@@ -3,6 +3,7 @@ into."""
 
 import dataclasses
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -61,6 +62,13 @@ class Kind:
             case "chunked":
                 return tokens // self.span * self.span
         return max(0, tokens - 1)
+
+
+@dataclasses.dataclass
+class AllLayers(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler of: those of all pipeline stages, each with its own spec."""
+
+    layers: list[EngineLayer]
 
 
 def kind_of(spec):

@@ -38,6 +38,8 @@ FP8 = {
 weights pins them; `auto` is what the scheduler's process sees where the checkpoint asked for fp8."""
 NO_KV_OF_THEIR_OWN = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding."""
+DRAFT_MODEL = "draft_model."
+"""How vLLM's names of the layers of a draft model begin that is a language model by itself."""
 USUAL_CHUNK_TOKENS = 256
 LEAST_CHUNK_TOKENS = 64
 
@@ -75,21 +77,27 @@ class Model:
         return self.groups == 1 and self.is_full
 
 
-def describe(vllm_config, kv_cache_config, settings):
-    """The model as this rank has it. Refuses what can't be reused."""
+def describe(vllm_config, kv_cache_config, settings, layers=None):
+    """The model as this rank has it. `layers`: those of all pipeline stages, where this rank does not have them all. Refuses
+    what can't be reused."""
     if settings.layerwise and vllm_config.scheduler_config.async_scheduling:
         raise ValueError(
             "with layerwise and asynchronous scheduling vLLM would go on from a load that failed: "
             "give it --no-async-scheduling, or leave layerwise out"
         )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
     refuse_ranks_apart(parallel)
     refuse_what_has_kv_of_its_own(vllm_config)
     refuse_what_is_no_function_of_its_prefix(vllm_config)
-    layers = list(layers_of(kv_cache_config))
+    own = {layer.name for layer in layers_of(kv_cache_config)}
+    layers = list(layers or layers_of(kv_cache_config))
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1 and any(
+        layer.name.startswith(DRAFT_MODEL) for layer in layers
+    ):
+        raise ValueError("kvgate can't tell the stages of a draft model apart yet: set pipeline_parallel_size to 1")
     of_kinds = {}
     for layer in layers:
         of_kinds.setdefault(key_of(vllm_config, layer), []).append(layer)
@@ -107,7 +115,7 @@ def describe(vllm_config, kv_cache_config, settings):
     kinds = tuple(
         kind
         for key, of_kind in in_order
-        if (kind := describe_kind(vllm_config, settings, chunk_tokens, key, of_kind)) is not None
+        if (kind := describe_kind(vllm_config, settings, chunk_tokens, key, of_kind, own)) is not None
     )
     speculative = vllm_config.speculative_config
     return Model(
@@ -132,7 +140,7 @@ def is_draft(vllm_config, layer):
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in NO_KV_OF_THEIR_OWN:
         return False
-    if getattr(layer.spec, "is_draft", False) or layer.name.startswith("draft_model."):
+    if getattr(layer.spec, "is_draft", False) or layer.name.startswith(DRAFT_MODEL):
         return True
     return layer_number(layer.name) >= vllm_config.model_config.hf_text_config.num_hidden_layers
 
@@ -167,8 +175,8 @@ def chunk_tokens_of(settings, block_tokens, has_states):
     return derived
 
 
-def describe_kind(vllm_config, settings, chunk_tokens, key, layers):
-    """None: a draft model that nothing pins, whose KV is not kept."""
+def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
+    """`own`: names of the layers that this rank has. None: a draft model that nothing pins, whose KV is not kept."""
     word, draft, span, dtype = key
     layers = sorted(layers, key=lambda layer: (layer_number(layer.name), layer.name))
     try:
@@ -199,8 +207,8 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers):
         span,
         bool(draft),
         {layer.group: layer.spec.block_size for layer in layers},
-        tuple(layers),
-        tuple(range(len(layers))),
+        tuple(layer for layer in layers if layer.name in own),
+        tuple(plane for plane, layer in enumerate(layers) if layer.name in own),
         all_heads,
     )
 

@@ -74,6 +74,7 @@ class SchedulerSide:
         ranks=1,
         has_events=False,
         items_have_digests=True,
+        has_priorities=False,
     ):
         self.model, self.chunk_tokens = model, model.chunk_tokens
         self.space = model.spaces[0]
@@ -122,7 +123,7 @@ class SchedulerSide:
         self.main = next(iter(model.kinds[0].blocks))
         """The group whose blocks say what is in doubt."""
         self.doubts = Doubts(model.kinds[0].blocks[self.main], ranks)
-        self.has_priorities = False
+        self.has_priorities = has_priorities
 
     # ---- what there is
 

@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from kvgate import Worker
 from kvgate.tensors import describe
 from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.model import layer_number
 from kvgate.vllm.stats import KvGateStats
 
 logger = init_logger(__name__)
@@ -16,10 +17,13 @@ logger = init_logger(__name__)
 class WorkerSide:
     def __init__(self, model, settings, parallel, instance):
         self.model, self.settings = model, settings
-        ranks = parallel.tensor_parallel_size
-        self.attach = {"instance": instance, "rank": parallel.rank % ranks, "world_size": ranks}
+        ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.attach = {"instance": instance, "rank": parallel.rank % (ranks * stages), "world_size": ranks * stages}
         if ranks > 1:
             self.attach["tp"] = [parallel.rank % ranks, ranks]
+        if stages > 1:
+            own = [layer_number(layer.name) for kind in model.kinds for layer in kind.layers]
+            self.attach["layers"] = [min(own), max(own) + 1]
         self.kv_caches = None
         self.worker = None
         """None while the engine sleeps, too."""

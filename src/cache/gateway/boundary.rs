@@ -86,7 +86,7 @@ pub async fn boundary(
     let needed = kinds.spaces.iter().map(|space| {
         let run = space.needed(at);
         let here = local(tiers, space, &chunks[run.clone()], now);
-        let mut of = runs(&Mask::from_iter(run.clone().map(|_| true)), |i| {
+        let mut of = runs(&run.clone().map(|_| true).collect(), |i| {
             here[i].unwrap_or(Tier::S3)
         });
         of.iter_mut().for_each(|tier| tier.from += run.start);

@@ -143,6 +143,20 @@ impl<T> Pending<T> {
     }
 }
 
+/// Waits for all of these copies, also after an error. The error is that the device may still use some memory, if that
+/// is so, or else the first.
+pub fn wait_for_all<T>(copies: Vec<Pending<T>>) -> Result<(), CopyError> {
+    let mut result = Ok(());
+    for copy in copies {
+        match copy.wait() {
+            Ok(_) => {}
+            Err(kept @ CopyError::Kept(_)) => result = Err(kept),
+            Err(error) => result = result.and(Err(error)),
+        }
+    }
+    result
+}
+
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
