@@ -14,11 +14,20 @@ from kvgate.vllm.metadata import Load, LoadPart, StepMetadata, Store, StorePart,
 from kvgate.vllm.worker import WorkerSide
 from made_up import Pool, kind, model
 
+ALONE = SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1)
+
 
 def connector(**parts):
     """Without an engine: only the parts that a test needs."""
     made = object.__new__(KvGateConnector)
-    fields = {"scheduler": None, "worker": None, "is_off": False, "owed": Owed(), "_connector_metadata": None}
+    fields = {
+        "scheduler": None,
+        "worker": None,
+        "is_off": False,
+        "owed": Owed(),
+        "_connector_metadata": None,
+        "pool": None,
+    }
     vars(made).update({**fields, "settings": SimpleNamespace(layerwise=False), **parts})
     return made
 
@@ -114,8 +123,7 @@ class WorkerTest(unittest.TestCase):
     model = model(kind(blocks={0: 16}, chunk_tokens=16), chunk_tokens=16)
 
     def setUp(self):
-        parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
-        self.side = WorkerSide(self.model, SimpleNamespace(), parallel, "engine")
+        self.side = WorkerSide(self.model, SimpleNamespace(), ALONE, "engine")
         self.side.tables = [[(group, 1) for group in one.blocks] for one in self.model.kinds]
         self.native = self.side.worker = mock.Mock()
         for name in ("loaded", "freed", "stored"):
@@ -177,7 +185,7 @@ class SeveralGroupsTest(unittest.TestCase):
         of_groups = model(
             kind(blocks={0: 16}, chunk_tokens=16), kind("window", 20, {1: 16}, chunk_tokens=16), chunk_tokens=16
         )
-        self.side = WorkerSide(of_groups, SimpleNamespace(), SimpleNamespace(rank=0, tensor_parallel_size=1), "engine")
+        self.side = WorkerSide(of_groups, SimpleNamespace(), ALONE, "engine")
         self.side.tables = [[(0, 1)], [(1, 1)]]
         self.native = self.side.worker = mock.Mock()
         for name in ("loaded", "freed", "stored"):

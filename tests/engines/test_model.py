@@ -16,8 +16,11 @@ import torch
 from huggingface_hub import ResolvedRevision
 from kvgate import Prompt, weights
 from kvgate.vllm import KvGateConnector
+from kvgate.vllm.connector import layers_of_all_stages
+from kvgate.vllm.kinds import AllLayers, layers_of
 from kvgate.vllm.model import describe
 from kvgate.vllm.settings import Settings
+from made_up import Pool
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -27,6 +30,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -75,7 +79,7 @@ def engine(load_format="auto", **more):
     """vLLM's configuration; `more` is of the model's."""
     return SimpleNamespace(
         model_config=model_config(**more),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=None,
@@ -514,6 +518,20 @@ def qwen3_next(tp=1, num_spec=0, dealt=3, **more):
     return grouped(*groups, (full, attention(3, 7)), cache_hit_alignment_tokens=544, hash_block_size=544)
 
 
+def uniform(of_layer, block_size):
+    """One group, each of whose layers has a spec of its own."""
+    return grouped((UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=of_layer), list(of_layer)))
+
+
+def deepseek_v32():
+    """A latent, and the cache that sparse attention chooses tokens by."""
+    mla = {"block_size": 64, "num_kv_heads": 1}
+    latent = spec(MLAAttentionSpec, **mla, head_size=576)
+    indexer = spec(MLAAttentionSpec, **mla, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    keys = attention(0, 1, part="self_attn.indexer.k_cache")
+    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, 64)
+
+
 def with_drafts(config, method="eagle3", layers=4, **draft):
     """`layers`: the model's own."""
     fields = {"model": "org/eagle", "revision": "e" * 40, "hf_config": hf_config()}
@@ -621,20 +639,7 @@ class KindsTest(unittest.TestCase):
         self.assertEqual((full["kind"], state["kind"]), ("full", "state"))
 
     def test_a_latent_and_what_chooses_tokens_by_are_two_spaces(self):
-        latent = spec(MLAAttentionSpec, block_size=64, num_kv_heads=1, head_size=576)
-        indexer = spec(
-            MLAAttentionSpec,
-            block_size=64,
-            num_kv_heads=1,
-            head_size=132,
-            dtype=torch.uint8,
-            cache_role=SparseCacheRole.INDEXER,
-        )
-        of_layer = dict.fromkeys(attention(0, 1), latent) | dict.fromkeys(
-            attention(0, 1, part="self_attn.indexer.k_cache"), indexer
-        )
-        uniform = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=of_layer)
-        model = described(engine(), grouped((uniform, list(of_layer))))
+        model = described(engine(), deepseek_v32())
         found = [json.loads(one.canonical_json) for one in model.spaces]
         self.assertEqual(told(found[0]), ("full", "", "bfloat16", [(0, 1, 1152), (1, 1, 1152)]))
         self.assertEqual(told(found[1]), ("full", "", "bytes", [(0, 1, 132), (1, 1, 132)]))
@@ -645,8 +650,7 @@ class KindsTest(unittest.TestCase):
 
     def test_rows_of_different_width_are_one_space(self):
         of_layer = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}
-        uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=of_layer)
-        found = space(engine(), grouped((uniform, list(of_layer))))
+        found = space(engine(), uniform(of_layer, 16))
         self.assertEqual(told(found)[3], [(0, 8, 512), (1, 8, 1024)])
 
     def test_what_no_prefix_has_is_left_out(self):
@@ -677,6 +681,47 @@ class KindsTest(unittest.TestCase):
         self.assertEqual([chunked.first_token(tokens) for tokens in (511, 512, 1000)], [0, 512, 512])
         state = described(engine(), qwen3_next()).kinds[1]
         self.assertEqual([state.first_token(tokens) for tokens in (0, 544)], [0, 543])
+
+
+class ToldTest(unittest.TestCase):
+    """The scheduler's copy of the configuration has one spec for a group, and the layers of the first stage."""
+
+    def scheduler(self, config, kv_caches, told=None):
+        copy = generate_scheduler_kv_cache_config([kv_caches])
+        made = KvGateConnector(config, KVConnectorRole.SCHEDULER, copy)
+        made.bind_gpu_block_pool(Pool())
+        if told is not None:
+            made.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        return made.scheduler
+
+    def told(self, kv_caches):
+        layers = layers_of_all_stages(1, kv_caches)
+        return AllLayers(layers) if layers is not None else None
+
+    def ids(self, scheduler):
+        return [one.id for one in scheduler.model.spaces]
+
+    def test_it_knows_the_spaces_of_the_workers(self):
+        wide = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}
+        for kv_caches in (caches(), gemma3(), qwen3_next(), deepseek_v32(), uniform(wide, 16)):
+            kv_caches.num_blocks, kv_caches.hisparse_host_num_blocks = 100, None
+            told = self.told(kv_caches)
+            found = self.scheduler(engine(), kv_caches, told)
+            self.assertEqual(self.ids(found), ids(engine(), kv_caches))
+            self.assertIsNotNone(found.blocks.pool)
+            is_needed = self.ids(self.scheduler(engine(), kv_caches)) != self.ids(found)
+            self.assertEqual(is_needed, told is not None)
+
+    def test_stages_have_the_same_spaces_and_planes_of_their_own(self):
+        config = engine()
+        config.parallel_config.pipeline_parallel_size = 2
+        stages = [grouped((spec(), attention(*layers))) for layers in ((0, 1), (2, 3))]
+        layers = [layer for stage in stages for layer in layers_of(stage)]
+        settings = Settings.read({"socket": "/nowhere/sock"})
+        ((first,), (second,)) = (describe(config, stage, settings, layers).kinds for stage in stages)
+        self.assertEqual(first.space.id, second.space.id)
+        self.assertEqual((first.planes, second.planes), ((0, 1), (2, 3)))
+        self.assertEqual([first.space.id], ids(engine(), grouped((spec(), attention(0, 1, 2, 3)))))
 
 
 class DraftsTest(unittest.TestCase):
