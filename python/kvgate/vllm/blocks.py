@@ -84,16 +84,16 @@ class Blocks:
         """The kept blocks of these places, with their references; what is before them is given back. None: some are not
         there."""
         kept = self.kept.get(request, {}).get(place)
-        if kept is None or kept.first + len(kept.blocks) < end:
+        if kept is None or first < kept.first or kept.first + len(kept.blocks) < end:
             return None
         self.free(kept.blocks[: first - kept.first])
-        taken = kept.blocks[max(0, first - kept.first) : end - kept.first]
+        taken = kept.blocks[first - kept.first : end - kept.first]
         del kept.blocks[: end - kept.first]
-        is_whole = kept.first <= first and NULL not in taken
         kept.first = end
-        if not is_whole:
+        if NULL in taken:
             self.free(taken)
-        return taken if is_whole else None
+            return None
+        return taken
 
     def drop(self, request):
         """Nothing more is stored of these blocks."""

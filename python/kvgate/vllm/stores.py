@@ -132,7 +132,8 @@ class Stores:
         request, tokens = state.request, boundary * self.model.chunk_tokens
         if boundary % self.state_every == 0:
             return True
-        is_end = tokens + self.model.chunk_tokens * (1 + self.model.drops_last) >= request.num_prompt_tokens
+        # Of what is generated vLLM may offer one for each block.
+        is_end = 0 <= request.num_prompt_tokens - tokens <= self.model.chunk_tokens * (1 + self.model.drops_last)
         return is_end or tokens == getattr(request, "shared_prefix_boundary", None)
 
     def ended(self, job, ranks, there):
