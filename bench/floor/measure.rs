@@ -1,3 +1,5 @@
+//! Time and CPU of one phase of the floor.
+
 use std::time::Instant;
 
 use rustix::time::{ClockId, clock_gettime};

@@ -1,3 +1,5 @@
+//! The floor's workload: objects in parts, dealt to its connections, and checked at the end.
+
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 

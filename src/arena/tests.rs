@@ -1,3 +1,5 @@
+//! Tests of the arena: slots and their parts, the mapped file, the ticket, and slots taken back under pressure.
+
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! Each call of the driver fails once: an error, never a slot used again too early.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kvgate::engine::copy::CopyError;

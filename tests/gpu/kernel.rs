@@ -1,3 +1,5 @@
+//! The kernels' source on the CPU: nothing outside of the pages is touched, and planted mistakes are found.
+
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 

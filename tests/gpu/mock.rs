@@ -1,3 +1,5 @@
+//! The tests' own CUDA driver, from Rust: it fails, waits and counts as a test says.
+
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;

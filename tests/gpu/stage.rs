@@ -1,3 +1,5 @@
+//! An engine and its pages on the tests' driver: copies to make, and what must be in memory afterwards.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};

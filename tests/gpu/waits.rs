@@ -1,3 +1,5 @@
+//! Each wait is left out once and each number of a launch or a transfer made wrong: a test must fail each time.
+
 use kvgate::engine::copy::CopyJob;
 use kvgate::engine::copy::known::{KNOWN, KnownLayout};
 

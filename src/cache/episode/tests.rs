@@ -1,3 +1,5 @@
+//! Tests of episodes: the lines that reach the log, under a paused clock.
+
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

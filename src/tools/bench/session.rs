@@ -1,3 +1,9 @@
+//! One bench, from its first phase to the removal of what it wrote.
+//!
+//! A phase is measured from outside: a `Clock` takes time, CPU, requests and traffic at its start and at its end.
+//! An interruption ends the phase under way, which keeps what it has measured so far. With `--warm-up` each phase
+//! but delete is done once before its clock starts.
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

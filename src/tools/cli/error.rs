@@ -1,3 +1,5 @@
+//! Errors of all commands, with the exit status: 1 failed, 2 usage or configuration.
+
 use std::io;
 
 use crate::cache::gateway::OpenError;

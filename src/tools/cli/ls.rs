@@ -1,3 +1,5 @@
+//! `kvgate ls`: the spaces of a bucket, or the chunks of one space.
+
 use clap::Args;
 use futures::{TryStreamExt, pin_mut};
 use serde::Serialize;

@@ -1,3 +1,5 @@
+//! The reasons why a demo fails, and whether flags or the server are to blame.
+
 use std::sync::Arc;
 
 use crate::cache::gateway::OpenError;

@@ -1,3 +1,5 @@
+//! The demo's workload: conversations of two turns that share a system prompt, and the bounds that it keeps.
+
 use super::error::DemoError;
 use super::paged::BLOCK_TOKENS;
 use super::synthetic::{mix, prefix_states};

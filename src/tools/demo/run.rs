@@ -1,3 +1,5 @@
+//! A demo from its start to its end: opens the store, runs the phases, and removes what was stored.
+
 use std::io::Write;
 use std::path::Path;
 

@@ -1,3 +1,5 @@
+//! Tests of the memory tier: room, age, tenants, pins, and deletes that race with loads.
+
 use std::time::Duration;
 
 use super::*;

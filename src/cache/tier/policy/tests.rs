@@ -1,3 +1,5 @@
+//! Each eviction policy beside a slow and obvious twin, through random histories.
+
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;

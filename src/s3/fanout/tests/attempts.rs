@@ -1,3 +1,5 @@
+//! Tests of attempts: retries, moves and hedges, their budgets, and the one writer of a slot.
+
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::super::attempts::CALLS_A_RETRY;

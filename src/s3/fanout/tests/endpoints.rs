@@ -1,3 +1,5 @@
+//! Tests of the choice of an endpoint: shares, windows, breakers, and addresses that come and go.
+
 use futures::FutureExt;
 
 use super::*;

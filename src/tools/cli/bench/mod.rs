@@ -1,3 +1,7 @@
+//! `kvgate bench`: the flags become settings, `tools/bench` measures, and the report is told as table, JSON or CSV.
+//!
+//! The first Ctrl-C ends the phase under way, and what the bench wrote is removed. The second Ctrl-C does not wait.
+
 mod args;
 mod csv;
 mod endpoints;

@@ -1,3 +1,5 @@
+//! `kvgate size`: how large a model's KV is. It needs no server.
+
 mod figures;
 mod geometry;
 mod hf_config;

@@ -1,3 +1,5 @@
+//! The bench of these tests: disks as folders, objects to write to them, and opening them anew as after a restart.
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

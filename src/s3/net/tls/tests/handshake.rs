@@ -1,3 +1,5 @@
+//! Handshakes: versions, authorities and names, and servers that speak no TLS.
+
 use std::io::{ErrorKind, Read, Write};
 
 use rustls::{CertificateError, Error};

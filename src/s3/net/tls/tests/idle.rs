@@ -1,3 +1,5 @@
+//! Whether a connection that nothing is asked of can be used again.
+
 use std::io::{Read, Write};
 use std::sync::mpsc;
 

@@ -1,3 +1,5 @@
+//! Each family of models by a shortened `config.json`: what its layers keep.
+
 use super::*;
 
 /// Kind, layers, and bytes a token or a snapshot.
