@@ -134,7 +134,7 @@ impl Deref for SlotMut {
     fn deref(&self) -> &[u8] {
         // SAFETY: the range is inside the mapping, which the lease keeps alive, and no other handle can write it:
         // ranges of `SlotMut`s are disjoint, and a `Slot` comes only from one that was given up. Other processes
-        // that map the arena are bound by the slot protocol (DESIGN: sessions) not to write slots that aren't theirs.
+        // that map the arena are bound by the slot protocol (`node/ledger.rs`) not to write slots that aren't theirs.
         unsafe { std::slice::from_raw_parts(self.lease.base().add(self.range.start), self.range.len()) }
     }
 }
@@ -154,7 +154,7 @@ impl Deref for Slot {
     }
 }
 
-/// Who waits for a slot may be able to take this one now: it may be the last handle but the one of who keeps it for later.
+/// Wakes the load that waits for a slot. It may take this one now, if only the memory tier still has a handle.
 impl Drop for Slot {
     fn drop(&mut self) {
         if let Some(lease) = self.lease.take() {

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_several_have_is_the_lowest_ones() {
+    fn a_range_that_several_have_is_the_lowest_rank_s() {
         let space = space(r#""mha": {"layers": 2, "heads": 2, "head_dim": 8}"#);
         let four = ranks(&[
             (None, Some((0, 1))),

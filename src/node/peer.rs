@@ -33,7 +33,7 @@ impl Peer {
         }
     }
 
-    /// Whether the process has ended, in whatever way.
+    /// Whether the process has ended.
     pub fn is_gone(&self) -> bool {
         // A pidfd becomes readable when its process ends.
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];

@@ -197,7 +197,7 @@ class QueuedTest(LookupCase):
         second.answer(3)
         self.assertEqual(self.matched(request), 24)
 
-    def test_what_is_known_in_time_counts(self):
+    def test_chunks_known_at_the_deadline_count(self):
         request = self.arrive()
         time.sleep(0.35)
         self.gateway.next().answer(1, unknown=[1, 2, 3])
@@ -277,7 +277,7 @@ class AgainTest(LookupCase):
         again.answer(3)
         wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (24, True))
 
-    def test_what_is_gone_by_then_is_not_loaded(self):
+    def test_a_chunk_that_is_gone_by_then_is_not_loaded(self):
         request = self.queued(3)
         self.step()
         self.gateway.next().answer(0)
@@ -363,7 +363,7 @@ class PreemptedTest(LookupCase):
         self.admit(request, tokens)
         return request
 
-    def test_what_it_has_stored_is_loaded_with_what_was_generated(self):
+    def test_its_stored_chunks_are_loaded_with_generated_tokens(self):
         request = self.running()
         self.grow(request, 8)
         self.get_there(self.store(request, 43))
@@ -375,7 +375,7 @@ class PreemptedTest(LookupCase):
         self.admit(request, 40)
         self.assertEqual(self.scheduler.requests["r"].load.tokens, (0, 40))
 
-    def test_what_gets_there_while_it_waits_is_found(self):
+    def test_chunks_that_come_while_it_waits_are_found(self):
         request = self.running()
         stores = self.store(request, 36)
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
@@ -386,7 +386,7 @@ class PreemptedTest(LookupCase):
         self.gateway.next().answer(4)
         self.assertEqual(self.matched(request), 32)
 
-    def test_what_a_load_did_not_bring_is_not_loaded_until_it_was_stored_again(self):
+    def test_a_chunk_that_a_load_did_not_bring_is_not_loaded_until_it_was_stored_again(self):
         request = self.running(found=4, tokens=32)
         # Of the second chunk.
         self.fail_load(request, 12)

@@ -186,7 +186,7 @@ class RevisionTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "has no weights .*: set revision in kv_connector_extra_config"):
             self.revision(model=str(model))
 
-    def test_what_kv_depends_on_is_in_the_digest(self):
+    def test_files_that_kv_depends_on_are_in_the_digest(self):
         model = self.folder("model")
         seen = {self.revision(model=str(model))}
         for name in (
@@ -299,7 +299,7 @@ class ExtraTest(unittest.TestCase):
         own = {"AutoModel": "Qwen/Qwen3-8B--modeling.Own", "AutoConfig": "config.Own"}
         self.assertEqual(self.more(hf_config=hf_config(auto_map=own), trust_remote_code=True), {})
 
-    def test_what_nothing_pins_needs_a_revision(self):
+    def test_weights_that_nothing_pins_need_a_revision(self):
         for more, told in (
             ({"load_format": "dummy"}, "nothing pins random weights"),
             ({"hf_overrides": lambda config: config}, "nothing pins a function in hf_overrides"),
@@ -389,7 +389,7 @@ class RefusalTest(unittest.TestCase):
                     space(config)
             self.assertFalse(hasattr(config.cache_config, "block_size"), "a copy is asked")
 
-    def test_what_a_user_turned_off_is_reused(self):
+    def test_kv_is_reused_where_a_user_turned_prefix_caching_off(self):
         config = engine()
         config.cache_config.enable_prefix_caching = False
         space(config)

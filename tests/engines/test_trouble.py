@@ -151,7 +151,7 @@ class CephTest(EngineCase):
 
 
 class GuardTest(EngineCase):
-    def test_whatever_throws_the_engine_answers_like_plain_vllm(self):
+    def test_after_any_error_the_engine_answers_like_plain_vllm(self):
         self.stored()
         for owner, name, call in (
             (SchedulerSide, "new_request", 0),

@@ -55,7 +55,7 @@ class PromptTest(unittest.TestCase):
         by_bytes.extend(array("I", range(20)).tobytes(), extras)
         self.assertEqual(by_bytes.hashes(0, 5), whole.hashes(0, 5))
 
-    def test_what_can_t_be_is_an_error(self):
+    def test_impossible_arguments_are_errors(self):
         prompt = Prompt(tiny_space())
         prompt.extend(range(8))
         for wrong in (

@@ -148,7 +148,7 @@ async fn garbage_is_refused_and_costs_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_stops_reading_holds_up_nobody() {
+async fn a_client_that_stops_reading_holds_up_nobody() {
     let site = Site::new().await;
     let settings = [("api.timeout", "3s"), ("load.window", "2MiB")];
     let serving = site.serve(&settings).await;
@@ -465,7 +465,7 @@ async fn a_reserve_looks_for_room_no_more_once_there_was_none() {
 
 /// They held every slot that engines could have had.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_reads_chunks_slowly_holds_a_window_of_the_arena_at_most() {
+async fn slow_readers_of_chunks_hold_a_window_of_the_arena_at_most() {
     let site = Site::new().await;
     let settings = [("load.window", "4MiB"), ("load.deadline", "1s")];
     let serving = site.serve(&settings).await;

@@ -365,7 +365,7 @@ async fn another_way_to(server: SocketAddr) -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_goes_to_which_address_is_told() {
+async fn the_share_of_each_address_is_told() {
     let site = Site::new().await;
     let url = site.0.s3.endpoint().clone();
     let first: SocketAddr = url.strip_prefix("http://").unwrap().parse().unwrap();
@@ -456,7 +456,7 @@ async fn what_goes_to_which_address_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_can_not_be_is_said_with_the_flag() {
+async fn an_impossible_setting_is_refused_with_its_flag() {
     let site = Site::new().await;
     let cases: &[(&[&str], &[&str])] = &[
         (&["wriet"], &["'wriet'", "similar value exists: 'write'"]),
@@ -690,7 +690,7 @@ async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_can_not_be_told_leaves_no_objects() {
+async fn a_report_that_can_t_be_written_leaves_no_objects() {
     let site = Site::new().await;
     let said = site.say(&["--csv", "/dev/full"]).await.exits(1);
     said.says(&["\nwrite ", "can't write --csv /dev/full"]);
@@ -881,7 +881,7 @@ async fn a_delete_that_fails_is_made_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_measured_before_a_refusal_is_told() {
+async fn measurements_before_a_refusal_are_told() {
     let site = Site::new().await;
     let denied = "HTTP/1.1 403 Forbidden\r\nContent-Length: 50\r\nx-amz-request-id: 1\r\nConnection: close\r\n\r\n\
                   <Error><Code>AccessDenied</Code><Message/></Error>";
@@ -906,7 +906,7 @@ async fn what_was_measured_before_a_refusal_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_could_not_be_removed_is_named() {
+async fn objects_that_could_not_be_removed_are_named() {
     let site = Site::new().await;
     let endpoint = way_that_answers(&site.0, "DELETE ", usize::MAX, None).await;
     let args = ["write", "delete", "--name", "mine", "-t", "5"];
@@ -954,7 +954,7 @@ async fn as_many_requests_are_in_flight_as_were_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_under_way_at_an_interruption_does_not_come_after_its_delete() {
+async fn a_put_under_way_at_an_interruption_does_not_come_after_its_delete() {
     let objects = ["write", "delete", "--objects", "4", "--object-size", "30000"];
     let prompt = ["--space", "space.json"];
     for args in [&objects[..], &prompt] {
@@ -1026,7 +1026,7 @@ async fn as_many_of_a_prompts_parts_are_in_flight_as_were_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_warm_was_done_once_untimed() {
+async fn a_warm_up_does_everything_once_untimed() {
     let site = Site::new().await;
     for (phase, method) in [
         ("write", "PUT "),

@@ -362,7 +362,7 @@ async fn head_and_body_may_each_take_their_time() {
 }
 
 #[tokio::test]
-async fn what_was_not_asked_for_does_not_land() {
+async fn an_answer_that_was_not_asked_for_does_not_land() {
     let ten = "HTTP/1.1 206 Partial Content\nETag: \"e\"\nContent-Length: 10\nContent-Range: bytes";
     let body = "0123456789";
     for (head, kind) in [
@@ -500,7 +500,7 @@ async fn interim_answers_are_passed_over() {
 }
 
 #[tokio::test]
-async fn what_hangs_times_out_and_what_drips_ends_with_the_attempt() {
+async fn a_body_that_hangs_times_out_and_one_that_drips_ends_with_the_attempt() {
     let answer = answer_to(10..20);
     let almost = answer[..answer.len() - 1].to_vec();
     let began = Instant::now();
@@ -800,7 +800,7 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
 }
 
 #[tokio::test]
-async fn who_gives_up_while_waiting_for_a_connection_says_nothing_of_the_server() {
+async fn giving_up_while_waiting_for_a_connection_says_nothing_of_the_server() {
     let server = Hostile::always(vec![Step::Pause(Duration::from_secs(20))]).await;
     let one = S3Options {
         connections_max: 1,

@@ -417,7 +417,7 @@ async fn all_end(setup: &Setup, gateway: &Gateway, is_given_up: impl Fn(usize) -
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_stored_anew_since_the_lookup_is_loaded() {
+async fn a_chunk_stored_anew_since_the_lookup_is_loaded() {
     let setup = Setup::new(3).await;
     let reader = setup.gateway(20, |_| {});
     lookup(&reader, &setup.prompt, Strategy::Exact).await;

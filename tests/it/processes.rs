@@ -194,7 +194,7 @@ async fn until(is: impl AsyncFn() -> bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_engine_stored_another_one_loads() {
+async fn chunks_of_a_killed_engine_are_loaded_by_another() {
     let home = Home::new().await;
     let daemon = home.serve(&[]).await;
     let stored = home.done("store", "one", 20).await;
@@ -422,7 +422,7 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
 
 /// It had them on its disk, and S3 had never got them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_daemon_had_not_sent_is_sent_by_the_next_one() {
+async fn chunks_that_a_killed_daemon_had_not_sent_are_sent_by_the_next_one() {
     let home = Home::new().await;
     let mut daemon = home
         .serve(&[("KVGATE__S3__ENDPOINT", "http://127.0.0.1:9")])
@@ -607,7 +607,7 @@ async fn serve_says_what_is_wrong_and_what_to_type() {
 
 /// It was for everybody who can enter the folder above.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_on_disk_is_the_owners_alone_whatever_the_umask() {
+async fn files_on_disk_are_the_owner_s_alone_with_any_umask() {
     use std::os::unix::fs::PermissionsExt;
     let home = Home::new().await;
     let mut daemon = home.serve_by("umask 0", &[]).await;

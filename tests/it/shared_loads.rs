@@ -94,7 +94,7 @@ async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
 
 /// It had come to memory meanwhile, and was not on S3 yet.
 #[tokio::test(start_paused = true)]
-async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alone() {
+async fn a_load_that_joined_one_that_was_given_up_finds_the_chunk_in_memory() {
     let (held, mut line) = Held::new();
     let site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
     let prompt = Prompt::new(1);

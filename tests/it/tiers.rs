@@ -134,7 +134,7 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_stored_at_the_end_is_told() {
+async fn chunks_that_are_not_stored_at_the_end_are_told() {
     let mut site = Site::new().await;
     let serving = site.serve(&[("store.drain", "300ms")]).await;
     serving.ready().await;
@@ -151,7 +151,7 @@ async fn what_is_not_stored_at_the_end_is_told() {
 
 /// They were hits for ever, which nobody stored again, and S3 never got them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_disk_has_and_s3_has_not_is_sent_by_the_next_start() {
+async fn chunks_on_a_disk_that_s3_lacks_are_sent_by_the_next_start() {
     let mut site = Site::new().await;
     let disk = site.home.path().join("disk").display().to_string();
     let settings = [
@@ -338,7 +338,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_comes_from_s3_is_written_to_the_disks() {
+async fn chunks_from_s3_are_written_to_the_disks() {
     let site = Site::new().await;
     let prompt = Prompt::new(8);
     site.store_by_another(&prompt, &[]).await;
@@ -435,7 +435,7 @@ async fn only_what_is_used_goes_lower() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_used_while_the_write_behind_was_full_never_went_lower() {
+async fn a_chunk_used_while_the_write_behind_is_full_goes_lower_later() {
     let mut site = Site::new().await;
     let serving = site
         .serve(&[("memory.min_accesses", "1"), ("store.write_behind", "1MiB")])

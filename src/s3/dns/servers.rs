@@ -1,4 +1,4 @@
-//! Whom to ask, and one question to them. The only place that sends anything.
+//! The DNS servers to ask, and one question to one of them. This is the only place that sends anything.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

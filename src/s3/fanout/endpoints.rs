@@ -27,21 +27,21 @@ pub struct EndpointOptions {
     pub hedge_min: Duration,
 }
 
-/// Of so many or fewer, all are looked at: where a load has a few parts for each, one too many at one of them is what all
-/// wait for.
+/// Up to this many endpoints, all are looked at. A load has a few parts for each then, and one too many at one of them
+/// holds up the whole load.
 const FEW: usize = 8;
 /// The power by which time is taken to grow with what is in flight, where endpoints are few, which one client may saturate, and
 /// where they are many. With more, an idle one that hangs looks better than busy ones that work.
 const GROWTH: (f64, f64) = (0.5, 0.25);
-/// An endpoint that costs more than so many times what is typical is poor.
+/// An endpoint that costs more than this many times the typical cost is poor.
 const POOR: f64 = 2.0;
-/// Of the requests, so many are done sooner than a hedge is sent.
+/// The share of requests that are done before a hedge would be sent.
 const HEDGE_QUANTILE: f64 = 0.95;
 /// How fast the quantile follows.
 const QUANTILE_STEP: f64 = 0.05;
-/// Times the typical duration, between which it stays.
+/// The hedge's delay stays between these multiples of the typical duration.
 const HEDGE_BETWEEN: (f64, f64) = (1.5, 10.0);
-/// So many requests make typical what they have in common.
+/// Requests after which their average counts as typical.
 const TYPICAL_AFTER: u32 = 8;
 
 /// The endpoints behind one name. Clones share them.
@@ -359,7 +359,7 @@ struct Waiting<'a, T> {
 impl<T> Waiting<'_, T> {
     async fn granted(mut self) -> Permit<T> {
         // The sender stays in the line until it has sent, and the line is there as long as we are.
-        (&mut self.permit).await.expect("whoever waits is in line")
+        (&mut self.permit).await.expect("a waiter is in line")
     }
 }
 

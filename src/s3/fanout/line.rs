@@ -7,10 +7,11 @@ use tokio::sync::oneshot;
 use super::permit::{Class, Permit};
 use super::route::Route;
 
-/// A store goes first once so many times its bytes of loads went before it.
+/// A store goes first once this many times its bytes of loads went before it.
 const LOADS_PER_STORE: usize = 3;
 
-/// Those who wait for room. Loads go first, but stores are not starved; within a class the first come is the first served.
+/// The requests that wait for room. Loads go first, but stores are not starved; within a class the first come is the first
+/// served.
 pub(super) struct Line<T> {
     loads: VecDeque<Waiter<T>>,
     stores: VecDeque<Waiter<T>>,
@@ -43,7 +44,7 @@ impl<T> Line<T> {
         self.of(waiter.class).push_back(waiter);
     }
 
-    /// Whose turn it is.
+    /// The request whose turn it is.
     pub fn first(&self) -> Option<&Waiter<T>> {
         match (self.loads.front(), self.stores.front()) {
             (Some(_), Some(store)) if self.went_before >= LOADS_PER_STORE.saturating_mul(store.bytes) => {
@@ -64,7 +65,7 @@ impl<T> Line<T> {
         self.of(class).pop_front()
     }
 
-    /// Somebody leaves. Answers whether he was in line.
+    /// Removes a request that gave up. Returns whether it was in line.
     pub fn leave(&mut self, class: Class, number: u64) -> bool {
         let line = self.of(class);
         let at = line.iter().position(|waiter| waiter.number == number);

@@ -38,7 +38,7 @@ pub struct ConnectorOptions {
     pub connect_timeout: Duration,
     /// Longest time in which not a byte is sent or received.
     pub stall_timeout: Duration,
-    /// Connections are kept for so long after a request.
+    /// How long a connection is kept after a request.
     pub idle_timeout: Duration,
     /// Connections in use at a time, to all endpoints of one origin.
     pub connections_max: usize,

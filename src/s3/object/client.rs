@@ -41,7 +41,7 @@ pub struct S3Options {
     /// Bytes of an answer that is no chunk: an error, a page of a listing.
     pub answer_bytes_max: usize,
     pub credentials: Option<Credentials>,
-    /// Those of the chain that don't expire are asked for again after so long: files may be rewritten.
+    /// Time after which the chain's keys without an expiry are asked for again: files may be rewritten.
     pub credentials_ttl: Duration,
     pub attempts: AttemptPolicy,
     pub endpoints: EndpointOptions,

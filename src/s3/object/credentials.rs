@@ -18,7 +18,7 @@ use crate::s3::net::Connector;
 pub(super) struct CredentialChain {
     http: Connector,
     region: Region,
-    /// Keys without an expiry are asked for again after so long.
+    /// Time after which keys without an expiry are asked for again.
     ttl: Duration,
     last: Mutex<Last>,
 }
@@ -30,7 +30,7 @@ enum Last {
     Nothing,
     /// Keys without an expiry: a file that is being written is no reason to forget them.
     Keys(Credentials),
-    /// Others. What gave them bridges failures to renew them by itself, as long as it lives.
+    /// Credentials that expire. Their chain bridges failures to renew them, as long as it lives.
     Session(Arc<DefaultCredentialsChain>),
 }
 
@@ -66,7 +66,7 @@ impl CredentialChain {
         chain.region(self.region.clone()).build().await
     }
 
-    /// Remembers what was found. Keys that never expire do so for whoever keeps them.
+    /// Remembers what was found. Keys that never expire are given an expiry, so that their user asks again.
     fn lasting(&self, found: provider::Result, chain: Arc<DefaultCredentialsChain>) -> provider::Result {
         let mut last = self.lock();
         let keys = match (found.and_then(printable), &*last) {

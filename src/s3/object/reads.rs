@@ -176,7 +176,7 @@ impl Reads {
         }
     }
 
-    /// How reads of so many bytes are hedged.
+    /// How reads of `bytes` bytes are hedged.
     pub fn hedge(&self, bytes: usize) -> impl Hedge + use<> {
         self.http.hedge(&self.bucket.origin, bytes)
     }

@@ -105,7 +105,7 @@ pub struct Latency {
 pub struct Errors {
     pub count: u64,
     pub first: Option<String>,
-    /// So many requests failed that the phase ended.
+    /// Whether the phase ended because too many requests failed.
     pub gave_up: bool,
 }
 

@@ -240,7 +240,7 @@ impl Bench {
         Ok(self.course(BenchPhase::Head, limits, &mut workers).await?.1)
     }
 
-    /// Deletes all objects once, whatever rounds and time limit are: nothing is left behind.
+    /// Deletes all objects once, without regard to rounds and time limit: nothing is left behind.
     async fn delete(&mut self) -> Result<PhaseReport, BenchError> {
         let total = Some(self.objects);
         let worker = |_| Deleter {

@@ -23,7 +23,7 @@ pub struct ConnectArgs {
     /// Bucket that holds the chunks ([s3] bucket).
     #[arg(long, value_name = "NAME")]
     pub bucket: Option<String>,
-    /// What the object keys begin with ([s3] prefix).
+    /// The start of all object keys ([s3] prefix).
     #[arg(long, value_name = "PREFIX")]
     pub prefix: Option<String>,
     /// Region that requests are signed for ([s3] region).

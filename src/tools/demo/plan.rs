@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_is_refused() {
+    fn an_impossible_plan_is_refused() {
         let shape = Shape {
             conversations: 1,
             tokens: 31,

@@ -8,7 +8,7 @@
 //! is larger than the whole limit goes alone.
 //!
 //! Queueing is synchronous: GETs that queue in order are served in order. Dropping the [`Waiting`] leaves the queue
-//! at any time, and a [`Turn`] ends when it is dropped, whatever task holds it.
+//! at any time, and a [`Turn`] ends when it is dropped, in any task.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -141,7 +141,7 @@ impl Future for Waiting {
         // The sender stays in the queue until it has sent, and the queue lives as long as this future.
         Pin::new(&mut self.turn)
             .poll(context)
-            .map(|turn| turn.expect("whoever waits is in line"))
+            .map(|turn| turn.expect("a waiter is in the queue"))
     }
 }
 
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_endpoints_can_take_is_a_limit_too() {
+    fn the_endpoints_windows_are_a_limit_too() {
         let window = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         let now = Arc::clone(&window);
         let turns = Turns::new(10, move || now.load(std::sync::atomic::Ordering::Relaxed));
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_lets_the_others_go() {
+    fn a_get_that_leaves_lets_the_others_go() {
         let turns = turns_of(10);
         let held = turns.wait(place(1, 0), 5).now_or_never().expect("free");
         let large = turns.wait(place(1, 1), 10);

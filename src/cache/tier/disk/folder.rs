@@ -391,7 +391,7 @@ pub(super) fn is_dirty(mode: u32) -> bool {
     Mode::from_raw_mode(mode).contains(DIRTY)
 }
 
-/// Whether kvgate made it. Who puts a file under a chunk's name could put any KV there.
+/// Whether kvgate made it. A user with the right to put files here could put any KV under a chunk's name.
 pub(super) fn is_own_file(metadata: &Metadata) -> bool {
     metadata.is_file() && is_own(metadata.uid())
 }

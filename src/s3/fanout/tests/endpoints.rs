@@ -234,7 +234,7 @@ async fn addresses_come_and_go_under_load() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_before_there_is_an_address_waits_for_it() {
+async fn a_request_before_the_first_address_waits_for_it() {
     let fleet = Fleet::new(&[]);
     let route = Route::default();
     let mut head = Box::pin(fleet.endpoints.permit(Class::Load, 0, &route));
@@ -293,7 +293,7 @@ async fn heads_wait_for_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_could_not_be_sent_says_nothing_of_its_endpoint() {
+async fn a_request_that_was_not_sent_says_nothing_of_its_endpoint() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
     endpoints.update(&[address(0)], |_| ());
     let take = async |route: &Route| {

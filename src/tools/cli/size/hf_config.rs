@@ -11,7 +11,7 @@ use crate::format::{DType, Plane, Space, SpaceInput};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::input;
 
-/// What a layer keeps of a prompt.
+/// The kinds of KV that a layer keeps of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kept {
     /// Every token.
@@ -20,7 +20,7 @@ pub enum Kept {
     Window(u64),
     /// The tokens of the chunk that attention is in.
     Chunked(u64),
-    /// One state, whatever the prompt's length.
+    /// One state, for a prompt of any length.
     State,
 }
 
@@ -53,7 +53,7 @@ impl Kept {
         }
     }
 
-    /// Of a prompt of so many tokens, those that the next one needs.
+    /// The tokens of a prompt of this length that the next token needs.
     pub fn needed(self, tokens: u64) -> u64 {
         match self {
             Self::Full => tokens,
@@ -224,7 +224,7 @@ impl Config<'_> {
         dtype_of(name).ok_or_else(|| format!("its dtype is {name}: give --dtype"))
     }
 
-    /// What each layer keeps; some keep two things, and some nothing.
+    /// The KV that each layer keeps; some layers keep two kinds, and some none.
     fn layers(&self) -> Result<Vec<Vec<Kept>>, String> {
         if let Some(pattern) = self.text("hybrid_override_pattern") {
             let kept = |kind| match kind {

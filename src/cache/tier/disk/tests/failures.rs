@@ -75,7 +75,7 @@ async fn reads_that_fail_take_a_disk_out_and_an_empty_tier_goes_on() {
 }
 
 #[tokio::test]
-async fn what_was_written_to_a_disk_that_was_taken_out_meanwhile_was_called_stored() {
+async fn a_write_to_a_disk_that_was_taken_out_meanwhile_is_not_called_stored() {
     let bench = Bench::new(1, |options| options.failures = 1);
     let index = &bench.disk.0.index;
     let placed = index.place(bench.key(1), "", 16_384, Instant::now(), false);
