@@ -132,7 +132,7 @@ class ServedTest(AdaptersCase):
         # In between vLLM may have loaded them, or not.
         self.write("one", 1)
         self.assertTrue(self.is_unknown())
-        # What the message says.
+        # The remedy that the message names.
         self.write("two", 2)
         self.assertNotEqual(self.digest(folder="two", name="b", number=2), first)
 

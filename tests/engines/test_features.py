@@ -1,4 +1,4 @@
-"""What else `KvGateConnector` does, with a real vLLM and a real gateway.
+"""The other features of `KvGateConnector`, with a real vLLM and a real gateway.
 
 python tests/engines/test_features.py     in an environment with vLLM and the wheel
 """

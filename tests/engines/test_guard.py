@@ -1,4 +1,4 @@
-"""Whatever a call of vLLM's throws, the engine goes on, nothing waits for ever and nothing wrong is used.
+"""After any error in a call of vLLM's the engine goes on, nothing waits for ever and nothing wrong is used.
 
 python tests/engines/test_guard.py     in an environment with vLLM and the wheel
 """

@@ -1,4 +1,4 @@
-"""What the scheduler's side asks a gateway, when, and what it makes of the answers. The gateway's answers are given by hand.
+"""The scheduler's lookups: their questions, their times, and the use of their answers. The gateway's answers are given by hand.
 
 python tests/engines/test_lookups.py     in an environment with vLLM and the wheel
 """
@@ -22,7 +22,7 @@ from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
 
 SECONDS_MAX = 20
-"""So long a test waits for what must come."""
+"""Seconds that a test waits for an answer that must come."""
 HASH_BYTES = 32
 
 
@@ -132,7 +132,7 @@ class LookupCase(unittest.TestCase):
         return request
 
     def matched(self, request, local=0):
-        """What vLLM is told at last."""
+        """The answer that vLLM gets at last."""
         told = []
 
         def is_told():
@@ -155,7 +155,7 @@ class LookupCase(unittest.TestCase):
         self.scheduler.ended(set(range(block, 30)), WorkerReport(loaded={job: (1, 0.1)}))
 
     def store(self, request, computed):
-        """What is full after a step that computes so many tokens goes to a store, and gets there."""
+        """A step computes `computed` tokens; the chunks that are full then go to a store, and get there."""
         return self.step({request.request_id: computed}).stores
 
     def step(self, computed=None):
@@ -307,7 +307,7 @@ class AgainTest(LookupCase):
 
 
 class PinsTest(LookupCase):
-    """What a lookup found is pinned for 2 ms."""
+    """Chunks that a lookup found are pinned for 2 ms."""
 
     settings: ClassVar = {"lookup_again_ms": 1, "pin_ms": 2, "lookup_deadline_ms": 1000}
 

@@ -1,4 +1,4 @@
-"""What a space says of a model, and what is refused; with configurations as vLLM has them, without an engine.
+"""The space of a model, and the models that are refused; with configurations as vLLM has them, without an engine.
 
 python tests/engines/test_model.py     in an environment with vLLM and the wheel
 """
@@ -237,7 +237,7 @@ PLAIN = {
 
 class ExtraTest(unittest.TestCase):
     def more(self, **more):
-        """What there is beside a plain engine's."""
+        """The keys of `extra` beside those of a plain engine."""
         extra = space(engine(**more))["extra"]
         self.assertLessEqual(PLAIN.items() - {("rope", PLAIN["rope"])}, extra.items())
         return {key: value for key, value in extra.items() if PLAIN.get(key) != value}
@@ -439,7 +439,7 @@ class PoolingTest(unittest.TestCase):
             ("generate", True, True),
         ):
             side = scheduler_side(engine(runner_type=runner, is_prefix_caching_supported=is_cached))
-            # What it computes is stored: it is the same KV.
+            # Its KV is stored: it is the same as that of others.
             self.assertEqual((side.is_consumer, side.is_producer), (loads, True), (runner, is_cached))
 
 

@@ -146,7 +146,7 @@ fn no_number_of_a_transfer_can_be_wrong() {
             (1..=mock.copies()).map(|nth| mock.rows(nth)).collect()
         };
         let mut purposes = Vec::new();
-        // What the engine computes is the largest, and none of ours.
+        // The engine's own launch is the largest, and none of ours.
         let largest = transfers.iter().map(|&(_, bytes)| bytes).max().unwrap();
         let ours = (1..).zip(transfers).filter(|&(_, (_, bytes))| bytes < largest);
         for (nth, (rows, _)) in ours.step_by(3) {

@@ -404,7 +404,7 @@ async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
         all("memory", 4)
     );
     drop((one, other, reader));
-    // What a changed attach began ended with its connection.
+    // A session that a changed attach began has ended with its connection.
     eventually(|| {
         let status = serving.node.status();
         status.sessions.len() == 1 && status.slots.leases == 0
@@ -497,7 +497,7 @@ async fn slow_readers_of_chunks_hold_a_window_of_the_arena_at_most() {
         .iter()
         .filter(|(_, answer)| answer.contains("not_released"));
     assert_eq!(refused.count(), 4);
-    // Who hangs up gives them back.
+    // A client that hangs up gives them back.
     drop(answers);
     let (_stream, answer) = get(&prompt.hashes[0]).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");

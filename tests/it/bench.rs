@@ -107,7 +107,7 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
         assert_eq!(phase["requests"][kind], ops, "{phase}");
         assert_eq!(phase["retries"], 0, "{phase}");
         let endpoint = &phase["endpoints"][0];
-        // What is looked up is not there: 404.
+        // The chunks that are looked up are not there: 404.
         let answers = if phase["phase"] == "lookup" {
             "refused"
         } else {
@@ -429,7 +429,7 @@ async fn the_share_of_each_address_is_told() {
         .await
         .exits(0)
         .says(&["  address ", &format!("\n  {second} "), " % ", "closed"]);
-    // What a lookup is to find absent is answered 404.
+    // HEADs of absent chunks are answered with 404.
     let said = site
         .say(&["lookup", "--endpoint", &format!("{url},http://{second}")])
         .await
@@ -795,7 +795,7 @@ impl Way {
                         }
                         requests.write_all(&piece[..len]).await.unwrap();
                     }
-                    // Whoever asked may be gone; the server goes on.
+                    // The client may be gone; the server goes on.
                     let _ = back.await;
                 });
             }
@@ -973,7 +973,7 @@ async fn a_put_under_way_at_an_interruption_does_not_come_after_its_delete() {
         Said::new(child.wait_with_output().await.unwrap())
             .exits(1)
             .says(&["interrupted"]);
-        // Whatever was to come is here.
+        // All requests that were under way are here by now.
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert_eq!(files(&place.bucket()), Vec::<PathBuf>::new());
     }
@@ -993,7 +993,7 @@ async fn the_second_interruption_waits_for_nothing() {
         "--endpoint",
         &way.endpoint,
     ];
-    // Whoever waits for them waits longer than we do.
+    // A task that waits for them waits longer than this test does.
     let mut command = site.command(&args);
     let child = command.env("KVGATE__S3__READ_TIMEOUT", "50s").spawn().unwrap();
     while way.came() < 4 {
@@ -1042,7 +1042,7 @@ async fn a_warm_up_does_everything_once_untimed() {
         assert_eq!(done[0]["ops"], once as u64, "{}", done[0]);
         assert_eq!(way.came(), 2 * once, "{phase}");
     }
-    // What the warm-up wrote goes, too, where the time was too short to write all of it again.
+    // Objects of the warm-up are removed, too, where the time was too short to write all of them again.
     let short = ["--objects", "50", "--rate-iops", "20", "--time-limit", "190ms"];
     let phases = site
         .phases(&[&["write", "delete", "--warm-up"], &short[..]].concat())

@@ -27,10 +27,10 @@ const STALL: Duration = Duration::from_millis(300);
 const ANSWER_MAX: usize = 1 << 20;
 const ETAG: &str = "e";
 const OBJECT_LEN: usize = 100_000;
-/// What a slot holds before.
+/// The bytes of a slot before.
 const POISON: u8 = 0xee;
 
-/// What the server does once it has a request.
+/// The server's action once it has a request.
 #[derive(Clone)]
 enum Step {
     Send(Vec<u8>),
@@ -785,7 +785,7 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
     let gateway = site.gateway_over(open(&options).await);
     let mut loaded = 0;
     for _ in 0..20 {
-        // Whoever is loaded has its bytes compared.
+        // The bytes of every loaded chunk are compared.
         let codes = load_codes(&gateway, &prompt, AfterMiss::Continue).await;
         loaded += codes.iter().filter(|&&code| code == "ok").count();
         gateway.forget_existence();

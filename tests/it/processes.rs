@@ -119,7 +119,7 @@ fn after(first: &str, direct: &Command) -> Command {
     command
 }
 
-/// What an engine said when it was done.
+/// The report of an engine that is done.
 async fn said(engine: Child) -> Value {
     let output = engine.wait_with_output().await.unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -129,7 +129,7 @@ async fn said(engine: Child) -> Value {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // What a killed daemon leaves.
+        // The file that a killed daemon leaves.
         let _ = std::fs::remove_file(&self.arena);
     }
 }
@@ -158,7 +158,7 @@ async fn first_line(child: &mut Child) -> String {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let line = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await;
     let line = line.expect("it says something").unwrap().unwrap_or_default();
-    // Who writes to a closed pipe fails.
+    // Writing to a closed pipe fails, so the rest is read.
     tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
     line
 }
@@ -372,7 +372,7 @@ async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
     );
 }
 
-/// Whatever moment it is killed at: what it serves afterwards verifies, and what flush acknowledged is there.
+/// Killed at any moment: all that it serves afterwards verifies, and all that flush acknowledged is there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
     /// Chunks of the store that it is killed in.
@@ -513,7 +513,7 @@ async fn a_daemon_that_hangs_hung_its_engines() {
         "all of them together, not one by one"
     );
     signal(&daemon.child, Signal::CONT);
-    // What it was lent without ever hearing of it goes with its session, and it attaches anew.
+    // Slots that it was lent without hearing of them go with its session, and it attaches anew.
     drop((lines, before));
     until(async || engine.session().await.is_ok()).await;
     let after = engine.session().await.unwrap();

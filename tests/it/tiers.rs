@@ -1,4 +1,4 @@
-//! What a node keeps, and what goes up and down between its tiers.
+//! A node's tiers: the chunks that each keeps, and those that go up and down.
 
 use std::time::{Duration, Instant};
 
@@ -251,7 +251,7 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     assert_eq!(words[3], "s3");
 }
 
-/// Who may write to a disk's folder could put any KV there.
+/// A user with the right to write to a disk's folder could put any KV there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn files_of_other_users_are_no_chunks_and_stay() {
     if !rustix::process::geteuid().is_root() {
@@ -309,7 +309,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
     let serving = site.serve(&settings).await;
     serving.ready().await;
     serving.client.declare(&there.space).await.unwrap();
-    // Who opens one to read waits for somebody who writes; all others wait for their turn.
+    // Opening a pipe to read waits for a writer; all others wait for their turn.
     let pipe = disk
         .join(there.space.key().to_string())
         .join(there.hashes[0].to_string());
@@ -495,7 +495,7 @@ async fn a_tenant_has_no_more_than_its_share_of_memory() {
         "{memory:?}"
     );
     assert_eq!(load(&engine, &small, "a", Order::Chunk).await, all("memory", 4));
-    // What was stored comes back, whoever stays in memory.
+    // All stored chunks come back, in memory or not.
     let loaded = load(&engine, &one, "b", Order::Chunk).await;
     for (stored, loaded) in words.iter().zip(&loaded) {
         assert_eq!(

@@ -1,4 +1,4 @@
-//! What flush acknowledges: every chunk that was committed is on S3, counted as dropped, or kept back by the configuration.
+//! The promise of flush: every chunk that was committed is on S3, counted as dropped, or kept back by the configuration.
 
 use std::collections::HashSet;
 use std::os::unix::fs::PermissionsExt;

@@ -32,7 +32,7 @@ impl<'a> MakeWriter<'a> for Lines {
 }
 
 impl Lines {
-    /// What this thread logs from here on.
+    /// Collects the lines that this thread logs from here on.
     fn taken() -> (Self, DefaultGuard) {
         let lines = Self::default();
         let subscriber = tracing_subscriber::fmt()

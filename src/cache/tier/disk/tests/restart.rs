@@ -1,4 +1,4 @@
-//! What a start finds, and what it removes. A kill leaves what the step before it left: each test makes such a state.
+//! A start after a kill: the files that it uses, and those that it removes. Each test makes the state that one step leaves.
 
 use std::fs;
 

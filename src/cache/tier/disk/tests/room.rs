@@ -1,10 +1,10 @@
-//! Who stays and who goes.
+//! Room on the disks: which chunks stay, and which go.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// What a chunk of the bench takes.
+/// The bytes that a chunk of the bench takes.
 const CHUNK: u64 = 16_384;
 
 #[tokio::test]

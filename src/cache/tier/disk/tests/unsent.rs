@@ -1,4 +1,4 @@
-//! What the tier below does not have is never forgotten, and never unlinked.
+//! Chunks that the tier below does not have are never forgotten, and their files never unlinked.
 
 use std::fs;
 use std::io;
