@@ -189,7 +189,7 @@ impl Client {
         }
     }
 
-    /// As `Connector::send`.
+    /// As `NetClient::send`.
     async fn leased(&self, bytes: usize, route: &Route, landing: &Handover<()>) -> Result<(), Fault> {
         let mut permit = match route.start() {
             Start::Hedge => self.endpoints.try_permit(bytes, route).ok_or(Fault::NoRoom)?,
@@ -265,7 +265,7 @@ impl Drop for Turn {
     }
 }
 
-/// As `Connector::send_over` and `Connector::land`.
+/// As `NetClient::send_over` and `NetClient::land`.
 async fn land(
     permit: &mut Permit<Arc<Server>>,
     bytes: usize,

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::bucket::TokenBucket;
 use super::handover::Handover;
 use super::route::{Route, Start};
+use super::token_bucket::TokenBucket;
 
 /// When and how often something is tried again.
 #[derive(Debug, Clone, Copy)]

@@ -10,17 +10,17 @@
 
 mod attempts;
 mod breaker;
-mod bucket;
 mod endpoints;
 mod estimate;
 mod handover;
-mod line;
 mod member;
 mod permit;
+mod queue;
 mod route;
 mod state;
 #[cfg(test)]
 mod tests;
+mod token_bucket;
 mod window;
 
 pub use attempts::{AttemptPolicy, AttemptVerdict, Attempts, Failure, Hedge};

@@ -1,4 +1,4 @@
-//! Any bytes as an answer, read as the connector reads it. For the fuzz target, and a property test here.
+//! Any bytes as an answer, read as the HTTP client reads it. For the fuzz target, and a property test here.
 
 use std::time::Duration;
 

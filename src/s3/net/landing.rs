@@ -132,7 +132,7 @@ fn parse_content_range(text: &str) -> Option<(Range<u64>, u64)> {
     Some((first..last.checked_add(1)?, total.trim().parse().ok()?))
 }
 
-/// Carries a [`Landing`] through the SDK to the connector, as a request's extension, and back. The connector holds it for
+/// Carries a [`Landing`] through the SDK to our HTTP client, as a request's extension, and back. The client holds it for
 /// as long as it writes, and gives it back however that ends. Clones share it.
 #[derive(Debug, Clone)]
 pub struct LandingCell {

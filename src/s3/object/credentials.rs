@@ -12,11 +12,11 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, ProvideCredentials, future};
 
 use super::sign::EXPIRES_SOON;
-use crate::s3::net::Connector;
+use crate::s3::net::NetClient;
 
 #[derive(Debug)]
 pub(super) struct CredentialChain {
-    http: Connector,
+    http: NetClient,
     region: Region,
     /// Time after which keys without an expiry are asked for again.
     ttl: Duration,
@@ -35,7 +35,7 @@ enum Last {
 }
 
 impl CredentialChain {
-    pub fn new(http: Connector, region: Region, ttl: Duration) -> Self {
+    pub fn new(http: NetClient, region: Region, ttl: Duration) -> Self {
         Self {
             http,
             region,
@@ -139,7 +139,7 @@ mod tests {
     #[tokio::test]
     async fn keys_without_an_expiry_are_asked_for_again_and_not_forgotten() {
         let options = super::super::client::for_tests("http://127.0.0.1:1", "b");
-        let http = super::super::client::connector(&options).unwrap();
+        let http = super::super::client::net_client(&options).unwrap();
         let ttl = Duration::from_secs(60);
         let chain = CredentialChain::new(http, Region::new("us-east-1"), ttl);
         let none = || Err(CredentialsError::not_loaded("the file is empty"));

@@ -35,7 +35,7 @@ struct State {
     loads: u64,
     /// Number of arrivals so far: tells equal positions apart.
     arrivals: u64,
-    line: BTreeMap<Ticket, Waiter>,
+    queue: BTreeMap<Ticket, Waiter>,
 }
 
 /// A position in the queue; the lower one goes first.
@@ -74,7 +74,7 @@ impl Turns {
             turns: 0,
             loads: 0,
             arrivals: 0,
-            line: BTreeMap::new(),
+            queue: BTreeMap::new(),
         };
         Self(Arc::new(Shared {
             limit_bytes,
@@ -96,7 +96,7 @@ impl Turns {
         let mut state = self.lock();
         state.arrivals += 1;
         let ticket = (place, state.arrivals);
-        state.line.insert(ticket, Waiter { bytes, sender });
+        state.queue.insert(ticket, Waiter { bytes, sender });
         self.grant(state);
         Waiting {
             turns: self.clone(),
@@ -107,19 +107,19 @@ impl Turns {
 
     /// Serves the first in the queue for as long as there is room.
     fn grant(&self, mut state: MutexGuard<'_, State>) {
-        if state.line.is_empty() {
+        if state.queue.is_empty() {
             return;
         }
         let limit_bytes = self.0.limit_bytes.min((self.0.window_bytes)());
         let mut granted = Vec::new();
-        while let Some((_, first)) = state.line.first_key_value() {
+        while let Some((_, first)) = state.queue.first_key_value() {
             let in_flight_bytes = state.in_flight_bytes.saturating_add(first.bytes);
             if state.turns > 0 && in_flight_bytes > limit_bytes {
                 break;
             }
             state.in_flight_bytes = in_flight_bytes;
             state.turns += 1;
-            granted.extend(state.line.pop_first().map(|(_, waiter)| waiter));
+            granted.extend(state.queue.pop_first().map(|(_, waiter)| waiter));
         }
         drop(state);
         for Waiter { bytes, sender } in granted {
@@ -149,7 +149,7 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         // A turn that was granted and not taken ends with the receiver.
         let mut state = self.turns.lock();
-        if state.line.remove(&self.ticket).is_some() {
+        if state.queue.remove(&self.ticket).is_some() {
             // The others may have waited only for this one.
             self.turns.grant(state);
         }
@@ -200,7 +200,7 @@ mod tests {
                 .iter_mut()
                 .enumerate()
                 .filter_map(|(i, (_, waiting))| Some((i, waiting.now_or_never()?)));
-            let (i, next) = ready.next().expect("the first in line is served");
+            let (i, next) = ready.next().expect("the first in the queue is served");
             assert!(ready.next().is_none(), "and only he");
             drop(ready);
             turn = next;
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(in_flight(&turns), 5, "granted");
         drop(not_taken);
         assert_eq!(in_flight(&turns), 0);
-        assert!(turns.lock().line.is_empty());
+        assert!(turns.lock().queue.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(
             *served.lock().unwrap(),
             expected,
-            "19 came when the line was empty"
+            "19 came when the queue was empty"
         );
     }
 
@@ -311,7 +311,7 @@ mod tests {
     proptest! {
             /// Against a model: a sorted list of the queue, and the bytes of those that were served.
             #[test]
-            fn the_line_is_served_in_order_and_within_the_limit(
+            fn the_queue_is_served_in_order_and_within_the_limit(
                 limit in 0_usize..40,
                 acts in prop::collection::vec(act(), 1..120),
             ) {
@@ -353,14 +353,14 @@ mod tests {
                             }
                         }
                     }
-                    prop_assert_eq!(turns.lock().line.len(), line.len());
+                    prop_assert_eq!(turns.lock().queue.len(), line.len());
                     for (_, _, waiting) in &mut line {
                         prop_assert!(waiting.now_or_never().is_none());
                     }
                 }
                 drop((line, granted, taken));
     let state = turns.lock();
-                prop_assert_eq!((state.in_flight_bytes, state.turns, state.line.len()), (0, 0, 0));
+                prop_assert_eq!((state.in_flight_bytes, state.turns, state.queue.len()), (0, 0, 0));
             }
         }
 }

@@ -263,7 +263,7 @@ async fn loads_go_first_and_stores_are_not_starved() {
     tokio::task::yield_now().await;
     tasks.extend((0..8).map(|_| wait(Class::Load)));
     tokio::task::yield_now().await;
-    // A request that leaves the line is not missed.
+    // A request that leaves the queue is not missed.
     let route = Route::default();
     let left = Box::pin(endpoints.permit(Class::Load, all, &route)).now_or_never();
     assert!(left.is_none());

@@ -131,7 +131,7 @@ impl Fleet {
         sum
     }
 
-    /// One attempt at a range, as the connector makes it.
+    /// One attempt at a range, as the HTTP client makes it.
     async fn get(&self, bytes: usize, into: &Handover<()>, route: Route) -> Result<SocketAddr, Failed> {
         let mut permit = match route.start() {
             Start::Hedge => self
