@@ -51,7 +51,7 @@ pub struct Expect {
 pub enum Mismatch {
     #[error("the object has {actual} bytes, not {expected}")]
     Length { expected: u64, actual: u64 },
-    #[error("another ETag came")]
+    #[error("the answer has another ETag")]
     Etag,
     #[error("{0}")]
     Range(String),

@@ -228,7 +228,7 @@ fn interrupts() -> io::Result<Interrupts> {
                 Some(()) = term.recv() => {}
             }
             if *sender.borrow() == 0 {
-                tracing::warn!("interrupted: requests under way end first; the second time they don't");
+                tracing::warn!("interrupted: requests under way end first; interrupt again to end at once");
             }
             sender.send_modify(|count| *count += 1);
         }
