@@ -46,7 +46,7 @@ impl SlotMut {
 
     // By value: the part is gone afterwards.
     #[expect(clippy::needless_pass_by_value)]
-    /// Puts together what [`split_off`](Self::split_off) cut. Panics if `rest` is not what follows.
+    /// Joins a part that [`split_off`](Self::split_off) cut off. Panics if `rest` is not the part that follows.
     pub fn join(&mut self, rest: Self) {
         let follows = Arc::ptr_eq(&self.lease, &rest.lease) && self.range.end == rest.range.start;
         assert!(follows, "joined parts must be neighbours in one slot");
@@ -71,7 +71,7 @@ impl SlotMut {
         self.lease.reserved.start
     }
 
-    /// Of the whole slot: no other slot of this arena ever has it.
+    /// The generation of the whole slot: no other slot of this arena ever has it.
     pub fn generation(&self) -> u64 {
         self.lease.generation
     }
@@ -103,7 +103,7 @@ impl Slot {
         self.lease().reserved.start
     }
 
-    /// Of the whole slot: no other slot of this arena ever has it.
+    /// The generation of the whole slot: no other slot of this arena ever has it.
     pub fn generation(&self) -> u64 {
         self.lease().generation
     }

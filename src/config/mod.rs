@@ -49,7 +49,7 @@ pub struct Override {
 #[derive(Debug, Clone)]
 pub struct LoadedConfig {
     pub config: Config,
-    /// By path, such as `s3.endpoint`; has every key.
+    /// The origin of every key, by path such as `s3.endpoint`.
     pub origins: BTreeMap<String, SettingOrigin>,
 }
 

@@ -175,7 +175,7 @@ impl Refresh {
     }
 }
 
-/// Until the next lookup.
+/// The time until the next lookup.
 fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Duration {
     let ttl = match result {
         Ok(NameAddresses {

@@ -149,7 +149,7 @@ impl<T> Endpoints<T> {
     fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Permit<T> {
         set.numbers += 1;
         let number = set.numbers;
-        // Those that it passes by for lack of room; for who limits what is in flight, it never happens to all at once.
+        // These endpoints are passed by for lack of room. With a limit on all bytes in flight that never happens to all at once.
         let full = set.members.iter_mut().filter(|member| !member.has_room(bytes));
         full.for_each(|member| member.is_full(bytes));
         let member = &mut set.members[at];
@@ -262,7 +262,7 @@ impl<T> Set<T> {
             self.best(bytes, now, |member| works(member) && member.has_room(bytes))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
-            // Those whose probe is under way have no time, and come first.
+            // Endpoints whose probe is under way have no time, and come first.
             let room = |at: &usize| self.members[*at].has_room(bytes);
             (0..self.members.len()).filter(room).min_by_key(opens)
         }
@@ -278,7 +278,7 @@ impl<T> Set<T> {
         })
     }
 
-    /// Of few, the best. Of many, the better of two picked at random, or the best of four if both are poor: where one in
+    /// The best of few. Of many, the better of two picked at random, or the best of four if both are poor: where one in
     /// eight is slow, one pair in 64 has no other, and a load of many ranges would meet one each time.
     fn best(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
         // Some of an unknown number, each as likely as any other, in any order.

@@ -76,7 +76,7 @@ impl Estimate {
             .map_or(1.0, |usual| load / usual)
     }
 
-    /// Until an answer begins.
+    /// The time until an answer begins.
     pub fn latency(&self) -> Option<Duration> {
         self.latency.map(Duration::from_secs_f64)
     }

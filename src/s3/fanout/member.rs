@@ -37,7 +37,7 @@ pub(super) struct Member<T> {
     estimate: Estimate,
     in_flight_bytes: usize,
     carried: Carried,
-    /// By the number of the permit: the oldest is the first.
+    /// Requests in flight, by the number of the permit: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
 }

@@ -274,7 +274,7 @@ impl Connection {
 
 /// A request on its way out.
 struct Sending<'a> {
-    /// Of head and body.
+    /// The rest of head and body.
     left: [&'a [u8]; 2],
     flushed: bool,
     failed: Option<io::Error>,

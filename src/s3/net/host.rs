@@ -114,8 +114,8 @@ impl Drop for Host {
     }
 }
 
-/// Where the addresses of an origin come from: what the operator says for the S3 server's host and the buckets under it,
-/// otherwise the name itself.
+/// The sources of an origin's addresses. For the S3 server's host and the buckets under it they are the operator's; for
+/// other origins it is the name itself.
 fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress> {
     let under = |host: &str| {
         let before = origin.host.strip_suffix(host);
@@ -147,7 +147,7 @@ fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress> {
 struct Follow {
     /// With the name that certificates have.
     watched: Vec<(String, watch::Receiver<Resolved>)>,
-    /// Those that never change.
+    /// Addresses that never change.
     fixed: Vec<(String, watch::Receiver<Resolved>)>,
     endpoints: Endpoints<Pool>,
     tls: bool,

@@ -27,7 +27,7 @@ use super::stats::{NetCounters, Traffic, add};
 use crate::s3::dns::Resolver;
 use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
-/// Of a refusal, more is not read. S3's have some hundred bytes.
+/// The most bytes that are read of a refusal. S3's have some hundred.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
 
 /// Limits, and whom to trust.

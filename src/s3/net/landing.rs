@@ -1,4 +1,4 @@
-//! Where a body lands, and what must hold before it does.
+//! The place where a body lands, and the checks before it does.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -18,12 +18,12 @@ pub struct LowWater {
 }
 
 impl LowWater {
-    /// Of a new socket whose bytes the kernel copies into the slot.
+    /// For a new socket whose bytes the kernel copies into the slot.
     pub fn plain() -> Self {
         Self::new(PLAIN_BYTES)
     }
 
-    /// Of a new socket whose bytes are deciphered into the slot.
+    /// For a new socket whose bytes are deciphered into the slot.
     pub(super) fn tls() -> Self {
         Self::new(TLS_BYTES)
     }

@@ -131,7 +131,7 @@ impl TlsStream {
         }
     }
 
-    /// From the socket into the session. The session is open.
+    /// Reads from the socket into the session, which is open.
     fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut room = ReadBuf::new(self.session.room());
         ready!(Pin::new(&mut self.tcp).poll_read(cx, &mut room))?;

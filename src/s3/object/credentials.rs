@@ -168,7 +168,7 @@ mod tests {
             assert_eq!(key(keys), "B", "the last that can be used");
         }
 
-        // Those that expire by themselves do it when they say so, and what gave them is asked again.
+        // Keys with an expiry expire by it, and their source is asked again.
         let expiry = SystemTime::now() + Duration::from_secs(7);
         let session = Credentials::new("C", "c", None, Some(expiry), "test");
         assert_eq!(lasting(Ok(session)).unwrap().expiry(), Some(expiry));

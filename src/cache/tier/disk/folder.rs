@@ -43,7 +43,7 @@ const SAFE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC);
 pub(super) struct Folder {
     path: PathBuf,
     root: OwnedFd,
-    /// Of its file system.
+    /// The device of its file system.
     pub device: u64,
     _lock: OwnedFd,
     /// Whether direct I/O is still believed to work.
@@ -63,7 +63,7 @@ pub(super) enum FolderFound {
 
 /// Why a folder can't be used.
 pub(super) enum FolderError {
-    /// By another process, or by this one under another path.
+    /// Another process uses it, or this one under another path.
     InUse(DiskError),
     Io(io::Error),
 }

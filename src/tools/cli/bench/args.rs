@@ -60,7 +60,7 @@ pub struct BenchArgs {
     /// Time after which a phase makes no more requests, such as 10s; those under way end. Delete always goes to its end.
     #[arg(long, value_name = "TIME", value_parser = some_time)]
     time_limit: Option<Duration>,
-    /// Of the write phase's requests, those that read objects already written, in percent.
+    /// Percent of the write phase's requests that read objects already written.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, conflicts_with_all = PROMPT, value_parser = whole::<0, 99>)]
     mix: u64,
     /// Most bytes to write and to read in a second, such as 100MiB. Each object that is written, part that is read and prompt
