@@ -1,4 +1,4 @@
-//! What is read from a bucket: no bytes make the header's parser panic, and what it accepts it writes the same.
+//! Headers from a bucket: no bytes make the parser panic, and a header that it accepts is written back the same.
 #![no_main]
 
 use kvgate::format::{DigestKind, FORMAT_VERSION, Header, HeaderError, header_len};

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_several_ranks_have_belong_to_the_lowest() {
+    fn a_range_that_several_have_is_the_lowest_rank_s() {
         let space = space(r#""mha": {"layers": 2, "heads": 2, "head_dim": 8}"#);
         assert_eq!(
             shares(&space, &tp(4)).unwrap(),

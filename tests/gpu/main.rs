@@ -13,7 +13,7 @@
 //! | `command`  | `kvgate gpu`, with and without a driver                                   |
 //! | `worker`   | a rank and a daemon, and a GPU that fails                                 |
 //!
-//! What it can't show is speed, and that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
+//! It can't show speed, nor that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
 
 #![allow(
     clippy::cast_possible_truncation,

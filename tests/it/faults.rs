@@ -32,7 +32,7 @@ pub struct Hooked {
     gets: AtomicUsize,
     /// Flip this byte of this key's object on its way.
     flip: Option<(String, usize)>,
-    /// So many times.
+    /// How many more bytes are flipped.
     flips: AtomicUsize,
     /// Attempts at a GET that deliver junk, but for the last byte, and break off; others follow.
     breaks: AtomicUsize,
@@ -149,7 +149,7 @@ impl ObjectStore for Hooked {
                 landing.arrived(0, almost);
             }
             let flipped = self.flips(&get);
-            // What watches must see the flipped byte.
+            // The watch must see the flipped byte.
             let watch = landing.watch.take_if(|_| flipped.is_some());
             let (mut landing, meta) = self.inner.get(get, landing, deadline).await;
             if let Some(byte) = flipped {
@@ -408,7 +408,7 @@ async fn a_cancelled_next_loses_nothing() {
     assert!(load.next().await.is_none());
 }
 
-/// What another version of kvgate may have written is not damage: it stays.
+/// An object that another version of kvgate may have written is not damage: it stays.
 #[tokio::test]
 async fn an_encrypted_object_is_unreadable_and_stays() {
     let (_server, site, prompt) = stored(3).await;

@@ -1,4 +1,4 @@
-//! What a lookup costs: requests, not seconds.
+//! The cost of a lookup, in requests instead of seconds.
 
 use std::sync::Arc;
 
@@ -69,7 +69,7 @@ async fn a_prompt_of_4096_chunks_of_which_3000_exist(backend: &Backend) {
     assert_eq!(exact.mask, prefix.mask);
     assert_eq!(exact.inferred.count(), 0);
     let asked_now = asked(&gateway) - before;
-    // What was absent may have expired since; what was inferred was not known.
+    // Absent chunks may have expired since, and inferred ones were not known.
     assert!(
         asked_now >= CHUNKS as u64 - cost,
         "what was inferred is asked for: {asked_now}"

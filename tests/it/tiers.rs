@@ -1,4 +1,4 @@
-//! What a node keeps, and what goes up and down between its tiers.
+//! A node's tiers: the chunks that each keeps, and those that go up and down.
 
 use std::time::{Duration, Instant};
 
@@ -135,7 +135,7 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_stored_at_the_end_is_told() {
+async fn chunks_that_are_not_stored_at_the_end_are_told() {
     let mut site = Site::new().await;
     let serving = site.serve(&[("store.drain", "300ms")]).await;
     serving.ready().await;
@@ -152,7 +152,7 @@ async fn what_is_not_stored_at_the_end_is_told() {
 
 /// They were hits for ever, which nobody stored again, and S3 never got them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_disk_has_and_s3_has_not_is_sent_by_the_next_start() {
+async fn chunks_on_a_disk_that_s3_lacks_are_sent_by_the_next_start() {
     let mut site = Site::new().await;
     let disk = site.home.path().join("disk").display().to_string();
     let settings = [
@@ -252,7 +252,7 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     assert_eq!(words[3], "s3");
 }
 
-/// Who may write to a disk's folder could put any KV there.
+/// A user with the right to write to a disk's folder could put any KV there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn files_of_other_users_are_no_chunks_and_stay() {
     if !rustix::process::geteuid().is_root() {
@@ -310,7 +310,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
     let serving = site.serve(&settings).await;
     serving.ready().await;
     serving.client.declare(&there.space).await.unwrap();
-    // Who opens one to read waits for somebody who writes; all others wait for their turn.
+    // Opening a pipe to read waits for a writer; all others wait for their turn.
     let pipe = disk
         .join(there.space.key().to_string())
         .join(there.hashes[0].to_string());
@@ -339,7 +339,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_comes_from_s3_is_written_to_the_disks() {
+async fn chunks_from_s3_are_written_to_the_disks() {
     let site = Site::new().await;
     let prompt = Prompt::new(8);
     site.store_by_another(&prompt, &[]).await;
@@ -436,7 +436,7 @@ async fn only_what_is_used_goes_lower() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_used_while_the_write_behind_was_full_never_went_lower() {
+async fn a_chunk_used_while_the_write_behind_is_full_goes_lower_later() {
     let mut site = Site::new().await;
     let serving = site
         .serve(&[("memory.min_accesses", "1"), ("store.write_behind", "1MiB")])
@@ -496,7 +496,7 @@ async fn a_tenant_has_no_more_than_its_share_of_memory() {
         "{memory:?}"
     );
     assert_eq!(load(&engine, &small, "a", Order::Chunk).await, all("memory", 4));
-    // What was stored comes back, whoever stays in memory.
+    // All stored chunks come back, in memory or not.
     let loaded = load(&engine, &one, "b", Order::Chunk).await;
     for (stored, loaded) in words.iter().zip(&loaded) {
         assert_eq!(

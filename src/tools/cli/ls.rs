@@ -1,3 +1,5 @@
+//! `kvgate ls`: the spaces of a bucket, or the chunks of one space.
+
 use clap::Args;
 use futures::{TryStreamExt, pin_mut};
 use serde::Serialize;
@@ -19,7 +21,7 @@ Examples:
   kvgate ls --endpoint http://rgw:8000 --bucket kv
   kvgate ls --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --limit 20")]
 pub struct LsArgs {
-    /// Show at most so many spaces or chunks.
+    /// Most spaces or chunks to show.
     #[arg(long, value_name = "NUMBER")]
     limit: Option<usize>,
     /// Report as JSON.

@@ -1,3 +1,5 @@
+//! A lookup's answer as a picture of at most 64 signs, for a terminal.
+
 use crate::cache::gateway::Lookup;
 
 pub const LEGEND: &str = "# there, = inferred there, . not there, - inferred not there, ? unknown";

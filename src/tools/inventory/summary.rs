@@ -1,3 +1,5 @@
+//! The spaces of a bucket, each with its number of chunks and bytes.
+
 use std::collections::BTreeMap;
 
 use futures::{StreamExt, TryStreamExt, pin_mut, stream};

@@ -78,7 +78,7 @@ pub struct WriteBehindJob {
     pub space: Space,
     pub object: Sealed,
     pub since: Instant,
-    /// When the job ends, in whatever way, or is dropped, the chunk may leave memory.
+    /// When the job ends or is dropped, the chunk may leave memory.
     _clean: Clean,
 }
 
