@@ -117,8 +117,11 @@ mod tests {
         ranks(&of)
     }
 
+    /// A rank, its planes and its heads.
+    type Owned = (Rank, (usize, usize), (u32, u32));
+
     /// One share for each rank that owns anything.
-    fn owned<const N: usize>(shares: [(Rank, (usize, usize), (u32, u32)); N]) -> BTreeMap<Rank, Vec<Share>> {
+    fn owned<const N: usize>(shares: [Owned; N]) -> BTreeMap<Rank, Vec<Share>> {
         shares
             .map(|(rank, planes, heads)| (rank, vec![Share { planes, heads }]))
             .into()
