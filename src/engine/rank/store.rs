@@ -146,6 +146,9 @@ impl Worker {
                 own: Vec::new(),
                 named: Vec::new(),
             };
+            if computed.chunks.is_empty() {
+                return slots;
+            }
             match session.reserve(&space, wanted.collect()).await {
                 Ok(reserved) => slots.take(reserved),
                 Err(error) => slots.stored.error = Some(error.to_string()),
