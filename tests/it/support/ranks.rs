@@ -113,7 +113,6 @@ impl TestRank {
             world_size: place.world_size,
             layers: place.layers,
             tp: place.tp,
-            ..AttachRequest::default()
         };
         let breaker = LookupBreaker::new(3, Duration::from_secs(1));
         let worker = Worker::new(client, attach, pages.collect(), make, breaker).unwrap();
