@@ -156,10 +156,10 @@ class LookupCase(unittest.TestCase):
         """A step computes `computed` tokens; the chunks that are full then go to a store, and get there."""
         return self.step({request.request_id: computed}).stores
 
-    def step(self, computed=None):
+    def step(self, computed=None, offers=None):
         """One in which these new requests get so many tokens."""
-        computed, table = computed or {}, list(range(10, 30))
-        new = [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0) for name in computed]
+        computed, tables = computed or {}, self.blocks.get_block_ids()
+        new = [SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=0) for name in computed]
         return self.scheduler.step(
             SimpleNamespace(
                 total_num_scheduled_tokens=sum(computed.values()),
@@ -167,7 +167,7 @@ class LookupCase(unittest.TestCase):
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
                 preempted_req_ids=None,
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table], boundary_state_offloads={}),
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads=offers or {}),
             )
         )
 
@@ -284,6 +284,19 @@ class KindsTest(LookupCase):
         self.admit(request, 8)
         parts = self.scheduler.requests["r"].load.parts
         self.assertEqual([(part.kind, part.first_chunk) for part in parts], [(0, 1), (1, 1), (2, 1), (3, 1)])
+
+    def test_a_state_that_was_loaded_is_not_stored_although_vllm_offers_it_back(self):
+        for is_whole, stored in ((True, []), (False, [2])):
+            name = f"whole {is_whole}"
+            request = self.arrive(name=name, tokens=20)
+            self.gateway.next().answer(2)
+            self.assertEqual(self.matched(request), 16)
+            self.admit(request, 16)
+            job = self.scheduler.requests[name].load.job
+            self.scheduler.ended((), WorkerReport(loaded={job: (1, 0.1, is_whole, True)}))
+            stores = self.step({name: 16}, {name: [(2, 51, 16)]}).stores
+            kinds = [part.kind for store in stores for part in store.parts if part.kind == 2]
+            self.assertEqual(kinds, stored, name)
 
     def test_a_load_that_lacks_anything_is_not_tried_again(self):
         request = self.arrive()

@@ -380,6 +380,8 @@ class SchedulerSide:
             if state.ranks_ended == self.ranks:
                 if self.load_or_compute is not None:
                     self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)
+                if state.lost is None:
+                    self.note_snapshots(state)
                 state.load = None
         for step, ranks in report.steps.items():
             self.doubts.ended(step, ranks, set(failed_blocks))
@@ -402,6 +404,12 @@ class SchedulerSide:
             state.lost = lost if state.lost is None else min(state.lost, lost)
             state.found = [min(found, state.lost) for found in state.found]
             state.handed = list(state.found)
+
+    def note_snapshots(self, state):
+        """Those that were loaded: vLLM offers them as if they were new."""
+        for part in state.load.parts:
+            if self.model.kinds[part.kind].word == "state":
+                state.snapshots.setdefault(part.kind, set()).add(part.first_chunk)
 
     def loaded_tokens(self, state):
         start, end = state.load_tokens
