@@ -148,6 +148,7 @@ engine_tests() {
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py
     tests "models of other families in vLLM" "$env/bin/python" -B tests/engines/test_families.py
+    tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 

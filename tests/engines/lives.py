@@ -118,6 +118,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         "external": metrics.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "metrics": {name: value for name, value in metrics.items() if "kvgate" in name},
+        "drafts": {name: value for name, value in metrics.items() if "spec_decode" in name},
         "act": acted,
     }
     llm.llm_engine.engine_core.shutdown()
