@@ -218,6 +218,14 @@ class WorkerTest(unittest.TestCase):
         self.addCleanup(gateway.end)
         prompt = Prompt(space_of("full"))
         prompt.extend(range(CHUNK * 5))
+        lookups = Lookups(
+            str(gateway.socket),
+            [space_of(name) for name in ("full", "window", "state")],
+            [space_of("draft")],
+            state_every=2,
+        )
+        self.assertEqual(self.asked(lookups, "first", prompt, 5), (0, 0, b""))
+        self.assertEqual(lookups.outcome("first"), "answered", "a gateway that did not know any of the spaces")
         writer = Rank(
             gateway,
             "writer",
@@ -233,14 +241,10 @@ class WorkerTest(unittest.TestCase):
         # The snapshots are of chunks that are not neighbours; of the draft there is one chunk.
         stored = {"full": range(4), "window": range(4), "state": [1, 3], "draft": [0]}
         self.store(writer, prompt, stored)
-        lookups = Lookups(
-            str(gateway.socket),
-            [space_of(name) for name in ("full", "window", "state")],
-            [space_of("draft")],
-            state_every=2,
-        )
         self.assertEqual(self.asked(lookups, "all", prompt, 5), (4, 4, b"mmmm"))
         self.assertEqual(self.asked(lookups, "some", prompt, 3), (2, 3, b"mm"), "the snapshot before")
+        ahead = Lookups(str(gateway.socket), [space_of("full"), space_of("state")], [], state_every=2, lookahead=1)
+        self.assertEqual(self.asked(ahead, "all", prompt, 5)[:2], (2, 4), "one full chunk more than the boundary")
 
         reader = Rank(
             gateway,
