@@ -167,7 +167,9 @@ class LookupCase(unittest.TestCase):
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
                 preempted_req_ids=None,
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads=offers or {}),
+                kv_connector_block_state=SimpleNamespace(
+                    get_block_ids=lambda _: tables, boundary_state_offloads=offers or {}
+                ),
             )
         )
 
