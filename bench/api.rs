@@ -1,4 +1,4 @@
-//! What the daemon's socket costs beside a call in the process: lookups of known chunks, and loads of chunks in memory.
+//! The cost of the daemon's socket beside a call in the process: lookups of known chunks, and loads of chunks in memory.
 //!
 //!     cargo bench --bench api               # the table
 //!     cargo bench --bench api -- --save     # also writes bench/results/api-<date>.md and .json
@@ -252,7 +252,7 @@ impl Engine<'_> {
             .lookup(&self.space, &self.hashes, Strategy::Exact, soon())
             .await;
         rows[0].times.push(began.elapsed());
-        // Whoever answers has slept a while, like the daemon.
+        // The answering thread has slept a while, like the daemon.
         rows[4]
             .times
             .push(peer.ping(CHUNKS * 32 + 300, CHUNKS / 8 * 3 + 200)?);

@@ -1,4 +1,4 @@
-//! What a paged copy by the CPU costs beside memcpy of the same bytes, by layout and length of a run.
+//! The cost of a paged copy by the CPU beside memcpy of the same bytes, by layout and length of a run.
 //!
 //!     cargo bench --bench copy               # the table
 //!     cargo bench --bench copy -- --save     # also writes bench/results/copy-<date>.md and .json

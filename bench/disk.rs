@@ -1,4 +1,4 @@
-//! What the disk tier costs: a start with many chunks, questions whether a chunk is there, and the way to the disk and back.
+//! The cost of the disk tier: a start with many chunks, lookups, and the way to the disk and back.
 //!
 //!     cargo bench --bench disk               # the table
 //!     cargo bench --bench disk -- --save     # also writes bench/results/disk-<date>.md and .json

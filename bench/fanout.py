@@ -42,7 +42,7 @@ SLOW = 0.1
 CASES = ("even", "four nodes", "one slow", "three alone")
 # Of "four nodes": programs that load at the same time.
 NODES = 4
-# What plain clients read in each round.
+# The object and the seconds that plain clients read in each round.
 PLAIN_KEY, PLAIN_SECONDS = "fanout-plain", 4
 
 

@@ -26,7 +26,7 @@ from harness.rounds import Case, Client, Samples
 from harness.servers import Ports, Server
 from harness.workload import BUCKET, MIB, Workload, parse_size
 
-# What --clients takes, and what the tables say.
+# The values of --clients, and the clients' names in the tables.
 NAMES = {
     "floor": "floor",
     "kvgate": "kvgate",
@@ -104,7 +104,7 @@ class Bench:
             rounds.run(server.name, those, works, self.given.rounds, self.samples)
 
     def works(self, server: str) -> list[Work]:
-        """What is measured there."""
+        """The works that are measured there."""
         works = [Work("read", size) for size in self.given.part_sizes if "read" in self.given.works]
         if server == "nginx":
             works += [Work(op) for op in ("write", "head", "lookup") if op in self.given.works]
@@ -115,7 +115,7 @@ class Bench:
         names = [name, "kvgate CRC64", "kvgate TLS"] if name == "kvgate" else [name]
         for work in self.works(server):
             for each in names:
-                # What was said of it before says more.
+                # The reason that was noted first says more.
                 self.samples.failures.setdefault(Case(server, work.name, each), reason)
 
     def make(self, word: str, server: Server) -> dict[str, Client]:

@@ -1,4 +1,4 @@
-//! What the hot paths cost, each next to a floor: the least that could do the same, measured in the same run.
+//! The cost of the hot paths, each next to a floor: the least that could do the same, measured in the same run.
 //!
 //! `bench/README.md` says how to read it. A round measures floor and subject one after the other, in changing order;
 //! the ratio is the median over the rounds' ratios, and seconds are CPU seconds of this thread, so that other work on

@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Setup:
-    """What is measured: two kinds of engine, and a node."""
+    """The two kinds of engine that are measured, and a node."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self.given, self.folder = given, folder
@@ -130,7 +130,7 @@ class Setup:
         }
 
     def settings(self) -> dict:
-        """What is measured is loading, so it is never left out because computing would be faster, or an answer late."""
+        """Loading is measured. So it is never left out because computing would be faster, or because an answer is late."""
         script = (
             "import dataclasses, kvgate.vllm.settings as s; print(*(f.name for f in dataclasses.fields(s.Settings)))"
         )

@@ -2,7 +2,7 @@
 # A throw-away real Ceph on loopback: one monitor, one OSD, one radosgw for each address. Ready in seconds.
 #
 # Everything lies in KVGATE_CEPH_DIR, which is wiped at each start; /etc/ceph and /var/lib/ceph are not read.
-# What an earlier run left in that directory is ended first. Source $KVGATE_CEPH_DIR/env to use the cluster.
+# A cluster that an earlier run left in that directory is ended first. Source $KVGATE_CEPH_DIR/env to use the cluster.
 # No cephx, no manager daemon, no systemd, no root: never let it listen on anything but loopback.
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

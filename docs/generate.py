@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the program itself knows, written into docs/CONFIGURATION.md and docs/METRICS.md.
+"""Writes the program's own knowledge into docs/CONFIGURATION.md and docs/METRICS.md.
 
 docs/generate.py --kvgate target/release/kvgate            writes the two pages anew
 docs/generate.py --kvgate target/debug/kvgate --check      fails if they are not what the program says
 
-The keys, their defaults and meanings come from `kvgate config show --json`, the metrics from `/metrics` of a
-`kvgate serve` that this program starts, and vLLM's from the connector's source. Only the text between the two lines that begin with `<!-- generated` is
-replaced. `--check` also looks up each `[section] key` and each `kvgate_...` metric that any page names.
+The keys, their defaults and meanings come from `kvgate config show --json`. The metrics come from `/metrics` of a
+`kvgate serve` that this program starts, and vLLM's from the connector's source. Only the text between the two lines that
+begin with `<!-- generated` is replaced. `--check` also looks up each `[section] key` and each `kvgate_...` metric that any page names.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STATS = ROOT / "python/kvgate/vllm/stats.py"
 COLUMNS = 100
 START_SECONDS_MAX = 30
 
-# What each section is about. A section that is missing here is an error, and so is one that is not in the program.
+# The subject of each section. A section that is missing here is an error, and so is one that is not in the program.
 SECTIONS = {
     "s3": "The S3 server, and how kvgate speaks to it.",
     "dns": "How the server's name becomes addresses. Each address is an endpoint.",
@@ -44,7 +44,7 @@ SECTIONS = {
     "store": "From slots into S3.",
     "copy": "Between slots and the pages of engines. The connectors read this section, and `kvgate gpu`.",
     "api": "How engines and people reach `kvgate serve`.",
-    "log": "What is written to the log.",
+    "log": "The daemon's log.",
 }
 
 # Keys that nobody has had to change so far. They are there for tests, for odd networks and for measurements.
@@ -71,7 +71,7 @@ GROUPS = {
     "behind": "The write-behind",
     "disk": "Local disks",
     "s3": "S3",
-    "existence": "What is known to exist",
+    "existence": "Known existence",
     "endpoint": "The addresses of S3",
     "api": "The API",
 }
@@ -204,7 +204,7 @@ def families(text):
 
 
 def connector_metrics():
-    """What the connector tells vLLM: names and meanings, from the tables in its source."""
+    """The connector's metrics in vLLM: names and meanings, from the tables in its source."""
     tables = {}
     for node in ast.parse(STATS.read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)

@@ -68,7 +68,7 @@ def main():
 
     found = daemon.call("POST", "/v1/lookup", {"space": space["space_id"], "tokens": PROMPT})
     print(f"of {found['chunks']} chunks, {chunks_of(found['mask'])} are stored, {found['prefix']} from the start")
-    print(f"nobody can tell of {chunks_of(found['unknown'])}")
+    print(f"not known: {chunks_of(found['unknown'])}")
 
     status = daemon.call("GET", "/v1/status")
     print(f"kvgate {status['version']}: {status['not_ready'] or 'ready'}, {len(status['sessions'])} engines attached")

@@ -22,7 +22,7 @@ async fn main() -> Result<(), Error> {
     let s3 = EmbeddedS3::start(None, None).await?;
     let config = configuration(&s3)?;
 
-    // What the chunks are called follows from their tokens alone.
+    // The names of the chunks follow from their tokens alone.
     let space = Space::from_json(SPACE)?;
     let hasher = ChunkHasher::new(&space, None)?;
     let root = hasher.root(b"", b"")?;

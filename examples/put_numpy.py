@@ -3,7 +3,7 @@
 
 examples/put_numpy.py --socket /tmp/kvgate.sock          needs numpy and blake3
 
-What a connector does: it attaches, reserves a slot for each chunk of a prompt, writes the KV into the mapped arena,
+It does the work of a connector: it attaches, reserves a slot for each chunk of a prompt, writes the KV into the mapped arena,
 commits, loads the chunks again and compares them. A second run finds the chunks of the first.
 """
 

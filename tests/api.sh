@@ -60,7 +60,7 @@ for _ in $(seq 100); do
     sleep 0.1
 done
 
-# What calls need to get anywhere: a space, and a session, whose stream stays open.
+# The calls need a space and a session, whose stream stays open.
 space='{"model":"test/api","revision":"1","dtype":"float16","chunk_tokens":16,"mha":{"layers":2,"heads":2,"head_dim":16}}'
 space_id=$(curl -fsS -X PUT "$at/v1/spaces" -d "$space" | "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["space_id"])')
 curl -fsSN -X POST "$at/v1/attach" -d '{"instance": "api.sh"}' >"$work/attached" &

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Every command of README.md and docs/ runs here, in the order of its page, or is listed below with the reason why not.
+"""Every command of the README files and of docs/ runs here, in the order of its page, or is listed below with the reason
+why not.
 
 tests/commands.py --kvgate target/debug/kvgate                                     what needs no S3 server
 tests/commands.py --kvgate target/debug/kvgate --endpoint http://127.0.0.1:7480    all of them; keys from the environment
@@ -21,7 +22,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "bench/README.md", "ceph/README.md", "examples/README.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
+]
 BLOCK = re.compile(r"^( *)```sh\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 # Where a page has none of its own.
 GATEWAY = "kvgate serve --embedded /tmp/kvgate-data --socket /tmp/kvgate.sock --listen 127.0.0.1:9180"
@@ -37,7 +41,13 @@ NOT_RUN = {
     "cargo test": "tests/run.sh runs all tests",
     "tests/servers/install.sh": "tests/run.sh runs it",
     "python tests/engines": "tests/run.sh runs it in its environment",
-    "ceph/up.sh": "tests/run.sh starts the same cluster",
+    "ceph/": "tests/run.sh starts and ends the same cluster, and its tests call rgw.sh",
+    "KVGATE_CEPH_": "another cluster beside the first; the tests set the same variables",
+    "bench/": "a measurement, minutes to an hour; bench/results has its tables",
+    "cargo bench": "a measurement, minutes to an hour; bench/results has its tables",
+    "examples/": "tests/docs.sh runs it",
+    "python -m kvgate.torch_check": "tests/run.sh runs it with the wheel",
+    "target/dist/kvgate gpu": "needs a GPU; tests/gpu stands in for the driver",
     "source /tmp/kvgate-ceph/env": "belongs to ceph/up.sh",
     "KVGATE__DNS__SRV": "needs Consul; tests/it/dns.rs asks a DNS server of its own",
     "kvgate gpu": "needs a GPU; tests/gpu stands in for the driver",

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Which folder of src may import which: fails where an import goes up, or where a folder is not in the list.
+"""Which folder of src may import which. Fails where an import goes up, where a folder is not in the list, and where the
+table in ARCHITECTURE.md says other imports than the code has.
 
 tests/layers.py            checks, and says what is wrong
 tests/layers.py --graph    prints the folders and what each imports, for ARCHITECTURE.md
@@ -192,6 +193,19 @@ def cycles():
     return wrong
 
 
+def table(src, page):
+    """What is wrong with the page's table of the top folders: a line `| folder | imports |` for each."""
+    found, _ = edges(src)
+    tops = list(dict.fromkeys(layer.split("/")[0] for layer in LAYERS))
+    wrong = []
+    for top in tops:
+        targets = {target.split("/")[0] for source, target in found if source.split("/")[0] == top} - {top}
+        line = f"| {top} | {', '.join(sorted(targets, key=tops.index)) or 'nothing'} |"
+        if line not in page.splitlines():
+            wrong.append(f"ARCHITECTURE.md lacks the line {line}")
+    return wrong
+
+
 def graph(src):
     found, _ = edges(src)
     for layer in LAYERS:
@@ -207,7 +221,7 @@ def self_test():
         "format/up.rs": "use crate::{arena::Arena, format::Space};",
         "cache/gateway/tiers/up.rs": "use super::super::load::LoadSpec;",
         "cache/gateway/bucket/up.rs": "use crate::cache::gateway::Gateway;",
-        "engine/copy/up.rs": "use crate::engine::{client::Client, connector::{Load, Store}};",
+        "engine/client/up.rs": "use crate::engine::{copy::Copier, rank::{LoadJob, StoreJob}};",
     }
     with tempfile.TemporaryDirectory() as folder:
         src = Path(folder)
@@ -232,7 +246,7 @@ def main():
         return self_test()
     if "--graph" in sys.argv:
         return graph(src)
-    wrong = check(src)
+    wrong = check(src) + table(src, (ROOT / "ARCHITECTURE.md").read_text())
     print("\n".join(wrong) or f"ok: {len(LAYERS)} folders, no import goes up")
     sys.exit(1 if wrong else 0)
 

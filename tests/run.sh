@@ -5,7 +5,7 @@
 #   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq) and a real vLLM, the demo
 #   full    ci, Swift, the long variants of the tests, fuzzing
 #
-# What is missing on a fresh Debian 12 with Rust is installed by tests/servers/install.sh.
+# tests/servers/install.sh installs all that a fresh Debian 12 with Rust lacks.
 # No pass by skipping: KVGATE_TEST_REQUIRE lists the servers that tests must find (they fail otherwise); what did
 # not run is listed at the end, and a test that skips itself writes a line "name: reason" to the file
 # $KVGATE_TEST_SKIP_LOG, which counts it as skipped instead of passed.
@@ -26,7 +26,7 @@ export KVGATE_TEST_CACHE
 export KVGATE_CEPH_SSL_PORT=${KVGATE_CEPH_SSL_PORT:-7443}
 export KVGATE_TEST_SKIP_LOG=$WORK/skips
 touch "$KVGATE_TEST_SKIP_LOG"
-# What release builds do is tested, not how fast: optimizing takes many minutes on two cores.
+# Release builds are tested for their results, not their speed: optimizing takes many minutes on two cores.
 export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_OPT_LEVEL=1
 
 passed=0 failed=0 skipped=0
@@ -87,7 +87,7 @@ count_results() {
         END { print ok + ran, bad + 0, out + 0 }'
 }
 
-# shout WORDS... : what no one should overlook.
+# shout WORDS... : a line that nobody overlooks.
 shout() { printf '\n!!! %s\n' "$*"; }
 
 # ---------------------------------------------------------------- the parts
@@ -162,7 +162,7 @@ demo() {
     fi
 }
 
-# What the demo stored, seen by others: s5cmd lists the documented keys, and the Python reference, which knows only
+# The demo's objects, seen by others: s5cmd lists the documented keys, and the Python reference, which knows only
 # docs/FORMAT.md, recomputes keys and digests.
 external_check() {
     local endpoint=${KVGATE_TEST_RGW_ENDPOINTS%% *} prefix=external-$$ keys
@@ -177,7 +177,7 @@ external_check() {
     cargo run --release --quiet "${LOCKED[@]}" -- verify --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix"
 }
 
-# Each target for $FUZZ_SECONDS. What is found interesting is kept, so that the next run goes on from there.
+# Each target for $FUZZ_SECONDS. Interesting inputs are kept, so that the next run goes on from there.
 fuzz() {
     local target corpus seeds
     check "install cargo-fuzz" tests/servers/install.sh fuzz

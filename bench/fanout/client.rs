@@ -1,5 +1,5 @@
-//! What loads prompts: by the fan-out that kvgate has, with calls of the shape that `net/connector.rs` and
-//! `object/s3.rs` make, and without it.
+//! The clients that load prompts: with kvgate's fan-out, called as `s3/net/http_client.rs` and `s3/object/s3.rs` call it,
+//! and without it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -90,7 +90,7 @@ pub struct Counts {
     pub bytes: AtomicU64,
 }
 
-/// Who may send next: the earliest load's first range, as in `gateway/bucket/turns.rs`.
+/// The order of ranges that wait: the earliest load's first range goes next, as in `cache/gateway/bucket/turns.rs`.
 #[derive(Default)]
 struct Turns {
     in_flight_bytes: usize,
@@ -189,7 +189,7 @@ impl Client {
         }
     }
 
-    /// As `Connector::send`.
+    /// As `NetClient::send`.
     async fn leased(&self, bytes: usize, route: &Route, landing: &Handover<()>) -> Result<(), Fault> {
         let mut permit = match route.start() {
             Start::Hedge => self.endpoints.try_permit(bytes, route).ok_or(Fault::NoRoom)?,
@@ -265,7 +265,7 @@ impl Drop for Turn {
     }
 }
 
-/// As `Connector::send_over` and `Connector::land`.
+/// As `NetClient::send_over` and `NetClient::land`.
 async fn land(
     permit: &mut Permit<Arc<Server>>,
     bytes: usize,

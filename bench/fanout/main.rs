@@ -1,8 +1,8 @@
 //! The fan-out against 64 scripted endpoints, beside round robin and beside a single endpoint.
 //!
 //! Nothing goes over the network and no time passes: endpoints are tasks that share their speed among what is on its way,
-//! and the clock is tokio's, paused, so that twenty seconds of 64 endpoints take one. What chooses, waits, retries and
-//! hedges is the very code that kvgate runs (`kvgate::s3::fanout`). The same seed gives the same table.
+//! and the clock is tokio's, paused, so that twenty seconds of 64 endpoints take one. The code that chooses,
+//! waits, retries and hedges is kvgate's own (`kvgate::s3::fanout`). The same seed gives the same table.
 //!
 //! Not for: what a request costs in CPU, and how real servers behave when they are overloaded (`bench/fanout.py`).
 

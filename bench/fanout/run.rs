@@ -13,7 +13,7 @@ use super::client::{Client, Policy};
 use super::scenario::{Act, BEGIN, END, Scenario, Workload};
 use super::server::Server;
 
-/// What came of it, from [`BEGIN`] on.
+/// The result, from [`BEGIN`] on.
 #[derive(Serialize)]
 pub struct Row {
     pub workload: &'static str,

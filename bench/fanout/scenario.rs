@@ -1,4 +1,4 @@
-//! What happens to the endpoints, and when.
+//! Scenarios: the events that happen to the endpoints, each with its time.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -34,7 +34,7 @@ pub enum Act {
     List(Vec<usize>),
 }
 
-/// What clients want of it.
+/// The load that the clients make.
 #[derive(Clone, Copy)]
 pub struct Workload {
     pub name: &'static str,

@@ -18,7 +18,7 @@ const PIECES: usize = 8;
 /// Bytes of rounding.
 const NEARLY: f64 = 1.0;
 
-/// What one endpoint can do.
+/// The abilities of one endpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct Speed {
     pub bytes_per_second: f64,
@@ -79,7 +79,7 @@ struct State {
     served: f64,
     at: Instant,
     mood: Mood,
-    /// What is on its way, by what must be served until its next piece is through.
+    /// Transfers under way, in the order in which their next pieces are served.
     waiting: BTreeMap<Due, oneshot::Sender<()>>,
     numbers: u64,
     /// Bytes of bodies.
@@ -117,7 +117,7 @@ impl Server {
         let mut state = self.now();
         state.mood = mood;
         if mood == Mood::Gone {
-            // Who waits for a piece sees that its sender is gone.
+            // A transfer that waits for a piece sees that its sender is gone.
             state.waiting.clear();
         }
         drop(state);

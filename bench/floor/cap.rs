@@ -15,7 +15,7 @@ use crate::Error;
 
 /// Let through at a time. Connections take turns, so small pieces share better.
 const PIECE: usize = 32 << 10;
-/// What may be let through at once after a pause.
+/// The burst that may be let through at once after a pause.
 const BURST: Duration = Duration::from_millis(20);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 

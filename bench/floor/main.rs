@@ -1,4 +1,4 @@
-//! What kvgate is measured against: the *floor*, which is a socket and nothing else, and the AWS SDK as it comes.
+//! The programs that kvgate is measured against: the *floor*, which is a socket and nothing else, and the AWS SDK as it comes.
 //!
 //! `bench/landing.py` and `bench/fanout.py` start it and `bench/README.md` says what for. Servers run until they are ended; each client
 //! runs once and prints one line of JSON, with the same names as `kvgate bench --json`. Both sides of the floor are

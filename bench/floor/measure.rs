@@ -1,3 +1,5 @@
+//! Time and CPU of one phase of the floor.
+
 use std::time::Instant;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -8,7 +10,7 @@ use crate::Error;
 const GIB: f64 = (1_u64 << 30) as f64;
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// What one phase did and what it cost this process, user and system. Figures of bytes are null where it moved none.
+/// The work of one phase and its cost for this process, user and system. Figures of bytes are null where it moved none.
 #[derive(Serialize)]
 pub struct Measured {
     phase: &'static str,

@@ -1,5 +1,5 @@
-//! The clients of the floor. A request is 16 bytes, little-endian: object (4), length (4), offset (8). What is sent
-//! begins with its length (8) and is answered with one byte.
+//! The clients of the floor. A request is 16 bytes, little-endian: object (4), length (4), offset (8). A body
+//! to store begins with its length (8) and is answered with one byte.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -45,7 +45,7 @@ struct Client {
     answer: Option<Answer>,
 }
 
-/// What is still to be sent.
+/// The rest of an answer that is still to be sent.
 struct Answer {
     file: File,
     offset: u64,

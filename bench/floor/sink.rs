@@ -75,7 +75,7 @@ fn answer(stream: TcpStream, objects: &Objects) -> io::Result<()> {
         if head.expects_continue {
             writer.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
         }
-        // What came with the head lies in the reader.
+        // Bytes that came with the head lie in the reader.
         let buffered = head.length.min(reader.buffer().len() as u64);
         reader.consume(usize::try_from(buffered).unwrap_or(0));
         discard(&writer, head.length - buffered, &mut scratch)?;

@@ -1,3 +1,5 @@
+//! The floor's workload: objects in parts, dealt to its connections, and checked at the end.
+
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
@@ -7,7 +9,7 @@ use kvgate::config::units::{ByteSize, MIB};
 
 use crate::Error;
 
-/// What is transferred, and how much of it at a time.
+/// The objects to transfer, and the bytes of each request.
 #[derive(Debug, Clone, Args)]
 pub struct Workload {
     #[arg(long, default_value_t = 64)]

@@ -1,4 +1,4 @@
-"""What bench/landing.py and bench/fanout.py are made of.
+"""The parts of bench/landing.py and bench/fanout.py.
 
 tools      installs what is needed, in a cache outside the checkout
 workload   the objects that everyone reads

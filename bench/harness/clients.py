@@ -1,4 +1,4 @@
-"""Who is measured: kvgate, the floor, the AWS SDK, the peers.
+"""The clients that are measured: kvgate, the floor, the AWS SDK, the peers.
 
 Each client has a `run`, which does one piece of work and tells what it did and cost: operations, bytes, seconds, and of
 the client's process only, CPU seconds (user and system) and minor faults.
@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run did, and what it cost the client."""
+    """The work of one run, and its cost for the client."""
 
     ops: int
     bytes: int
@@ -186,7 +186,7 @@ class Kvgate(Program):
         if work.op == "read" and not self.verify:
             flags.append("--no-verify")
         if work.op != "lookup":
-            # What is read again and again stays; and the sink forgets.
+            # Objects that are read again and again stay. The sink keeps nothing.
             flags.append("--keep")
         return [self.program, "bench", work.op, *flags]
 

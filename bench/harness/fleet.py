@@ -13,7 +13,7 @@ from .workload import BUCKET
 NAME = "s3.kvgate.test"
 DNS_ADDRESS = "127.0.0.53"
 RGWS = [f"127.0.0.{11 + number}" for number in range(4)]
-# What the name stands for: the proxies.
+# The addresses of the name: the proxies.
 ADDRESSES = [f"127.0.0.{21 + number}" for number in range(4)]
 # As good as none.
 UNCAPPED = 10_000_000_000
@@ -102,7 +102,7 @@ def fleet(folder: Path, ports: Ports) -> Iterator[Fleet]:
 
 
 def environment_of(fleet: Fleet) -> dict[str, str]:
-    """What kvgate gets to see."""
+    """The environment of kvgate."""
     return {
         **servers.client_environment(),
         "KVGATE__S3__ENDPOINT": fleet.endpoint,

@@ -1,4 +1,4 @@
-"""What plain clients get out of several addresses at once: signed GETs of ranges, thrown away."""
+"""Plain clients that read from several addresses at once: signed GETs of ranges, thrown away."""
 
 import datetime
 import hashlib
@@ -35,7 +35,7 @@ def mb_per_s(addresses: list[str], port: int, key: str, part_size: int, seconds:
                 if answer.status != 206:
                     raise FailedError(f"{address} answers {answer.status}")
                 while (len_ := answer.readinto(piece)) > 0:
-                    # What comes later is nobody's.
+                    # Bytes that come after the end are not counted.
                     came[number] += len_ if time.monotonic() < end else 0
         except (OSError, http.client.HTTPException, FailedError) as error:
             errors.append(str(error))

@@ -1,5 +1,5 @@
-"""Who is measured when: every round does each work once, in an order of its own, and with each work everyone, in an order
-of its own: the machine changes its pace within seconds, and ratios are between clients at the same work."""
+"""The order of the measurements. Every round does each work once, in a new order, and each work with every client, in a new
+order. The machine changes its pace within seconds, and ratios are between clients at the same work."""
 
 import random
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from .tools import FailedError
 
 
 class Client(Protocol):
-    """What `clients` has several of."""
+    """One of the measured clients, as `clients` makes them."""
 
     version: str | None
 
@@ -24,7 +24,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: by these names it is found again."""
+    """The names by which a measurement is found again."""
 
     server: str
     work: str
@@ -33,7 +33,7 @@ class Case:
 
 @dataclass
 class Samples:
-    """What came out, by case and round."""
+    """The results, by case and round."""
 
     measured: dict[Case, dict[int, Measured]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def run(server: str, clients: dict[str, Client], works: list[Work], rounds: int,
         [(Case(server, work.name, name), client, work) for name, client in clients.items() if client.can(work)]
         for work in works
     ]
-    # What lives through all rounds has its connections and its buffers before the first.
+    # A client that lives through all rounds has its connections and buffers before the first one.
     for case, client, work in chain.from_iterable(at_work):
         if isinstance(client, Peer):
             attempt(case, client, work, samples)
@@ -81,7 +81,7 @@ def attempt(case: Case, client: Client, work: Work, samples: Samples) -> Measure
         if not measured.ops or not moved or measured.seconds <= 0:
             raise FailedError(f"{measured.ops} operations, {measured.bytes} bytes in {measured.seconds} s")
         return measured
-    # Whatever it is, the others' samples are worth more.
+    # Any error: the others' samples are worth more than an early end.
     except Exception as error:
         samples.failures[case] = tools.reason(error)
         tools.say(f"  {case.client}, {case.work}: {samples.failures[case]}")

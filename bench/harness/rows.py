@@ -1,4 +1,4 @@
-"""What is wanted of kvgate, and what came out. Ratios are between neighbours: of each round, and of these the median."""
+"""The requirements, and how kvgate meets them. Ratios are between neighbours: of each round, and of these the median."""
 
 import statistics
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a row. No value: not measured, and why."""
+    """The result of a row. Without a value: the reason why it was not measured."""
 
     row: Row
     value: float | None

@@ -194,7 +194,7 @@ def nginx(folder: Path, ports: Ports, workload: Workload) -> Iterator[Server]:
 
 
 def write_listings(folder: Path, workload: Workload) -> None:
-    """What a listing answers, as files."""
+    """The answers of a listing, as files."""
     folder.mkdir()
     entry = (
         "<Contents><Key>{}</Key><Size>{}</Size><ETag>&quot;0&quot;</ETag>"
@@ -257,7 +257,7 @@ def upload(endpoint: str, folder: Path) -> None:
 
 
 def client_environment() -> dict[str, str]:
-    """What clients get to see: no configuration but ours."""
+    """The environment of clients: no configuration but ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "KVGATE_"))}
     ours = {"AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
     # A proxy between two processes of one machine would be measured too.

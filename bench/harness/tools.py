@@ -39,7 +39,7 @@ def run(*command: str | Path, **options) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What it says; with its name, which may be all that there is, if nobody meant it for people."""
+    """The error's text. With its name if it is none of ours: some errors have nothing else."""
     meant = isinstance(error, (MissingError, FailedError))
     return str(error) if meant else f"{type(error).__name__}: {error}"
 
@@ -127,7 +127,7 @@ def built(name: str) -> Path:
     """A program of this repository: `kvgate`, or the example `floor`."""
     say(f"building {name}")
     kind = ["--example", name] if name == "floor" else ["--bin", name]
-    # What it says is for the person who waits.
+    # Its output is for the person who waits.
     if subprocess.run(["cargo", "build", "--profile", "dist", "--quiet", *kind], cwd=ROOT).returncode != 0:
         raise MissingError(f"cargo can't build {name}")
     metadata = json.loads(run("cargo", "metadata", "--format-version=1", "--no-deps", cwd=ROOT))
@@ -160,7 +160,7 @@ def dns() -> None:
 
 def hardware() -> dict[str, object]:
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    # What a virtual CPU calls itself may fit several generations; what a digest costs hangs on the L2.
+    # The name of a virtual CPU may fit several generations, and the cost of a digest depends on the L2.
     l2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -11,7 +11,7 @@ UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB}
 # LMCache only speaks virtual-host style, and radosgw takes a host name that it does not know for the bucket's. So with
 # a bucket of this name it is reached without any DNS, and everyone else, who says 127.0.0.1, finds it in the path.
 BUCKET = "localhost"
-# What the names of the peers' objects begin with; kvgate writes its own.
+# The start of the peers' objects' names; kvgate writes its own objects.
 PREFIX = "obj-"
 KVGATE_PREFIX = "kvgate-bench"
 

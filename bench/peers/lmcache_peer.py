@@ -72,7 +72,7 @@ class LMCache:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def names(self) -> dict:
-        """What it calls the objects in the bucket."""
+        """The names that it gives the objects in the bucket."""
         return {"names": [key.to_string().replace("/", "_") for key in self.keys]}
 
     def read(self, part_size: int) -> dict:

@@ -1,4 +1,4 @@
-"""What the clients in this folder share: flags, the meter, and the conversation with the bench.
+"""The common part of the clients in this folder: flags, the meter, and the conversation with the bench.
 
 A client runs in the virtual environment that its library is in. It says hello when it is ready, then answers each line
 of JSON that asks for something, {"op": "read", "part_size": 16777216}, with one that tells what that did and cost.
@@ -46,7 +46,7 @@ def spoil(buffer: memoryview) -> None:
 
 
 class Meter:
-    """What this process uses between start and stop, all threads, user and system."""
+    """CPU and page faults of this process between start and stop, all threads, user and system."""
 
     def __init__(self) -> None:
         self.usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -69,7 +69,7 @@ class Meter:
 
 def serve(make, package: str) -> None:
     """Makes the client and does what is asked until there is nothing more to read."""
-    # What libraries print must not get between the answers.
+    # Libraries print to the standard output, which must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     client = make(arguments())

@@ -1,4 +1,4 @@
-"""What bench/ttft.py is made of.
+"""The parts of bench/ttft.py.
 
 environment      a Python with vLLM and the wheel
 gateway          `kvgate serve`, which may die and come back

@@ -23,7 +23,7 @@ HITS = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a prompt brought."""
+    """The result of one prompt."""
 
     ttft_s: float
     tokens: list[int]

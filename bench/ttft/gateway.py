@@ -26,7 +26,7 @@ class Gateway:
     def start(self) -> None:
         command = [self.program, "serve", *self.s3, "--socket", self.socket]
         command += ["--arena-path", self.arena, "--arena-size", self.arena_size]
-        # What is stored faster than S3 takes it is refused, and would then be missing here.
+        # Stores that come faster than S3 takes them are refused, and would be missing here.
         environment = {"KVGATE__STORE__WRITE_BEHIND": "1GiB", **os.environ}
         with open(self.folder / "gateway.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

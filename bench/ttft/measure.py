@@ -10,7 +10,7 @@ from .engines import Engine
 from .gateway import Gateway
 from .workloads import Case, words
 
-# Who answered.
+# The names of the columns, by the place that answered.
 PLAIN_FIRST, FIRST, PLAIN, S3, MEMORY = "plain, first pass", "first pass", "plain", "from S3", "from memory"
 
 
@@ -37,7 +37,7 @@ class Bench:
     cases: list[Case]
     answer_tokens: int
     samples: list[Sample] = field(default_factory=list)
-    # What conversations became, by case.
+    # The tokens of each conversation so far, by case.
     histories: dict[tuple, list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class Bench:
         self.live("the first pass: all is computed, and stored", self.first)
         self.gateway.restart()
         self.live("the engine and the node are new: from S3", self.again)
-        # What the pass before brought is still there.
+        # Chunks that the pass before loaded are still there.
         self.live("the engine is new: from the node's memory", self.once_more)
 
     def live(self, what: str, measure: Callable[[Engine, Case], None]) -> None:

@@ -1,4 +1,4 @@
-"""What kvgate costs where nothing is reused: throughput beside plain vLLM, and the connector's own seconds."""
+"""The cost of kvgate where nothing is reused: throughput beside plain vLLM, and the connector's own seconds."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Run:
 
 
 class Clocks:
-    """What `kvgate_timed` and the kernel counted in an engine's processes."""
+    """The counts of `kvgate_timed` and of the kernel in an engine's processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -138,7 +138,7 @@ class Bench:
             engine.stop()
 
     def measure(self, case: str, number: int, who: str, engine: Engine, clocks: Clocks) -> Run:
-        # What is damaged was stored by the run with the gateway that works; all else is new.
+        # The damaged objects were stored by the run with the gateway that works; all else is new.
         key = "working" if case == "corrupted" else case
         prompts = [words(self.seed, "overhead", key, number, i, tokens=self.prompt_tokens) for i in range(self.prompts)]
         # The plain engine may have seen them, and must not know.
@@ -176,7 +176,7 @@ class SlowServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who asked has given up."""
+        """The caller has given up."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is asked: prompts of random tokens, none of which begins like another unless it says so."""
+"""The prompts: random tokens. No two begin alike unless their docstring says so."""
 
 import argparse
 import random
@@ -17,7 +17,7 @@ class Case:
 
     workload: str
     name: str
-    # What the case is about, as a number that orders.
+    # A number that orders the cases.
     size: int
     round: int
     first: list[list[int]]

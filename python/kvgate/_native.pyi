@@ -1,11 +1,11 @@
 from collections.abc import Sequence
 
 class KvGateError(Exception):
-    """The gateway can't be reached or refuses, or what was given can't be."""
+    """The gateway can't be reached or refuses, or an argument is impossible."""
 
 def version() -> str: ...
 def main(arguments: list[str]) -> int:
-    """Runs the command line; answers its exit status."""
+    """Runs the command line. Returns its exit status."""
 
 class Space:
     """One kind of KV of a model: what must be equal for two chunks to be interchangeable, from its JSON (docs/FORMAT.md
@@ -32,19 +32,22 @@ class Space:
     def canonical_json(self) -> str: ...
 
 class Prompt:
-    """The chunk hashes of one prompt, which may grow. They are made when they are asked for."""
+    """The chunk hashes of one prompt, which may grow. They are computed at the first call that needs them."""
 
     def __init__(
         self, space: Space, salt: bytes | None = None, adapter: bytes | None = None, secret: bytes | None = None
     ) -> None: ...
     def extend(self, tokens: bytes | Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> int:
-        """`tokens`: their numbers, or quicker, their bytes: 4 each, in the machine's order. Takes tokens that follow those it has, with extras at positions in the whole prompt; how many chunks are full now."""
+        """Appends tokens, with extras at positions in the whole prompt. Returns the number of full chunks.
+
+        `tokens`: numbers, or quicker, bytes: 4 for each token, in the machine's order.
+        """
 
     def __len__(self) -> int:
-        """Full chunks."""
+        """The number of full chunks."""
 
     def hashes(self, first: int, end: int) -> bytes:
-        """32 bytes for each of these chunks."""
+        """The hashes of these chunks, 32 bytes each."""
 
     def parent(self, chunk: int) -> bytes:
         """The hash of the chunk before, or the root."""
@@ -62,7 +65,7 @@ class Copier:
         """The payload of the tokens in these slots."""
 
 class Lookups:
-    """Lookups of waiting requests, for a scheduler that never waits."""
+    """The lookups of waiting requests, for a scheduler that never waits. All calls return at once."""
 
     def __init__(
         self,
@@ -92,8 +95,8 @@ class Lookups:
         """Whether to ask again although the request only waits in the queue: its answer is older than `again_ms`, or outdated."""
 
     def is_due(self, request: str) -> bool:
-        """Whether to ask: the request has no question, or its answer is outdated, or the pins of what it found are gone. An
-        answer that was waited for counts once, however old it is by then."""
+        """Whether to ask: the request has no question, or its answer is outdated, or its pins are gone. An answer that the
+        request waited for counts once, at any age."""
 
     def answer(self, request: str) -> int | None:
         """The boundary: leading chunks after which the engine can go on, since every kind has what it needs there. None while
@@ -108,17 +111,17 @@ class Lookups:
         """The tier of each chunk up to the boundary, in the first full kind: `m` the node's memory, `d` its disks, `s` S3."""
 
     def outcome(self, request: str) -> str | None:
-        """Of its question: `answered`, `late` (not within `deadline_ms`), `failed`, or `paused` (not asked, after time-outs);
-        None while it goes on."""
+        """The outcome of its question: `answered`, `late` (not within `deadline_ms`), `failed`, or `paused` (not asked, after
+        time-outs). None while it goes on."""
 
     def told(self) -> tuple[list[float], bool]:
-        """Seconds of the questions that were answered since the last call, and whether the gateway is left alone now."""
+        """The seconds of each question answered since the last call, and whether the gateway is left alone now."""
 
     def outdate(self, request: str) -> None:
-        """There may be more than its question could find."""
+        """Marks the answer as outdated: there may be more chunks by now."""
 
     def forget(self, request: str) -> None:
-        """And ends its question."""
+        """Forgets the request, and ends its question."""
 
 class Loaded:
     """A load that has ended."""
@@ -173,7 +176,7 @@ class Worker:
         """Until this plane of the kind, in all loads by layer, is in its pages, or known not to come."""
 
     def wait_layers(self) -> None:
-        """Until all loads by layer have ended."""
+        """Waits until all loads by layer have ended."""
 
     def store(
         self,
@@ -185,7 +188,7 @@ class Worker:
         so the chunks need not be neighbours; there is a table for each group: the blocks of chunk after chunk."""
 
     def is_attached(self) -> bool | None:
-        """Whether there is a session with the gateway; None: one is being made. It is made by the first load or store."""
+        """Whether there is a session with the gateway. None: one is being made. The first load or store makes it."""
 
     def loaded(self) -> list[Loaded]:
         """Loads that have ended since the last call."""
@@ -194,10 +197,10 @@ class Worker:
         """Stores that have ended since the last call."""
 
     def freed(self) -> list[str]:
-        """Stores that need their blocks no more, since the last call; they end later."""
+        """Stores that have stopped to need their blocks since the last call. They end later."""
 
     def take_back(self, jobs: Sequence[str]) -> None:
-        """The blocks of these stores are the engine's when this returns: what is not being copied yet never will be."""
+        """Gives the blocks of these stores back to the engine. Copies that have not begun are never made."""
 
     def close(self) -> None:
-        """Until no job is under way: the engine's memory may go after this. What is not copied yet never is."""
+        """Waits until no job is under way. The engine's memory may go after this. Copies that have not begun are never made."""

@@ -1,8 +1,8 @@
-"""A PyTorch tensor of KV, as kvgate has tensors described: by the meaning of their axes (src/engine/copy/tensor.rs)."""
+"""Describes a PyTorch tensor of KV for kvgate, by the meaning of its axes (src/engine/copy/tensor.rs)."""
 
 
 def describe(tensor, axes, plane, heads=None):
-    """`axes`: one letter for each dimension; `plane`: its index in the space; `heads`: those it has, half-open."""
+    """`axes`: a letter for each dimension. `plane`: its index in the space. `heads`: the heads that it has, half-open."""
     size, storage = tensor.element_size(), tensor.untyped_storage()
     return {
         "address": tensor.data_ptr(),

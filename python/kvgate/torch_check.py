@@ -1,7 +1,7 @@
 """python -m kvgate.torch_check [--device cuda:0] [--json]
 
-Copies into and out of pages that PyTorch has allocated, as engines do, compared with what PyTorch's own indexing makes of
-the same bytes. Says for each layout what it found; exit status 1 if any byte is wrong.
+Copies into and out of pages that PyTorch has allocated, as engines do, and compares the result with that of PyTorch's own
+indexing. Prints a line for each layout. Exit status 1 if any byte is wrong.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main():
 
 
 def check(device, axes, order):
-    """Whether a load and a store move exactly what they should."""
+    """Whether a load and a store move exactly the right bytes."""
     generator = torch.Generator().manual_seed(1)
     heads = HEADS if "H" in axes else 1
     elements = HEAD_DIM if "D" in axes else 2 * HEAD_DIM
@@ -87,14 +87,14 @@ def check(device, axes, order):
 
 
 def new_tensor(device, axes, order, elements):
-    """Poisoned, with its axes as the engine shows them."""
+    """A tensor full of a poison value, with its axes as the engine shows them."""
     sizes = {"K": 2, "B": BLOCKS, "N": BLOCK_TOKENS, "H": HEADS, "C": elements, "D": elements}
     tensor = torch.full([sizes[axis] for axis in order], -12851, dtype=torch.int16, device=device)
     return tensor.permute([order.index(axis) for axis in axes])
 
 
 class rows_of:  # noqa: N801
-    """A layer's rows by head and slot, whatever the order of its axes: read and written by PyTorch's own indexing."""
+    """A layer's rows by head and slot, for any order of its axes. PyTorch's own indexing reads and writes them."""
 
     def __init__(self, tensor, axes):
         self.tensor, self.axes = tensor, axes

@@ -1,4 +1,4 @@
-"""Digests of folders with weights: what tells one model or adapter from another, whatever they are called."""
+"""Digests of folders with weights. They tell one model or adapter from another, whatever its name is."""
 
 import contextlib
 import fcntl
@@ -30,20 +30,20 @@ NO_MATTER = (
     "vocab.json",
     "merges.txt",
 )
-"""What KV of given tokens never depends on; hidden ones are a hub's and git's own. All else counts: remote code, configs of
-all formats, what a model loads from a subfolder."""
+"""Files that the KV of given tokens never depends on. Hidden files belong to a hub or to git. All other files count: remote
+code, configs of all formats, files in subfolders."""
 IGNORED_FOLDER = "original"
-"""Of the model's own folder; vLLM leaves it out, too."""
+"""A subfolder of the model's folder. vLLM leaves it out, too."""
 READ_BYTES = 8 << 20
 THREADS = 8
 DIGEST = re.compile("[0-9a-f]{64}")
 TOLD_BYTES = 1 << 30
-"""A folder with less is digested without a word."""
+"""The digest of a folder with fewer bytes is made without a line in the log."""
 TOLD_SECONDS = 30
 
 
 def files(folder, is_deep=True):
-    """Those that the KV depends on. `is_deep`: in subfolders, too; of an adapter only its own folder is loaded."""
+    """The files that the KV depends on. `is_deep`: also in subfolders. An adapter is loaded from its own folder only."""
     folder = Path(folder)
     found = list(walk(folder, is_deep, ()))
     if is_deep:
@@ -54,7 +54,7 @@ def files(folder, is_deep=True):
 
 
 def walk(folder, is_deep, above):
-    """Follows links, as a loader does, but none to a folder that it is in."""
+    """Files below a folder. Follows links, as a loader does, but not back to a folder above."""
     state = folder.stat()
     here = (state.st_dev, state.st_ino)
     if here in above:
@@ -70,7 +70,7 @@ def walk(folder, is_deep, above):
 
 
 def stamp(folder, is_deep=True):
-    """Another one when a file was changed, without reading it."""
+    """A value that changes when a file is changed. It is made without reading the files."""
     return tuple((str(path), *state(path)) for path in files(folder, is_deep))
 
 
@@ -80,8 +80,10 @@ def state(path):
 
 
 def digest(folder, is_deep=True):
-    """Of all bytes that the KV depends on, as hex. A file is read once and remembered for as long as it isn't changed, in
-    ~/.cache/kvgate, for all ranks and later starts."""
+    """The digest of all bytes that the KV depends on, as hex.
+
+    A file is read once. Its digest is remembered in ~/.cache/kvgate until the file changes, for all ranks and later starts.
+    """
     paths = files(folder, is_deep)
     progress = Progress(folder, sum(path.stat().st_size for path in paths))
     with ThreadPoolExecutor(THREADS) as pool:
@@ -94,14 +96,14 @@ def digest(folder, is_deep=True):
 
 
 class Progress:
-    """Of one folder's digest, for the log: hundreds of GB take minutes."""
+    """The progress of one folder's digest, for the log: hundreds of GB take minutes."""
 
     def __init__(self, folder, size, now=time.monotonic):
         self.folder, self.size, self.now = folder, size, now
         self.lock = threading.Lock()
         self.done = 0
         self.told: float | None = None
-        """None: nothing had to be read so far."""
+        """The time of the last line in the log; None: no file had to be read so far."""
 
     def read(self, size):
         with self.lock:
@@ -125,7 +127,7 @@ class Progress:
 
 
 def file_digest(path, progress):
-    """What is remembered is for speed only: whatever is wrong with it, the file is read."""
+    """The digest of one file. Remembered digests only save time: if one can't be used, the file is read."""
     with contextlib.ExitStack() as held:
         before = state(path)
         remembered = None
@@ -143,14 +145,14 @@ def file_digest(path, progress):
                     progress.known(before[1])
                     return known
         content = read_digest(path, progress)
-        # One that was written to meanwhile is not what its state says.
+        # A file that was written to meanwhile does not belong to the state that was read before.
         if remembered is not None and state(path) == before:
             remember(remembered, content)
         return content
 
 
 def remember(path, content):
-    """Whole, or not at all."""
+    """Writes the digest to its file as a whole, or not at all."""
     new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         with new.open("w") as file:

@@ -135,21 +135,21 @@ impl Arena {
         std::ptr::slice_from_raw_parts_mut(self.0.mapping.base(), self.0.mapping.len())
     }
 
-    /// What frees a slot that is kept only because it may be useful; it answers whether it did. Called without locks
-    /// when there is no room, with where the slot must begin before to be of use; for the ticket's holder, to whom all are
-    /// of use and who can't do without, with none. Only the first one counts.
+    /// Sets the function that frees a slot which is kept only because it may be useful. It answers whether it freed one.
+    /// The arena calls it without locks when there is no room. Its argument: only a slot that begins before this place is
+    /// of use. The ticket's holder can use every slot and can't do without one: then it is None. Only the first call counts.
     pub fn on_pressure(&self, free_one: impl Fn(Option<usize>) -> bool + Send + Sync + 'static) {
         // A second one would be a second owner of the arena.
         let _ = self.0.pressure.set(Box::new(free_one));
     }
 
-    /// What tells that nothing that is taken will be given back, so that nobody need wait for it. Called without locks. Only
-    /// the first one counts.
+    /// Sets the function that tells whether all taken slots stay taken, so that waiting is in vain. The arena calls it
+    /// without locks. Only the first call counts.
     pub fn on_stuck(&self, is_stuck: impl Fn() -> bool + Send + Sync + 'static) {
         let _ = self.0.stuck.set(Box::new(is_stuck));
     }
 
-    /// A slot of `len` bytes, if there is room now. Its bytes are whatever was there before.
+    /// A slot of `len` bytes, if there is room now. It still has the bytes of the slot before.
     pub fn try_reserve(&self, len: usize) -> Option<SlotMut> {
         let slot = self.take(len, false);
         if slot.is_none() {
@@ -264,7 +264,7 @@ impl Ticket {
     }
 }
 
-/// The ticket's holder waits, so who gives something back wakes it.
+/// The ticket's holder waits, so a slot that is given back wakes it.
 struct Waiting<'a>(&'a ArenaShared);
 
 impl<'a> Waiting<'a> {

@@ -13,8 +13,8 @@ use memmap2::{MmapOptions, MmapRaw};
 use super::SLOT_ALIGN;
 use super::front::{BootId, HEADER_LEN, MAGIC, VERSION};
 
-/// An arena of another process, mapped into this one. What may be read or written there, and when, is for the slot
-/// protocol to say: nothing here can tell whose a slot is.
+/// An arena of another process, mapped into this one. The slot protocol decides when which bytes may be read or written:
+/// nothing here can tell whose a slot is.
 #[derive(Debug)]
 pub struct AttachedArena {
     map: MmapRaw,
@@ -106,7 +106,7 @@ impl AttachedArena {
         std::ptr::slice_from_raw_parts_mut(self.map.as_mut_ptr(), self.map.len())
     }
 
-    /// Copies out of a slot. Whoever has a lease on it reads what was verified.
+    /// Copies out of a slot. The holder of a lease on it reads verified bytes.
     pub fn copy_out(&self, at: usize, to: &mut [u8]) -> Result<(), AttachedError> {
         self.check(at, to.len())?;
         // SAFETY: the bytes are in the mapping, and `to` is memory of this process.
@@ -122,8 +122,8 @@ impl AttachedArena {
         Ok(())
     }
 
-    /// Of the slot that starts there; 0 if none does. Who finds another one after a copy than it was told has copied
-    /// something else.
+    /// The generation of the slot that starts there; 0 if none does. If it is another one after a copy than before, the copy
+    /// has bytes of another slot.
     pub fn generation(&self, slot: usize) -> Result<u64, AttachedError> {
         self.check(slot, SLOT_ALIGN)?;
         // SAFETY: the table has a u64 for each page of the slots, and begins at a page.

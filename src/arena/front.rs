@@ -11,8 +11,8 @@
 //! | 48..56 | where they end |
 //!
 //! A generation is a u64, one for each page of the slots, and counts where a slot starts there: 0 while it is free, else a
-//! number that no other slot of this arena ever had. Who copied out of a slot and finds another number than it was told
-//! copied something else.
+//! number that no other slot of this arena ever had. A process compares it
+//! after a copy: another number means that the copy has bytes of another slot.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -16,7 +16,7 @@ const HUGE_PAGE: usize = 2 << 20;
 /// The arena can't be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    #[error("an arena of {size} bytes can't be: give [arena] size at least one page (4096 bytes)")]
+    #[error("an arena of {size} bytes is impossible: give [arena] size at least one page (4096 bytes)")]
     TooSmall { size: usize },
     #[error("can't make the arena file {}: {source}. Give [arena] path in a folder on tmpfs that is writable and has {size} bytes free", path.display())]
     File {

@@ -2,8 +2,8 @@
 //!
 //! A *slot* holds one object, header and payload. A [`SlotMut`] is the only way to write one, and is the only handle
 //! to its bytes; it can be split, so that several ranges land in it at once, and joined again. [`SlotMut::freeze`]
-//! turns it into a [`Slot`], which is shared and read-only. The bytes are given back when the last handle is gone,
-//! whoever holds it: a dropped future, a request body still on its way, an engine. So a slot can't be reused while
+//! turns it into a [`Slot`], which is shared and read-only. The bytes are given back when the last handle is gone.
+//! The holder may be a dropped future, a request body still on its way, or an engine. So a slot can't be reused while
 //! anything reads or writes it, and nothing has to remember to release it.
 //!
 //! Waiting for space is possible only with a [`Ticket`], and there is one at a time, oldest first: two loads that

@@ -46,7 +46,7 @@ impl SlotMut {
 
     // By value: the part is gone afterwards.
     #[expect(clippy::needless_pass_by_value)]
-    /// Puts together what [`split_off`](Self::split_off) cut. Panics if `rest` is not what follows.
+    /// Joins a part that [`split_off`](Self::split_off) cut off. Panics if `rest` is not the part that follows.
     pub fn join(&mut self, rest: Self) {
         let follows = Arc::ptr_eq(&self.lease, &rest.lease) && self.range.end == rest.range.start;
         assert!(follows, "joined parts must be neighbours in one slot");
@@ -71,7 +71,7 @@ impl SlotMut {
         self.lease.reserved.start
     }
 
-    /// Of the whole slot: no other slot of this arena ever has it.
+    /// The generation of the whole slot: no other slot of this arena ever has it.
     pub fn generation(&self) -> u64 {
         self.lease.generation
     }
@@ -103,7 +103,7 @@ impl Slot {
         self.lease().reserved.start
     }
 
-    /// Of the whole slot: no other slot of this arena ever has it.
+    /// The generation of the whole slot: no other slot of this arena ever has it.
     pub fn generation(&self) -> u64 {
         self.lease().generation
     }
@@ -134,7 +134,7 @@ impl Deref for SlotMut {
     fn deref(&self) -> &[u8] {
         // SAFETY: the range is inside the mapping, which the lease keeps alive, and no other handle can write it:
         // ranges of `SlotMut`s are disjoint, and a `Slot` comes only from one that was given up. Other processes
-        // that map the arena are bound by the slot protocol (DESIGN: sessions) not to write slots that aren't theirs.
+        // that map the arena are bound by the slot protocol (`node/ledger.rs`) not to write slots that aren't theirs.
         unsafe { std::slice::from_raw_parts(self.lease.base().add(self.range.start), self.range.len()) }
     }
 }
@@ -154,7 +154,7 @@ impl Deref for Slot {
     }
 }
 
-/// Who waits for a slot may be able to take this one now: it may be the last handle but the one of who keeps it for later.
+/// Wakes the load that waits for a slot. It may take this one now, if only the memory tier still has a handle.
 impl Drop for Slot {
     fn drop(&mut self) {
         if let Some(lease) = self.lease.take() {

@@ -1,3 +1,5 @@
+//! Tests of the arena: slots and their parts, the mapped file, the ticket, and slots taken back under pressure.
+
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -180,7 +182,7 @@ fn a_slot_that_nobody_uses_makes_room() {
 }
 
 #[test]
-fn who_maps_the_file_sees_boot_id_and_generations() {
+fn a_mapped_file_has_boot_id_and_generations() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("arena");
     let options = ArenaOptions {
@@ -338,7 +340,7 @@ fn slots_are_exclusive_under_threads() {
 
 /// The start waited for somebody to write into it, for ever.
 #[test]
-fn what_lies_at_the_arenas_path_and_is_no_file_is_refused() {
+fn a_path_of_the_arena_that_is_no_file_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (fifo, link) = (folder.path().join("fifo"), folder.path().join("link"));
     rustix::fs::mknodat(

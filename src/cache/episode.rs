@@ -102,7 +102,7 @@ impl Inner {
             tracing::warn!(
                 all = now.all,
                 ?lasted,
-                "{what}: that is over, it was not so for {every:?}"
+                "{what}: that is over, it has not happened for {every:?}"
             );
         }
         *state = None;

@@ -47,9 +47,9 @@ pub struct Override {
 
 /// A valid configuration, and the source of each of its values.
 #[derive(Debug, Clone)]
-pub struct Loaded {
+pub struct LoadedConfig {
     pub config: Config,
-    /// By path, such as `s3.endpoint`; has every key.
+    /// The origin of every key, by path such as `s3.endpoint`.
     pub origins: BTreeMap<String, SettingOrigin>,
 }
 
@@ -76,13 +76,13 @@ pub fn load(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,
     overrides: &[Override],
-) -> Result<Loaded, ConfigError> {
+) -> Result<LoadedConfig, ConfigError> {
     let mut reader = SettingsReader::new(sources::merge(file, env, overrides));
     let config = Config::read(&mut reader);
     reader.finish(config)
 }
 
-impl Loaded {
+impl LoadedConfig {
     /// Every key in the order of declaration.
     #[must_use]
     pub fn show(&self) -> Vec<Shown> {

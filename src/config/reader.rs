@@ -8,7 +8,7 @@ use super::error::{ConfigError, ConfigProblem, SettingOrigin};
 use super::kinds::Kind;
 use super::schema::{Config, SECTIONS};
 use super::sources::Merged;
-use super::{Loaded, checks};
+use super::{LoadedConfig, checks};
 
 pub(super) struct SettingsReader(Merged);
 
@@ -38,7 +38,7 @@ impl SettingsReader {
             .ok()
     }
 
-    pub(super) fn finish(mut self, config: Option<Config>) -> Result<Loaded, ConfigError> {
+    pub(super) fn finish(mut self, config: Option<Config>) -> Result<LoadedConfig, ConfigError> {
         let Some(config) = config.filter(|_| self.0.problems.is_empty()) else {
             self.0.problems.sort_by_key(order);
             return Err(ConfigError::new(self.0.problems));
@@ -49,7 +49,7 @@ impl SettingsReader {
         if !self.0.problems.is_empty() {
             return Err(ConfigError::new(self.0.problems));
         }
-        Ok(Loaded {
+        Ok(LoadedConfig {
             config,
             origins: self.all_origins(),
         })

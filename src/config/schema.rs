@@ -97,9 +97,9 @@ sections! {
         servers: Vec<SocketAddr> = "", Servers;
         /// Name of SRV records that say where the server is, instead of A and AAAA records of its host.
         srv: Option<String> = "", Optional(DNS_NAME);
-        /// Addresses are kept at least so long, and asked for again so long after a failure.
+        /// Shortest time that addresses are kept; also the time from a failure to the next question.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
-        /// Addresses are kept at most so long.
+        /// Longest time that addresses are kept.
         max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// Time for one lookup as a whole.
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
@@ -107,17 +107,17 @@ sections! {
 
     /// How requests are spread over the server's addresses.
     endpoints: Endpoints {
-        /// Bytes that one endpoint may have in flight at first; that grows while throughput does.
+        /// Bytes that one endpoint may have in flight at first. The window grows while throughput does.
         window: ByteSize = "64MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// It never shrinks below this.
+        /// The window never shrinks below this.
         window_min: ByteSize = "8MiB", Between(ByteSize(MIB), ByteSize(TIB));
-        /// It never grows above this.
+        /// The window never grows above this.
         window_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Failures in a row after which an endpoint is left alone.
         breaker_failures: u32 = "5", Between(1, 1000);
-        /// How long it is left alone; doubles with each probe that fails.
+        /// How long such an endpoint is left alone; the time doubles with each probe that fails.
         breaker_open: Duration = "1s", Time { min_ms: 10, max_ms: 3_600_000 };
-        /// It is left alone at most so long.
+        /// Longest time that an endpoint is left alone.
         breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
         hedges: u32 = "10", Between(0, 100);
@@ -173,7 +173,7 @@ sections! {
         min_accesses: u32 = "0", Between(0, 1_000_000);
         /// Bytes that one tenant may have; not set: no limit of its own.
         tenant_max: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(64 * TIB)));
-        /// Lookups and pins keep chunks in memory at most so long.
+        /// Longest time that a lookup or a pin keeps chunks in memory.
         pin_max: Duration = "10m", Time { min_ms: 0, max_ms: 86_400_000 };
     }
 
@@ -251,17 +251,17 @@ sections! {
     copy: Copies {
         /// Threads of one copy by the CPU.
         threads: u32 = "4", Between(1, 256);
-        /// Bytes for each of them: a copy of less than twice that has one.
+        /// Bytes for each thread: a copy of less than twice that has one thread.
         thread_size: ByteSize = "4MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
         /// Bytes of a transfer to or from a GPU, and of a staging buffer there.
         piece_size: ByteSize = "16MiB", Between(ByteSize(64 * KIB), ByteSize(GIB));
         /// Staging buffers on the GPU for each direction; loads have as many again for those that wait for the engine.
         staging_buffers: u32 = "3", Between(1, 64);
-        /// Blocks of 256 threads of a copy kernel; about so many multiprocessors are busy with it.
+        /// Blocks of 256 threads of a copy kernel; it keeps about that many multiprocessors busy.
         thread_blocks: u32 = "16", Between(1, 4096);
-        /// From runs of so many bytes on, transfers go straight to the pages.
+        /// Bytes of a run from which on transfers go straight to the pages.
         direct_size: ByteSize = "64KiB", Between(ByteSize(KIB), ByteSize(GIB));
-        /// The arena is pinned in pieces of so many bytes.
+        /// Bytes of a piece in which the arena is pinned.
         pin_size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
     }
 
@@ -277,7 +277,7 @@ sections! {
         token_file: Option<PathBuf> = "", Optional(FILE_PATH);
         /// Names that calls by TCP may be made to, besides the address itself: of a proxy, a service, in DNS.
         hosts: Vec<String> = "", Hosts;
-        /// Whose socket the command line and the engines trust, by user id, besides root's and their own.
+        /// User id whose socket the command line and the engines trust, besides root's and their own.
         socket_owner: Option<u32> = "", Optional(Between(0, u32::MAX));
         /// Connections at a time; beyond that, those that do nothing are closed, the oldest first.
         connections: u32 = "4096", Between(8, 1_000_000);
@@ -293,7 +293,7 @@ sections! {
         timeout: Duration = "30s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// How long an engine's leases outlive its attach stream while its process is there.
         grace: Duration = "5s", Time { min_ms: 0, max_ms: 3_600_000 };
-        /// An engine that made no call for so long hangs: no load waits for the slots that it holds.
+        /// Time without a call after which an engine counts as hanging: no load waits for the slots that it holds.
         stalled: Duration = "5s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
@@ -303,7 +303,7 @@ sections! {
     log: Log {
         /// Least severe messages to write.
         level: LogLevel = "info", OneOf(LogLevel::WORDS);
-        /// A warning that comes again and again is counted, and told so often.
+        /// How often a warning that comes again and again is told; between, it is counted.
         repeat: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// For people or for machines.
         format: LogFormat = "text", OneOf(LogFormat::WORDS);

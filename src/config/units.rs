@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_says_why_and_lists_the_units() {
+    fn a_refusal_says_why_and_lists_the_units() {
         let above_u64 = "18446744073709551616";
         let above_u128 = "9".repeat(50);
         for (text, why) in [
@@ -350,7 +350,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_reads_back(
+        fn a_shown_value_reads_back(
             bytes: u64,
             shift in 0_u32..64,
             seconds: u64,

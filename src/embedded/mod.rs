@@ -19,7 +19,7 @@
 //! **Why.** The code under test talks to a genuine S3 endpoint over genuine HTTP with genuine
 //! signatures, with nothing to install. A mock would agree with our own misunderstandings.
 //!
-//! **What it is not for.** No TLS, one fixed key pair, no users, no versions, no multipart, no
+//! **Not there:** no TLS, one fixed key pair, no users, no versions, no multipart, no
 //! copy. Nothing is fsynced: a power loss can lose acknowledged objects. A key may not be both an
 //! object and a "folder" (`a` and `a/b`), as in any file system. Each list page walks the files
 //! below the prefix. For data that matter, or for a network, use Ceph RGW, `MinIO` or AWS.

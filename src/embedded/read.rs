@@ -1,7 +1,7 @@
 //! GET and HEAD: one version of an object, streamed in large pieces.
 //!
 //! Mechanism: the file is opened, and its record read, under the key's read lock; after that the
-//! open file *is* the version, whatever happens to its name. Pieces are read ahead on the blocking
+//! open file *is* the version, also when its name is given to another file. Pieces are read ahead on the blocking
 //! pool while hyper sends the one before.
 
 use std::fs::File;

@@ -1,3 +1,5 @@
+//! Tests of the S3 server inside the process, by the AWS SDK: conditions, ranges, listings, errors.
+
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::net::SocketAddr;

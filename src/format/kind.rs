@@ -5,8 +5,10 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// What a space's layers keep of a prompt. One space has one kind; a model with several has a space for each.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+/// What a space's layers keep of a prompt. One space has one kind; a model with several has a space for each. In JSON:
+/// `"full"`, `{"window": W}`, `{"chunked": C}` or `"state"`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// Attention to all tokens before.
     #[default]
@@ -20,7 +22,7 @@ pub enum Kind {
 }
 
 /// Tokens that a window or an attention chunk may have.
-pub const KIND_TOKENS_MAX: u32 = 1 << 30;
+const KIND_TOKENS_MAX: u32 = 1 << 30;
 
 impl Kind {
     /// The chunks that an engine must have to go on after the first `boundary` chunks of `chunk_tokens` tokens.
@@ -30,12 +32,10 @@ impl Kind {
         let first = match self {
             Self::Full => 0,
             Self::Window(window) => tokens.saturating_sub(u64::from(window.max(1)) - 1),
-            Self::Chunked(attention_chunk) => {
-                tokens / u64::from(attention_chunk.max(1)) * u64::from(attention_chunk.max(1))
-            }
+            Self::Chunked(size) => tokens - tokens % u64::from(size.max(1)),
             Self::State => tokens.saturating_sub(1),
         };
-        // Not above the boundary.
+        // Never above the boundary.
         let first = usize::try_from(first / chunk_tokens.max(1)).unwrap_or(boundary);
         first..boundary
     }
@@ -88,43 +88,32 @@ impl fmt::Display for Kind {
     }
 }
 
-/// In JSON: `"full"`, `{"window": W}`, `{"chunked": C}` or `"state"`.
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "lowercase", deny_unknown_fields)]
-enum KindJson {
-    Full,
-    Window(u32),
-    Chunked(u32),
-    State,
-}
-
-impl Serialize for Kind {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match *self {
-            Self::Full => KindJson::Full,
-            Self::Window(tokens) => KindJson::Window(tokens),
-            Self::Chunked(tokens) => KindJson::Chunked(tokens),
-            Self::State => KindJson::State,
-        }
-        .serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Kind {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(match KindJson::deserialize(deserializer)? {
-            KindJson::Full => Self::Full,
-            KindJson::Window(tokens) => Self::Window(tokens),
-            KindJson::Chunked(tokens) => Self::Chunked(tokens),
-            KindJson::State => Self::State,
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn kinds_are_written_as_documented() {
+        for (kind, json) in [
+            (Kind::Full, r#""full""#),
+            (Kind::Window(128), r#"{"window":128}"#),
+            (Kind::Chunked(8192), r#"{"chunked":8192}"#),
+            (Kind::State, r#""state""#),
+        ] {
+            assert_eq!(serde_json::to_string(&kind).unwrap(), json);
+            assert_eq!(serde_json::from_str::<Kind>(json).unwrap(), kind);
+        }
+        for bad in [
+            r#""window""#,
+            r#"{"window": -1}"#,
+            r#"{"window": 1, "chunked": 1}"#,
+            r#"{"full": 1}"#,
+            "null",
+        ] {
+            assert!(serde_json::from_str::<Kind>(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn each_kind_needs_what_its_attention_reads() {

@@ -30,7 +30,7 @@ pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, Sp
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
-pub use kind::{KIND_TOKENS_MAX, Kind};
+pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
 pub use preset::{Attention, PRESETS, Preset};

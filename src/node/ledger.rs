@@ -59,7 +59,7 @@ pub enum AttachError {
         "rank {rank} of {instance:?} is attached already: let that one end first, or use another instance name"
     )]
     RankTaken { instance: Instance, rank: Rank },
-    #[error("{instance:?} has {there} ranks as others of it say, not {world}")]
+    #[error("{instance:?} has {there} ranks according to its other ranks, not {world}")]
     OtherWorld {
         instance: Instance,
         there: u32,

@@ -12,7 +12,7 @@ mod error;
 pub mod ledger;
 mod load;
 pub mod owners;
-mod peer;
+mod peer_process;
 mod session;
 mod shared_load;
 mod status;
@@ -36,10 +36,10 @@ pub use session::{Attach, Session, SessionEvent};
 pub use status::Status;
 pub use store::{Reservations, ReserveOutcome, ToStore};
 
-pub use peer::Process;
+pub use peer_process::Process;
 
 use self::ledger::{Ledger, SessionId, SlotId};
-use self::peer::Peer;
+use self::peer_process::PeerProcess;
 use self::shared_load::SharedLoad;
 use self::store::Filled;
 use crate::arena::SLOT_ALIGN;
@@ -297,7 +297,7 @@ impl Node {
 
     fn end_gone(&self) {
         let sessions = self.0.sessions.iter();
-        let gone = sessions.filter(|session| session.peer.as_ref().is_some_and(Peer::is_gone));
+        let gone = sessions.filter(|session| session.peer.as_ref().is_some_and(PeerProcess::is_gone));
         let gone: Vec<Arc<Session>> = gone.map(|session| Arc::clone(&session)).collect();
         for session in gone {
             self.end(&session, "its process is gone");

@@ -117,8 +117,11 @@ mod tests {
         ranks(&of)
     }
 
+    /// A rank, its planes and its heads.
+    type Owned = (Rank, (usize, usize), (u32, u32));
+
     /// One share for each rank that owns anything.
-    fn owned<const N: usize>(shares: [(Rank, (usize, usize), (u32, u32)); N]) -> BTreeMap<Rank, Vec<Share>> {
+    fn owned<const N: usize>(shares: [Owned; N]) -> BTreeMap<Rank, Vec<Share>> {
         shares
             .map(|(rank, planes, heads)| (rank, vec![Share { planes, heads }]))
             .into()
@@ -139,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_several_ranks_have_belong_to_the_lowest() {
+    fn a_range_that_several_have_is_the_lowest_rank_s() {
         let space = space(r#""mha": {"layers": 2, "heads": 2, "head_dim": 8}"#);
         assert_eq!(
             shares(&space, &tp(4)).unwrap(),

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::NodeError;
 use super::ledger::{Rank, SessionId};
 use super::owners::Has;
-use super::peer::{Peer, Process};
+use super::peer_process::{PeerProcess, Process};
 use crate::cache::gateway::Credit;
 use crate::format::SpaceKey;
 
@@ -38,7 +38,7 @@ pub struct Session {
     pub world_size: u32,
     pub(super) has: Has,
     pub process: Process,
-    pub(super) peer: Option<Peer>,
+    pub(super) peer: Option<PeerProcess>,
     /// The credit for slots, for all ranks of its engine together.
     pub(super) credit: Credit,
     /// The spaces that it loads from or stores to.
@@ -76,7 +76,7 @@ impl Session {
             rank: attach.rank,
             world_size: attach.world_size,
             has: attach.has,
-            peer: Peer::new(attach.process).map_err(refused)?,
+            peer: PeerProcess::new(attach.process).map_err(refused)?,
             process: attach.process,
             credit,
             spaces: Mutex::default(),

@@ -111,7 +111,11 @@ impl Node {
                 object_bytes: space.layout().object_len(),
             });
         }
-        spaces.sort_by(|a, b| (&a.model, &a.space_id).cmp(&(&b.model, &b.space_id)));
+        // The kinds of KV of one model stand together.
+        spaces.sort_by(|a, b| {
+            let model = |of: &SpaceStatus| (of.model.clone(), of.model_id.clone(), of.draft.clone(), of.kind);
+            (model(a), &a.space_id).cmp(&(model(b), &b.space_id))
+        });
         let (filling, spoilt, leases) = self.ledger().counts();
         Status {
             version: env!("CARGO_PKG_VERSION"),

@@ -14,6 +14,8 @@ pub struct SpaceInfo {
     /// The same for all kinds of KV of a model.
     pub model_id: ModelId,
     pub kind: Kind,
+    /// The draft model whose layers these are; empty: the model's own.
+    pub draft: String,
     pub chunk_tokens: u32,
     /// Bytes of a chunk's payload.
     pub chunk_bytes: usize,
@@ -99,9 +101,13 @@ pub struct LookupRequest {
     /// Spaces of a draft model, which an engine can go on without.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drafts: Vec<String>,
-    /// Chunks between the snapshots that writers keep of a state.
+    /// Chunks between the snapshots that writers keep of a state; 0: only at the ends of prompts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_every: Option<usize>,
+    /// Chunks of the full kinds that must be there beyond the boundary: 1 for an engine that drops the last one, as with
+    /// EAGLE and MTP drafts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lookahead: Option<usize>,
 }
 
 /// The answer of a lookup; masks in hex.
@@ -115,7 +121,11 @@ pub struct LookupAnswer {
     pub tiers: Vec<TierRun>,
     /// Leading chunks after which an engine can go on: all kinds of KV have what they need there.
     pub boundary: usize,
-    /// The chunks that each kind needs there.
+    /// Leading chunks that all full kinds have.
+    pub full: usize,
+    /// A chunk without an answer could have told of more.
+    pub open: bool,
+    /// The chunks that each kind needs there: of the spaces in the order of the request, then of the drafts.
     pub needed: Vec<Needed>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

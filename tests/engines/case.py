@@ -1,4 +1,4 @@
-"""What tests with a real engine and a real gateway have in common."""
+"""The common part of tests with a real engine and a real gateway."""
 
 import os
 import tempfile

@@ -171,6 +171,14 @@ FAMILIES = {
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
+    # Its layers add little to a token's embedding, so that a draft of one layer guesses right at times.
+    "llama_shallow": {
+        "layers_add": 0.1,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     # The CPU's kernel is compiled for a latent of 512 + 64 only.
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -208,6 +216,12 @@ FAMILIES = {
 }
 
 
+def make_draft(folder, target):
+    """EAGLE's draft of a Llama, out of its first layer, so that its drafts are accepted at times: random ones never are."""
+    subprocess.run([sys.executable, __file__, folder, "--draft", target], check=True)
+    return folder
+
+
 def make(folder, family):
     """In a process of its own: PyTorch's threads would not survive the fork of an engine's life."""
     subprocess.run([sys.executable, __file__, folder, family], check=True)
@@ -239,10 +253,31 @@ def write(folder, family):
 STRONGER = {"self_attn.q_layernorm": 4.0, "self_attn.out_proj": 4.0, "conv.out_proj": 0.3, "feed_forward.w2": 0.3}
 
 
+def write_draft(folder, target):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((Path(target) / "config.json").read_text())
+    weights, hidden = load_file(Path(target) / "model.safetensors"), config["hidden_size"]
+    first = "model.layers.0."
+    layer = {
+        name.replace(first, "layers.0."): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(first) and "input_layernorm" not in name
+    }
+    # The token's embedding as it is, and little of what the model made of the tokens before.
+    joined = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file({"fc.weight": joined, **layer}, Path(folder) / "model.safetensors", {"format": "pt"})
+    (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
 def draw(name, tensor, generator, config):
     import torch
 
     stronger = next((scale for part, scale in STRONGER.items() if part in name), 1.0)
+    if "o_proj" in name or "down_proj" in name:
+        stronger *= config.get("layers_add", 1.0)
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return tensor.clone() * stronger if stronger != 1.0 else tensor.clone()
     scale = stronger * 1.5 / tensor.shape[-1] ** 0.5
@@ -254,4 +289,7 @@ def draw(name, tensor, generator, config):
 
 
 if __name__ == "__main__":
-    write(*sys.argv[1:])
+    if sys.argv[2] == "--draft":
+        write_draft(sys.argv[1], sys.argv[3])
+    else:
+        write(*sys.argv[1:])

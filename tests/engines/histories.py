@@ -69,7 +69,7 @@ world = None
 
 
 class BrokenError(AssertionError):
-    """What a history must not do."""
+    """A history has broken an invariant."""
 
 
 def check(holds, *says):
@@ -78,7 +78,7 @@ def check(holds, *says):
 
 
 def kv_of(tokens):
-    """What is in a token's slot: all tokens up to it say what."""
+    """The KV of each token. It depends on all tokens up to it."""
     kv, at = [], 0
     for token in tokens:
         at = hash((at, token)) | 1 << 62
@@ -528,7 +528,7 @@ class History:
         self.build()
 
     def choose(self):
-        """What the engine is like."""
+        """Chooses the engine's settings at random."""
         numbers = self.numbers
         self.is_async = numbers.random() < 0.6
         self.ranks = numbers.choice((1, 1, 2))
@@ -713,7 +713,7 @@ class History:
         where = "scheduler" if connector.scheduler else "worker"
         side, name = getattr(connector, where), self.numbers.choice(CALLS[where])
         left, is_after, call = self.numbers.randrange(40), self.numbers.random() < 0.5, getattr(side, name)
-        # What it answers is not told again; nothing in it throws once that is taken out.
+        # Its answer is not told again. Nothing in it throws once the answer is taken out.
         is_after &= name != "results"
 
         def planted(*arguments):
@@ -926,7 +926,7 @@ class History:
         return self.aggregator.aggregate(results) if self.ranks > 1 else results[0]
 
     def sample(self, output, step, in_flight):
-        """What is computed of each request, and what it generates."""
+        """The tokens that a step computes of each request, and those that it generates."""
         cached = output.scheduled_cached_reqs
         before = {new.req_id: (new.num_computed_tokens, True) for new in output.scheduled_new_reqs}
         for name, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):

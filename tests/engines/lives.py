@@ -33,9 +33,12 @@ def prompt(seed, tokens):
 
 
 def life(model, prompts, kv=None, act=None, max_tokens=16, adapters=None, **engine):
-    """Generates for each prompt, a dictionary as vLLM takes it. What came out, the tokens that kvgate had, and its metrics.
-    `act(llm, generate)` does something else before, or instead: what it answers is the result's `act`. `adapters`: name and
-    folder of each prompt's LoRA adapter."""
+    """Generates for each prompt, a dictionary as vLLM takes it. Returns the output, the tokens that kvgate had, and its
+    metrics.
+
+    `act(llm, generate)` does something else before, or instead; its answer is the result's `act`. `adapters`: name and
+    folder of each prompt's LoRA adapter.
+    """
     read, write = os.pipe()
     sys.stdout.flush()
     with tempfile.TemporaryFile() as said:
@@ -122,7 +125,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
 
 
 def forget(llm):
-    """What vLLM has itself; first it gets back the blocks that stores still needed."""
+    """Empties vLLM's own cache. Before that, the blocks that stores still needed come back."""
     client = llm.llm_engine.engine_core
     while client.engine_core.scheduler.has_requests():
         client.get_output()

@@ -74,7 +74,7 @@ class BackgroundTest(AdaptersCase):
             self.digest("r2")
         self.assertEqual((len(touched), asking in touched), (2, False))
 
-    def test_what_can_t_be_read_in_time_is_unknown(self):
+    def test_an_adapter_that_is_not_read_in_time_is_unknown(self):
         answers = self.hang()
         self.assertIsNone(self.adapters.of(self.request("r1")))
         self.now = 0.999
@@ -100,7 +100,7 @@ class BackgroundTest(AdaptersCase):
         self.assertTrue(self.digest("other", folder="two", name="b", number=2))
         self.assertFalse(answers.is_set())
 
-    def test_whatever_reading_throws_the_request_reuses_nothing(self):
+    def test_an_error_while_reading_means_that_nothing_is_reused(self):
         for error in (RuntimeError("Could not determine home directory."), UnicodeDecodeError("utf-8", b"", 0, 1, "x")):
             side = object.__new__(SchedulerSide)
             side.adapters, side.epoch = mock.Mock(), b""
@@ -132,7 +132,7 @@ class ServedTest(AdaptersCase):
         # In between vLLM may have loaded them, or not.
         self.write("one", 1)
         self.assertTrue(self.is_unknown())
-        # What the message says.
+        # The remedy that the message names.
         self.write("two", 2)
         self.assertNotEqual(self.digest(folder="two", name="b", number=2), first)
 
@@ -151,7 +151,7 @@ class ServedTest(AdaptersCase):
         # By this name vLLM has computed with the first ones.
         self.assertTrue(self.is_unknown(folder="two", load_inplace=True))
 
-    def test_what_was_loaded_in_place_is_unknown_while_vllm_s_cache_is_of_what_was_there(self):
+    def test_an_adapter_loaded_in_place_is_unknown_while_vllm_has_a_cache_of_the_old_one(self):
         self.digest()
         self.write("one", 2)
         self.assertTrue(self.is_unknown(load_inplace=True))

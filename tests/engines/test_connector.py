@@ -48,7 +48,7 @@ def methods_of(source):
 
 
 class VersionTest(unittest.TestCase):
-    def test_what_was_recorded_is_what_is_installed(self):
+    def test_the_recorded_api_is_the_installed_one(self):
         import vllm
 
         self.assertEqual(json.loads(API.read_text())[vllm.__version__], methods_of(inspect.getsource(base)))
@@ -73,7 +73,7 @@ class VersionTest(unittest.TestCase):
         }
         self.assertEqual(own - known, set())
 
-    def test_what_another_version_lacks_is_told(self):
+    def test_hooks_that_another_version_lacks_are_told(self):
         whole = SimpleNamespace(**dict.fromkeys([*REQUIRED, *LACKING]))
         self.assertEqual(check(whole, "9"), [])
         del whole.reset_cache
@@ -107,7 +107,7 @@ class RatesTest(unittest.TestCase):
         self.load(1000, 5)
         self.assertTrue(self.rates.should_load(10_000))
 
-    def test_what_is_quicker_is_chosen(self):
+    def test_the_quicker_of_load_and_compute_is_chosen(self):
         for _ in range(3):
             self.step(1000, 1)
         self.load(1000, 0.5)
@@ -211,7 +211,7 @@ class WeightsTest(unittest.TestCase):
         (self.folder / "parts/attention.py").rename(self.folder / "attention.py")
         self.assertNotIn(weights.digest(self.folder), seen)
 
-    def test_what_was_read_is_remembered(self):
+    def test_a_file_s_digest_is_remembered(self):
         weights.digest(self.folder)
         read, weights.read_digest = weights.read_digest, None
         try:
@@ -230,7 +230,7 @@ class WeightsTest(unittest.TestCase):
         with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
             self.assertEqual(weights.digest(self.folder), digest)
 
-    def test_what_is_remembered_wrongly_is_read_again(self):
+    def test_a_file_whose_remembered_digest_is_broken_is_read_again(self):
         digest = weights.digest(self.folder)
         remembered = [
             path
@@ -365,7 +365,7 @@ class SchedulerTest(unittest.TestCase):
         self.scheduler.finished(request())
         return prompt.hashes(0, len(prompt))
 
-    def test_what_a_request_is_goes_into_its_hashes(self):
+    def test_adapter_salt_and_items_go_into_the_hashes(self):
         def image(name, offset):
             return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset))
 
@@ -493,7 +493,7 @@ class RunningRequest(unittest.TestCase):
 
 
 class StoreTest(RunningRequest):
-    def test_what_did_not_get_there_is_stored_again_before_what_follows_it(self):
+    def test_a_chunk_that_was_not_stored_is_stored_again_before_the_next_one(self):
         self.request, self.state = self.add("long", [10, 11, 12, 13, 14, 15, 16, 17, 18], tokens=36)
         self.report_store(self.new("long", tokens=20), {1})
         self.assertEqual(self.stored("long", tokens=21), {}, "not before another chunk is full")
@@ -518,7 +518,7 @@ class StoreTest(RunningRequest):
         self.assertEqual(part.hashes, prompt.hashes(0, 4))
         self.assertEqual(part.parents, prompt.parent(0) + prompt.hashes(0, 3))
 
-    def test_blocks_are_held_while_they_are_copied(self):
+    def test_chunks_that_all_ranks_have_copied_keep_no_blocks(self):
         (store,) = self.new("r").stores
         self.scheduler.finished(self.request)
         self.free("r")
@@ -574,12 +574,12 @@ class SiblingTest(RunningRequest):
         self.report_step(self.meta, ranks=1)
         self.assertEqual(self.first_tokens(self.step({"other": (22, 23)})), {"other": 0})
 
-    def test_what_failed_is_stored_once_it_is_computed(self):
+    def test_a_chunk_whose_load_failed_is_stored_once_it_is_computed(self):
         self.report_step(self.meta, failed_blocks={22})
         self.assertEqual(self.first_tokens(self.step({"other": (8, 12)})), {"other": 0})
         self.assertEqual(self.first_tokens(self.step({"other": (12, 16)})), {"other": 8})
 
-    def test_what_is_computed_from_what_failed_is_never_stored(self):
+    def test_kv_computed_from_a_failed_load_is_never_stored(self):
         self.add("shares", [20, 21, 22, 33, 34, 35])
         self.assertEqual(self.first_tokens(self.step({"shares": (12, 20)})), {})
         self.report_step(self.meta, failed_blocks={22})
@@ -596,7 +596,7 @@ class RateTest(RunningRequest):
         self.now = 0.0
         self.scheduler.load_or_compute = self.rates = LoadOrCompute(lambda: self.now)
 
-    def test_what_the_slowest_rank_took_counts_and_what_came(self):
+    def test_the_slowest_rank_s_time_counts_and_the_tokens_that_came(self):
         self.state.found = [2]
         self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.blocks["r"]]), 16)
         self.now = 2.0
@@ -671,7 +671,7 @@ class LayerwiseTest(RunningRequest):
         self.add("alone", [30, 31, 32, 33, 34])
         self.assertEqual(self.first_tokens(self.step({"shares": (8, 20), "alone": (0, 20)})), {"alone": 0})
 
-    def test_what_a_rank_did_not_get_is_stored_anew(self):
+    def test_a_chunk_that_a_rank_did_not_hand_over_is_stored_anew(self):
         report = WorkerReport(loaded={self.state.load.job: (2, 0.1, False, True)}, steps={self.meta.loads_within: 2})
         self.scheduler.ended({11}, report)
         self.assertEqual(self.first_tokens(self.step({"r": (4, 20)})), {"r": 0})

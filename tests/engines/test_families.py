@@ -66,7 +66,7 @@ TRIED = ALL if os.environ.get("KVGATE_TEST_FULL") else IN_CI
 
 
 def kept(llm, generate):
-    """What each kind of layer keeps, and its bytes a token: by vLLM's own specs."""
+    """The KV that each kind of layer keeps, and its bytes a token, by vLLM's own specs."""
     groups = {}
     for spec in llm.collective_rpc("get_kv_cache_spec")[0].values():
         window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)

@@ -1,4 +1,4 @@
-"""What else `KvGateConnector` does, with a real vLLM and a real gateway.
+"""The other features of `KvGateConnector`, with a real vLLM and a real gateway.
 
 python tests/engines/test_features.py     in an environment with vLLM and the wheel
 """
@@ -84,7 +84,7 @@ class LoadTest(EngineCase):
 class WaitingTest(EngineCase):
     """Requests of which more is there when they are admitted than when they came. vLLM keeps no prefixes itself."""
 
-    def test_what_was_stored_while_a_request_was_queued_is_loaded(self):
+    def test_chunks_stored_while_a_request_was_queued_are_loaded(self):
         same = [PROMPTS[0]] * 2
         one_by_one = {"enable_prefix_caching": False, "max_num_seqs": 1, "max_tokens": 60}
         plain = self.alive(same, **one_by_one)
@@ -92,7 +92,7 @@ class WaitingTest(EngineCase):
         result = self.alive(same, self.kv(lookup_again_ms=1), **one_by_one)
         self.assertEqual((result["tokens"], result["external"]), (plain["tokens"], 3 * CHUNK))
 
-    def test_what_a_preempted_request_has_stored_is_loaded(self):
+    def test_a_preempted_request_loads_the_chunks_that_it_stored(self):
         few = {"num_gpu_blocks_override": 18, "max_model_len": 2048, "max_tokens": 60, "enable_prefix_caching": False}
         plain = self.alive(PROMPTS, **few)
         self.gateway.start()

@@ -1,4 +1,4 @@
-"""Whatever a call of vLLM's throws, the engine goes on, nothing waits for ever and nothing wrong is used.
+"""After any error in a call of vLLM's the engine goes on, nothing waits for ever and nothing wrong is used.
 
 python tests/engines/test_guard.py     in an environment with vLLM and the wheel
 """
@@ -143,7 +143,7 @@ class WorkerTest(unittest.TestCase):
         sent, received = one.get_finished(set())
         return sent, received, one.get_block_ids_with_load_errors(), one.build_connector_worker_meta()
 
-    def test_what_is_under_way_ends_whatever_throws(self):
+    def test_jobs_under_way_end_after_any_error(self):
         for broken in ("loaded", "freed", "stored", "take_back", "load_stream", "save_stream"):
             self.setUp()
             self.step(loads=[self.load], stores=[self.store])

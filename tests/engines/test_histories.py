@@ -39,7 +39,7 @@ def first_broken(seeds):
 
 
 def run(count):
-    """Histories on all cores, each a fork of this process. What broke."""
+    """Runs histories on all cores, each in a fork of this process. Returns those that broke."""
     cores = len(os.sched_getaffinity(0))
     children = []
     for core in range(cores):
@@ -221,7 +221,7 @@ class PlantedTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    # What a history holds is told apart by Python's own hashes.
+    # Histories tell KV apart by Python's own hashes.
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
     print(f"vLLM {histories.vllm_version}")

@@ -1,4 +1,4 @@
-"""What the scheduler's side asks a gateway, when, and what it makes of the answers. The gateway's answers are given by hand.
+"""The scheduler's lookups: their questions, their times, and the use of their answers. The gateway's answers are given by hand.
 
 python tests/engines/test_lookups.py     in an environment with vLLM and the wheel
 """
@@ -22,7 +22,7 @@ from kvgate.vllm.settings import Settings
 from made_up import Pool, kind, model, request
 
 SECONDS_MAX = 20
-"""So long a test waits for what must come."""
+"""Seconds that a test waits for an answer that must come."""
 HASH_BYTES = 32
 
 
@@ -130,7 +130,7 @@ class LookupCase(unittest.TestCase):
         return request
 
     def matched(self, request, local=0):
-        """What vLLM is told at last."""
+        """The answer that vLLM gets at last."""
         told = []
 
         def is_told():
@@ -153,7 +153,7 @@ class LookupCase(unittest.TestCase):
         self.scheduler.ended(set(range(block, 30)), WorkerReport(loaded={job: (1, 0.1, False, True)}))
 
     def store(self, request, computed):
-        """What is full after a step that computes so many tokens goes to a store, and gets there."""
+        """A step computes `computed` tokens; the chunks that are full then go to a store, and get there."""
         return self.step({request.request_id: computed}).stores
 
     def step(self, computed=None, offers=None):
@@ -197,7 +197,7 @@ class QueuedTest(LookupCase):
         second.answer(3)
         self.assertEqual(self.matched(request), 24)
 
-    def test_what_is_known_in_time_counts(self):
+    def test_chunks_known_at_the_deadline_count(self):
         request = self.arrive()
         time.sleep(0.35)
         self.gateway.next().answer(1, unknown=[1, 2, 3])
@@ -363,7 +363,7 @@ class AgainTest(LookupCase):
         again.answer(3)
         wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (24, True))
 
-    def test_what_is_gone_by_then_is_not_loaded(self):
+    def test_a_chunk_that_is_gone_by_then_is_not_loaded(self):
         request = self.queued(3)
         self.step()
         self.gateway.next().answer(0)
@@ -393,7 +393,7 @@ class AgainTest(LookupCase):
 
 
 class PinsTest(LookupCase):
-    """What a lookup found is pinned for 2 ms."""
+    """Chunks that a lookup found are pinned for 2 ms."""
 
     settings: ClassVar = {"lookup_again_ms": 1, "pin_ms": 2, "lookup_deadline_ms": 1000}
 
@@ -449,7 +449,7 @@ class PreemptedTest(LookupCase):
         self.admit(request, tokens)
         return request
 
-    def test_what_it_has_stored_is_loaded_with_what_was_generated(self):
+    def test_its_stored_chunks_are_loaded_with_generated_tokens(self):
         request = self.running()
         self.grow(request, 8)
         self.get_there(self.store(request, 43))
@@ -461,7 +461,7 @@ class PreemptedTest(LookupCase):
         self.admit(request, 40)
         self.assertEqual(self.scheduler.requests["r"].load_tokens, (0, 40))
 
-    def test_what_gets_there_while_it_waits_is_found(self):
+    def test_chunks_that_come_while_it_waits_are_found(self):
         request = self.running()
         stores = self.store(request, 36)
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
@@ -472,7 +472,7 @@ class PreemptedTest(LookupCase):
         self.gateway.next().answer(4)
         self.assertEqual(self.matched(request), 32)
 
-    def test_what_a_load_did_not_bring_is_not_loaded_until_it_was_stored_again(self):
+    def test_a_chunk_that_a_load_did_not_bring_is_not_loaded_until_it_was_stored_again(self):
         request = self.running(found=4, tokens=32)
         # Of the second chunk.
         self.fail_load(request, 12)

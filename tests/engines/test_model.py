@@ -1,4 +1,4 @@
-"""What a space says of a model, and what is refused; with configurations as vLLM has them, without an engine.
+"""The space of a model, and the models that are refused; with configurations as vLLM has them, without an engine.
 
 python tests/engines/test_model.py     in an environment with vLLM and the wheel
 """
@@ -224,7 +224,7 @@ class RevisionTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "has no weights .*: set revision in kv_connector_extra_config"):
             self.revision(model=str(model))
 
-    def test_what_kv_depends_on_is_in_the_digest(self):
+    def test_files_that_kv_depends_on_are_in_the_digest(self):
         model = self.folder("model")
         seen = {self.revision(model=str(model))}
         for name in (
@@ -275,7 +275,7 @@ PLAIN = {
 
 class ExtraTest(unittest.TestCase):
     def more(self, **more):
-        """What there is beside a plain engine's."""
+        """The keys of `extra` beside those of a plain engine."""
         extra = space(engine(**more))["extra"]
         self.assertLessEqual(PLAIN.items() - {("rope", PLAIN["rope"])}, extra.items())
         return {key: value for key, value in extra.items() if PLAIN.get(key) != value}
@@ -337,7 +337,7 @@ class ExtraTest(unittest.TestCase):
         own = {"AutoModel": "Qwen/Qwen3-8B--modeling.Own", "AutoConfig": "config.Own"}
         self.assertEqual(self.more(hf_config=hf_config(auto_map=own), trust_remote_code=True), {})
 
-    def test_what_nothing_pins_needs_a_revision(self):
+    def test_weights_that_nothing_pins_need_a_revision(self):
         for more, told in (
             ({"load_format": "dummy"}, "nothing pins random weights"),
             ({"hf_overrides": lambda config: config}, "nothing pins a function in hf_overrides"),
@@ -430,7 +430,7 @@ class RefusalTest(unittest.TestCase):
                     space(config)
             self.assertFalse(hasattr(config.cache_config, "block_size"), "a copy is asked")
 
-    def test_what_a_user_turned_off_is_reused(self):
+    def test_kv_is_reused_where_a_user_turned_prefix_caching_off(self):
         config = engine()
         config.cache_config.enable_prefix_caching = False
         space(config)
@@ -847,7 +847,7 @@ class PoolingTest(unittest.TestCase):
             ("generate", True, True),
         ):
             side = scheduler_side(engine(runner_type=runner, is_prefix_caching_supported=is_cached))
-            # What it computes is stored: it is the same KV.
+            # Its KV is stored: it is the same as that of others.
             self.assertEqual((side.is_consumer, side.is_producer), (loads, True), (runner, is_cached))
 
 

@@ -3,7 +3,7 @@
 
 python tests/engines/test_serve.py     in an environment with vLLM (tests/run.sh makes one), KVGATE_TEST_WHEEL: the wheel
 
-What is not as in the README is in `Lines`. `vllm` is a fork of a process that has vLLM imported (forks.py).
+`Lines` has all that differs from the README. `vllm` is a fork of a process that has vLLM imported (forks.py).
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class ServeTest(unittest.TestCase):
 
     @contextlib.contextmanager
     def forks(self):
-        """What starts `vllm`."""
+        """The command that starts `vllm`."""
         pipe = subprocess.PIPE
         command = [self.bin / "python", "-W", "ignore", HERE / "forks.py"]
         process = subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, text=True)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with the gateway, a real vLLM answers as without it.
+"""A real vLLM answers as without a gateway, with any trouble of the gateway's.
 
 python tests/engines/test_trouble.py     in an environment with vLLM and the wheel, with Ceph up
 """
@@ -39,7 +39,7 @@ class GatewayTest(EngineCase):
         result = self.alive(PROMPTS, self.kv())
         self.assertEqual(result["tokens"], self.plain["tokens"])
         self.assertGreater(result["metrics"]["vllm:kvgate_failed_loads"], 0)
-        # What was damaged is out of the way, and what was computed takes its place.
+        # The damaged chunks are out of the way, and computed ones take their place.
         self.gateway.flush()
         self.loads(self.kv())
 
@@ -151,7 +151,7 @@ class CephTest(EngineCase):
 
 
 class GuardTest(EngineCase):
-    def test_whatever_throws_the_engine_answers_like_plain_vllm(self):
+    def test_after_any_error_the_engine_answers_like_plain_vllm(self):
         self.stored()
         for owner, name, call in (
             (SchedulerSide, "new_request", 0),

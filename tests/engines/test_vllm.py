@@ -25,7 +25,7 @@ class VllmTest(EngineCase):
         second = self.alive(PROMPTS, self.kv())
         self.assertEqual((second["external"], second["tokens"]), (REUSED, self.plain["tokens"]))
 
-    def test_what_was_generated_is_stored_too(self):
+    def test_generated_tokens_are_stored_too(self):
         self.gateway.start()
         first = self.alive(PROMPTS[:1], self.kv(), max_tokens=100)
         self.gateway.flush()

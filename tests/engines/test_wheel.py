@@ -1,4 +1,4 @@
-"""What the wheel brings to Python, without an engine.
+"""The wheel's Python functions, without an engine.
 
 python tests/engines/test_wheel.py     in an environment with the wheel
 """

@@ -1,3 +1,5 @@
+//! `kvgate gpu` as people call it, with the tests' driver and without any driver.
+
 use std::path::Path;
 use std::process::{Command, Output};
 

@@ -1,3 +1,5 @@
+//! Each call of the driver fails once: an error, never a slot used again too early.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kvgate::engine::copy::CopyError;
@@ -80,7 +82,7 @@ fn every_call_may_fail() {
 }
 
 #[test]
-fn what_can_t_be_pinned_is_copied_all_the_same() {
+fn memory_that_can_t_be_pinned_is_copied_all_the_same() {
     for nth in 1..6 {
         let mock = Mock::start(nth as u64);
         mock.fail("cuMemHostRegister_v2", nth, 2);

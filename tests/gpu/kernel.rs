@@ -1,3 +1,5 @@
+//! The kernels' source on the CPU: nothing outside of the pages is touched, and planted mistakes are found.
+
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 
@@ -125,7 +127,7 @@ fn spans_that_lead_outside_touch_nothing() {
     }
 }
 
-/// What is in the source, and what somebody could have written in its place.
+/// Lines of the source, each with a mistake that somebody could have made there.
 const MISTAKES: [(&str, &str); 20] = [
     ("if (unit < units)", "if (unit <= units)"),
     ("if (k < count)", "if (k + 1 < count)"),

@@ -1,3 +1,5 @@
+//! Every known layout, with the driver as late as it may be and in any permitted order.
+
 use kvgate::engine::copy::CudaOptions;
 use kvgate::engine::copy::cuda::{Gpu, PTX};
 use kvgate::tools::gpu_check::{cases, check};

@@ -6,13 +6,14 @@
 //! | `mock.rs`  | builds it, loads it before cudarc looks for one, steers it                |
 //! | `layouts`  | `kvgate gpu check`'s cases, lazy and permuted                             |
 //! | `stage`    | an engine that computes and copies on streams, as all others below use it |
+//! | `groups`   | several copiers on the lanes of one worker: groups of layers, and a state   |
 //! | `waits`    | each wait is taken out, each number made wrong; all must be noticed       |
 //! | `failures` | every call of the driver fails once                                       |
 //! | `kernel`   | mistakes planted in the kernels' source                                   |
 //! | `command`  | `kvgate gpu`, with and without a driver                                   |
 //! | `worker`   | a rank and a daemon, and a GPU that fails                                 |
 //!
-//! What it can't show is speed, and that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
+//! It can't show speed, nor that NVIDIA's driver takes our PTX: `kvgate gpu check` does, where there is a GPU.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -25,6 +26,7 @@
 
 mod command;
 mod failures;
+mod groups;
 mod kernel;
 mod layouts;
 mod mock;

@@ -1,3 +1,5 @@
+//! The tests' own CUDA driver, from Rust: it fails, waits and counts as a test says.
+
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -168,7 +170,7 @@ fn compile(arguments: &[&str]) {
     assert!(status.success(), "{compiler} {arguments:?}");
 }
 
-/// What a child process is for; the tests that look for it do nothing without.
+/// The variable that tells a child process its purpose. The tests that look for it do nothing without it.
 pub const CHILD: &str = "KVGATE_TEST_GPU_CHILD";
 
 /// Whether the test `name` fails in a process of its own (which may crash), told what it is for.

@@ -1,3 +1,5 @@
+//! An engine and its pages on the tests' driver: copies to make, and what must be in memory afterwards.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
@@ -147,7 +149,7 @@ impl Stage {
         slot.freeze()
     }
 
-    /// What the engine computes: all pages are this.
+    /// The engine computes: all pages have this value then.
     pub fn compute(&mut self, seed: u64) -> Vec<u8> {
         let mut image = vec![0; self.bytes()];
         fastrand::Rng::with_seed(seed).fill(&mut image);
@@ -157,7 +159,7 @@ impl Stage {
         image
     }
 
-    /// What the engine reads: a copy of the pages, there when its stream has got so far.
+    /// The engine reads: a copy of the pages, which is there when its stream has got so far.
     pub fn attend(&self) -> u64 {
         let read = self.engine.clone_dtod(&self.pages).unwrap();
         read.leak()
@@ -175,7 +177,7 @@ impl Stage {
         slot
     }
 
-    /// What a chunk has of the pages.
+    /// A chunk's part of the pages.
     pub fn blocks_of(&self, job: &CopyJob, image: &[u8]) -> Vec<u8> {
         let mut image = image.to_vec();
         self.twin_store(&mut image, vec![0; self.space.layout().object_len()], job)

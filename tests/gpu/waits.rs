@@ -1,3 +1,5 @@
+//! Each wait is left out once and each number of a launch or a transfer made wrong: a test must fail each time.
+
 use kvgate::engine::copy::CopyJob;
 use kvgate::engine::copy::known::{KNOWN, KnownLayout};
 
@@ -144,7 +146,7 @@ fn no_number_of_a_transfer_can_be_wrong() {
             (1..=mock.copies()).map(|nth| mock.rows(nth)).collect()
         };
         let mut purposes = Vec::new();
-        // What the engine computes is the largest, and none of ours.
+        // The engine's own launch is the largest, and none of ours.
         let largest = transfers.iter().map(|&(_, bytes)| bytes).max().unwrap();
         let ours = (1..).zip(transfers).filter(|&(_, (_, bytes))| bytes < largest);
         for (nth, (rows, _)) in ours.step_by(3) {

@@ -148,7 +148,7 @@ async fn garbage_is_refused_and_costs_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_stops_reading_holds_up_nobody() {
+async fn a_client_that_stops_reading_holds_up_nobody() {
     let site = Site::new().await;
     let settings = [("api.timeout", "3s"), ("load.window", "2MiB")];
     let serving = site.serve(&settings).await;
@@ -404,7 +404,7 @@ async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
         all("memory", 4)
     );
     drop((one, other, reader));
-    // What a changed attach began ended with its connection.
+    // A session that a changed attach began has ended with its connection.
     eventually(|| {
         let status = serving.node.status();
         status.sessions.len() == 1 && status.slots.leases == 0
@@ -465,7 +465,7 @@ async fn a_reserve_looks_for_room_no_more_once_there_was_none() {
 
 /// They held every slot that engines could have had.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_reads_chunks_slowly_holds_a_window_of_the_arena_at_most() {
+async fn slow_readers_of_chunks_hold_a_window_of_the_arena_at_most() {
     let site = Site::new().await;
     let settings = [("load.window", "4MiB"), ("load.deadline", "1s")];
     let serving = site.serve(&settings).await;
@@ -497,7 +497,7 @@ async fn who_reads_chunks_slowly_holds_a_window_of_the_arena_at_most() {
         .iter()
         .filter(|(_, answer)| answer.contains("not_released"));
     assert_eq!(refused.count(), 4);
-    // Who hangs up gives them back.
+    // A client that hangs up gives them back.
     drop(answers);
     let (_stream, answer) = get(&prompt.hashes[0]).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");

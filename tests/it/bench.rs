@@ -107,7 +107,7 @@ async fn alone_it_measures_all_phases_on_a_server_of_its_own() {
         assert_eq!(phase["requests"][kind], ops, "{phase}");
         assert_eq!(phase["retries"], 0, "{phase}");
         let endpoint = &phase["endpoints"][0];
-        // What is looked up is not there: 404.
+        // The chunks that are looked up are not there: 404.
         let answers = if phase["phase"] == "lookup" {
             "refused"
         } else {
@@ -365,7 +365,7 @@ async fn another_way_to(server: SocketAddr) -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_goes_to_which_address_is_told() {
+async fn the_share_of_each_address_is_told() {
     let site = Site::new().await;
     let url = site.0.s3.endpoint().clone();
     let first: SocketAddr = url.strip_prefix("http://").unwrap().parse().unwrap();
@@ -429,7 +429,7 @@ async fn what_goes_to_which_address_is_told() {
         .await
         .exits(0)
         .says(&["  address ", &format!("\n  {second} "), " % ", "closed"]);
-    // What a lookup is to find absent is answered 404.
+    // HEADs of absent chunks are answered with 404.
     let said = site
         .say(&["lookup", "--endpoint", &format!("{url},http://{second}")])
         .await
@@ -456,7 +456,7 @@ async fn what_goes_to_which_address_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_can_not_be_is_said_with_the_flag() {
+async fn an_impossible_setting_is_refused_with_its_flag() {
     let site = Site::new().await;
     let cases: &[(&[&str], &[&str])] = &[
         (&["wriet"], &["'wriet'", "similar value exists: 'write'"]),
@@ -690,7 +690,7 @@ async fn an_interrupted_run_tells_what_it_has_and_tidies_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_can_not_be_told_leaves_no_objects() {
+async fn a_report_that_can_t_be_written_leaves_no_objects() {
     let site = Site::new().await;
     let said = site.say(&["--csv", "/dev/full"]).await.exits(1);
     said.says(&["\nwrite ", "can't write --csv /dev/full"]);
@@ -795,7 +795,7 @@ impl Way {
                         }
                         requests.write_all(&piece[..len]).await.unwrap();
                     }
-                    // Whoever asked may be gone; the server goes on.
+                    // The client may be gone; the server goes on.
                     let _ = back.await;
                 });
             }
@@ -881,7 +881,7 @@ async fn a_delete_that_fails_is_made_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_measured_before_a_refusal_is_told() {
+async fn measurements_before_a_refusal_are_told() {
     let site = Site::new().await;
     let denied = "HTTP/1.1 403 Forbidden\r\nContent-Length: 50\r\nx-amz-request-id: 1\r\nConnection: close\r\n\r\n\
                   <Error><Code>AccessDenied</Code><Message/></Error>";
@@ -906,7 +906,7 @@ async fn what_was_measured_before_a_refusal_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_could_not_be_removed_is_named() {
+async fn objects_that_could_not_be_removed_are_named() {
     let site = Site::new().await;
     let endpoint = way_that_answers(&site.0, "DELETE ", usize::MAX, None).await;
     let args = ["write", "delete", "--name", "mine", "-t", "5"];
@@ -954,7 +954,7 @@ async fn as_many_requests_are_in_flight_as_were_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_under_way_at_an_interruption_does_not_come_after_its_delete() {
+async fn a_put_under_way_at_an_interruption_does_not_come_after_its_delete() {
     let objects = ["write", "delete", "--objects", "4", "--object-size", "30000"];
     let prompt = ["--space", "space.json"];
     for args in [&objects[..], &prompt] {
@@ -973,7 +973,7 @@ async fn what_is_under_way_at_an_interruption_does_not_come_after_its_delete() {
         Said::new(child.wait_with_output().await.unwrap())
             .exits(1)
             .says(&["interrupted"]);
-        // Whatever was to come is here.
+        // All requests that were under way are here by now.
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert_eq!(files(&place.bucket()), Vec::<PathBuf>::new());
     }
@@ -993,7 +993,7 @@ async fn the_second_interruption_waits_for_nothing() {
         "--endpoint",
         &way.endpoint,
     ];
-    // Whoever waits for them waits longer than we do.
+    // A task that waits for them waits longer than this test does.
     let mut command = site.command(&args);
     let child = command.env("KVGATE__S3__READ_TIMEOUT", "50s").spawn().unwrap();
     while way.came() < 4 {
@@ -1026,7 +1026,7 @@ async fn as_many_of_a_prompts_parts_are_in_flight_as_were_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_warm_was_done_once_untimed() {
+async fn a_warm_up_does_everything_once_untimed() {
     let site = Site::new().await;
     for (phase, method) in [
         ("write", "PUT "),
@@ -1042,7 +1042,7 @@ async fn what_is_warm_was_done_once_untimed() {
         assert_eq!(done[0]["ops"], once as u64, "{}", done[0]);
         assert_eq!(way.came(), 2 * once, "{phase}");
     }
-    // What the warm-up wrote goes, too, where the time was too short to write all of it again.
+    // Objects of the warm-up are removed, too, where the time was too short to write all of them again.
     let short = ["--objects", "50", "--rate-iops", "20", "--time-limit", "190ms"];
     let phases = site
         .phases(&[&["write", "delete", "--warm-up"], &short[..]].concat())

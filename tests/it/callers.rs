@@ -1,4 +1,4 @@
-//! Who may make which call of the daemon: by the unix socket, by TCP, with and without the token.
+//! The callers of each call of the daemon: by the unix socket, by TCP, with and without the token.
 
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
@@ -188,7 +188,7 @@ async fn requests_under_another_name_are_refused() {
     assert_eq!(status(&answer), "421", "{answer}");
 }
 
-/// What a form or a script of a page may send to any server without asking it.
+/// Requests that a form or a script of a page may send to any server without asking it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_of_types_that_a_page_may_send_are_refused() {
     let site = Site::new().await;

@@ -106,7 +106,7 @@ async fn bits_that_flip_on_the_way_are_not_acknowledged(backend: &Backend) {
     arena_empties(&gateway).await;
 }
 
-/// What a server was not seen to compare is not sent to it.
+/// A checksum that the server was not seen to compare is not sent.
 #[tokio::test]
 async fn without_the_capability_no_checksum_is_sent() {
     let backend = Backend::embedded().await;

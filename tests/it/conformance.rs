@@ -1,4 +1,4 @@
-//! What every S3 server must let kvgate do.
+//! The abilities that kvgate needs of every S3 server.
 
 use std::sync::Arc;
 

@@ -37,7 +37,7 @@ async fn lookup(serving: &Serving, prompt: &Prompt) -> kvgate::protocol::LookupA
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_committed_is_a_hit_at_once_and_on_s3_after_a_flush() {
+async fn a_committed_chunk_is_a_hit_at_once_and_on_s3_after_a_flush() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
@@ -548,7 +548,7 @@ async fn a_load_that_all_who_joined_have_cancelled_keeps_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_may_not_attach_is_told_why() {
+async fn a_refused_attach_tells_why() {
     let site = Site::new().await;
     let serving = site.serve(&[("api.sessions", "3")]).await;
     let _one = serving.rank("engine", 0, 2).await;

@@ -223,7 +223,7 @@ async fn aaaa_beside_a() {
             _ => Reply::new(vec![Record::aaaa(NAME, 0, v6(2))]),
         }]
     });
-    // What A had stays, since these may be the only ones that can be reached.
+    // The addresses of A stay, since these may be the only ones that can be reached.
     until_at(&mut told, &[at(1), at_v6(2)]).await;
 
     server.script(|question| match question.kind {

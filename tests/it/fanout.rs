@@ -43,7 +43,7 @@ async fn a_slow_address_gets_little() {
     let rig = Rig::new(4, 20 * MB, 24).await;
     let gateway = rig.gateway().await;
     rig.proxies[2].set_rate(2 * MB);
-    // What it learns from.
+    // A load to learn from.
     rig.load(&gateway).await;
     shares("slow, learning", &rig.proxies, &[0; 4]);
     let before = carried(&rig.proxies);
@@ -97,7 +97,7 @@ async fn killed_in_the_middle_of_a_load() {
     assert_eq!(state(&gateway, dead).breaker, BreakerPhase::Closed);
 }
 
-/// What hangs in the middle of bodies is taken over by hedges long before a time-out.
+/// Hedges take over bodies that hang in the middle, long before a time-out.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_in_the_middle_of_a_load() {
     let rig = Rig::new(4, 20 * MB, 16).await;
@@ -228,7 +228,7 @@ async fn a_store_moves_to_another_endpoint() {
         })
         .await;
     let prompt = Prompt::of(space(), 12);
-    // Who gets the stores is chance.
+    // Chance decides which proxies get the stores.
     let storing = |proxy: &&Capped| {
         proxy.carried().bytes > MIB as u64 && state(&gateway, proxy.address()).in_flight > 0
     };
@@ -267,7 +267,7 @@ async fn stores_are_never_hedged() {
     })
     .await
     .unwrap();
-    // What is slow is known.
+    // The slow one is known by now.
     for _ in 0..20 {
         store.head("nothing", soon()).await.unwrap_err();
     }
@@ -381,7 +381,7 @@ async fn no_address_at_first() {
         (Reply::new(Vec::new()), "no A or AAAA records"),
     ] {
         rig.dns.script(move |_| vec![script.clone()]);
-        // What it said before may still be told.
+        // Answers from before may still come.
         tokio::time::sleep(Duration::from_millis(300)).await;
         let error = store.check_bucket(soon()).await.unwrap_err();
         assert_eq!(error.kind, ErrorKind::Connect);

@@ -96,7 +96,7 @@ impl Rgws {
         state(gateway, (ip, port).into())
     }
 
-    /// What has come from each, without those that are not known (any more).
+    /// The bytes that came from each known address.
     fn moved(gateway: &Gateway) -> Vec<u64> {
         let states = gateway.endpoints();
         states.iter().map(|state| state.totals.bytes).collect()
@@ -192,7 +192,7 @@ async fn killed(backend: &Backend) {
     rgws.bed.remove().await;
 }
 
-/// What it holds up is taken over by hedges, and what is too much for them ends with a time-out.
+/// Hedges take over the requests that it holds up. Those that are too many for hedges end with a time-out.
 async fn paused(backend: &Backend) {
     let Some(rgws) = Rgws::direct(backend, "paused", 16).await else {
         return;

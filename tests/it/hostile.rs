@@ -27,10 +27,10 @@ const STALL: Duration = Duration::from_millis(300);
 const ANSWER_MAX: usize = 1 << 20;
 const ETAG: &str = "e";
 const OBJECT_LEN: usize = 100_000;
-/// What a slot holds before.
+/// The bytes of a slot before.
 const POISON: u8 = 0xee;
 
-/// What the server does once it has a request.
+/// The server's action once it has a request.
 #[derive(Clone)]
 enum Step {
     Send(Vec<u8>),
@@ -362,7 +362,7 @@ async fn head_and_body_may_each_take_their_time() {
 }
 
 #[tokio::test]
-async fn what_was_not_asked_for_does_not_land() {
+async fn an_answer_that_was_not_asked_for_does_not_land() {
     let ten = "HTTP/1.1 206 Partial Content\nETag: \"e\"\nContent-Length: 10\nContent-Range: bytes";
     let body = "0123456789";
     for (head, kind) in [
@@ -500,7 +500,7 @@ async fn interim_answers_are_passed_over() {
 }
 
 #[tokio::test]
-async fn what_hangs_times_out_and_what_drips_ends_with_the_attempt() {
+async fn a_body_that_hangs_times_out_and_one_that_drips_ends_with_the_attempt() {
     let answer = answer_to(10..20);
     let almost = answer[..answer.len() - 1].to_vec();
     let began = Instant::now();
@@ -785,7 +785,7 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
     let gateway = site.gateway_over(open(&options).await);
     let mut loaded = 0;
     for _ in 0..20 {
-        // Whoever is loaded has its bytes compared.
+        // The bytes of every loaded chunk are compared.
         let codes = load_codes(&gateway, &prompt, AfterMiss::Continue).await;
         loaded += codes.iter().filter(|&&code| code == "ok").count();
         gateway.forget_existence();
@@ -800,7 +800,7 @@ async fn loads_over_a_bad_line_are_right_or_misses() {
 }
 
 #[tokio::test]
-async fn who_gives_up_while_waiting_for_a_connection_says_nothing_of_the_server() {
+async fn giving_up_while_waiting_for_a_connection_says_nothing_of_the_server() {
     let server = Hostile::always(vec![Step::Pause(Duration::from_secs(20))]).await;
     let one = S3Options {
         connections_max: 1,

@@ -90,7 +90,7 @@ async fn an_object_that_is_wrong_twice_is_damaged() {
 
 /// One reading's word is not enough to call an object damaged.
 #[tokio::test]
-async fn what_can_t_be_read_again_is_unknown() {
+async fn a_chunk_that_can_t_be_read_again_is_unknown() {
     let (_server, site, prompt) = stored().await;
     let last = prompt.space.layout().object_len() - 1;
     let flipping = Hooked::flipping(Arc::clone(&site.store), site.key(&prompt, 0), last);

@@ -1,4 +1,4 @@
-//! What systemd and operators have to do with a daemon.
+//! A daemon as systemd and operators see it.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -73,7 +73,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // What it leaves if it is killed.
+        // The file that it leaves if it is killed.
         let _ = std::fs::remove_file(arena(self.home.path()));
     }
 }

@@ -417,7 +417,7 @@ async fn all_end(setup: &Setup, gateway: &Gateway, is_given_up: impl Fn(usize) -
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_stored_anew_since_the_lookup_is_loaded() {
+async fn a_chunk_stored_anew_since_the_lookup_is_loaded() {
     let setup = Setup::new(3).await;
     let reader = setup.gateway(20, |_| {});
     lookup(&reader, &setup.prompt, Strategy::Exact).await;
@@ -489,7 +489,7 @@ proptest! {
             let window = load.window();
             prop_assert_eq!(window, faults.len().min(room / 2));
             prop_assert_eq!(setup.outcomes(load).await, outcomes_of(&faults, window, after_miss));
-            // What was ended gives its slots back as its tasks end.
+            // A load that was ended gives its slots back as its tasks end.
             tokio::time::sleep(std::time::Duration::from_millis(1)).await;
             prop_assert_eq!(gateway.arena().stats().used_bytes, 0);
             let found = lookup(&gateway, &setup.prompt, Strategy::Exact).await;

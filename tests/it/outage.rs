@@ -111,7 +111,7 @@ async fn rights_that_go_half_way(backend: &Backend) {
     let bucket = "kvgate-it-shared";
     let _ = owner.create_bucket().bucket(bucket).send().await;
     let policy = |allowed: bool| {
-        // What the guest wrote is the guest's own: without an explicit Deny it stays readable.
+        // The guest's objects are its own: without an explicit Deny they stay readable.
         let deny = format!(
             r#", {{"Effect": "Deny", "Principal": "*", "Action": ["s3:GetObject", "s3:PutObject"],
                 "Resource": ["arn:aws:s3:::{bucket}/*"]}}"#

@@ -119,7 +119,7 @@ fn after(first: &str, direct: &Command) -> Command {
     command
 }
 
-/// What an engine said when it was done.
+/// The report of an engine that is done.
 async fn said(engine: Child) -> Value {
     let output = engine.wait_with_output().await.unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -129,7 +129,7 @@ async fn said(engine: Child) -> Value {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // What a killed daemon leaves.
+        // The file that a killed daemon leaves.
         let _ = std::fs::remove_file(&self.arena);
     }
 }
@@ -158,7 +158,7 @@ async fn first_line(child: &mut Child) -> String {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let line = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await;
     let line = line.expect("it says something").unwrap().unwrap_or_default();
-    // Who writes to a closed pipe fails.
+    // Writing to a closed pipe fails, so the rest is read.
     tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
     line
 }
@@ -194,7 +194,7 @@ async fn until(is: impl AsyncFn() -> bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_engine_stored_another_one_loads() {
+async fn chunks_of_a_killed_engine_are_loaded_by_another() {
     let home = Home::new().await;
     let daemon = home.serve(&[]).await;
     let stored = home.done("store", "one", 20).await;
@@ -372,7 +372,7 @@ async fn a_rank_that_is_stopped_leaves_the_chunks_to_another_engine() {
     );
 }
 
-/// Whatever moment it is killed at: what it serves afterwards verifies, and what flush acknowledged is there.
+/// Killed at any moment: all that it serves afterwards verifies, and all that flush acknowledged is there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
     /// Chunks of the store that it is killed in.
@@ -422,7 +422,7 @@ async fn a_daemon_that_is_killed_serves_nothing_wrong_afterwards() {
 
 /// It had them on its disk, and S3 had never got them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_daemon_had_not_sent_is_sent_by_the_next_one() {
+async fn chunks_that_a_killed_daemon_had_not_sent_are_sent_by_the_next_one() {
     let home = Home::new().await;
     let mut daemon = home
         .serve(&[("KVGATE__S3__ENDPOINT", "http://127.0.0.1:9")])
@@ -513,7 +513,7 @@ async fn a_daemon_that_hangs_hung_its_engines() {
         "all of them together, not one by one"
     );
     signal(&daemon.child, Signal::CONT);
-    // What it was lent without ever hearing of it goes with its session, and it attaches anew.
+    // Slots that it was lent without hearing of them go with its session, and it attaches anew.
     drop((lines, before));
     until(async || engine.session().await.is_ok()).await;
     let after = engine.session().await.unwrap();
@@ -607,7 +607,7 @@ async fn serve_says_what_is_wrong_and_what_to_type() {
 
 /// It was for everybody who can enter the folder above.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_on_disk_is_the_owners_alone_whatever_the_umask() {
+async fn files_on_disk_are_the_owner_s_alone_with_any_umask() {
     use std::os::unix::fs::PermissionsExt;
     let home = Home::new().await;
     let mut daemon = home.serve_by("umask 0", &[]).await;

@@ -1,7 +1,7 @@
 //! The slot protocol, walked through: two engines of two ranks, an arena of four slots, two chunks, and everything that each
 //! of them can do next, dying included. The ledger is the real one; the arena and what is in its slots are modelled.
 //!
-//! What is looked for: a slot that is used anew while somebody may still write or read it, a published chunk that is not
+//! It looks for three mistakes: a slot that is used anew while somebody may still write or read it, a published chunk that is not
 //! wholly of one engine or changes afterwards, and slots that nobody ever gives back.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ const CHUNKS: u8 = 2;
 /// Engine and rank of each session.
 const SESSIONS: [(&str, u32); 4] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)];
 
-/// Who wrote a rank's share of a slot last, and for which chunk.
+/// The session that wrote a rank's share of a slot last, and its chunk.
 type Share = Option<(SessionId, u8)>;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -26,7 +26,7 @@ struct State {
     contents: [[Share; 2]; SLOTS],
     /// Where published chunks are, and what was in them then.
     published: BTreeMap<u8, (SlotId, [Share; 2])>,
-    /// What each process believes that it may write or read.
+    /// The slots that each process believes that it may write or read.
     writes: BTreeSet<(SessionId, SlotId, u8)>,
     reads: BTreeSet<(SessionId, SlotId, u8)>,
     alive: BTreeSet<SessionId>,
@@ -168,7 +168,7 @@ impl Model for Protocol {
                         let slot = (free, state.next_generation);
                         state.next_generation += 1;
                         state.generations[free] = slot.1;
-                        // What was there before is anybody's.
+                        // The bytes from before may be anybody's.
                         let owners = BTreeSet::from([0, 1]);
                         state.ledger.fill(session, chunk, slot, free, owners).ok()?;
                         slot
@@ -180,7 +180,7 @@ impl Model for Protocol {
                 state.contents[slot.0][rank(session)] = Some((session, chunk));
             }
             Act::Commit(session, slot, chunk) => {
-                // Who commits has written.
+                // A session writes before it commits.
                 state.contents[slot.0][rank(session)] = Some((session, chunk));
                 state.writes.remove(&(session, slot, chunk));
                 if let Ok(Committed::Whole { chunk, reserved }) = state.ledger.commit(session, slot) {

@@ -94,7 +94,7 @@ async fn the_deadline_of_a_load_is_no_miss_of_those_who_joined_it() {
 
 /// It had come to memory meanwhile, and was not on S3 yet.
 #[tokio::test(start_paused = true)]
-async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alone() {
+async fn a_load_that_joined_one_that_was_given_up_finds_the_chunk_in_memory() {
     let (held, mut line) = Held::new();
     let site = Site::new(Arc::clone(&held) as Arc<dyn ObjectStore>).await;
     let prompt = Prompt::new(1);
@@ -133,7 +133,7 @@ async fn who_had_joined_a_load_that_was_given_up_looked_for_the_chunk_on_s3_alon
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 }
 
-/// What a load had read before came back to memory, and by its promotion to the disk.
+/// A load that had read the chunk before its delete put it back to memory, and by its promotion to the disk.
 #[tokio::test]
 async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
     let (held, mut line) = Held::new();
@@ -184,7 +184,7 @@ async fn a_load_that_began_before_a_delete_does_not_bring_the_chunk_back() {
         }
         let late = load(&deleted).collect().await;
         assert_eq!(late[0].as_ref().unwrap_err().code(), "absent");
-        // What is promoted after it is there, so it would be, too.
+        // A later promotion is there. So the first one would be there, too.
         assert!(load(&other).collect().await.iter().all(Result::is_ok));
         eventually(|| is_on_disk(&other)).await;
         assert!(!is_on_disk(&deleted));

@@ -1,10 +1,11 @@
-//! What a node keeps, and what goes up and down between its tiers.
+//! A node's tiers: the chunks that each keeps, and those that go up and down.
 
 use std::time::{Duration, Instant};
 
 use kvgate::cache::tier::DiskState;
 use kvgate::engine::client::Client;
-use kvgate::protocol::Order;
+use kvgate::format::Space;
+use kvgate::protocol::{LookupAnswer, LookupRequest, Needed, Order, Tier};
 
 use tokio::net::UnixStream;
 
@@ -134,7 +135,7 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_stored_at_the_end_is_told() {
+async fn chunks_that_are_not_stored_at_the_end_are_told() {
     let mut site = Site::new().await;
     let serving = site.serve(&[("store.drain", "300ms")]).await;
     serving.ready().await;
@@ -151,7 +152,7 @@ async fn what_is_not_stored_at_the_end_is_told() {
 
 /// They were hits for ever, which nobody stored again, and S3 never got them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_disk_has_and_s3_has_not_is_sent_by_the_next_start() {
+async fn chunks_on_a_disk_that_s3_lacks_are_sent_by_the_next_start() {
     let mut site = Site::new().await;
     let disk = site.home.path().join("disk").display().to_string();
     let settings = [
@@ -251,7 +252,7 @@ async fn disks_serve_what_memory_has_not_also_without_s3() {
     assert_eq!(words[3], "s3");
 }
 
-/// Who may write to a disk's folder could put any KV there.
+/// A user with the right to write to a disk's folder could put any KV there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn files_of_other_users_are_no_chunks_and_stay() {
     if !rustix::process::geteuid().is_root() {
@@ -309,7 +310,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
     let serving = site.serve(&settings).await;
     serving.ready().await;
     serving.client.declare(&there.space).await.unwrap();
-    // Who opens one to read waits for somebody who writes; all others wait for their turn.
+    // Opening a pipe to read waits for a writer; all others wait for their turn.
     let pipe = disk
         .join(there.space.key().to_string())
         .join(there.hashes[0].to_string());
@@ -338,7 +339,7 @@ async fn a_disk_that_hangs_does_not_hold_up_s3() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_comes_from_s3_is_written_to_the_disks() {
+async fn chunks_from_s3_are_written_to_the_disks() {
     let site = Site::new().await;
     let prompt = Prompt::new(8);
     site.store_by_another(&prompt, &[]).await;
@@ -435,7 +436,7 @@ async fn only_what_is_used_goes_lower() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_used_while_the_write_behind_was_full_never_went_lower() {
+async fn a_chunk_used_while_the_write_behind_is_full_goes_lower_later() {
     let mut site = Site::new().await;
     let serving = site
         .serve(&[("memory.min_accesses", "1"), ("store.write_behind", "1MiB")])
@@ -495,7 +496,7 @@ async fn a_tenant_has_no_more_than_its_share_of_memory() {
         "{memory:?}"
     );
     assert_eq!(load(&engine, &small, "a", Order::Chunk).await, all("memory", 4));
-    // What was stored comes back, whoever stays in memory.
+    // All stored chunks come back, in memory or not.
     let loaded = load(&engine, &one, "b", Order::Chunk).await;
     for (stored, loaded) in words.iter().zip(&loaded) {
         assert_eq!(
@@ -549,6 +550,138 @@ async fn prefetched_and_pinned_chunks_are_in_memory() {
         serving.client.unpin(&space, &prompt.hashes).await.unwrap().chunks,
         6
     );
+}
+
+/// A prompt of a model with full attention, windows of two chunks and states.
+fn of_three_kinds(chunks: usize) -> [Prompt; 3] {
+    let full = Prompt::new(chunks);
+    let of = |kind: &str, heads: u32| {
+        let space = format!(
+            r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": {kind},
+                "mha": {{"layers": 6, "heads": {heads}, "head_dim": 64}}}}"#
+        );
+        Prompt {
+            space: Space::from_json(&space).unwrap(),
+            root: full.root,
+            hashes: full.hashes.clone(),
+        }
+    };
+    let others = (of(r#"{"window": 33}"#, 4), of(r#""state""#, 64));
+    [full, others.0, others.1]
+}
+
+fn part(prompt: &Prompt, chunks: std::ops::Range<usize>) -> Prompt {
+    Prompt {
+        space: prompt.space.clone(),
+        root: prompt.parent(chunks.start),
+        hashes: prompt.hashes[chunks].to_vec(),
+    }
+}
+
+async fn lookup_kinds(client: &Client, prompts: &[Prompt; 3], pin: bool, prefetch: bool) -> LookupAnswer {
+    let request = LookupRequest {
+        space: id(&prompts[0].space),
+        with: vec![id(&prompts[1].space), id(&prompts[2].space)],
+        hashes: Some(prompts[0].hashes.clone()),
+        pin_ms: pin.then_some(60_000),
+        prefetch,
+        ..LookupRequest::default()
+    };
+    client.lookup(&request).await.unwrap()
+}
+
+/// No policy of its own: what no boundary needs any more is not touched any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chunks_of_a_window_far_behind_leave_first() {
+    for policy in ["lru", "sieve", "s3fifo"] {
+        let site = Site::new().await;
+        let settings = [("memory.policy", policy), ("store.write_behind", "4MiB")];
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        let prompts = of_three_kinds(20);
+        let [full, window, state] = &prompts;
+        // The window comes last, so that its chunks are younger than those of the others.
+        for prompt in [full, state, window] {
+            assert_eq!(
+                count(&store(&serving.client, &engine, prompt).await, "stored"),
+                20
+            );
+            serving.flush().await;
+        }
+        let found = lookup_kinds(&serving.client, &prompts, false, false).await;
+        let needed: Vec<_> = found.needed.iter().map(|needed| needed.chunks).collect();
+        assert_eq!(needed, [(0, 20), (18, 20), (19, 20)]);
+        let kept = [full.hashes.len(), 2, 1];
+        let loads = [part(full, 0..20), part(window, 18..20), part(state, 19..20)];
+        for round in 0..2 {
+            for (i, (prompt, chunks)) in loads.iter().zip(kept).enumerate() {
+                let words = load(&engine, prompt, &format!("{policy} {round} {i}"), Order::Chunk).await;
+                assert_eq!(words, all("memory", chunks));
+            }
+        }
+        // Others' chunks take the place of the rest.
+        let memory = || serving.node.status().tiers.memory;
+        while memory().evicted < 15 {
+            store(&serving.client, &engine, &Prompt::new(1)).await;
+            serving.flush().await;
+        }
+        for (i, (prompt, chunks)) in loads.iter().zip(kept).enumerate() {
+            let words = load(&engine, prompt, &format!("{policy} {i}"), Order::Chunk).await;
+            assert_eq!(words, all("memory", chunks), "{policy}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lookup_over_kinds_pins_and_prefetches_what_is_needed() {
+    let site = Site::new().await;
+    let prompts = of_three_kinds(12);
+    for prompt in &prompts {
+        site.store_by_another(prompt, &[]).await;
+    }
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    for prompt in &prompts {
+        serving.client.declare(&prompt.space).await.unwrap();
+    }
+    let memory = || serving.node.status().tiers.memory;
+    let found = lookup_kinds(&serving.client, &prompts, true, true).await;
+    assert_eq!((found.boundary, found.full, found.open), (12, 12, false));
+    assert_eq!(memory().pinned_chunks, 0, "nothing is in memory yet");
+    eventually(|| memory().chunks == 12 + 2 + 1).await;
+    let found = lookup_kinds(&serving.client, &prompts, true, true).await;
+    let in_memory = |needed: &Needed| needed.tiers.iter().all(|run| run.tier == Tier::Memory);
+    assert!(found.needed.iter().all(in_memory), "{:?}", found.needed);
+    assert_eq!(memory().pinned_chunks, 12 + 2 + 1);
+    serving.flush().await;
+    assert_eq!(memory().chunks, 12 + 2 + 1);
+}
+
+/// A full chunk is of no use without those before it; a window's is, once the window has passed the gap.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_window_or_a_snapshot_is_stored_after_a_refused_one() {
+    let mut site = Site::new().await;
+    let settings = [("store.write_behind", "2MiB")];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompts = of_three_kinds(40);
+    for prompt in &prompts {
+        // The space's JSON is on S3.
+        store(&serving.client, &engine, &part(prompt, 0..1)).await;
+        serving.flush().await;
+    }
+    for (prompt, after_a_gap) in prompts.iter().zip(["full", "stored", "stored"]) {
+        site.stop_s3().await;
+        let words = store(&serving.client, &engine, prompt).await;
+        let refused = words.iter().position(|word| *word == "full").unwrap();
+        site.start_s3().await;
+        serving.flush().await;
+        let words = store(&serving.client, &engine, &part(prompt, refused + 1..refused + 3)).await;
+        assert_eq!(words, [after_a_gap; 2], "{:?}", prompt.space.kind());
+        serving.flush().await;
+    }
 }
 
 /// It waited until the pins were over.

@@ -1,4 +1,4 @@
-//! What flush acknowledges: every chunk that was committed is on S3, counted as dropped, or kept back by the configuration.
+//! The promise of flush: every chunk that was committed is on S3, counted as dropped, or kept back by the configuration.
 
 use std::collections::HashSet;
 use std::os::unix::fs::PermissionsExt;
@@ -197,7 +197,7 @@ async fn unsent_chunks_whose_space_json_is_gone_are_sent_when_the_space_is_known
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_configuration_keeps_from_s3_is_told() {
+async fn chunks_that_the_configuration_keeps_from_s3_are_told() {
     let site = Site::new().await;
     let disk = site.home.path().join("disk").display().to_string();
     for (more, is_kept) in [

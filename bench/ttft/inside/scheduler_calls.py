@@ -1,4 +1,4 @@
-"""What each call on the scheduler's thread takes, for a long prompt whose chunks are all known.
+"""The time of each call on the scheduler's thread, for a long prompt whose chunks are all known.
 
     python scheduler_calls.py SOCKET TOKENS ROUNDS      prints JSON: microseconds of each call, by name
 

@@ -3,15 +3,11 @@
 | module      | what                                                                              |
 |-------------|-----------------------------------------------------------------------------------|
 | `connector` | vLLM's calls, handed to one of the two sides                                      |
-| `settings`  | what `kv_connector_extra_config` may say                                          |
-| `model`     | the spaces of a model: what must be equal for KV to be interchangeable            |
-| `kinds`     | the kinds of KV that a model's layers keep                                        |
-| `identity`  | what pins a model's weights                                                       |
+| `settings`  | the keys of `kv_connector_extra_config`                                           |
+| `model`     | the space of a model: what must be equal for KV to be interchangeable             |
 | `adapters`  | LoRA adapters by their digests                                                    |
 | `gateway`   | a gateway for the node, started when none answers                                 |
 | `scheduler` | which chunks are there, what is loaded into which blocks, what is stored          |
-| `stores`    | which chunks are stored after a step                                              |
-| `blocks`    | vLLM's blocks that copies read, held by references of kvgate's own                |
 | `doubts`    | which tokens in vLLM's blocks are not known to be right                           |
 | `rates`     | whether a load is quicker than computing                                          |
 | `worker`    | a rank: its tensors, and the jobs that move chunks                                |
@@ -34,7 +30,7 @@ except ImportError as error:
 
 from kvgate.vllm.versions import check
 
-# vLLM sets up its own loggers only: what kvgate tells goes where vLLM's lines go, unless somebody has said otherwise.
+# vLLM sets up its own loggers only. kvgate's lines go to the same place, unless the program has set up another.
 ours, vllms = logging.getLogger("kvgate"), logging.getLogger("vllm")
 if not ours.handlers and ours.level == logging.NOTSET:
     ours.handlers, ours.propagate = list(vllms.handlers), vllms.propagate
@@ -45,7 +41,7 @@ for lacking in check(KVConnectorBase_V1, vllm_version):
 
 from kvgate.vllm.connector import KvGateConnector  # noqa: E402
 
-# For its statistics MultiConnector looks its parts up by their names alone: without this `vllm serve` would end.
+# MultiConnector looks up the statistics of its parts by their names alone: without this `vllm serve` would end.
 if "KvGateConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector("KvGateConnector", "kvgate.vllm", "KvGateConnector")
 

@@ -1,4 +1,4 @@
-"""LoRA adapters by what they are, not by what they are called."""
+"""LoRA adapters, known by a digest of their files instead of their names."""
 
 import dataclasses
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from kvgate import weights
 
 THREADS = 4
-"""A mount that hangs keeps one for each of its folders that is asked for."""
+"""A mount that hangs keeps one thread for each of its folders that is asked for."""
 
 
 @dataclasses.dataclass
@@ -17,25 +17,27 @@ class Job:
 
 
 class Adapters:
-    """Digests of adapters' folders, made in the background: the scheduler never waits, and touches no file."""
+    """Digests of adapters' folders. They are made in the background: the scheduler never waits, and reads no file."""
 
     def __init__(self, deadline_ms, now=time.monotonic):
         self.deadline_ms, self.now = deadline_ms, now
         self.jobs: dict[str, Job] = {}
-        """The latest of each folder."""
+        """By folder, its latest job."""
         self.asked: dict[str, Job] = {}
-        """Of each request that has no answer yet."""
+        """By request without an answer yet, the job that it waits for."""
         self.known: dict[str, tuple] = {}
-        """Of each folder, what its files were like when they were read, and their digest."""
+        """By folder, the stamp of its files when they were read, and their digest."""
         self.cached: dict[tuple, str | None] = {}
-        """By what vLLM's own cache knows an adapter by, its digest; None: there were several."""
+        """By name and path, as in vLLM's own cache, the adapter's digest; None: there were several."""
         self.loaded: dict[int, str | None] = {}
-        """By what vLLM knows loaded weights by, their digest; None: there were several."""
+        """By vLLM's number for loaded weights, their digest; None: there were several."""
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgate-adapters")
 
     def of(self, request):
-        """What goes into the request's hashes: empty without an adapter; None: ask again. Raises OSError for one that
-        nothing is known of."""
+        """The adapter's bytes in the request's hashes: empty without an adapter; None: ask again.
+
+        Raises OSError if nothing is known of the adapter.
+        """
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return b""
@@ -48,8 +50,10 @@ class Adapters:
         return None
 
     def as_served(self, lora, digest):
-        """Refuses files that may be others than what vLLM has loaded, or its own cache was computed with: both stay when a
-        folder is rewritten."""
+        """The digest, if it is that of the weights that vLLM has loaded and has computed its own cache with.
+
+        vLLM keeps both when a folder is rewritten. Then this raises OSError.
+        """
         if lora.load_inplace:
             self.loaded.pop(lora.lora_int_id, None)
         name, number = (lora.lora_name, lora.lora_path), lora.lora_int_id
@@ -69,7 +73,7 @@ class Adapters:
         self.asked.pop(request_id, None)
 
     def job(self, folder):
-        """Each request looks at the files anew, or with others whose look has not ended."""
+        """Starts a look at the files for this request, or joins one that has not ended."""
         job = self.jobs.get(folder)
         if job is None or job.digest.done():
             job = self.jobs[folder] = Job(self.pool.submit(self.digest, folder), self.now())

@@ -1,4 +1,4 @@
-"""KV events: vLLM's subscribers, routers above all, are told which blocks the gateway has."""
+"""KV events: they tell vLLM's subscribers, above all routers, which blocks the gateway has."""
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -21,7 +21,7 @@ class Events:
         return ready
 
     def stored(self, request, chunk):
-        """None: vLLM has no hashes of its own for these blocks."""
+        """The event that the gateway has a chunk. None: vLLM has no hashes of its own for its blocks."""
         size = self.block_tokens
         start, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
         hashes = request.block_hashes[start // size : end // size]

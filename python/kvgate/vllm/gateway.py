@@ -15,13 +15,16 @@ logger = init_logger(__name__)
 START_SECONDS = 30
 LAUNCH = """import subprocess, sys
 print(subprocess.Popen(sys.argv[1:], stdout=sys.stderr, start_new_session=True).pid)"""
-"""Nobody's child and of no session: vLLM ends its processes with all of theirs, and signals go to a session."""
+"""Starts the gateway as a child of no process of vLLM's, in a session of its own. vLLM ends its processes with all their
+children, and a signal from a terminal goes to a whole session."""
 
 
 def ensure(settings, is_told=True):
-    """Starts `kvgate serve` if nobody listens at the socket and the settings allow it; ranks and engines race for it, and
-    one does. It outlives the engine. An engine without a gateway computes everything, so only a start that was asked for and
-    failed is an error."""
+    """Starts `kvgate serve` if nothing listens at the socket and the settings allow it.
+
+    Ranks and engines race for it, and one of them starts it. The gateway outlives the engine. An engine without a gateway
+    computes everything, so only a start that was asked for and failed is an error.
+    """
     if listens(settings.socket):
         return
     if not settings.serve:

@@ -1,4 +1,4 @@
-"""What pins a model's weights, and what else its KV depends on."""
+"""The revision that pins a model's weights, and the settings that its KV depends on besides them."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ FORMATS = {
     ),
     **{name: name for name in ("mistral", "pt", "npcache", "sharded_state", "runai_streamer_sharded")},
 }
-"""vLLM's load formats that read the model's folder or commit and nothing else, and what a space says of them: one may have
-other weights in files of another kind."""
+"""vLLM's load formats that read the model's folder or commit and nothing else, each with its word in the space. A format
+that reads files of another kind has a word, for they may hold other weights."""
 ENVIRONMENT = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
 """vLLM's variables that say how weights and activations are quantized."""
 TEXT_BYTES_MAX = 512
-"""Of a value in a space's `extra`."""
+"""The most bytes of a value in a space's `extra`."""
 
 
 def architecture(model_config):
@@ -30,7 +30,7 @@ def architecture(model_config):
 
 
 def revision(vllm_config):
-    """What pins the weights, never a path or a branch's name."""
+    """The commit or digest that pins the weights. A path or a branch's name never does."""
     model_config = vllm_config.model_config
     refuse_what_nothing_pins(vllm_config)
     if Path(model_config.model).is_file():
@@ -69,7 +69,7 @@ def refuse_what_nothing_pins(vllm_config):
 
 
 def elsewhere(model_config):
-    """What a model takes from other repositories, which its own commit does not pin."""
+    """The parts that a model takes from other repositories. Its own commit does not pin them."""
     config, code = model_config.hf_config, getattr(model_config, "code_revision", None)
     for name in ("text_model_id", "audio_model_id"):
         if other := getattr(config, name, None):
@@ -92,7 +92,7 @@ def references(auto_map):
 
 
 def hub_commit(model_config):
-    """Which vLLM has resolved the asked revision to, if the hub's library told it."""
+    """The commit that vLLM has resolved the revision to, if the hub's library told it."""
     asked = model_config.revision
     commit = getattr(asked, "resolved", None) or asked
     if commit is None or not re.fullmatch(COMMIT, commit):
@@ -103,7 +103,8 @@ def hub_commit(model_config):
 
 
 def extra(vllm_config):
-    """What else the KV of the same weights depends on. What is not set has no key, so that a new one changes no other id."""
+    """All else that the KV of the same weights depends on. A setting that is not set has no key: so a new setting changes
+    no space that does without it."""
     model_config = vllm_config.model_config
     config = model_config.hf_text_config
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -118,7 +119,7 @@ def extra(vllm_config):
 
 
 def long_rope(model_config):
-    """Of its two sets of factors vLLM takes one for all requests, by the longest sequence that the engine may have."""
+    """LongRoPE has two sets of factors. vLLM takes one of them for all requests, by the longest sequence of the engine."""
     rope = getattr(model_config.hf_text_config, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):
         if isinstance(one, dict) and one.get("rope_type") == "longrope":
@@ -140,16 +141,16 @@ def flags(vllm_config):
     multimodal = model_config.multimodal_config
     for config, names in (
         (model_config, ("hf_overrides", "quantization_config", "code_revision", "disable_sliding_window")),
-        # Neither is in the identifier of an image or a video.
-        # To which modules an adapter is applied.
+        # The modules that an adapter is applied to.
         (getattr(vllm_config, "lora_config", None), ("target_modules",)),
+        # They are not in the identifier of an image or a video.
         (multimodal, ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")),
     ):
         for name in names:
             value = getattr(config, name, None)
             if value and not callable(value):
                 yield name, sorted(value) if name == "target_modules" else value
-    # Those whose defaults are something.
+    # Flags that have a default: only another value counts.
     for config, name, usual in (
         (model_config, "config_format", ("auto", "hf")),
         (model_config, "model_impl", ("auto", "vllm")),
@@ -170,12 +171,12 @@ def flags(vllm_config):
 
 
 def fitting(text):
-    """Itself, or its digest where it is too long for a space."""
+    """The text, or its digest where it is too long for a space."""
     return text if len(text.encode()) <= TEXT_BYTES_MAX else hashlib.sha256(text.encode()).hexdigest()
 
 
 def items_have_digests(vllm_config):
-    """Whether the identifier of an image is a digest of it. With both of its caches off vLLM counts images instead, in each
+    """Whether the identifier of an image is a digest of it. Without its two caches vLLM numbers images instead, in each
     process from 1."""
     multimodal = vllm_config.model_config.multimodal_config
     return multimodal is None or multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching

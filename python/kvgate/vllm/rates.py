@@ -1,4 +1,4 @@
-"""What is quicker: to load tokens or to compute them. From what both took so far.
+"""Whether loading tokens is quicker than computing them, by the rates of both so far.
 
 Both are rates of the whole engine over the time in which it was busy with them: steps compute many requests at once, so the
 loads of many requests are taken together, too.
@@ -9,17 +9,17 @@ import time
 from collections import deque
 
 FORGET = 0.9
-"""What is left of a measurement when the next one comes."""
+"""The weight that earlier measurements keep when the next one comes."""
 STEP_TOKENS = 128
 """A step with fewer tokens says nothing about prefills."""
 TRY_AGAIN = 16
-"""Of so many loads that would take too long one is done all the same: the gateway may have become quicker."""
+"""One in this many loads that would take too long is done all the same: the gateway may have become quicker."""
 STEPS_AHEAD = 16
-"""Steps that may be given out and not have ended; vLLM gives out two, or one a pipeline stage."""
+"""The most steps under way. vLLM gives out two at a time, or one for each pipeline stage."""
 
 
 class Rate:
-    """Tokens a second; what was measured last counts most."""
+    """Tokens in a second. The latest measurement counts most."""
 
     def __init__(self):
         self.tokens = self.seconds = 0.0
@@ -36,16 +36,16 @@ class Rate:
 
 
 class LoadTimes:
-    """Each moment is shared out among the loads under way, so that what they took adds up to the time in which there was
-    any."""
+    """The time that each load took. Each moment is divided among the loads under way, so the times of all loads add up to
+    the time in which any was under way."""
 
     def __init__(self):
         self.under_way: dict[str, tuple[float, float]] = {}
-        """By job, when it began, and `shared` then."""
+        """By job, its beginning, and `shared` at that time."""
         self.shared = 0.0
-        """What a load took that was always under way."""
+        """The time of a load that has been under way since the start."""
         self.told = 0.0
-        """Until when `shared` counts."""
+        """The time up to which `shared` counts."""
 
     def at(self, now):
         if self.under_way:
@@ -57,7 +57,7 @@ class LoadTimes:
         self.under_way[job] = (now, self.shared)
 
     def end(self, job, seconds, now):
-        """What the load took of the time. Its `seconds` were over when its step was not."""
+        """The load's time. It may have ended before its step, after `seconds`."""
         self.at(now)
         began, shared = self.under_way.pop(job)
         return (self.shared - shared) * min(1.0, seconds / (now - began)) if now > began else 0.0
@@ -70,9 +70,9 @@ class LoadOrCompute:
         self.declined = 0
         self.loads = LoadTimes()
         self.steps: deque[tuple[float, int]] = deque(maxlen=STEPS_AHEAD)
-        """Those under way: when each was given out, and its tokens."""
+        """The steps under way: the time at which each was given out, and its tokens."""
         self.last_ended = -math.inf
-        """When the latest step had ended."""
+        """The end of the latest step."""
 
     def stepped(self, tokens):
         """A step was given out. Others before it may be under way."""
@@ -91,17 +91,17 @@ class LoadOrCompute:
         self.loads.begin(job, self.clock())
 
     def loaded(self, job, tokens, seconds):
-        """A load has brought so many tokens in so many seconds. One that failed took its time, too."""
+        """A load has brought `tokens` in `seconds`. A load that failed took its time, too."""
         if job in self.loads.under_way:
             self.load.add(tokens, self.loads.end(job, seconds, self.clock()))
 
     def dropped(self, job):
-        """Nobody knows any more what a load was to bring."""
+        """A load is forgotten: its tokens are not known any more."""
         self.loads.at(self.clock())
         self.loads.under_way.pop(job, None)
 
     def idle(self):
-        """Nobody waits for a load any more."""
+        """No load is under way any more."""
         self.loads = LoadTimes()
 
     def should_load(self, tokens):

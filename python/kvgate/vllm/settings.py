@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The keys of `kv_connector_extra_config`. docs/VLLM.md describes them for users."""
 
 import dataclasses
 import os
@@ -14,24 +14,24 @@ class Settings:
     socket_owner: int = 0
     """A user id whose gateway is trusted, besides root's and the engine's own; without it KVGATE__API__SOCKET_OWNER."""
     serve: str = ""
-    """Arguments of `kvgate serve`, with which a gateway is started for the node when none answers; empty: never."""
+    """Arguments of `kvgate serve`. A gateway is started with them when none answers on the node; empty: never."""
     serve_log: str = ""
-    """What a gateway that was started says goes to this file; without it next to the socket."""
+    """The log file of a gateway that was started; without it `<socket>.log`."""
     chunk_tokens: int = 0
-    """Tokens of a chunk, a multiple of vLLM's block sizes; without it the least such that is 256 or more, for models with states
-    64 or more."""
+    """Tokens of a chunk; a multiple of vLLM's block sizes. Without it the least multiple that is 256 or more, or 64 or more for
+    models with states."""
     state_every: int = 4096
-    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored, of those that vLLM offers; the one at
-    a prompt's end always is."""
+    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored. The snapshot at a prompt's end is
+    always stored."""
     model: str = ""
     """The model's name in the space; without it the architecture's."""
     revision: str = ""
-    """What pins the weights; without it the commit, or a digest of the model's folder."""
+    """The name that pins the weights; without it the commit, or a digest of the model's folder."""
     draft_revision: str = ""
-    """What pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
+    """The name that pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
     tenant: str = ""
     load_policy: str = "auto"
-    """`auto`: a load that would take longer than computing is left; `always`: what is there is loaded."""
+    """`auto`: a load that would take longer than computing is left; `always`: every chunk that is there is loaded."""
     layerwise: bool = False
     """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
     allow_failed_requests: bool = False
@@ -39,32 +39,31 @@ class Settings:
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50
-    """So long a request that could be admitted waits for its lookup, which began when the request came. Then a chunk that
-    the gateway does not know of yet counts as absent."""
+    """Time that a request that could be admitted waits for its lookup. The lookup began when the request came. Chunks that
+    it has not answered by then count as absent."""
     lookup_again_ms: int = 5_000
-    """A request at the head of the queue that has waited for so long since its lookup is looked up again. Less than
-    `pin_ms`."""
+    """Time after which a request at the head of the queue is looked up again. Less than `pin_ms`."""
     lookups_ahead: int = 16
-    """So many requests are the head of the queue."""
+    """Requests at the head of the queue that are looked up again."""
     lookups_at_once: int = 256
     """Lookups under way, each with a connection of its own; more wait for one to end."""
     load_deadline_ms: int = 30_000
-    """After so long what was not loaded is computed."""
+    """Time after which chunks that were not loaded are computed."""
     adapter_deadline_ms: int = 5_000
-    """After so long a LoRA adapter whose files were not read is unknown: its requests reuse nothing until they were."""
+    """Time after which a LoRA adapter whose files were not read is unknown. Its requests reuse nothing until they were."""
     store_deadline_ms: int = 1_000
-    """After so long a gateway that has made no room gets nothing: the blocks are vLLM's again."""
+    """Time for the gateway to make room for a store. Then it gets nothing, and the blocks are vLLM's again."""
     patience_ms: int = 10_000
-    """How long any other answer of the gateway is waited for, in the background."""
+    """Time for any other answer of the gateway, in the background."""
     pin_ms: int = 30_000
-    """How long chunks that were found stay in the gateway's memory."""
+    """Time that chunks which a lookup found stay in the gateway's memory."""
     breaker_timeouts: int = 3
-    """After so many answers in a row that did not come in time the gateway is left alone for a while."""
+    """Answers in a row that came too late, after which the gateway is left alone for `breaker_pause_ms`."""
     breaker_pause_ms: int = 10_000
 
     @classmethod
     def read(cls, extra):
-        """From vLLM's dictionary; tells all that is wrong with it."""
+        """From vLLM's dictionary. Raises ValueError with all problems at once."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in extra if key not in fields]
         for key, value in extra.items():

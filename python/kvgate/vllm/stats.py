@@ -1,4 +1,4 @@
-"""What vLLM tells of a connector: a line in its log, and Prometheus metrics `vllm:kvgate_*`."""
+"""The connector's figures: a line in vLLM's log, and its Prometheus metrics `vllm:kvgate_*`."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS = {
     "loads": "Loads of a request's chunks.",
     "loaded_bytes": "Bytes that loads brought into this engine's pages.",
-    "failed_loads": "Loads of which something was computed instead.",
+    "failed_loads": "Loads that did not bring all of their chunks; the rest was computed.",
     "declined_loads": "Loads that were left because computing was quicker (load_policy auto).",
     "stores": "Stores of a request's chunks.",
     "stored_chunks": "Chunks handed over to the gateway.",
     "stored_bytes": "Bytes of the chunks handed over.",
-    "refused_chunks": "Chunks for which the gateway had no room, or not all ranks yet.",
+    "refused_chunks": "Chunks that the gateway did not take: it had no room, or not all ranks were attached yet.",
     "failed_stores": "Stores that the gateway did not take in time, or not at all.",
 }
 MISSES = {
@@ -24,11 +24,11 @@ MISSES = {
 }
 """Counters of requests that loaded nothing, by the outcome of their lookup."""
 COUNTERS |= {
-    "absent_requests": "Admitted requests of whose prompt the gateway had nothing more.",
+    "absent_requests": "Admitted requests for whose prompt the gateway had no further chunk.",
     "late_requests": "Admitted requests whose lookup was not answered within lookup_deadline_ms.",
     "failed_requests": "Admitted requests whose lookup failed: no gateway, or it refused.",
     "paused_requests": "Admitted requests that were not looked up, since the gateway did not answer others in time.",
-    "opaque_requests": "Admitted requests whose tokens don't say what their KV is, or that are from before a reset.",
+    "opaque_requests": "Admitted requests whose KV does not follow from their tokens (prompt embeddings), or from before a reset.",
 }
 GAUGES = {
     "lookups_paused": "1 while the gateway is left alone after lookups that it did not answer in time.",
@@ -43,7 +43,7 @@ BUCKETS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20
 
 @dataclasses.dataclass
 class KvGateStats(KVConnectorStats):
-    """Of one interval, of all ranks: COUNTERS are sums, SECONDS are lists, GAUGES the latest."""
+    """The figures of one interval and all ranks. COUNTERS are sums, SECONDS are lists, GAUGES are the latest value."""
 
     was_paused: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -78,7 +78,7 @@ class KvGateStats(KVConnectorStats):
             self.data["lookups_paused"] = int(is_paused)
 
     def take(self):
-        """What there is since the last call; None: nothing."""
+        """The figures since the last call; None if there are none."""
         if self.is_empty():
             return None
         taken = KvGateStats(self.data)

@@ -1,4 +1,4 @@
-"""What the running vLLM can do of what the connector needs."""
+"""Which of the hooks that the connector needs the running vLLM has."""
 
 REQUIRED = (
     "register_kv_caches",
@@ -10,7 +10,7 @@ REQUIRED = (
     "build_connector_worker_meta",
     "handle_preemptions",
 )
-"""Without these the answers might be wrong."""
+"""Without these hooks answers might be wrong."""
 
 LACKING = {
     "on_new_request": "chunks are looked up only when a request is scheduled",
@@ -19,11 +19,11 @@ LACKING = {
     "reset_cache": "a reset does not reach kvgate",
     "unregister_kv_caches": "before sleep mode wait until the engine is idle",
 }
-"""What happens without a hook that is not required."""
+"""Hooks that are not required, each with the loss without it."""
 
 
 def check(base, version):
-    """Which hooks this vLLM never calls, and what that means. Raises ImportError for one that is too old."""
+    """Lines that tell which hooks this vLLM lacks, and the loss. Raises ImportError if a required one is missing."""
     if missing := [name for name in REQUIRED if not hasattr(base, name)]:
         raise ImportError(f"kvgate needs vLLM 0.32 or newer: {version} has no {', '.join(missing)}")
     return [f"vLLM {version} has no {name}: {means}" for name, means in LACKING.items() if not hasattr(base, name)]

@@ -1,3 +1,5 @@
+//! Tests of episodes: the lines that reach the log, under a paused clock.
+
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -30,7 +32,7 @@ impl<'a> MakeWriter<'a> for Lines {
 }
 
 impl Lines {
-    /// What this thread logs from here on.
+    /// Collects the lines that this thread logs from here on.
     fn taken() -> (Self, DefaultGuard) {
         let lines = Self::default();
         let subscriber = tracing_subscriber::fmt()

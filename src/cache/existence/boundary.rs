@@ -2,6 +2,7 @@
 //! from the end of the full prefix, asks for several positions a round, and never claims what it did not see. No I/O.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use super::prefix::ChunkState;
 use crate::format::Kind;
@@ -10,15 +11,20 @@ use crate::format::Kind;
 /// there are present.
 ///
 /// Windows are mostly there wherever the full prefix is, so one boundary at a time is tried, then more. Snapshots of a
-/// state are few: at the ends of prompts, and at a regular distance where the writers keep such. So a state is asked for
-/// near the end of the prefix, and at multiples of that distance.
+/// state are few: at the ends of prompts, and at a regular distance where the writers keep such. So states are asked for
+/// near the end of the prefix first, then at multiples of that distance, then everywhere else; and windows only where
+/// the states are there.
 pub struct BoundarySearch {
     kinds: Vec<KindStates>,
     prefix: usize,
     chunk_tokens: u32,
     scope: Scope,
-    /// Boundaries that the next round tries.
+    /// Boundaries that may still be it, the most likely first.
+    open: Vec<usize>,
+    /// Boundaries without a known state that the next round tries.
     width: usize,
+    /// Boundaries whose states are there that the next round tries.
+    hopes: usize,
     /// Questions that may still be asked.
     budget: usize,
 }
@@ -29,18 +35,20 @@ struct KindStates {
     states: Vec<ChunkState>,
 }
 
-/// Which questions a search may ask.
+/// The questions that a search may ask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// All that could matter.
+    /// All.
     All,
-    /// Likely ones: at most `questions`, the middle of a long run is inferred from its ends, and states are asked for
-    /// near the end of the prefix and at multiples of `state_every` chunks (0: none).
+    /// Likely ones, at most `questions`; the middle of a long run is inferred from its ends. Writers keep a snapshot of
+    /// a state every `state_every` chunks (0: only at the ends of prompts).
     Likely { questions: usize, state_every: usize },
 }
 
 /// Chunks before the end of the prefix at each of which a snapshot is likely: that of a prompt whose answer followed.
 const NEAR: usize = 16;
+/// States that the first round asks for.
+const STATES_AT_FIRST: usize = 8;
 /// From this many chunks on, the middle of a run is inferred.
 const LONG_RUN: usize = 4;
 
@@ -54,48 +62,68 @@ impl BoundarySearch {
                 KindStates { kind, states }
             })
             .collect();
-        let has_state = kinds.iter().any(|of| of.kind == Kind::State);
+        let (budget, state_every) = match scope {
+            Scope::All => (usize::MAX, 0),
+            Scope::Likely {
+                questions,
+                state_every,
+            } => (questions, state_every),
+        };
+        let is_likely = |boundary: &usize| {
+            prefix - boundary < NEAR || (state_every > 0 && boundary.is_multiple_of(state_every))
+        };
+        let (mut open, rest): (Vec<usize>, Vec<usize>) = (1..=prefix).rev().partition(is_likely);
+        open.extend(rest);
+        if !kinds.iter().any(|of| of.kind == Kind::State) {
+            open = (1..=prefix).rev().collect();
+        }
         Self {
             kinds,
             prefix,
             chunk_tokens,
             scope,
-            width: if has_state { 8 } else { 1 },
-            budget: match scope {
-                Scope::All => usize::MAX,
-                Scope::Likely { questions, .. } => questions,
-            },
+            open,
+            width: STATES_AT_FIRST,
+            hopes: 1,
+            budget,
         }
     }
 
     /// The questions of the next round, as kind and chunk: at most about `probes`, but for a single boundary as many as
-    /// it takes. Empty when the boundary is found, or no likely question is left.
+    /// it takes. Empty when the boundary is found, or no question is left.
     pub fn next(&mut self, probes: usize) -> Vec<(usize, usize)> {
-        let best = self.boundary();
-        let (mut ask, mut asked, mut tried) = (Vec::new(), HashSet::new(), 0);
-        for boundary in (best + 1..=self.prefix).rev() {
-            if !self.is_likely(boundary) {
-                continue;
-            }
-            let before = ask.len();
-            let Some(more) = self.questions(boundary) else {
-                continue;
+        if self.scope == Scope::All {
+            let of_kind = |(index, of): (usize, &KindStates)| {
+                let not_asked = |chunk: &usize| of.states[*chunk] == ChunkState::NotAsked;
+                let chunks: Vec<usize> = (0..self.prefix).filter(not_asked).collect();
+                chunks.into_iter().map(move |chunk| (index, chunk))
             };
-            ask.extend(more.into_iter().filter(|question| asked.insert(*question)));
-            if ask.len() == before {
-                continue;
-            }
-            tried += 1;
-            let most = probes.max(1);
-            if self.scope != Scope::All && (tried >= self.width.min(most) || ask.len() >= most) {
+            return self.kinds.iter().enumerate().flat_map(of_kind).collect();
+        }
+        let (best, gaps) = (self.boundary(), self.gaps());
+        let mut open = std::mem::take(&mut self.open);
+        open.retain(|&boundary| boundary > best && self.could_be(boundary, &gaps));
+        let (mut ask, mut asked) = (Vec::new(), HashSet::new());
+        // The end of the prefix is the most likely: all of it is asked for at once.
+        let is_first = self.width == STATES_AT_FIRST;
+        let has_hope = open.first().is_some_and(|&first| self.has_states(first));
+        let most = match has_hope {
+            true => &mut self.hopes,
+            false => &mut self.width,
+        };
+        let tried = std::mem::replace(most, most.saturating_mul(2)).min(probes.max(1));
+        for (nth, &boundary) in open.iter().take(tried).enumerate() {
+            let whole = (is_first && nth == 0) || self.has_states(boundary);
+            let mut more = self.questions(boundary, whole);
+            more.retain(|question| !asked.contains(question));
+            if ask.len() + more.len() > self.budget || (nth > 0 && ask.len() + more.len() > probes) {
                 break;
             }
-        }
-        self.width = self.width.saturating_mul(2);
-        if ask.len() > self.budget {
-            ask.clear();
+            asked.extend(more.iter().copied());
+            ask.extend(more);
         }
         self.budget -= ask.len();
+        self.open = open;
         ask
     }
 
@@ -105,80 +133,89 @@ impl BoundarySearch {
 
     /// The largest boundary at which all is known, or inferred, to be there.
     pub fn boundary(&self) -> usize {
-        let is_there = |boundary: &usize| {
-            self.kinds.iter().all(|of| {
-                let run = self.run(of, *boundary);
-                let must = self.must_ask(run.clone());
-                run.clone().all(|chunk| match of.states[chunk] {
-                    ChunkState::Present => true,
-                    ChunkState::NotAsked => !must.contains(&chunk),
-                    ChunkState::Absent | ChunkState::Unknown => false,
-                })
-            })
-        };
+        let gaps = self.gaps();
+        let is_there =
+            |&boundary: &usize| self.could_be(boundary, &gaps) && self.questions(boundary, true).is_empty();
         (0..=self.prefix).rev().find(is_there).unwrap_or(0)
     }
 
     /// Whether a question that was not answered could have told of a larger boundary.
     pub fn is_open(&self) -> bool {
-        let best = self.boundary();
-        (best + 1..=self.prefix).any(|boundary| {
-            let mut is_unknown = false;
-            let could_be = self.kinds.iter().all(|of| {
-                self.run(of, boundary).all(|chunk| {
-                    is_unknown |= of.states[chunk] == ChunkState::Unknown;
-                    of.states[chunk] != ChunkState::Absent
-                })
-            });
-            could_be && is_unknown
+        let is = |wanted| move |state| state == wanted;
+        let (absent, unknown) = (
+            self.last(is(ChunkState::Absent)),
+            self.last(is(ChunkState::Unknown)),
+        );
+        (self.boundary() + 1..=self.prefix).any(|boundary| {
+            let run = |of: &KindStates| self.run(of, boundary).start;
+            let mut kinds = self.kinds.iter().zip(absent.iter().zip(&unknown));
+            let could_be = kinds.clone().all(|(of, (absent, _))| absent[boundary] <= run(of));
+            could_be && kinds.any(|(of, (_, unknown))| unknown[boundary] > run(of))
         })
     }
 
+    /// What is known of each chunk of a kind.
     pub fn states(&self, kind: usize) -> &[ChunkState] {
         &self.kinds[kind].states
     }
 
-    fn run(&self, of: &KindStates, boundary: usize) -> std::ops::Range<usize> {
+    fn run(&self, of: &KindStates, boundary: usize) -> Range<usize> {
         of.kind.needed(boundary, self.chunk_tokens)
     }
 
-    /// The chunks of a run that are asked for; the others are inferred.
-    fn must_ask(&self, run: std::ops::Range<usize>) -> Vec<usize> {
-        match self.scope {
-            Scope::Likely { .. } if run.len() >= LONG_RUN => vec![run.start, run.end - 1],
-            _ => run.collect(),
-        }
-    }
-
-    fn is_likely(&self, boundary: usize) -> bool {
-        let Scope::Likely { state_every, .. } = self.scope else {
-            return true;
+    /// For each kind and number of leading chunks, the end of the last of them whose state is such; 0 if there is none.
+    fn last(&self, is: impl Fn(ChunkState) -> bool) -> Vec<Vec<usize>> {
+        let of_kind = |of: &KindStates| {
+            let mut last = 0;
+            let ends = of.states.iter().enumerate().map(|(chunk, &state)| {
+                if is(state) {
+                    last = chunk + 1;
+                }
+                last
+            });
+            std::iter::once(0).chain(ends).collect()
         };
-        self.kinds.iter().filter(|of| of.kind == Kind::State).all(|of| {
-            of.states[boundary - 1] == ChunkState::Present
-                || self.prefix - boundary < NEAR
-                || (state_every > 0 && boundary.is_multiple_of(state_every))
-        })
+        self.kinds.iter().map(of_kind).collect()
     }
 
-    /// What is still to be asked for this boundary; None if it can't be one.
-    fn questions(&self, boundary: usize) -> Option<Vec<(usize, usize)>> {
+    /// For each kind and number of leading chunks, the end of the last of them that can't be used.
+    fn gaps(&self) -> Vec<Vec<usize>> {
+        self.last(|state| matches!(state, ChunkState::Absent | ChunkState::Unknown))
+    }
+
+    /// Whether nothing that this boundary needs is known to be missing.
+    fn could_be(&self, boundary: usize, gaps: &[Vec<usize>]) -> bool {
+        let mut kinds = self.kinds.iter().zip(gaps);
+        kinds.all(|(of, gaps)| gaps[boundary] <= self.run(of, boundary).start)
+    }
+
+    /// Whether all states of this boundary are there.
+    fn has_states(&self, boundary: usize) -> bool {
+        let mut states = self.kinds.iter().filter(|of| of.kind == Kind::State);
+        states.all(|of| of.states[boundary - 1] == ChunkState::Present)
+    }
+
+    /// Chunks that are still to be asked for before this is a boundary; of all kinds, or of states only.
+    fn questions(&self, boundary: usize, whole: bool) -> Vec<(usize, usize)> {
         let mut ask = Vec::new();
         for (index, of) in self.kinds.iter().enumerate() {
-            let run = self.run(of, boundary);
-            if run
-                .clone()
-                .any(|chunk| matches!(of.states[chunk], ChunkState::Absent | ChunkState::Unknown))
-            {
-                return None;
+            if !whole && of.kind != Kind::State {
+                continue;
             }
-            for chunk in self.must_ask(run) {
+            let run = self.run(of, boundary);
+            let is_long = self.scope != Scope::All && run.len() >= LONG_RUN;
+            let mut ask_for = |chunk: usize| {
                 if of.states[chunk] == ChunkState::NotAsked {
                     ask.push((index, chunk));
                 }
+            };
+            match is_long {
+                // The middle is inferred.
+                true => [run.start, run.end - 1].into_iter().for_each(&mut ask_for),
+                false => run.for_each(&mut ask_for),
             }
         }
-        Some(ask)
+        ask
     }
 }
 
@@ -224,33 +261,67 @@ mod tests {
     }
 
     const LIKELY: Scope = Scope::Likely {
-        questions: 64,
+        questions: 80,
         state_every: 8,
     };
 
     #[test]
-    fn windows_that_are_there_cost_one_question_each() {
-        let kinds = [Kind::Window(10), Kind::Chunked(24)];
+    fn what_is_there_costs_few_questions() {
+        let kinds = [Kind::Window(10), Kind::Chunked(48)];
         assert_eq!(
-            search(&kinds, 4095, LIKELY, |_, _| ChunkState::Present),
-            (4095, 2)
+            search(&kinds, 4096, LIKELY, |_, _| ChunkState::Present),
+            (4096, 2)
         );
+        // A long window's two ends.
+        assert_eq!(
+            search(&[Kind::Window(4096)], 4096, LIKELY, |_, _| ChunkState::Present),
+            (4096, 2)
+        );
+        let (boundary, asked) = search(&[Kind::Window(10), Kind::State], 4096, LIKELY, |_, _| {
+            ChunkState::Present
+        });
+        assert_eq!((boundary, asked), (4096, 1 + STATES_AT_FIRST));
     }
 
     #[test]
     fn what_was_never_stored_costs_no_more_than_the_budget() {
         for kinds in [
             [Kind::Window(100), Kind::State],
-            [Kind::Window(10), Kind::Window(17)],
+            [Kind::State, Kind::State],
+            [Kind::Window(10), Kind::Window(1 << 30)],
         ] {
             let (boundary, asked) = search(&kinds, 4096, LIKELY, |_, _| ChunkState::Absent);
             assert_eq!(boundary, 0);
-            assert!(asked <= 64, "{asked}");
+            assert!(asked <= 80, "{asked}");
         }
     }
 
     #[test]
-    fn snapshots_are_found_near_the_end_and_at_the_regular_distance() {
+    fn windows_are_asked_for_only_where_a_snapshot_is() {
+        let kinds = [Kind::Window(17), Kind::State];
+        let (boundary, asked) = search(&kinds, 60, LIKELY, |kind, chunk| state(kind == 0 || chunk == 40));
+        assert_eq!(boundary, 41);
+        // A window is two chunks: at the end, and at the snapshot.
+        let states = asked - 2 * 2;
+        assert!((60 - 41..60).contains(&states), "{asked}");
+    }
+
+    #[test]
+    fn any_snapshot_of_a_short_prompt_is_found() {
+        let scope = Scope::Likely {
+            questions: 72,
+            state_every: 0,
+        };
+        for there in 1..=64 {
+            let (found, _) = search(&[Kind::Window(30), Kind::State], 64, scope, |kind, chunk| {
+                state(kind == 0 || chunk + 1 == there)
+            });
+            assert_eq!(found, there);
+        }
+    }
+
+    #[test]
+    fn snapshots_of_a_long_prompt_are_found_near_the_end_and_at_the_regular_distance() {
         let at = |there: usize| search(&[Kind::State], 1000, LIKELY, |_, chunk| state(chunk + 1 == there)).0;
         assert_eq!(at(1000), 1000);
         assert_eq!(at(986), 986);
@@ -258,6 +329,16 @@ mod tests {
         assert_eq!(at(800), 800);
         // Nobody would have looked there.
         assert_eq!(at(801), 0);
+    }
+
+    #[test]
+    fn a_prompt_of_any_length_takes_no_time() {
+        let kinds = [Kind::Window(1 << 30), Kind::Chunked(1 << 30), Kind::State];
+        let started = std::time::Instant::now();
+        for scope in [LIKELY, Scope::All] {
+            search(&kinds, 1 << 16, scope, |_, chunk| state(chunk % 1000 != 0));
+        }
+        assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
     }
 
     prop_compose! {
@@ -313,48 +394,63 @@ mod tests {
         }
 
         #[test]
-        fn the_likely_questions_never_find_too_much((kinds, prefix, stored) in any_store(), every in 0_usize..9) {
-            let scope = Scope::Likely { questions: 64, state_every: every };
-            // What is inferred is left to the load: here the middle of each run is taken as it is told.
+        fn the_likely_questions_never_find_too_much(
+            (kinds, prefix, stored) in any_store(), every in 0_usize..9, questions in 0_usize..80, probes in 1_usize..20,
+        ) {
+            let scope = Scope::Likely { questions, state_every: every };
             let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
             let mut search = BoundarySearch::new(states, prefix, CHUNK, scope);
             let mut asked = 0;
             loop {
-                let ask = search.next(15);
+                let ask = search.next(probes);
                 if ask.is_empty() {
                     break;
                 }
                 asked += ask.len();
                 ask.into_iter().for_each(|(kind, chunk)| search.learn(kind, chunk, stored[kind][chunk]));
             }
+            prop_assert!(asked <= questions);
             let boundary = search.boundary();
-            prop_assert!(asked <= 64);
             for (index, &kind) in kinds.iter().enumerate() {
                 let run = kind.needed(boundary, CHUNK);
-                if let (Some(&first), Some(last)) = (run.clone().collect::<Vec<_>>().first(), run.clone().last()) {
-                    prop_assert_eq!(stored[index][first], ChunkState::Present);
-                    prop_assert_eq!(stored[index][last], ChunkState::Present);
-                }
-                let none_absent = run.clone().all(|chunk| search.states(index)[chunk] != ChunkState::Absent);
-                prop_assert!(run.len() < LONG_RUN || none_absent);
+                let inferred = |chunk: usize| {
+                    run.len() >= LONG_RUN && chunk != run.start && chunk + 1 != run.end
+                        && search.states(index)[chunk] == ChunkState::NotAsked
+                };
+                // Only the middle of a long run is inferred, which the load confirms.
+                prop_assert!(run.clone().all(|chunk| stored[index][chunk] == ChunkState::Present || inferred(chunk)));
             }
         }
 
         #[test]
+        fn with_all_questions_it_is_open_only_if_an_answer_could_tell_of_more((kinds, prefix, stored) in any_store()) {
+            let states = kinds.iter().zip(&stored).map(|(&kind, stored)| (kind, stored.clone())).collect();
+            let mut search = BoundarySearch::new(states, prefix, CHUNK, Scope::All);
+            prop_assert_eq!(search.next(15), []);
+            let optimist = |&is: &ChunkState| if is == ChunkState::Unknown { ChunkState::Present } else { is };
+            let hoped: Vec<Vec<ChunkState>> = stored.iter().map(|of| of.iter().map(optimist).collect()).collect();
+            let could_be_more = brute_force(&kinds, prefix, &hoped) > brute_force(&kinds, prefix, &stored);
+            prop_assert_eq!(search.is_open(), could_be_more);
+        }
+
+        #[test]
         fn what_writers_store_is_found_with_likely_questions(
-            window in 1_u32..100, stored_to in 0_usize..60, prefix in 0_usize..60, end in 0_usize..12,
+            window in 1_u32..100, stored_to in 0_usize..60, prefix in 0_usize..60,
+            ends in prop::collection::vec(0_usize..60, 0..4), every in 0_usize..9,
         ) {
-            // Writers store every window, and snapshots at multiples of 8 chunks and at the end of the prompt.
-            let ends = stored_to.saturating_sub(end);
+            // Writers store every window; and snapshots at multiples, at the ends of their prompts and where these
+            // branched off.
             let prefix = prefix.min(stored_to);
             let kinds = [Kind::Window(window), Kind::State];
             let is_there = |kind: usize, chunk: usize| {
-                chunk < stored_to && (kind == 0 || (chunk + 1).is_multiple_of(8) || chunk + 1 == ends)
+                let at = chunk + 1;
+                chunk < stored_to && (kind == 0 || (every > 0 && at.is_multiple_of(every)) || ends.contains(&at))
             };
             let stored: Vec<Vec<ChunkState>> = (0..2)
                 .map(|kind| (0..prefix).map(|chunk| state(is_there(kind, chunk))).collect())
                 .collect();
-            let (found, _) = search(&kinds, prefix, LIKELY, |kind, chunk| stored[kind][chunk]);
+            let scope = Scope::Likely { questions: 72, state_every: every };
+            let (found, _) = search(&kinds, prefix, scope, |kind, chunk| stored[kind][chunk]);
             prop_assert_eq!(found, brute_force(&kinds, prefix, &stored));
         }
     }

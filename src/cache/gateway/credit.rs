@@ -8,8 +8,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Bytes of slots that a load may hold at a time, including slots handed out and not yet released. A load that has
 /// spent its credit waits for its own client, and leaves the arena to other loads meanwhile.
 ///
-/// An engine has a credit, too, which all of its loads and stores spend from: whatever slots an engine never gives
-/// back, there is room for others.
+/// An engine has a credit, too, which all of its loads and stores spend from. So an engine that never gives slots back
+/// leaves room for the others.
 #[derive(Clone)]
 pub struct Credit {
     kib: Arc<Semaphore>,

@@ -24,7 +24,7 @@ pub enum Miss {
     Quarantined,
     #[error("the object was replaced while it was read")]
     Replaced,
-    #[error("nobody can tell: {0}")]
+    #[error("it is unknown whether the chunk is there: {0}")]
     Unknown(Arc<ObjectError>),
     #[error("an object has {object_bytes} bytes, the arena {arena_bytes}: raise [arena] size")]
     ArenaTooSmall { object_bytes: usize, arena_bytes: usize },

@@ -247,7 +247,7 @@ impl Memory {
         }
     }
 
-    /// It is not here any more, and does not come by whoever is bringing it already. Whoever uses it goes on with its slot.
+    /// Removes a chunk. A load that is bringing it already does not put it back. A reader that has it keeps its slot.
     pub fn delete(&self, key: &ChunkId) {
         let mut state = self.lock();
         state.removals.add(*key);

@@ -1,4 +1,4 @@
-//! Chunks that were deleted lately. Whoever began to bring one before that must not put it back.
+//! Chunks that were deleted lately. A load that began before the delete must not put its chunk back.
 
 use tokio::time::Instant;
 

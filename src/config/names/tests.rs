@@ -1,3 +1,5 @@
+//! Names that are accepted, and names that are refused with the text to type.
+
 use super::*;
 
 fn refused<T: std::fmt::Debug>(check: fn(&str) -> Result<T, String>, cases: &[(&str, &str)]) {

@@ -32,22 +32,22 @@ fn flag(path: &'static str, value: &str, flag: &'static str) -> Override {
     }
 }
 
-fn load_file(name: &str) -> Result<Loaded, ConfigError> {
+fn load_file(name: &str) -> Result<LoadedConfig, ConfigError> {
     load(Some(&fixture(name)), env(&[]), &[])
 }
 
-fn load_env(pairs: &[(&str, &str)]) -> Result<Loaded, ConfigError> {
+fn load_env(pairs: &[(&str, &str)]) -> Result<LoadedConfig, ConfigError> {
     load(None, env(pairs), &[])
 }
 
-fn load_text(text: &str) -> Result<Loaded, ConfigError> {
+fn load_text(text: &str) -> Result<LoadedConfig, ConfigError> {
     let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
     file.write_all(text.as_bytes()).unwrap();
     load(Some(file.path()), env(&[]), &[])
 }
 
 /// Expects exactly these problems: each line begins with the path and contains the snippet.
-fn assert_problems(result: Result<Loaded, ConfigError>, expected: &[(&str, &str)]) {
+fn assert_problems(result: Result<LoadedConfig, ConfigError>, expected: &[(&str, &str)]) {
     let error = result.unwrap_err();
     let text = error.to_string();
     assert_eq!(error.problems().len(), expected.len(), "{text}");

@@ -12,7 +12,7 @@ use crate::engine::client::ApiSession;
 use crate::engine::copy::cuda::StreamMark;
 use crate::engine::copy::{Copier, CopyError, CopyJob, Pending, Spans, wait_for_all};
 use crate::format::ChunkHash;
-use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
+use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, Share, SlotName};
 
 /// Computed chunks of a prompt to store from their pages.
 pub struct StoreJob<'a> {
@@ -77,7 +77,7 @@ struct Slots<'a> {
     computed: &'a ComputedKind,
     /// What is known of the kind's outcome so far.
     stored: Stored,
-    own: Vec<crate::protocol::Share>,
+    own: Vec<Share>,
     /// Index in the kind's chunks, slot, and the payload's offset in the arena.
     named: Vec<(usize, SlotName, usize)>,
 }
@@ -146,6 +146,9 @@ impl Worker {
                 own: Vec::new(),
                 named: Vec::new(),
             };
+            if computed.chunks.is_empty() {
+                return slots;
+            }
             match session.reserve(&space, wanted.collect()).await {
                 Ok(reserved) => slots.take(reserved),
                 Err(error) => slots.stored.error = Some(error.to_string()),
@@ -206,11 +209,12 @@ impl Worker {
 }
 
 type GroupCopy = (Arc<Copier>, AttachedSlot, CopyJob);
+type Begun = Result<Pending<AttachedSlot>, CopyError>;
 
 /// Begins all copies, then waits for them. A chunk is in its slot when the copies of all groups are.
 fn gather_all(jobs: Vec<(SlotName, Vec<GroupCopy>)>, after: Option<&StreamMark>) -> Gathered {
     let begin = |(copier, slot, job): GroupCopy| copier.store(slot, &job, after);
-    let begun: Vec<(SlotName, Vec<Result<Pending<AttachedSlot>, CopyError>>)> = jobs
+    let begun: Vec<(SlotName, Vec<Begun>)> = jobs
         .into_iter()
         .map(|(name, of_chunk)| (name, of_chunk.into_iter().map(begin).collect()))
         .collect();

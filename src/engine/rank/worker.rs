@@ -113,7 +113,13 @@ impl Worker {
     pub(super) async fn attached(&self) -> Result<Arc<ApiSession>, WorkerError> {
         let declare = async || {
             for kind in &self.kinds {
-                self.engine.declare(&kind.space).await?;
+                match self.engine.declare(&kind.space).await {
+                    // The model's own kinds go on without it.
+                    Err(ClientError::Refused(problem)) if kind.is_draft => {
+                        tracing::warn!(problem = problem.detail, "a draft's KV is not kept");
+                    }
+                    declared => drop(declared?),
+                }
             }
             Ok::<(), ClientError>(())
         };

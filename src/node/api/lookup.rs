@@ -1,5 +1,6 @@
 //! `POST /v1/lookup`, as JSON or as bytes.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,6 +67,7 @@ struct ModelKinds {
     spaces: Vec<Space>,
     drafts: Vec<Space>,
     state_every: usize,
+    lookahead: usize,
 }
 
 /// Spaces of a lookup, at most: models have a handful of kinds.
@@ -98,6 +100,7 @@ impl ModelKinds {
             spaces,
             drafts,
             state_every: request.state_every.unwrap_or_default(),
+            lookahead: request.lookahead.unwrap_or_default(),
         })
     }
 
@@ -112,6 +115,7 @@ impl ModelKinds {
             spaces: &self.spaces,
             drafts: &self.drafts,
             state_every: self.state_every,
+            lookahead: self.lookahead,
         };
         api.node
             .gateway()
@@ -119,60 +123,49 @@ impl ModelKinds {
             .await
     }
 
+    /// Spaces, each with the chunks that an engine needs of it, as far as they are there.
+    fn needed<'a>(&'a self, found: &'a Boundary) -> impl Iterator<Item = (&'a Space, Range<usize>)> {
+        let needed = found.needed.iter().map(|(run, _)| run.clone());
+        let drafts = self.drafts.iter().zip(found.drafts.iter().cloned());
+        self.spaces.iter().zip(needed).chain(drafts)
+    }
+
     fn pin(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
         let gateway = api.node.gateway();
-        for (index, (space, (run, _))) in self.spaces.iter().zip(&found.needed).enumerate() {
-            // Of the first space also what is there behind a gap.
-            let is_wanted = |i: usize| run.contains(&i) || (index == 0 && found.first.mask.get(i));
-            let wanted: Vec<ChunkHash> = (0..hashes.len())
-                .filter(|&i| is_wanted(i))
-                .map(|i| hashes[i])
-                .collect();
-            gateway.pin(space, &wanted, until);
+        if let ([space], []) = (&self.spaces[..], &self.drafts[..])
+            && space.kind().is_full()
+        {
+            // Also what is there behind a gap.
+            gateway.pin(space, &present(hashes, &found.first.mask), until);
+            return;
         }
-        for (space, mask) in self.drafts.iter().zip(&found.drafts) {
-            gateway.pin(space, &present(hashes, mask), until);
+        for (space, run) in self.needed(found) {
+            gateway.pin(space, &hashes[run], until);
         }
     }
 
     fn prefetch(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
-        let drafts = self.drafts.iter().zip(&found.drafts);
-        let drafts = drafts.map(|(space, mask)| (space, present(hashes, mask)));
-        let needed = self.spaces.iter().zip(&found.needed);
-        for (space, chunks) in needed
-            .map(|(space, (run, _))| (space, hashes[run.clone()].to_vec()))
-            .chain(drafts)
-        {
-            if !chunks.is_empty() {
-                api.node.prefetch(space.clone(), chunks, until);
-            }
+        for (space, run) in self.needed(found).filter(|(_, run)| !run.is_empty()) {
+            api.node.prefetch(space.clone(), hashes[run].to_vec(), until);
         }
     }
 
     fn answer(&self, found: Boundary) -> LookupAnswer {
-        let first = found.first;
         let needed = self
-            .spaces
-            .iter()
-            .zip(found.needed)
-            .map(|(space, (run, tiers))| Needed {
+            .needed(&found)
+            .enumerate()
+            .map(|(index, (space, run))| Needed {
                 space: space.id(),
                 kind: space.kind(),
                 chunks: (run.start, run.end),
-                tiers,
-                draft: false,
+                tiers: found
+                    .needed
+                    .get(index)
+                    .map_or_else(Vec::new, |(_, tiers)| tiers.clone()),
+                draft: index >= self.spaces.len(),
             });
-        let drafts = self.drafts.iter().zip(&found.drafts).map(|(space, mask)| {
-            let run = space.needed(found.chunks);
-            let there = run.clone().take_while(|&i| mask.get(i)).count();
-            Needed {
-                space: space.id(),
-                kind: space.kind(),
-                chunks: (run.start, run.start + there),
-                tiers: Vec::new(),
-                draft: true,
-            }
-        });
+        let needed = needed.collect();
+        let first = found.first;
         LookupAnswer {
             chunks: first.chunks,
             mask: first.mask.to_hex(),
@@ -181,7 +174,9 @@ impl ModelKinds {
             prefix: first.prefix,
             tiers: first.tiers,
             boundary: found.chunks,
-            needed: needed.chain(drafts).collect(),
+            full: found.full,
+            open: found.is_open,
+            needed,
             error: found.error.as_ref().map(ToString::to_string),
         }
     }
@@ -193,9 +188,9 @@ fn present(hashes: &[ChunkHash], mask: &Mask) -> Vec<ChunkHash> {
 }
 
 /// An answer as bytes: the masks present, unknown and inferred one after the other; with `tiers` also those in
-/// memory and those on disk. A header has the prefix.
-fn binary(found: &Boundary, tiers: bool) -> Reply {
-    let (of_kinds, found) = (found, &found.first);
+/// memory and those on disk. Headers have the numbers.
+fn binary(of_kinds: &Boundary, tiers: bool) -> Reply {
+    let found = &of_kinds.first;
     let masks = [&found.mask, &found.unknown, &found.inferred];
     let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
     if tiers {
@@ -203,23 +198,20 @@ fn binary(found: &Boundary, tiers: bool) -> Reply {
         bytes.extend_from_slice(found.within(Tier::Disk).as_bytes());
     }
     let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::from(bytes));
-    answer
-        .headers_mut()
-        .insert("x-kvgate-prefix", HeaderValue::from(found.prefix));
-    answer
-        .headers_mut()
-        .insert("x-kvgate-chunks", HeaderValue::from(found.chunks));
-    let drafts = of_kinds.drafts.iter().map(|mask| mask.count().to_string());
+    let drafts: Vec<String> = of_kinds.drafts.iter().map(|run| run.len().to_string()).collect();
     let headers = [
-        ("x-kvgate-boundary", of_kinds.chunks.to_string()),
-        ("x-kvgate-full", of_kinds.full.to_string()),
-        ("x-kvgate-open", u8::from(of_kinds.is_open).to_string()),
-        ("x-kvgate-drafts", drafts.collect::<Vec<_>>().join(",")),
+        ("x-kvgate-prefix", HeaderValue::from(found.prefix)),
+        ("x-kvgate-chunks", HeaderValue::from(found.chunks)),
+        ("x-kvgate-boundary", HeaderValue::from(of_kinds.chunks)),
+        ("x-kvgate-full", HeaderValue::from(of_kinds.full)),
+        ("x-kvgate-open", HeaderValue::from(u16::from(of_kinds.is_open))),
+        (
+            "x-kvgate-drafts",
+            HeaderValue::from_str(&drafts.join(",")).expect("digits and commas"),
+        ),
     ];
     for (name, value) in headers {
-        if let Ok(value) = HeaderValue::from_str(&value) {
-            answer.headers_mut().insert(name, value);
-        }
+        answer.headers_mut().insert(name, value);
     }
     answer
 }
@@ -261,7 +253,8 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
             "space" => request.space = value,
             "with" => request.with.push(value),
             "drafts" => request.drafts.push(value),
-            "state_every" => request.state_every = usize::try_from(number()?).ok(),
+            "state_every" => request.state_every = Some(chunks_of(number()?)),
+            "lookahead" => request.lookahead = Some(chunks_of(number()?)),
             "salt" => request.salt = Some(value),
             "adapter" => request.adapter = Some(value),
             "strategy" => {
@@ -283,7 +276,7 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
             _ => {
                 let name: String = name.chars().take(40).collect();
                 return Err(ApiProblem::bad(format!(
-                    "the query's {name:?} is not known: there are space, with, drafts, state_every, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
+                    "the query's {name:?} is not known: there are space, with, drafts, state_every, lookahead, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
                 )));
             }
         }
@@ -293,6 +286,11 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
         what: items,
         tiers,
     })
+}
+
+/// More chunks than a prompt can have are as good as that.
+fn chunks_of(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }
 
 fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, ApiProblem> {

@@ -320,7 +320,7 @@ fn s3(text: &mut Text, status: &Status) {
     of(
         "kvgate_endpoint_throughput_bytes_per_second",
         "gauge",
-        "What came lately.",
+        "Throughput of bodies, lately.",
         &|one| one.bytes_per_second,
     );
     of("kvgate_endpoint_requests_total", "counter", "Requests.", &|one| {

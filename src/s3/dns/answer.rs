@@ -54,8 +54,8 @@ fn cname<'a>(name: &Name, answers: &'a [Record]) -> Option<(&'a Name, u32)> {
     })
 }
 
-/// The targets with the lowest priority number, and their ports. Weights are not used: whoever picks an address knows
-/// how it fares. A target of "." says that there is no such service.
+/// The targets with the lowest priority number, and their ports. Weights are not used: the fan-out measures how
+/// each address fares. A target of "." says that there is no such service.
 pub(super) fn srv_targets(records: &[RData]) -> Vec<(Name, u16)> {
     let services = || {
         records.iter().filter_map(|data| match data {
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_asked_for_is_not_used() {
+    fn records_that_were_not_asked_for_are_not_used() {
         let answers = [a("other.test.", 1, 9), a("S3.Test.", 60, 1)];
         let Some(Reading::Records(records)) = read_a(&answers) else {
             panic!("records");

@@ -38,7 +38,7 @@ pub(super) struct NameAddresses {
     pub addresses: Vec<SocketAddr>,
     /// The shortest of all records used.
     pub ttl: Duration,
-    /// Of a family that failed beside one that did not.
+    /// The error of a family (IPv4, IPv6) that failed beside one that did not.
     pub failure: Option<DnsError>,
 }
 

@@ -5,9 +5,9 @@
 //! beside them: a name that can't be resolved says nothing about the servers behind it.
 //!
 //! hickory carries the messages (`servers`): UDP with repetitions, TCP when truncated, ids and ports that can't be
-//! guessed. What an answer means is decided here, because its resolver merges what we need apart: it asks the next
-//! server after a time-out but not after SERVFAIL, can't tell a family that has no records from one that failed, and over
-//! TCP takes an answer to any question. So it has no cache here either, and every lookup begins anew, with
+//! guessed. The meaning of an answer is decided here. hickory's own resolver is not used for it: it asks the next
+//! server after a time-out but not after SERVFAIL, can't tell a family without records from one that failed, and over TCP
+//! takes an answer to any question. So there is no cache of hickory's either, and every lookup begins anew, with
 //! `/etc/resolv.conf` and the hosts file as they are now.
 //!
 //! It never knows S3 or HTTP, nor which address is a good one.

@@ -1,4 +1,4 @@
-//! Whom to ask, and one question to them. The only place that sends anything.
+//! The DNS servers to ask, and one question to one of them. This is the only place that sends anything.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(super) struct NameServers {
     /// The suffixes of names, and the number of dots from which on they are only a last resort.
     search: Vec<Name>,
     ndots: usize,
-    /// Of one lookup as a whole, for the words of an error.
+    /// The time limit of one lookup as a whole, for the text of an error.
     limit: Duration,
 }
 
@@ -39,7 +39,7 @@ struct Server {
 }
 
 impl NameServers {
-    /// Those of the options, which take every name as it is; or those of the system, with its search list. Reads files.
+    /// The servers of the options, which take every name as it is; otherwise the system's, with its search list. Reads files.
     pub fn read(options: &DnsOptions) -> Result<Self, NetError> {
         let mut hickory = ResolverOpts::default();
         let (mut search, mut configs) = (Vec::new(), Vec::new());

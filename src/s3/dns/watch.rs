@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use super::error::DnsError;
 use super::lookup::{NameAddresses, NameLookup};
 
-/// Between two lookups, whatever the options say.
+/// The least time between two lookups, also with a lower `[dns] min_ttl`.
 const WAIT_MIN: Duration = Duration::from_millis(10);
 
 /// Where addresses come from.
@@ -18,8 +18,8 @@ const WAIT_MIN: Duration = Duration::from_millis(10);
 pub enum AddressSource {
     /// A name and a port: all its A and AAAA records. A literal IP is its own address, with or without brackets.
     Host { name: String, port: u16 },
-    /// A SRV name: the targets with the lowest priority number, each with its own port. Weights are not used: whoever
-    /// picks an address knows better how it fares.
+    /// A SRV name: the targets with the lowest priority number, each with its own port. Weights are not used: the
+    /// fan-out measures how each address fares.
     Srv { name: String },
 }
 
@@ -175,7 +175,7 @@ impl Refresh {
     }
 }
 
-/// Until the next lookup.
+/// The time until the next lookup.
 fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Duration {
     let ttl = match result {
         Ok(NameAddresses {

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::bucket::TokenBucket;
 use super::handover::Handover;
 use super::route::{Route, Start};
+use super::token_bucket::TokenBucket;
 
 /// When and how often something is tried again.
 #[derive(Debug, Clone, Copy)]
@@ -132,14 +132,14 @@ impl Attempts {
         match verdict {
             AttemptVerdict::Late => return Some(Err(error)),
             AttemptVerdict::Final => {
-                // The servers work, whatever they said.
+                // The servers work: they have answered.
                 self.retries.earn(100 / CALLS_A_RETRY);
                 return Some(Err(error));
             }
             AttemptVerdict::Again | AttemptVerdict::Lost | AttemptVerdict::Unreached => {}
         }
         let moves = so_far.route.can_move();
-        // Of many addresses many may be dead: all may be tried before a call fails.
+        // Many addresses may be dead: all may be tried before a call fails.
         let counts = !moves || verdict != AttemptVerdict::Unreached || self.policy.retries == 0;
         let wait = match moves {
             true => Duration::ZERO,
@@ -223,7 +223,7 @@ impl Attempts {
 #[derive(Default)]
 struct SoFar {
     route: Route,
-    /// Those that count.
+    /// Retries that count.
     retries: u32,
     /// It was tried more than once.
     again: bool,

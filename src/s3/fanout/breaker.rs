@@ -170,7 +170,7 @@ mod tests {
             breaker.failed(false, now);
         }
         for open in [1, 2, 3, 3] {
-            // Those that were under way when it opened.
+            // Requests that were under way when it opened.
             breaker.failed(false, now);
             let until = breaker.opens_again().unwrap();
             assert_eq!(until - now, open * SECOND);

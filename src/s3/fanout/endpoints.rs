@@ -1,4 +1,4 @@
-//! The endpoints behind one name. Gives each request a permit for the cheapest one with room, or lets it wait in line.
+//! The endpoints behind one name. Gives each request a permit for the cheapest one with room, or lets it wait in the queue.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -11,9 +11,9 @@ use tokio::time::Instant;
 use super::attempts::Hedge;
 use super::breaker::{BreakerOptions, BreakerPhase};
 use super::estimate::Estimate;
-use super::line::{Line, Waiter};
 use super::member::{Ending, Member, Took};
 use super::permit::{Class, Permit};
+use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
 use super::state::EndpointState;
 use super::window::WindowOptions;
@@ -27,21 +27,21 @@ pub struct EndpointOptions {
     pub hedge_min: Duration,
 }
 
-/// Of so many or fewer, all are looked at: where a load has a few parts for each, one too many at one of them is what all
-/// wait for.
+/// Up to this many endpoints, all are looked at. A load has a few parts for each then, and one too many at one of them
+/// holds up the whole load.
 const FEW: usize = 8;
 /// The power by which time is taken to grow with what is in flight, where endpoints are few, which one client may saturate, and
 /// where they are many. With more, an idle one that hangs looks better than busy ones that work.
 const GROWTH: (f64, f64) = (0.5, 0.25);
-/// An endpoint that costs more than so many times what is typical is poor.
+/// An endpoint that costs more than this many times the typical cost is poor.
 const POOR: f64 = 2.0;
-/// Of the requests, so many are done sooner than a hedge is sent.
+/// The share of requests that are done before a hedge would be sent.
 const HEDGE_QUANTILE: f64 = 0.95;
 /// How fast the quantile follows.
 const QUANTILE_STEP: f64 = 0.05;
-/// Times the typical duration, between which it stays.
+/// The hedge's delay stays between these multiples of the typical duration.
 const HEDGE_BETWEEN: (f64, f64) = (1.5, 10.0);
-/// So many requests make typical what they have in common.
+/// Requests after which their average counts as typical.
 const TYPICAL_AFTER: u32 = 8;
 
 /// The endpoints behind one name. Clones share them.
@@ -54,8 +54,8 @@ struct Shared<T> {
 
 struct Set<T> {
     members: Vec<Member<T>>,
-    line: Line<T>,
-    /// Of permits, and of those who got in line.
+    queue: PermitQueue<T>,
+    /// The number of permits, and of requests that were queued.
     numbers: u64,
     /// Over all endpoints.
     typical: Estimate,
@@ -75,7 +75,7 @@ impl<T> Endpoints<T> {
     pub fn new(options: EndpointOptions) -> Self {
         let set = Set {
             members: Vec::new(),
-            line: Line::new(),
+            queue: PermitQueue::new(),
             numbers: 0,
             typical: Estimate::default(),
             samples: 0,
@@ -111,7 +111,7 @@ impl<T> Endpoints<T> {
             let now = Instant::now();
             let mut set = self.lock();
             // A request without bytes takes nobody's room.
-            if (bytes == 0 || set.line.is_empty())
+            if (bytes == 0 || set.queue.is_empty())
                 && let Some(chosen) = set.choose(bytes, route, now)
             {
                 return self.begin(&mut set, chosen, bytes, route, now);
@@ -120,7 +120,7 @@ impl<T> Endpoints<T> {
             set.numbers += 1;
             let number = set.numbers;
             let (sender, permit) = oneshot::channel();
-            set.line.push(Waiter {
+            set.queue.push(Waiter {
                 number,
                 class,
                 bytes,
@@ -137,7 +137,7 @@ impl<T> Endpoints<T> {
         waiting.granted().await
     }
 
-    /// The same for a hedge: another endpoint that has room now, or none. It does not get in line: what it is for has
+    /// The same for a hedge: another endpoint that has room now, or none. It does not queue: what it is for has
     /// waited already.
     pub fn try_permit(&self, bytes: usize, route: &Route) -> Option<Permit<T>> {
         let now = Instant::now();
@@ -149,7 +149,7 @@ impl<T> Endpoints<T> {
     fn begin(&self, set: &mut Set<T>, at: usize, bytes: usize, route: &Route, now: Instant) -> Permit<T> {
         set.numbers += 1;
         let number = set.numbers;
-        // Those that it passes by for lack of room; for who limits what is in flight, it never happens to all at once.
+        // These endpoints are passed by for lack of room. With a limit on all bytes in flight that never happens to all at once.
         let full = set.members.iter_mut().filter(|member| !member.has_room(bytes));
         full.for_each(|member| member.is_full(bytes));
         let member = &mut set.members[at];
@@ -183,20 +183,20 @@ impl<T> Endpoints<T> {
         self.grant(set);
     }
 
-    /// Serves those in line for as long as there is room.
+    /// Serves the queue for as long as there is room.
     fn grant(&self, mut set: MutexGuard<'_, Set<T>>) {
-        if set.line.is_empty() {
+        if set.queue.is_empty() {
             return;
         }
         let now = Instant::now();
         let mut granted = Vec::new();
-        while let Some(first) = set.line.first() {
+        while let Some(first) = set.queue.first() {
             let (bytes, route) = (first.bytes, first.route.clone());
             let Some(chosen) = set.choose(bytes, &route, now) else {
                 set.members.iter_mut().for_each(|member| member.is_full(bytes));
                 break;
             };
-            let Some(waiter) = set.line.pop() else { break };
+            let Some(waiter) = set.queue.pop() else { break };
             let permit = self.begin(&mut set, chosen, bytes, &route, now);
             granted.push((waiter.sender, permit));
         }
@@ -262,7 +262,7 @@ impl<T> Set<T> {
             self.best(bytes, now, |member| works(member) && member.has_room(bytes))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
-            // Those whose probe is under way have no time, and come first.
+            // Endpoints whose probe is under way have no time, and come first.
             let room = |at: &usize| self.members[*at].has_room(bytes);
             (0..self.members.len()).filter(room).min_by_key(opens)
         }
@@ -278,7 +278,7 @@ impl<T> Set<T> {
         })
     }
 
-    /// Of few, the best. Of many, the better of two picked at random, or the best of four if both are poor: where one in
+    /// The best of few. Of many, the better of two picked at random, or the best of four if both are poor: where one in
     /// eight is slow, one pair in 64 has no other, and a load of many ranges would meet one each time.
     fn best(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
         // Some of an unknown number, each as likely as any other, in any order.
@@ -348,7 +348,7 @@ impl<T> Set<T> {
     }
 }
 
-/// Somebody in line, until this is dropped.
+/// A request in the queue, until this is dropped.
 struct Waiting<'a, T> {
     endpoints: &'a Endpoints<T>,
     class: Class,
@@ -358,15 +358,15 @@ struct Waiting<'a, T> {
 
 impl<T> Waiting<'_, T> {
     async fn granted(mut self) -> Permit<T> {
-        // The sender stays in the line until it has sent, and the line is there as long as we are.
-        (&mut self.permit).await.expect("whoever waits is in line")
+        // The sender stays in the queue until it has sent, and the queue is there as long as we are.
+        (&mut self.permit).await.expect("a waiter is in the queue")
     }
 }
 
 impl<T> Drop for Waiting<'_, T> {
     fn drop(&mut self) {
         let mut set = self.endpoints.lock();
-        if set.line.leave(self.class, self.number) {
+        if set.queue.leave(self.class, self.number) {
             // It may have been what the others waited for.
             self.endpoints.grant(set);
         }

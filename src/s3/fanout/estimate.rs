@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 /// Weight of a new sample.
 const WEIGHT: f64 = 0.3;
-/// Old news after so long.
+/// A sample older than this no longer counts.
 const STALE: Duration = Duration::from_secs(10);
 
 /// How long requests take, until the answer begins and for each byte of it; and how much was in flight at their endpoint
@@ -41,7 +41,7 @@ impl Estimate {
         self.sampled = Some(now);
     }
 
-    /// A request for `bytes` was given up after `time` under `load`: it would have taken at least so long.
+    /// A request for `bytes` was given up after `time` under `load`: it would have taken at least that time.
     pub fn gave_up(&mut self, bytes: usize, time: Duration, load: f64, now: Instant) {
         let (weight, least) = (self.weight(now), time.as_secs_f64());
         if self.seconds(bytes).is_none_or(|expected| expected < least) {
@@ -76,7 +76,7 @@ impl Estimate {
             .map_or(1.0, |usual| load / usual)
     }
 
-    /// Until an answer begins.
+    /// The time until an answer begins.
     pub fn latency(&self) -> Option<Duration> {
         self.latency.map(Duration::from_secs_f64)
     }
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_given_up_can_only_make_it_slower() {
+    fn a_request_that_was_given_up_can_only_make_it_slower() {
         let now = Instant::now();
         let mut estimate = Estimate::default();
         estimate.uploaded(1000, 2 * SECOND, 1000.0, now);

@@ -15,7 +15,7 @@ use super::route::Start;
 use super::state::{EndpointState, Requests};
 use super::window::Window;
 
-/// A request that is given up after so long without a byte counts as a failure of its endpoint.
+/// A request that is given up after this time without a byte counts as a failure of its endpoint.
 const SILENCE: Duration = Duration::from_secs(2);
 /// The same for one whose answer had not even begun: a hedge ends most requests to an endpoint that hangs long before
 /// [`SILENCE`], and the next would go there again.
@@ -37,7 +37,7 @@ pub(super) struct Member<T> {
     estimate: Estimate,
     in_flight_bytes: usize,
     carried: Carried,
-    /// By the number of the permit: the oldest is the first.
+    /// Requests in flight, by the number of the permit: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
 }

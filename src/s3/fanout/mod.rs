@@ -1,26 +1,26 @@
 //! One name, many addresses: which of them gets the next request, how much each may have in flight, and what becomes of a
 //! request whose endpoint is slow or gone.
 //!
-//! [`Endpoints`] are the addresses behind one name. Whoever sends a request asks them for a [`Permit`] first, which says
-//! where it goes, and tells the permit what came of it; that is all they learn from. [`Attempts`] is the one place where
+//! [`Endpoints`] are the addresses behind one name. A sender asks them for a [`Permit`] first, which says where
+//! the request goes, and reports the outcome to the permit. The endpoints learn from nothing else. [`Attempts`] is the one place where
 //! something is tried again, moved to another endpoint, or hedged.
 //!
-//! It knows neither names nor sockets nor HTTP: `T` is whatever goes with an endpoint, and time is tokio's, so that all of
+//! It knows neither names nor sockets nor HTTP: `T` is the caller's part of an endpoint, and time is tokio's, so that all of
 //! it can be tested, and simulated, with a paused clock.
 
 mod attempts;
 mod breaker;
-mod bucket;
 mod endpoints;
 mod estimate;
 mod handover;
-mod line;
 mod member;
 mod permit;
+mod queue;
 mod route;
 mod state;
 #[cfg(test)]
 mod tests;
+mod token_bucket;
 mod window;
 
 pub use attempts::{AttemptPolicy, AttemptVerdict, Attempts, Failure, Hedge};

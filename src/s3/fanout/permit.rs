@@ -93,7 +93,7 @@ impl<T> Permit<T> {
         route.goes(now);
     }
 
-    /// The answer begins, to a request with so many bytes of body.
+    /// The answer begins, to a request with `sent` bytes of body.
     pub fn answered(&mut self, sent: usize) {
         let now = Instant::now();
         self.ending.moved += sent;

@@ -1,4 +1,4 @@
-//! Where the attempts of one call went, so that the next goes elsewhere.
+//! The endpoints that the attempts of one call went to, so that the next goes elsewhere.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ pub struct Route {
 #[derive(Debug, Default)]
 struct Taken {
     addresses: Vec<SocketAddr>,
-    /// Of the last attempt that was sent.
+    /// The time at which the last attempt was sent.
     sent: Option<Instant>,
     /// Its number.
     permit: u64,

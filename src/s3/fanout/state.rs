@@ -16,9 +16,9 @@ pub struct EndpointState {
     pub in_flight_bytes: usize,
     /// Requests.
     pub in_flight: usize,
-    /// Until an answer begins, lately; None before the first.
+    /// Time until an answer begins, lately; None before the first.
     pub latency_us: Option<u64>,
-    /// Of bodies and uploads, lately; 0 before the first.
+    /// Throughput of bodies and uploads, lately; 0 before the first.
     pub bytes_per_second: u64,
     #[serde(flatten)]
     pub totals: Requests,
@@ -40,11 +40,11 @@ pub struct Requests {
     pub timed_out: u64,
     /// Nobody waited for the answer any more.
     pub given_up: u64,
-    /// Of all of them: sent here after an attempt had failed.
+    /// Requests that were sent here after an attempt had failed.
     pub retries: u64,
-    /// Of all of them: sent here because another endpoint was slow.
+    /// Requests that were sent here because another endpoint was slow.
     pub hedges: u64,
-    /// Of bodies and uploads.
+    /// Bytes of bodies and uploads.
     pub bytes: u64,
 }
 

@@ -14,11 +14,11 @@ pub struct WindowOptions {
 
 /// How much it grows at a time.
 const GROWTH: f64 = 1.5;
-/// Growing it by half must bring so much more throughput to be worth it.
+/// Growing it by half is worth it if throughput becomes this many times as high.
 const GAIN: f64 = 1.1;
 /// Epochs to keep it after it did not, or after it shrank.
 const HOLD: u32 = 16;
-/// An epoch lasts until a window of bytes came, and at least so long.
+/// An epoch lasts until a window of bytes came, and at least this time.
 const EPOCH: Duration = Duration::from_millis(50);
 /// Answers of the same moment shrink it once.
 const SHRINK_EVERY: Duration = Duration::from_millis(200);
@@ -89,7 +89,7 @@ impl Window {
         }
     }
 
-    /// Something could not be sent for lack of room: so many bytes would have been in flight with it.
+    /// A request could not be sent for lack of room: with it, `wanted` bytes would have been in flight.
     pub fn is_full(&mut self, wanted: usize) {
         self.wanted = self.wanted.max(wanted);
     }

@@ -24,8 +24,8 @@ const HEAD_READ_BYTES: usize = 4096;
 const READ_BYTES: usize = 64 << 10;
 /// Read at once into a slot with a watch, so that the CPU's cache still has most of it when the watch looks.
 const WATCHED_BYTES: usize = 1 << 20;
-/// How often one who waits for a body looks what the socket has: less than its low-water mark wakes nobody. What judges
-/// progress (breakers, hedges) must not take a slow body for a silent one.
+/// How often a task that waits for a body looks into the socket: fewer bytes than the low-water mark wake nobody. Breakers
+/// and hedges judge progress, and must not take a slow body for a silent one.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Interim answers (100 Continue, 103 Early Hints) before the real one.
 const INTERIM_MAX: usize = 8;
@@ -163,8 +163,8 @@ impl Connection {
         Ok(None)
     }
 
-    /// Reads the body into the slot, of whose length it is, and tells `arrived` of each stretch. What came with the head is
-    /// copied; answers how much.
+    /// Reads the body into the slot, which has its length, and tells `arrived` of each stretch. Bytes that came with the head
+    /// are copied; returns how many.
     pub async fn land(
         &mut self,
         landing: &mut Held<Landing>,
@@ -207,7 +207,7 @@ impl Connection {
                     return Poll::Ready(read.map(|()| buf.filled().len()).map_err(NetError::Io));
                 }
                 ready!(self.stall.poll_look(cx));
-                // The end and errors are found anew by who reads next.
+                // The next read finds the end and errors anew.
                 if let Ok((1.., read)) = self.stream.read_now(into) {
                     self.stall.progress();
                     if read > 0 {
@@ -247,7 +247,7 @@ impl Connection {
         .await
     }
 
-    /// At least so many bytes will still come.
+    /// At least `coming` bytes will still come.
     fn expect(&mut self, coming: usize) -> Result<(), NetError> {
         let expected = match &mut self.stream {
             Stream::Plain(tcp) => self.low_water.expect(tcp, coming),
@@ -274,7 +274,7 @@ impl Connection {
 
 /// A request on its way out.
 struct Sending<'a> {
-    /// Of head and body.
+    /// The rest of head and body.
     left: [&'a [u8]; 2],
     flushed: bool,
     failed: Option<io::Error>,
@@ -318,7 +318,8 @@ impl Sending<'_> {
 }
 
 impl Stream {
-    /// What the socket has, whatever tokio knows of it: how many bytes, and how many of them are in `into`.
+    /// Reads what the socket has now, without asking tokio. Returns the number of bytes read, and how many of them are in
+    /// `into`.
     fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
         match self {
             Self::Plain(tcp) => Ok(rustix::io::read(tcp, into).map(|len| (len, len))?),
@@ -463,7 +464,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn what_is_too_little_to_wake_anybody_is_seen_nevertheless() {
+    async fn bytes_too_few_to_wake_the_reader_are_seen_nevertheless() {
         let (mut connection, mut server) = connected().await;
         let (saw, mut seen) = mpsc::unbounded_channel();
         let sent = tokio::spawn(async move {

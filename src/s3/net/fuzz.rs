@@ -1,4 +1,4 @@
-//! Any bytes as an answer, read as the connector reads it. For the fuzz target, and a property test here.
+//! Any bytes as an answer, read as the HTTP client reads it. For the fuzz target, and a property test here.
 
 use std::time::Duration;
 
@@ -26,8 +26,8 @@ const ARENA_OPTIONS: ArenaOptions = ArenaOptions {
     mlock: false,
 };
 
-/// `input`: what is asked, where the answer is cut in two, and the answer. Whatever it is, it ends, without a panic and
-/// without more memory than it may take, and what lands was in it.
+/// `input`: the kind of request, the place where the answer is cut in two, and the answer. Reading any answer ends, without
+/// a panic and within the memory limit, and all bytes that land were in the answer.
 pub fn answer(input: &[u8]) {
     thread_local! {
         static RUNTIME: tokio::runtime::Runtime = tokio::runtime::Builder::new_current_thread()

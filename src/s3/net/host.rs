@@ -10,7 +10,7 @@ use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use tokio::task::AbortHandle;
 
 use super::error::NetError;
-use super::http_client::ConnectorOptions;
+use super::http_client::NetOptions;
 use super::pool::{Origin, Pool};
 use super::stats::NetCounters;
 use crate::s3::dns::{AddressSource, Resolved};
@@ -38,7 +38,7 @@ pub(super) struct Host {
 
 impl Host {
     /// Needs a tokio runtime.
-    pub fn new(origin: Origin, options: &Arc<ConnectorOptions>, counters: &Arc<NetCounters>) -> Self {
+    pub fn new(origin: Origin, options: &Arc<NetOptions>, counters: &Arc<NetCounters>) -> Self {
         let endpoints = Endpoints::new(options.endpoints);
         let trouble = Arc::default();
         let follow = Follow {
@@ -114,9 +114,9 @@ impl Drop for Host {
     }
 }
 
-/// Where the addresses of an origin come from: what the operator says for the S3 server's host and the buckets under it,
-/// otherwise the name itself.
-fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<ServerAddress> {
+/// The sources of an origin's addresses. For the S3 server's host and the buckets under it they are the operator's; for
+/// other origins it is the name itself.
+fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress> {
     let under = |host: &str| {
         let before = origin.host.strip_suffix(host);
         before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
@@ -147,11 +147,11 @@ fn places(origin: &Origin, options: &ConnectorOptions) -> Vec<ServerAddress> {
 struct Follow {
     /// With the name that certificates have.
     watched: Vec<(String, watch::Receiver<Resolved>)>,
-    /// Those that never change.
+    /// Addresses that never change.
     fixed: Vec<(String, watch::Receiver<Resolved>)>,
     endpoints: Endpoints<Pool>,
     tls: bool,
-    options: Arc<ConnectorOptions>,
+    options: Arc<NetOptions>,
     counters: Arc<NetCounters>,
     trouble: Arc<Mutex<Option<Arc<str>>>>,
 }

@@ -27,18 +27,18 @@ use super::stats::{NetCounters, Traffic, add};
 use crate::s3::dns::Resolver;
 use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
-/// Of a refusal, more is not read. S3's have some hundred bytes.
+/// The most bytes that are read of a refusal. S3's have some hundred.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
 
 /// Limits, and whom to trust.
 #[derive(Debug, Clone)]
-pub struct ConnectorOptions {
+pub struct NetOptions {
     pub tls: Arc<rustls::ClientConfig>,
     /// To connect, TLS included, where the SDK's settings don't say.
     pub connect_timeout: Duration,
     /// Longest time in which not a byte is sent or received.
     pub stall_timeout: Duration,
-    /// Connections are kept for so long after a request.
+    /// How long a connection is kept after a request.
     pub idle_timeout: Duration,
     /// Connections in use at a time, to all endpoints of one origin.
     pub connections_max: usize,
@@ -52,16 +52,16 @@ pub struct ConnectorOptions {
 
 /// The SDK's HTTP client. Clones share their connections.
 #[derive(Clone)]
-pub struct Connector(Arc<Inner>);
+pub struct NetClient(Arc<Inner>);
 
 struct Inner {
-    options: Arc<ConnectorOptions>,
+    options: Arc<NetOptions>,
     hosts: DashMap<Origin, Arc<Host>, RandomState>,
     counters: Arc<NetCounters>,
 }
 
-impl Connector {
-    pub fn new(options: ConnectorOptions) -> Self {
+impl NetClient {
+    pub fn new(options: NetOptions) -> Self {
         Self(Arc::new(Inner {
             options: Arc::new(options),
             hosts: DashMap::default(),
@@ -235,25 +235,25 @@ fn outcome(sent: &Result<(ResponseHead, Bytes), NetError>) -> Option<Outcome> {
     }
 }
 
-impl std::fmt::Debug for Connector {
+impl std::fmt::Debug for NetClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Connector({:?})", self.traffic())
+        write!(f, "NetClient({:?})", self.traffic())
     }
 }
 
 /// The SDK's view: one for each set of time limits.
 #[derive(Debug)]
 struct Timed {
-    connector: Connector,
+    client: NetClient,
     connect_timeout: Duration,
-    /// Of who waits for small answers: those that give credentials. S3's own calls have the connector's limits.
+    /// For callers that wait for small answers: the sources of credentials. S3's own calls have the client's limits.
     read_timeout: Option<Duration>,
 }
 
-impl HttpClient for Connector {
+impl HttpClient for NetClient {
     fn http_connector(&self, settings: &HttpConnectorSettings, _: &RuntimeComponents) -> SharedHttpConnector {
         SharedHttpConnector::new(Timed {
-            connector: self.clone(),
+            client: self.clone(),
             connect_timeout: settings
                 .connect_timeout()
                 .unwrap_or(self.0.options.connect_timeout),
@@ -264,9 +264,9 @@ impl HttpClient for Connector {
 
 impl HttpConnector for Timed {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let (connector, connect, read) = (self.connector.clone(), self.connect_timeout, self.read_timeout);
+        let (client, connect, read) = (self.client.clone(), self.connect_timeout, self.read_timeout);
         HttpConnectorFuture::new(async move {
-            let call = connector.call(request, connect);
+            let call = client.call(request, connect);
             let answer = match read {
                 None => call.await,
                 // Not counted: to connect, which may take its own time.

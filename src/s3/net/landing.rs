@@ -1,4 +1,4 @@
-//! Where a body lands, and what must hold before it does.
+//! The place where a body lands, and the checks before it does.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub struct Expect {
 pub enum Mismatch {
     #[error("the object has {actual} bytes, not {expected}")]
     Length { expected: u64, actual: u64 },
-    #[error("another ETag came")]
+    #[error("the answer has another ETag")]
     Etag,
     #[error("{0}")]
     Range(String),
@@ -132,7 +132,7 @@ fn parse_content_range(text: &str) -> Option<(Range<u64>, u64)> {
     Some((first..last.checked_add(1)?, total.trim().parse().ok()?))
 }
 
-/// Carries a [`Landing`] through the SDK to the connector, as a request's extension, and back. The connector holds it for
+/// Carries a [`Landing`] through the SDK to our HTTP client, as a request's extension, and back. The client holds it for
 /// as long as it writes, and gives it back however that ends. Clones share it.
 #[derive(Debug, Clone)]
 pub struct LandingCell {

@@ -1,4 +1,4 @@
-//! Fewer wake-ups: the kernel says that a socket can be read once so many bytes are there, not at the first.
+//! Fewer wake-ups: the kernel says that a socket can be read when many bytes are there, not at the first one.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -18,12 +18,12 @@ pub struct LowWater {
 }
 
 impl LowWater {
-    /// Of a new socket whose bytes the kernel copies into the slot.
+    /// For a new socket whose bytes the kernel copies into the slot.
     pub fn plain() -> Self {
         Self::new(PLAIN_BYTES)
     }
 
-    /// Of a new socket whose bytes are deciphered into the slot.
+    /// For a new socket whose bytes are deciphered into the slot.
     pub(super) fn tls() -> Self {
         Self::new(TLS_BYTES)
     }
@@ -33,7 +33,7 @@ impl LowWater {
     }
 
     /// At least `coming` bytes will still come: it is enough to wake up when many of them are there. 0: at the first byte.
-    /// Errors and the end wake up at once, whatever it is.
+    /// Errors and the end wake up at once, with any value.
     pub fn expect(&mut self, socket: &impl AsFd, coming: usize) -> io::Result<()> {
         let bytes = coming.clamp(1, self.most);
         if bytes == self.now {

@@ -1,7 +1,7 @@
 //! Hosts and HTTP/1.1: connections of our own under the AWS SDK's runtime, so that the body of a ranged GET goes from the
 //! socket straight into a slot.
 //!
-//! [`Connector`] is what the SDK calls ([`HttpClient`](aws_smithy_runtime_api::client::http::HttpClient)). A request that
+//! [`NetClient`] is what the SDK calls ([`HttpClient`](aws_smithy_runtime_api::client::http::HttpClient)). A request that
 //! carries a [`LandingCell`] has its body landed: the head is read into a small buffer, checked against what was asked for,
 //! the few bytes of body that came with it are copied, and everything else is read by the kernel into the slot. Any other
 //! body is small (an error, a page of a listing) and is buffered, up to a limit.
@@ -31,7 +31,7 @@ pub(crate) use connection::Outgoing;
 pub use error::NetError;
 pub use host::ServerAddress;
 pub(crate) use http_client::head_of;
-pub use http_client::{Connector, ConnectorOptions, Url};
+pub use http_client::{NetClient, NetOptions, Url};
 pub(crate) use landing::unquoted;
 pub use landing::{BodyWatch, Expect, Landing, LandingCell, Mismatch};
 pub use lowat::LowWater;

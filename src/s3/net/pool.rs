@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::connection::{Connection, Stream};
 use super::error::NetError;
-use super::http_client::ConnectorOptions;
+use super::http_client::NetOptions;
 use super::stats::{NetCounters, add};
 use super::tls::TlsStream;
 
@@ -28,7 +28,7 @@ pub(super) struct Pool {
     address: SocketAddr,
     /// The name that the certificate must have; None: without TLS.
     tls: Option<String>,
-    options: Arc<ConnectorOptions>,
+    options: Arc<NetOptions>,
     counters: Arc<NetCounters>,
     /// The one used last is taken first, so that the others can grow old.
     idle: Mutex<Vec<(Connection, Instant)>>,
@@ -38,7 +38,7 @@ impl Pool {
     pub fn new(
         address: SocketAddr,
         tls: Option<String>,
-        options: Arc<ConnectorOptions>,
+        options: Arc<NetOptions>,
         counters: Arc<NetCounters>,
     ) -> Self {
         Self {

@@ -13,7 +13,7 @@ pub struct Traffic {
     pub stale: u64,
     /// Bytes of bodies that landed in slots.
     pub landed_bytes: u64,
-    /// Those of them that were copied in user space: they came with the head, or through TLS.
+    /// Bytes that were copied in user space: they came with the head, or through TLS.
     pub copied_bytes: u64,
 }
 

@@ -80,7 +80,7 @@ impl TlsStream {
         false
     }
 
-    /// At least so many bytes of application data will still come, and so will their records.
+    /// At least `coming` bytes of application data will still come, in their records.
     pub fn expect(&self, low_water: &mut LowWater, coming: usize) -> io::Result<()> {
         low_water.expect(
             &self.tcp,
@@ -88,7 +88,7 @@ impl TlsStream {
         )
     }
 
-    /// What the socket has, whatever tokio knows of it: how many bytes, and how many came into `into`.
+    /// Reads what the socket has now, without asking tokio. Returns the number of bytes read, and how many came into `into`.
     pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
         let len = rustix::io::read(&self.tcp, self.session.room())?;
         self.session.received(len);
@@ -131,7 +131,7 @@ impl TlsStream {
         }
     }
 
-    /// From the socket into the session. The session is open.
+    /// Reads from the socket into the session, which is open.
     fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut room = ReadBuf::new(self.session.room());
         ready!(Pin::new(&mut self.tcp).poll_read(cx, &mut room))?;
@@ -152,8 +152,8 @@ impl TlsStream {
         Poll::Ready(Ok(()))
     }
 
-    /// What the socket takes at once; whether that is all. For alerts and the like while reading: to wait for the socket
-    /// there would take the place of a writer that waits.
+    /// Sends what the socket takes at once, and returns whether that was all. It is for alerts and the like while reading: a
+    /// wait for the socket there would take the place of a writer that waits.
     fn send_now(&mut self) -> bool {
         let outgoing = &mut self.session.outgoing;
         while !outgoing.is_empty() {

@@ -1,4 +1,4 @@
-//! Builds the SDK's client and our connector from the options.
+//! Builds the SDK's client and our HTTP client from the options.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use aws_smithy_runtime_api::box_error::BoxError;
 use super::credentials::CredentialChain;
 use crate::s3::dns::{AddressSource, DnsOptions, Resolver};
 use crate::s3::fanout::{AttemptPolicy, EndpointOptions};
-use crate::s3::net::{self, Connector, ConnectorOptions, Origin, ServerAddress, TlsError, Url};
+use crate::s3::net::{self, NetClient, NetOptions, Origin, ServerAddress, TlsError, Url};
 
 /// How to reach a bucket. Credentials come from the AWS chain (environment, profile, web identity, container,
 /// instance) unless given.
@@ -41,7 +41,7 @@ pub struct S3Options {
     /// Bytes of an answer that is no chunk: an error, a page of a listing.
     pub answer_bytes_max: usize,
     pub credentials: Option<Credentials>,
-    /// Those of the chain that don't expire are asked for again after so long: files may be rewritten.
+    /// Time after which the chain's keys without an expiry are asked for again: files may be rewritten.
     pub credentials_ttl: Duration,
     pub attempts: AttemptPolicy,
     pub endpoints: EndpointOptions,
@@ -99,9 +99,9 @@ impl S3Options {
     }
 }
 
-/// Our connector, as the options want it.
-pub(super) fn connector(options: &S3Options) -> Result<Connector, S3ClientError> {
-    Ok(Connector::new(ConnectorOptions {
+/// Our HTTP client, with these options.
+pub(super) fn net_client(options: &S3Options) -> Result<NetClient, S3ClientError> {
+    Ok(NetClient::new(NetOptions {
         tls: net::client_config(options.ca_file.as_deref())?,
         connect_timeout: options.connect_timeout,
         stall_timeout: options.read_timeout,
@@ -114,8 +114,8 @@ pub(super) fn connector(options: &S3Options) -> Result<Connector, S3ClientError>
     }))
 }
 
-/// The common part of all AWS clients: region, credentials, our connector.
-pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
+/// The common part of all AWS clients: region, credentials, our HTTP client.
+pub(super) async fn shared(options: &S3Options, http: NetClient) -> SdkConfig {
     let shared = aws_config::defaults(BehaviorVersion::latest())
         .http_client(http.clone())
         .region(Region::new(options.region.clone()))
@@ -134,7 +134,7 @@ pub(super) async fn shared(options: &S3Options, http: Connector) -> SdkConfig {
 
 /// The SDK's client, for all calls but HEAD and ranged GET.
 pub(super) fn client(options: &S3Options, shared: &SdkConfig) -> Client {
-    // The connector watches the time without a byte: the SDK's read time-out would count a PUT's whole body.
+    // Our HTTP client watches the time without a byte: the SDK's read time-out would count a PUT's whole body.
     let timeouts = TimeoutConfig::builder().connect_timeout(options.connect_timeout);
     let mut config = Builder::from(shared)
         .force_path_style(options.path_style)
@@ -209,7 +209,7 @@ mod tests {
         let hangs = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = format!("http://{}", hangs.local_addr().unwrap());
         let minutes = Duration::from_secs(600);
-        let http = connector(&S3Options {
+        let http = net_client(&S3Options {
             read_timeout: minutes,
             ..for_tests(&endpoint, "b")
         });

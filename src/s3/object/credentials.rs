@@ -12,13 +12,13 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, ProvideCredentials, future};
 
 use super::sign::EXPIRES_SOON;
-use crate::s3::net::Connector;
+use crate::s3::net::NetClient;
 
 #[derive(Debug)]
 pub(super) struct CredentialChain {
-    http: Connector,
+    http: NetClient,
     region: Region,
-    /// Keys without an expiry are asked for again after so long.
+    /// Time after which keys without an expiry are asked for again.
     ttl: Duration,
     last: Mutex<Last>,
 }
@@ -30,12 +30,12 @@ enum Last {
     Nothing,
     /// Keys without an expiry: a file that is being written is no reason to forget them.
     Keys(Credentials),
-    /// Others. What gave them bridges failures to renew them by itself, as long as it lives.
+    /// Credentials that expire. Their chain bridges failures to renew them, as long as it lives.
     Session(Arc<DefaultCredentialsChain>),
 }
 
 impl CredentialChain {
-    pub fn new(http: Connector, region: Region, ttl: Duration) -> Self {
+    pub fn new(http: NetClient, region: Region, ttl: Duration) -> Self {
         Self {
             http,
             region,
@@ -66,7 +66,7 @@ impl CredentialChain {
         chain.region(self.region.clone()).build().await
     }
 
-    /// Remembers what was found. Keys that never expire do so for whoever keeps them.
+    /// Remembers what was found. Keys that never expire are given an expiry, so that their user asks again.
     fn lasting(&self, found: provider::Result, chain: Arc<DefaultCredentialsChain>) -> provider::Result {
         let mut last = self.lock();
         let keys = match (found.and_then(printable), &*last) {
@@ -139,7 +139,7 @@ mod tests {
     #[tokio::test]
     async fn keys_without_an_expiry_are_asked_for_again_and_not_forgotten() {
         let options = super::super::client::for_tests("http://127.0.0.1:1", "b");
-        let http = super::super::client::connector(&options).unwrap();
+        let http = super::super::client::net_client(&options).unwrap();
         let ttl = Duration::from_secs(60);
         let chain = CredentialChain::new(http, Region::new("us-east-1"), ttl);
         let none = || Err(CredentialsError::not_loaded("the file is empty"));
@@ -168,7 +168,7 @@ mod tests {
             assert_eq!(key(keys), "B", "the last that can be used");
         }
 
-        // Those that expire by themselves do it when they say so, and what gave them is asked again.
+        // Keys with an expiry expire by it, and their source is asked again.
         let expiry = SystemTime::now() + Duration::from_secs(7);
         let session = Credentials::new("C", "c", None, Some(expiry), "test");
         assert_eq!(lasting(Ok(session)).unwrap().expiry(), Some(expiry));

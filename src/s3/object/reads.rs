@@ -2,7 +2,7 @@
 //!
 //! The SDK's orchestrator resolves and renews the credentials: when they are about to expire, a request goes through it
 //! ([`CredentialChain`](super::credentials::CredentialChain) has even those expire that don't). All others are signed with what it used last
-//! and go straight to the connector.
+//! and go straight to our HTTP client (`s3/net`).
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -36,14 +36,14 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use super::client::{S3ClientError, S3Options};
 use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
 use crate::s3::fanout::{EndpointState, Hedge, Route};
-use crate::s3::net::{Connector, LandingCell, NetError, Origin, Outgoing, Url, head_of};
+use crate::s3::net::{LandingCell, NetClient, NetError, Origin, Outgoing, Url, head_of};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 
 /// Makes HEADs and ranged GETs.
 pub(super) struct Reads {
     operation: Operation<Read, AnswerHead, Refusal>,
-    http: Connector,
+    http: NetClient,
     signer: Arc<Signer>,
     bucket: BucketPath,
     connect_timeout: Duration,
@@ -101,7 +101,7 @@ impl Reads {
     /// `credentials`: None where the chain is empty; then requests fail as those of the SDK do.
     pub async fn new(
         options: &S3Options,
-        http: Connector,
+        http: NetClient,
         credentials: Option<SharedCredentialsProvider>,
     ) -> Result<Self, S3ClientError> {
         let signer = Arc::new(Signer::new(options.region.clone()));
@@ -132,7 +132,7 @@ impl Reads {
             .http_client(http.clone())
             .endpoint_url(&url)
             .no_retry()
-            // `S3` and the connector keep the time.
+            // `S3` and the HTTP client keep the time.
             .timeout_config(
                 TimeoutConfig::builder()
                     .connect_timeout(options.connect_timeout)
@@ -176,7 +176,7 @@ impl Reads {
         }
     }
 
-    /// How reads of so many bytes are hedged.
+    /// How reads of `bytes` bytes are hedged.
     pub fn hedge(&self, bytes: usize) -> impl Hedge + use<> {
         self.http.hedge(&self.bucket.origin, bytes)
     }

@@ -26,13 +26,13 @@ use super::store::{
     Result, StoreFuture, Version,
 };
 use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
-use crate::s3::net::{Connector, Expect, Landing, LandingCell, Traffic, unquoted};
+use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted};
 
 /// One bucket over the AWS SDK.
 pub struct S3 {
     client: Client,
     reads: Reads,
-    http: Connector,
+    http: NetClient,
     attempts: Attempts,
     bucket: String,
     region: String,
@@ -45,7 +45,7 @@ pub struct S3 {
 impl S3 {
     /// Sends nothing yet.
     pub async fn connect(options: &S3Options) -> Result<Self, S3ClientError> {
-        let http = client::connector(options)?;
+        let http = client::net_client(options)?;
         let shared = client::shared(options, http.clone()).await;
         Ok(Self {
             client: client::client(options, &shared),
@@ -292,7 +292,7 @@ impl ObjectStore for S3 {
             let result = self.attempts.run_hedged(deadline, &hedge, handover, attempt);
             let result = result.await;
             // All requests are over or given up, so nothing else holds it.
-            let landing = cell.take().expect("a connector gives the landing back");
+            let landing = cell.take().expect("the HTTP client gives the landing back");
             (landing, result)
         })
     }

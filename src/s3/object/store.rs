@@ -164,7 +164,7 @@ impl RequestCounts {
         self.head + self.attributes + self.get + self.put + self.list + self.delete + self.bucket
     }
 
-    /// Those since `earlier`.
+    /// The requests since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {

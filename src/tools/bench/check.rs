@@ -1,3 +1,6 @@
+//! The bench's check of a read: a CRC-64 over the stretches as they arrive, compared with the digest known in
+//! advance.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 

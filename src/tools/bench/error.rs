@@ -1,3 +1,5 @@
+//! The reasons why a bench does not run, or ends early.
+
 use crate::arena::ArenaError;
 use crate::config::units::{ByteSize, MIB};
 use crate::format::{HashError, SpaceError};

@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_is_a_little_late_catches_up() {
+    async fn a_worker_that_is_a_little_late_catches_up() {
         struct Late(Duration);
         impl PhaseWorker for Late {
             async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {

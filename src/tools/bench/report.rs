@@ -1,3 +1,9 @@
+//! The report of a bench, phase by phase.
+//!
+//! Throughput is told twice. Until the first worker ran out of work, all of them were busy: that is the server's
+//! speed. Until the last one had finished is the time that a caller waits. Times are in seconds, latencies in
+//! microseconds.
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -99,7 +105,7 @@ pub struct Latency {
 pub struct Errors {
     pub count: u64,
     pub first: Option<String>,
-    /// So many requests failed that the phase ended.
+    /// Whether the phase ended because too many requests failed.
     pub gave_up: bool,
 }
 

@@ -1,3 +1,9 @@
+//! One bench, from its first phase to the removal of what it wrote.
+//!
+//! A phase is measured from outside: a `Clock` takes time, CPU, requests and traffic at its start and at its end.
+//! An interruption ends the phase under way, which keeps what it has measured so far. With `--warm-up` each phase
+//! but delete is done once before its clock starts.
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -234,7 +240,7 @@ impl Bench {
         Ok(self.course(BenchPhase::Head, limits, &mut workers).await?.1)
     }
 
-    /// Deletes all objects once, whatever rounds and time limit are: nothing is left behind.
+    /// Deletes all objects once, without regard to rounds and time limit: nothing is left behind.
     async fn delete(&mut self) -> Result<PhaseReport, BenchError> {
         let total = Some(self.objects);
         let worker = |_| Deleter {

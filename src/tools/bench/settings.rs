@@ -1,3 +1,6 @@
+//! The settings of a bench: phases, objects, requests in flight, pace. Each problem names the flag that must
+//! change.
+
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};

@@ -1,3 +1,5 @@
+//! Each address's part of a phase: the difference between its counters at the start and at the end.
+
 use serde::Serialize;
 
 use crate::s3::fanout::{EndpointState, Requests};

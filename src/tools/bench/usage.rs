@@ -1,3 +1,5 @@
+//! The process's own cost: CPU time and page faults; and the memory that is available.
+
 use rustix::time::{ClockId, clock_gettime};
 
 /// The resources that this process has used since its start, all threads together.

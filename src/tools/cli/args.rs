@@ -7,7 +7,7 @@ use clap::Args;
 use super::error::CliError;
 use super::input;
 use crate::config::units::{ByteSize, MIB};
-use crate::config::{self, Loaded, Override};
+use crate::config::{self, LoadedConfig, Override};
 use crate::format::{PRESETS, Preset, Space, SpaceId, SpaceKey};
 
 /// Where the configuration comes from: file, then environment, then these flags.
@@ -23,7 +23,7 @@ pub struct ConnectArgs {
     /// Bucket that holds the chunks ([s3] bucket).
     #[arg(long, value_name = "NAME")]
     pub bucket: Option<String>,
-    /// What the object keys begin with ([s3] prefix).
+    /// The start of all object keys ([s3] prefix).
     #[arg(long, value_name = "PREFIX")]
     pub prefix: Option<String>,
     /// Region that requests are signed for ([s3] region).
@@ -33,7 +33,7 @@ pub struct ConnectArgs {
 
 impl ConnectArgs {
     /// The configuration with these flags and `more` on top. Fails with the list of all its problems.
-    pub fn load(&self, more: Vec<Override>) -> Result<Loaded, CliError> {
+    pub fn load(&self, more: Vec<Override>) -> Result<LoadedConfig, CliError> {
         let flags = [
             ("s3.endpoint", "--endpoint", &self.endpoint),
             ("s3.bucket", "--bucket", &self.bucket),

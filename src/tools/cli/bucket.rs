@@ -1,3 +1,5 @@
+//! The bucket that a command works on: opened from the configuration, with the space that the command names.
+
 use std::sync::Arc;
 
 use tokio::time::Instant;

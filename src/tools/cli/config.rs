@@ -1,3 +1,5 @@
+//! `kvgate config check` and `kvgate config show`.
+
 use std::fmt::Write;
 
 use clap::{Args, Subcommand};

@@ -1,3 +1,5 @@
+//! `kvgate demo`: the command around `tools/demo`.
+
 use clap::Args;
 
 use super::args::ConnectArgs;

@@ -1,3 +1,5 @@
+//! Errors of all commands, with the exit status: 1 failed, 2 usage or configuration.
+
 use std::io;
 
 use crate::cache::gateway::OpenError;
@@ -8,7 +10,7 @@ use crate::s3::object::{ErrorKind, ObjectError};
 /// Why a command ends with another status than 0.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// What was typed, configured or given as input can't be used; the message says what to type.
+    /// A flag, a setting or an input can't be used; the message says what to type.
     #[error("{0}")]
     Usage(String),
     #[error(transparent)]

@@ -1,3 +1,5 @@
+//! `kvgate flush`: waits until S3 has everything that the node had committed.
+
 use clap::Args;
 
 use super::args::ConnectArgs;

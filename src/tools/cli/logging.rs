@@ -1,3 +1,5 @@
+//! The program's log: level and format as configured, `-v` on top; libraries are quieter than kvgate.
+
 use std::io::IsTerminal;
 use std::sync::OnceLock;
 

@@ -1,3 +1,5 @@
+//! `kvgate lookup`: which chunks of a prompt exist, asked of the bucket, or of a daemon with `--socket`.
+
 use std::time::Duration;
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! `kvgate ls`: the spaces of a bucket, or the chunks of one space.
+
 use clap::Args;
 use futures::{TryStreamExt, pin_mut};
 use serde::Serialize;
@@ -9,7 +11,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
-use crate::format::SpaceKey;
+use crate::format::{Kind, ModelId, SpaceKey};
 use crate::tools::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
 
 /// Lists the spaces in the bucket, or the chunks of one.
@@ -19,7 +21,7 @@ Examples:
   kvgate ls --endpoint http://rgw:8000 --bucket kv
   kvgate ls --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 --limit 20")]
 pub struct LsArgs {
-    /// Show at most so many spaces or chunks.
+    /// Most spaces or chunks to show.
     #[arg(long, value_name = "NUMBER")]
     limit: Option<usize>,
     /// Report as JSON.
@@ -87,8 +89,8 @@ struct SpaceRow {
     model: String,
     revision: String,
     /// The same for all kinds of KV of a model.
-    model_id: String,
-    kind: String,
+    model_id: Option<ModelId>,
+    kind: Option<Kind>,
     draft: String,
     dtype: &'static str,
     chunk_tokens: u32,
@@ -106,8 +108,8 @@ impl SpaceRow {
             key: summary.key,
             model: String::new(),
             revision: String::new(),
-            model_id: String::new(),
-            kind: String::new(),
+            model_id: None,
+            kind: None,
             draft: String::new(),
             dtype: "",
             chunk_tokens: 0,
@@ -121,8 +123,8 @@ impl SpaceRow {
                 row.space = space.id().to_string();
                 space.model().clone_into(&mut row.model);
                 space.revision().clone_into(&mut row.revision);
-                row.model_id = space.model_id().to_string();
-                row.kind = space.kind().to_string();
+                row.model_id = Some(space.model_id());
+                row.kind = Some(space.kind());
                 space.draft().clone_into(&mut row.draft);
                 row.dtype = space.dtype().name();
                 row.chunk_tokens = space.chunk_tokens();
@@ -139,9 +141,10 @@ impl SpaceRow {
             self.key.to_string(),
             self.problem.map_or(self.model, |problem| format!("({problem})")),
             self.revision,
-            match self.draft.is_empty() {
-                true => self.kind,
-                false => format!("{}, draft", self.kind),
+            match (self.kind, self.draft.is_empty()) {
+                (Some(kind), true) => kind.to_string(),
+                (Some(kind), false) => format!("{kind}, draft"),
+                (None, _) => String::new(),
             },
             self.dtype.to_owned(),
             self.chunks.to_string(),

@@ -1,3 +1,5 @@
+//! Output of commands: tables, numbers for people, and a standard output that may be closed at any time.
+
 use std::fmt::Display;
 use std::io::{self, BufWriter, Stdout, Write};
 

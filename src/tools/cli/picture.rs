@@ -1,3 +1,5 @@
+//! A lookup's answer as a picture of at most 64 signs, for a terminal.
+
 use crate::cache::gateway::Lookup;
 
 pub const LEGEND: &str = "# there, = inferred there, . not there, - inferred not there, ? unknown";
@@ -41,6 +43,7 @@ mod tests {
             inferred: mask(|i| i == 1 || i == 6),
             prefix: 4,
             tiers: Vec::new(),
+            asked: 0,
             error: None,
         }
     }

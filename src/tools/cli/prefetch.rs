@@ -1,3 +1,5 @@
+//! `kvgate prefetch`: asks a daemon to bring a prompt's chunks up to memory.
+
 use clap::Args;
 
 use super::args::{ConnectArgs, SpaceArgs};

@@ -1,3 +1,5 @@
+//! Progress of long commands, on the standard error, where that is a terminal.
+
 use std::time::Duration;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};

@@ -1,3 +1,5 @@
+//! The prompt that a command names: tokens or chunk hashes, from a file or the standard input.
+
 use clap::Args;
 
 use super::args::SpaceRef;

@@ -1,3 +1,5 @@
+//! `kvgate rm`: removes chunks, or a whole space. It asks first, unless told `--yes`.
+
 use std::io::{self, BufRead, IsTerminal, Write};
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! `kvgate serve`: the command around `node/daemon`.
+
 use std::path::PathBuf;
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! `kvgate stat`: the header of one chunk, or the status of a daemon with `--socket`.
+
 use clap::Args;
 use serde_json::{Value, json};
 

@@ -1,3 +1,5 @@
+//! The flags of the demo, and the defaults that fit its run into little memory.
+
 use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;

@@ -1,3 +1,5 @@
+//! The reasons why a demo fails, and whether flags or the server are to blame.
+
 use std::sync::Arc;
 
 use crate::cache::gateway::OpenError;
@@ -54,9 +56,9 @@ pub enum DemoError {
     Object(#[from] ObjectError),
     #[error("a chunk could not be stored: {0}")]
     Store(Arc<ObjectError>),
-    #[error("nobody could tell which chunks exist: {0}")]
+    #[error("it is unknown which chunks exist: {0}")]
     Lookup(Arc<ObjectError>),
-    #[error("interrupted; what had been stored is removed unless --keep was given")]
+    #[error("interrupted; the stored objects are removed unless --keep was given")]
     Interrupted,
     #[error("a task of the demo ended early: {0}")]
     Task(#[from] tokio::task::JoinError),

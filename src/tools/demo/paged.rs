@@ -1,3 +1,5 @@
+//! The demo's pages: host memory in vLLM's layout, its blocks dealt in random order.
+
 use std::ops::Range;
 
 use crate::arena::{Slot, SlotMut};

@@ -1,3 +1,5 @@
+//! The demo's workload: conversations of two turns that share a system prompt, and the bounds that it keeps.
+
 use super::error::DemoError;
 use super::paged::BLOCK_TOKENS;
 use super::synthetic::{mix, prefix_states};
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_is_refused() {
+    fn an_impossible_plan_is_refused() {
         let shape = Shape {
             conversations: 1,
             tokens: 31,

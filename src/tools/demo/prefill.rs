@@ -1,3 +1,5 @@
+//! The first half of the demo, turn by turn: look up, generate the rest into pages, gather it into slots, store it.
+
 use tokio::time::Instant;
 
 use super::error::DemoError;

@@ -1,3 +1,5 @@
+//! The demo's progress bars.
+
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const BYTES: &str = "{prefix:>16} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";

@@ -1,3 +1,5 @@
+//! The report of a demo: requests, bytes and time of each phase, and every byte that came back different.
+
 use serde::Serialize;
 
 use super::plan::Plan;

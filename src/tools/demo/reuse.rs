@@ -1,3 +1,5 @@
+//! The second half of the demo: look up in three ways, load into other pages, and compare every byte.
+
 use tokio::time::Instant;
 
 use super::error::DemoError;

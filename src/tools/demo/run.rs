@@ -1,3 +1,5 @@
+//! A demo from its start to its end: opens the store, runs the phases, and removes what was stored.
+
 use std::io::Write;
 use std::path::Path;
 
@@ -55,7 +57,7 @@ async fn run_on(
     };
     demo.finish();
     if let (Err(_), Err(error)) = (&phases, &removed) {
-        tracing::warn!(%error, space = demo.report.space, "what was stored could not be removed");
+        tracing::warn!(%error, space = demo.report.space, "the demo's objects could not be removed");
     }
     phases.and(removed)?;
     Ok(demo)

@@ -1,3 +1,5 @@
+//! The state of one demo: gateway, pages, prompts and report.
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,3 +1,5 @@
+//! Whether copies are right: each known layout is loaded and stored on the GPU, and compared with the CPU's copies.
+
 use std::sync::Arc;
 
 use serde::Serialize;

@@ -1,3 +1,5 @@
+//! The reasons why a check on a GPU can't go on.
+
 use crate::arena::ArenaError;
 use crate::cache::gateway::OpenError;
 use crate::engine::copy::cuda::{CudaError, PagesError};

@@ -1,3 +1,5 @@
+//! The whole path of a prompt: from S3 into slots, and from the slots into a GPU's pages.
+
 use std::sync::Arc;
 
 use serde::Serialize;

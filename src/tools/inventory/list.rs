@@ -1,3 +1,5 @@
+//! Listings of a bucket: the chunks under its keys, page by page, and how many keys are not kvgate's.
+
 use std::future::ready;
 
 use futures::TryStreamExt;

@@ -1,3 +1,5 @@
+//! Removal of chunks and spaces, in batches of 1000 keys.
+
 use futures::{TryStreamExt, pin_mut};
 use serde::Serialize;
 

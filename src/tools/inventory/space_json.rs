@@ -1,3 +1,5 @@
+//! The readable form of a space, `space.json`, as it is found in a bucket.
+
 use super::Inventory;
 use crate::format::{FORMAT_VERSION, Space, SpaceKey};
 use crate::s3::object::{ErrorKind, ObjectError};

@@ -1,3 +1,5 @@
+//! One chunk of a bucket: its length, its version and its header.
+
 use std::sync::Arc;
 
 use super::Inventory;

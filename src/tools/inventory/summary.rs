@@ -1,3 +1,5 @@
+//! The spaces of a bucket, each with its number of chunks and bytes.
+
 use std::collections::BTreeMap;
 
 use futures::{StreamExt, TryStreamExt, pin_mut, stream};
@@ -26,6 +28,21 @@ pub struct Summary {
     /// Keys that kvgate did not write, and their bytes.
     pub foreign: u64,
     pub foreign_bytes: u64,
+}
+
+impl SpaceSummary {
+    /// By model, its own kinds before its drafts'; spaces that can't be read come last.
+    fn order(&self) -> impl Ord + use<> {
+        let space = match &self.json {
+            SpaceJson::Good(space) => Some(space),
+            _ => None,
+        };
+        let order = space.map(|space| {
+            let model = (space.model().to_owned(), space.model_id());
+            (model, space.draft().to_owned(), space.kind())
+        });
+        (order.is_none(), order, self.key)
+    }
 }
 
 impl Inventory {
@@ -65,6 +82,8 @@ impl Inventory {
             .buffered(READS)
             .try_collect()
             .await?;
+        // The kinds of KV of one model stand together.
+        summary.spaces.sort_by_key(SpaceSummary::order);
         Ok(summary)
     }
 }

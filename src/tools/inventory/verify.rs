@@ -1,3 +1,5 @@
+//! Reads chunks of a bucket and checks key, header and digests, many at a time.
+
 use std::sync::Arc;
 
 use futures::{Stream, StreamExt, TryStreamExt, stream};

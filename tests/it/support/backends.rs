@@ -21,7 +21,7 @@ pub struct Backend {
     _embedded: Option<Arc<EmbeddedS3>>,
 }
 
-/// What `tests/run.sh` calls a server, and how it names its variables.
+/// The name of each server in `tests/run.sh`, and in its variables.
 const SERVERS: [(&str, &str, &str); 4] = [
     ("rgw", "ceph", "RGW"),
     ("minio", "minio", "MINIO"),

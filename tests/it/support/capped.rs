@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 /// Moved at a time: small, so that many connections share the rate evenly.
 const PIECE: usize = 64 << 10;
-/// What a timer that fires late may catch up on.
+/// The time that a timer which fires late may catch up on.
 const BURST: Duration = Duration::from_millis(10);
 
 /// Dropping it kills it.

@@ -260,7 +260,7 @@ pub fn carried(proxies: &[Capped]) -> Vec<u64> {
     proxies.iter().map(|proxy| proxy.carried().bytes).collect()
 }
 
-/// What each proxy carried since, of a hundred.
+/// The percentage of bytes that each proxy carried since.
 pub fn shares(what: &str, proxies: &[Capped], since: &[u64]) -> Vec<f64> {
     let carried = carried(proxies);
     let carried: Vec<_> = carried.iter().zip(since).map(|(now, then)| now - then).collect();

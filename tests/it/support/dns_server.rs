@@ -19,7 +19,7 @@ pub const SERVFAIL: u8 = 2;
 pub const NXDOMAIN: u8 = 3;
 pub const REFUSED: u8 = 5;
 
-/// What every client can take over UDP. Longer answers are truncated, whatever EDNS allows.
+/// The bytes that every client can take over UDP. Longer answers are truncated, also where EDNS allows more.
 const UDP_MAX: usize = 512;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,7 +81,7 @@ pub struct Reply {
     pub fault: Fault,
 }
 
-/// What is wrong with a message.
+/// The faults of a message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Fault {
     #[default]

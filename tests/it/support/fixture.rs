@@ -58,7 +58,7 @@ impl Prompt {
         if i == 0 { self.root } else { self.hashes[i - 1] }
     }
 
-    /// What chunk `i` must hold.
+    /// The bytes that chunk `i` must hold.
     pub fn payload(&self, i: usize) -> Vec<u8> {
         let mut payload = vec![0; self.space.layout().payload_len()];
         blake3::Hasher::new()

@@ -128,7 +128,7 @@ impl Line {
         self.0.recv().await.expect("the store is there")
     }
 
-    /// What is asked for by the time that nobody can go on. With a paused clock only: it moves when all tasks wait.
+    /// The requests that are waiting when no task can go on. With a paused clock only: it moves when all tasks wait.
     pub async fn still(&mut self) -> Vec<Asked> {
         let mut asked = Vec::new();
         while let Ok(Some(next)) = tokio::time::timeout(Duration::from_millis(1), self.0.recv()).await {

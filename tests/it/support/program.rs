@@ -68,7 +68,7 @@ pub fn kvgate(home: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// What a command said.
+/// The output of a command.
 #[derive(Debug)]
 pub struct Said {
     pub status: i32,

@@ -288,7 +288,7 @@ impl Bucket {
     }
 }
 
-/// A PUT or a DELETE under way; dropping this marks its end, whatever the outcome.
+/// A PUT or a DELETE under way; dropping this marks its end, with any outcome.
 pub struct Change(Arc<Bucket>, ChunkId);
 
 impl Drop for Change {

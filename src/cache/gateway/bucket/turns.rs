@@ -8,7 +8,7 @@
 //! is larger than the whole limit goes alone.
 //!
 //! Queueing is synchronous: GETs that queue in order are served in order. Dropping the [`Waiting`] leaves the queue
-//! at any time, and a [`Turn`] ends when it is dropped, whatever task holds it.
+//! at any time, and a [`Turn`] ends when it is dropped, in any task.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -35,7 +35,7 @@ struct State {
     loads: u64,
     /// Number of arrivals so far: tells equal positions apart.
     arrivals: u64,
-    line: BTreeMap<Ticket, Waiter>,
+    queue: BTreeMap<Ticket, Waiter>,
 }
 
 /// A position in the queue; the lower one goes first.
@@ -74,7 +74,7 @@ impl Turns {
             turns: 0,
             loads: 0,
             arrivals: 0,
-            line: BTreeMap::new(),
+            queue: BTreeMap::new(),
         };
         Self(Arc::new(Shared {
             limit_bytes,
@@ -96,7 +96,7 @@ impl Turns {
         let mut state = self.lock();
         state.arrivals += 1;
         let ticket = (place, state.arrivals);
-        state.line.insert(ticket, Waiter { bytes, sender });
+        state.queue.insert(ticket, Waiter { bytes, sender });
         self.grant(state);
         Waiting {
             turns: self.clone(),
@@ -107,19 +107,19 @@ impl Turns {
 
     /// Serves the first in the queue for as long as there is room.
     fn grant(&self, mut state: MutexGuard<'_, State>) {
-        if state.line.is_empty() {
+        if state.queue.is_empty() {
             return;
         }
         let limit_bytes = self.0.limit_bytes.min((self.0.window_bytes)());
         let mut granted = Vec::new();
-        while let Some((_, first)) = state.line.first_key_value() {
+        while let Some((_, first)) = state.queue.first_key_value() {
             let in_flight_bytes = state.in_flight_bytes.saturating_add(first.bytes);
             if state.turns > 0 && in_flight_bytes > limit_bytes {
                 break;
             }
             state.in_flight_bytes = in_flight_bytes;
             state.turns += 1;
-            granted.extend(state.line.pop_first().map(|(_, waiter)| waiter));
+            granted.extend(state.queue.pop_first().map(|(_, waiter)| waiter));
         }
         drop(state);
         for Waiter { bytes, sender } in granted {
@@ -141,7 +141,7 @@ impl Future for Waiting {
         // The sender stays in the queue until it has sent, and the queue lives as long as this future.
         Pin::new(&mut self.turn)
             .poll(context)
-            .map(|turn| turn.expect("whoever waits is in line"))
+            .map(|turn| turn.expect("a waiter is in the queue"))
     }
 }
 
@@ -149,7 +149,7 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         // A turn that was granted and not taken ends with the receiver.
         let mut state = self.turns.lock();
-        if state.line.remove(&self.ticket).is_some() {
+        if state.queue.remove(&self.ticket).is_some() {
             // The others may have waited only for this one.
             self.turns.grant(state);
         }
@@ -200,7 +200,7 @@ mod tests {
                 .iter_mut()
                 .enumerate()
                 .filter_map(|(i, (_, waiting))| Some((i, waiting.now_or_never()?)));
-            let (i, next) = ready.next().expect("the first in line is served");
+            let (i, next) = ready.next().expect("the first in the queue is served");
             assert!(ready.next().is_none(), "and only he");
             drop(ready);
             turn = next;
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_endpoints_can_take_is_a_limit_too() {
+    fn the_endpoints_windows_are_a_limit_too() {
         let window = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         let now = Arc::clone(&window);
         let turns = Turns::new(10, move || now.load(std::sync::atomic::Ordering::Relaxed));
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_lets_the_others_go() {
+    fn a_get_that_leaves_lets_the_others_go() {
         let turns = turns_of(10);
         let held = turns.wait(place(1, 0), 5).now_or_never().expect("free");
         let large = turns.wait(place(1, 1), 10);
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(in_flight(&turns), 5, "granted");
         drop(not_taken);
         assert_eq!(in_flight(&turns), 0);
-        assert!(turns.lock().line.is_empty());
+        assert!(turns.lock().queue.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(
             *served.lock().unwrap(),
             expected,
-            "19 came when the line was empty"
+            "19 came when the queue was empty"
         );
     }
 
@@ -311,7 +311,7 @@ mod tests {
     proptest! {
             /// Against a model: a sorted list of the queue, and the bytes of those that were served.
             #[test]
-            fn the_line_is_served_in_order_and_within_the_limit(
+            fn the_queue_is_served_in_order_and_within_the_limit(
                 limit in 0_usize..40,
                 acts in prop::collection::vec(act(), 1..120),
             ) {
@@ -353,14 +353,14 @@ mod tests {
                             }
                         }
                     }
-                    prop_assert_eq!(turns.lock().line.len(), line.len());
+                    prop_assert_eq!(turns.lock().queue.len(), line.len());
                     for (_, _, waiting) in &mut line {
                         prop_assert!(waiting.now_or_never().is_none());
                     }
                 }
                 drop((line, granted, taken));
     let state = turns.lock();
-                prop_assert_eq!((state.in_flight_bytes, state.turns, state.line.len()), (0, 0, 0));
+                prop_assert_eq!((state.in_flight_bytes, state.turns, state.queue.len()), (0, 0, 0));
             }
         }
 }

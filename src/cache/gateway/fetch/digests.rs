@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_did_not_come_by_wholly_and_in_order_is_read_from_the_slot() {
+    fn a_plane_that_did_not_come_whole_and_in_order_is_read_from_the_slot() {
         let space = space();
         let layout = space.layout();
         let object: Vec<u8> = (0..layout.object_len()).map(|i| (i * 31) as u8).collect();

@@ -116,7 +116,7 @@ async fn get_all(
         };
         match (&mut versions, got) {
             (Ok(versions), Ok(version)) => versions.push(version),
-            // Of several errors, one other than "changed" says more.
+            // An error other than "changed" says more, if there are several.
             (Err(error), Err(other)) if error.kind == ErrorKind::Changed => *error = other,
             (Ok(_), Err(error)) => versions = Err(error),
             (Err(_), _) => {}

@@ -56,8 +56,8 @@ pub enum ChunkSource {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Announce {
     Now,
-    /// By [`Drive::announce`], when it needs no more slots to come: a load that waits for this chunk may have the very slots
-    /// that the others of this load wait for.
+    /// Later, by [`Drive::announce`], when this load needs no more slots. A load that waits for this chunk may have the very
+    /// slots that the other chunks of this load wait for.
     Later,
 }
 

@@ -40,7 +40,7 @@ pub fn send_backlog(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use
             if !backlog.chunks.is_empty() {
                 tracing::info!(
                     chunks = backlog.chunks.len(),
-                    "sending what the disks have and S3 has not"
+                    "sending the chunks that the disks have and S3 lacks"
                 );
             }
             for (space, chunk) in &backlog.chunks {

@@ -1,5 +1,5 @@
 //! The way down: chunks in memory go to the disk and to S3 in the background, in the order of their commits
-//! (`tiers/behind.rs`), and are tried again until they are there.
+//! (`tiers/write_behind.rs`), and are tried again until they are there.
 
 mod backlog;
 

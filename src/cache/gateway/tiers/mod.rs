@@ -3,7 +3,7 @@
 //! A library has the same tiers as a node: a memory that keeps nothing, no disk, and S3.
 
 mod arriving;
-mod behind;
+mod write_behind;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 pub use self::arriving::{Announcement, Arriving, Flight};
-pub use self::behind::{Behind, BehindOptions, BehindStats, Room, Sealed, WriteBehindJob};
+pub use self::write_behind::{Behind, BehindOptions, BehindStats, Room, Sealed, WriteBehindJob};
 use super::bucket::Bucket;
 use super::chunk::LoadedChunk;
 use super::credit::kib;

@@ -80,7 +80,7 @@ fn whole_blocks(len: usize) -> usize {
     len / BLOCK * BLOCK
 }
 
-/// Until no signal interrupts it.
+/// Repeats the call until no signal interrupts it.
 fn again(mut transfer: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
     loop {
         match transfer() {

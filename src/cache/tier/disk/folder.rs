@@ -43,7 +43,7 @@ const SAFE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC);
 pub(super) struct Folder {
     path: PathBuf,
     root: OwnedFd,
-    /// Of its file system.
+    /// The device of its file system.
     pub device: u64,
     _lock: OwnedFd,
     /// Whether direct I/O is still believed to work.
@@ -63,7 +63,7 @@ pub(super) enum FolderFound {
 
 /// Why a folder can't be used.
 pub(super) enum FolderError {
-    /// By another process, or by this one under another path.
+    /// Another process uses it, or this one under another path.
     InUse(DiskError),
     Io(io::Error),
 }
@@ -391,7 +391,7 @@ pub(super) fn is_dirty(mode: u32) -> bool {
     Mode::from_raw_mode(mode).contains(DIRTY)
 }
 
-/// Whether kvgate made it. Who puts a file under a chunk's name could put any KV there.
+/// Whether kvgate made it. A user with the right to put files here could put any KV under a chunk's name.
 pub(super) fn is_own_file(metadata: &Metadata) -> bool {
     metadata.is_file() && is_own(metadata.uid())
 }

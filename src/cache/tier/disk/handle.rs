@@ -46,7 +46,7 @@ pub enum Below {
     Nothing,
 }
 
-/// Files whose time is over that are removed in one go: no disk that works takes its time limit for so many.
+/// Files whose time is over that are removed in one go: a disk that works removes so many well within its time limit.
 const REMOVED_AT_ONCE: usize = 256;
 
 impl Disk {
@@ -130,13 +130,13 @@ impl Disk {
         }
     }
 
-    /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped. What the
-    /// tier below does not have stays: see [`set_aside`](Self::set_aside).
+    /// Removes a chunk, for instance one that did not verify. It is no hit any more at once, even if this is dropped. A chunk
+    /// that the tier below does not have stays: see [`set_aside`](Self::set_aside).
     pub async fn remove(&self, key: &ChunkId) {
         self.leave(self.0.index.take(key, None)).await;
     }
 
-    /// The same for a chunk that is to be nowhere: it does not come by whoever is writing or bringing it already, either.
+    /// The same for a chunk that is to be nowhere. A write or a load of it that is under way does not put it back.
     pub async fn delete(&self, key: &ChunkId) {
         self.leave(self.0.index.delete(key)).await;
     }
@@ -196,8 +196,8 @@ impl Disk {
         self.take_backlog()
     }
 
-    /// Tries disks that were taken out again, each after a pause, for as long as this is polled. What is on one is a hit again
-    /// when all of it was read.
+    /// Tries disks that were taken out again, each after a pause, for as long as this is polled. Its chunks are hits again
+    /// when all of the disk was read.
     pub async fn retry(&self) {
         let pause = self.0.options.retry;
         let retry = async |disk| loop {
@@ -273,7 +273,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
         Ok(done) => done,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => resume_unwind(panic),
-            // The runtime goes down, and whoever waits here with it.
+            // The runtime goes down, and this task with it.
             Err(_) => std::future::pending().await,
         },
     }

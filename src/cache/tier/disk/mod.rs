@@ -4,14 +4,15 @@
 //! written, `kvgate.lock` against a second kvgate. The files are the index: at start it is read from their names, lengths
 //! and times (`scan.rs`), and there is no journal that could disagree with them.
 //!
-//! - **A file under its name is whole.** An object is written to a temporary file and renamed. Whatever moment the process
-//!   is killed at, what is left is a whole file, or a temporary one that the next start removes.
+//! - **A file under its name is whole.** An object is written to a temporary file and renamed. A kill leaves a
+//!   whole file, or a temporary one that the next start removes.
 //! - **Objects are synced only where this is the last tier.** Else, after a power loss, a file may have its length and not its
 //!   bytes. Its reader verifies header and digests before a byte is used, and has it removed. `space.json` is synced, once
 //!   for each space.
-//! - **What the tier below does not have is marked as dirty**, in the mode of its file, from the moment it has its name. It is
-//!   never evicted, and a start tells what is dirty (`take_backlog`), so that it is sent. The index remembers it while its disk
-//!   is out, it waits for its space where `space.json` is missing, and a file that can't be read is moved to `lost/`.
+//! - **A chunk that the tier below does not have is dirty.** The mode of its file says so, from the moment the file has its
+//!   name. It is never evicted, and a start tells the dirty ones (`take_backlog`), so that they are sent. The index
+//!   remembers it while its disk is out. It waits for its space where `space.json` is missing. A dirty file that can't be
+//!   read is moved to `lost/`.
 //! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
 //!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
 //!   panic leaves nothing behind.
@@ -22,7 +23,7 @@
 //! Where things are: `handle.rs` is what callers see, `shared.rs` what of it may block; `index/` knows what is where and
 //! who goes next, without I/O; `folder.rs` does everything to files, `direct.rs` the transfer itself.
 //!
-//! Not for: verifying (whoever reads does), deciding what is worth keeping, and more than one process at a folder.
+//! Not for: verifying (the reader does), deciding what is worth keeping, and more than one process at a folder.
 
 mod direct;
 mod error;

@@ -94,7 +94,7 @@ impl DiskShared {
             Ok(read) => read,
             Err(error) => {
                 let (path, pause) = (path.display(), self.options.retry);
-                tracing::warn!(%path, %error, "this disk is still of no use; trying again in {pause:?}");
+                tracing::warn!(%path, %error, "this disk still can't be used; trying again in {pause:?}");
                 return;
             }
         };

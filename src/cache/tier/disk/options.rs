@@ -26,7 +26,7 @@ pub struct DiskOptions {
     pub retry: Duration,
     /// Reads and writes at a time for each disk; at least one.
     pub depth: usize,
-    /// Of files that were moved aside, on each disk: the oldest go first, the newest stays.
+    /// Most bytes of files that were moved aside, on each disk: the oldest go first, the newest stays.
     pub lost_bytes: u64,
     /// The most that one tenant may have, over all disks together.
     pub tenant_bytes: Option<u64>,

@@ -140,7 +140,8 @@ impl Scan {
         }
     }
 
-    /// Its chunks can't be checked. What the tier below does not have waits for somebody who knows the space.
+    /// Removes a space's chunks, which can't be checked. Those that the tier below does not have wait for an engine that
+    /// declares the space.
     fn remove_space(&mut self, space: SpaceKey, path: &Path) -> io::Result<()> {
         for entry in entries(path)? {
             let (entry, kind) = entry?;

@@ -29,7 +29,7 @@ pub(super) struct DiskShared {
     /// Their file systems at start.
     pub devices: Vec<u64>,
     pub options: DiskOptions,
-    /// Those that were not usable at start.
+    /// Disks that were not usable at the start.
     unusable: Vec<PathStats>,
     /// Found when a disk was read, and dirty.
     backlog: Mutex<Backlog>,

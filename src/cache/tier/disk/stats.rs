@@ -41,16 +41,16 @@ pub struct DiskStats {
     pub disks: Vec<PathStats>,
 }
 
-/// Of one disk. Bytes are whole blocks of 4096, as files take them.
+/// Figures of one disk. Bytes are whole blocks of 4096, as files take them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
 pub struct PathStats {
     pub path: PathBuf,
     pub state: DiskState,
     pub size_bytes: u64,
-    /// Of the chunks that are there, and of those that are being written.
+    /// Bytes of the chunks that are there, and of those that are being written.
     pub bytes: u64,
     pub chunks: u64,
-    /// Those that the tier below does not have yet; also on a disk that was taken out.
+    /// Chunks that the tier below does not have yet, also on a disk that was taken out.
     pub dirty: u64,
     /// Chunks that made room for others.
     pub evicted: u64,

@@ -30,7 +30,7 @@ impl<'a> Temp<'a> {
         &self.name
     }
 
-    /// Gives the file its name; whatever had it is replaced.
+    /// Gives the file its name. A file that had the name is replaced.
     pub fn rename(&mut self, name: &str) -> io::Result<()> {
         renameat(self.root, &self.name, self.root, name)?;
         self.is_kept = true;

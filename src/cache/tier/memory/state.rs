@@ -17,7 +17,7 @@ use crate::protocol::EvictionPolicy;
 pub(super) struct MemoryState {
     pub chunks: HashMap<ChunkId, Resident, RandomState>,
     pub tenants: HashMap<Arc<str>, Tenant>,
-    /// Until when those that were pinned stay.
+    /// The time until which each pinned chunk stays.
     pub pins: Pins,
     pub removals: Removals,
     pub stats: MemoryStats,
@@ -53,9 +53,9 @@ pub(super) enum ReaderHold {
 #[derive(Clone, Copy)]
 pub(super) struct Going {
     pub now: Instant,
-    /// Of use are only slots that begin before this offset.
+    /// Only slots that begin before this offset are of use.
     pub before: usize,
-    /// Those that are pinned as well.
+    /// Whether pinned chunks may go, too.
     pub pinned: bool,
 }
 

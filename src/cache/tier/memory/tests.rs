@@ -1,3 +1,5 @@
+//! Tests of the memory tier: room, age, tenants, pins, and deletes that race with loads.
+
 use std::time::Duration;
 
 use super::*;
@@ -102,7 +104,7 @@ async fn below_the_watermark_and_in_the_policy_s_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_too_old_is_not_there() {
+async fn a_chunk_past_its_ttl_is_not_there() {
     let (arena, space) = (arena(4), space(""));
     let ttl = Some(Duration::from_secs(10));
     let memory = Memory::new(&arena, MemoryOptions { ttl, ..options() });
@@ -156,7 +158,7 @@ async fn a_tenant_over_its_share_loses_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_pinned_goes_for_the_oldest_load_alone_and_last() {
+async fn a_pinned_chunk_goes_last_and_only_for_the_oldest_load() {
     let (arena, space) = (arena(4), space(""));
     let memory = Memory::new(&arena, options());
     for i in 0..4 {
@@ -182,7 +184,7 @@ async fn what_is_pinned_goes_for_the_oldest_load_alone_and_last() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_deleted_is_not_put_back_by_who_began_before() {
+async fn a_load_that_began_before_a_delete_does_not_put_the_chunk_back() {
     let (arena, space) = (arena(4), space(""));
     let memory = Memory::new(&arena, options());
     let object = || arena.try_reserve(space.layout().object_len()).unwrap().freeze();

@@ -2,8 +2,8 @@
 //! for one after another until there is room.
 //!
 //! A [`Queue`] knows its keys by a map and keeps them in lists whose nodes share one vector (`list.rs`). Each policy is
-//! an order over such nodes, in a file of its own. What may not go now, because something reads it, counts as used and is
-//! passed over; so the next call does not meet it again.
+//! an order over such nodes, in a file of its own. A key that may not go now, because something reads it, counts as
+//! used and is passed over; so the next call does not meet it again.
 
 mod fifo;
 mod ghost;

@@ -81,7 +81,7 @@ impl<K: Copy + Eq + Hash> Queue<K> {
         self.places.is_empty()
     }
 
-    /// Of all lists.
+    /// Nodes in use, in all lists.
     #[cfg(test)]
     pub(super) fn nodes_in_use(&self) -> usize {
         self.nodes.in_use()

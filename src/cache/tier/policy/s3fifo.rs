@@ -1,8 +1,8 @@
 //! S3-FIFO: "FIFO queues are all you need for cache eviction", SOSP '23.
 //!
-//! New keys go into a small queue of a tenth. Who was used at least twice by the time it is the oldest there goes on
-//! to the main queue; others leave, and a ghost of each stays for a while: who comes back while its ghost is there goes
-//! to the main queue at once. There, a key that was used goes round again, with one use less.
+//! New keys go into a small queue, which has a tenth of all keys. When a key is the oldest there, it goes on to the main
+//! queue if it was used at least twice. Otherwise it leaves, and its ghost stays for a while: a key that comes back while
+//! its ghost is there goes to the main queue at once. In the main queue a used key goes round again, with one use less.
 //!
 //! The paper gives the queues fixed sizes. Here a tier says when room is needed, so the shares are of the keys that are
 //! in at that moment; the ghosts are as many as the main queue's share.
@@ -15,7 +15,7 @@ use super::Order;
 use super::ghost::Ghost;
 use super::list::{At, List, Nodes};
 
-/// The small queue's share is one in so many.
+/// The small queue has one key in ten.
 const SMALL_SHARE: usize = 10;
 /// Uses are counted in two bits.
 const USES_MAX: u8 = 3;

@@ -1,3 +1,5 @@
+//! Each eviction policy beside a slow and obvious twin, through random histories.
+
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
@@ -248,7 +250,7 @@ fn a_scan_flushes_lru_but_neither_sieve_nor_s3fifo() {
 }
 
 #[test]
-fn who_comes_back_soon_is_kept_by_s3fifo() {
+fn s3fifo_keeps_a_key_that_comes_back_soon() {
     let mut queue = Queue::new(EvictionPolicy::S3Fifo);
     (0..100).for_each(|key| queue.insert(key));
     assert_eq!(queue.evict(|_| true), Some(0));

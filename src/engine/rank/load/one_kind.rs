@@ -27,6 +27,9 @@ impl Worker {
         progress: &Arc<LoadProgress>,
     ) -> Result<Vec<Failed>, WorkerError> {
         let kind = &self.kinds[wanted.kind];
+        if wanted.chunks.is_empty() {
+            return Ok(Vec::new());
+        }
         if kind.groups.is_empty() {
             self.decline(session, load, wanted).await;
             return Ok(Vec::new());

@@ -1,3 +1,5 @@
+//! Tests of attempts: retries, moves and hedges, their budgets, and the one writer of a slot.
+
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::super::attempts::CALLS_A_RETRY;
@@ -165,7 +167,7 @@ async fn a_request_that_hangs_is_hedged() {
 
 /// It shares its endpoint's speed with more than was usual, and takes as much longer.
 #[tokio::test(start_paused = true)]
-async fn what_is_slow_for_its_company_is_not_hedged() {
+async fn a_request_that_is_slow_for_its_company_is_not_hedged() {
     let attempts = attempts(POLICY);
     let fleet = known(&attempts).await;
     fleet.load_many(&attempts, 100, 18).await;

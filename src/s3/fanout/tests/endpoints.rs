@@ -1,3 +1,5 @@
+//! Tests of the choice of an endpoint: shares, windows, breakers, and addresses that come and go.
+
 use futures::FutureExt;
 
 use super::*;
@@ -232,7 +234,7 @@ async fn addresses_come_and_go_under_load() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_before_there_is_an_address_waits_for_it() {
+async fn a_request_before_the_first_address_waits_for_it() {
     let fleet = Fleet::new(&[]);
     let route = Route::default();
     let mut head = Box::pin(fleet.endpoints.permit(Class::Load, 0, &route));
@@ -261,7 +263,7 @@ async fn loads_go_first_and_stores_are_not_starved() {
     tokio::task::yield_now().await;
     tasks.extend((0..8).map(|_| wait(Class::Load)));
     tokio::task::yield_now().await;
-    // A request that leaves the line is not missed.
+    // A request that leaves the queue is not missed.
     let route = Route::default();
     let left = Box::pin(endpoints.permit(Class::Load, all, &route)).now_or_never();
     assert!(left.is_none());
@@ -291,7 +293,7 @@ async fn heads_wait_for_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_could_not_be_sent_says_nothing_of_its_endpoint() {
+async fn a_request_that_was_not_sent_says_nothing_of_its_endpoint() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
     endpoints.update(&[address(0)], |_| ());
     let take = async |route: &Route| {

@@ -1,4 +1,4 @@
-//! Endpoints that do as they are told, under a paused clock.
+//! Simulated endpoints for the tests, under a paused clock.
 
 mod attempts;
 mod endpoints;
@@ -40,9 +40,9 @@ const POLICY: AttemptPolicy = AttemptPolicy {
 /// The behaviour of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Does {
-    /// Answers after 5 ms; what is in flight shares so many MiB a second.
+    /// Answers after 5 ms; the transfers in flight share this many MiB a second.
     Serve(usize),
-    /// Answers, and then so many bytes come, and no more.
+    /// Answers, and then this many bytes come, and no more.
     StopAfter(usize),
     Hang,
     Refuse,
@@ -131,7 +131,7 @@ impl Fleet {
         sum
     }
 
-    /// One attempt at a range, as the connector makes it.
+    /// One attempt at a range, as the HTTP client makes it.
     async fn get(&self, bytes: usize, into: &Handover<()>, route: Route) -> Result<SocketAddr, Failed> {
         let mut permit = match route.start() {
             Start::Hedge => self
@@ -206,7 +206,7 @@ impl Fleet {
         answer
     }
 
-    /// So many ranges, so many at a time.
+    /// Loads `ranges` ranges, `at_a_time` of them in flight.
     async fn load_many(&self, attempts: &Arc<Attempts>, ranges: usize, at_a_time: usize) -> Vec<Duration> {
         let turns = Arc::new(tokio::sync::Semaphore::new(at_a_time));
         let tasks: Vec<_> = (0..ranges)

@@ -23,8 +23,8 @@ pub(super) const WRITE_LEN_MAX: usize = 64 * KIB;
 /// alerts and key updates. A handshake's flight is smaller.
 const OUTGOING_LEN: usize = WRITE_LEN_MAX + 4 * KIB;
 
-// What did not fit where the caller wanted it is at most one record, and when the caller writes or checks an idle
-// connection, also what was in the incoming window: 16 + 128 KiB.
+// Plaintext that did not fit into the caller's buffer is at most one record. When the caller writes, or checks an idle
+// connection, the content of the incoming window is added: 16 + 128 KiB.
 //
 // So a connection has at most 128 + 68 + 144 = 340 KiB; one that only reads has 128 + 4 + 16 = 148 KiB, as pages that
 // were never used don't count.

@@ -1,3 +1,5 @@
+//! Tests of TLS against rustls's buffered API, by subject.
+
 mod handshake;
 mod hostile;
 mod idle;

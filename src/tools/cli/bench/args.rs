@@ -28,13 +28,13 @@ Examples:
   kvgate bench --bucket kv-cache --model qwen3-32b --tokens 32768 --rounds 3
   kvgate bench write --bucket kv-cache --mix 70 --rate 200MiB --time-limit 1m
 
-First done is when the first of the tasks found nothing left to do, last done when all had.
-Ctrl-C ends the phase under way, with the requests that are; the second one ends at once.
+First done: when the first worker ran out of work. Last done: when the last worker had finished.
+Ctrl-C ends the phase under way, with its requests; a second Ctrl-C ends at once.
 Exit status: 1 if any request failed or any byte was wrong."
 )]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct BenchArgs {
-    /// What to measure, in this order [default: all]. write: PUT objects; read: GET them in parts; head: HEAD them;
+    /// Phases to measure, in this order [default: all]. write: PUT objects; read: GET them in parts; head: HEAD them;
     /// lookup: look up chunks that are not there; delete: DELETE the objects.
     #[arg(value_name = "PHASE", value_parser = phase_parser())]
     phases: Vec<BenchPhase>,
@@ -50,7 +50,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub part_size: Option<ByteSize>,
     /// Requests in flight: connections and windows ([endpoints] window) are raised to have room for them, and shrink only
-    /// where the server is overloaded. Of a prompt that is loaded, the bytes of so many parts.
+    /// where the server is overloaded. A prompt's load has the bytes of that many parts in flight.
     #[arg(short = 't', long, visible_alias = "threads", value_name = "NUMBER", default_value_t = 16, value_parser = whole::<1, 4096>)]
     concurrency: u64,
     /// Times that a phase goes over all objects [default: 1, with --time-limit as often as there is time]. Delete goes
@@ -60,7 +60,7 @@ pub struct BenchArgs {
     /// Time after which a phase makes no more requests, such as 10s; those under way end. Delete always goes to its end.
     #[arg(long, value_name = "TIME", value_parser = some_time)]
     time_limit: Option<Duration>,
-    /// Of the write phase's requests, those that read objects already written, in percent.
+    /// Percent of the write phase's requests that read objects already written.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, conflicts_with_all = PROMPT, value_parser = whole::<0, 99>)]
     mix: u64,
     /// Most bytes to write and to read in a second, such as 100MiB. Each object that is written, part that is read and prompt
@@ -73,8 +73,8 @@ pub struct BenchArgs {
     /// Don't check what is read.
     #[arg(long, conflicts_with_all = PROMPT)]
     no_verify: bool,
-    /// Do everything once, untimed, before each phase but delete: connections are there then, and signatures quick. What a
-    /// prompt's write stores is not stored again, so there it only connects.
+    /// Do everything once, untimed, before each phase but delete: connections are there then, and signatures quick. The
+    /// write of a prompt is not done twice: there it only connects.
     #[arg(long)]
     warm_up: bool,
     /// Leave the objects where they are, for a later run with the same --prefix, which gives its phases. They are also
@@ -83,7 +83,7 @@ pub struct BenchArgs {
     /// ended (the second time at once, so that some may be left).
     #[arg(long)]
     keep: bool,
-    /// What the objects' names begin with, after the prefix; a prompt's chunks are those of this name [default: bench; a name
+    /// The start of the objects' names, after the prefix; a prompt's chunks are those of this name [default: bench; a name
     /// of its own for a run without phases that does not --keep them].
     #[arg(long, value_name = "NAME", value_parser = some_name)]
     name: Option<String>,

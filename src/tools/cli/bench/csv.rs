@@ -307,7 +307,7 @@ fn header() -> io::Result<String> {
     Ok(lines.lines().next().unwrap_or_default().to_owned())
 }
 
-/// Of a file, as far as it may be one of `len` bytes.
+/// The first line of a file, cut where it is longer than a line of `len` bytes.
 fn first_line(name: &str, len: usize) -> io::Result<String> {
     let most = len as u64 + 2;
     let mut bytes = Vec::new();
@@ -315,7 +315,7 @@ fn first_line(name: &str, len: usize) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).trim_end().to_owned())
 }
 
-/// All of it, or as far as can be nothing.
+/// Writes all lines, or none where the file can be cut.
 fn append(file: &mut File, lines: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
     file.write_all(lines.as_bytes()).inspect_err(|_| {

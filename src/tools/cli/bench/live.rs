@@ -1,3 +1,5 @@
+//! The line on a terminal that tells how far a phase is and how fast, twice a second.
+
 use std::io::{IsTerminal, stderr};
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,3 +1,7 @@
+//! `kvgate bench`: the flags become settings, `tools/bench` measures, and the report is told as table, JSON or CSV.
+//!
+//! The first Ctrl-C ends the phase under way, and what the bench wrote is removed. The second Ctrl-C does not wait.
+
 mod args;
 mod csv;
 mod endpoints;
@@ -224,7 +228,7 @@ fn interrupts() -> io::Result<Interrupts> {
                 Some(()) = term.recv() => {}
             }
             if *sender.borrow() == 0 {
-                tracing::warn!("interrupted: requests under way end first; the second time they don't");
+                tracing::warn!("interrupted: requests under way end first; interrupt again to end at once");
             }
             sender.send_modify(|count| *count += 1);
         }

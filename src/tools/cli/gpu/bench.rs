@@ -1,3 +1,6 @@
+//! `kvgate gpu bench`: copies into and out of a GPU's pages beside plain pinned copies, and the way from S3 into
+//! pages.
+
 use clap::Args;
 use serde_json::json;
 

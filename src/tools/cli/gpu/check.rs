@@ -1,3 +1,5 @@
+//! `kvgate gpu check`: loads and stores in every known layout, each byte compared with the CPU's result.
+
 use clap::Args;
 use serde_json::json;
 

@@ -1,3 +1,5 @@
+//! `kvgate gpu`: checks and measurements on a real device.
+
 mod bench;
 mod check;
 

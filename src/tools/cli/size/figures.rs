@@ -1,3 +1,5 @@
+//! The figures of `kvgate size`: bytes of a token, a chunk, a context, and a rank's share.
+
 use serde_json::{Value, json};
 
 use super::SizeArgs;

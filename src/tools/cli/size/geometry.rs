@@ -1,3 +1,5 @@
+//! The geometry that `kvgate size` computes with: from a known model, or from flags.
+
 use serde_json::json;
 
 use super::SizeArgs;

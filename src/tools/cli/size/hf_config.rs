@@ -11,7 +11,7 @@ use crate::format::{DType, Plane, Space, SpaceInput};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::input;
 
-/// What a layer keeps of a prompt.
+/// The kinds of KV that a layer keeps of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kept {
     /// Every token.
@@ -20,7 +20,7 @@ pub enum Kept {
     Window(u64),
     /// The tokens of the chunk that attention is in.
     Chunked(u64),
-    /// One state, whatever the prompt's length.
+    /// One state, for a prompt of any length.
     State,
 }
 
@@ -53,7 +53,7 @@ impl Kept {
         }
     }
 
-    /// Of a prompt of so many tokens, those that the next one needs.
+    /// The tokens of a prompt of this length that the next token needs.
     pub fn needed(self, tokens: u64) -> u64 {
         match self {
             Self::Full => tokens,
@@ -92,7 +92,7 @@ impl HfModel {
     }
 
     fn of(config: &Value, dtype: Option<DType>) -> Result<Self, String> {
-        // Of a model with images or sounds, the part for text.
+        // A model with images or sounds has a part for text.
         let text = config
             .get("text_config")
             .filter(|text| text.get("num_hidden_layers").is_some());
@@ -181,7 +181,7 @@ impl HfModel {
     }
 }
 
-/// Of layers, heads, elements and the like: their products are numbers of bytes.
+/// The most layers, heads, elements and the like. Their products are numbers of bytes.
 const MOST: u64 = 1 << 18;
 
 /// The keys of a configuration, under the names that the families give them.
@@ -224,7 +224,7 @@ impl Config<'_> {
         dtype_of(name).ok_or_else(|| format!("its dtype is {name}: give --dtype"))
     }
 
-    /// What each layer keeps; some keep two things, and some nothing.
+    /// The KV that each layer keeps; some layers keep two kinds, and some none.
     fn layers(&self) -> Result<Vec<Vec<Kept>>, String> {
         if let Some(pattern) = self.text("hybrid_override_pattern") {
             let kept = |kind| match kind {
@@ -322,7 +322,7 @@ impl Config<'_> {
         vec![if is_full { Kept::Full } else { Kept::Window(window) }]
     }
 
-    /// Of a layer with attention.
+    /// The planes of a layer with attention.
     fn planes(&self, layer: u32, kept: Kept, dtype: DType) -> Result<Vec<Plane>, String> {
         let plane = |name: &str, heads: u64, row_bytes: u64| {
             Ok::<_, String>(Plane {
@@ -355,7 +355,7 @@ impl Config<'_> {
         Ok(vec![plane("kv", heads, (head_dim + v_head_dim) * size)?])
     }
 
-    /// Of one layer: what its convolution saw last, and its recurrent state.
+    /// Bytes of one layer's state: the last inputs of its convolution, and its recurrent state.
     fn state_bytes(&self, dtype: DType) -> Result<u64, String> {
         let size = u64::from(dtype.size());
         let names = ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"];

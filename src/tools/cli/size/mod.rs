@@ -1,3 +1,5 @@
+//! `kvgate size`: how large a model's KV is. It needs no server.
+
 mod figures;
 mod geometry;
 mod hf_config;
@@ -110,7 +112,7 @@ fn by_config(args: &SizeArgs, path: &Path, out: &mut Out) -> Result<(), CliError
     if groups.iter().any(|group| group.kept == Kept::State) {
         out.line("\nkvgate stores no states yet: its connectors refuse this model. By token it keeps:\n")?;
     } else if groups.len() > 1 {
-        out.line("\nkvgate stores the tokens of all layers, whatever they attend to:\n")?;
+        out.line("\nkvgate stores all tokens of all layers, also of those that attend to a window:\n")?;
     } else {
         out.line("")?;
     }

@@ -1,3 +1,6 @@
+//! `kvgate verify`: reads each chunk of a bucket, checks key, header and digests, and removes damaged ones if told
+//! to.
+
 mod report;
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! The report of `kvgate verify`: totals, and a line for each object that is not right.
+
 use std::fmt;
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! Which chunk is on which disk, which goes next, and how much room is left. No I/O.
 //!
 //! Lookups read a sharded map and nothing else. Everything that changes goes through one lock (`state.rs`), under which
-//! the map is changed too; so the map is always as right as the rest. What must happen to files is told to the caller,
-//! who does it without the lock:
+//! the map is changed too; so the map is always as right as the rest. The index tells its caller what must happen to files,
+//! and the caller does it without the lock:
 //!
 //! - A [`WriteReservation`] is a write from its placement until its entry is in, or until it is dropped.
 //! - A [`Gone`] is out of the index, and its file must go. Until [`Index::left`] is called nothing is written under that
@@ -38,7 +38,7 @@ pub(super) use restore::Restored;
 use shelf::Shelf;
 use state::IndexState;
 
-/// A full file system gets so many times an object's bytes back.
+/// On a full file system, this many times an object's bytes are evicted.
 const EVICTED_WHEN_FULL: u64 = 4;
 
 pub(super) struct Index {
@@ -131,7 +131,7 @@ impl Index {
         })
     }
 
-    /// Takes a chunk out, or only a certain entry of it. What the tier below does not have stays.
+    /// Takes a chunk out, or only a certain entry of it. A chunk that the tier below does not have stays.
     pub fn take(&self, key: &ChunkId, serial: Option<u64>) -> Option<Gone> {
         let mut state = self.lock();
         let entry = self.entry(key)?;
@@ -140,14 +140,14 @@ impl Index {
         goes.then(|| self.take_out(&mut state, key)).flatten()
     }
 
-    /// Takes a chunk out that can't be read, and that the tier below does not have. Whoever gets it is the only one.
+    /// Takes a chunk out that can't be read, and that the tier below does not have. Only one caller gets it.
     pub fn take_lost(&self, key: &ChunkId) -> Option<Gone> {
         let mut state = self.lock();
         let is_here = self.entry(key).map(|entry| entry.disk) == state.unsent.get(key).copied();
         is_here.then(|| self.take_out(&mut state, key)).flatten()
     }
 
-    /// Takes a chunk out, and whoever brings it already brings it in vain.
+    /// Takes a chunk out. A load that is bringing it already does not put it back.
     pub fn delete(&self, key: &ChunkId) -> Option<Gone> {
         let mut state = self.lock();
         state.removals.add(*key);
@@ -187,7 +187,7 @@ impl Index {
         gone
     }
 
-    /// Takes out at most so many of those whose time is over.
+    /// Takes out at most `most` chunks whose time is over.
     pub fn expire(&self, most: usize) -> Vec<Gone> {
         if self.limits.ttl.is_none() {
             return Vec::new();
@@ -238,7 +238,7 @@ impl Index {
         Some(disk)
     }
 
-    /// A disk was read anew. What it had, the tier below has not, and is not there any more.
+    /// A disk was read anew: the unsent chunks that it had, and that are not there any more.
     pub fn missing(&self, disk: usize) -> Vec<ChunkId> {
         let mut state = self.lock();
         let had = state.unsent.iter().filter(|(_, on)| **on == disk);

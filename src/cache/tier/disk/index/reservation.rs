@@ -11,7 +11,7 @@ use crate::cache::tier::disk::direct::BLOCK;
 use crate::cache::tier::disk::handle::Wrote;
 use crate::format::ChunkId;
 
-/// Where a chunk is to be written.
+/// The place of a write, or the reason why there is none.
 pub(in crate::cache::tier::disk) enum Placed {
     On(WriteReservation),
     Present,

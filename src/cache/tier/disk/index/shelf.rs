@@ -16,9 +16,9 @@ pub(super) struct Shelf {
     /// The same, as far as the file system has room: it may be shared with others.
     limit_bytes: u64,
     pub queue: Queue<ChunkId>,
-    /// Of the chunks that are there, and of the writes that have taken their room.
+    /// Bytes of the chunks that are there, and of the writes that have taken their room.
     pub bytes: u64,
-    /// Of the writes that wait for their turn.
+    /// Bytes of the writes that wait for their turn.
     pub queued_bytes: u64,
     /// When it was last chosen for a write, as a serial.
     pub chosen: u64,

@@ -19,7 +19,7 @@ type KeyMap<V> = HashMap<ChunkId, V, RandomState>;
 pub(super) struct IndexState {
     pub disks: Vec<Shelf>,
     pub tenants: Tenants,
-    /// Being written, to which disk: whoever comes second waits for how that ends.
+    /// Chunks that are being written, each with its disk. A second write of the chunk waits for the first one's end.
     pub writing: KeyMap<usize>,
     /// Out of the index while their files are still there, on which disk.
     pub leaving: KeyMap<usize>,

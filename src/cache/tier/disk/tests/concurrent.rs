@@ -1,4 +1,4 @@
-//! Many at once, and those who don't wait for the end.
+//! Many calls at once, and callers that don't wait for the end.
 
 use std::fs;
 use std::future::Future;
@@ -85,7 +85,7 @@ async fn dropped_futures_leave_nothing_behind() {
     }
     assert!(done < 1200, "some were dropped");
     bench.check().await;
-    // What was dropped gives its slot back, the last one a moment after its turn.
+    // Dropped calls give their slots back, the last one a moment after its turn.
     while bench.arena.stats().used_bytes > 0 {
         tokio::task::yield_now().await;
     }
@@ -137,7 +137,7 @@ async fn a_chunk_that_is_deleted_while_it_is_written_does_not_come() {
 #[tokio::test]
 async fn the_second_writer_of_a_chunk_was_told_that_it_is_there_before_the_first_had_written_it() {
     let bench = Bench::new(1, |options| options.depth = 1);
-    // What the first one writes to is a folder.
+    // The first write finds a folder at the name of its file.
     let in_its_way = bench.path(0).join("tmp/0.part");
     fs::create_dir_all(&in_its_way).unwrap();
     let turn = bench.disk.0.turn(0).await;

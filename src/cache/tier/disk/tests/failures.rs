@@ -75,7 +75,7 @@ async fn reads_that_fail_take_a_disk_out_and_an_empty_tier_goes_on() {
 }
 
 #[tokio::test]
-async fn what_was_written_to_a_disk_that_was_taken_out_meanwhile_was_called_stored() {
+async fn a_write_to_a_disk_that_was_taken_out_meanwhile_is_not_called_stored() {
     let bench = Bench::new(1, |options| options.failures = 1);
     let index = &bench.disk.0.index;
     let placed = index.place(bench.key(1), "", 16_384, Instant::now(), false);
@@ -185,7 +185,7 @@ async fn a_disk_that_can_not_be_used_at_start_is_left_out() {
     assert!(matches!(Disk::open(&bench.options), Err(DiskError::NoPaths)));
 }
 
-/// Whoever wanted something of it waited for ever.
+/// Every caller waited for ever.
 #[tokio::test]
 async fn a_disk_that_hangs_is_taken_out() {
     let bench = Bench::new(1, |options| {
@@ -193,7 +193,7 @@ async fn a_disk_that_hangs_is_taken_out() {
         options.timeout = Duration::from_millis(100);
     });
     bench.store([1, 2]).await;
-    // Who opens one to read waits for somebody who writes.
+    // Opening a pipe to read waits for a writer.
     let file = bench.file(0, &bench.key(1));
     fs::remove_file(&file).unwrap();
     let (pipe, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);

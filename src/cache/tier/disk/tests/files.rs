@@ -48,7 +48,7 @@ async fn a_part_of_a_slot_that_begins_anywhere_is_written_and_read_too() {
 }
 
 #[tokio::test]
-async fn what_is_there_is_not_written_again() {
+async fn a_chunk_that_is_there_is_not_written_again() {
     let bench = Bench::new(2, |_| {});
     bench.store([1]).await;
     assert_eq!(bench.write(1).await.unwrap(), Wrote::Present);

@@ -1,4 +1,4 @@
-//! Folders that others write to, and disks that are not what they were.
+//! Folders that others write to, and disks that were replaced.
 
 use std::fs;
 use std::io;
@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use super::super::folder::Folder;
 use super::*;
 
-/// Chunks were written to whatever they pointed at.
+/// Chunks were written to the files that the links pointed at.
 #[tokio::test]
 async fn links_under_the_names_of_temporary_files_are_not_followed() {
     let bench = Bench::new(1, |_| {});
@@ -37,7 +37,7 @@ fn a_link_instead_of_the_folder_of_temporary_files_is_refused() {
     );
 }
 
-/// A start waited for whoever would write to it.
+/// A start waited for a writer.
 #[tokio::test]
 async fn a_pipe_in_place_of_a_space_json_holds_no_start_up() {
     let mut bench = Bench::new(1, |_| {});
@@ -73,7 +73,7 @@ async fn a_link_under_a_chunks_name_is_no_chunk() {
     assert_eq!((bench.has(1), bench.has(2)), (false, true));
 }
 
-/// What was on it was declared lost, and the mount point's file system was filled.
+/// Its chunks were declared lost, and the mount point's file system was filled.
 #[tokio::test]
 async fn a_disk_that_was_unmounted_is_not_replaced_by_its_mount_point() {
     let bench = Bench::new(2, |options| options.failures = 1);

@@ -1,3 +1,5 @@
+//! The bench of these tests: disks as folders, objects to write to them, and opening them anew as after a restart.
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,7 +56,7 @@ impl Bench {
         self.disk = Disk::open(&self.options).unwrap();
     }
 
-    /// What is on the disks can be changed, and they can be opened.
+    /// Closes the disks: their files can be changed, and they can be opened again.
     fn close(&mut self) {
         let elsewhere = tempfile::tempdir().unwrap();
         self.disk = Disk::open(&options(vec![elsewhere.path().to_owned()])).unwrap();
@@ -177,7 +179,7 @@ fn arena() -> Arena {
     .unwrap()
 }
 
-/// A space whose objects have a header of 4096 bytes and then so many.
+/// A space whose objects have a header of 4096 bytes and a payload of the given length.
 fn space(tenant: &str, payload_len: u32) -> Space {
     Space::new(SpaceInput {
         model: "test".into(),
@@ -200,7 +202,7 @@ fn hash(chunk: u32) -> ChunkHash {
     ChunkHash(*blake3::hash(&chunk.to_le_bytes()).as_bytes())
 }
 
-/// What a chunk holds. The tier looks at no byte, so the header is none.
+/// The bytes of a chunk's object. The tier looks at no byte, so there is no real header.
 fn bytes(space: &Space, chunk: u32) -> Vec<u8> {
     let mut bytes = vec![0; space.layout().object_len()];
     let mut hasher = blake3::Hasher::new_keyed(space.id().as_bytes());

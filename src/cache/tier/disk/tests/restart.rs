@@ -1,4 +1,4 @@
-//! What a start finds, and what it removes. A kill leaves what the step before it left: each test makes such a state.
+//! A start after a kill: the files that it uses, and those that it removes. Each test makes the state that one step leaves.
 
 use std::fs;
 
@@ -92,7 +92,7 @@ async fn a_kill_leaves_nothing_that_is_not_whole() {
 }
 
 #[tokio::test]
-async fn what_can_not_be_a_chunk_is_removed_and_what_is_not_ours_stays() {
+async fn broken_chunks_are_removed_and_foreign_files_stay() {
     let mut bench = Bench::new(1, |_| {});
     bench.store([1, 2, 3]).await;
     let damaged = space("damaged", 100);
@@ -215,7 +215,7 @@ async fn two_gateways_can_not_have_one_folder() {
 
 /// They were answered like any other after a restart, and nobody sent them.
 #[tokio::test]
-async fn what_the_tier_below_has_not_stays_and_is_told_at_start() {
+async fn chunks_that_the_tier_below_lacks_stay_and_are_told_at_start() {
     let mut bench = Bench::new(2, |options| {
         options.size_bytes = 10 * 16_384;
         options.ttl = Some(Duration::from_hours(1));

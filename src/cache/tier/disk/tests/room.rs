@@ -1,10 +1,10 @@
-//! Who stays and who goes.
+//! Room on the disks: which chunks stay, and which go.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// What a chunk of the bench takes.
+/// The bytes that a chunk of the bench takes.
 const CHUNK: u64 = 16_384;
 
 #[tokio::test]
@@ -75,7 +75,7 @@ async fn pinned_chunks_stay() {
 }
 
 #[tokio::test]
-async fn what_never_fits_is_not_tried() {
+async fn an_object_that_never_fits_is_not_tried() {
     let bench = Bench::new(1, |options| {
         options.size_bytes = 10 * CHUNK;
         options.watermark_percent = 50;

@@ -1,4 +1,4 @@
-//! What the tier below does not have is never forgotten, and never unlinked.
+//! Chunks that the tier below does not have are never forgotten, and their files never unlinked.
 
 use std::fs;
 use std::io;
@@ -32,7 +32,7 @@ fn flip(file: &Path) {
 
 /// The backlog was over when its disk was taken out.
 #[tokio::test]
-async fn what_is_unsent_outlives_its_disk() {
+async fn an_unsent_chunk_outlives_its_disk() {
     let bench = Bench::new(2, |options| options.failures = 1);
     bench.soil(0..6).await;
     let of_first: Vec<u32> = (0..6)
@@ -152,7 +152,7 @@ async fn a_file_that_nothing_can_be_done_with_costs_its_chunk() {
 }
 
 #[tokio::test]
-async fn what_was_moved_aside_is_bounded_and_the_newest_stays() {
+async fn files_moved_aside_are_bounded_and_the_newest_stay() {
     let bench = Bench::new(1, |options| options.lost_bytes = 40_000);
     bench.soil(0..5).await;
     fs::create_dir(bench.path(0).join("lost")).unwrap();
@@ -223,7 +223,7 @@ async fn an_unsent_chunk_past_its_time_is_present_to_a_write() {
 }
 
 #[tokio::test]
-async fn what_is_written_to_the_last_tier_is_there() {
+async fn a_chunk_written_to_the_last_tier_is_there_after_a_restart() {
     let mut bench = Bench::new(1, |_| {});
     for chunk in 0..20 {
         let (object, hash) = (object(&bench.arena, &bench.space, chunk), hash(chunk));

@@ -1,3 +1,5 @@
+//! Handshakes: versions, authorities and names, and servers that speak no TLS.
+
 use std::io::{ErrorKind, Read, Write};
 
 use rustls::{CertificateError, Error};
@@ -84,7 +86,7 @@ async fn a_server_without_tls_is_an_error() {
 }
 
 #[test]
-fn what_is_wrong_with_a_ca_file_is_said() {
+fn the_error_of_a_ca_file_names_its_problem() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ca.pem");
     let error = || client_config(Some(&path)).unwrap_err().to_string();

@@ -1,3 +1,5 @@
+//! Changed, repeated and endless records: an error each time, never a wrong byte or a panic.
+
 use std::io::{ErrorKind, Read, Write};
 
 use tokio::io::AsyncReadExt;

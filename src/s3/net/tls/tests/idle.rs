@@ -1,3 +1,5 @@
+//! Whether a connection that nothing is asked of can be used again.
+
 use std::io::{Read, Write};
 use std::sync::mpsc;
 
@@ -32,7 +34,7 @@ async fn after(act: impl FnOnce(&mut Peer) + Send + 'static) -> (bool, Vec<u8>) 
     go.send(()).unwrap();
     arrived(&stream).await;
     let open = stream.is_idle_and_open();
-    // Whatever the answer was, nothing is lost.
+    // With either answer nothing is lost.
     let mut rest = Vec::new();
     let _ = stream.write_all(b"?").await;
     let _ = stream.flush().await;

@@ -1,3 +1,5 @@
+//! Bytes both ways: in pieces of any length, through key updates, dropped reads and full sockets.
+
 use std::future::poll_fn;
 use std::io::{ErrorKind, Read, Write};
 use std::pin::Pin;

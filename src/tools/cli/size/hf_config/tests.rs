@@ -1,3 +1,5 @@
+//! Each family of models by a shortened `config.json`: what its layers keep.
+
 use super::*;
 
 /// Kind, layers, and bytes a token or a snapshot.
@@ -123,7 +125,7 @@ fn states_are_as_large_as_vllms() {
 }
 
 #[test]
-fn what_is_needed_of_a_context() {
+fn a_context_needs_these_tokens_of_each_kind() {
     let needed = |kept: Kept| kept.needed(10_000);
     assert_eq!(
         [Kept::Full, Kept::Window(128), Kept::Chunked(8192), Kept::State].map(needed),
@@ -132,7 +134,7 @@ fn what_is_needed_of_a_context() {
 }
 
 #[test]
-fn what_is_not_known_is_named() {
+fn an_unknown_kind_of_layer_is_named() {
     for (config, told) in [
         (json!({}), "num_hidden_layers is missing or too large"),
         (

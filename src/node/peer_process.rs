@@ -17,9 +17,9 @@ pub struct Process {
 
 /// A process, told apart from any later one with its number.
 #[derive(Debug)]
-pub struct Peer(OwnedFd);
+pub struct PeerProcess(OwnedFd);
 
-impl Peer {
+impl PeerProcess {
     /// None where the system can't watch the process: it is in another PID namespace, gone already, or the kernel
     /// is old. An error where watching failed only this time.
     pub fn new(process: Process) -> io::Result<Option<Self>> {
@@ -33,7 +33,7 @@ impl Peer {
         }
     }
 
-    /// Whether the process has ended, in whatever way.
+    /// Whether the process has ended.
     pub fn is_gone(&self) -> bool {
         // A pidfd becomes readable when its process ends.
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];

@@ -1,4 +1,4 @@
-//! The line of requests that wait for room: loads first, without starving stores.
+//! The queue of requests that wait for room: loads first, without starving stores.
 
 use std::collections::VecDeque;
 
@@ -7,11 +7,12 @@ use tokio::sync::oneshot;
 use super::permit::{Class, Permit};
 use super::route::Route;
 
-/// A store goes first once so many times its bytes of loads went before it.
+/// A store goes first once this many times its bytes of loads went before it.
 const LOADS_PER_STORE: usize = 3;
 
-/// Those who wait for room. Loads go first, but stores are not starved; within a class the first come is the first served.
-pub(super) struct Line<T> {
+/// The requests that wait for room. Loads go first, but stores are not starved; within a class the first come is the first
+/// served.
+pub(super) struct PermitQueue<T> {
     loads: VecDeque<Waiter<T>>,
     stores: VecDeque<Waiter<T>>,
     /// Bytes of loads that went while a store waited.
@@ -26,7 +27,7 @@ pub(super) struct Waiter<T> {
     pub sender: oneshot::Sender<Permit<T>>,
 }
 
-impl<T> Line<T> {
+impl<T> PermitQueue<T> {
     pub fn new() -> Self {
         Self {
             loads: VecDeque::new(),
@@ -43,7 +44,7 @@ impl<T> Line<T> {
         self.of(waiter.class).push_back(waiter);
     }
 
-    /// Whose turn it is.
+    /// The request whose turn it is.
     pub fn first(&self) -> Option<&Waiter<T>> {
         match (self.loads.front(), self.stores.front()) {
             (Some(_), Some(store)) if self.went_before >= LOADS_PER_STORE.saturating_mul(store.bytes) => {
@@ -64,11 +65,11 @@ impl<T> Line<T> {
         self.of(class).pop_front()
     }
 
-    /// Somebody leaves. Answers whether he was in line.
+    /// Removes a request that gave up. Returns whether it was in the queue.
     pub fn leave(&mut self, class: Class, number: u64) -> bool {
-        let line = self.of(class);
-        let at = line.iter().position(|waiter| waiter.number == number);
-        at.and_then(|at| line.remove(at)).is_some()
+        let queue = self.of(class);
+        let at = queue.iter().position(|waiter| waiter.number == number);
+        at.and_then(|at| queue.remove(at)).is_some()
     }
 
     fn of(&mut self, class: Class) -> &mut VecDeque<Waiter<T>> {

@@ -10,7 +10,7 @@ pub(super) struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// Holds at most so many tokens.
+    /// The most tokens that it holds.
     pub fn full(tokens: u32) -> Self {
         let most = u64::from(tokens) * 100;
         Self {
