@@ -182,7 +182,9 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
     try:
         draft = draft_identity(vllm_config, settings) if draft else ""
     except ValueError as error:
-        logger.warning_once("kvgate: the draft model's KV is not kept: %s", str(error))
+        logger.warning_once(
+            "kvgate: the draft model's KV is not kept: %s (for a draft the key is draft_revision)", str(error)
+        )
         return None
     numbers = [layer_number(layer.name) for layer in layers]
     names = [f"kv{numbers[:at].count(number) or ''}" for at, number in enumerate(numbers)]
@@ -218,11 +220,11 @@ def draft_identity(vllm_config, settings):
     own = speculative.draft_model_config
     if speculative.method == "mtp" or own is None or own.model == vllm_config.model_config.model:
         return speculative.method
-    pinned = settings.draft_revision or revision(
-        SimpleNamespace(
-            model_config=own, load_config=getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-        )
-    )
+    # vLLM's own function, which reads the draft's configuration.
+    own = copy.copy(own)
+    own.hf_overrides = {}
+    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    pinned = settings.draft_revision or revision(SimpleNamespace(model_config=own, load_config=load_config))
     return f"{speculative.method} {architecture(own)} {pinned}"
 
 
