@@ -20,7 +20,8 @@ use kvgate::arena::{Arena, ArenaOptions, SlotMut};
 use kvgate::cache::existence::{CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
 use kvgate::format::{
-    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Mask, Preset, Space, SpaceId, header_len,
+    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Kind, Mask, Preset, Space, SpaceId,
+    header_len,
 };
 use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
@@ -234,6 +235,8 @@ fn header(bench: &mut Bench) {
             parent,
             tokens: 256,
             payload_len: 80 << 20,
+            kind: Kind::Full,
+            is_draft: false,
             digest_kind: DigestKind::Blake3,
             digests: hashes(planes).into_iter().map(|hash| hash.0).collect(),
         };

@@ -14,6 +14,7 @@ import struct
 import blake3
 import boto3
 
+KINDS = {1: "full", 2: "window", 3: "chunked", 4: "state"}
 DIGESTS = {1: "crc64nvme", 2: "blake3"}
 POLYNOMIAL = 0x9A6C9329AC4BC9B5
 
@@ -83,19 +84,24 @@ def main():
     check(blake3.blake3(data[: header_len - 32]).digest() == data[header_len - 32 : header_len], "header's digest")
     ids = [data[at : at + 32] for at in (16, 48, 80)]
     tokens, planes, payload_len, kind, _width = struct.unpack_from("<IIQII", data, 112)
+    of_kv, of_kv_tokens, is_draft = struct.unpack_from("<III", data, 176)
     check(ids[0] == space_id and ids[1].hex() == chunk, "the header is of another chunk")
     check(len(data) == header_len + payload_len, "its length")
     check((tokens, planes) == (space["chunk_tokens"], len(space["planes"])), "its geometry")
-    print(f"{key}\n  model {space['model']}, revision {space['revision']}, {space['dtype']}")
+    name = KINDS.get(of_kv)
+    check(space["kind"] in (name, {name: of_kv_tokens}), "it is of another kind of KV")
+    check(is_draft == (space["draft"] != ""), "it is a draft's, or should be")
+    print(f"{key}\n  model {space['model']}, revision {space['revision']}, {space['dtype']}, {space['kind']}")
     print(f"  {tokens} tokens, parent {ids[2].hex()[:16]}..., header {header_len}, payload {payload_len} bytes")
 
     # Section 5: the payload, plane by plane, each [head][token][row].
-    at = header_len
+    # A state has one row a head: the snapshot after the chunk.
+    at, rows = header_len, 1 if name == "state" else tokens
     for number, plane in enumerate(space["planes"]):
-        length = plane["heads"] * tokens * plane["row_bytes"]
+        length = plane["heads"] * rows * plane["row_bytes"]
         stored = data[256 + 32 * number : 288 + 32 * number]
         check(digest(DIGESTS[kind], data[at : at + length]) == stored, f"the digest of plane {number}")
-        shape = f"[{plane['heads']}][{tokens}][{plane['row_bytes']} bytes]"
+        shape = f"[{plane['heads']}][{rows}][{plane['row_bytes']} bytes]"
         print(f"  plane {number}: layer {plane['layer']} {plane['name']} {shape} at {at}, {DIGESTS[kind]} is right")
         at += length
     check(at == len(data), "bytes after the last plane")

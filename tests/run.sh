@@ -139,7 +139,7 @@ engine_tests() {
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
-        test_connector test_lookups test_model test_adapters test_guard
+        test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     tests "histories of the next vLLM's scheduler" env PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" \
@@ -148,6 +148,7 @@ engine_tests() {
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py
     tests "models of other families in vLLM" "$env/bin/python" -B tests/engines/test_families.py
+    tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 

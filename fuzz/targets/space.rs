@@ -15,6 +15,6 @@ fuzz_target!(|json: &str| {
     assert_eq!(layout.object_len(), layout.header_len() + layout.payload_len());
     assert_eq!(
         layout.payload_len() as u64,
-        space.token_bytes() * u64::from(space.chunk_tokens())
+        space.row_bytes() * u64::from(space.chunk_rows())
     );
 });

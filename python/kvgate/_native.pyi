@@ -8,11 +8,24 @@ def main(arguments: list[str]) -> int:
     """Runs the command line. Returns its exit status."""
 
 class Space:
-    """All that must be equal for two chunks to be interchangeable. Made from its JSON (docs/FORMAT.md, section 1)."""
+    """One kind of KV of a model: what must be equal for two chunks to be interchangeable, from its JSON (docs/FORMAT.md
+    section 1)."""
 
     def __init__(self, json: str) -> None: ...
     @property
     def id(self) -> str: ...
+    @property
+    def model_id(self) -> str:
+        """The same for all kinds of a model: chunk hashes are made with it."""
+
+    @property
+    def kind(self) -> str | dict[str, int]:
+        """`"full"`, `{"window": W}`, `{"chunked": C}` or `"state"`."""
+
+    @property
+    def draft(self) -> str:
+        """The draft model's identity; empty for the model's own layers."""
+
     @property
     def chunk_tokens(self) -> int: ...
     @property
@@ -57,7 +70,8 @@ class Lookups:
     def __init__(
         self,
         socket: str,
-        space: Space,
+        spaces: Sequence[Space],
+        drafts: Sequence[Space],
         deadline_ms: int = 50,
         pin_ms: int = 30000,
         breaker_timeouts: int = 3,
@@ -66,27 +80,35 @@ class Lookups:
         patience_ms: int = 10000,
         at_once: int = 256,
         socket_owner: int | None = None,
-    ) -> None: ...
-    def ask(self, request: str, prompt: Prompt) -> None:
-        """Asks in the background which chunks of the prompt are there, for at most `patience_ms`. Replaces the request's
-        question before."""
+        state_every: int = 0,
+        lookahead: int = 0,
+    ) -> None:
+        """`spaces`: the kinds of KV that the engine can't go on without; `drafts`: those of a draft model. `state_every`: chunks
+        between the snapshots that writers keep of a state. `lookahead`: chunks of the full kinds that must be there beyond
+        the boundary."""
+
+    def ask(self, request: str, prompt: Prompt, most: int) -> None:
+        """Hashes the prompt and asks which of its first `most` chunks are there, in the background, until `patience_ms`. The
+        question takes the place of the request's earlier one."""
 
     def is_old(self, request: str) -> bool:
-        """Whether to ask again in advance: the answer is older than `again_ms`, or outdated."""
+        """Whether to ask again although the request only waits in the queue: its answer is older than `again_ms`, or outdated."""
 
     def is_due(self, request: str) -> bool:
         """Whether to ask: the request has no question, or its answer is outdated, or its pins are gone. An answer that the
         request waited for counts once, at any age."""
 
     def answer(self, request: str) -> int | None:
-        """The number of leading chunks that are there. None: not known yet.
+        """The boundary: leading chunks after which the engine can go on, since every kind has what it needs there. None while
+        the answer is open, until `deadline_ms` after the first of these calls. Then it is what is known so far: of this
+        question, or of the one before while its pins hold. An answer from before that is not outdated counts at once. After
+        an error: 0."""
 
-        From `deadline_ms` after the first of these calls on, it is the number known so far: by this question, or by the
-        one before while its pins hold. An earlier answer that is not outdated counts at once. After an error: 0.
-        """
+    def full(self, request: str) -> int:
+        """Leading chunks that all full kinds have, of the same answer; at least the boundary. 0 without an answer."""
 
     def tiers(self, request: str) -> bytes:
-        """The place of each chunk of the answer: `m` the node's memory, `d` its disks, `s` S3."""
+        """The tier of each chunk up to the boundary, in the first full kind: `m` the node's memory, `d` its disks, `s` S3."""
 
     def outcome(self, request: str) -> str | None:
         """The outcome of its question: `answered`, `late` (not within `deadline_ms`), `failed`, or `paused` (not asked, after
@@ -105,10 +127,12 @@ class Loaded:
     """A load that has ended."""
 
     job: str
-    missing: list[int]
-    """Chunks that are not in their pages."""
+    missing: list[tuple[int, int]]
+    """Chunks that are not in their pages, as (kind, index in the kind's chunks); those of drafts apart."""
+    missing_drafts: int
+    """Number of chunks of drafts that are not in their pages."""
     bytes: int
-    """Bytes of all its tokens, this rank's share."""
+    """Of all its rows, of this rank."""
     seconds: float
     error: str | None
     """The reason why the first of them is missing."""
@@ -117,8 +141,8 @@ class Stored:
     """A store that has ended."""
 
     job: str
-    there: list[int]
-    """Chunks that the gateway has, or gets from another rank."""
+    there: list[tuple[int, int]]
+    """Chunks that the gateway has, or gets from another rank, as (kind, index in the kind's chunks)."""
     stored: int
     """Chunks that this rank handed over."""
     refused: int
@@ -128,29 +152,28 @@ class Stored:
     error: str | None
 
 class Worker:
-    """One rank: moves chunks between the node and the engine's pages, on threads of its own."""
+    """One rank: moves chunks between the node and the engine's pages, on threads of its own. It has one session and one mapped
+    arena for all kinds of KV."""
 
-    def __init__(self, settings: str, space: Space) -> None:
-        """`settings`: JSON with socket, attach, tensors, device, and the time limits."""
+    def __init__(self, settings: str, spaces: Sequence[Space]) -> None:
+        """`settings`: JSON with socket, attach, kinds, device, and the time limits. `kinds`: for each space `groups`, the tensors
+        of each group of layers that has block tables of its own (none where this rank has no layer of it), and `is_draft`.
+        The `planes` of a tensor are indices in that space."""
 
     def load(
         self,
         job: str,
-        hashes: bytes,
-        first_token: int,
-        tokens: tuple[int, int],
-        block_table: Sequence[int],
+        kinds: Sequence[tuple[int, bytes, Sequence[tuple[tuple[int, int], Sequence[int]]]]],
         stream: int | None = None,
         by_layer: bool = False,
     ) -> None:
-        """Begins to load chunks into blocks.
+        """Begins to load chunks into blocks. `kinds`: (kind, hashes, tables), each kind once. Its hashes are of neighbouring
+        chunks; there is a table for each of its groups: the rows to be written, half-open, counted from the first chunk's
+        first row, and the blocks from that row on (any numbers where no row is written). A state has one row a chunk.
+        `stream`: of CUDA, whose work so far comes first."""
 
-        `first_token`: the first chunk's first token, counted in the block table. `tokens`: the tokens to write, counted
-        likewise, half-open. `stream`: a CUDA stream; its work so far comes first.
-        """
-
-    def wait_layer(self, plane: int) -> None:
-        """Waits until this plane of all loads by layer is in its pages, or is known not to come."""
+    def wait_layer(self, kind: int, plane: int) -> None:
+        """Until this plane of the kind, in all loads by layer, is in its pages, or known not to come."""
 
     def wait_layers(self) -> None:
         """Waits until all loads by layer have ended."""
@@ -158,13 +181,11 @@ class Worker:
     def store(
         self,
         job: str,
-        hashes: bytes,
-        parent: bytes,
-        first_token: int,
-        block_table: Sequence[int],
+        kinds: Sequence[tuple[int, bytes, bytes, Sequence[Sequence[int]]]],
         stream: int | None = None,
     ) -> None:
-        """Begins to store chunks out of blocks."""
+        """Begins to store chunks out of blocks. `kinds`: (kind, hashes, parents, tables), each kind once. Every chunk has a parent,
+        so the chunks need not be neighbours; there is a table for each group: the blocks of chunk after chunk."""
 
     def is_attached(self) -> bool | None:
         """Whether there is a session with the gateway. None: one is being made. The first load or store makes it."""

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
-use kvgate::engine::copy::cuda::{Gpu, StreamMark};
+use kvgate::engine::copy::cuda::{CudaError, Gpu, Lanes, StreamMark};
 use kvgate::engine::copy::{
     Copier as AnyCopier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream,
     PagedCache, SlotMapping, Tensor,
@@ -32,8 +32,9 @@ impl Copier {
     fn new(settings: &str, space: &Space) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
         let cache = PagedCache::new(&space.0, &settings.tensors).map_err(failed)?;
-        let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
-        let copier = copier(gpu.as_ref(), cache, &copy_options()?);
+        let options = copy_options()?;
+        let lanes = lanes(settings.device, &options).map_err(failed)?;
+        let copier = copier(lanes.as_deref(), cache, &options);
         Ok(Self(copier.map_err(failed)?))
     }
 
@@ -74,7 +75,7 @@ impl Copier {
 
     fn job(&self, slots: &[i64]) -> PyResult<CopyJob> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
-        let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_tokens());
+        let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_rows());
         Ok(CopyJob {
             planes: 0..space.planes().len(),
             spans: spans.map_err(failed)?,
@@ -89,13 +90,19 @@ pub fn copy_options() -> PyResult<Copies> {
     Ok(loaded.map_err(failed)?.config.copy)
 }
 
-pub fn copier(gpu: Option<&Arc<Gpu>>, cache: PagedCache, options: &Copies) -> Result<AnyCopier, CopyError> {
+/// The GPU's lanes for the copiers of one worker; None: the tensors are in host memory.
+pub fn lanes(device: Option<usize>, options: &Copies) -> Result<Option<Arc<Lanes>>, CudaError> {
+    let gpu = device.map(Gpu::open).transpose()?;
+    Ok(gpu.map(|gpu| Lanes::new(&gpu, CudaOptions::from(options))))
+}
+
+pub fn copier(lanes: Option<&Lanes>, cache: PagedCache, options: &Copies) -> Result<AnyCopier, CopyError> {
     // SAFETY: the engine keeps the tensors until it has closed the worker, and names the tokens to copy.
     unsafe {
-        match gpu {
+        match lanes {
             None => Ok(AnyCopier::Cpu(CpuCopier::new(cache, CpuOptions::from(options)))),
-            Some(gpu) => {
-                let copier = CudaCopier::new(gpu, cache, CudaOptions::from(options))?;
+            Some(lanes) => {
+                let copier = CudaCopier::on(lanes, cache)?;
                 Ok(AnyCopier::Cuda(Box::new(copier)))
             }
         }

@@ -1,4 +1,5 @@
 use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -32,7 +33,10 @@ pub struct Lookups {
 #[derive(Clone)]
 struct Asker {
     client: Client,
-    space: kvgate::format::Space,
+    /// The spaces of all kinds of KV that an engine can't go on without, then those of drafts.
+    spaces: Vec<kvgate::format::Space>,
+    /// The query's part that is the same in all questions.
+    query: String,
     /// Time of the first round.
     round: Duration,
     pin_ms: u64,
@@ -48,7 +52,7 @@ struct Asker {
 struct Question {
     /// Unique, so that an older question's result is not taken for this one's answer.
     number: Number,
-    /// The longest prefix so far, and the time of that answer: its pins hold from then on.
+    /// The answer so far, and its time: its pins hold from then on.
     told: Option<Told>,
     /// The answer of the question before.
     before: Option<Told>,
@@ -75,9 +79,12 @@ type Number = Arc<()>;
 
 #[derive(Clone)]
 struct Told {
-    prefix: usize,
+    /// Leading chunks after which an engine can go on.
+    boundary: usize,
+    /// Leading chunks that all full kinds have.
+    full: usize,
     at: Instant,
-    /// The prefix's chunks in the node's memory and on its disks.
+    /// The chunks of the first full kind in the node's memory and on its disks.
     memory: Mask,
     disk: Mask,
 }
@@ -86,12 +93,13 @@ struct Told {
 impl Lookups {
     #[new]
     #[pyo3(signature = (
-        socket, space, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000, again_ms=5_000,
-        patience_ms=10_000, at_once=256, socket_owner=None,
+        socket, spaces, drafts, deadline_ms=50, pin_ms=30_000, breaker_timeouts=3, breaker_pause_ms=10_000,
+        again_ms=5_000, patience_ms=10_000, at_once=256, socket_owner=None, state_every=0, lookahead=0,
     ))]
     fn new(
         socket: PathBuf,
-        space: &Space,
+        spaces: Vec<PyRef<'_, Space>>,
+        drafts: Vec<PyRef<'_, Space>>,
         deadline_ms: u64,
         pin_ms: u64,
         breaker_timeouts: u32,
@@ -100,13 +108,33 @@ impl Lookups {
         patience_ms: u64,
         at_once: usize,
         socket_owner: Option<u32>,
-    ) -> Self {
+        state_every: usize,
+        lookahead: usize,
+    ) -> PyResult<Self> {
+        if spaces.is_empty() {
+            return Err(failed("a lookup is about one space at least"));
+        }
+        let mut query = String::from("prefetch=true&tiers=true");
+        let others = spaces[1..].iter().map(|space| ("with", space));
+        for (name, space) in others.chain(drafts.iter().map(|space| ("drafts", space))) {
+            let _ = write!(query, "&{name}={}", space.0.id());
+        }
+        for (name, number) in [("state_every", state_every), ("lookahead", lookahead)] {
+            if number > 0 {
+                let _ = write!(query, "&{name}={number}");
+            }
+        }
         let deadline = Duration::from_millis(deadline_ms);
         let pause = Duration::from_millis(breaker_pause_ms);
-        Self {
+        Ok(Self {
             asker: Asker {
                 client: Client::new(DaemonAddress::Unix(socket)).trusting(socket_owner),
-                space: space.0.clone(),
+                spaces: spaces
+                    .iter()
+                    .chain(&drafts)
+                    .map(|space| space.0.clone())
+                    .collect(),
+                query,
                 round: deadline.mul_f64(GATEWAYS_SHARE),
                 pin_ms,
                 patience: Duration::from_millis(patience_ms),
@@ -118,14 +146,14 @@ impl Lookups {
             pin: Duration::from_millis(pin_ms),
             again: Duration::from_millis(again_ms),
             questions: Questions::default(),
-        }
+        })
     }
 
-    /// Asks about a prompt, in place of the request's earlier question. The hashes are made off the caller's
-    /// thread.
-    fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt) -> PyResult<()> {
+    /// Asks about the first `most` chunks of a prompt, in place of the request's earlier question. The hashes are
+    /// made off the caller's thread.
+    fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt, most: usize) -> PyResult<()> {
         let (chain, number) = (prompt.chain(), Number::default());
-        let is_empty = prompt::lock(&chain).chunks() == 0;
+        let is_empty = most == 0 || prompt::lock(&chain).chunks() == 0;
         let is_asked = !is_empty && !self.asker.breaker.is_open();
         let mut question = Question::new(Arc::clone(&number));
         if is_empty {
@@ -142,7 +170,7 @@ impl Lookups {
         let (asker, questions, name) = (self.asker.clone(), Arc::clone(&self.questions), request.clone());
         let asked = async move {
             let change = |change: &dyn Fn(&mut Question)| with(&questions, &name, &number, change);
-            let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, &change)).await;
+            let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, most, &change)).await;
             change(&|question| {
                 question.ended = Some(Instant::now());
                 if in_time.is_err() {
@@ -176,7 +204,7 @@ impl Lookups {
         self.lock().get(request).is_none_or(is_due)
     }
 
-    /// The length of the prefix, if known. The deadline counts from the first call on.
+    /// The boundary in chunks, if known. The deadline counts from the first call on.
     fn answer(&self, request: &str) -> Option<usize> {
         let mut questions = self.lock();
         let question = questions.get_mut(request)?;
@@ -193,10 +221,19 @@ impl Lookups {
             question.note(false);
         }
         question.is_given = true;
-        Some(question.prefix(self.pin))
+        Some(question.counts(self.pin).map_or(0, |told| told.boundary))
     }
 
-    /// The tier of each chunk of the answer, as a byte: `m`emory, `d`isk, `s`3.
+    /// The chunks that all full kinds have, of the answer: up to here a snapshot would be of use.
+    fn full(&self, request: &str) -> usize {
+        let questions = self.lock();
+        let told = questions
+            .get(request)
+            .and_then(|question| question.counts(self.pin));
+        told.map_or(0, |told| told.full)
+    }
+
+    /// The tier of each chunk of the answer in the first full kind, as a byte: `m`emory, `d`isk, `s`3.
     fn tiers<'py>(&self, py: Python<'py>, request: &str) -> Bound<'py, PyBytes> {
         let questions = self.lock();
         let told = questions
@@ -208,7 +245,7 @@ impl Lookups {
             _ => b's',
         };
         let tiers = told.map_or_else(Vec::new, |told| {
-            (0..told.prefix).map(|chunk| tier_of(told, chunk)).collect()
+            (0..told.boundary).map(|chunk| tier_of(told, chunk)).collect()
         });
         PyBytes::new(py, &tiers)
     }
@@ -277,7 +314,8 @@ impl Question {
 
     fn tell(&mut self, found: &FoundChunks) {
         self.told = Some(Told {
-            prefix: found.prefix,
+            boundary: found.boundary,
+            full: found.full,
             at: Instant::now(),
             memory: found.memory.clone(),
             disk: found.disk.clone(),
@@ -288,10 +326,6 @@ impl Question {
         self.tell(&FoundChunks::default());
     }
 
-    fn prefix(&self, pin: Duration) -> usize {
-        self.counts(pin).map_or(0, |told| told.prefix)
-    }
-
     /// The answer that counts: until this question has one, that of the question before, as long as its pins hold.
     fn counts(&self, pin: Duration) -> Option<&Told> {
         let told = self.told.as_ref();
@@ -300,7 +334,7 @@ impl Question {
         }
         told.into_iter()
             .chain(self.pinned(pin))
-            .max_by_key(|told| told.prefix)
+            .max_by_key(|told| told.boundary)
     }
 
     fn pinned(&self, pin: Duration) -> Option<&Told> {
@@ -332,10 +366,17 @@ impl Drop for Question {
 const GATEWAYS_SHARE: f64 = 0.8;
 
 impl Asker {
-    /// Stores what the gateway knows after one round, and again after twice the time, until it knows the whole
-    /// prefix or fails.
-    async fn look(&self, chain: &Mutex<Chain>, change: &(impl Fn(&dyn Fn(&mut Question)) + Sync)) {
-        let hashes = prompt::lock(chain).hashes().map(<[_]>::to_vec);
+    /// Stores what the gateway knows after one round, and again after twice the time, until no missing answer could
+    /// tell of more, or it fails.
+    async fn look(
+        &self,
+        chain: &Mutex<Chain>,
+        most: usize,
+        change: &(impl Fn(&dyn Fn(&mut Question)) + Sync),
+    ) {
+        let hashes = prompt::lock(chain)
+            .hashes()
+            .map(|hashes| hashes[..most.min(hashes.len())].to_vec());
         let (mut time, asked) = (self.round, Instant::now());
         let mut is_first = true;
         while let (Ok(hashes), Ok(_permit)) = (&hashes, self.at_once.acquire().await) {
@@ -350,9 +391,8 @@ impl Asker {
                 question.tell(&found);
                 question.note(true);
             });
-            let is_open = found.unknown.get(found.prefix);
             // A gateway that answered early has no one left to ask.
-            if !is_open || began.elapsed() < time {
+            if !found.is_open || began.elapsed() < time {
                 self.seconds().push(asked.elapsed().as_secs_f64());
                 return;
             }
@@ -370,15 +410,17 @@ impl Asker {
         self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks up; declares the space first if the daemon, perhaps a new one, does not know it.
+    /// Looks up; declares the spaces first if the daemon, perhaps a new one, does not know one.
     async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<FoundChunks, ClientError> {
         // The gateway answers with what it knows by then, which is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
-        let query = format!("deadline_ms={deadline_ms}&pin_ms={pin_ms}&prefetch=true&tiers=true");
-        let id = self.space.id().to_string();
+        let query = format!("{}&deadline_ms={deadline_ms}&pin_ms={pin_ms}", self.query);
+        let id = self.spaces[0].id().to_string();
         match self.client.lookup_hashes(&id, hashes, &query).await {
             Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
-                self.client.declare(&self.space).await?;
+                for space in &self.spaces {
+                    self.client.declare(space).await?;
+                }
                 self.client.lookup_hashes(&id, hashes, &query).await
             }
             found => found,

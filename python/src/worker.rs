@@ -1,21 +1,23 @@
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, DaemonAddress};
-use kvgate::engine::copy::cuda::{Gpu, StreamMark};
-use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Tensor};
+use kvgate::engine::copy::cuda::StreamMark;
+use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Spans, Tensor};
 use kvgate::engine::rank::{
-    ComputedChunk, Failed, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker as Rank,
-    WorkerError,
+    ComputedChunk, ComputedKind, Failed, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob,
+    WantedChunk, WantedKind, Worker as Rank, WorkerError,
 };
 use kvgate::format::ChunkHash;
 use kvgate::protocol::AttachRequest;
 use kvgate::protocol::Order;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use serde::Deserialize;
 
-use crate::copier::{copier, copy_options};
+use crate::copier::{copier, copy_options, lanes};
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
@@ -30,7 +32,8 @@ struct Settings {
     #[serde(default)]
     socket_owner: Option<u32>,
     attach: AttachRequest,
-    tensors: Vec<Tensor>,
+    /// One for each space.
+    kinds: Vec<KindSettings>,
     /// CUDA's number of the GPU that the tensors are on; None: host memory.
     device: Option<usize>,
     load_deadline_ms: u64,
@@ -40,11 +43,27 @@ struct Settings {
     breaker_pause_ms: u64,
 }
 
+/// One kind of KV in the engine's memory.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KindSettings {
+    /// The tensors of each group of layers that has block tables of its own; none where the rank has no layer of it.
+    groups: Vec<Vec<Tensor>>,
+    #[serde(default)]
+    is_draft: bool,
+}
+
+/// (kind, hashes, a table for each group: rows to be written, blocks).
+type LoadKind = (usize, PyBackedBytes, Vec<((u64, u64), Vec<i64>)>);
+/// (kind, hashes, a parent for each, a table for each group: blocks of chunk after chunk).
+type StoreKind = (usize, PyBackedBytes, PyBackedBytes, Vec<Vec<i64>>);
+
 #[pyclass(frozen, get_all, module = "kvgate._native")]
 #[derive(Clone)]
 pub struct Loaded {
     job: String,
-    missing: Vec<usize>,
+    missing: Vec<(usize, usize)>,
+    missing_drafts: usize,
     bytes: u64,
     seconds: f64,
     error: Option<String>,
@@ -54,7 +73,7 @@ pub struct Loaded {
 #[derive(Clone)]
 pub struct Stored {
     job: String,
-    there: Vec<usize>,
+    there: Vec<(usize, usize)>,
     stored: usize,
     refused: usize,
     bytes: u64,
@@ -82,40 +101,52 @@ struct State {
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Worker {
     rank: Arc<Rank>,
-    cache: PagedCache,
+    kinds: Vec<Kind>,
     jobs: Arc<Jobs>,
     load_deadline_ms: u64,
     store_deadline: Duration,
 }
 
+/// One kind of KV, and where each of its groups lies. None: the rank has no layer of that group.
+struct Kind {
+    space: kvgate::format::Space,
+    groups: Vec<Option<PagedCache>>,
+}
+
 #[pymethods]
 impl Worker {
     #[new]
-    fn new(py: Python<'_>, settings: &str, space: &Space) -> PyResult<Self> {
+    fn new(py: Python<'_>, settings: &str, spaces: Vec<PyRef<'_, Space>>) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
-        py.detach(|| Self::start(settings, space.0.clone()))
+        let spaces = spaces.iter().map(|space| space.0.clone()).collect();
+        py.detach(|| Self::start(settings, spaces))
     }
 
     fn is_attached(&self) -> Option<bool> {
         self.rank.is_attached()
     }
 
-    #[pyo3(signature = (job, hashes, first_token, tokens, block_table, stream=None, by_layer=false))]
+    #[pyo3(signature = (job, kinds, stream=None, by_layer=false))]
     fn load(
         &self,
         py: Python<'_>,
         job: String,
-        hashes: &[u8],
-        first_token: u64,
-        tokens: (u64, u64),
-        block_table: Vec<u32>,
+        kinds: Vec<LoadKind>,
         stream: Option<u64>,
         by_layer: bool,
     ) -> PyResult<()> {
-        let hashes = split(hashes)?;
-        let wanted = self.wanted(&hashes, first_token, tokens, &block_table)?;
-        let bytes = self.bytes(wanted.iter().map(|chunk| chunk.spans.tokens()));
-        let progress = Arc::new(LoadProgress::new(self.cache.space().planes().len(), wanted.len()));
+        let mut wanted = Vec::with_capacity(kinds.len());
+        let mut bytes = 0;
+        for (kind, hashes, tables) in kinds {
+            let of = self.kind(kind, tables.len())?;
+            let chunks = of.wanted(&split(&hashes)?, &tables)?;
+            bytes += of.bytes(chunks.iter().map(|chunk| chunk.spans.as_slice()));
+            wanted.push(WantedKind { kind, chunks });
+        }
+        let progress = Arc::new(LoadProgress::new(wanted.iter().map(|wanted| {
+            let planes = self.kinds[wanted.kind].space.planes().len();
+            (wanted.kind, planes, wanted.chunks.len())
+        })));
         let (rank, deadline_ms) = (Arc::clone(&self.rank), self.load_deadline_ms);
         let order = match by_layer {
             true => Order::Layer,
@@ -124,11 +155,15 @@ impl Worker {
         py.detach(|| {
             let after = self.mark(stream)?;
             let (id, waited) = (job.clone(), (job.clone(), Arc::clone(&progress)));
-            let all = 0..wanted.len();
+            let all: Vec<(usize, usize)> = wanted
+                .iter()
+                .flat_map(|wanted| (0..wanted.chunks.len()).map(|index| (wanted.kind, index)))
+                .collect();
+            let kinds = Arc::clone(&self.rank);
             let work = async move {
                 let load = LoadJob {
                     id: &id,
-                    wanted: &wanted,
+                    kinds: &wanted,
                     order,
                     deadline_ms: Some(deadline_ms),
                     after,
@@ -140,16 +175,25 @@ impl Worker {
             self.spawn(work, begin, move |state, ended: Result<Vec<Failed>, String>| {
                 state.by_layer.retain(|(by_layer, _)| *by_layer != job);
                 // A chunk that may be missing is computed.
-                let (missing, error) = match ended {
-                    Ok(failed) => (
-                        failed.iter().map(|failed| failed.index).collect(),
-                        failed.first().map(|failed| failed.reason.clone()),
-                    ),
-                    Err(error) => (all.collect(), Some(error)),
+                let (failed, error) = match ended {
+                    Ok(failed) => {
+                        // A draft's reason is of use where nothing else is missing.
+                        let first = failed
+                            .iter()
+                            .find(|failed| !kinds.is_draft(failed.kind))
+                            .or(failed.first());
+                        let reason = first.map(|failed| failed.reason.clone());
+                        let indices = failed.iter().map(|failed| (failed.kind, failed.index));
+                        (indices.collect(), reason)
+                    }
+                    Err(error) => (all, Some(error)),
                 };
+                let (drafts, missing): (Vec<_>, Vec<_>) =
+                    failed.into_iter().partition(|&(kind, _)| kinds.is_draft(kind));
                 state.loaded.push(Loaded {
                     job,
                     missing,
+                    missing_drafts: drafts.len(),
                     bytes,
                     seconds: began.elapsed().as_secs_f64(),
                     error,
@@ -158,11 +202,11 @@ impl Worker {
         })
     }
 
-    fn wait_layer(&self, py: Python<'_>, plane: usize) {
+    fn wait_layer(&self, py: Python<'_>, kind: usize, plane: usize) {
         py.detach(|| {
             let waited = self.jobs.lock().by_layer.clone();
             for (_, progress) in waited {
-                progress.wait(plane);
+                progress.wait(kind, plane);
             }
         });
     }
@@ -177,30 +221,17 @@ impl Worker {
         });
     }
 
-    #[pyo3(signature = (job, hashes, parent, first_token, block_table, stream=None))]
-    fn store(
-        &self,
-        py: Python<'_>,
-        job: String,
-        hashes: &[u8],
-        parent: &[u8],
-        first_token: u64,
-        block_table: Vec<u32>,
-        stream: Option<u64>,
-    ) -> PyResult<()> {
-        let (hashes, mut parents) = (split(hashes)?, split(parent)?);
-        parents.extend_from_slice(&hashes);
-        let chunk_tokens = self.cache.space().chunk_tokens();
-        let mut chunks = Vec::with_capacity(hashes.len());
-        for (index, (&hash, parent)) in hashes.iter().zip(parents).enumerate() {
-            let mapping = SlotMapping::Blocks {
-                table: &block_table,
-                first_token: first_token + index as u64 * u64::from(chunk_tokens),
-            };
-            let spans = self.cache.spans(mapping, 0..chunk_tokens).map_err(failed)?;
-            chunks.push(ComputedChunk { hash, parent, spans });
+    #[pyo3(signature = (job, kinds, stream=None))]
+    fn store(&self, py: Python<'_>, job: String, kinds: Vec<StoreKind>, stream: Option<u64>) -> PyResult<()> {
+        let mut computed = Vec::with_capacity(kinds.len());
+        let mut chunk_bytes = HashMap::new();
+        for (kind, hashes, parents, tables) in kinds {
+            let of = self.kind(kind, tables.len())?;
+            let chunks = of.computed(&split(&hashes)?, &split(&parents)?, &tables)?;
+            let first = chunks.first().map(|chunk| chunk.spans.as_slice());
+            chunk_bytes.insert(kind, of.bytes(first));
+            computed.push(ComputedKind { kind, chunks });
         }
-        let chunk_bytes = self.bytes([chunk_tokens]);
         let (rank, deadline) = (Arc::clone(&self.rank), self.store_deadline);
         let hold = Arc::<Hold>::default();
         py.detach(|| {
@@ -208,7 +239,7 @@ impl Worker {
             let held = (job.clone(), Arc::clone(&hold));
             let work = async move {
                 let store = StoreJob {
-                    chunks: &chunks,
+                    kinds: &computed,
                     after,
                     deadline,
                 };
@@ -218,16 +249,23 @@ impl Worker {
             let begin = |state: &mut State| state.holds.push(held);
             self.spawn(work, begin, move |state, ended| {
                 // A chunk that can't be stored is stored when it is computed next.
-                let (stored, error) = match ended {
-                    Ok(stored) => (stored, None),
-                    Err(error) => (kvgate::engine::rank::Stored::default(), Some(error)),
+                let (kinds, error) = match ended {
+                    Ok(kinds) => {
+                        let error = kinds.iter().find_map(|kind| kind.error.clone());
+                        (kinds, error)
+                    }
+                    Err(error) => (Vec::new(), Some(error)),
                 };
+                let bytes = kinds.iter().map(|of| of.stored as u64 * chunk_bytes[&of.kind]);
+                let there = kinds
+                    .iter()
+                    .flat_map(|of| of.there.iter().map(|&index| (of.kind, index)));
                 state.stored.push(Stored {
                     job,
-                    bytes: stored.stored as u64 * chunk_bytes,
-                    there: stored.there,
-                    stored: stored.stored,
-                    refused: stored.refused,
+                    bytes: bytes.sum(),
+                    there: there.collect(),
+                    stored: kinds.iter().map(|of| of.stored).sum(),
+                    refused: kinds.iter().map(|of| of.refused).sum(),
                     seconds: began.elapsed().as_secs_f64(),
                     error,
                 });
@@ -277,25 +315,44 @@ impl Worker {
 }
 
 impl Worker {
-    fn start(settings: Settings, space: kvgate::format::Space) -> PyResult<Self> {
+    fn start(settings: Settings, spaces: Vec<kvgate::format::Space>) -> PyResult<Self> {
+        if settings.kinds.len() != spaces.len() {
+            return Err(failed(format!(
+                "each space needs its tensors: there are {} spaces, and {} kinds in the settings",
+                spaces.len(),
+                settings.kinds.len()
+            )));
+        }
         let options = copy_options()?;
-        let cache = PagedCache::new(&space, &settings.tensors).map_err(failed)?;
-        let gpu = settings.device.map(Gpu::open).transpose().map_err(failed)?;
+        let lanes = lanes(settings.device, &options).map_err(failed)?;
         let patience = Duration::from_millis(settings.patience_ms);
         let client = Client::new(DaemonAddress::Unix(settings.socket))
             .trusting(settings.socket_owner)
             .with_patience(patience);
-        let load = copier(gpu.as_ref(), cache.clone(), &options).map_err(failed)?;
-        let narrow_cache = cache.clone();
-        let narrow = move |own: &[kvgate::protocol::Share]| {
-            let own = own
+        let (mut kinds, mut pages) = (Vec::new(), Vec::new());
+        for (space, of) in spaces.into_iter().zip(settings.kinds) {
+            let cache = |tensors: &Vec<Tensor>| {
+                let is_here = !tensors.is_empty();
+                is_here.then(|| PagedCache::new(&space, tensors)).transpose()
+            };
+            let groups: Vec<Option<PagedCache>> = of
+                .groups
                 .iter()
-                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-            copier(gpu.as_ref(), narrow_cache.only(own), &options)
-        };
+                .map(cache)
+                .collect::<Result<_, _>>()
+                .map_err(failed)?;
+            pages.push(KindPages {
+                space: space.clone(),
+                is_draft: of.is_draft,
+                groups: groups.iter().flatten().cloned().collect(),
+            });
+            kinds.push(Kind { space, groups });
+        }
+        let make = move |cache: PagedCache| copier(lanes.as_deref(), cache, &options);
         let pause = Duration::from_millis(settings.breaker_pause_ms);
         let breaker = LookupBreaker::new(settings.breaker_timeouts, pause);
-        let rank = Arc::new(Rank::new(&client, settings.attach, space, load, narrow, breaker));
+        let rank = Rank::new(&client, settings.attach, pages, make, breaker).map_err(failed)?;
+        let rank = Arc::new(rank);
         let starting = Arc::clone(&rank);
         // Without a gateway every chunk is a miss until one is there.
         runtime()?.spawn(async move {
@@ -303,49 +360,29 @@ impl Worker {
         });
         Ok(Self {
             rank,
-            cache,
+            kinds,
             jobs: Arc::default(),
             load_deadline_ms: settings.load_deadline_ms,
             store_deadline: Duration::from_millis(settings.store_deadline_ms),
         })
     }
 
-    fn wanted(
-        &self,
-        hashes: &[ChunkHash],
-        first_token: u64,
-        tokens: (u64, u64),
-        block_table: &[u32],
-    ) -> PyResult<Vec<WantedChunk>> {
-        let chunk_tokens = u64::from(self.cache.space().chunk_tokens());
-        let wanted = hashes.iter().enumerate().map(|(index, &hash)| {
-            let start = first_token + index as u64 * chunk_tokens;
-            // The chunk's tokens that are to be written.
-            let within = |token: u64| {
-                u32::try_from(token.clamp(start, start + chunk_tokens) - start).unwrap_or(u32::MAX)
-            };
-            let mapping = SlotMapping::Blocks {
-                table: block_table,
-                first_token: start,
-            };
-            let spans = self.cache.spans(mapping, within(tokens.0)..within(tokens.1));
-            Ok(WantedChunk {
-                hash,
-                spans: spans.map_err(failed)?,
-            })
-        });
-        wanted.collect()
+    /// A kind, for a job with this many tables.
+    fn kind(&self, kind: usize, tables: usize) -> PyResult<&Kind> {
+        let of = self.kinds.get(kind);
+        let of = of.ok_or_else(|| failed(format!("kind {kind} of {}", self.kinds.len())))?;
+        match of.groups.len() == tables {
+            true => Ok(of),
+            false => Err(failed(format!(
+                "kind {kind} has {} groups, and {tables} block tables are given",
+                of.groups.len()
+            ))),
+        }
     }
 
     fn mark(&self, stream: Option<u64>) -> PyResult<Option<StreamMark>> {
         let marked = stream.map(|stream| self.rank.mark(EngineStream(stream)));
         Ok(marked.transpose().map_err(failed)?.flatten())
-    }
-
-    /// Bytes of these tokens.
-    fn bytes(&self, tokens: impl IntoIterator<Item = u32>) -> u64 {
-        let tokens: u64 = tokens.into_iter().map(u64::from).sum();
-        tokens * self.cache.token_bytes()
     }
 
     fn spawn<T: Send + 'static>(
@@ -375,6 +412,82 @@ impl Worker {
         });
         Ok(())
     }
+}
+
+impl Kind {
+    /// The places of a load's chunks. `tables`: for each group the rows to be written, counted from the first chunk's
+    /// first row, and the blocks from that row on.
+    fn wanted(&self, hashes: &[ChunkHash], tables: &[((u64, u64), Vec<i64>)]) -> PyResult<Vec<WantedChunk>> {
+        let rows = u64::from(self.space.chunk_rows());
+        let blocks: Vec<Vec<u32>> = tables.iter().map(|(_, blocks)| numbers(blocks)).collect();
+        let wanted = hashes.iter().enumerate().map(|(index, &hash)| {
+            let start = index as u64 * rows;
+            // The chunk's rows that are to be written.
+            let within = |row: u64| u32::try_from(row.clamp(start, start + rows) - start).unwrap_or(u32::MAX);
+            let tables = tables.iter().zip(&blocks);
+            let spans = self
+                .groups
+                .iter()
+                .zip(tables)
+                .filter_map(|(cache, (table, blocks))| {
+                    let mapping = SlotMapping::Blocks {
+                        table: blocks,
+                        first_token: start,
+                    };
+                    let cache = cache.as_ref()?;
+                    Some(cache.spans(mapping, within(table.0.0)..within(table.0.1)))
+                });
+            let spans = spans.collect::<Result<_, _>>().map_err(failed)?;
+            Ok(WantedChunk { hash, spans })
+        });
+        wanted.collect()
+    }
+
+    /// The places of a store's chunks. `tables`: for each group the blocks of chunk after chunk.
+    fn computed(
+        &self,
+        hashes: &[ChunkHash],
+        parents: &[ChunkHash],
+        tables: &[Vec<i64>],
+    ) -> PyResult<Vec<ComputedChunk>> {
+        if parents.len() != hashes.len() {
+            return Err(failed("a store needs a parent for each chunk"));
+        }
+        let rows = self.space.chunk_rows();
+        let tables: Vec<Vec<u32>> = tables.iter().map(|blocks| numbers(blocks)).collect();
+        let computed = hashes.iter().zip(parents).enumerate();
+        let computed = computed.map(|(index, (&hash, &parent))| {
+            let spans = self.groups.iter().zip(&tables).filter_map(|(cache, blocks)| {
+                let cache = cache.as_ref()?;
+                let of_chunk = rows.div_ceil(cache.block_tokens()) as usize;
+                let mapping = SlotMapping::Blocks {
+                    table: blocks.get(index * of_chunk..).unwrap_or_default(),
+                    first_token: 0,
+                };
+                Some(cache.spans(mapping, 0..rows))
+            });
+            let spans = spans.collect::<Result<_, _>>().map_err(failed)?;
+            Ok(ComputedChunk { hash, parent, spans })
+        });
+        computed.collect()
+    }
+
+    /// Bytes of these chunks' rows; each chunk has spans in each group that is here.
+    fn bytes<'a>(&self, chunks: impl IntoIterator<Item = &'a [Spans]>) -> u64 {
+        let of_chunk = |spans: &[Spans]| {
+            let groups = self.groups.iter().flatten().zip(spans);
+            let bytes = groups.map(|(cache, spans)| u64::from(spans.tokens()) * cache.token_bytes());
+            bytes.sum::<u64>()
+        };
+        chunks.into_iter().map(of_chunk).sum()
+    }
+}
+
+/// Block numbers. Where no row is written there may be anything; a number that can't be becomes one that no cache
+/// has.
+fn numbers(blocks: &[i64]) -> Vec<u32> {
+    let number = |&block: &i64| u32::try_from(block).unwrap_or(u32::MAX);
+    blocks.iter().map(number).collect()
 }
 
 impl Jobs {

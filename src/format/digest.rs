@@ -177,6 +177,8 @@ mod tests {
                 parent: ChunkHash([8; 32]),
                 tokens: 16,
                 payload_len: layout.payload_len() as u64,
+                kind: space.kind(),
+                is_draft: false,
                 digest_kind: kind,
                 digests: (0..layout.planes())
                     .map(|plane| kind.of(&object[layout.plane(plane)]))

@@ -14,6 +14,8 @@ pub enum DType {
     #[serde(rename = "fp8_e5m2")]
     Fp8E5m2,
     Int8,
+    /// Several types side by side, or one that has no name here: `extra` of the space says which.
+    Bytes,
     /// DeepSeek's packed latent: 512 fp8 values, 4 fp32 scales and 64 bf16 values in one row of 656 bytes.
     #[serde(rename = "fp8_ds_mla")]
     Fp8DsMla,
@@ -25,7 +27,7 @@ impl DType {
         match self {
             Self::Float32 => 4,
             Self::Float16 | Self::BFloat16 => 2,
-            Self::Fp8E4m3 | Self::Fp8E5m2 | Self::Int8 | Self::Fp8DsMla => 1,
+            Self::Fp8E4m3 | Self::Fp8E5m2 | Self::Int8 | Self::Bytes | Self::Fp8DsMla => 1,
         }
     }
 
@@ -43,6 +45,7 @@ impl DType {
             Self::Fp8E4m3 => "fp8_e4m3",
             Self::Fp8E5m2 => "fp8_e5m2",
             Self::Int8 => "int8",
+            Self::Bytes => "bytes",
             Self::Fp8DsMla => "fp8_ds_mla",
         }
     }

@@ -1,4 +1,4 @@
-//! The chain of chunk hashes over a prompt's tokens, keyed by the space.
+//! The chain of chunk hashes over a prompt's tokens, keyed by the model: the same for all of its spaces.
 
 use std::fmt;
 
@@ -57,7 +57,11 @@ hash_type! {
     SpaceId, "a space id"
 }
 hash_type! {
-    /// Names a chunk: covers the space, all tokens before it and its own. Never folded.
+    /// The same for all spaces of one model: what chunk hashes are keyed with.
+    ModelId, "a model id"
+}
+hash_type! {
+    /// Names a chunk: covers the model, all tokens before it and its own. Never folded.
     ChunkHash, "a chunk hash"
 }
 
@@ -120,7 +124,7 @@ pub enum HashError {
     Secret,
 }
 
-/// Computes the chunk hashes of a space (scheme `kvgate-v1`, docs/FORMAT.md section 3).
+/// Computes the chunk hashes of a model (scheme `kvgate-v1`, docs/FORMAT.md section 3).
 ///
 /// No seed and no platform's own hash: the same tokens give the same hashes in every process.
 #[derive(Clone)]
@@ -134,7 +138,7 @@ impl ChunkHasher {
         if space.hash() != HashScheme::KvgateV1 {
             return Err(HashError::Scheme);
         }
-        let id = space.id();
+        let id = space.model_id();
         let key = secret.map_or(*id.as_bytes(), |secret| {
             *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes()
         });

@@ -5,6 +5,7 @@
 
 use super::digest::DigestKind;
 use super::hash::{ChunkHash, SpaceId};
+use super::kind::Kind;
 use super::space::Space;
 
 pub const FORMAT_VERSION: u32 = 1;
@@ -14,8 +15,8 @@ pub const HEADER_ALIGN: usize = 4096;
 const MAGIC: [u8; 8] = *b"KVGATE\r\n";
 const FIXED_LEN: usize = 256;
 const DIGEST_LEN: usize = 32;
-/// Encryption key id, nonce and reserved bytes: all zero in version 1.
-const UNUSED: std::ops::Range<usize> = 136..FIXED_LEN;
+/// Encryption key id and nonce, and reserved bytes: all zero in version 1.
+const UNUSED: [std::ops::Range<usize>; 2] = [136..176, 188..FIXED_LEN];
 const KEY_ID: std::ops::Range<usize> = 136..152;
 
 /// Bytes of the header of a chunk with this many planes.
@@ -31,6 +32,9 @@ pub struct Header {
     pub parent: ChunkHash,
     pub tokens: u32,
     pub payload_len: u64,
+    pub kind: Kind,
+    /// Whether the layers are a draft model's.
+    pub is_draft: bool,
     pub digest_kind: DigestKind,
     /// One a plane, at the left, zeros after it.
     pub digests: Vec<[u8; 32]>,
@@ -51,6 +55,10 @@ pub enum HeaderError {
     Digest,
     #[error("digest kind {kind} of {width} bytes is not known")]
     DigestKind { kind: u32, width: u32 },
+    #[error("kind {code} of {tokens} tokens (draft {draft}) is not known")]
+    Kind { code: u32, tokens: u32, draft: u32 },
+    #[error("it has KV of kind {actual} where {expected} was expected, or a draft's in place of a model's")]
+    OtherKind { expected: Kind, actual: Kind },
     #[error("it is encrypted, which this kvgate can't read")]
     Encrypted,
     #[error("bytes that must be zero are not")]
@@ -85,6 +93,10 @@ impl Header {
         put(120, &self.payload_len.to_le_bytes());
         put(128, &self.digest_kind.code().to_le_bytes());
         put(132, &u32_of(self.digest_kind.width()).to_le_bytes());
+        let (kind, tokens) = self.kind.code();
+        put(176, &kind.to_le_bytes());
+        put(180, &tokens.to_le_bytes());
+        put(184, &u32::from(self.is_draft).to_le_bytes());
         for (plane, digest) in self.digests.iter().enumerate() {
             put(FIXED_LEN + plane * DIGEST_LEN, digest);
         }
@@ -138,15 +150,14 @@ impl Header {
         if body[KEY_ID].iter().any(|&byte| byte != 0) {
             return Err(HeaderError::Encrypted);
         }
+        let (code, tokens, draft) = (u32_at(body, 176), u32_at(body, 180), u32_at(body, 184));
+        let kind = Kind::from_code((code, tokens)).filter(|_| draft <= 1);
+        let kind = kind.ok_or(HeaderError::Kind { code, tokens, draft })?;
         let (table, rest) = body[FIXED_LEN..].split_at(planes * DIGEST_LEN);
         let digests: Vec<[u8; 32]> = table.as_chunks().0.to_vec();
         let after = digests.iter().flat_map(|digest| &digest[digest_kind.width()..]);
-        if body[UNUSED]
-            .iter()
-            .chain(after)
-            .chain(rest)
-            .any(|&byte| byte != 0)
-        {
+        let unused = UNUSED.into_iter().flat_map(|range| &body[range]);
+        if unused.chain(after).chain(rest).any(|&byte| byte != 0) {
             return Err(HeaderError::NotZero);
         }
         Ok(Self {
@@ -155,6 +166,8 @@ impl Header {
             parent: ChunkHash(array_at(body, 80)),
             tokens: u32_at(body, 112),
             payload_len: u64::from_le_bytes(array_at(body, 120)),
+            kind,
+            is_draft: draft == 1,
             digest_kind,
             digests,
         })
@@ -191,7 +204,14 @@ impl Header {
             "the payload length",
             layout.payload_len() as u64,
             self.payload_len,
-        )
+        )?;
+        match (self.kind, self.is_draft) == (space.kind(), !space.draft().is_empty()) {
+            true => Ok(()),
+            false => Err(HeaderError::OtherKind {
+                expected: space.kind(),
+                actual: self.kind,
+            }),
+        }
     }
 }
 
@@ -220,7 +240,11 @@ mod tests {
             ids in any::<[[u8; 32]; 3]>(),
             tokens in any::<u32>(),
             payload_len in any::<u64>(),
-            blake3 in any::<bool>(),
+            (blake3, is_draft) in any::<(bool, bool)>(),
+            kind in prop_oneof![
+                Just(Kind::Full), Just(Kind::State), any::<u32>().prop_map(Kind::Window),
+                any::<u32>().prop_map(Kind::Chunked),
+            ],
             mut digests in prop::collection::vec(any::<[u8; 32]>(), 0..200),
         ) -> Header {
             let digest_kind = if blake3 { DigestKind::Blake3 } else { DigestKind::Crc64Nvme };
@@ -230,7 +254,7 @@ mod tests {
                 space_id: SpaceId(space_id),
                 chunk: ChunkHash(chunk),
                 parent: ChunkHash(parent),
-                tokens, payload_len, digest_kind, digests,
+                tokens, payload_len, kind, is_draft, digest_kind, digests,
             }
         }
     }

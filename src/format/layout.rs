@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::header::header_len;
 
-/// One layer's rows of one kind: `heads` rows a token, `row_bytes` each.
+/// A layer's rows: `heads` of them for each token, or for a snapshot of a state, `row_bytes` each.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plane {
@@ -14,14 +14,14 @@ pub struct Plane {
     /// Index of the layer in the whole model.
     pub layer: u32,
     pub heads: u32,
-    /// Bytes of one token of one head: K then V, or the latent.
+    /// Bytes of one token of one head: K then V, or the latent. Of a state: all that one of the equal shares has.
     pub row_bytes: u32,
 }
 
 impl Plane {
-    /// Bytes of the plane in a chunk of `chunk_tokens`; saturates for geometry that can't be.
-    pub fn bytes(&self, chunk_tokens: u32) -> u64 {
-        (u64::from(self.heads) * u64::from(chunk_tokens)).saturating_mul(self.row_bytes.into())
+    /// Bytes of the plane in a chunk with this many rows a head; saturates for geometry that can't be.
+    pub fn bytes(&self, rows: u32) -> u64 {
+        (u64::from(self.heads) * u64::from(rows)).saturating_mul(self.row_bytes.into())
     }
 }
 
@@ -44,13 +44,13 @@ pub struct Section {
 }
 
 impl Layout {
-    pub(super) fn new(planes: &[Plane], chunk_tokens: u32) -> Self {
+    pub(super) fn new(planes: &[Plane], rows: u32) -> Self {
         let header_len = header_len(planes.len());
         let mut end = header_len;
         let mut bounds = vec![end];
         for plane in planes {
             // The space checked that the sum fits.
-            end += usize::try_from(plane.bytes(chunk_tokens)).expect("64-bit addresses");
+            end += usize::try_from(plane.bytes(rows)).expect("64-bit addresses");
             bounds.push(end);
         }
         // They are in order of their layers.

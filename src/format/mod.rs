@@ -1,8 +1,9 @@
 //! The format of a chunk: its space, hash, key, header and bytes in order. No I/O.
 //!
 //! A *chunk* is the KV cache of `chunk_tokens` consecutive tokens of a prompt, for all layers and heads of a
-//! *space* (model, revision, dtype, geometry, tenant). Its hash covers the space, the whole prefix before it and its
-//! own tokens, so equal hashes mean interchangeable bytes, on every node and in every language, without an index.
+//! *space*: one kind of KV of a model (model, revision, kind, dtype, geometry, tenant). Its hash covers the model, the
+//! whole prefix before it and its own tokens, so equal hashes in one space mean interchangeable bytes, on every node and
+//! in every language, without an index. All kinds of a model have the same chain of hashes.
 //!
 //! The format is written down in `docs/FORMAT.md`. It can't change once caches exist, except with a new format
 //! version; `tests/data/vectors.json` pins it, and a Python implementation in `tests/reference` reproduces it.
@@ -14,6 +15,7 @@ mod hash;
 mod header;
 pub(crate) mod hex;
 mod key;
+mod kind;
 mod layout;
 mod mask;
 mod preset;
@@ -24,10 +26,11 @@ pub(crate) use crc64::{Append, Crc64};
 pub(crate) use digest::object_crc64;
 pub use digest::{DigestKind, Digester};
 pub use dtype::DType;
-pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, SpaceId, TenantSecret};
+pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, SpaceId, TenantSecret};
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
+pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
 pub use preset::{Attention, PRESETS, Preset};

@@ -1,5 +1,5 @@
-//! A space: all that must be equal for two chunks to be interchangeable, tokens aside. Its id is the hash of its canonical
-//! JSON.
+//! A space: one kind of KV of a model, and all that must be equal for two of its chunks to be interchangeable, tokens
+//! aside. Its id is the hash of its canonical JSON.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -7,18 +7,22 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::dtype::DType;
-use super::hash::{HashScheme, SpaceId};
+use super::hash::{HashScheme, ModelId, SpaceId};
 use super::header::FORMAT_VERSION;
 use super::key::SpaceKey;
+use super::kind::Kind;
 use super::layout::{Layout, Plane};
 use super::space_input::SpaceInput;
 
 const CONTEXT: &str = "kvgate space v1";
+const MODEL_CONTEXT: &str = "kvgate model v1";
 pub const PLANES_MAX: u32 = 4096;
 /// Below what one PUT may carry (5 GiB), header included.
 pub const CHUNK_BYTES_MAX: u64 = 4 << 30;
 const CHUNK_TOKENS_MAX: u32 = 65_536;
 const ROW_BYTES_MAX: u32 = 1 << 20;
+/// Of a state: all of a layer, or of a rank's share of it.
+const STATE_BYTES_MAX: u32 = 1 << 28;
 const LAYER_MAX: u32 = 65_535;
 const HEADS_MAX: u32 = 65_536;
 const TEXT_MAX: usize = 512;
@@ -44,6 +48,7 @@ struct Inner {
     fields: Fields,
     canonical: String,
     id: SpaceId,
+    model_id: ModelId,
     layout: Layout,
 }
 
@@ -57,9 +62,22 @@ struct Fields {
     chunk_tokens: u32,
     tenant: String,
     hash: HashScheme,
+    kind: Kind,
+    draft: String,
     planes: Vec<Plane>,
     shard: Shard,
     extra: BTreeMap<String, String>,
+}
+
+/// The members that all spaces of one model share.
+#[derive(Serialize)]
+struct ModelFields<'a> {
+    format: u32,
+    model: &'a str,
+    revision: &'a str,
+    chunk_tokens: u32,
+    tenant: &'a str,
+    hash: HashScheme,
 }
 
 /// The problems of a space; all of them.
@@ -98,6 +116,8 @@ impl Space {
             chunk_tokens: input.chunk_tokens.unwrap_or(DEFAULT_CHUNK_TOKENS),
             tenant: input.tenant.unwrap_or_default(),
             hash: input.hash.unwrap_or(HashScheme::KvgateV1),
+            kind: input.kind.unwrap_or_default(),
+            draft: input.draft.unwrap_or_default(),
             planes: planes.unwrap_or_default(),
             shard: input.shard.unwrap_or(Shard::Whole),
             extra: input.extra.unwrap_or_default(),
@@ -108,11 +128,14 @@ impl Space {
         }
         let canonical = serde_json_canonicalizer::to_string(&fields)?;
         let id = SpaceId(blake3::derive_key(CONTEXT, canonical.as_bytes()));
-        let layout = Layout::new(&fields.planes, fields.chunk_tokens);
+        let model = serde_json_canonicalizer::to_string(&fields.of_model())?;
+        let model_id = ModelId(blake3::derive_key(MODEL_CONTEXT, model.as_bytes()));
+        let layout = Layout::new(&fields.planes, fields.chunk_rows());
         Ok(Self(Arc::new(Inner {
             fields,
             canonical,
             id,
+            model_id,
             layout,
         })))
     }
@@ -128,6 +151,30 @@ impl Space {
 
     pub fn key(&self) -> SpaceKey {
         self.0.id.into()
+    }
+
+    /// The same for all kinds of KV of a model: chunk hashes are made with it.
+    pub fn model_id(&self) -> ModelId {
+        self.0.model_id
+    }
+
+    pub fn kind(&self) -> Kind {
+        self.0.fields.kind
+    }
+
+    /// The draft model (MTP, EAGLE) whose layers these are; empty: the model's own.
+    pub fn draft(&self) -> &str {
+        &self.0.fields.draft
+    }
+
+    /// Rows that a head has in a chunk: one for each token, or a state's one snapshot.
+    pub fn chunk_rows(&self) -> u32 {
+        self.0.fields.chunk_rows()
+    }
+
+    /// The chunks that an engine needs to go on after the first `boundary` chunks of a prompt.
+    pub fn needed(&self, boundary: usize) -> std::ops::Range<usize> {
+        self.kind().needed(boundary, self.chunk_tokens())
     }
 
     /// RFC 8785 JSON; what the id is the hash of, and what `space.json` holds.
@@ -168,8 +215,8 @@ impl Space {
         &self.0.fields.planes
     }
 
-    /// Bytes of KV a token, over all planes.
-    pub fn token_bytes(&self) -> u64 {
+    /// Bytes of a row of all heads of all planes: what a token keeps, or a state's snapshot.
+    pub fn row_bytes(&self) -> u64 {
         self.planes().iter().map(|plane| plane.bytes(1)).sum()
     }
 }
@@ -189,6 +236,24 @@ impl PartialEq for Space {
 impl Eq for Space {}
 
 impl Fields {
+    fn of_model(&self) -> ModelFields<'_> {
+        ModelFields {
+            format: self.format,
+            model: &self.model,
+            revision: &self.revision,
+            chunk_tokens: self.chunk_tokens,
+            tenant: &self.tenant,
+            hash: self.hash,
+        }
+    }
+
+    fn chunk_rows(&self) -> u32 {
+        match self.kind {
+            Kind::State => 1,
+            _ => self.chunk_tokens,
+        }
+    }
+
     fn check(&self, problems: &mut Vec<String>) {
         if self.format != FORMAT_VERSION {
             problems.push(format!(
@@ -204,12 +269,12 @@ impl Fields {
                 ));
             }
         }
-        if self.tenant.len() > TEXT_MAX {
-            problems.push(format!(
-                "`tenant` may have {TEXT_MAX} bytes, not {}",
-                self.tenant.len()
-            ));
+        for (name, text) in [("tenant", &self.tenant), ("draft", &self.draft)] {
+            if text.len() > TEXT_MAX {
+                problems.push(format!("`{name}` may have {TEXT_MAX} bytes, not {}", text.len()));
+            }
         }
+        problems.extend(self.kind.check().err());
         self.check_revision(problems);
         if !(1..=CHUNK_TOKENS_MAX).contains(&self.chunk_tokens) {
             problems.push(format!(
@@ -268,7 +333,7 @@ impl Fields {
         let bytes = self
             .planes
             .iter()
-            .map(|plane| plane.bytes(self.chunk_tokens))
+            .map(|plane| plane.bytes(self.chunk_rows()))
             .fold(0, u64::saturating_add);
         if bytes > CHUNK_BYTES_MAX {
             problems.push(format!(
@@ -289,8 +354,12 @@ impl Fields {
             return Err(format!("`heads` must be 1 to {HEADS_MAX}, not {}", plane.heads));
         }
         let (row, size) = (plane.row_bytes, self.dtype.size());
-        if !(1..=ROW_BYTES_MAX).contains(&row) {
-            return Err(format!("`row_bytes` must be 1 to {ROW_BYTES_MAX}, not {row}"));
+        let most = match self.kind {
+            Kind::State => STATE_BYTES_MAX,
+            _ => ROW_BYTES_MAX,
+        };
+        if !(1..=most).contains(&row) {
+            return Err(format!("`row_bytes` must be 1 to {most}, not {row}"));
         }
         if row % size != 0 {
             return Err(format!(

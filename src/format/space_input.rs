@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::dtype::DType;
 use super::hash::HashScheme;
+use super::kind::Kind;
 use super::layout::Plane;
 use super::space::Shard;
 
@@ -26,6 +27,10 @@ pub struct SpaceInput {
     pub tenant: Option<String>,
     #[serde(default, deserialize_with = "given")]
     pub hash: Option<HashScheme>,
+    #[serde(default, deserialize_with = "given")]
+    pub kind: Option<Kind>,
+    #[serde(default, deserialize_with = "given")]
+    pub draft: Option<String>,
     #[serde(default, deserialize_with = "given")]
     pub planes: Option<Vec<Plane>>,
     #[serde(default, deserialize_with = "given")]

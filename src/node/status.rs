@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::Node;
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
+use crate::format::Kind;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
 
@@ -69,6 +70,11 @@ pub struct SpaceStatus {
     pub model: String,
     pub revision: String,
     pub tenant: String,
+    /// The same for all kinds of KV of a model.
+    pub model_id: String,
+    pub kind: Kind,
+    /// The draft model whose layers these are; empty: the model's own.
+    pub draft: String,
     pub chunk_tokens: u32,
     pub object_bytes: usize,
 }
@@ -98,11 +104,18 @@ impl Node {
                 model: space.model().to_owned(),
                 revision: space.revision().to_owned(),
                 tenant: space.tenant().to_owned(),
+                model_id: space.model_id().to_string(),
+                kind: space.kind(),
+                draft: space.draft().to_owned(),
                 chunk_tokens: space.chunk_tokens(),
                 object_bytes: space.layout().object_len(),
             });
         }
-        spaces.sort_by(|a, b| (&a.model, &a.space_id).cmp(&(&b.model, &b.space_id)));
+        // The kinds of KV of one model stand together.
+        spaces.sort_by(|a, b| {
+            let model = |of: &SpaceStatus| (of.model.clone(), of.model_id.clone(), of.draft.clone(), of.kind);
+            (model(a), &a.space_id).cmp(&(model(b), &b.space_id))
+        });
         let (filling, spoilt, leases) = self.ledger().counts();
         Status {
             version: env!("CARGO_PKG_VERSION"),

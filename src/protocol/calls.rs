@@ -5,12 +5,17 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::words::{Order, Strategy, Tier};
-use crate::format::{ChunkHash, Plane, SpaceId};
+use crate::format::{ChunkHash, Kind, ModelId, Plane, SpaceId};
 
 /// Answer of `PUT /v1/spaces`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SpaceInfo {
     pub space_id: SpaceId,
+    /// The same for all kinds of KV of a model.
+    pub model_id: ModelId,
+    pub kind: Kind,
+    /// The draft model whose layers these are; empty: the model's own.
+    pub draft: String,
     pub chunk_tokens: u32,
     /// Bytes of a chunk's payload.
     pub chunk_bytes: usize,
@@ -38,15 +43,13 @@ pub struct AttachRequest {
     pub rank: u32,
     #[serde(default = "one")]
     pub world_size: u32,
-    /// Half-open range of this rank's layers; all if not given.
+    /// Half-open range of this rank's layers (a pipeline stage); all if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<(u32, u32)>,
-    /// Half-open range of this rank's KV heads; all if not given.
+    /// The tensor-parallel rank, and how many there are; `[0, 1]` if not given. The node works out the heads that this
+    /// rank has of each plane.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub heads: Option<(u32, u32)>,
-    /// Every rank has every layer and head (MLA): then neither is given.
-    #[serde(default)]
-    pub replicated: bool,
+    pub tp: Option<(u32, u32)>,
 }
 
 fn one() -> u32 {
@@ -92,6 +95,19 @@ pub struct LookupRequest {
     /// Loads the prefix's chunks that are not in memory, in the background.
     #[serde(default)]
     pub prefetch: bool,
+    /// The other kinds of KV that the model's layers keep, each a space: the answer's `boundary` holds for all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub with: Vec<String>,
+    /// Spaces of a draft model, which an engine can go on without.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drafts: Vec<String>,
+    /// Chunks between the snapshots that writers keep of a state; 0: only at the ends of prompts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state_every: Option<usize>,
+    /// Chunks of the full kinds that must be there beyond the boundary: 1 for an engine that drops the last one, as with
+    /// EAGLE and MTP drafts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lookahead: Option<usize>,
 }
 
 /// The answer of a lookup; masks in hex.
@@ -103,8 +119,29 @@ pub struct LookupAnswer {
     pub inferred: String,
     pub prefix: usize,
     pub tiers: Vec<TierRun>,
+    /// Leading chunks after which an engine can go on: all kinds of KV have what they need there.
+    pub boundary: usize,
+    /// Leading chunks that all full kinds have.
+    pub full: usize,
+    /// A chunk without an answer could have told of more.
+    pub open: bool,
+    /// The chunks that each kind needs there: of the spaces in the order of the request, then of the drafts.
+    pub needed: Vec<Needed>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// The chunks of one kind of KV that an engine needs to go on at the answer's boundary.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Needed {
+    pub space: SpaceId,
+    pub kind: Kind,
+    /// Half-open.
+    pub chunks: (usize, usize),
+    pub tiers: Vec<TierRun>,
+    /// A draft's chunks that are there may be fewer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub draft: bool,
 }
 
 /// A run of chunks in the same tier.

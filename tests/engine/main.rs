@@ -51,7 +51,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                 instance: instance.clone(),
                 rank,
                 world_size,
-                heads: Some((rank * HEADS / world_size, (rank + 1) * HEADS / world_size)),
+                tp: Some((rank, world_size)),
                 ..AttachRequest::default()
             }
         }

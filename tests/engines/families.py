@@ -27,6 +27,17 @@ COMMON = {
     "torch_dtype": "float32",
     "rms_norm_eps": 1e-6,
 }
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
 FAMILIES = {
     "gemma3": {
@@ -71,6 +82,103 @@ FAMILIES = {
         "no_rope_layers": [1, 1, 1, 0],
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "head_dim": None,
+        "block_dim": 256,
+        "block_ff_dim": 512,
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.0,
+        "conv_dim": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "layer_types": ["conv"] * 3 + ["full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "granite_hybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "head_dim": None,
+        "intermediate_size": 256,
+        "shared_intermediate_size": 512,
+        "layer_types": ["mamba"] * 3 + ["attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        **MAMBA2,
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.125,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "rms_norm_eps": 1e-5,
+        "normalization_function": "rmsnorm",
+        "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "M-M-*-",
+        "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "attention", "mlp"],
+        "ssm_state_size": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 64,
+        "mlp_hidden_act": "relu2",
+        "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_ssm_cache_dtype": "float32",
+    },
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 512,
+        **MAMBA2,
+        "mamba_rms_norm": False,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    # Its layers add little to a token's embedding, so that a draft of one layer guesses right at times.
+    "llama_shallow": {
+        "layers_add": 0.1,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     # The CPU's kernel is compiled for a latent of 512 + 64 only.
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -108,6 +216,12 @@ FAMILIES = {
 }
 
 
+def make_draft(folder, target):
+    """EAGLE's draft of a Llama, out of its first layer, so that its drafts are accepted at times: random ones never are."""
+    subprocess.run([sys.executable, __file__, folder, "--draft", target], check=True)
+    return folder
+
+
 def make(folder, family):
     """In a process of its own: PyTorch's threads would not survive the fork of an engine's life."""
     subprocess.run([sys.executable, __file__, folder, family], check=True)
@@ -135,12 +249,38 @@ def write(folder, family):
     save_file(drawn, folder / "model.safetensors", {"format": "pt"})
 
 
+# LFM2's attention is weak otherwise, against its convolutions.
+STRONGER = {"self_attn.q_layernorm": 4.0, "self_attn.out_proj": 4.0, "conv.out_proj": 0.3, "feed_forward.w2": 0.3}
+
+
+def write_draft(folder, target):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((Path(target) / "config.json").read_text())
+    weights, hidden = load_file(Path(target) / "model.safetensors"), config["hidden_size"]
+    first = "model.layers.0."
+    layer = {
+        name.replace(first, "layers.0."): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(first) and "input_layernorm" not in name
+    }
+    # The token's embedding as it is, and little of what the model made of the tokens before.
+    joined = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file({"fc.weight": joined, **layer}, Path(folder) / "model.safetensors", {"format": "pt"})
+    (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
 def draw(name, tensor, generator, config):
     import torch
 
+    stronger = next((scale for part, scale in STRONGER.items() if part in name), 1.0)
+    if "o_proj" in name or "down_proj" in name:
+        stronger *= config.get("layers_add", 1.0)
     if tensor.ndim < 2 or not tensor.is_floating_point():
-        return tensor.clone()
-    scale = 1.5 / tensor.shape[-1] ** 0.5
+        return tensor.clone() * stronger if stronger != 1.0 else tensor.clone()
+    scale = stronger * 1.5 / tensor.shape[-1] ** 0.5
     if "embed" in name:
         # Wide ones that are tied only repeat the last token; Gemma widens them by itself.
         exponent = 1.0 if "gemma" in config["model_type"] else 0.5
@@ -149,4 +289,7 @@ def draw(name, tensor, generator, config):
 
 
 if __name__ == "__main__":
-    write(*sys.argv[1:])
+    if sys.argv[2] == "--draft":
+        write_draft(sys.argv[1], sys.argv[3])
+    else:
+        write(*sys.argv[1:])

@@ -1,6 +1,8 @@
 """`kvgate serve` as the wheel's command starts it, on an S3 server of its own whose objects stay in a folder, or on another.
 And what stands between."""
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -52,6 +54,26 @@ class Gateway:
     def objects(self):
         """Files of chunks."""
         return [path for path in (self.folder / "objects" / "kvgate").rglob("*") if CHUNK.fullmatch(path.name)]
+
+    def kinds(self):
+        """Files of chunks, by the kind of their space."""
+        found = {}
+        for path in self.objects():
+            space = json.loads((path.parent / "space.json").read_text())
+            kind = space["kind"]
+            name = kind if isinstance(kind, str) else " ".join(f"{word} {span}" for word, span in kind.items())
+            found.setdefault(f"draft {name}" if space["draft"] else name, []).append(path)
+        return found
+
+    def moved(self):
+        """Bytes of bodies that went to and from S3."""
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.socket))
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("kvgate_endpoint_moved_bytes_total"))
 
     def kill(self):
         self.stop(signal.SIGKILL)

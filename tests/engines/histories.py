@@ -1,15 +1,19 @@
 """Random histories of an engine without its model: vLLM's real scheduler, the connector's two sides, and a model of what each
-block holds. See test_histories.py.
+block holds. Models with windows, states and drafts are among them. See test_histories.py.
 
 python tests/engines/histories.py SEED      one history again, step by step
 """
 
 import copy
+import dataclasses
 import functools
+import json
+import math
 import os
 import random
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -19,6 +23,8 @@ from kvgate import Prompt, Space
 from kvgate.vllm import connector as connector_module
 from kvgate.vllm import scheduler as scheduler_module
 from kvgate.vllm import worker as worker_module
+from kvgate.vllm.kinds import Kind
+from kvgate.vllm.model import Model
 from vllm import __version__ as vllm_version  # noqa: F401
 from vllm.config import KVTransferConfig, ObservabilityConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -30,10 +36,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -41,6 +59,8 @@ GARBAGE = -1
 MOST_TOKENS = 40
 """Of a request, with what it generates."""
 MOST_STEPS = 600
+PROMPT_TOKENS = ()
+"""Lengths of prompts; without them any."""
 WORDS = 3
 """So few that prompts often begin alike."""
 
@@ -72,11 +92,12 @@ def kv_of(tokens):
 class Lookups:
     """Answers that come when they come, and may be old by then: what is pinned is there, the rest may be gone."""
 
-    def __init__(self, *settings):
-        self.prompts, self.outdated = {}, set()
+    def __init__(self, socket, spaces, drafts, *settings):
+        self.prompts, self.most, self.outdated, self.fulls = {}, {}, set(), {}
+        self.lookahead = settings[-1]
 
-    def ask(self, request, prompt):
-        self.prompts[request] = prompt
+    def ask(self, request, prompt, most):
+        self.prompts[request], self.most[request] = prompt, min(most, len(prompt))
         self.outdated.discard(request)
 
     def is_due(self, request):
@@ -90,14 +111,29 @@ class Lookups:
             self.outdated.add(request)
 
     def answer(self, request):
+        """By brute force: after so many chunks each kind has all that the next token needs."""
         prompt = self.prompts.get(request)
         if prompt is None or world.numbers.random() < 0.2:
             return None
-        hashes = prompt.hashes(0, len(prompt))
-        for at in range(0, len(hashes), 32):
-            if hashes[at : at + 32] not in world.gateway:
-                return at // 32
-        return len(prompt)
+        hashes, most = prompt.hashes(0, len(prompt)), self.most[request]
+        has = lambda kind, chunk: (kind, hashes[chunk * 32 : chunk * 32 + 32]) in world.gateway  # noqa: E731
+        kinds = [(number, kind) for number, kind in enumerate(world.model.kinds) if not kind.is_draft]
+        full = [number for number, kind in kinds if kind.word == "full"]
+        leading = next((chunk for chunk in range(most) if not all(has(kind, chunk) for kind in full)), most)
+        self.fulls[request] = leading if full else 0
+        for boundary in range(max(0, min(most, leading - self.lookahead)), 0, -1):
+            end = boundary * world.chunk_tokens
+            if all(
+                has(number, chunk)
+                for number, kind in kinds
+                for chunk in range(kind.first_token(end) // world.chunk_tokens, boundary)
+                if kind.first_token(end) < end
+            ):
+                return boundary
+        return 0
+
+    def full(self, request):
+        return self.fulls.get(request, 0)
 
     def tiers(self, request):
         return bytes(world.numbers.choice(b"mds") for _ in range(len(self.prompts.get(request, ()))))
@@ -114,13 +150,42 @@ class Lookups:
 
 
 class Job:
-    def __init__(self, name, kind, chunks, table, tokens=None, by=None):
-        self.job, self.kind, self.chunks, self.table, self.tokens, self.by = name, kind, chunks, table, tokens, by
+    def __init__(self, name, kind, parts):
+        self.job, self.kind, self.parts = name, kind, parts
         self.state = "wanted"
-        self.there, self.missing = [], []
-        # The real jobs report these, too.
+        self.there, self.missing, self.missing_drafts = [], [], 0
+        # What the real ones say, too.
         self.stored = self.refused = self.bytes = 0
         self.seconds, self.error = 0.01, None
+
+    @property
+    def table(self):
+        """All blocks that it reads or writes."""
+        return [block for part in self.parts for blocks in part.blocks() for block in blocks]
+
+
+class Part:
+    """Chunks of a kind, and a table for each of its groups."""
+
+    def __init__(self, kind, hashes, tables):
+        self.number, self.kind = kind, world.model.kinds[kind]
+        self.chunks = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+        self.tables = dict(zip(self.kind.blocks, tables, strict=True))
+
+    def blocks(self):
+        for group, table in self.tables.items():
+            if isinstance(table, tuple):
+                (start, end), table = table
+                size = 1 if self.kind.word == "state" else self.kind.blocks[group]
+                table = table[start // size : -(-end // size)] if start < end else []
+            yield table
+
+    def rows(self, chunk, group):
+        """What is to be in a group's blocks of one of its chunks."""
+        kv = world.kv_of_chunk(chunk)
+        if self.kind.word == "state":
+            return [(group, kv[-1])]
+        return [(group, slot) for slot in kv]
 
 
 class Worker:
@@ -131,21 +196,28 @@ class Worker:
         self.jobs = {}
         self.ended, self.free = {"load": [], "store": []}, []
 
-    def load(self, job, hashes, first_token, tokens, table, stream=None, by_layer=False):
-        check(first_token == 0, "a load's table begins with its first chunk")
-        chunks = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
-        self.jobs[job] = Job(job, "load", chunks, list(table), tokens)
+    def load(self, job, parts, stream=None, by_layer=False):
+        self.jobs[job] = Job(job, "load", [Part(*part) for part in parts])
+        for part in self.jobs[job].parts:
+            for group, ((start, end), table) in part.tables.items():
+                size = 1 if part.kind.word == "state" else part.kind.blocks[group]
+                check(0 not in table[start // size : -(-end // size)], job, "writes to the null block", table)
         if by_layer:
             self.end(self.jobs[job])
 
-    def store(self, job, hashes, parent, first_token, table, stream=None):
-        check(first_token == 0 and job not in self.jobs, "a store of its own")
+    def store(self, job, parts, stream=None):
+        check(job not in self.jobs, "a store of its own")
         if world.numbers.random() < 0.03:
             world.freed.add((self.rank, job))
             raise RuntimeError("this store could not be begun")
-        chunks = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
-        check(len(table) == len(chunks) * world.chunk_blocks, "a store has its chunks' blocks alone", table)
-        self.jobs[job] = Job(job, "store", chunks, list(table))
+        for _, hashes, parents, _ in parts:
+            check(len(hashes) == len(parents), "each chunk has a parent")
+        self.jobs[job] = Job(job, "store", [Part(kind, hashes, tables) for kind, hashes, _, tables in parts])
+        for part in self.jobs[job].parts:
+            for group, table in part.tables.items():
+                blocks = 1 if part.kind.word == "state" else world.chunk_tokens // part.kind.blocks[group]
+                check(len(table) == len(part.chunks) * blocks, "a store has its chunks' blocks alone", table)
+                check(0 not in table, job, "reads the null block", table)
 
     def is_attached(self):
         return True
@@ -160,7 +232,7 @@ class Worker:
         elif job.state == "wanted":
             if world.numbers.random() < 0.1:
                 job.error = "refused"
-                job.refused = len(job.chunks)
+                job.refused = sum(len(part.chunks) for part in job.parts)
                 self.free.append(job.job)
                 self.end(job)
             else:
@@ -169,31 +241,66 @@ class Worker:
             self.copy(job)
 
     def copy(self, job):
-        for index, chunk in enumerate(job.chunks):
-            at = index * world.chunk_blocks
-            blocks = job.table[at : at + world.chunk_blocks]
-            held = [slot for block in blocks for slot in self.content[block]]
-            right = world.kv_of_chunk(chunk)
-            check(held == right, f"{job.job} stores wrong KV of chunk {index} out of blocks {blocks}")
-            if world.numbers.random() < 0.9:
-                job.there.append(index)
+        for part in job.parts:
+            for index, chunk in enumerate(part.chunks):
+                for group, table in part.tables.items():
+                    blocks = len(table) // len(part.chunks)
+                    own = table[index * blocks : (index + 1) * blocks]
+                    held = [slot for block in own for slot in self.content[block]]
+                    right = part.rows(chunk, group)
+                    # Drafts may be computed from drafts' KV that was not there.
+                    check(
+                        held == right or part.kind.is_draft,
+                        f"{job.job} stores wrong KV of chunk {index} out of blocks {own}: {held} {right}",
+                    )
+                if world.numbers.random() < 0.9:
+                    job.there.append((part.number, index))
         job.state = "copied"
         self.free.append(job.job)
 
     def end(self, job):
         del self.jobs[job.job]
         if job.kind == "store":
-            world.published(self.rank, [job.chunks[index] for index in job.there], job)
+            there = {
+                (part.number, part.chunks[index])
+                for part in job.parts
+                for number, index in job.there
+                if number == part.number
+            }
+            world.published(self.rank, there)
         else:
-            start, end = job.tokens
-            some = end if world.numbers.random() > world.failures else world.numbers.randrange(start, end)
-            size = world.block_tokens
-            kv = [slot for chunk in job.chunks for slot in world.kv_of_chunk(chunk)]
-            for token in range(start, end):
-                self.content[job.table[token // size]][token % size] = kv[token] if token < some else GARBAGE
-            job.missing = [index for index in range(len(job.chunks)) if (index + 1) * world.chunk_tokens > some < end]
-            # Tokens of the first missing chunk before `some` have come, which nobody knows.
+            self.bring(job)
         self.ended[job.kind].append(job)
+
+    def bring(self, job):
+        broken = world.numbers.choice(job.parts) if self.fails() else None
+        for part in job.parts:
+            size = lambda group, part=part: 1 if part.kind.word == "state" else part.kind.blocks[group]  # noqa: E731
+            rows_of_chunk = 1 if part.kind.word == "state" else world.chunk_tokens
+            first = min(start for (start, _), _ in part.tables.values())
+            last = max(end for (_, end), _ in part.tables.values())
+            some = world.numbers.randrange(first, last) if part is broken else last
+            for group, ((start, end), table) in part.tables.items():
+                rows = [row for chunk in part.chunks for row in part.rows(chunk, group)]
+                for token in range(start, end):
+                    self.write(
+                        table[token // size(group)], size(group), token, rows[token] if token < some else GARBAGE
+                    )
+            missing = [at for at in range(len(part.chunks)) if (at + 1) * rows_of_chunk > some < last]
+            # Tokens of the first missing chunk before `some` have come, which nobody knows.
+            if part.kind.is_draft:
+                job.missing_drafts += len(missing)
+            else:
+                job.missing.extend((part.number, at) for at in missing)
+
+    def fails(self):
+        return world.numbers.random() < world.failures
+
+    def write(self, block, size, token, row):
+        slots = self.content[block]
+        if len(slots) != size:
+            slots[:] = [GARBAGE] * size
+        slots[token % size] = row
 
     def take_back(self, jobs):
         for name in jobs:
@@ -221,7 +328,7 @@ class Worker:
         world.freed.update((self.rank, job) for job in free)
         return free
 
-    def wait_layer(self, plane):
+    def wait_layer(self, kind, plane):
         pass
 
     def wait_layers(self):
@@ -301,7 +408,8 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
             some = world.numbers.randrange(start // size, end // size) * size
             self.failed.update(table[some // size : -(-end // size)])
         for token in range(start, end):
-            self.content[table[token // size]][token % size] = kv[token] if token < some else GARBAGE
+            row = (0, kv[token]) if token < some else GARBAGE
+            self.content[table[token // size]][token % size] = row
 
     def go_on(self):
         for load in list(self.under_way):
@@ -368,8 +476,38 @@ CALLS = {
 }
 
 
+class Group(NamedTuple):
+    """One of vLLM's KV cache groups."""
+
+    word: str
+    span: int
+    block_tokens: int
+    is_draft: bool = False
+
+    def spec(self):
+        attention = {"block_size": self.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        match self.word:
+            case "full":
+                return FullAttentionSpec(**attention)
+            case "window":
+                return SlidingWindowSpec(**attention, sliding_window=self.span)
+            case "chunked":
+                return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=self.span)
+        return MambaSpec(
+            block_size=self.block_tokens,
+            shapes=((1, 16 * self.block_tokens),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+        )
+
+
 class History:
     SIBLINGS = (None, "sync", "sync", "async")
+    MODELS = (
+        *("plain",) * 6,
+        *("windows", "windows", "two windows", "chunked", "states", "states", "states and windows"),
+        *("windows alone", "states alone", "drafts", "windows and drafts"),
+    )
 
     def __init__(self, seed, says=lambda *_: None, module_path=None):
         global world
@@ -379,10 +517,11 @@ class History:
         self.choose()
         self.content = [[[GARBAGE] * self.block_tokens for _ in range(self.blocks)] for _ in range(self.ranks)]
         self.gateway, self.of_chunk, self.published_by = set(), {}, {}
+        self.model = model_of(self.groups, self.chunk_tokens, self.eagle)
         self.epochs, self.siblings, self.known = [b""], [], set()
         self.truth, self.rejected = {}, {}
         self.names = 0
-        self.space = space_of(self.chunk_tokens)
+        self.space = self.model.spaces[0]
         self.in_flight = []
         self.freed, self.told = set(), set()
         self.has_reset = False
@@ -394,26 +533,60 @@ class History:
         self.is_async = numbers.random() < 0.6
         self.ranks = numbers.choice((1, 1, 2))
         self.block_tokens = numbers.choice((1, 2, 4))
-        self.chunk_blocks = numbers.choice((1, 2, 3))
-        self.chunk_tokens = self.block_tokens * self.chunk_blocks
-        self.layerwise = not self.is_async and numbers.random() < 0.25
-        self.sibling = numbers.choice(self.SIBLINGS)
+        self.choose_model()
+        is_plain = self.groups == [Group("full", 0, self.block_tokens)]
+        self.chunk_tokens = math.lcm(*(group.block_tokens for group in self.groups)) * numbers.choice((1, 2, 3))
+        self.layerwise = is_plain and not self.is_async and numbers.random() < 0.25
+        self.sibling = numbers.choice(self.SIBLINGS) if is_plain else None
         self.sibling_delivers, self.sends = numbers.random() < 0.3, numbers.random() < 0.3
         self.failures = numbers.choice((0, 0.2, 0.5))
         self.sibling_failures = numbers.choice((0, 0.2))
         if self.is_async and self.sibling == "sync":
             # vLLM itself goes on from a load within the step that failed.
             self.sibling_failures = 0
-        self.drafts = numbers.choice((0, 0, 1, 3))
+        # Of states with drafts vLLM keeps more blocks, and moves them: too much for this model of an engine.
+        self.drafts = 0 if any(group.word == "state" for group in self.groups) else numbers.choice((0, 0, 1, 3))
+        self.eagle = self.drafts > 0 and any(group.is_draft for group in self.groups)
         self.role = numbers.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"))
-        needed = -(-MOST_TOKENS // self.block_tokens)
-        self.blocks = needed + numbers.choice((0, 2, 4, needed // 2)) + 4
+        needed = sum(-(-MOST_TOKENS // group.block_tokens) for group in self.groups)
+        self.blocks = needed + numbers.choice((0, 2, 4, needed // 2)) + 4 * len(self.groups)
         self.policy = numbers.choice(("fcfs", "fcfs", "priority"))
         self.seats = numbers.choice((2, 4))
         self.budget = max(numbers.choice((4, 8, 16, 64)), self.drafts + 1)
         # vLLM itself asserts that what it pads with drafts is below it.
         self.long_prefill = numbers.choice((0, 0, max(3, self.drafts + 1), 6))
         self.throws = numbers.random() < 0.1
+
+    def choose_model(self):
+        """Its KV cache groups, as vLLM would deal them."""
+        numbers, size = self.numbers, self.block_tokens
+        full, others = Group("full", 0, size), []
+        window, span = numbers.choice((1, 3, 5, 9)), numbers.choice((4, 8))
+        match numbers.choice(self.MODELS):
+            case "plain":
+                pass
+            case "windows":
+                other = numbers.choice((1, 2)) * size
+                others = [Group("window", window, other)] * numbers.choice((1, 2))
+            case "two windows":
+                others = [Group("window", window, size), Group("window", window + 4, size)]
+            case "chunked":
+                others = [Group("chunked", span, size)] * numbers.choice((1, 2))
+            case "states":
+                others = [Group("state", 0, size)] * numbers.choice((1, 2))
+            case "states and windows":
+                others = [Group("state", 0, size), Group("window", window, size)]
+            case "windows alone":
+                full, others = None, [Group("window", window, size)]
+            case "states alone":
+                full, others = None, [Group("state", 0, size)]
+            case "drafts":
+                others = [Group("full", 0, size, is_draft=True)]
+            case "windows and drafts":
+                others = [Group("window", window, size), Group("full", 0, size, is_draft=True)]
+        self.groups = [*([full] if full else []), *others]
+        if numbers.random() < 0.5:
+            self.groups.reverse()
 
     # ---- what there is
 
@@ -450,7 +623,9 @@ class History:
                 num_speculative_tokens=self.drafts,
                 max_num_new_slots_for_drafting=0,
                 num_speculative_tokens_per_batch_size=None,
-                method="ngram",
+                method="eagle" if self.eagle else "ngram",
+                use_eagle=lambda: self.eagle,
+                use_eagle_block_drop=lambda: self.eagle,
             )
             if self.drafts
             else None,
@@ -467,15 +642,15 @@ class History:
                 disable_chunked_mm_input=False,
                 scheduler_reserve_full_isl=numbers.random() < 0.5,
                 watermark=0.0,
-                # As vLLM sets it: kvgate's connector does not claim `SupportsHMA`.
-                disable_hybrid_kv_cache_manager=True,
+                disable_hybrid_kv_cache_manager=False,
                 prefill_schedule_interval=1,
             ),
             cache_config=SimpleNamespace(
                 block_size=self.block_tokens,
                 num_gpu_blocks=self.blocks,
                 enable_prefix_caching=True,
-                mamba_cache_mode="none",
+                mamba_cache_mode="align" if any(group.word == "state" for group in self.groups) else "none",
+                prefix_cache_retention_interval=numbers.choice((0, None, self.chunk_tokens * 2)),
                 enable_mamba_shared_prefix_checkpoint=False,
                 cache_dtype="auto",
                 prefix_match_unit=None,
@@ -491,10 +666,21 @@ class History:
                 world_size=self.ranks,
             ),
         )
-        spec = FullAttentionSpec(block_size=self.block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(["layers.0"], spec)])
+        groups = [
+            KVCacheGroupSpec([f"layers.{number}"], group.spec(), is_eagle_group=self.eagle and group.is_draft)
+            for number, group in enumerate(self.groups)
+        ]
+        cache = KVCacheConfig(self.blocks, [], groups)
+        block_size, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
+        cache.hash_block_size = hash_tokens
+        cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block_size, hash_tokens)
+        self.model = dataclasses.replace(
+            self.model, alignment=cache.cache_hit_alignment_tokens, hash_tokens=cache.hash_block_size
+        )
         scheduler = AsyncScheduler if self.is_async else Scheduler
-        self.scheduler = scheduler(config, cache, Structured(), block_size=self.block_tokens, log_stats=False)
+        self.scheduler = scheduler(
+            config, cache, Structured(), block_size=block_size, hash_block_size=hash_tokens, log_stats=False
+        )
         self.workers = []
         for rank in range(self.ranks):
             config.parallel_config = copy.copy(config.parallel_config)
@@ -503,12 +689,12 @@ class History:
             self.workers.append(own)
             native = self.ours(own).worker
             native.worker = Worker(rank)
+            native.tables = [[(group, 1) for group in kind.blocks] for kind in self.model.kinds]
         for rank, sibling in enumerate(self.siblings):
             sibling.content = self.content[rank]
         self.aggregator = KVOutputAggregator(self.ranks)
-        self.hasher = get_request_block_hasher(self.block_tokens, sha256)
+        self.hasher = get_request_block_hasher(hash_tokens, sha256)
         self.side = self.ours(self.scheduler.connector).scheduler
-        self.finish, self.side.finished = self.side.finished, self.finished
         self.is_off = False
         connectors = [self.ours(one) for one in (self.scheduler.connector, *self.workers)]
         for connector in connectors:
@@ -546,16 +732,6 @@ class History:
     def ours(self, connector):
         return next(one for one in getattr(connector, "sub_connectors", [connector]) if not isinstance(one, Sibling))
 
-    def finished(self, request):
-        """The connector's, which may keep blocks only for a copy that is not known to have ended."""
-        name = request.request_id
-        is_held = self.finish(request)
-        if is_held:
-            open_jobs = [job for job, store in self.side.open_stores.items() if store.request == name]
-            all_told = all((rank, job) in self.told for job in open_jobs for rank in range(self.ranks))
-            check(open_jobs and not all_told, f"{name}'s blocks are kept, and nothing copies them")
-        return is_held
-
     def natives(self):
         """None: that rank's is off, and has let go of it."""
         return [self.ours(connector).worker.worker for connector in self.workers]
@@ -583,7 +759,8 @@ class History:
         check(chunk in self.of_chunk, "a chunk's hash is of no request's tokens")
         return self.of_chunk[chunk]
 
-    def published(self, rank, chunks, job):
+    def published(self, rank, chunks):
+        """Of a kind each."""
         for chunk in chunks:
             by = self.published_by.setdefault(chunk, set())
             by.add(rank)
@@ -604,7 +781,15 @@ class History:
             self.know(tokens)
             prompt = Prompt(self.space, b"", self.side.epoch)
             full = prompt.extend(tokens)
-            self.gateway.update(prompt.hashes(chunk, chunk + 1) for chunk in range(numbers.randint(0, full)))
+            for number, kind in enumerate(self.model.kinds):
+                has = numbers.randint(0, full)
+                # Of a state it has some snapshots.
+                share = 0.4 if kind.word == "state" else 1
+                self.gateway.update(
+                    (number, prompt.hashes(chunk, chunk + 1)) for chunk in range(has) if numbers.random() < share
+                )
+        if PROMPT_TOKENS:
+            tokens = (tokens * 30)[: numbers.choice(PROMPT_TOKENS)]
         self.add(tokens, numbers.randint(1, 9), numbers.randrange(3))
 
     def add(self, tokens, to_generate, priority):
@@ -640,7 +825,11 @@ class History:
         self.says("reset", preempts)
         self.has_reset |= preempts
         self.keep_truth()
-        self.scheduler.reset_prefix_cache(preempts, reset_connector=self.numbers.random() < 0.5)
+        try:
+            self.scheduler.reset_prefix_cache(preempts, reset_connector=self.numbers.random() < 0.5)
+        except RuntimeError:
+            # As vLLM does with a load between steps.
+            check(self.side.blocks.copied, "no block is copied, and the cache can't be reset")
         if self.side.epoch not in self.epochs:
             self.epochs.append(self.side.epoch)
 
@@ -658,11 +847,16 @@ class History:
             sibling.go_on()
 
     def step(self):
-        held = [store for store in self.side.open_stores.values() if store.is_held and store.copying]
+        pool = self.scheduler.kv_cache_manager.block_pool.blocks
+        held = [
+            copied
+            for copied in self.side.blocks.copied.values()
+            if any(pool[block].ref_cnt == 1 for block in copied.blocks)
+        ]
         before = set(self.scheduler.reset_preempted_req_ids)
         output = self.scheduler.schedule()
         for name in output.preempted_req_ids - before:
-            check(self.is_off or not held, f"{name} is preempted, and blocks of finished requests come free")
+            check(self.is_off or not held, f"{name} is preempted, and blocks that only copies hold come free")
             drops = self.scheduler.requests[name].drop_stale_output
             check(
                 self.has_reset or not drops or (self.sibling and self.sibling_delivers), f"{name}'s tokens are dropped"
@@ -680,10 +874,17 @@ class History:
             at = self.scheduler.connector.sub_connectors.index(self.ours(self.scheduler.connector))
             meta = meta.metadata[at]
         for store in meta.stores:
-            table = self.scheduler.kv_cache_manager.get_block_ids(store.request)[0]
-            first = self.side.open_stores[store.job].first * self.chunk_blocks
-            right = table[first : first + len(store.block_table)]
-            check(store.block_table == right, store.job, "names blocks", store.block_table, "of", right)
+            tables = self.scheduler.kv_cache_manager.get_block_ids(store.request)
+            for part in store.parts:
+                kind = self.model.kinds[part.kind]
+                for group, blocks in part.tables.items() if kind.word != "state" else ():
+                    size = self.chunk_tokens // kind.blocks[group]
+                    right = [
+                        block for chunk in part.chunks for block in tables[group][chunk * size : (chunk + 1) * size]
+                    ]
+                    # What a window has left behind is in no table any more.
+                    same = [block if right[at] else 0 for at, block in enumerate(blocks)]
+                    check(same == right, store.job, "names blocks", blocks, "of", right)
 
     def execute(self, output, step, in_flight):
         work, sampled = self.sample(output, step, in_flight)
@@ -696,8 +897,8 @@ class History:
             connector.bind_connector_metadata(meta)
             if output.has_sync_kv_loads:
                 connector.start_load_kv(None)
-            for table, tokens, start, end in work:
-                self.compute(self.content[rank], table, tokens, start, end)
+            for tables, tokens, start, end in work:
+                self.compute(self.content[rank], tables, tokens, start, end)
             if not output.has_sync_kv_loads:
                 connector.start_load_kv(None)
             connector.wait_for_save()
@@ -755,24 +956,54 @@ class History:
                 tokens = [*truth, *new[:good], *[None] * (len(drafts) - good)]
                 truth.extend(new)
                 sampled[name] = new
-            table = list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
-            work.append((table, tokens, start, start + count))
+            tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(name)]
+            work.append((tables, tokens, start, start + count))
         return work, sampled
 
-    def compute(self, content, table, tokens, start, end):
-        size = self.block_tokens
+    def compute(self, content, tables, tokens, start, end):
         tokens = tokens[:end]
         right = kv_of(tokens)
-        held = [slot for block in table[: -(-start // size)] for slot in content[block]][:start]
-        is_right = held == right[:start]
-        check(
-            is_right or self.failures or self.sibling_failures or self.is_off or None in tokens[:start],
-            f"nothing failed, and what tokens {start} to {end} are computed from is wrong in blocks {table}",
+        is_right = True
+        for number, group in enumerate(self.groups):
+            if group.is_draft or not start:
+                continue
+            held, wanted = self.attended(content, tables[number], number, group, start, right)
+            is_right &= held == wanted
+            check(
+                held == wanted or self.failures or self.sibling_failures or self.is_off or None in tokens[:start],
+                f"nothing failed, and what tokens {start} to {end} are computed from is wrong in {group}, {tables[number]}:",
+                held,
+                wanted,
+            )
+        # Of what is computed from a wrong token nothing is right.
+        good = (
+            next((at for at in range(start, end) if at >= len(tokens) or tokens[at] is None), end)
+            if is_right
+            else start
         )
-        for at in range(start, end):
-            good = is_right and at < len(tokens) and tokens[at] is not None
-            is_right = good
-            content[table[at // size]][at % size] = right[at] if good else GARBAGE
+        for number, group in enumerate(self.groups):
+            size, table = group.block_tokens, tables[number]
+            if group.word == "state":
+                row = (number, right[end - 1]) if good == end else GARBAGE
+                content[table[(end - 1) // size]][:] = [row]
+                continue
+            for at in range(start, end):
+                slots = content[table[at // size]]
+                if len(slots) != size:
+                    slots[:] = [GARBAGE] * size
+                slots[at % size] = (number, right[at]) if at < good else GARBAGE
+
+    def attended(self, content, table, number, group, start, right):
+        """What a group's layers read before they compute token `start`, and what it should be."""
+        size = group.block_tokens
+        if group.word == "state":
+            return content[table[(start - 1) // size]], [(number, right[start - 1])]
+        first = first_token(group.word, group.span, start)
+        held = []
+        for at in range(first, start):
+            slots = content[table[at // size]]
+            held.append(slots[at % size] if table[at // size] and len(slots) == size else GARBAGE)
+        return held, [(number, row) for row in right[first:start]]
 
     def check_busy(self, rank):
         """Blocks that any copy uses are nobody else's."""
@@ -846,9 +1077,10 @@ class History:
         waiting = [] if self.scheduler.running else self.scheduler.requests.values()
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         for request in waiting:
-            held = len(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+            held = sum(map(len, self.scheduler.kv_cache_manager.get_block_ids(request.request_id)))
             is_loaded = request.status == RequestStatus.WAITING and request.num_computed_tokens > 0
-            if is_loaded and -(-request.num_tokens // self.block_tokens) - held > free:
+            needed = sum(-(-request.num_tokens // group.block_tokens) for group in self.groups)
+            if is_loaded and needed - held > free:
                 self.says("vLLM is stuck, abort", request.request_id)
                 self.keep_truth()
                 return self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
@@ -875,12 +1107,16 @@ class History:
             return
         side = self.side
         check(not side.requests, "requests are left", side.requests)
-        for name in ("opaque", "open_stores", "to_free", "wanted_back", "local", "new_loads"):
+        for name in ("opaque", "wanted_back", "local", "new_loads"):
             check(not getattr(side, name), name, "is not empty:", getattr(side, name))
+        check(not side.stores.open, "stores are left", side.stores.open)
+        check(not side.blocks.kept and not side.blocks.copied, "blocks are left", side.blocks.kept, side.blocks.copied)
         check(not side.doubts.steps, "a step's loads were never told of")
         for connector in self.workers:
             worker = self.ours(connector).worker
-            check(not (worker.loads or worker.stores or worker.over or worker.received), "a worker has something left")
+            check(
+                not (worker.loads or worker.stores or worker.received or worker.failed), "a worker has something left"
+            )
 
 
 class Overtaken(History):
@@ -891,7 +1127,13 @@ class Overtaken(History):
         self.is_async = self.layerwise = self.throws = False
         self.sibling, self.failures, self.sibling_failures = None, 0, 0
         self.drafts, self.ranks, self.role = 0, 1, "kv_both"
-        self.block_tokens, self.chunk_blocks, self.chunk_tokens, self.blocks = 2, 2, 4, 12
+        self.block_tokens, self.chunk_tokens, self.blocks, self.groups, self.eagle = (
+            2,
+            4,
+            12,
+            [Group("full", 0, 2)],
+            False,
+        )
         self.policy, self.seats, self.budget, self.long_prefill = "priority", 2, 8, 6
 
     def run(self):
@@ -910,20 +1152,47 @@ class Overtaken(History):
         self.end()
 
 
-SPACES = {}
+MODELS = {}
 
 
-def space_of(chunk_tokens):
-    if chunk_tokens not in SPACES:
-        mha = '{"layers": 1, "heads": 1, "head_dim": 8}'
-        SPACES[chunk_tokens] = Space(f'{{"model": "m", "revision": "1", "chunk_tokens": {chunk_tokens}, "mha": {mha}}}')
-    return SPACES[chunk_tokens]
+def first_token(word, span, start):
+    """Of those that token `start` attends to, in other words than kvgate's."""
+    match word:
+        case "window":
+            return max(0, start - (span - 1))
+        case "chunked":
+            return start - start % span
+    return 0
 
 
-def describe(vllm_config, kv_cache_config, settings):
-    return SimpleNamespace(
-        space=world.space, layers=["layers.0"], heads=(0, 1), block_tokens=vllm_config.cache_config.block_size
-    )
+def model_of(groups, chunk_tokens, eagle):
+    key = (tuple(groups), chunk_tokens, eagle)
+    if key not in MODELS:
+        of_kinds = {}
+        for number, group in enumerate(groups):
+            of_kinds.setdefault((group.is_draft, group.word != "full", group.word, group.span), []).append(number)
+        kinds = tuple(
+            kind(word, span, is_draft, {number: groups[number].block_tokens for number in numbers}, chunk_tokens)
+            for (is_draft, _, word, span), numbers in sorted(of_kinds.items())
+        )
+        MODELS[key] = Model(kinds, chunk_tokens, 0, 0, eagle, len(groups))
+    return MODELS[key]
+
+
+def kind(word, span, is_draft, blocks, chunk_tokens):
+    space = {
+        "model": "m",
+        "revision": "1",
+        "chunk_tokens": chunk_tokens,
+        "kind": {word: span} if span else word,
+        "draft": "eagle" if is_draft else "",
+        "planes": [{"name": "kv", "layer": 0, "heads": 1, "row_bytes": 64}],
+    }
+    return Kind(Space(json.dumps(space)), word, span, is_draft, blocks, (), (), ())
+
+
+def describe(vllm_config, kv_cache_config, settings, layers=None):
+    return world.model
 
 
 TEMPLATE = {

@@ -85,7 +85,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         **({"kv_transfer_config": kv} if kv else {}),
         **engine,
     }
-    if (ranks := engine.get("tensor_parallel_size", 1)) > 1:
+    if (ranks := engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)) > 1:
         # A core each: left alone, vLLM wants a NUMA node for each rank.
         cores = sorted(os.sched_getaffinity(0))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
@@ -118,6 +118,7 @@ def run(model, prompts, kv, act, max_tokens, adapters, engine):
         "external": metrics.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "metrics": {name: value for name, value in metrics.items() if "kvgate" in name},
+        "drafts": {name: value for name, value in metrics.items() if "spec_decode" in name},
         "act": acted,
     }
     llm.llm_engine.engine_core.shutdown()

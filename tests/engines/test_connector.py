@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from kvgate import Space, weights
+from kvgate import weights
 from kvgate.vllm import KvGateConnector, connector, gateway
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe
@@ -24,22 +24,24 @@ from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateStats
 from kvgate.vllm.versions import LACKING, REQUIRED, check
-from kvgate.vllm.worker import axes_of
+from kvgate.vllm.worker import axes_of, kernel_blocks, own_heads
+from made_up import Pool, model, request
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 API = Path(__file__).with_name("connector_api.json")
-"""For each version of vLLM its base class's methods: name, parameters, and whether it is abstract. See record_api.py."""
+"""For each version of vLLM its base classes' methods: name, parameters, and whether it is abstract. See record_api.py."""
+BASES = ("SupportsHMA", "KVConnectorBase_V1")
 
 
 def methods_of(source):
-    """Of `KVConnectorBase_V1`."""
-    tree = ast.parse(source)
-    connector = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1")
+    """Of the classes that the connector is made of."""
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in BASES]
     return {
         node.name: {
             "parameters": [argument.arg for argument in node.args.args],
             "abstract": any("abstractmethod" in ast.unparse(mark) for mark in node.decorator_list),
         }
+        for connector in classes
         for node in connector.body
         if isinstance(node, ast.FunctionDef)
     }
@@ -350,34 +352,17 @@ class StatsTest(unittest.TestCase):
         )
 
 
-MHA = {"layers": 1, "heads": 1, "head_dim": 8}
-
-
 class SchedulerTest(unittest.TestCase):
     """Without a gateway: nothing is there."""
 
     def setUp(self):
-        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": MHA}
-        self.model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
+        self.model = model()
         self.scheduler = SchedulerSide(self.model, Settings.read({"socket": "/nowhere/sock"}))
 
-    def request(self, name="r", tokens=range(20), **more):
-        fields = {
-            "request_id": name,
-            "all_token_ids": list(tokens),
-            "num_tokens": len(tokens),
-            "num_prompt_tokens": len(tokens),
-            "cache_salt": None,
-            "lora_request": None,
-            "mm_features": [],
-            "prompt_embeds": None,
-        }
-        return SimpleNamespace(**{**fields, **more})
-
     def hashes(self, **more):
-        self.scheduler.new_request(self.request(**more))
+        self.scheduler.new_request(request(**more))
         prompt = self.scheduler.requests["r"].prompt
-        self.scheduler.finished(self.request())
+        self.scheduler.finished(request())
         return prompt.hashes(0, len(prompt))
 
     def test_adapter_salt_and_items_go_into_the_hashes(self):
@@ -407,32 +392,33 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual(self.hashes(), before)
 
     def test_prompts_by_embeddings_reuse_nothing(self):
-        request = self.request(prompt_embeds=object())
-        self.scheduler.new_request(request)
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
-        self.assertFalse(self.scheduler.finished(request))
+        one = request(prompt_embeds=object())
+        self.scheduler.new_request(one)
+        self.assertEqual(self.scheduler.matched_tokens(one, 0), (0, False))
+        self.scheduler.finished(one)
+        self.assertEqual((self.scheduler.requests, self.scheduler.opaque), ({}, {}))
 
     def test_images_without_a_digest_reuse_nothing(self):
         self.scheduler.items_have_digests = False
         image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3))
-        request = self.request(mm_features=[image])
-        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+        one = request(mm_features=[image])
+        self.assertEqual(self.scheduler.matched_tokens(one, 0), (0, False))
         self.assertIsNone(self.scheduler.requests["r"])
-        self.scheduler.finished(request)
+        self.scheduler.finished(one)
         self.assertTrue(self.hashes())
 
     def test_an_adapter_that_nobody_knows_reuses_nothing(self):
-        request = self.request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
-        while (matched := self.scheduler.matched_tokens(request, 0)) == (None, False):
+        one = request(lora_request=SimpleNamespace(lora_path="/no/such/adapter", lora_name="a"))
+        while (matched := self.scheduler.matched_tokens(one, 0)) == (None, False):
             concurrent.futures.wait([self.scheduler.adapters.asked["r"].digest])
         self.assertEqual(matched, (0, False))
         self.assertIsNone(self.scheduler.requests["r"])
 
     def test_requests_that_run_through_a_reset_store_nothing(self):
-        self.scheduler.new_request(self.request())
+        self.scheduler.new_request(request())
         self.scheduler.reset()
         meta = SimpleNamespace(stores=[])
-        self.scheduler.add_store(meta, self.scheduler.requests["r"], 20, None)
+        self.scheduler.add_store(meta, self.scheduler.requests["r"], 20, None, ())
         self.assertEqual(meta.stores, [])
 
 
@@ -440,22 +426,22 @@ class RunningRequest(unittest.TestCase):
     """A request of 20 tokens in blocks of 4 and chunks of 8, of which the first chunk is there, on two ranks."""
 
     layerwise = False
-    model = SimpleNamespace(
-        space=Space(json.dumps({"model": "m", "revision": "1", "chunk_tokens": 8, "mha": MHA})), block_tokens=4
-    )
 
     def setUp(self):
         settings = Settings.read({"socket": "/nowhere/sock", "layerwise": self.layerwise})
-        self.scheduler = SchedulerSide(self.model, settings, ranks=2)
+        self.scheduler = SchedulerSide(model(), settings, ranks=2)
+        self.pool = Pool()
+        self.scheduler.blocks.bind(self.pool)
         self.blocks = {}
         self.request, self.state = self.add("r", [10, 11, 12, 13, 14, 15], found=1)
 
     def add(self, name, blocks, found=0, tokens=20):
-        request = SchedulerTest.request(self, name, range(tokens))
-        self.scheduler.new_request(request)
+        one = request(name, range(tokens))
+        self.scheduler.new_request(one)
         state = self.scheduler.requests[name]
-        state.found, self.blocks[name] = found, blocks
-        return request, state
+        state.found, self.blocks[name] = [found], blocks
+        self.pool.take(*blocks)
+        return one, state
 
     def load(self):
         self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.blocks["r"]]), 8)
@@ -472,7 +458,9 @@ class RunningRequest(unittest.TestCase):
             scheduled_cached_reqs=SimpleNamespace(req_ids=list(before), num_computed_tokens=list(before.values())),
             preempted_req_ids=set(preempted),
             has_sync_kv_loads=has_sync_kv_loads,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (self.blocks[name],)),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: (self.blocks[name],), boundary_state_offloads={}
+            ),
         )
         return self.scheduler.step(output)
 
@@ -485,11 +473,20 @@ class RunningRequest(unittest.TestCase):
         return self.first_tokens(self.new(*(names or "r"), **more))
 
     def first_tokens(self, meta):
-        return {store.request: self.scheduler.open_stores[store.job].first * 8 for store in meta.stores}
+        return {store.request: store.parts[0].chunks[0] * 8 for store in meta.stores}
+
+    def tables(self, meta):
+        """The blocks of what is stored."""
+        return {store.request: store.parts[0].tables[0] for store in meta.stores}
+
+    def free(self, *requests):
+        """vLLM takes their blocks back."""
+        for name in requests:
+            self.pool.leave(*self.blocks[name])
 
     def report_store(self, meta, there):
         (store,) = meta.stores
-        self.scheduler.ended((), WorkerReport(stored={store.job: (2, there)}))
+        self.scheduler.ended((), WorkerReport(stored={store.job: (2, {(0, at) for at in there})}))
 
     def report_step(self, meta, failed_blocks=(), ranks=2):
         self.scheduler.ended(failed_blocks, WorkerReport(steps={meta.loads_within: ranks}))
@@ -507,44 +504,51 @@ class StoreTest(RunningRequest):
 
     def test_a_store_has_the_blocks_that_vllm_says(self):
         self.blocks["r"][2:] = [22, 23, 24]
-        (store,) = self.new("r").stores
-        self.assertEqual(store.block_table, [22, 23])
+        self.assertEqual(self.tables(self.new("r")), {"r": [22, 23]})
 
     def test_a_load_has_its_chunks_blocks_alone(self):
         self.state.local = 8
-        (load,) = self.load().loads
-        self.assertEqual((load.first_chunk, load.tokens, load.block_table), (1, (0, 8), [12, 13]))
+        ((part,),) = (load.parts for load in self.load().loads)
+        self.assertEqual((part.first_chunk, part.tables), (1, {0: ((0, 8), [12, 13])}))
 
-    def test_blocks_are_kept_while_they_are_copied(self):
-        self.assertFalse(self.scheduler.finished(self.request), "nothing was")
-        self.request, self.state = self.add("s", [10, 11, 12, 13, 14])
-        self.new("s")
-        self.assertTrue(self.scheduler.finished(self.request))
-        self.assertEqual([self.step().finished, self.step().finished], [{"s"}, set()])
+    def test_a_store_has_each_chunk_s_parent(self):
+        self.request, self.state = self.add("long", list(range(20, 30)), tokens=36)
+        ((part,),) = (store.parts for store in self.new("long", tokens=36).stores)
+        prompt = self.state.prompt
+        self.assertEqual(part.hashes, prompt.hashes(0, 4))
+        self.assertEqual(part.parents, prompt.parent(0) + prompt.hashes(0, 3))
 
     def test_chunks_that_all_ranks_have_copied_keep_no_blocks(self):
         (store,) = self.new("r").stores
+        self.scheduler.finished(self.request)
+        self.free("r")
+        self.assertEqual(self.pool.held(), {12: 1, 13: 1})
         for ranks in (1, 2):
-            self.scheduler.ended((), WorkerReport(freed={store.job: 1}))
-            self.assertEqual(self.scheduler.open_stores[store.job].copying, 2 - ranks)
-        self.assertFalse(self.scheduler.finished(self.request))
+            self.scheduler.blocks.freed({store.job: 1})
+            self.assertEqual(self.pool.held(), {12: 1, 13: 1} if ranks < 2 else {})
 
-    def test_a_preempted_request_has_no_blocks_to_keep(self):
-        """A client that goes while another connector loads it back: vLLM itself keeps what is being written."""
-        self.new("r")
-        self.assertEqual(self.step(preempted={"r"}).taken_back, {"r"})
-        self.assertFalse(self.scheduler.finished(self.request))
-        self.assertEqual(self.step().finished, set())
+    def test_a_request_that_stores_nothing_holds_nothing(self):
+        self.scheduler.finished(self.request)
+        self.free("r")
+        self.assertEqual(self.pool.held(), {})
 
-    def test_blocks_that_vllm_needs_are_taken_back_from_finished_requests(self):
-        self.new("r")
+    def test_a_preempted_request_s_store_goes_on(self):
+        (store,) = self.new("r").stores
+        self.free("r")
+        self.assertEqual(self.step(preempted={"r"}).taken_back, set())
+        self.assertEqual(self.pool.held(), {12: 1, 13: 1})
+        self.scheduler.blocks.freed({store.job: 2})
+        self.assertEqual(self.pool.held(), {})
+
+    def test_blocks_that_vllm_needs_are_taken_back_from_stores_that_alone_hold_them(self):
+        (store,) = self.new("r").stores
         self.assertFalse(self.scheduler.has_pending_block_frees(), "it runs")
         self.scheduler.finished(self.request)
+        self.free("r")
         self.assertTrue(self.scheduler.has_pending_block_frees())
-        meta = self.step()
-        self.assertEqual((meta.taken_back, meta.finished), ({"r"}, {"r"}))
-        (job,) = self.scheduler.open_stores
-        self.scheduler.ended((), WorkerReport(freed={job: 2}))
+        self.assertEqual(self.step().taken_back, {store.job})
+        self.assertEqual(self.step().taken_back, set())
+        self.scheduler.blocks.freed({store.job: 2})
         self.assertFalse(self.scheduler.has_pending_block_frees())
 
     def test_no_token_is_dropped_for_a_store(self):
@@ -583,9 +587,7 @@ class SiblingTest(RunningRequest):
         # vLLM's own cache has these blocks.
         self.add("later", [20, 21, 22, 33, 44, 45])
         meta = self.step({"shares": (20, 21), "later": (16, 20)})
-        self.assertEqual(
-            {store.request: store.block_table for store in meta.stores}, {"shares": [20, 21], "later": [20, 21]}
-        )
+        self.assertEqual(self.tables(meta), {"shares": [20, 21], "later": [20, 21]})
 
 
 class RateTest(RunningRequest):
@@ -595,10 +597,10 @@ class RateTest(RunningRequest):
         self.scheduler.load_or_compute = self.rates = LoadOrCompute(lambda: self.now)
 
     def test_the_slowest_rank_s_time_counts_and_the_tokens_that_came(self):
-        self.state.found = 2
+        self.state.found = [2]
         self.scheduler.allocated(self.request, SimpleNamespace(get_block_ids=lambda: [self.blocks["r"]]), 16)
         self.now = 2.0
-        report = WorkerReport({"r#0": (1, 0.5)}).aggregate(WorkerReport({"r#0": (1, 2.0)}))
+        report = WorkerReport({"r#0": (1, 0.5, True, True)}).aggregate(WorkerReport({"r#0": (1, 2.0, False, True)}))
         self.scheduler.ended({12}, report)
         self.assertEqual((self.rates.load.tokens, self.rates.load.seconds), (8, 2.0))
 
@@ -606,7 +608,7 @@ class RateTest(RunningRequest):
         self.rates.prefill.add(1000, 1)
         self.load()
         self.now = 30.0
-        self.scheduler.ended({10}, WorkerReport({"r#0": (2, 30.0)}))
+        self.scheduler.ended({10}, WorkerReport({"r#0": (2, 30.0, False, True)}))
         self.assertFalse(self.rates.should_load(8))
 
     def test_a_load_whose_request_is_gone_says_nothing_and_is_no_longer_under_way(self):
@@ -614,7 +616,7 @@ class RateTest(RunningRequest):
         self.load()
         self.scheduler.finished(self.request)
         self.assertEqual(set(self.rates.loads.under_way), {"r#0"})
-        self.scheduler.ended((), WorkerReport({"r#0": (2, 1.0)}))
+        self.scheduler.ended((), WorkerReport({"r#0": (2, 1.0, True, True)}))
         self.assertEqual((self.rates.loads.under_way, self.rates.load.tokens), ({}, 0))
 
     def loads(self, waves, seconds):
@@ -623,15 +625,15 @@ class RateTest(RunningRequest):
         for _ in range(waves):
             jobs = []
             for _ in range(8):
-                request, state = self.add(f"r{len(self.scheduler.requests)}", blocks)
+                one, state = self.add(f"r{len(self.scheduler.requests)}", blocks)
                 if self.scheduler.is_worth_it(state, 16):
-                    self.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), 16)
+                    self.scheduler.allocated(one, SimpleNamespace(get_block_ids=lambda: [blocks]), 16)
                     jobs.append(state.load.job)
             self.step()
             self.now += seconds
             # Each is told after a step of its own.
             for job in jobs:
-                self.scheduler.ended((), WorkerReport(loaded={job: (2, seconds)}))
+                self.scheduler.ended((), WorkerReport(loaded={job: (2, seconds, True, True)}))
             taken += len(jobs)
         return taken
 
@@ -670,19 +672,26 @@ class LayerwiseTest(RunningRequest):
         self.assertEqual(self.first_tokens(self.step({"shares": (8, 20), "alone": (0, 20)})), {"alone": 0})
 
     def test_a_chunk_that_a_rank_did_not_hand_over_is_stored_anew(self):
-        report = WorkerReport(loaded={self.state.load.job: (2, 0.1)}, steps={self.meta.loads_within: 2})
+        report = WorkerReport(loaded={self.state.load.job: (2, 0.1, False, True)}, steps={self.meta.loads_within: 2})
         self.scheduler.ended({11}, report)
         self.assertEqual(self.first_tokens(self.step({"r": (4, 20)})), {"r": 0})
         self.assertEqual(self.scheduler.matched_tokens(self.request, 0), (0, False))
 
     def test_reports_of_ranks_are_added_up(self):
-        one = WorkerReport({"l": (1, 0.5)}, {"s": (1, {0, 1})}, {"s": 1}, {7: 1})
-        both = one.aggregate(WorkerReport({"l": (1, 0.2)}, {"s": (1, {1, 2}), "t": (1, {0})}, {"s": 1, "t": 1}, {7: 1}))
-        self.assertEqual((both.loaded, both.stored), ({"l": (2, 0.5)}, {"s": (2, {1}), "t": (1, {0})}))
+        one = WorkerReport({"l": (1, 0.5, True, True)}, {"s": (1, {(0, 0), (0, 1)})}, {"s": 1}, {7: 1})
+        other = WorkerReport(
+            {"l": (1, 0.2, False, True), "m": (1, 0.3, True, False)},
+            {"s": (1, {(0, 1), (1, 1)}), "t": (1, {(0, 0)})},
+            {"s": 1, "t": 1},
+            {7: 1},
+        )
+        both = one.aggregate(other)
+        self.assertEqual(both.loaded, {"l": (2, 0.5, False, True), "m": (1, 0.3, True, False)})
+        self.assertEqual(both.stored, {"s": (2, {(0, 1)}), "t": (1, {(0, 0)})})
         self.assertEqual((both.freed, both.steps), ({"s": 2, "t": 1}, {7: 2}))
 
     def test_the_end_of_an_earlier_load_says_nothing(self):
-        self.scheduler.ended((), WorkerReport(loaded={"r#9": (2, 0.1), "gone#1": (2, 0.1)}))
+        self.scheduler.ended((), WorkerReport(loaded={"r#9": (2, 0.1, True, True), "gone#1": (2, 0.1, True, True)}))
         self.assertIsNotNone(self.state.load)
 
 
@@ -704,7 +713,24 @@ class LayoutTest(unittest.TestCase):
             ((100, 8, 17, 256), None),
             ((100,), None),
         ):
-            self.assertEqual(axes_of(shape, 16), axes, shape)
+            self.assertEqual(axes_of(shape, 16), (axes, 1), shape)
+        self.assertEqual(axes_of((100, 1, 1, 68608), 1), ("BHNC", 1), "a state")
+
+    def test_kernels_may_have_smaller_blocks_than_vllm(self):
+        self.assertEqual(axes_of((200, 8, 16, 256), 32), ("BHNC", 2))
+        self.assertEqual(axes_of((100, 8, 32, 256), 16), (None, 1), "not larger ones")
+        self.assertEqual(kernel_blocks([3, 0, 5], 2), [6, 7, 0, 1, 10, 11])
+        self.assertEqual(kernel_blocks([3, 5], 1), [3, 5])
+
+    def test_heads_of_a_rank(self):
+        for total, ranks, own in (
+            (8, 1, [(0, 8)]),
+            (8, 2, [(0, 4), (4, 8)]),
+            # Several ranks have the same head.
+            (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+            (1, 2, [(0, 1), (0, 1)]),
+        ):
+            self.assertEqual([own_heads(total, rank, ranks) for rank in range(ranks)], own)
 
 
 if __name__ == "__main__":

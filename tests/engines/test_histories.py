@@ -13,8 +13,10 @@ from unittest import mock
 
 import histories
 from histories import BrokenError, History, Overtaken
+from kvgate.vllm.blocks import Blocks, Kept
 from kvgate.vllm.connector import KvGateConnector
 from kvgate.vllm.scheduler import SchedulerSide
+from kvgate.vllm.stores import Stores
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 HISTORIES = 500_000 if os.environ.get("KVGATE_TEST_FULL") else 20_000
@@ -83,11 +85,15 @@ class PlantedTest(unittest.TestCase):
             cached = output.scheduled_cached_reqs
             if not output.has_sync_kv_loads:
                 for new in output.scheduled_new_reqs:
-                    tables[new.req_id] = list(new.block_ids[0])
-                for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                    tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
+                for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
                     own = [] if name in cached.resumed_req_ids else tables.get(name, [])
-                    tables[name] = own + list(blocks[0] if blocks else [])
-            output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda name: (tables.get(name, []),))
+                    new = new or ([],) * len(own)
+                    tables[name] = [[*old, *more] for old, more in zip(own, new, strict=False)] if own else new
+            output.kv_connector_block_state = SimpleNamespace(
+                get_block_ids=lambda name: tables.get(name, ([],)),
+                boundary_state_offloads=output.kv_connector_block_state.boundary_state_offloads,
+            )
             is_producer = self.is_producer
             self.is_producer = is_producer and not output.has_sync_kv_loads
             meta = step(self, output)
@@ -97,6 +103,7 @@ class PlantedTest(unittest.TestCase):
         with (
             mock.patch.object(SchedulerSide, "step", planted),
             mock.patch.object(SchedulerSide, "note_doubts", lambda *_: None),
+            mock.patch.object(History, "MODELS", ("plain",)),
         ):
             self.finds("blocks")
 
@@ -104,40 +111,96 @@ class PlantedTest(unittest.TestCase):
         with mock.patch.object(SchedulerSide, "note_doubts", lambda *_: None):
             self.finds("wrong KV|is not empty")
 
-    def test_blocks_that_are_kept_after_a_preemption(self):
-        step, finished = SchedulerSide.step, SchedulerSide.finished
+    def test_blocks_that_are_not_held_while_they_are_copied(self):
+        with (
+            mock.patch.object(Blocks, "touch", lambda *_: None),
+            mock.patch.object(Blocks, "free", lambda *_: None),
+        ):
+            self.finds("is free|wrong KV")
 
-        def counts(self, output):
-            meta = step(self, output)
-            self.__dict__.setdefault("stored_ever", set()).update(store.request for store in meta.stores)
-            return meta
+    def test_blocks_that_are_held_although_all_copies_have_ended(self):
+        with mock.patch.object(Blocks, "freed", lambda *_: None):
+            self.finds("blocks are lost|is preempted|can't be reset|does not end")
+
+    def test_windows_that_are_kept_after_their_request(self):
+        with mock.patch.object(Blocks, "drop", lambda *_: None):
+            self.finds("blocks are lost|can't be reset|does not end")
+
+    def test_windows_by_what_the_table_has_when_their_chunk_is_full(self):
+        """vLLM has freed some of them."""
+
+        def planted(self, request, place, first, table, end):
+            kept = self.kept.setdefault(request, {}).setdefault(place, Kept(first, []))
+            kept.blocks[:] = [block or 1 for block in table[kept.first : end]]
+            self.touch(kept.blocks)
+
+        with mock.patch.object(Blocks, "keep", planted):
+            self.finds("wrong KV|names blocks")
+
+    def test_states_by_their_place_in_the_table(self):
+        """vLLM keeps few of them."""
+
+        def planted(self, state, index, kind, full, offers):
+            tables = histories.world.scheduler.kv_cache_manager.get_block_ids(state.request.request_id)
+            known = state.snapshots.setdefault(index, set())
+            chunks = [chunk for chunk in range(full) if chunk not in known]
+            known.update(chunks)
+            places = {group: self.model.chunk_tokens // size for group, size in kind.blocks.items()}
+            found = {
+                group: [tables[group][(chunk + 1) * size - 1] for chunk in chunks] for group, size in places.items()
+            }
+            return chunks, found
+
+        with mock.patch.object(Stores, "snapshot", planted):
+            self.finds("wrong KV|null block|block 0 is free")
+
+    def test_hits_without_a_token_left_to_compute(self):
+        """vLLM steps back one token, where there is neither the window nor the state."""
 
         def planted(self, request):
-            finished(self, request)
-            if request.request_id in self.__dict__.get("stored_ever", ()):
-                self.to_free.add(request.request_id)
-                return True
-            return False
+            return request.num_tokens // self.chunk_tokens
+
+        def all_of_it(self, request, num_computed_tokens):
+            found = self.lookups.answer(request.request_id) if request.request_id in self.lookups.prompts else None
+            tokens, is_async = matched(self, request, num_computed_tokens)
+            return (found * self.chunk_tokens - num_computed_tokens if found and tokens else tokens), is_async
+
+        matched = SchedulerSide.matched_tokens
+        with (
+            mock.patch.object(SchedulerSide, "most_chunks", planted),
+            mock.patch.object(SchedulerSide, "matched_tokens", all_of_it),
+            mock.patch.object(History, "MODELS", ("windows", "states")),
+            mock.patch.object(histories.Worker, "fails", lambda self: False),
+            mock.patch.object(histories, "PROMPT_TOKENS", (12, 24)),
+        ):
+            self.finds("computed from is wrong|Error")
+
+    def test_windows_of_which_not_all_is_loaded(self):
+        load_part = SchedulerSide.load_part
+
+        def planted(self, index, kind, *told):
+            part = load_part(self, index, kind, *told)
+            if part is not None and kind.word == "window":
+                for group, ((start, end), blocks) in part.tables.items():
+                    part.tables[group] = ((min(start + kind.blocks[group], end), end), blocks)
+            return part
+
+        with mock.patch.object(SchedulerSide, "load_part", planted):
+            self.finds("computed from is wrong")
+
+    def test_failed_loads_that_are_asked_for_again_at_once(self):
+        note = SchedulerSide.note_failure
+
+        def planted(self, state, failed_blocks, is_whole):
+            note(self, state, failed_blocks, is_whole)
+            state.lost = None
 
         with (
-            mock.patch.object(SchedulerSide, "step", counts),
-            mock.patch.object(SchedulerSide, "finished", planted),
-            mock.patch.object(History, "finished", lambda self, request: self.finish(request)),
-            # The other connector loads between steps.
-            mock.patch.object(History, "SIBLINGS", ("async",)),
+            mock.patch.object(SchedulerSide, "note_failure", planted),
+            mock.patch.object(History, "MODELS", ("windows",)),
+            mock.patch.object(histories.Worker, "fails", lambda self: True),
         ):
-            self.finds("assert req_id in self.requests|is free")
-
-    def test_blocks_that_are_kept_although_all_copies_have_ended(self):
-        ended = SchedulerSide.ended
-
-        def planted(self, failed_blocks, report):
-            if report is not None:
-                report.freed = {}
-            ended(self, failed_blocks, report)
-
-        with mock.patch.object(SchedulerSide, "ended", planted):
-            self.finds("nothing copies them")
+            self.finds("does not end")
 
     def test_tokens_that_are_dropped_for_a_best_effort_cache(self):
         with mock.patch.object(KvGateConnector, "requires_kv_delivery", KVConnectorBase_V1.requires_kv_delivery):
@@ -145,16 +208,16 @@ class PlantedTest(unittest.TestCase):
 
     def test_blocks_that_vllm_has_cached_and_never_computed(self):
         """It does so itself, for requests with priorities."""
-        Overtaken(0).run()
+        Overtaken(1).run()
         with (
             mock.patch.object(SchedulerSide, "evict_uncomputed", lambda *_: None),
             self.assertRaisesRegex(BrokenError, "computed from is wrong"),
         ):
-            Overtaken(0).run()
+            Overtaken(1).run()
 
     def test_preemption_beside_blocks_that_come_free(self):
         with mock.patch.object(KvGateConnector, "has_pending_block_frees", lambda self: False):
-            self.finds("come free")
+            self.finds("only copies hold come free")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ python tests/engines/test_lookups.py     in an environment with vLLM and the whe
 """
 
 import contextlib
-import json
 import queue
-import re
 import socketserver
 import tempfile
 import threading
@@ -15,11 +13,13 @@ import unittest
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
 
-from kvgate import Space
+from kvgate import Lookups
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
+from made_up import Pool, kind, model, request
 
 SECONDS_MAX = 20
 """Seconds that a test waits for an answer that must come."""
@@ -37,13 +37,22 @@ def wait_for(what):
 class Question:
     """A lookup that has come, and waits for its answer."""
 
-    def __init__(self, query, hashes):
-        self.deadline_ms = int(re.search(r"deadline_ms=(\d+)", query)[1])
+    def __init__(self, path, hashes):
+        self.query = parse_qs(urlsplit(path).query)
+        self.deadline_ms = int(self.query["deadline_ms"][0])
         self.hashes = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         self.told = threading.Event()
 
-    def answer(self, prefix, unknown=(), memory=(), disk=()):
-        self.prefix, self.masks = prefix, (range(prefix), unknown, (), memory, disk)
+    def answer(self, prefix, unknown=(), memory=(), disk=(), boundary=None):
+        """`prefix`: leading chunks of the first kind; `boundary`: those after which all kinds have what they need."""
+        self.masks = (range(prefix), unknown, (), memory, disk)
+        self.headers = {
+            "x-kvgate-prefix": prefix,
+            "x-kvgate-boundary": prefix if boundary is None else boundary,
+            "x-kvgate-full": prefix,
+            "x-kvgate-open": int(bool(unknown)),
+            "x-kvgate-drafts": "",
+        }
         self.told.set()
 
     def body(self):
@@ -78,7 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         # The other end may be gone by now.
         with contextlib.suppress(OSError):
             self.send_response(200)
-            self.send_header("x-kvgate-prefix", str(question.prefix))
+            for name, value in question.headers.items():
+                self.send_header(name, str(value))
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -99,30 +109,18 @@ class LookupCase(unittest.TestCase):
         self.gateway = Answers(path)
         self.addCleanup(self.gateway.server_close)
         self.addCleanup(self.gateway.shutdown)
-        space = {"model": "m", "revision": "1", "chunk_tokens": 8, "mha": {"layers": 1, "heads": 1, "head_dim": 8}}
-        model = SimpleNamespace(space=Space(json.dumps(space)), block_tokens=4)
         always = {"load_policy": "always", "socket": path, "lookup_deadline_ms": 5000}
-        self.scheduler = SchedulerSide(model, Settings.read({**always, **self.settings}))
+        self.scheduler = SchedulerSide(self.model(), Settings.read({**always, **self.settings}))
+        self.scheduler.blocks.bind(Pool())
         self.blocks = SimpleNamespace(get_block_ids=lambda: [list(range(10, 30))])
 
-    def request(self, name="r", tokens=36):
-        tokens = list(range(tokens))
-        request = SimpleNamespace(
-            request_id=name,
-            all_token_ids=tokens,
-            num_tokens=len(tokens),
-            num_prompt_tokens=len(tokens),
-            cache_salt=None,
-            lora_request=None,
-            mm_features=[],
-            prompt_embeds=None,
-        )
-        return request
+    def model(self):
+        return model()
 
-    def arrive(self, **more):
-        request = self.request(**more)
-        self.scheduler.new_request(request)
-        return request
+    def arrive(self, name="r", tokens=36):
+        one = request(name, range(tokens))
+        self.scheduler.new_request(one)
+        return one
 
     def queued(self, found):
         """A request whose answer is old when the scheduler comes to it."""
@@ -152,16 +150,16 @@ class LookupCase(unittest.TestCase):
     def fail_load(self, request, block):
         """The load under way ends without this block and those that follow."""
         job = self.scheduler.requests[request.request_id].load.job
-        self.scheduler.ended(set(range(block, 30)), WorkerReport(loaded={job: (1, 0.1)}))
+        self.scheduler.ended(set(range(block, 30)), WorkerReport(loaded={job: (1, 0.1, False, True)}))
 
     def store(self, request, computed):
         """A step computes `computed` tokens; the chunks that are full then go to a store, and get there."""
         return self.step({request.request_id: computed}).stores
 
-    def step(self, computed=None):
+    def step(self, computed=None, offers=None):
         """One in which these new requests get so many tokens."""
-        computed, table = computed or {}, list(range(10, 30))
-        new = [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=0) for name in computed]
+        computed, tables = computed or {}, self.blocks.get_block_ids()
+        new = [SimpleNamespace(req_id=name, block_ids=tables, num_computed_tokens=0) for name in computed]
         return self.scheduler.step(
             SimpleNamespace(
                 total_num_scheduled_tokens=sum(computed.values()),
@@ -169,13 +167,15 @@ class LookupCase(unittest.TestCase):
                 scheduled_new_reqs=new,
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
                 preempted_req_ids=None,
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: [table]),
+                kv_connector_block_state=SimpleNamespace(
+                    get_block_ids=lambda _: tables, boundary_state_offloads=offers or {}
+                ),
             )
         )
 
     def get_there(self, stores):
         for store in stores:
-            there = set(range(len(store.hashes) // HASH_BYTES))
+            there = {(part.kind, at) for part in store.parts for at in range(len(part.chunks))}
             self.scheduler.ended((), WorkerReport(stored={store.job: (1, there)}))
 
 
@@ -224,6 +224,92 @@ class SourcesTest(LookupCase):
         self.assertEqual(told, {"host": 12, "disk": 8, "external_unspecified": 8})
 
 
+class KindsTest(LookupCase):
+    """A model with a window in group 1 and a state in group 2, and drafts in group 3."""
+
+    settings: ClassVar = {"state_every": 32}
+
+    def model(self):
+        window, state = kind("window", 6, {1: 4}), kind("state", 0, {2: 8})
+        self.kinds = [kind(), window, state, kind(blocks={3: 4}, is_draft=True)]
+        return model(*self.kinds, drops_last=True)
+
+    def setUp(self):
+        super().setUp()
+        null = [0] * 20
+        self.tables = [range(10, 30), [*null[:2], *range(32, 50)], [*null[:1], *range(51, 60)], range(70, 90)]
+        self.blocks = SimpleNamespace(get_block_ids=lambda: [list(table) for table in self.tables])
+
+    def test_one_question_is_about_all_kinds(self):
+        self.arrive()
+        query = self.gateway.next().query
+        ids = [kind.space.id for kind in self.kinds]
+        self.assertEqual((query["space"], query["with"], query["drafts"]), (ids[:1], ids[1:3], ids[3:]))
+        # In chunks. vLLM drops the last one of a hit, for its drafts.
+        self.assertEqual((query["state_every"], query["lookahead"]), (["4"], ["1"]))
+
+    def test_a_token_is_left_to_compute(self):
+        self.arrive(tokens=32)
+        self.assertEqual(len(self.gateway.next().hashes), 3)
+
+    def test_the_boundary_counts_and_prompts_are_known_to_part_where_the_prefix_ends(self):
+        request = self.arrive()
+        self.gateway.next().answer(4, boundary=2)
+        self.assertEqual(self.matched(request), 16)
+        # vLLM keeps a state there, so that the next one hits.
+        self.assertEqual(request.shared_prefix_boundary, 32)
+
+    def test_what_each_kind_needs_is_loaded(self):
+        request = self.arrive()
+        self.gateway.next().answer(2)
+        self.assertEqual(self.matched(request), 16)
+        self.admit(request, 16)
+        load = self.scheduler.requests["r"].load
+        found = {part.kind: (part.first_chunk, part.tables) for part in load.parts}
+        self.assertEqual(
+            found,
+            {
+                0: (0, {0: ((0, 16), [10, 11, 12, 13])}),
+                # Of the window those blocks that vLLM has given.
+                1: (1, {1: ((0, 8), [32, 33])}),
+                2: (1, {2: ((0, 1), [51])}),
+                3: (0, {3: ((0, 16), [70, 71, 72, 73])}),
+            },
+        )
+        prompt = self.scheduler.requests["r"].prompt
+        self.assertEqual([part.hashes for part in load.parts], [prompt.hashes(first, 2) for first, _ in found.values()])
+
+    def test_what_vllm_has_is_not_loaded(self):
+        request = self.arrive()
+        self.gateway.next().answer(2)
+        self.assertEqual(self.matched(request, local=8), 8)
+        self.admit(request, 8)
+        parts = self.scheduler.requests["r"].load.parts
+        self.assertEqual([(part.kind, part.first_chunk) for part in parts], [(0, 1), (1, 1), (2, 1), (3, 1)])
+
+    def test_a_state_that_was_loaded_is_not_stored_although_vllm_offers_it_back(self):
+        for is_whole, stored in ((True, []), (False, [2])):
+            name = f"whole {is_whole}"
+            request = self.arrive(name=name, tokens=20)
+            self.gateway.next().answer(2)
+            self.assertEqual(self.matched(request), 16)
+            self.admit(request, 16)
+            job = self.scheduler.requests[name].load.job
+            self.scheduler.ended((), WorkerReport(loaded={job: (1, 0.1, is_whole, True)}))
+            stores = self.step({name: 16}, {name: [(2, 51, 16)]}).stores
+            kinds = [part.kind for store in stores for part in store.parts if part.kind == 2]
+            self.assertEqual(kinds, stored, name)
+
+    def test_a_load_that_lacks_anything_is_not_tried_again(self):
+        request = self.arrive()
+        self.gateway.next().answer(2)
+        self.assertEqual(self.matched(request), 16)
+        self.admit(request, 16)
+        job = self.scheduler.requests["r"].load.job
+        self.scheduler.ended((), WorkerReport(loaded={job: (1, 0.1, False, True)}))
+        self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+
+
 class HungTest(LookupCase):
     """A gateway that takes questions, and answers none."""
 
@@ -231,11 +317,11 @@ class HungTest(LookupCase):
 
     def test_each_request_goes_on_and_later_ones_wait_for_nothing(self):
         requests = [self.arrive(name=f"r{number}") for number in range(4)]
-        for request in requests[:2]:
+        for one in requests[:2]:
             self.gateway.next()
-            self.assertEqual(self.matched(request), 0)
-        for request in requests[2:]:
-            self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+            self.assertEqual(self.matched(one), 0)
+        for one in requests[2:]:
+            self.assertEqual(self.scheduler.matched_tokens(one, 0), (0, False))
         later = self.arrive(name="later")
         self.assertEqual(self.scheduler.matched_tokens(later, 0), (0, False))
 
@@ -246,8 +332,8 @@ class HungTest(LookupCase):
             self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
 
     def test_one_that_is_not_there_is_not_waited_for(self):
-        self.scheduler.lookups = type(self.scheduler.lookups)(
-            "/nowhere/sock", self.scheduler.space, deadline_ms=SECONDS_MAX * 1000, again_ms=1
+        self.scheduler.lookups = Lookups(
+            "/nowhere/sock", self.scheduler.model.spaces, [], deadline_ms=SECONDS_MAX * 1000, again_ms=1
         )
         request = self.arrive()
         self.assertEqual(self.matched(request), 0)
@@ -282,7 +368,7 @@ class AgainTest(LookupCase):
         self.step()
         self.gateway.next().answer(0)
         wait_for(lambda: self.scheduler.matched_tokens(request, 0) == (0, False))
-        self.assertEqual(self.scheduler.requests["r"].found, 0, "so it is stored again")
+        self.assertEqual(self.scheduler.requests["r"].found, [0], "so it is stored again")
 
     def test_others_got_the_place_in_which_it_could_have_been_admitted(self):
         request = self.arrive()
@@ -342,15 +428,15 @@ class LateTest(LookupCase):
     settings: ClassVar = {"lookup_deadline_ms": 50}
 
     def test_a_late_answer_is_not_taken_for_a_newer_question_s(self):
-        self.arrive()
+        first = self.arrive()
         old = self.gateway.next()
-        self.scheduler.finished(self.request())
-        request = self.arrive()
+        self.scheduler.finished(first)
+        again = self.arrive()
         new = self.gateway.next()
         old.answer(3)
-        self.assertEqual(self.matched(request), 0)
+        self.assertEqual(self.matched(again), 0)
         new.answer(1)
-        wait_for(lambda: self.matched(request) == 8)
+        wait_for(lambda: self.matched(again) == 8)
 
 
 class PreemptedTest(LookupCase):
@@ -373,7 +459,7 @@ class PreemptedTest(LookupCase):
         question.answer(5)
         self.assertEqual(self.matched(request), 40)
         self.admit(request, 40)
-        self.assertEqual(self.scheduler.requests["r"].load.tokens, (0, 40))
+        self.assertEqual(self.scheduler.requests["r"].load_tokens, (0, 40))
 
     def test_chunks_that_come_while_it_waits_are_found(self):
         request = self.running()
@@ -398,7 +484,7 @@ class PreemptedTest(LookupCase):
         self.admit(request, 8)
         stores = self.store(request, 36)
         prompt = self.scheduler.requests["r"].prompt
-        self.assertEqual([store.hashes for store in stores], [prompt.hashes(1, 4)])
+        self.assertEqual([part.hashes for store in stores for part in store.parts], [prompt.hashes(1, 4)])
         self.get_there(stores)
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (None, False))
         self.gateway.next().answer(4)

@@ -14,10 +14,13 @@ from unittest import mock
 
 import torch
 from huggingface_hub import ResolvedRevision
-from kvgate import weights
+from kvgate import Prompt, weights
 from kvgate.vllm import KvGateConnector
+from kvgate.vllm.connector import layers_of_all_stages
+from kvgate.vllm.kinds import AllLayers, layers_of
 from kvgate.vllm.model import describe
 from kvgate.vllm.settings import Settings
+from made_up import Pool
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,12 +29,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -66,12 +79,12 @@ def engine(load_format="auto", **more):
     """vLLM's configuration; `more` is of the model's."""
     return SimpleNamespace(
         model_config=model_config(**more),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=None,
         kv_events_config=None,
-        scheduler_config=SimpleNamespace(policy="fcfs"),
+        scheduler_config=SimpleNamespace(policy="fcfs", async_scheduling=False),
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={"socket": "/nowhere/sock"},
             kv_load_failure_policy="recompute",
@@ -81,18 +94,43 @@ def engine(load_format="auto", **more):
     )
 
 
+def spec(kind=FullAttentionSpec, **more):
+    fields = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    return kind(**{**fields, **more})
+
+
+def attention(*layers, part="self_attn.attn"):
+    """vLLM's names."""
+    return [f"model.layers.{layer}.{part}" for layer in layers]
+
+
+def grouped(*groups, **more):
+    """Of each its spec and the names of its layers."""
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups]
+    return SimpleNamespace(kv_cache_groups=groups, **more)
+
+
 def caches(kind=FullAttentionSpec, **more):
     """Two layers of full attention in one group."""
-    fields = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-    spec = kind(**{**fields, **more})
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=names)])
+    return grouped((spec(kind, **more), attention(0, 1)))
+
+
+def described(config, kv_caches=None, **settings):
+    return describe(config, kv_caches or caches(), Settings.read({"socket": "/nowhere/sock", **settings}))
+
+
+def spaces(config, kv_caches=None, **settings):
+    """Their JSON."""
+    return [json.loads(one.canonical_json) for one in described(config, kv_caches, **settings).spaces]
 
 
 def space(config, kv_caches=None, **settings):
-    """The space's JSON."""
-    model = describe(config, kv_caches or caches(), Settings.read({"socket": "/nowhere/sock", **settings}))
-    return json.loads(model.space.canonical_json)
+    (only,) = spaces(config, kv_caches, **settings)
+    return only
+
+
+def ids(config, kv_caches, **settings):
+    return [one.id for one in described(config, kv_caches, **settings).spaces]
 
 
 def scheduler_side(config):
@@ -356,8 +394,11 @@ class DtypeTest(unittest.TestCase):
         # A worker may change it, and the scheduler's process is not told.
         mla = {"spec": MLAAttentionSpec, "num_kv_heads": 1, "head_size": 576}
         self.assertEqual(self.dtype("fp8", **mla, cache_dtype_str="fp8"), ("fp8_e4m3", 576))
-        with self.assertRaisesRegex(ValueError, "kv_cache_dtype fp8_ds_mla "):
-            self.dtype("fp8", **mla, cache_dtype_str="fp8_ds_mla")
+        # Latents with scales among them.
+        latent = {**mla, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
+        self.assertEqual(self.dtype("fp8", **latent), ("fp8_ds_mla", 656))
+        with self.assertRaisesRegex(ValueError, "kv_cache_dtype nvfp4_ds_mla "):
+            self.dtype("fp8", **mla, cache_dtype_str="nvfp4_ds_mla")
 
 
 class RefusalTest(unittest.TestCase):
@@ -400,16 +441,42 @@ class RefusalTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "causal attention only"):
                 space(engine(), kv_caches)
 
-    def test_subclasses_of_full_attention(self):
+    def test_attention_that_is_no_function_of_the_prefix_or_not_known(self):
         for kind, more, told in (
             (RSWASpec, {"rswa_window": 128}, "R-SWA"),
             (SinkFullAttentionSpec, {"sink_len": 16}, "sinks"),
-            (SlidingWindowSpec, {"sliding_window": 128}, "all of whose layers attend to a sliding window"),
+            (SlidingWindowMLASpec, {"sliding_window": 128, "num_kv_heads": 1}, "MLA with a sliding window"),
+            (CrossAttentionSpec, {}, "an encoder's KV"),
+            (EncoderOnlyAttentionSpec, {}, "an encoder's KV"),
         ):
             with self.assertRaisesRegex(ValueError, f"can't reuse .*{told}.* yet: run this model without kvgate"):
                 space(engine(), caches(kind, **more))
+            # Beside what is known, too.
+            with self.assertRaisesRegex(ValueError, told):
+                space(engine(), grouped((spec(), attention(0)), (spec(kind, **more), attention(1))))
         mla = caches(MLAAttentionSpec, num_kv_heads=1, head_size=576)
         self.assertEqual(space(engine(), mla)["planes"][0]["heads"], 1)
+
+    def test_states_that_are_not_kept_at_block_boundaries(self):
+        for mode in ("none", "all"):
+            with self.assertRaisesRegex(ValueError, "states .Mamba, linear attention. .*--enable-prefix-caching"):
+                space(engine(), qwen3_next(mamba_cache_mode=mode))
+
+    def test_layers_that_can_t_be_waited_for(self):
+        window = spec(SlidingWindowSpec, sliding_window=128)
+        for kv_caches in (
+            grouped((window, attention(0))),
+            grouped((spec(), attention(0)), (spec(), attention(1))),
+            qwen3_next(),
+        ):
+            with self.assertRaisesRegex(ValueError, "windows, states or several KV cache groups: leave layerwise out"):
+                described(engine(), kv_caches, layerwise=True)
+        described(engine(), caches(), layerwise=True)
+
+    def test_a_layer_of_no_number(self):
+        config = with_drafts(engine())
+        with self.assertRaisesRegex(ValueError, "does not know the layer model.attn: run this model without kvgate"):
+            described(config, grouped((spec(), ["model.attn"])))
 
     def test_models_of_which_vllm_reuses_nothing(self):
         for more, told in (
@@ -418,6 +485,347 @@ class RefusalTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, told + ".*: run it without kvgate"):
                 space(engine(**more), revision="mine")
+
+
+def gemma3(groups=5, layers=12):
+    """Five layers with a window, then one without."""
+    window = [layer for layer in range(layers) if layer % 6 < 5]
+    dealt = [(spec(SlidingWindowSpec, sliding_window=1024), attention(*window[at::groups])) for at in range(groups)]
+    return grouped(*dealt, (spec(), attention(*(layer for layer in range(layers) if layer % 6 == 5))))
+
+
+def gpt_oss(*drafts):
+    """`drafts`: layers of an EAGLE model; vLLM deals the others into other groups beside it."""
+    window = spec(SlidingWindowSpec, sliding_window=128)
+    if not drafts:
+        return grouped((window, attention(0, 2)), (spec(), attention(1, 3)))
+    return grouped((spec(), attention(1, *drafts)), (window, attention(0, 2)), (spec(), attention(3)))
+
+
+def qwen3_next(tp=1, num_spec=0, dealt=3, **more):
+    """A share of the states of three layers of four."""
+    fields = {
+        "block_size": 544,
+        "shapes": ((3 + num_spec, 8192 // tp), (32 // tp, 128, 128)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
+        "mamba_cache_mode": "align",
+    }
+    state = MambaSpec(**{**fields, **more})
+    names = attention(0, 1, 2, 4, 5, 6, part="linear_attn")
+    groups = [(state, names[at::dealt]) for at in range(dealt)]
+    full = spec(block_size=544, num_kv_heads=max(1, 2 // tp), head_size=256)
+    return grouped(*groups, (full, attention(3, 7)), cache_hit_alignment_tokens=544, hash_block_size=544)
+
+
+def uniform(of_layer, block_size):
+    """One group, each of whose layers has a spec of its own."""
+    return grouped((UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=of_layer), list(of_layer)))
+
+
+def deepseek_v32():
+    """A latent, and the cache that sparse attention chooses tokens by."""
+    mla = {"block_size": 64, "num_kv_heads": 1}
+    latent = spec(MLAAttentionSpec, **mla, head_size=576)
+    indexer = spec(MLAAttentionSpec, **mla, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    keys = attention(0, 1, part="self_attn.indexer.k_cache")
+    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, 64)
+
+
+def with_drafts(config, method="eagle3", layers=4, **draft):
+    """`layers`: the model's own."""
+    fields = {"model": "org/eagle", "revision": "e" * 40, "hf_config": hf_config()}
+    config.model_config.hf_text_config.num_hidden_layers = layers
+    config.speculative_config = SimpleNamespace(
+        method=method,
+        draft_model_config=model_config(**{**fields, **draft}),
+        use_eagle_block_drop=lambda: method in ("eagle", "eagle3", "mtp"),
+    )
+    return config
+
+
+def with_ranks(ranks, heads=8):
+    config = engine(get_total_num_kv_heads=lambda: heads)
+    config.parallel_config.tensor_parallel_size = ranks
+    return config
+
+
+def told(one):
+    """What a space says of its kind: and of each plane the layer, the heads and the bytes of a row."""
+    planes = [(plane["layer"], plane["heads"], plane["row_bytes"]) for plane in one["planes"]]
+    return one["kind"], one["draft"], one["dtype"], planes
+
+
+class KindsTest(unittest.TestCase):
+    def test_windows_are_one_space_whatever_groups_they_are_dealt_into(self):
+        full, window = spaces(engine(), gemma3())
+        self.assertEqual(told(full), ("full", "", "bfloat16", [(5, 8, 512), (11, 8, 512)]))
+        layers = [layer for layer in range(12) if layer % 6 < 5]
+        self.assertEqual(told(window), ({"window": 1024}, "", "bfloat16", [(layer, 8, 512) for layer in layers]))
+        expected = ids(engine(), gemma3())
+        for groups in (1, 2, 3, 10):
+            self.assertEqual(ids(engine(), gemma3(groups)), expected)
+        turned = gemma3()
+        turned.kv_cache_groups.reverse()
+        self.assertEqual(ids(engine(), turned), expected)
+
+    def test_a_kind_knows_its_groups_and_its_layers(self):
+        full, window = described(engine(), gemma3()).kinds
+        self.assertEqual((full.blocks, window.blocks), ({5: 16}, dict.fromkeys(range(5), 16)))
+        # Of the planes in the space's order.
+        self.assertEqual([layer.group for layer in window.layers], [0, 1, 2, 3, 4] * 2)
+        self.assertEqual((window.planes, window.heads), (tuple(range(10)), (8,) * 10))
+
+    def test_windows_of_another_length_are_another_space(self):
+        two = grouped(
+            (spec(SlidingWindowSpec, sliding_window=128), attention(0)),
+            (spec(SlidingWindowSpec, sliding_window=512), attention(1)),
+        )
+        self.assertEqual([one["kind"] for one in spaces(engine(), two)], [{"window": 128}, {"window": 512}])
+        # What vLLM keeps for drafts of several modules is needed, too.
+        more = caches(SlidingWindowSpec, sliding_window=128, extra_retained_tokens=2)
+        self.assertEqual(space(engine(), more)["kind"], {"window": 130})
+
+    def test_with_the_hybrid_manager_off_windows_are_full(self):
+        one = grouped((spec(sliding_window=128), attention(0, 1, 2, 3)))
+        self.assertEqual(told(space(engine(), one))[0], "full")
+        self.assertTrue(described(engine(), one).loads_in_part)
+
+    def test_chunked_attention(self):
+        chunked = spec(ChunkedLocalAttentionSpec, attention_chunk_size=8192)
+        llama4 = grouped((chunked, attention(0, 1, 2)), (spec(), attention(3)))
+        self.assertEqual([told(one)[0] for one in spaces(engine(), llama4)], ["full", {"chunked": 8192}])
+
+    def test_states_of_several_groups_are_one_space(self):
+        for dealt in (1, 2, 3):
+            full, state = spaces(engine(), qwen3_next(dealt=dealt))
+            row = 3 * 8192 * 2 + 32 * 128 * 128 * 4
+            self.assertEqual(told(state), ("state", "", "bytes", [(layer, 1, row) for layer in (0, 1, 2, 4, 5, 6)]))
+            self.assertEqual(told(full)[0], "full")
+            self.assertEqual(
+                state["extra"]["states"], "GDN_ATTN [3, 8192] torch.bfloat16, [32, 128, 128] torch.float32"
+            )
+
+    def test_a_state_has_a_share_for_each_rank(self):
+        (full, state), (full2, state2) = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks)) for ranks in (1, 2))
+        self.assertEqual(full, full2)
+        self.assertEqual(
+            [(plane["heads"], 2 * plane["row_bytes"]) for plane in state2["planes"]],
+            [(2, plane["row_bytes"]) for plane in state["planes"]],
+        )
+        self.assertNotEqual(*(ids(with_ranks(ranks), qwen3_next(ranks))[1] for ranks in (1, 2)))
+        replicated = spaces(with_ranks(2), qwen3_next(2, tp_replicated=True))[1]
+        self.assertEqual({plane["heads"] for plane in replicated["planes"]}, {1})
+
+    def test_states_of_another_shape_or_order_are_another_space(self):
+        found = {
+            ids(engine(), qwen3_next())[1],
+            ids(engine(), qwen3_next(num_spec=1))[1],
+            ids(engine(), qwen3_next(dtypes=(torch.float32, torch.float32)))[1],
+            # The same bytes, told otherwise.
+            ids(engine(), qwen3_next(shapes=((8192, 3), (32, 128, 128))))[1],
+        }
+        with mock.patch("kvgate.vllm.model.conv_layout", lambda: "DS"):
+            found.add(ids(engine(), qwen3_next())[1])
+        self.assertEqual(len(found), 5)
+
+    def test_attention_and_a_state_in_one_layer(self):
+        state = MambaSpec(
+            block_size=256, shapes=((3, 768), (8, 64, 64)), dtypes=(torch.float32,) * 2, mamba_cache_mode="align"
+        )
+        falcon = grouped((spec(block_size=256), attention(0, 1)), (state, attention(0, 1, part="mamba")))
+        full, state = spaces(engine(), falcon)
+        self.assertEqual([[plane["layer"] for plane in one["planes"]] for one in (full, state)], [[0, 1], [0, 1]])
+        self.assertEqual((full["kind"], state["kind"]), ("full", "state"))
+
+    def test_a_latent_and_what_chooses_tokens_by_are_two_spaces(self):
+        model = described(engine(), deepseek_v32())
+        found = [json.loads(one.canonical_json) for one in model.spaces]
+        self.assertEqual(told(found[0]), ("full", "", "bfloat16", [(0, 1, 1152), (1, 1, 1152)]))
+        self.assertEqual(told(found[1]), ("full", "", "bytes", [(0, 1, 132), (1, 1, 132)]))
+        self.assertEqual(found[1]["extra"]["cache_role"], "indexer")
+        # One block table for both.
+        self.assertEqual([kind.blocks for kind in model.kinds], [{0: 64}] * 2)
+        self.assertTrue(model.loads_in_part)
+
+    def test_rows_of_different_width_are_one_space(self):
+        of_layer = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}
+        found = space(engine(), uniform(of_layer, 16))
+        self.assertEqual(told(found)[3], [(0, 8, 512), (1, 8, 1024)])
+
+    def test_what_no_prefix_has_is_left_out(self):
+        ring = CircularBufferSpec(block_size=7, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        with_ring = grouped((ring, attention(0, 1, part="ring")), (spec(), attention(0, 1)))
+        self.assertEqual(ids(engine(), with_ring), ids(engine(), caches()))
+        model = described(engine(), with_ring)
+        # Its blocks are no block table's.
+        self.assertEqual((model.chunk_tokens, model.kinds[0].blocks), (256, {1: 16}))
+
+    def test_all_kinds_of_a_model_have_the_same_hashes(self):
+        for kv_caches in (gemma3(), gpt_oss(4), qwen3_next()):
+            found = described(with_drafts(engine()), kv_caches).spaces
+            self.assertGreater(len(found), 1)
+            self.assertEqual(len({one.model_id for one in found}), 1)
+            self.assertEqual(len({one.id for one in found}), len(found))
+            prompts = [Prompt(one) for one in found]
+            for prompt in prompts:
+                prompt.extend(list(range(1200)))
+            self.assertEqual(len({prompt.hashes(0, len(prompt)) for prompt in prompts}), 1)
+
+    def test_what_is_needed_after_so_many_tokens(self):
+        full, window = described(engine(), gemma3()).kinds
+        # The next one attends to itself and 1023 before it.
+        self.assertEqual([window.first_token(tokens) for tokens in (0, 1000, 1023, 1024, 2048)], [0, 0, 0, 1, 1025])
+        self.assertEqual(full.first_token(2048), 0)
+        chunked = described(engine(), caches(ChunkedLocalAttentionSpec, attention_chunk_size=512)).kinds[0]
+        self.assertEqual([chunked.first_token(tokens) for tokens in (511, 512, 1000)], [0, 512, 512])
+        state = described(engine(), qwen3_next()).kinds[1]
+        self.assertEqual([state.first_token(tokens) for tokens in (0, 544)], [0, 543])
+
+
+class ToldTest(unittest.TestCase):
+    """The scheduler's copy of the configuration has one spec for a group, and the layers of the first stage."""
+
+    def scheduler(self, config, kv_caches, told=None):
+        copy = generate_scheduler_kv_cache_config([kv_caches])
+        made = KvGateConnector(config, KVConnectorRole.SCHEDULER, copy)
+        made.bind_gpu_block_pool(Pool())
+        if told is not None:
+            made.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        return made.scheduler
+
+    def told(self, kv_caches):
+        layers = layers_of_all_stages(1, kv_caches)
+        return AllLayers(layers) if layers is not None else None
+
+    def ids(self, scheduler):
+        return [one.id for one in scheduler.model.spaces]
+
+    def test_it_knows_the_spaces_of_the_workers(self):
+        wide = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}
+        for kv_caches in (caches(), gemma3(), qwen3_next(), deepseek_v32(), uniform(wide, 16)):
+            kv_caches.num_blocks, kv_caches.hisparse_host_num_blocks = 100, None
+            told = self.told(kv_caches)
+            found = self.scheduler(engine(), kv_caches, told)
+            self.assertEqual(self.ids(found), ids(engine(), kv_caches))
+            self.assertIsNotNone(found.blocks.pool)
+            is_needed = self.ids(self.scheduler(engine(), kv_caches)) != self.ids(found)
+            self.assertEqual(is_needed, told is not None)
+
+    def test_stages_have_the_same_spaces_and_planes_of_their_own(self):
+        config = engine()
+        config.parallel_config.pipeline_parallel_size = 2
+        stages = [grouped((spec(), attention(*layers))) for layers in ((0, 1), (2, 3))]
+        layers = [layer for stage in stages for layer in layers_of(stage)]
+        settings = Settings.read({"socket": "/nowhere/sock"})
+        ((first,), (second,)) = (describe(config, stage, settings, layers).kinds for stage in stages)
+        self.assertEqual(first.space.id, second.space.id)
+        self.assertEqual((first.planes, second.planes), ((0, 1), (2, 3)))
+        self.assertEqual([first.space.id], ids(engine(), grouped((spec(), attention(0, 1, 2, 3)))))
+
+
+class DraftsTest(unittest.TestCase):
+    def drafts(self, config, kv_caches, **settings):
+        """What tells them from others', of each kind that has any."""
+        return [one["draft"] for one in spaces(config, kv_caches, **settings) if one["draft"]]
+
+    def test_the_model_s_own_spaces_are_the_same_with_drafts_and_without(self):
+        plain = ids(engine(), gpt_oss())
+        with_eagle = ids(with_drafts(engine()), gpt_oss(4))
+        self.assertEqual(with_eagle[:2], plain)
+        self.assertEqual(len(with_eagle), 3)
+
+    def test_drafts_are_a_kind_of_their_own_behind_the_model_s(self):
+        model = described(with_drafts(engine()), gpt_oss(4))
+        self.assertEqual([kind.is_draft for kind in model.kinds], [False, False, True])
+        found = json.loads(model.spaces[2].canonical_json)
+        self.assertEqual(told(found), ("full", f"eagle3 Qwen3ForCausalLM {'e' * 40}", "bfloat16", [(4, 8, 512)]))
+        # vLLM drops a hit's last chunk.
+        self.assertTrue(model.drops_last)
+        self.assertFalse(described(engine(), gpt_oss()).drops_last)
+
+    def test_drafts_go_by_their_own_weights(self):
+        found = [
+            self.drafts(with_drafts(engine(), **more), gpt_oss(4), **settings)
+            for more, settings in (
+                ({}, {}),
+                ({"revision": "f" * 40}, {}),
+                ({"revision": "main"}, {"draft_revision": "mine"}),
+                ({"method": "eagle"}, {}),
+                # The model's own revision pins the model.
+                ({}, {"revision": "other"}),
+            )
+        ]
+        self.assertEqual(found[0], found[4])
+        self.assertEqual(len({str(one) for one in found}), 4)
+        self.assertEqual(found[2], ["eagle3 Qwen3ForCausalLM mine"])
+
+    def test_drafts_that_nothing_pins_are_left_out_and_the_model_is_not(self):
+        with self.assertLogs("kvgate.vllm.model", "WARNING") as told:
+            found = ids(with_drafts(engine(), revision="main"), gpt_oss(4))
+        self.assertEqual(found, ids(engine(), gpt_oss()))
+        self.assertIn("draft model's KV is not kept: nothing pins the weights of org/eagle", told.output[0])
+
+    def test_layers_of_multi_token_prediction_are_the_checkpoint_s(self):
+        mla = {"kind": MLAAttentionSpec, "num_kv_heads": 1, "head_size": 576}
+        config = with_drafts(engine(), "mtp", layers=3, model=engine().model_config.model)
+        own, draft = spaces(config, grouped((spec(**mla), attention(0, 1, 2, 3))))
+        self.assertEqual(told(own)[3], [(layer, 1, 1152) for layer in range(3)])
+        self.assertEqual(told(draft), ("full", "mtp", "bfloat16", [(3, 1, 1152)]))
+        plain = grouped((spec(**mla), attention(0, 1, 2)))
+        self.assertEqual(ids(config, plain), ids(engine(), plain))
+
+    def test_a_draft_model_s_layers_go_by_their_name(self):
+        config = with_drafts(engine(), "draft_model", layers=4)
+        found = spaces(config, grouped((spec(), [*attention(0, 1), "draft_model.model.layers.0.self_attn.attn"])))
+        self.assertEqual([[plane["layer"] for plane in one["planes"]] for one in found], [[0, 1], [0]])
+        self.assertEqual([bool(one["draft"]) for one in found], [False, True])
+
+    def test_methods_without_kv_of_their_own_have_no_drafts(self):
+        for method in ("ngram", "ngram_gpu", "suffix"):
+            # Its draft model's configuration is the model's.
+            config = with_drafts(engine(), method, layers=1)
+            self.assertEqual(ids(config, caches()), ids(engine(), caches()))
+
+
+class ChunkTest(unittest.TestCase):
+    def chunk(self, *sizes, **settings):
+        """Of groups with blocks of these sizes."""
+        groups = [(spec(block_size=size), attention(at)) for at, size in enumerate(sizes)]
+        return described(engine(), grouped(*groups), **settings).chunk_tokens
+
+    def test_whole_blocks_of_all_groups(self):
+        for sizes, tokens in (
+            ((16,), 256),
+            ((128,), 256),
+            ((256,), 256),
+            ((512,), 512),
+            ((48,), 288),
+            ((16, 24), 288),
+            ((32, 80), 320),
+            ((544,), 544),
+        ):
+            self.assertEqual(self.chunk(*sizes), tokens, sizes)
+
+    def test_with_states_they_are_no_longer_than_they_must_be(self):
+        def chunk(size):
+            state = MambaSpec(block_size=size, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+            both = grouped((spec(), attention(0)), (state, attention(1)))
+            return described(engine(), both).chunk_tokens
+
+        self.assertEqual([chunk(size) for size in (16, 32, 48, 64, 128, 272, 544)], [64, 64, 96, 64, 128, 272, 544])
+
+    def test_what_the_user_sets_must_fit(self):
+        self.assertEqual(self.chunk(16, chunk_tokens=64), 64)
+        self.assertEqual(self.chunk(16, 24, chunk_tokens=96), 96)
+        for sizes, asked, least in (((544,), 256, 544), ((16, 24), 256, 288), ((48,), 1024, 1056)):
+            with self.assertRaisesRegex(ValueError, f"{asked} is no multiple .*: set chunk_tokens to {least} in"):
+                self.chunk(*sizes, chunk_tokens=asked)
+
+    def test_engines_with_other_blocks_share_kv_if_they_are_told_the_same(self):
+        self.assertNotEqual(ids(engine(), caches()), ids(engine(), caches(block_size=48)))
+        both = [ids(engine(), caches(block_size=size), chunk_tokens=288) for size in (16, 48)]
+        self.assertEqual(*both)
 
 
 class ImagesTest(unittest.TestCase):

@@ -6,6 +6,7 @@
 //! | `mock.rs`  | builds it, loads it before cudarc looks for one, steers it                |
 //! | `layouts`  | `kvgate gpu check`'s cases, lazy and permuted                             |
 //! | `stage`    | an engine that computes and copies on streams, as all others below use it |
+//! | `groups`   | several copiers on the lanes of one worker: groups of layers, and a state   |
 //! | `waits`    | each wait is taken out, each number made wrong; all must be noticed       |
 //! | `failures` | every call of the driver fails once                                       |
 //! | `kernel`   | mistakes planted in the kernels' source                                   |
@@ -25,6 +26,7 @@
 
 mod command;
 mod failures;
+mod groups;
 mod kernel;
 mod layouts;
 mod mock;

@@ -6,10 +6,12 @@ use std::time::Duration;
 use kvgate::cache::gateway::open_store;
 use kvgate::config::{self, Override};
 use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::copy::cuda::Lanes;
 use kvgate::engine::copy::known::KNOWN;
-use kvgate::engine::copy::{Copier, CudaCopier};
+use kvgate::engine::copy::{Copier, CudaCopier, PagedCache};
 use kvgate::engine::rank::{
-    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, WantedChunk, Worker, WorkerError,
+    ComputedChunk, ComputedKind, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob, Stored,
+    WantedChunk, WantedKind, Worker, WorkerError,
 };
 use kvgate::node::Node;
 use kvgate::node::daemon::Daemon;
@@ -56,18 +58,23 @@ struct Rank {
 }
 
 impl Rank {
-    async fn new(stage: &mut Stage) -> Self {
+    /// `cuts`: the planes at which its layers are cut into groups.
+    async fn new(stage: &mut Stage, cuts: &[usize]) -> Self {
         // Its pages are there.
         stage.engine.synchronize().unwrap();
         let home = tempfile::tempdir().unwrap();
         let (node, client) = serve(&home).await;
-        let (gpu, cache) = (Arc::clone(&stage.gpu), stage.cache(stage.base()));
-        let narrow = move |own: &[kvgate::protocol::Share]| {
-            let own = own
-                .iter()
-                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
+        let whole = stage.cache(stage.base());
+        let groups = cuts.windows(2).map(|cut| whole.only([(cut[0]..cut[1], 0..4)]));
+        let kind = KindPages {
+            space: stage.space.clone(),
+            is_draft: false,
+            groups: groups.collect(),
+        };
+        let lanes = Lanes::new(&stage.gpu, options(usize::MAX));
+        let make = move |cache: PagedCache| {
             // SAFETY: the pages are gone after the worker.
-            let copier = unsafe { CudaCopier::new(&gpu, cache.only(own), options(usize::MAX)) };
+            let copier = unsafe { CudaCopier::on(&lanes, cache) };
             Ok(Copier::Cuda(Box::new(copier?)))
         };
         let attach = AttachRequest {
@@ -75,9 +82,9 @@ impl Rank {
             world_size: 1,
             ..AttachRequest::default()
         };
-        let copier = Copier::Cuda(Box::new(stage.copier.take().unwrap()));
+        stage.copier = None;
         let breaker = LookupBreaker::new(3, Duration::from_secs(1));
-        let worker = Worker::new(&client, attach, stage.space.clone(), copier, narrow, breaker);
+        let worker = Worker::new(&client, attach, vec![kind], make, breaker).unwrap();
         while let Err(error) = worker.session().await.map(drop) {
             assert!(matches!(error, WorkerError::Pinning), "{error}");
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -89,25 +96,30 @@ impl Rank {
         }
     }
 
-    async fn store(&self, chunks: &[ComputedChunk]) -> Result<usize, WorkerError> {
+    async fn store(&self, chunks: &[ComputedChunk]) -> Stored {
+        let kinds = [ComputedKind {
+            kind: 0,
+            chunks: chunks.to_vec(),
+        }];
         let store = StoreJob {
-            chunks,
+            kinds: &kinds,
             after: None,
             deadline: Duration::from_secs(30),
         };
-        self.worker
-            .store(store, &Hold::default())
-            .await
-            .map(|stored| stored.stored)
+        let mut stored = self.worker.store(store, &Hold::default()).await.unwrap();
+        stored.remove(0)
     }
 }
 
-fn chunks(stage: &Stage) -> Vec<ComputedChunk> {
+/// One group, and two.
+const CUTS: [&[usize]; 2] = [&[0, 6], &[0, 3, 6]];
+
+fn chunks(stage: &Stage, groups: usize) -> Vec<ComputedChunk> {
     let hash = |nth: u8| kvgate::format::ChunkHash([nth; 32]);
     let chunk = |nth: u8| ComputedChunk {
         hash: hash(nth + 1),
         parent: hash(nth),
-        spans: stage.job(nth.into()).spans,
+        spans: vec![stage.job(nth.into()).spans; groups],
     };
     vec![chunk(0), chunk(1)]
 }
@@ -115,52 +127,57 @@ fn chunks(stage: &Stage) -> Vec<ComputedChunk> {
 /// The device may still write there: given up, the slots were others' at once.
 #[test]
 fn slots_of_a_store_that_failed_on_the_gpu_are_not_given_up() {
-    let mock = Mock::start(0);
-    Runtime::new().unwrap().block_on(async {
-        let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
-        let chunks = chunks(&stage);
-        let rank = Rank::new(&mut stage).await;
-        mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
-        rank.store(&chunks).await.unwrap_err();
-        let slots = rank.node.status().slots;
-        assert_eq!(
-            slots.filling, 2,
-            "neither committed nor given up while the process lives"
-        );
-        mock.reset(0);
-        std::mem::forget((rank.worker, stage));
-    });
+    for (cuts, nth) in [(CUTS[0], 1), (CUTS[1], 1), (CUTS[1], 2)] {
+        let mock = Mock::start(0);
+        Runtime::new().unwrap().block_on(async {
+            let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
+            let chunks = chunks(&stage, cuts.len() - 1);
+            let rank = Rank::new(&mut stage, cuts).await;
+            mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + nth, 700);
+            assert!(rank.store(&chunks).await.error.is_some());
+            let slots = rank.node.status().slots;
+            assert_eq!(
+                slots.filling, 2,
+                "neither committed nor given up while the process lives"
+            );
+            mock.reset(0);
+            std::mem::forget((rank.worker, stage));
+        });
+    }
 }
 
 /// The same where it may still read.
 #[test]
 fn slots_of_a_load_that_failed_on_the_gpu_are_not_released() {
-    let mock = Mock::start(0);
-    Runtime::new().unwrap().block_on(async {
-        let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
-        let chunks = chunks(&stage);
-        let rank = Rank::new(&mut stage).await;
-        assert_eq!(rank.store(&chunks).await.unwrap(), 2);
-        let wanted: Vec<WantedChunk> = chunks
-            .iter()
-            .map(|chunk| WantedChunk {
+    for (cuts, nth) in [(CUTS[0], 1), (CUTS[1], 1), (CUTS[1], 2)] {
+        let mock = Mock::start(0);
+        Runtime::new().unwrap().block_on(async {
+            let mut stage = Stage::with_heads(&KNOWN[1], usize::MAX, (0, 4)).unwrap();
+            let chunks = chunks(&stage, cuts.len() - 1);
+            let rank = Rank::new(&mut stage, cuts).await;
+            assert_eq!(rank.store(&chunks).await.stored, 2);
+            let wanted = chunks.iter().map(|chunk| WantedChunk {
                 hash: chunk.hash,
                 spans: chunk.spans.clone(),
-            })
-            .collect();
-        mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + 1, 700);
-        let load = LoadJob {
-            id: "load",
-            wanted: &wanted,
-            order: Order::Chunk,
-            deadline_ms: Some(20_000),
-            after: None,
-        };
-        let progress = Arc::new(LoadProgress::new(stage.space.planes().len(), 2));
-        let failed = rank.worker.load(load, &progress).await.unwrap();
-        assert!(!failed.is_empty());
-        assert!(rank.node.status().slots.leases > 0, "while the process lives");
-        mock.reset(0);
-        std::mem::forget((rank.worker, stage));
-    });
+            });
+            let wanted = [WantedKind {
+                kind: 0,
+                chunks: wanted.collect(),
+            }];
+            mock.fail("cuEventSynchronize", mock.calls("cuEventSynchronize") + nth, 700);
+            let load = LoadJob {
+                id: "load",
+                kinds: &wanted,
+                order: Order::Chunk,
+                deadline_ms: Some(20_000),
+                after: None,
+            };
+            let progress = Arc::new(LoadProgress::new([(0, stage.space.planes().len(), 2)]));
+            let failed = rank.worker.load(load, &progress).await.unwrap();
+            assert!(!failed.is_empty());
+            assert!(rank.node.status().slots.leases > 0, "while the process lives");
+            mock.reset(0);
+            std::mem::forget((rank.worker, stage));
+        });
+    }
 }

@@ -309,7 +309,7 @@ async fn changed_bodies_of_a_live_session_publish_nothing_and_keep_nothing() {
         (
             "POST",
             "attach",
-            json!({"instance": "x", "rank": 0, "world_size": 1, "heads": [0, 4]}),
+            json!({"instance": "x", "rank": 0, "world_size": 1, "tp": [0, 1]}),
         ),
         (
             "POST",

@@ -10,6 +10,7 @@ use kvgate::config::{self, Config, Override};
 use kvgate::embedded::EmbeddedS3;
 use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use kvgate::s3::object::Capabilities;
+use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -70,13 +71,13 @@ impl Stored {
             place: Place::new().await,
             space,
         };
-        stored.store(root).await;
+        stored.store(&stored.space, root).await;
         std::fs::write(stored.home.path().join("space.json"), SPACE_JSON).unwrap();
         stored
     }
 
     /// Written by the library, with the server's well-known keys.
-    async fn store(&self, root: ChunkHash) {
+    async fn store(&self, space: &Space, root: ChunkHash) {
         let config = config_of(&self.s3);
         let credentials = aws_credential_types::Credentials::new(
             self.s3.access_key(),
@@ -99,7 +100,7 @@ impl Stored {
         let gateway = Gateway::new(store, arena, Capabilities::default(), options);
         let mut parent = root;
         for (i, &hash) in self.hashes.iter().enumerate() {
-            let mut slot = gateway.reserve(&self.space).unwrap();
+            let mut slot = gateway.reserve(space).unwrap();
             slot.payload_mut().fill(u8::try_from(i).unwrap());
             let chunk = FilledSlot { hash, parent, slot };
             let outcome = gateway.write_through(chunk, soon()).await;
@@ -462,6 +463,81 @@ async fn ls_and_stat_show_spaces_chunks_and_headers() {
         .await
         .exits(2)
         .says(&["unknown space"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_kinds_of_a_model_stand_together_and_each_object_says_its_own() {
+    let stored = Stored::new().await;
+    let of = |model: &str, more: &str| {
+        let json = format!(
+            r#"{{"model":"{model}","revision":"abc123","chunk_tokens":16,{more},
+                "mha":{{"layers":2,"heads":2,"head_dim":8}}}}"#
+        );
+        Space::from_json(&json).unwrap()
+    };
+    let state = of("tiny", r#""kind":"state""#);
+    let spaces = [
+        of("tiny", r#""draft":"eagle@1""#),
+        of("zebra", r#""draft":"""#),
+        state.clone(),
+        of("tiny", r#""kind":{"window":32}"#),
+        of("ant", r#""kind":{"chunked":64}"#),
+    ];
+    let root = ChunkHasher::new(&stored.space, None)
+        .unwrap()
+        .root(b"", b"")
+        .unwrap();
+    for space in &spaces {
+        stored.store(space, root).await;
+    }
+    let json = stored.say(&["ls", "--json"]).await.exits(0).json();
+    let shown = json["spaces"].as_array().unwrap().iter();
+    let shown: Vec<_> = shown
+        .map(|of| (of["model"].clone(), of["kind"].clone(), of["draft"].clone()))
+        .collect();
+    let row = |model: &str, kind, draft: &str| (json!(model), kind, json!(draft));
+    assert_eq!(
+        shown,
+        [
+            row("ant", json!({"chunked": 64}), ""),
+            row("tiny", json!("full"), ""),
+            row("tiny", json!({"window": 32}), ""),
+            row("tiny", json!("state"), ""),
+            row("tiny", json!("full"), "eagle@1"),
+            row("zebra", json!("full"), ""),
+        ]
+    );
+    let models: Vec<_> = (1..5).map(|i| json["spaces"][i]["model_id"].clone()).collect();
+    assert!(models.iter().all(|id| *id == stored.space.model_id().to_string()));
+    let said = stored.say(&["ls"]).await.exits(0);
+    said.says(&["window 32", "chunked 64", "state", "full, draft"]);
+    stored
+        .say(&["verify"])
+        .await
+        .exits(0)
+        .says(&["30 chunks in 6 spaces"]);
+
+    let key = format!("{}/{}", state.key(), stored.hashes[1]);
+    let stat = |key: &str| format!("{PREFIX}/{key}");
+    let said = stored.say(&["stat", &stat(&key)]).await.exits(0);
+    said.says(&["tokens", "16", "kind", "state", "layer 1 kv"]);
+    // As a faulty writer would leave it: a window's chunk in the place of a snapshot.
+    let file = stored.bucket().join(PREFIX).join(&key);
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[176..184].copy_from_slice(&[2, 0, 0, 0, 32, 0, 0, 0]);
+    let digest = blake3::hash(&bytes[..4096 - 32]);
+    bytes[4096 - 32..4096].copy_from_slice(digest.as_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    let wrong = ["it has KV of kind window 32 where state was expected"];
+    stored.say(&["stat", &stat(&key)]).await.exits(1).says(&wrong);
+    stored.say(&["verify"]).await.exits(1).says(&wrong);
+    let said = stored.say(&["verify", "--delete"]).await.exits(1);
+    said.says(&["removed 1", "bad_header"]);
+    stored
+        .say(&["verify"])
+        .await
+        .exits(0)
+        .says(&["29 chunks in 6 spaces"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -9,8 +9,10 @@ use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::known::{KNOWN, Pages};
 use kvgate::engine::copy::{Copier, CpuCopier, CpuOptions, PagedCache, SlotMapping, Tensor};
 use kvgate::engine::rank::{
-    ComputedChunk, Hold, LoadJob, LoadProgress, LookupBreaker, StoreJob, Stored, WantedChunk, Worker,
+    ComputedChunk, ComputedKind, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob, Stored,
+    WantedChunk, WantedKind, Worker,
 };
+use kvgate::format::Space;
 use kvgate::protocol::{AttachRequest, Order};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
@@ -38,7 +40,9 @@ fn counted(socket: &Path, home: &Path, copied: Option<Arc<LoadProgress>>) -> (Pa
                         if bytes.starts_with(b"POST /v1/release ") {
                             count.fetch_add(1, Ordering::SeqCst);
                             if let Some(copied) = copied.clone() {
-                                tokio::task::spawn_blocking(move || copied.wait(0)).await.unwrap();
+                                tokio::task::spawn_blocking(move || copied.wait(0, 0))
+                                    .await
+                                    .unwrap();
                             }
                         }
                         if to_daemon.write_all(&bytes[..read]).await.is_err() {
@@ -54,6 +58,24 @@ fn counted(socket: &Path, home: &Path, copied: Option<Arc<LoadProgress>>) -> (Pa
         }
     });
     (own, releases)
+}
+
+const ONE_THREAD: CpuOptions = CpuOptions {
+    threads: 1,
+    bytes_per_thread: 1 << 30,
+};
+
+/// A rank with one kind of KV, whose layers are one group.
+fn plain_worker(client: &Client, attach: AttachRequest, space: &Space, cache: &PagedCache) -> Worker {
+    let kind = KindPages {
+        space: space.clone(),
+        is_draft: false,
+        groups: vec![cache.clone()],
+    };
+    // SAFETY: the pages outlive the worker, and no other code touches them.
+    let make = |cache| Ok(Copier::Cpu(unsafe { CpuCopier::new(cache, ONE_THREAD) }));
+    let breaker = LookupBreaker::new(3, Duration::from_secs(1));
+    Worker::new(client, attach, vec![kind], make, breaker).unwrap()
 }
 
 /// Each chunk was released by a call of its own, which the next copy waited for.
@@ -85,40 +107,30 @@ async fn chunks_of_a_load_are_released_together() {
         let table: Vec<u32> = (0..CHUNKS as u32).collect();
         let wanted = |(i, hash): (usize, &kvgate::format::ChunkHash)| WantedChunk {
             hash: *hash,
-            spans: cache
-                .spans(
-                    SlotMapping::Blocks {
-                        table: &table,
-                        first_token: (i * prompt.space.chunk_tokens() as usize) as u64,
-                    },
-                    0..prompt.space.chunk_tokens(),
-                )
-                .unwrap(),
+            spans: vec![
+                cache
+                    .spans(
+                        SlotMapping::Blocks {
+                            table: &table,
+                            first_token: (i * prompt.space.chunk_tokens() as usize) as u64,
+                        },
+                        0..prompt.space.chunk_tokens(),
+                    )
+                    .unwrap(),
+            ],
         };
-        let wanted: Vec<WantedChunk> = prompt.hashes.iter().enumerate().map(wanted).collect();
-        let options = CpuOptions {
-            threads: 1,
-            bytes_per_thread: 1 << 30,
-        };
-        // SAFETY: the pages outlive the worker, and nobody else touches them.
-        let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
-        let progress = Arc::new(LoadProgress::new(prompt.space.planes().len(), CHUNKS));
+        let wanted = [WantedKind {
+            kind: 0,
+            chunks: prompt.hashes.iter().enumerate().map(wanted).collect(),
+        }];
+        let progress = Arc::new(LoadProgress::new([(0, prompt.space.planes().len(), CHUNKS)]));
         let held = is_held.then(|| Arc::clone(&progress));
         let (socket, releases) = counted(&serving.config.api.socket, site.home.path(), held);
         let client = Client::new(DaemonAddress::Unix(socket));
-        let breaker = LookupBreaker::new(3, Duration::from_secs(1));
-        let narrow = |_: &[kvgate::protocol::Share]| unreachable!("nothing is stored");
-        let worker = Worker::new(
-            &client,
-            alone("reader"),
-            prompt.space.clone(),
-            copier,
-            narrow,
-            breaker,
-        );
+        let worker = plain_worker(&client, alone("reader"), &prompt.space, &cache);
         let load = LoadJob {
             id: "load",
-            wanted: &wanted,
+            kinds: &wanted,
             order: Order::Chunk,
             deadline_ms: Some(20_000),
             after: None,
@@ -161,29 +173,20 @@ async fn without_its_other_rank_nothing_is_there() {
     let chunk = ComputedChunk {
         hash: prompt.hashes[0],
         parent: prompt.parent(0),
-        spans: cache.spans(table, 0..prompt.space.chunk_tokens()).unwrap(),
+        spans: vec![cache.spans(table, 0..prompt.space.chunk_tokens()).unwrap()],
     };
-    let options = CpuOptions {
-        threads: 1,
-        bytes_per_thread: 1 << 30,
-    };
-    // SAFETY: the pages outlive the worker, and nobody else touches them.
-    let copier = Copier::Cpu(unsafe { CpuCopier::new(cache.clone(), options) });
     let attach = AttachRequest {
         world_size: 2,
-        heads: Some((0, 2)),
+        tp: Some((0, 2)),
         ..alone("engine")
     };
-    let worker = Worker::new(
-        &serving.client,
-        attach,
-        prompt.space.clone(),
-        copier,
-        |_: &[kvgate::protocol::Share]| unreachable!("nothing is stored"),
-        LookupBreaker::new(3, Duration::from_secs(1)),
-    );
+    let worker = plain_worker(&serving.client, attach, &prompt.space, &cache);
+    let kinds = [ComputedKind {
+        kind: 0,
+        chunks: vec![chunk],
+    }];
     let store = StoreJob {
-        chunks: &[chunk],
+        kinds: &kinds,
         after: None,
         deadline: Duration::from_secs(20),
     };
@@ -191,5 +194,5 @@ async fn without_its_other_rank_nothing_is_there() {
         refused: 1,
         ..Stored::default()
     };
-    assert_eq!(worker.store(store, &Hold::default()).await.unwrap(), refused);
+    assert_eq!(worker.store(store, &Hold::default()).await.unwrap(), [refused]);
 }

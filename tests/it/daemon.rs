@@ -116,7 +116,7 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
     let prompt = Prompt::new(1);
     serving.client.declare(&prompt.space).await.unwrap();
     let space = id(&prompt.space);
-    let first = serving.rank("engine", 0, 2, (0, 2)).await;
+    let first = serving.rank("engine", 0, 2).await;
     let reserve = || first.reserve(&space, chunks(&prompt));
     let skip = |word: &str| ReservedChunk::Skip {
         skip: word.to_owned(),
@@ -126,7 +126,7 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
         [skip("pending")],
         "who owns what is not known yet"
     );
-    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+    let second = serving.rank("engine", 1, 2).await;
 
     let one = reserve().await.unwrap();
     assert_eq!(one.own[0].heads, (0, 2));
@@ -186,17 +186,27 @@ async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
     let prompt = Prompt::new(1);
     serving.client.declare(&prompt.space).await.unwrap();
     let space = id(&prompt.space);
-    let first = serving.rank("engine", 0, 2, (0, 2)).await;
-    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+    let rank = async |rank, tp| {
+        let request = kvgate::protocol::AttachRequest {
+            rank,
+            world_size: 2,
+            tp: Some(tp),
+            ..alone("engine")
+        };
+        serving.client.attach(&request).await.unwrap()
+    };
+    let first = rank(0, (0, 2)).await;
+    // It has all heads, and owns those that the first one hasn't.
+    let second = rank(1, (0, 1)).await;
     let begun = first.reserve(&space, chunks(&prompt)).await.unwrap();
     let name = write(&first, &prompt, 0, &begun.own, &begun.chunks[0]);
     let committed = first.commit(vec![name]).await.unwrap();
     assert_eq!(committed.slots, [CommitOutcome::Ok { published: false }]);
     drop(first);
     eventually(|| serving.node.status().sessions.len() == 1).await;
-    let first = serving.rank("engine", 0, 2, (0, 3)).await;
+    let first = rank(0, (0, 4)).await;
     let joined = second.reserve(&space, chunks(&prompt)).await.unwrap();
-    assert_eq!(joined.own[0].heads, (3, 4));
+    assert_eq!(joined.own[0].heads, (1, 4));
     let pending = ReservedChunk::Skip {
         skip: "pending".to_owned(),
     };
@@ -220,8 +230,8 @@ async fn a_rank_that_comes_too_late_or_dies_leaves_nothing_half_done() {
     let prompt = Prompt::new(1);
     serving.client.declare(&prompt.space).await.unwrap();
     let space = id(&prompt.space);
-    let first = serving.rank("engine", 0, 2, (0, 2)).await;
-    let second = serving.rank("engine", 1, 2, (2, 4)).await;
+    let first = serving.rank("engine", 0, 2).await;
+    let second = serving.rank("engine", 1, 2).await;
     let reserved = first.reserve(&space, chunks(&prompt)).await.unwrap();
     let name = write(&first, &prompt, 0, &reserved.own, &reserved.chunks[0]);
     assert_eq!(
@@ -278,8 +288,8 @@ async fn ranks_without_bytes_of_their_own_have_nothing_to_write() {
     )
     .unwrap();
     let prompt = Prompt::of(latent, 2);
-    let first = serving.rank("engine", 0, 2, (0, 8)).await;
-    let second = serving.rank("engine", 1, 2, (8, 16)).await;
+    let first = serving.rank("engine", 0, 2).await;
+    let second = serving.rank("engine", 1, 2).await;
     assert_eq!(store(&serving.client, &second, &prompt).await, ["other_rank"; 2]);
     assert_eq!(store(&serving.client, &first, &prompt).await, ["stored"; 2]);
     assert_eq!(load(&first, &prompt, "x", Order::Chunk).await.len(), 2);
@@ -301,9 +311,9 @@ async fn a_load_of_all_ranks_reads_s3_once() {
         serving.ready().await;
         serving.client.declare(&prompt.space).await.unwrap();
         let ranks = [
-            serving.rank("engine", 0, 3, (0, 2)).await,
-            serving.rank("engine", 1, 3, (2, 3)).await,
-            serving.rank("engine", 2, 3, (3, 4)).await,
+            serving.rank("engine", 0, 3).await,
+            serving.rank("engine", 1, 3).await,
+            serving.rank("engine", 2, 3).await,
         ];
         let before = serving.node.gateway().requests();
         let loads = ranks.iter().map(|rank| load(rank, &prompt, "request-1", order));
@@ -506,9 +516,9 @@ async fn a_load_that_all_who_joined_have_cancelled_keeps_nothing() {
     store(&serving.client, &engine, &prompt).await;
     serving.flush().await;
     let ranks = [
-        serving.rank("engine", 0, 3, (0, 2)).await,
-        serving.rank("engine", 1, 3, (2, 3)).await,
-        serving.rank("engine", 2, 3, (3, 4)).await,
+        serving.rank("engine", 0, 3).await,
+        serving.rank("engine", 1, 3).await,
+        serving.rank("engine", 2, 3).await,
     ];
     let arena = serving.node.gateway().arena();
     // All that is not the loads' reserve, which memory gives up if nobody uses any of it.
@@ -541,7 +551,7 @@ async fn a_load_that_all_who_joined_have_cancelled_keeps_nothing() {
 async fn a_refused_attach_tells_why() {
     let site = Site::new().await;
     let serving = site.serve(&[("api.sessions", "3")]).await;
-    let _one = serving.rank("engine", 0, 2, (0, 2)).await;
+    let _one = serving.rank("engine", 0, 2).await;
     let attach = async |mut request: kvgate::protocol::AttachRequest,
                         change: &dyn Fn(&mut kvgate::protocol::AttachRequest)| {
         change(&mut request);
@@ -552,7 +562,7 @@ async fn a_refused_attach_tells_why() {
     assert_eq!(
         attach(base.clone(), &|r| {
             r.world_size = 2;
-            r.heads = Some((0, 2));
+            r.tp = Some((0, 2));
         })
         .await,
         "rank_taken"
@@ -561,7 +571,7 @@ async fn a_refused_attach_tells_why() {
         attach(base.clone(), &|r| {
             r.world_size = 3;
             r.rank = 1;
-            r.heads = Some((0, 2));
+            r.tp = Some((0, 2));
         })
         .await,
         "other_world_size"
@@ -570,7 +580,7 @@ async fn a_refused_attach_tells_why() {
         attach(base.clone(), &|r| {
             r.world_size = 2;
             r.rank = 2;
-            r.replicated = true;
+            r.tp = Some((0, 1));
         })
         .await,
         "bad_rank"
@@ -582,7 +592,7 @@ async fn a_refused_attach_tells_why() {
     let _three = serving.attach("yet another").await;
     let crowd = &|r: &mut kvgate::protocol::AttachRequest| {
         r.world_size = u32::MAX;
-        r.replicated = true;
+        r.tp = Some((0, 1));
     };
     assert_eq!(attach(alone("crowd"), crowd).await, "bad_rank");
     assert_eq!(attach(alone("third"), &|_| {}).await, "too_many");
@@ -619,9 +629,9 @@ async fn a_rank_that_does_not_join_is_left_out() {
     store(&serving.client, &engine, &prompt).await;
     serving.flush().await;
     let ranks = [
-        serving.rank("engine", 0, 3, (0, 2)).await,
-        serving.rank("engine", 1, 3, (2, 3)).await,
-        serving.rank("engine", 2, 3, (3, 4)).await,
+        serving.rank("engine", 0, 3).await,
+        serving.rank("engine", 1, 3).await,
+        serving.rank("engine", 2, 3).await,
     ];
     // More than the window holds, so the third one was left out by then; and not all.
     let mut opened = Vec::new();
@@ -658,8 +668,8 @@ async fn a_rank_that_declines_a_load_is_not_waited_for() {
     store(&serving.client, &engine, &prompt).await;
     serving.flush().await;
     let ranks = [
-        serving.rank("engine", 0, 2, (0, 2)).await,
-        serving.rank("engine", 1, 2, (2, 4)).await,
+        serving.rank("engine", 0, 2).await,
+        serving.rank("engine", 1, 2).await,
     ];
     let decline = async |load_id: &str| {
         let mut request = load_request(&prompt, load_id, Order::Chunk);
@@ -691,8 +701,8 @@ async fn ranks_that_name_another_space_are_in_no_load_together() {
         serving.client.declare(space).await.unwrap();
     }
     let ranks = [
-        serving.rank("engine", 0, 2, (0, 2)).await,
-        serving.rank("engine", 1, 2, (2, 4)).await,
+        serving.rank("engine", 0, 2).await,
+        serving.rank("engine", 1, 2).await,
     ];
     let _first = ranks[0]
         .load(load_request(&prompt, "x", Order::Chunk))

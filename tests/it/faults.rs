@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvgate::cache::gateway::{AfterMiss, LoadSpec, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, Kinds, LoadSpec, StoreOutcome};
+use kvgate::format::Space;
 use kvgate::protocol::Order;
 use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
@@ -217,6 +218,49 @@ async fn stored(n: usize) -> (Backend, Site, Prompt) {
     let prompt = Prompt::new(n);
     store_all(&site.gateway(), &prompt).await;
     (backend, site, prompt)
+}
+
+/// The full prefix is known, and of the snapshots nobody tells.
+#[tokio::test]
+async fn a_boundary_without_answers_is_open_and_not_remembered() {
+    let (_server, site, prompt) = stored(5).await;
+    let state = Space::from_json(
+        r#"{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": "state",
+            "mha": {"layers": 6, "heads": 4, "head_dim": 64}}"#,
+    )
+    .unwrap();
+    let snapshots = Prompt {
+        space: state.clone(),
+        root: prompt.root,
+        hashes: prompt.hashes.clone(),
+    };
+    store_chunk(&site.gateway(), &snapshots, 3).await;
+    let flaky = Arc::new(Hooked::over(Arc::clone(&site.store)));
+    let gateway = site.gateway_over(Arc::clone(&flaky) as Arc<_>);
+    let spaces = [state, prompt.space.clone()];
+    let kinds = Kinds {
+        spaces: &spaces,
+        drafts: &[],
+        state_every: 0,
+        lookahead: 0,
+    };
+    let ask = async |strategy, deadline| {
+        let found = gateway.boundary(kinds, &prompt.hashes, strategy, deadline).await;
+        (found.chunks, found.full, found.is_open, found.error.is_some())
+    };
+    for strategy in [Strategy::Exact, Strategy::Prefix] {
+        flaky.fail(Some(ErrorKind::Throttled));
+        assert_eq!(ask(strategy, soon()).await, (0, 0, true, true));
+        flaky.fail(None);
+        assert_eq!(lookup(&gateway, &prompt, strategy).await.prefix, 5);
+        flaky.fail(Some(ErrorKind::Timeout));
+        assert_eq!(ask(strategy, soon()).await, (0, 5, true, true));
+        flaky.fail(None);
+        let late = ask(strategy, Instant::now()).await;
+        assert_eq!((late.0, late.1, late.2), (0, 5, true), "out of time");
+        assert_eq!(ask(strategy, soon()).await, (4, 5, false, false));
+        gateway.forget_existence();
+    }
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream;
+use kvgate::cache::gateway::{Boundary, Kinds};
 use kvgate::format::Space;
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::Condition;
@@ -14,6 +15,8 @@ use crate::support::fixture::{Prompt, Site, lookup, soon};
 
 on_backends! {
     a_prompt_of_4096_chunks_of_which_3000_exist: embedded, rgw, minio;
+    a_prompt_of_4096_chunks_over_three_kinds: embedded, rgw, minio;
+    snapshots_of_branching_prompts: embedded, rgw, minio;
 }
 
 const CHUNKS: usize = 4096;
@@ -71,4 +74,162 @@ async fn a_prompt_of_4096_chunks_of_which_3000_exist(backend: &Backend) {
         asked_now >= CHUNKS as u64 - cost,
         "what was inferred is asked for: {asked_now}"
     );
+}
+
+/// The kinds of a model, as small: a chunk has a token.
+fn kind(kind: &str, draft: &str) -> Space {
+    Space::from_json(&format!(
+        r#"{{"model": "test/smallest", "revision": "1", "dtype": "int8", "chunk_tokens": 1, "kind": {kind},
+            "draft": "{draft}", "planes": [{{"name": "kv", "layer": 0, "heads": 1, "row_bytes": 1}}]}}"#
+    ))
+    .unwrap()
+}
+
+/// A site, a prompt and the kinds of its model.
+struct Model {
+    site: Site,
+    prompt: Prompt,
+    spaces: Vec<Space>,
+    drafts: Vec<Space>,
+}
+
+const STATE_EVERY: usize = 16;
+/// What a lookup over three kinds may cost.
+const REQUESTS_MAX: u64 = 100;
+
+impl Model {
+    async fn new(backend: &Backend, chunks: usize) -> Self {
+        Self {
+            site: Site::new(backend.store().await).await,
+            prompt: Prompt::of(smallest_space(), chunks),
+            spaces: vec![
+                kind(r#""full""#, ""),
+                kind(r#"{"window": 3}"#, ""),
+                kind(r#""state""#, ""),
+            ],
+            drafts: vec![kind(r#""full""#, "eagle")],
+        }
+    }
+
+    /// Stores these chunks of a kind. Existence is a matter of key and length; what is in them no lookup reads.
+    async fn put(&self, space: &Space, chunks: impl Iterator<Item = usize>) {
+        let body = Bytes::from(vec![0; space.layout().object_len()]);
+        let puts = chunks.map(|i| {
+            let key = self.site.keys.chunk(space.key(), &self.prompt.hashes[i]);
+            let (store, body) = (Arc::clone(&self.site.store), body.clone());
+            async move { store.put(&key, body, Condition::Always, soon()).await.map(drop) }
+        });
+        let put: Vec<_> = stream::iter(puts).buffer_unordered(16).collect().await;
+        put.into_iter().for_each(|put| put.unwrap());
+    }
+
+    /// The lookup of a node that knows nothing, and its requests.
+    async fn lookup(&self, kinds: &[usize], lookahead: usize, drafts: &[Space]) -> (Boundary, u64) {
+        let spaces: Vec<Space> = kinds.iter().map(|&kind| self.spaces[kind].clone()).collect();
+        let kinds = Kinds {
+            spaces: &spaces,
+            drafts,
+            state_every: STATE_EVERY,
+            lookahead,
+        };
+        let gateway = self.site.gateway();
+        let asked = || gateway.requests().head + gateway.requests().attributes;
+        let before = asked();
+        let found = gateway
+            .boundary(kinds, &self.prompt.hashes, Strategy::Prefix, soon())
+            .await;
+        let cost = asked() - before;
+        // Warm, and with all questions, it finds no less.
+        let again = gateway
+            .boundary(kinds, &self.prompt.hashes, Strategy::Prefix, soon())
+            .await;
+        assert!(again.chunks >= found.chunks);
+        assert!(!found.is_open && found.error.is_none());
+        (found, cost)
+    }
+}
+
+async fn a_prompt_of_4096_chunks_over_three_kinds(backend: &Backend) {
+    let model = Model::new(backend, CHUNKS).await;
+    let [full, window, state] = &model.spaces[..] else {
+        unreachable!()
+    };
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &model.drafts).await;
+    assert_eq!((found.chunks, found.full), (0, 0));
+    assert!(cost <= 16, "nothing is there: {cost} requests");
+
+    // A number that no round of questions meets by chance.
+    model.put(full, 0..STORED).await;
+    model.put(window, 0..STORED).await;
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
+    assert_eq!((found.chunks, found.full), (0, STORED));
+    assert!(cost <= REQUESTS_MAX, "all but the states: {cost} requests");
+    let (found, cost) = model.lookup(&[0, 1], 0, &[]).await;
+    assert_eq!((found.chunks, found.full), (STORED, STORED));
+    assert!(cost <= 66, "two chunks of the window: {cost} requests");
+
+    let last = STORED / STATE_EVERY * STATE_EVERY;
+    model
+        .put(state, (1..=STORED / STATE_EVERY).map(|n| n * STATE_EVERY - 1))
+        .await;
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
+    assert_eq!((found.chunks, found.full), (last, STORED));
+    let needed: Vec<_> = found.needed.iter().map(|(run, _)| run.clone()).collect();
+    assert_eq!(needed, [0..last, last - 2..last, last - 1..last]);
+    assert!(cost <= REQUESTS_MAX, "a snapshot at a distance: {cost} requests");
+    let (found, _) = model.lookup(&[2, 1, 0], STORED - last, &[]).await;
+    assert_eq!((found.chunks, found.full), (last, STORED), "in any order");
+    let (found, cost) = model.lookup(&[0, 1, 2], STORED - last + 1, &[]).await;
+    assert_eq!(
+        (found.chunks, found.full),
+        (last - STATE_EVERY, STORED),
+        "so many chunks are left over"
+    );
+    assert!(cost <= REQUESTS_MAX, "{cost} requests");
+
+    model.put(full, STORED..CHUNKS).await;
+    model.put(window, STORED..CHUNKS).await;
+    model.put(state, STORED..CHUNKS).await;
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &model.drafts).await;
+    assert_eq!((found.chunks, found.full), (CHUNKS, CHUNKS));
+    assert!(found.drafts[0].is_empty());
+    assert!(cost <= 32, "all is there, but no draft: {cost} requests");
+    let (found, _) = model.lookup(&[0, 1, 2], 1, &[]).await;
+    assert_eq!((found.chunks, found.full), (CHUNKS - 1, CHUNKS));
+
+    model.put(&model.drafts[0], 0..CHUNKS).await;
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &model.drafts).await;
+    assert_eq!((found.chunks, found.drafts[0].clone()), (CHUNKS, 0..CHUNKS));
+    assert!(cost <= 32, "all is there: {cost} requests");
+
+    // A window alone, and a plain lookup, which costs what it always did.
+    let (found, cost) = model.lookup(&[1], 0, &[]).await;
+    assert_eq!((found.chunks, found.full, cost), (CHUNKS, CHUNKS, 2));
+    assert_eq!(found.first.mask.count(), 2);
+    let (found, cost) = model.lookup(&[0], 0, &[]).await;
+    let plain = lookup(&model.site.gateway(), &model.prompt, Strategy::Prefix).await;
+    assert_eq!((found.chunks, cost as usize), (CHUNKS, plain.asked));
+}
+
+/// Prompts end where they like, and a snapshot is where one ended or two parted.
+async fn snapshots_of_branching_prompts(backend: &Backend) {
+    let model = Model::new(backend, 64).await;
+    let [full, window, state] = &model.spaces[..] else {
+        unreachable!()
+    };
+    model.put(full, 0..61).await;
+    model.put(window, 0..61).await;
+    let mut ends = vec![1, 2, 7, 16, 29, 44, 45, 60, 61];
+    model.put(state, ends.iter().map(|end| end - 1)).await;
+    // The deepest snapshot goes, one after another, as if a longer part of the prompt were another one's.
+    while let Some(end) = ends.pop() {
+        let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
+        assert_eq!((found.chunks, found.full), (end, 61));
+        assert!(cost <= REQUESTS_MAX, "{cost} requests");
+        let gone = model.site.keys.chunk(state.key(), &model.prompt.hashes[end - 1]);
+        model.site.remove(gone).await;
+    }
+    let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
+    assert_eq!((found.chunks, found.full), (0, 61));
+    assert!(cost <= REQUESTS_MAX, "{cost} requests");
 }

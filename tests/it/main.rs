@@ -19,6 +19,7 @@ mod fanout;
 mod fanout_rgw;
 mod faults;
 mod hostile;
+mod kinds;
 mod lookups;
 mod on_the_way;
 mod operations;

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use kvgate::cache::tier::DiskState;
 use kvgate::engine::client::Client;
-use kvgate::protocol::Order;
+use kvgate::format::Space;
+use kvgate::protocol::{LookupAnswer, LookupRequest, Needed, Order, Tier};
 
 use tokio::net::UnixStream;
 
@@ -549,6 +550,138 @@ async fn prefetched_and_pinned_chunks_are_in_memory() {
         serving.client.unpin(&space, &prompt.hashes).await.unwrap().chunks,
         6
     );
+}
+
+/// A prompt of a model with full attention, windows of two chunks and states.
+fn of_three_kinds(chunks: usize) -> [Prompt; 3] {
+    let full = Prompt::new(chunks);
+    let of = |kind: &str, heads: u32| {
+        let space = format!(
+            r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "kind": {kind},
+                "mha": {{"layers": 6, "heads": {heads}, "head_dim": 64}}}}"#
+        );
+        Prompt {
+            space: Space::from_json(&space).unwrap(),
+            root: full.root,
+            hashes: full.hashes.clone(),
+        }
+    };
+    let others = (of(r#"{"window": 33}"#, 4), of(r#""state""#, 64));
+    [full, others.0, others.1]
+}
+
+fn part(prompt: &Prompt, chunks: std::ops::Range<usize>) -> Prompt {
+    Prompt {
+        space: prompt.space.clone(),
+        root: prompt.parent(chunks.start),
+        hashes: prompt.hashes[chunks].to_vec(),
+    }
+}
+
+async fn lookup_kinds(client: &Client, prompts: &[Prompt; 3], pin: bool, prefetch: bool) -> LookupAnswer {
+    let request = LookupRequest {
+        space: id(&prompts[0].space),
+        with: vec![id(&prompts[1].space), id(&prompts[2].space)],
+        hashes: Some(prompts[0].hashes.clone()),
+        pin_ms: pin.then_some(60_000),
+        prefetch,
+        ..LookupRequest::default()
+    };
+    client.lookup(&request).await.unwrap()
+}
+
+/// No policy of its own: what no boundary needs any more is not touched any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chunks_of_a_window_far_behind_leave_first() {
+    for policy in ["lru", "sieve", "s3fifo"] {
+        let site = Site::new().await;
+        let settings = [("memory.policy", policy), ("store.write_behind", "4MiB")];
+        let serving = site.serve(&settings).await;
+        serving.ready().await;
+        let engine = serving.attach("one").await;
+        let prompts = of_three_kinds(20);
+        let [full, window, state] = &prompts;
+        // The window comes last, so that its chunks are younger than those of the others.
+        for prompt in [full, state, window] {
+            assert_eq!(
+                count(&store(&serving.client, &engine, prompt).await, "stored"),
+                20
+            );
+            serving.flush().await;
+        }
+        let found = lookup_kinds(&serving.client, &prompts, false, false).await;
+        let needed: Vec<_> = found.needed.iter().map(|needed| needed.chunks).collect();
+        assert_eq!(needed, [(0, 20), (18, 20), (19, 20)]);
+        let kept = [full.hashes.len(), 2, 1];
+        let loads = [part(full, 0..20), part(window, 18..20), part(state, 19..20)];
+        for round in 0..2 {
+            for (i, (prompt, chunks)) in loads.iter().zip(kept).enumerate() {
+                let words = load(&engine, prompt, &format!("{policy} {round} {i}"), Order::Chunk).await;
+                assert_eq!(words, all("memory", chunks));
+            }
+        }
+        // Others' chunks take the place of the rest.
+        let memory = || serving.node.status().tiers.memory;
+        while memory().evicted < 15 {
+            store(&serving.client, &engine, &Prompt::new(1)).await;
+            serving.flush().await;
+        }
+        for (i, (prompt, chunks)) in loads.iter().zip(kept).enumerate() {
+            let words = load(&engine, prompt, &format!("{policy} {i}"), Order::Chunk).await;
+            assert_eq!(words, all("memory", chunks), "{policy}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lookup_over_kinds_pins_and_prefetches_what_is_needed() {
+    let site = Site::new().await;
+    let prompts = of_three_kinds(12);
+    for prompt in &prompts {
+        site.store_by_another(prompt, &[]).await;
+    }
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    for prompt in &prompts {
+        serving.client.declare(&prompt.space).await.unwrap();
+    }
+    let memory = || serving.node.status().tiers.memory;
+    let found = lookup_kinds(&serving.client, &prompts, true, true).await;
+    assert_eq!((found.boundary, found.full, found.open), (12, 12, false));
+    assert_eq!(memory().pinned_chunks, 0, "nothing is in memory yet");
+    eventually(|| memory().chunks == 12 + 2 + 1).await;
+    let found = lookup_kinds(&serving.client, &prompts, true, true).await;
+    let in_memory = |needed: &Needed| needed.tiers.iter().all(|run| run.tier == Tier::Memory);
+    assert!(found.needed.iter().all(in_memory), "{:?}", found.needed);
+    assert_eq!(memory().pinned_chunks, 12 + 2 + 1);
+    serving.flush().await;
+    assert_eq!(memory().chunks, 12 + 2 + 1);
+}
+
+/// A full chunk is of no use without those before it; a window's is, once the window has passed the gap.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_window_or_a_snapshot_is_stored_after_a_refused_one() {
+    let mut site = Site::new().await;
+    let settings = [("store.write_behind", "2MiB")];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompts = of_three_kinds(40);
+    for prompt in &prompts {
+        // The space's JSON is on S3.
+        store(&serving.client, &engine, &part(prompt, 0..1)).await;
+        serving.flush().await;
+    }
+    for (prompt, after_a_gap) in prompts.iter().zip(["full", "stored", "stored"]) {
+        site.stop_s3().await;
+        let words = store(&serving.client, &engine, prompt).await;
+        let refused = words.iter().position(|word| *word == "full").unwrap();
+        site.start_s3().await;
+        serving.flush().await;
+        let words = store(&serving.client, &engine, &part(prompt, refused + 1..refused + 3)).await;
+        assert_eq!(words, [after_a_gap; 2], "{:?}", prompt.space.kind());
+        serving.flush().await;
+    }
 }
 
 /// It waited until the pins were over.

@@ -1,7 +1,7 @@
 //! The documented format: `tests/data/vectors.json` was made by the Python implementation in `tests/reference`.
 
 use kvgate::format::{
-    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Mask, Space, SpaceId, TenantSecret,
+    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Kind, Mask, Space, SpaceId, TenantSecret,
 };
 use serde_json::Value;
 
@@ -76,6 +76,8 @@ fn spaces() {
             "{name}"
         );
         assert_eq!(space.id().to_string(), case["space_id"], "{name}");
+        assert_eq!(space.model_id().to_string(), case["model_id"], "{name}");
+        assert_eq!(space.chunk_rows() as usize, number(&case["chunk_rows"]), "{name}");
         let layout = space.layout();
         assert_eq!(layout.planes(), number(&case["planes"]), "{name}");
         assert_eq!(layout.payload_len(), number(&case["chunk_bytes"]), "{name}");
@@ -103,6 +105,20 @@ fn invalid_spaces() {
             "accepted although {}: {}",
             case["reason"],
             case["input"]
+        );
+    }
+}
+
+#[test]
+fn needed_chunks() {
+    for case in cases(&vectors(), "needed") {
+        let kind: Kind = serde_json::from_value(case["kind"].clone()).unwrap();
+        let chunk_tokens = u32::try_from(number(&case["chunk_tokens"])).unwrap();
+        let needed = kind.needed(number(&case["boundary"]), chunk_tokens);
+        assert_eq!(
+            [needed.start, needed.end],
+            [number(&case["chunks"][0]), number(&case["chunks"][1])],
+            "{case}"
         );
     }
 }
@@ -198,6 +214,8 @@ fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
         parent: text(&case["parent"]).parse().unwrap(),
         tokens: space.chunk_tokens(),
         payload_len: payload.len() as u64,
+        kind: space.kind(),
+        is_draft: !space.draft().is_empty(),
         digest_kind,
         digests: (0..space.layout().planes()).map(plane).collect(),
     };

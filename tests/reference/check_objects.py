@@ -138,7 +138,7 @@ def check_tokens(
     if space.hash != "kvgate-v1":
         report.wrong.append(f"--tokens: the hashes of {space.hash} are not kvgate's")
         return
-    hasher = Hasher(space.id, space.chunk_tokens, secret)
+    hasher = Hasher(space.model_id, space.chunk_tokens, secret)
     for number, tokens in enumerate(lists):
         parent = hasher.root(salt, adapter)
         for chunk in hasher.chain(tokens, salt, adapter):

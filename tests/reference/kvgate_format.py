@@ -16,6 +16,7 @@ from blake3 import blake3
 FORMAT: Final = 1
 MAGIC: Final = b"KVGATE\r\n"
 SPACE_CONTEXT: Final = "kvgate space v1"
+MODEL_CONTEXT: Final = "kvgate model v1"
 HEADER_FIXED: Final = 256
 DIGEST_SLOT: Final = 32
 HEADER_ALIGN: Final = 4096
@@ -29,9 +30,15 @@ ELEMENT_SIZE: Final[Mapping[str, int]] = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
     "int8": 1,
+    "bytes": 1,
     "fp8_ds_mla": 1,
 }
 HASHES: Final = ("kvgate-v1", "sglang-sha256")
+MODEL_MEMBERS: Final = ("format", "model", "revision", "chunk_tokens", "tenant", "hash")
+SPAN_MAX: Final = 1 << 30
+KIND_CODES: Final[Mapping[str, int]] = {"full": 1, "window": 2, "chunked": 3, "state": 4}
+MAX_ROW: Final = 1 << 20
+MAX_STATE_ROW: Final = 1 << 28
 DIGEST_KINDS: Final[Mapping[str, tuple[int, int]]] = {"crc64nvme": (1, 8), "blake3": (2, 32)}
 
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -40,6 +47,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "chunk_tokens": 256,
     "tenant": "",
     "hash": "kvgate-v1",
+    "kind": "full",
+    "draft": "",
     "shard": "whole",
     "extra": {},
 }
@@ -139,6 +148,47 @@ def _members(value: object, what: str, need: Iterable[str], may: Iterable[str] =
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What the layers keep; `tokens` of a window or of an attention chunk, else 0."""
+
+    name: str = "full"
+    tokens: int = 0
+
+    @classmethod
+    def read(cls, value: object) -> Kind:
+        if value in ("full", "state"):
+            return cls(str(value))
+        if not isinstance(value, dict) or set(value) not in ({"window"}, {"chunked"}):
+            raise FormatError("kind is not full, state, a window or chunked")
+        ((name, tokens),) = value.items()
+        return cls(name, _integer(tokens, f"kind's {name}", 1, SPAN_MAX))
+
+    @classmethod
+    def of_codes(cls, code: int, tokens: int) -> Kind:
+        """As a header has it."""
+        for name, known in KIND_CODES.items():
+            if code == known and (tokens == 0 or name in ("window", "chunked")):
+                return cls(name, tokens)
+        raise FormatError("kind of KV is unknown")
+
+    def json(self) -> str | dict[str, int]:
+        return {self.name: self.tokens} if self.tokens else self.name
+
+    def needed(self, boundary: int, chunk_tokens: int) -> range:
+        """The chunks without which nothing goes on after so many leading chunks."""
+        tokens = boundary * chunk_tokens
+        if self.name == "full":
+            first = 0
+        elif self.name == "window":
+            first = max(0, tokens - (self.tokens - 1))
+        elif self.name == "chunked":
+            first = tokens // self.tokens * self.tokens
+        else:
+            first = max(0, tokens - 1)
+        return range(first // chunk_tokens, boundary)
+
+
+@dataclass(frozen=True)
 class Plane:
     layer: int
     name: str
@@ -146,12 +196,12 @@ class Plane:
     row_bytes: int
 
     @classmethod
-    def read(cls, value: object, element: int) -> Plane:
+    def read(cls, value: object, element: int, max_row: int) -> Plane:
         plane = _members(value, "plane", ("heads", "layer", "name", "row_bytes"))
         name = _string(plane["name"], "plane name")
         if not PLANE_NAME.fullmatch(name):
             raise FormatError("plane name is not 1 to 64 of a-z 0-9 _ . -")
-        row_bytes = _integer(plane["row_bytes"], "row_bytes", 1, 1 << 20)
+        row_bytes = _integer(plane["row_bytes"], "row_bytes", 1, max_row)
         if row_bytes % element:
             raise FormatError("row_bytes is not a multiple of the element size")
         return cls(
@@ -186,11 +236,11 @@ def _expand(value: Mapping[str, Any], element: int) -> object:
     return [{"heads": heads, "layer": layer, "name": name, "row_bytes": width * element} for layer in range(layers)]
 
 
-def _planes(value: object, element: int) -> tuple[Plane, ...]:
+def _planes(value: object, element: int, max_row: int) -> tuple[Plane, ...]:
     if not isinstance(value, list):
         raise FormatError("planes is not an array")
     _integer(len(value), "number of planes", 1, 4096)
-    planes = tuple(Plane.read(item, element) for item in value)
+    planes = tuple(Plane.read(item, element, max_row) for item in value)
     layers = [plane.layer for plane in planes]
     if layers != sorted(layers):
         raise FormatError("planes are not sorted by layer")
@@ -226,6 +276,8 @@ class Space:
     chunk_tokens: int
     tenant: str
     hash: str
+    kind: Kind
+    draft: str
     planes: tuple[Plane, ...]
     shard: str | dict[str, list[int]]
     extra: dict[str, str]
@@ -248,7 +300,8 @@ class Space:
             raise FormatError("hash is unknown")
         if not isinstance(full["extra"], dict):
             raise FormatError("extra is not an object")
-        element = ELEMENT_SIZE[dtype]
+        element, kind = ELEMENT_SIZE[dtype], Kind.read(full["kind"])
+        max_row = MAX_STATE_ROW if kind.name == "state" else MAX_ROW
         space = cls(
             model=_string(full["model"], "model", 1, 512),
             revision=revision,
@@ -256,7 +309,9 @@ class Space:
             chunk_tokens=_integer(full["chunk_tokens"], "chunk_tokens", 1, 1 << 16),
             tenant=_string(full["tenant"], "tenant", 0, 512),
             hash=full["hash"],
-            planes=_planes(_expand(full, element), element),
+            kind=kind,
+            draft=_string(full["draft"], "draft", 0, 512),
+            planes=_planes(_expand(full, element), element, max_row),
             shard=_shard(full["shard"]),
             extra={
                 _string(k, "extra's name", 0, 512): _string(v, "extra's value", 0, 512)
@@ -276,7 +331,7 @@ class Space:
         return space
 
     def json(self) -> dict[str, Any]:
-        """The ten members."""
+        """The twelve members."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -285,6 +340,8 @@ class Space:
             "chunk_tokens": self.chunk_tokens,
             "tenant": self.tenant,
             "hash": self.hash,
+            "kind": self.kind.json(),
+            "draft": self.draft,
             "planes": [plane.json() for plane in self.planes],
             "shard": self.shard,
             "extra": self.extra,
@@ -298,8 +355,25 @@ class Space:
     def id(self) -> bytes:
         return space_id(self.canonical)
 
+    @property
+    def canonical_model(self) -> bytes:
+        """The members that all spaces of a model share."""
+        members = self.json()
+        return canonical_json({name: members[name] for name in MODEL_MEMBERS})
+
+    @property
+    def model_id(self) -> bytes:
+        return model_id(self.canonical_model)
+
+    @property
+    def chunk_rows(self) -> int:
+        return 1 if self.kind.name == "state" else self.chunk_tokens
+
+    def needed(self, boundary: int) -> range:
+        return self.kind.needed(boundary, self.chunk_tokens)
+
     def plane_len(self, plane: int) -> int:
-        return self.planes[plane].heads * self.chunk_tokens * self.planes[plane].row_bytes
+        return self.planes[plane].heads * self.chunk_rows * self.planes[plane].row_bytes
 
     @property
     def plane_offsets(self) -> list[int]:
@@ -310,8 +384,8 @@ class Space:
             at += self.plane_len(plane)
         return offsets
 
-    def row_offset(self, plane: int, head: int, token: int) -> int:
-        rows = head * self.chunk_tokens + token
+    def row_offset(self, plane: int, head: int, row: int) -> int:
+        rows = head * self.chunk_rows + row
         return self.plane_offsets[plane] + rows * self.planes[plane].row_bytes
 
     @property
@@ -329,6 +403,10 @@ class Space:
 
 def space_id(space_json: bytes) -> bytes:
     return blake3(space_json, derive_key_context=SPACE_CONTEXT).digest()
+
+
+def model_id(model_json: bytes) -> bytes:
+    return blake3(model_json, derive_key_context=MODEL_CONTEXT).digest()
 
 
 # ---------------------------------------------------------------- object keys
@@ -364,13 +442,13 @@ class Extra:
 
 
 class Hasher:
-    """`kvgate-v1`."""
+    """`kvgate-v1`; `model` is the model's id."""
 
-    def __init__(self, space: bytes, chunk_tokens: int, tenant_secret: bytes | None = None) -> None:
+    def __init__(self, model: bytes, chunk_tokens: int, tenant_secret: bytes | None = None) -> None:
         if tenant_secret is not None and len(tenant_secret) != 32:
             raise FormatError("a tenant secret is 32 bytes")
         self.chunk_tokens = chunk_tokens
-        self.key = space if tenant_secret is None else blake3(space, key=tenant_secret).digest()
+        self.key = model if tenant_secret is None else blake3(model, key=tenant_secret).digest()
 
     def _hash(self, data: bytes) -> bytes:
         return blake3(data, key=self.key).digest()
@@ -457,7 +535,7 @@ def plane_digests(
 
 # ---------------------------------------------------------------- header
 
-_FIELDS: Final = struct.Struct("<8sII32s32s32sIIQII16s24s80s")
+_FIELDS: Final = struct.Struct("<8sII32s32s32sIIQII16s24sIII68s")
 assert _FIELDS.size == HEADER_FIXED
 
 
@@ -473,6 +551,8 @@ class Header:
     parent: bytes
     tokens: int
     payload_len: int
+    kind: Kind
+    is_draft: bool
     digest: str
     digests: tuple[bytes, ...]
 
@@ -493,6 +573,9 @@ class Header:
             width,
             b"",
             b"",
+            KIND_CODES[self.kind.name],
+            self.kind.tokens,
+            int(self.is_draft),
             b"",
         )
         slots = b"".join(digest.ljust(DIGEST_SLOT, b"\0") for digest in self.digests)
@@ -513,10 +596,13 @@ class Header:
             tokens,
             planes,
             payload_len,
-            kind,
+            digest,
             width,
             key_id,
             nonce,
+            kind,
+            kind_tokens,
+            draft,
             reserved,
         ) = _FIELDS.unpack_from(data)
         if magic != MAGIC:
@@ -532,11 +618,13 @@ class Header:
         data = data[:length]
         if blake3(data[:-32]).digest() != data[-32:]:
             raise FormatError("header digest is wrong")
-        names = [name for name, pair in DIGEST_KINDS.items() if pair == (kind, width)]
+        names = [name for name, pair in DIGEST_KINDS.items() if pair == (digest, width)]
         if not names:
             raise FormatError("digest kind and width are unknown")
         if any(key_id) or any(nonce):
             raise FormatError("encrypted, which version 1 does not read")
+        if draft not in (0, 1):
+            raise FormatError("the mark of a draft is neither 0 nor 1")
         end = HEADER_FIXED + DIGEST_SLOT * planes
         if any(reserved) or any(data[end:-32]):
             raise FormatError("reserved bytes are not zero")
@@ -545,7 +633,8 @@ class Header:
             if any(data[at + width : at + DIGEST_SLOT]):
                 raise FormatError("bytes after a plane digest are not zero")
             digests.append(data[at : at + width])
-        return cls(space, chunk, parent, tokens, payload_len, names[0], tuple(digests))
+        of_kind = Kind.of_codes(kind, kind_tokens)
+        return cls(space, chunk, parent, tokens, payload_len, of_kind, draft == 1, names[0], tuple(digests))
 
     def expect(self, space: Space, chunk: bytes) -> None:
         """Refuses a header that is not the one asked for."""
@@ -555,6 +644,8 @@ class Header:
             ("token count", self.tokens, space.chunk_tokens),
             ("number of planes", len(self.digests), len(space.planes)),
             ("payload length", self.payload_len, space.payload_len),
+            ("kind of KV", self.kind, space.kind),
+            ("mark of a draft", self.is_draft, space.draft != ""),
         ):
             if got != want:
                 raise FormatError(f"{what} is another's")

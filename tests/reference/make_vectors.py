@@ -15,6 +15,7 @@ from kvgate_format import (
     Extra,
     Hasher,
     Header,
+    Kind,
     Space,
     chunk_key,
     crc64nvme,
@@ -27,7 +28,7 @@ from kvgate_format import (
 VECTORS = Path(__file__).resolve().parent.parent / "data" / "vectors.json"
 INLINE_CANONICAL = 16_384
 INLINE_OFFSETS = 256
-INLINE_HEADER = 4096
+INLINE_HEADERS = ("tiny", "k-and-v", "v-wider", "fp8-ds-mla", "layers-with-gaps", "window", "draft-state")
 REVISION = "9216db5781bf21249d130ec9da846c4624c16137"
 SECRET = bytes(range(32))
 
@@ -66,6 +67,9 @@ def plane(layer: int, name: str, heads: int, row_bytes: int) -> Json:
 
 def mha(layers: int, heads: int, head_dim: int, **more: int) -> Json:
     return {"layers": layers, "heads": heads, "head_dim": head_dim, **more}
+
+
+STATE_PLANES = [plane(0, "state", 2, 12), plane(2, "state", 2, 12), plane(3, "replicated", 1, 4)]
 
 
 def space_inputs() -> dict[str, Json]:
@@ -166,21 +170,30 @@ def space_inputs() -> dict[str, Json]:
             },
             mha=small,
         ),
+        "kind-full": given(kind="full", draft="", chunk_tokens=4, mha=small),
+        "window": given(kind={"window": 1}, dtype="float16", chunk_tokens=4, mha=small),
+        "window-largest": given(kind={"window": 1 << 30}, dtype="float16", chunk_tokens=4, mha=small),
+        "chunked": given(kind={"chunked": 8192}, dtype="float16", chunk_tokens=4, mha=small),
+        "state": given(kind="state", dtype="bytes", chunk_tokens=4, planes=STATE_PLANES, extra={"state": "conv ssm"}),
+        "state-largest": given(kind="state", dtype="int8", planes=[plane(0, "state", 16, 1 << 28)]),
+        "draft": given(draft="test/eagle@1", dtype="float16", chunk_tokens=4, mha=mha(1, 2, 4)),
+        "draft-window": given(draft="d" * 512, kind={"window": 4096}, dtype="float16", chunk_tokens=4, mha=small),
+        "draft-state": given(draft="mtp", kind="state", dtype="float32", chunk_tokens=4, planes=STATE_PLANES),
         "revision-main-within": given(revision="main-2024", chunk_tokens=4, mha=small),
     }
-    for dtype in ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"):
+    for dtype in ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "bytes"):
         inputs[f"dtype-{dtype}"] = given(dtype=dtype, chunk_tokens=4, mha=small)
         inputs[f"dtype-{dtype}-mla"] = given(dtype=dtype, chunk_tokens=4, mla={"layers": 2, "latent_dim": 12})
     return inputs
 
 
 def corners(space: Space) -> list[list[int]]:
-    """[plane, head, token, offset] of a few rows."""
+    """[plane, head, row, offset] of a few rows."""
     out = []
     for p in sorted({0, len(space.planes) // 2, len(space.planes) - 1}):
-        heads, tokens = space.planes[p].heads, space.chunk_tokens
-        for head, token in sorted({(0, 0), (heads // 2, tokens // 2), (heads - 1, tokens - 1)}):
-            out.append([p, head, token, space.row_offset(p, head, token)])
+        heads, rows = space.planes[p].heads, space.chunk_rows
+        for head, row in sorted({(0, 0), (heads // 2, rows // 2), (heads - 1, rows - 1)}):
+            out.append([p, head, row, space.row_offset(p, head, row)])
     return out
 
 
@@ -195,6 +208,8 @@ def space_vector(name: str, value: Json) -> Json:
         "canonical_len": len(canonical),
         "canonical_blake3": blake3(canonical).hexdigest(),
         "space_id": space.id.hex(),
+        "model_id": space.model_id.hex(),
+        "chunk_rows": space.chunk_rows,
         "planes": len(space.planes),
         "chunk_bytes": space.payload_len,
         "header_len": space.header_len,
@@ -203,6 +218,25 @@ def space_vector(name: str, value: Json) -> Json:
         "plane_offsets_blake3": blake3(packed).hexdigest(),
         "row_offsets": corners(space),
     }
+
+
+def needed() -> list[Json]:
+    """The chunks that are needed at a boundary, half-open."""
+    kinds = [
+        "full",
+        "state",
+        *({"window": tokens} for tokens in (1, 2, 17, 18, 33, 128, 1 << 30)),
+        *({"chunked": tokens} for tokens in (1, 15, 16, 24, 48, 8192, 1 << 30)),
+    ]
+    out = []
+    for value in kinds:
+        for chunk_tokens in (16, 100):
+            for boundary in (0, 1, 3, 6, 65_536):
+                found = Kind.read(value).needed(boundary, chunk_tokens)
+                first = min(found.start, found.stop)
+                case = {"kind": value, "chunk_tokens": chunk_tokens, "boundary": boundary}
+                out.append({**case, "chunks": [first, found.stop]})
+    return out
 
 
 def invalid_spaces() -> list[Json]:
@@ -257,6 +291,31 @@ def invalid_spaces() -> list[Json]:
         ("tenant a number", but(tenant=1)),
         ("unknown hash", but(hash="sha256")),
         ("unknown hash", but(hash="")),
+        ("unknown kind", but(kind="sliding")),
+        ("unknown kind", but(kind="")),
+        ("kind in other case", but(kind="Full")),
+        ("kind without tokens", but(kind="window")),
+        ("kind without tokens", but(kind="chunked")),
+        ("kind with tokens", but(kind={"state": 1})),
+        ("kind with tokens", but(kind={"full": 1})),
+        ("kind a number", but(kind=1)),
+        ("kind null", but(kind=None)),
+        ("kind a list", but(kind=["full"])),
+        ("kind empty", but(kind={})),
+        ("kind of two", but(kind={"window": 128, "chunked": 128})),
+        ("window of 0", but(kind={"window": 0})),
+        ("window negative", but(kind={"window": -1})),
+        ("window too large", but(kind={"window": (1 << 30) + 1})),
+        ("window fraction", but(kind={"window": 1.5})),
+        ("window a string", but(kind={"window": "128"})),
+        ("window null", but(kind={"window": None})),
+        ("chunked 0", but(kind={"chunked": 0})),
+        ("chunked too large", but(kind={"chunked": (1 << 30) + 1})),
+        ("draft a number", but(draft=1)),
+        ("draft null", but(draft=None)),
+        ("draft too long", but(draft="d" * 513)),
+        ("state's row too large", planes(plane(0, "state", 1, (1 << 28) + 4), kind="state", dtype="float32")),
+        ("row of a window as large as a state's", planes(plane(0, "kv", 1, 1 << 21), kind={"window": 1})),
         ("planes empty", planes()),
         ("planes an object", given(planes={})),
         ("planes and mha", {**good, "planes": [fine]}),
@@ -364,6 +423,10 @@ def chains(spaces: dict[str, Space]) -> list[Json]:
         ("8-mha-v-wider", "v-wider", {**wide, "n": 24}, {}),
         ("1024-bytes-of-tokens", "mla", {**vocabulary, "n": 256}, {"adapter": b"a" * 1024}),
         ("unicode-space", "extra-utf16-order", {**count, "n": 4}, {}),
+        ("plain-of-a-window", "window", [1, 2, 3, 4, 5, 6, 7, 8], {}),
+        ("plain-of-a-state", "state", [1, 2, 3, 4, 5, 6, 7, 8], {}),
+        ("plain-of-a-draft", "draft", [1, 2, 3, 4, 5, 6, 7, 8], {}),
+        ("secret-of-a-state", "state", {**count, "n": 8}, {"tenant_secret": SECRET}),
     ]  # fmt: skip
     return [chain_vector(spaces, *case) for case in cases]
 
@@ -374,7 +437,7 @@ def chain_vector(spaces: dict[str, Space], name: str, space_name: str, tokens: J
     extras: dict[int, list[Extra]] = {}
     for item in more.get("extras", []):
         extras.setdefault(item["chunk"], []).append(Extra(item["offset"], bytes.fromhex(item["hex"])))
-    hasher = Hasher(space.id, space.chunk_tokens, secret)
+    hasher = Hasher(space.model_id, space.chunk_tokens, secret)
     chunks = hasher.chain(generated(tokens), salt or b"", adapter or b"", extras)
     return {
         "name": name,
@@ -446,10 +509,12 @@ def digests() -> list[Json]:
 
 def header_for(space: Space, kind: str, tokens: Json) -> Header:
     """The second chunk's header, over a payload from the byte generator."""
-    hasher = Hasher(space.id, space.chunk_tokens)
+    hasher = Hasher(space.model_id, space.chunk_tokens)
     parent, chunk = hasher.chain(generated(tokens))[:2]
     payload = pattern(space.payload_len)
-    return Header(space.id, chunk, parent, space.chunk_tokens, len(payload), kind, plane_digests(space, kind, payload))
+    digests = plane_digests(space, kind, payload)
+    is_draft = space.draft != ""
+    return Header(space.id, chunk, parent, space.chunk_tokens, len(payload), space.kind, is_draft, kind, digests)
 
 
 def headers(spaces: dict[str, Space]) -> list[Json]:
@@ -462,6 +527,13 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
         "118-planes",
         "119-planes",
         "200-layers",
+        "window",
+        "window-largest",
+        "chunked",
+        "state",
+        "draft",
+        "draft-window",
+        "draft-state",
     )
     out = []
     for name in names:
@@ -481,7 +553,7 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
                     "plane_digests": [d.hex() for d in header.digests] if len(header.digests) <= 8 else None,
                     "plane_digests_blake3": blake3(b"".join(header.digests)).hexdigest(),
                     "header_len": len(built),
-                    "header": built.hex() if len(built) <= INLINE_HEADER and name != "118-planes" else None,
+                    "header": built.hex() if name in INLINE_HEADERS else None,
                     "header_blake3": blake3(built).hexdigest(),
                 }
             )
@@ -525,7 +597,17 @@ def bad_headers(spaces: dict[str, Space]) -> list[Json]:
         ("encryption key id last byte", "blake3", [(151, b"\1")], True),
         ("encryption nonce", "crc64nvme", [(152, b"\1")], True),
         ("encryption nonce last byte", "blake3", [(175, b"\1")], True),
-        ("reserved", "crc64nvme", [(176, b"\1")], True),
+        ("kind 0", "crc64nvme", [(176, u32(0))], True),
+        ("kind 5", "crc64nvme", [(176, u32(5))], True),
+        ("kind largest", "blake3", [(176, u32(0xFFFF_FFFF))], True),
+        ("another kind: window", "crc64nvme", [(176, u32(2) + u32(128))], True),
+        ("another kind: chunked", "crc64nvme", [(176, u32(3) + u32(128))], True),
+        ("another kind: state", "blake3", [(176, u32(4))], True),
+        ("full with tokens", "crc64nvme", [(180, u32(1))], True),
+        ("a draft's", "crc64nvme", [(184, u32(1))], True),
+        ("draft 2", "crc64nvme", [(184, u32(2))], True),
+        ("draft's last byte", "blake3", [(187, b"\1")], True),
+        ("reserved", "crc64nvme", [(188, b"\1")], True),
         ("reserved last byte", "blake3", [(255, b"\1")], True),
         ("after a plane digest", "crc64nvme", [(264, b"\1")], True),
         ("after the last plane digest", "crc64nvme", [(319, b"\1")], True),
@@ -591,6 +673,7 @@ def vectors() -> Json:
         "format": FORMAT,
         "spaces": [space_vector(name, value) for name, value in sorted(inputs.items())],
         "invalid_spaces": invalid_spaces(),
+        "needed": needed(),
         "chains": chains(spaces),
         "keys": keys(spaces),
         "digests": digests(),
@@ -608,23 +691,28 @@ def example() -> dict[str, list[str]]:
     """The lines of code in docs/FORMAT.md, section 7, block by block."""
     given_space = space_inputs()["tiny"]
     space = Space.read(given_space)
-    hasher = Hasher(space.id, space.chunk_tokens)
+    hasher = Hasher(space.model_id, space.chunk_tokens)
     tokens = list(range(1, 9))
     chunks = hasher.chain(tokens)
     built = header_for(space, "crc64nvme", {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
-    dump = []
-    for at in (*range(0, 192, 16), *range(256, 336, 16), 4064, 4080):
-        dump.append(f"{at:04x}  {built[at : at + 16].hex(' ')}")
+    state = Space.read(space_inputs()["state"])
+    of_state = header_for(state, "crc64nvme", {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
+
+    def dump(header: bytes, *rows: int) -> list[str]:
+        return [f"{at:04x}  {header[at : at + 16].hex(' ')}" for at in rows]
+
     return {
         "given": [json.dumps(given_space)],
         "space_json": [space.canonical.decode()],
+        "model_json": [space.canonical_model.decode()],
         "space": [
             f"space_id     {space.id.hex()}",
+            f"model_id     {space.model_id.hex()}",
             f"planes at    {', '.join(map(str, space.plane_offsets))}",
             f"payload      {space.payload_len} bytes",
             f"header_len   {space.header_len}",
             f"object       {space.object_len} bytes",
-            f"(p 1, h 1, token 2) at {space.row_offset(1, 1, 2)}",
+            f"(p 1, h 1, row 2) at {space.row_offset(1, 1, 2)}",
         ],
         "hashes": [
             f"root         {hasher.root().hex()}",
@@ -632,7 +720,16 @@ def example() -> dict[str, list[str]]:
             f"5, 6, 7, 8   {chunks[1].hex()}",
         ],
         "keys": [space_key("kv", space.id), *(chunk_key("kv", space.id, chunk) for chunk in chunks)],
-        "header": dump,
+        "header": dump(built, *range(0, 192, 16), *range(256, 336, 16), 4064, 4080),
+        "state": [json.dumps(space_inputs()["state"])],
+        "of state": [
+            f"space_id     {state.id.hex()}",
+            f"model_id     {state.model_id.hex()}",
+            f"planes at    {', '.join(map(str, state.plane_offsets))}",
+            f"payload      {state.payload_len} bytes",
+            f"key          {chunk_key('kv', state.id, chunks[1])}",
+        ],
+        "header of state": dump(of_state, 0x70, 0xB0),
         "mask": [f"{{0, 3, 8}} of 10   {mask([0, 3, 8], 10).hex()}"],
     }
 

@@ -32,7 +32,7 @@ class Vectors(unittest.TestCase):
         made = make_vectors.render()
         same = made == make_vectors.VECTORS.read_text(encoding="ascii")
         self.assertTrue(same, "tests/data/vectors.json is not what make_vectors.py writes")
-        self.assertLess(len(made), 300_000)
+        self.assertLess(len(made), 400_000)
 
     def test_invalid_spaces_are_refused(self) -> None:
         for case in make_vectors.invalid_spaces():
@@ -46,6 +46,29 @@ class Vectors(unittest.TestCase):
                 again = kv.Space.read(json.loads(space.canonical))
                 self.assertEqual(again, space)
                 self.assertEqual(again.canonical, space.canonical)
+
+    def test_needed_chunks_are_those_of_the_tokens_that_are_attended_to(self) -> None:
+        def reads(kind: kv.Kind, following: int, token: int) -> bool:
+            if kind.name == "window":
+                return following - token < kind.tokens
+            if kind.name == "chunked":
+                return token // kind.tokens == following // kind.tokens
+            return kind.name == "full" or token == following - 1
+
+        kinds = [kv.Kind("full"), kv.Kind("state")]
+        kinds += [kv.Kind(name, tokens) for name in ("window", "chunked") for tokens in range(1, 30)]
+        for kind in kinds:
+            for width in (1, 4, 7):
+                for boundary in range(12):
+                    tokens = range(boundary * width)
+                    want = sorted({token // width for token in tokens if reads(kind, boundary * width, token)})
+                    self.assertEqual(list(kind.needed(boundary, width)), want, (kind, width, boundary))
+
+    def test_all_kinds_of_a_model_have_the_same_chunk_hashes(self) -> None:
+        names = ("tiny", "window", "chunked", "state", "draft")
+        spaces = [self.space(name) for name in names]
+        self.assertEqual(len({space.id for space in spaces}), len(names))
+        self.assertEqual(len({space.model_id for space in spaces}), 1)
 
     def test_rfc8785_order(self) -> None:
         names = ["\r", "1", "\x80", "\u00f6", "\u20ac", "\U0001f600", "\ufb33"]
@@ -82,7 +105,7 @@ class Checksums(unittest.TestCase):
 
 class Headers(unittest.TestCase):
     def test_round_trip(self) -> None:
-        for name in ("tiny", "k-and-v", "200-layers"):
+        for name in ("tiny", "k-and-v", "200-layers", "window", "chunked", "state", "draft-state"):
             for kind in kv.DIGEST_KINDS:
                 space = Vectors.space(name)
                 tokens = {"a": 1, "b": 1, "m": 9, "n": 2 * space.chunk_tokens}
@@ -162,13 +185,13 @@ class FakeS3:
 class CheckObjects(unittest.TestCase):
     def setUp(self) -> None:
         self.space, _, payload = tiny()
-        hasher = kv.Hasher(self.space.id, 4)
+        hasher = kv.Hasher(self.space.model_id, 4)
         self.tokens = list(range(1, 9))
         self.objects = {kv.space_key("p", self.space.id): self.space.canonical}
         parent = hasher.root()
         for kind, chunk in zip(kv.DIGEST_KINDS, hasher.chain(self.tokens), strict=True):
             digests = kv.plane_digests(self.space, kind, payload)
-            header = kv.Header(self.space.id, chunk, parent, 4, len(payload), kind, digests)
+            header = kv.Header(self.space.id, chunk, parent, 4, len(payload), self.space.kind, False, kind, digests)
             self.objects[kv.chunk_key("p", self.space.id, chunk)] = header.build() + payload
             parent = chunk
         self.keys = [key for key in self.objects if not key.endswith(".json")]

@@ -4,10 +4,14 @@
 |-------------|-----------------------------------------------------------------------------------|
 | `connector` | vLLM's calls, handed to one of the two sides                                      |
 | `settings`  | the keys of `kv_connector_extra_config`                                           |
-| `model`     | the space of a model: what must be equal for KV to be interchangeable             |
+| `model`     | the spaces of a model: what must be equal for KV to be interchangeable            |
+| `kinds`     | the kinds of KV that a model's layers keep                                        |
+| `identity`  | what pins a model's weights                                                       |
 | `adapters`  | LoRA adapters by their digests                                                    |
 | `gateway`   | a gateway for the node, started when none answers                                 |
 | `scheduler` | which chunks are there, what is loaded into which blocks, what is stored          |
+| `stores`    | which chunks are stored after a step                                              |
+| `blocks`    | vLLM's blocks that copies read, held by references of kvgate's own                |
 | `doubts`    | which tokens in vLLM's blocks are not known to be right                           |
 | `rates`     | whether a load is quicker than computing                                          |
 | `worker`    | a rank: its tensors, and the jobs that move chunks                                |

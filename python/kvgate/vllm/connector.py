@@ -1,13 +1,22 @@
 """vLLM's calls, handed to one of the two sides."""
 
+import functools
+
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
 from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
+from kvgate.vllm.kinds import AllLayers, layers_of
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
@@ -18,37 +27,42 @@ from kvgate.vllm.worker import WorkerSide
 logger = init_logger(__name__)
 
 
-class KvGateConnector(KVConnectorBase_V1):
+class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV on S3 through a node's `kvgate serve`, and takes it from there. Whatever goes wrong is recomputed: set
-    `kv_load_failure_policy` to `recompute`.
-
-    Without `SupportsHMA` vLLM turns its hybrid manager off, and makes one group of windows, chunked and full attention."""
+    `kv_load_failure_policy` to `recompute`."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         config = vllm_config.kv_transfer_config
         self.settings = settings = Settings.read(config.kv_connector_extra_config)
         parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
-        model = describe(vllm_config, kv_cache_config, settings)
+        stages = parallel.pipeline_parallel_size
         # Once, not by each rank.
         gateway.ensure(settings, is_told=role == KVConnectorRole.SCHEDULER)
         self.scheduler = self.worker = None
-        self.has_priorities = vllm_config.scheduler_config.policy == "priority"
         self.is_off = False
         """One of the calls below threw: vLLM goes on as if there were no kvgate."""
         self.owed = Owed()
+        self.pool = self.layers = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerSide(
-                model,
-                settings,
-                config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
-                config.is_kv_producer,
-                parallel.tensor_parallel_size,
-                events is not None and events.enable_kv_cache_events,
-                items_have_digests(vllm_config),
+            self.begin_scheduler = functools.partial(
+                SchedulerSide,
+                settings=settings,
+                is_consumer=config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
+                is_producer=config.is_kv_producer,
+                ranks=parallel.tensor_parallel_size * stages,
+                has_events=events is not None and events.enable_kv_cache_events,
+                items_have_digests=items_have_digests(vllm_config),
+                has_priorities=vllm_config.scheduler_config.policy == "priority",
             )
+            self.describe = functools.partial(describe, vllm_config, kv_cache_config, settings)
+            # Of several stages it is told when the workers have begun, before the first request.
+            if stages == 1:
+                self.scheduler = self.begin_scheduler(self.describe())
         else:
             refuse_failing_requests(vllm_config, settings)
+            self.layers = layers_of_all_stages(stages, kv_cache_config)
+            model = describe(vllm_config, kv_cache_config, settings, self.layers)
             self.worker = WorkerSide(model, settings, parallel, config.engine_id)
 
     @classmethod
@@ -61,6 +75,8 @@ class KvGateConnector(KVConnectorBase_V1):
         logger.error("kvgate is off until the engine is started again, everything is computed: %s", why)
         logger.debug("kvgate: where it was", exc_info=True)
         self.is_off = True
+        if self.scheduler is not None:
+            self.scheduler.blocks.give_up()
         if self.worker is not None:
             meta = self._get_connector_metadata() if self.has_connector_metadata() else None
             under_way = self.worker.loads.keys() | self.worker.stores | self.worker.report.loaded.keys()
@@ -71,10 +87,22 @@ class KvGateConnector(KVConnectorBase_V1):
 
     # ---- scheduler
 
-    @guarded()
     def bind_gpu_block_pool(self, gpu_block_pool):
-        if self.has_priorities:
-            self.scheduler.block_pool = gpu_block_pool
+        self.pool = gpu_block_pool
+        if self.scheduler is not None:
+            self.scheduler.blocks.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        """vLLM calls it before the first request. Beside a connector with metadata of its own it is that one's."""
+        told = next((told for told in metadata.values() if isinstance(told, AllLayers)), None)
+        if told is not None:
+            self.scheduler = self.begin_scheduler(self.describe(told.layers))
+            self.scheduler.blocks.bind(self.pool)
+        elif self.scheduler is None:
+            raise ValueError(
+                "within MultiConnector kvgate comes first where pipeline_parallel_size is more than 1: the scheduler has to be "
+                "told of all stages' layers"
+            )
 
     @guarded()
     def on_new_request(self, request):
@@ -84,7 +112,8 @@ class KvGateConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tokens, is_async = self.scheduler.matched_tokens(request, num_computed_tokens)
         if tokens:
-            self.owed.local[request.request_id] = num_computed_tokens // self.scheduler.block_tokens
+            size = self.scheduler.model.kinds[0].blocks[self.scheduler.main]
+            self.owed.local[request.request_id] = num_computed_tokens // size
         return tokens, is_async
 
     @guarded(lambda connector, *told: KVConnectorBase_V1.get_external_cache_hit_sources(connector, *told))
@@ -94,7 +123,7 @@ class KvGateConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:
             # vLLM counts on it from here on.
-            self.owed.allocated(request.request_id, blocks.get_block_ids()[0])
+            self.owed.allocated(request.request_id, blocks.get_block_ids()[self.scheduler.main])
         self._allocated(request, blocks, num_external_tokens)
 
     @guarded()
@@ -105,26 +134,32 @@ class KvGateConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output):
         meta = self.scheduler.step(scheduler_output)
         self.owed.told()
+        self.scheduler.blocks.told()
         return meta
 
-    @guarded()
     def update_connector_output(self, connector_output):
         report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            self.scheduler.blocks.freed(report.freed)
+        self._ended(connector_output.invalid_block_ids or (), report)
+
+    @guarded()
+    def _ended(self, invalid_block_ids, report):
         if report is not None and report.is_off:
             raise RuntimeError("a worker is off, see its line above")
-        self.scheduler.ended(connector_output.invalid_block_ids or (), report)
+        self.scheduler.ended(invalid_block_ids, report)
 
     def request_finished(self, request, block_ids):
         self.owed.local.pop(request.request_id, None)
-        is_held = self._finished(request)
-        if is_held:
-            self.owed.frees.add(request.request_id)
-        return is_held, None
+        self._finished(request)
+        return False, None
 
-    @guarded(lambda *_: False)
+    def request_finished_all_groups(self, request, block_ids):
+        return self.request_finished(request, block_ids)
+
+    @guarded()
     def _finished(self, request):
-        """Off, vLLM has the blocks back at once: no step writes to them before the workers have stopped all copies."""
-        return self.scheduler.finished(request)
+        self.scheduler.finished(request)
 
     @property
     def requires_kv_delivery(self):
@@ -134,6 +169,10 @@ class KvGateConnector(KVConnectorBase_V1):
     @guarded(lambda *_: False)
     def has_pending_block_frees(self):
         return self.scheduler.has_pending_block_frees()
+
+    def has_pending_push_work(self):
+        """Steps go on until the workers have said that no block is copied any more."""
+        return bool(self.scheduler.blocks.copied)
 
     @guarded(lambda *_: ())
     def take_events(self):
@@ -146,6 +185,10 @@ class KvGateConnector(KVConnectorBase_V1):
         return self.scheduler.reset()
 
     # ---- worker
+
+    def get_handshake_metadata(self):
+        """The scheduler knows of one stage's layers, and of one spec for those of a group."""
+        return AllLayers(self.layers) if self.layers is not None else None
 
     def register_kv_caches(self, kv_caches):
         self.worker.register(kv_caches)
@@ -188,20 +231,24 @@ class KvGateConnector(KVConnectorBase_V1):
         if stores := self._get_connector_metadata().stores:
             self.worker.store(stores, current_stream())
 
-    def get_finished(self, finished_req_ids):
-        finished = self._get_connector_metadata().finished
-        results = self._results(finished)
+    def get_transfer_results(self, finished_req_ids):
         # Off, all copies have ended: this is only what was noted.
-        sent, received = results or self.worker.results(finished)
+        received, failed = self._results() or self.worker.results()
         # vLLM did not wait for what was loaded within the step.
-        return sent, set() if self.settings.layerwise else received
+        return KVConnectorTransferResults(
+            finished_recving=set() if self.settings.layerwise else received, failed_recving=failed
+        )
+
+    def get_finished(self, finished_req_ids):
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
 
     @guarded()
-    def _results(self, finished):
+    def _results(self):
         if self.settings.layerwise:
             # With a drafter `wait_for_save` comes later, and what failed would be told a step late.
             self.worker.wait_layers()
-        return self.worker.results(finished)
+        return self.worker.results()
 
     def get_block_ids_with_load_errors(self):
         return self.worker.take_failed_blocks()
@@ -230,6 +277,17 @@ class KvGateConnector(KVConnectorBase_V1):
     def shutdown(self):
         if self.worker is not None:
             self.worker.close()
+
+
+def layers_of_all_stages(stages, kv_cache_config):
+    """None: the scheduler knows them all."""
+    own = list(layers_of(kv_cache_config))
+    if stages > 1:
+        of_stages = [None] * stages
+        torch.distributed.all_gather_object(of_stages, own, group=get_pp_group().cpu_group)
+        return [layer for of_stage in of_stages for layer in of_stage]
+    has_many_specs = any(hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups)
+    return own if has_many_specs else None
 
 
 def refuse_failing_requests(vllm_config, settings):

@@ -95,4 +95,6 @@ class Doubts:
     def parts(self, table, start, end):
         size = self.block_tokens
         for at in range(start // size, -(-end // size)):
-            yield table[at], max(start - at * size, 0), min(end - at * size, size)
+            # A window has no block where nobody attends to its tokens any more.
+            if table[at]:
+                yield table[at], max(start - at * size, 0), min(end - at * size, size)

@@ -35,19 +35,16 @@ class Owed:
         self.local: dict[str, int] = {}
         """Blocks that vLLM had itself when it was told of more, by request."""
         self.loads: dict[str, list[int]] = {}
-        """The blocks of loads that vLLM counts on."""
-        self.frees: set[str] = set()
-        """Finished requests whose blocks vLLM keeps until a worker says that they are free."""
+        """The blocks of loads that vLLM counts on: those of the first group."""
 
     def allocated(self, request_id, blocks):
         self.loads[request_id] = list(blocks[self.local.get(request_id, 0) :])
 
     def told(self):
-        self.loads, self.frees = {}, set()
+        self.loads = {}
 
     def step(self):
-        """Tells the workers that none of it was done, and takes all blocks back that are copied: nobody knows any more which
-        of them vLLM has given to others."""
-        meta = StepMetadata(lost=self.loads, finished=self.frees, is_all_taken_back=True)
+        """Tells the workers that none of it was done, and to copy out of no block any more."""
+        meta = StepMetadata(lost=self.loads, is_all_taken_back=True)
         self.told()
         return meta

@@ -1,17 +1,23 @@
-"""The space of a model: what must be equal for the KV of two engines to be interchangeable."""
+"""The spaces of a model: what must be equal for the KV of two engines to be interchangeable."""
 
 import copy
 import dataclasses
 import json
+import math
+import re
+from types import SimpleNamespace
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 from kvgate import Space
-from kvgate.vllm.identity import architecture, extra, revision
+from kvgate.vllm.identity import architecture, extra, fitting, revision
+from kvgate.vllm.kinds import Kind, kind_json, kind_of, layers_of
+
+logger = init_logger(__name__)
 
 DTYPES = {
     "torch.float32": "float32",
@@ -21,107 +27,246 @@ DTYPES = {
     "torch.float8_e5m2": "fp8_e5m2",
     "torch.int8": "int8",
 }
-FP8 = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+FP8 = {
+    "auto": "fp8_e4m3",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "fp8_ds_mla": "fp8_ds_mla",
+}
 """What vLLM keeps as plain bytes with a scale for each layer, by its name. The scales are the checkpoint's, so what pins the
 weights pins them; `auto` is what the scheduler's process sees where the checkpoint asked for fp8."""
-
-
-OTHER_KINDS = {
-    "SlidingWindowSpec": "a model all of whose layers attend to a sliding window (vLLM frees the blocks behind it)",
-    "ChunkedLocalAttentionSpec": "a model all of whose layers have chunked attention (vLLM frees the blocks behind it)",
-    "SlidingWindowMLASpec": "MLA with a sliding window",
-    "MambaSpec": "a model of states alone (Mamba, linear attention)",
-    "RSWASpec": "attention with references of its own (R-SWA)",
-    "SinkFullAttentionSpec": "attention with sinks of its own",
-    "CrossAttentionSpec": "an encoder's KV",
-    "UniformTypeKVCacheSpecs": "a model whose layers have KV of different sizes",
-}
-"""By the spec of the only group."""
+NO_KV_OF_THEIR_OWN = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding."""
+DRAFT_MODEL = "draft_model."
+"""How vLLM's names of the layers of a draft model begin that is a language model by itself."""
+USUAL_CHUNK_TOKENS = 256
+LEAST_CHUNK_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    space: Space
-    layers: list[str]
-    """vLLM's names, in the order of the space's planes."""
-    heads: tuple[int, int]
-    """Which KV heads this rank has, half-open."""
-    block_tokens: int
+    kinds: tuple[Kind, ...]
+    """The model's own first, full attention first of these."""
+    chunk_tokens: int
+    alignment: int
+    """Tokens that a hit is a multiple of."""
+    hash_tokens: int
+    """Tokens of each of vLLM's own hashes."""
+    drops_last: bool
+    """What drafts keep of a token depends on the next one, so the last chunk of a hit is not theirs."""
+    groups: int
+    """KV cache groups of vLLM."""
+
+    @property
+    def spaces(self):
+        return [kind.space for kind in self.kinds]
+
+    @property
+    def has_states(self):
+        return any(kind.word == "state" for kind in self.kinds)
+
+    @property
+    def is_full(self):
+        """Every token's KV is kept by itself: a hit may end within a chunk."""
+        return all(kind.word == "full" for kind in self.kinds)
+
+    @property
+    def loads_in_part(self):
+        """Of a load that failed vLLM can keep what came before: it is told of blocks, not of the request."""
+        return self.groups == 1 and self.is_full
 
 
-def describe(vllm_config, kv_cache_config, settings):
-    """The model as this rank has it. Refuses what can't be reused."""
+def describe(vllm_config, kv_cache_config, settings, layers=None):
+    """The model as this rank has it. `layers`: those of all pipeline stages, where this rank does not have them all. Refuses
+    what can't be reused."""
     if settings.layerwise and vllm_config.scheduler_config.async_scheduling:
         raise ValueError(
             "with layerwise and asynchronous scheduling vLLM would go on from a load that failed: "
             "give it --no-async-scheduling, or leave layerwise out"
         )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
     refuse_ranks_apart(parallel)
     refuse_what_has_kv_of_its_own(vllm_config)
     refuse_what_is_no_function_of_its_prefix(vllm_config)
-    spec, names = only_group(kv_cache_config)
-    if settings.chunk_tokens % spec.block_size:
-        least = -(-settings.chunk_tokens // spec.block_size) * spec.block_size
+    own = {layer.name for layer in layers_of(kv_cache_config)}
+    layers = list(layers or layers_of(kv_cache_config))
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1 and any(
+        layer.name.startswith(DRAFT_MODEL) for layer in layers
+    ):
+        raise ValueError("kvgate can't tell the stages of a draft model apart yet: set pipeline_parallel_size to 1")
+    of_kinds = {}
+    for layer in layers:
+        of_kinds.setdefault(key_of(vllm_config, layer), []).append(layer)
+    groups = len(kv_cache_config.kv_cache_groups)
+    if settings.layerwise and (groups > 1 or any(key[0] != "full" for key in of_kinds)):
         raise ValueError(
-            f"chunk_tokens {settings.chunk_tokens} is no multiple of vLLM's block size {spec.block_size}: "
-            f"set chunk_tokens to {least} in kv_connector_extra_config, on every node"
+            "with layerwise vLLM could not be told of a load of this model that failed, as it has windows, states or several "
+            "KV cache groups: leave layerwise out"
         )
-    names = sorted(names, key=extract_layer_index)
-    is_mla = isinstance(spec, MLAAttentionSpec)
-    total = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
-    row_bytes = spec.state_content_size_bytes
-    dtype = dtype_of(spec, vllm_config.cache_config.cache_dtype)
-    space = Space(
-        json.dumps(
-            {
-                "model": settings.model or architecture(vllm_config.model_config),
-                "revision": settings.revision or revision(vllm_config),
-                "dtype": dtype,
-                "chunk_tokens": settings.chunk_tokens,
-                "tenant": settings.tenant,
-                "extra": {**extra(vllm_config), **cpu_layout(vllm_config, spec)},
-                "planes": [
-                    {"name": "kv", "layer": extract_layer_index(name), "heads": total, "row_bytes": row_bytes}
-                    for name in names
-                ],
-            }
-        )
+    block_tokens = {layer.group: layer.spec.block_size for layer in layers}
+    has_states = any(isinstance(layer.spec, MambaSpec) for layer in layers)
+    chunk_tokens = chunk_tokens_of(settings, math.lcm(*block_tokens.values()), has_states)
+    # The model's own first, and of these the whole prefix, which the others are looked for within.
+    in_order = sorted(of_kinds.items(), key=lambda entry: (entry[0][1], entry[0][0] != "full", str(entry[0])))
+    kinds = tuple(
+        kind
+        for key, of_kind in in_order
+        if (kind := describe_kind(vllm_config, settings, chunk_tokens, key, of_kind, own)) is not None
     )
-    ranks, own = parallel.tensor_parallel_size, spec.num_kv_heads
+    speculative = vllm_config.speculative_config
+    return Model(
+        kinds,
+        chunk_tokens,
+        getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or math.lcm(*block_tokens.values()),
+        getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*block_tokens.values()),
+        speculative is not None and speculative.use_eagle_block_drop(),
+        groups,
+    )
+
+
+def key_of(vllm_config, layer):
+    """All layers with the same are one space."""
+    word, span = kind_of(layer.spec)
+    dtype = dtype_of(layer.spec, vllm_config.cache_config.cache_dtype)
+    return word, is_draft(vllm_config, layer), span, dtype
+
+
+def is_draft(vllm_config, layer):
+    """Whether it is a draft model's. vLLM numbers the layers of MTP and EAGLE on from the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in NO_KV_OF_THEIR_OWN:
+        return False
+    if getattr(layer.spec, "is_draft", False) or layer.name.startswith(DRAFT_MODEL):
+        return True
+    return layer_number(layer.name) >= vllm_config.model_config.hf_text_config.num_hidden_layers
+
+
+def layer_number(name):
+    """The first number in vLLM's name of a layer."""
+    number = re.search(r"\.(\d+)\.", f".{name}.")
+    if number is None:
+        raise ValueError(f"kvgate does not know the layer {name}: run this model without kvgate")
+    return int(number[1])
+
+
+def chunk_tokens_of(settings, block_tokens, has_states):
+    """Whole blocks of all groups. A state is there only where one of its blocks ends, so its chunks are no longer than
+    they must be."""
+    if settings.chunk_tokens:
+        if settings.chunk_tokens % block_tokens:
+            least = -(-settings.chunk_tokens // block_tokens) * block_tokens
+            raise ValueError(
+                f"chunk_tokens {settings.chunk_tokens} is no multiple of vLLM's block size {block_tokens}: "
+                f"set chunk_tokens to {least} in kv_connector_extra_config, on every node"
+            )
+        return settings.chunk_tokens
+    least = LEAST_CHUNK_TOKENS if has_states else USUAL_CHUNK_TOKENS
+    derived = -(-least // block_tokens) * block_tokens
+    if derived != USUAL_CHUNK_TOKENS:
+        logger.info_once(
+            "kvgate: chunks of this model have %d tokens, by vLLM's block sizes. Engines share KV only with chunks of the "
+            "same size: where their block sizes differ, set chunk_tokens in kv_connector_extra_config on all of them",
+            derived,
+        )
+    return derived
+
+
+def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
+    """`own`: names of the layers that this rank has. None: a draft model that nothing pins, whose KV is not kept."""
+    word, draft, span, dtype = key
+    layers = sorted(layers, key=lambda layer: (layer_number(layer.name), layer.name))
+    try:
+        draft = draft_identity(vllm_config, settings) if draft else ""
+    except ValueError as error:
+        logger.warning_once(
+            "kvgate: the draft model's KV is not kept: %s (for a draft the key is draft_revision)", str(error)
+        )
+        return None
+    numbers = [layer_number(layer.name) for layer in layers]
+    names = [f"kv{numbers[:at].count(number) or ''}" for at, number in enumerate(numbers)]
+    all_heads = tuple(heads(vllm_config, layer, draft) for layer in layers)
+    space = {
+        "model": settings.model or architecture(vllm_config.model_config),
+        "revision": settings.revision or revision(vllm_config),
+        "dtype": dtype,
+        "chunk_tokens": chunk_tokens,
+        "tenant": settings.tenant,
+        "kind": kind_json(word, span),
+        "draft": draft,
+        "extra": {**extra(vllm_config), **content(vllm_config, layers)},
+        "planes": [
+            {"name": name, "layer": number, "heads": of, "row_bytes": layer.spec.state_content_size_bytes}
+            for name, number, of, layer in zip(names, numbers, all_heads, layers, strict=True)
+        ],
+    }
+    return Kind(
+        Space(json.dumps(space)),
+        word,
+        span,
+        bool(draft),
+        {layer.group: layer.spec.block_size for layer in layers},
+        tuple(layer for layer in layers if layer.name in own),
+        tuple(plane for plane, layer in enumerate(layers) if layer.name in own),
+        all_heads,
+    )
+
+
+def draft_identity(vllm_config, settings):
+    speculative = vllm_config.speculative_config
+    own = speculative.draft_model_config
+    if speculative.method == "mtp" or own is None or own.model == vllm_config.model_config.model:
+        return speculative.method
+    # vLLM's own function, which reads the draft's configuration.
+    own = copy.copy(own)
+    own.hf_overrides = {}
+    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    pinned = settings.draft_revision or revision(SimpleNamespace(model_config=own, load_config=load_config))
+    return f"{speculative.method} {architecture(own)} {pinned}"
+
+
+def heads(vllm_config, layer, is_draft):
+    """Heads of all ranks together. A state is one rank's share each."""
+    spec, ranks = layer.spec, vllm_config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MambaSpec):
+        return 1 if getattr(spec, "tp_replicated", False) else ranks
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    if ranks == 1 or spec.num_kv_heads > 1:
+        return spec.num_kv_heads * ranks
     # With more ranks than heads several have the same one.
-    first = 0 if is_mla else (parallel.rank % ranks) * total // ranks
-    return Model(space, names, (first, first + (1 if is_mla else own)), spec.block_size)
+    config = vllm_config.speculative_config.draft_model_config if is_draft else vllm_config.model_config
+    return min(config.get_total_num_kv_heads(), ranks)
 
 
-def only_group(kv_cache_config):
-    """The one KV cache group that chunks can be made of."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ValueError(
-            f"kvgate can reuse one kind of KV, and this model has {len(groups)} KV cache groups ({kinds}): give vLLM "
-            "--disable-hybrid-kv-cache-manager, which makes one of windows, chunked and full attention; for other kinds, run "
-            "without kvgate"
-        )
-    spec = groups[0].kv_cache_spec
-    # With the hybrid manager off, layers with a window or chunked attention are among these: vLLM keeps all of their blocks,
-    # and a token's KV does not depend on how long later tokens attend to it. A subclass is of some other attention: of
-    # R-SWA, for one, KV depends on what is left out while decoding.
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        kind = type(spec).__name__
-        raise ValueError(f"kvgate can't reuse {OTHER_KINDS.get(kind, kind)} yet: run this model without kvgate")
-    if getattr(spec, "num_head_slots", None) is not None:
-        raise ValueError(
-            "kvgate can't reuse KV of an attention backend that keeps K and V in slots of their own yet: choose another "
-            "--attention-backend"
-        )
-    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
-        raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
-    return spec, groups[0].layer_names
+def content(vllm_config, layers):
+    """What the bytes of these layers mean, beyond their dtype."""
+    spec = layers[0].spec
+    if isinstance(spec, MambaSpec):
+        states = sorted({state_layout(layer.spec) for layer in layers})
+        return {"states": fitting("; ".join(states)), "convolution": conv_layout()}
+    return {"cache_role": "indexer"} if is_indexer(spec) else cpu_layout(vllm_config, spec)
+
+
+def is_indexer(spec):
+    """Whether it keeps what sparse attention chooses tokens by."""
+    return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
+
+
+def state_layout(spec):
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    return (
+        f"{kind} {', '.join(f'{list(shape)} {dtype}' for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))}"
+    )
+
+
+def conv_layout():
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return get_conv_state_layout()
 
 
 def cpu_layout(vllm_config, spec):
@@ -139,6 +284,8 @@ def cpu_layout(vllm_config, spec):
 def dtype_of(spec, cache_dtype):
     """Of the KV, by a space's names. Bytes are what vLLM has for all that PyTorch has no type for: there its own name says
     what they mean."""
+    if isinstance(spec, MambaSpec) or is_indexer(spec):
+        return "bytes"
     name = getattr(spec, "cache_dtype_str", None) or cache_dtype
     dtype = FP8.get(name) if str(spec.dtype) == "torch.uint8" else DTYPES.get(str(spec.dtype))
     if dtype is None:
@@ -176,12 +323,6 @@ def refuse_what_has_kv_of_its_own(vllm_config):
     if model_config.runner_type == "generate" and not model_config.is_prefix_caching_supported:
         raise ValueError(
             "vLLM says that prefix caching is not supported for this model, so its KV can't be reused: run it without kvgate"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        raise ValueError(
-            f"kvgate can't tell the KV of speculative decoding by {speculative.method} from the model's yet: "
-            "use ngram, or run without it"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ValueError(

@@ -11,11 +11,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
+from kvgate.vllm.blocks import NULL, Blocks
 from kvgate.vllm.doubts import Doubts
 from kvgate.vllm.events import Events
-from kvgate.vllm.metadata import Load, StepMetadata, Store, request_of
+from kvgate.vllm.metadata import Load, LoadPart, StepMetadata, request_of
 from kvgate.vllm.rates import LoadOrCompute
 from kvgate.vllm.stats import MISSES, KvGateStats
+from kvgate.vllm.stores import Stores
 
 logger = init_logger(__name__)
 
@@ -25,28 +27,18 @@ SOURCES = {b"m": CacheHitSource.HOST, b"d": CacheHitSource.DISK}
 
 
 @dataclasses.dataclass
-class OpenStore:
-    """One that not all ranks have ended."""
-
-    request: str
-    first: int
-    """Of its chunks."""
-    there: set[int]
-    """Of them, counted from the first, for all ranks that have ended it."""
-    events: list[object]
-    """For each."""
-    copying: int
-    """Ranks that may still copy out of the request's blocks."""
-    is_held: bool = False
-    """The request has finished, and vLLM keeps its blocks for these copies."""
-    ranks: int = 0
-    """That have ended it."""
-
-
-@dataclasses.dataclass
 class RequestState:
     request: object
     prompt: Prompt
+    found: list[int]
+    """By kind: leading chunks that are there, as far as they are needed, or are in the hands of a store."""
+    handed: list[int]
+    """By kind: chunks that were ever handed to a store. Those that did not get there are handed again with the next that is
+    full."""
+    snapshots: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    """By kind of state: the chunks whose snapshots are in the hands of a store."""
+    full_blocks: int = -1
+    """Of vLLM's smallest, when it was looked at last."""
     taken: int = 0
     """Tokens that the prompt has been given."""
     worth_it: bool | None = None
@@ -55,19 +47,19 @@ class RequestState:
     """Tokens that vLLM had itself when it asked last."""
     scheduled: int = 0
     """Tokens that are computed after the latest step that it was in, with the drafts of that step."""
-    found: int = 0
-    """Chunks of the leading run that are there, or are in the hands of a store."""
-    handed: int = 0
-    """Chunks that were ever handed to a store. Those that did not get there are handed again with the next that is full."""
     sources: dict[object, int] = dataclasses.field(default_factory=dict)
     """Tokens of the latest load, by where they were when it was decided on."""
     load: Load | None = None
     """The latest, until all ranks have ended it."""
+    load_tokens: tuple[int, int] = (0, 0)
+    """Of the prompt, half-open."""
     load_seconds: float = 0.0
     """Of the slowest rank so far."""
     ranks_ended: int = 0
     lost: int | None = None
     """The chunk that a load did not bring. From there on nothing is loaded, until it was stored again."""
+    has_drafts: bool = True
+    """Its drafts' KV came with what was loaded. Otherwise what is computed from it is none that others should load."""
     is_stale: bool = False
     """From before a reset: some of it may have been computed with other weights. It neither loads nor stores."""
 
@@ -82,12 +74,16 @@ class SchedulerSide:
         ranks=1,
         has_events=False,
         items_have_digests=True,
+        has_priorities=False,
     ):
-        self.space, self.block_tokens = model.space, model.block_tokens
-        self.chunk_tokens = model.space.chunk_tokens
+        self.model, self.chunk_tokens = model, model.chunk_tokens
+        self.space = model.spaces[0]
+        """Any of the model's: the hashes are the same for all."""
+        state_every = max(1, settings.state_every // model.chunk_tokens)
         self.lookups = Lookups(
             settings.socket,
-            model.space,
+            [kind.space for kind in model.kinds if not kind.is_draft],
+            [kind.space for kind in model.kinds if kind.is_draft],
             settings.lookup_deadline_ms,
             settings.pin_ms,
             settings.breaker_timeouts,
@@ -96,12 +92,14 @@ class SchedulerSide:
             settings.patience_ms,
             settings.lookups_at_once,
             settings.socket_owner,
+            state_every,
+            1 if model.drops_last else 0,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
         self.items_have_digests = items_have_digests
         self.is_layerwise, self.has_fixed_weights = settings.layerwise, settings.fixed_weights
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
-        self.events = Events(self.block_tokens, self.chunk_tokens) if has_events else None
+        self.events = Events(model.hash_tokens, self.chunk_tokens) if has_events else None
         self.adapters = Adapters(settings.adapter_deadline_ms)
         self.stats = KvGateStats()
         self.epoch = b""
@@ -116,16 +114,16 @@ class SchedulerSide:
         self.new_loads: list[Load] = []
         """Of which no worker has been told."""
         self.jobs = itertools.count()
-        self.open_stores: dict[str, OpenStore] = {}
-        self.to_free: set[str] = set()
-        """Finished requests whose blocks the workers are to tell to be free."""
+        self.blocks = Blocks(ranks)
+        self.stores = Stores(model, self.blocks, self.events, self.jobs, state_every)
         self.wanted_back: set[str] = set()
-        """Of those that they were told of, the ones that vLLM can't go on without."""
+        """Stores that hold blocks which vLLM can't go on without."""
         self.local: dict[str, int] = {}
         """Of each request that waits, the tokens that vLLM has itself."""
-        self.doubts = Doubts(self.block_tokens, ranks)
-        self.block_pool = None
-        """vLLM's, if requests have priorities."""
+        self.main = next(iter(model.kinds[0].blocks))
+        """The group whose blocks say what is in doubt."""
+        self.doubts = Doubts(model.kinds[0].blocks[self.main], ranks)
+        self.has_priorities = has_priorities
 
     # ---- what there is
 
@@ -143,7 +141,11 @@ class SchedulerSide:
         self.extend(state, state.request.num_tokens)
         state.worth_it = None
         self.waiting[state.request.request_id] = state
-        self.lookups.ask(state.request.request_id, state.prompt)
+        self.lookups.ask(state.request.request_id, state.prompt, self.most_chunks(state.request))
+
+    def most_chunks(self, request):
+        """Of a hit. A token is left to compute, and a window or a state is there only where a chunk ends."""
+        return (request.num_tokens - (0 if self.model.is_full else 1)) // self.chunk_tokens
 
     def look_ahead(self):
         """What is there for the next in the queue may have changed since they came."""
@@ -171,17 +173,29 @@ class SchedulerSide:
         found = self.lookups.answer(request.request_id)
         if found is None:
             return None, False
+        full = self.lookups.full(request.request_id)
         if state.lost is not None:
-            found = min(found, state.lost)
-        # Chunks that were handed to a store since may not be known yet.
-        state.found = max(state.found, found) if state.handed else found
+            found = min(found, state.lost) if self.model.loads_in_part else 0
+        for index, kind in enumerate(self.model.kinds):
+            there = max(found, full) if kind.word == "full" and not kind.is_draft else found
+            if state.lost is not None:
+                there = min(there, state.lost)
+            # Chunks that were handed to a store since may not be known yet.
+            state.found[index] = max(state.found[index], there) if state.handed[index] else there
+        if self.model.has_states and self.model.kinds[0].word == "full" and full > found:
+            self.mark_junction(request, full * self.chunk_tokens)
         state.local = num_computed_tokens
-        # Whole blocks, and something is left to compute.
-        most = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
+        # Something is left to compute.
+        most = (request.num_tokens - 1) // self.model.alignment * self.model.alignment
         tokens = min(found * self.chunk_tokens, most) - num_computed_tokens
         if tokens <= 0 or not self.is_worth_it(state, tokens):
             return 0, False
         return tokens, not self.is_layerwise
+
+    def mark_junction(self, request, tokens):
+        """vLLM keeps a state where prompts are known to part. It knows that of its own cache only."""
+        if tokens < request.num_tokens and tokens > (getattr(request, "shared_prefix_boundary", None) or 0):
+            request.shared_prefix_boundary = tokens
 
     def is_worth_it(self, state, tokens):
         if state.worth_it is None:
@@ -198,21 +212,50 @@ class SchedulerSide:
         if state is None or num_external_tokens == 0:
             return
         start, end = state.local, state.local + num_external_tokens
-        first, last = start // self.chunk_tokens, -(-end // self.chunk_tokens)
-        base = first * self.chunk_tokens
         state.ranks_ended, state.load_seconds = 0, 0.0
         state.sources = self.sources(tiers, start, end)
-        state.load = Load(
-            job=f"{request.request_id}#{next(self.jobs)}",
-            request=request.request_id,
-            hashes=state.prompt.hashes(first, last),
-            first_chunk=first,
-            tokens=(start - base, end - base),
-            block_table=blocks.get_block_ids()[0][base // self.block_tokens : -(-end // self.block_tokens)],
-        )
+        tables, state.load_tokens = blocks.get_block_ids(), (start, end)
+        parts = [
+            self.load_part(index, kind, state.prompt, tables, start, end) for index, kind in enumerate(self.model.kinds)
+        ]
+        job = f"{request.request_id}#{next(self.jobs)}"
+        state.load = Load(job, request.request_id, [part for part in parts if part is not None])
         if self.load_or_compute is not None:
-            self.load_or_compute.load_begins(state.load.job)
+            self.load_or_compute.load_begins(job)
         self.new_loads.append(state.load)
+
+    def load_part(self, index, kind, prompt, tables, start, end):
+        """What one kind needs to go on after `end` tokens, of which vLLM has the first `start`: all blocks that it has given
+        for them. None: nothing."""
+        chunk_tokens = self.chunk_tokens
+        if kind.word == "state":
+            at = {group: tables[group][(end - 1) // size] for group, size in kind.blocks.items()}
+            chunk = end // chunk_tokens - 1
+            return LoadPart(
+                index, prompt.hashes(chunk, chunk + 1), chunk, {group: ((0, 1), [block]) for group, block in at.items()}
+            )
+        firsts = {}
+        for group, size in kind.blocks.items():
+            places = range(start // size, -(-end // size))
+            # Before the window there are none.
+            firsts[group] = next((at for at in places if tables[group][at] != NULL), places.stop)
+        first = min(max(firsts[group] * size, start) for group, size in kind.blocks.items())
+        if first >= end:
+            return None
+        first_chunk, end_chunk = first // chunk_tokens, -(-end // chunk_tokens)
+        base = first_chunk * chunk_tokens
+        return LoadPart(
+            index,
+            prompt.hashes(first_chunk, end_chunk),
+            first_chunk,
+            {
+                group: (
+                    (min(max(firsts[group] * size, start), end) - base, end - base),
+                    tables[group][base // size : -(-end // size)],
+                )
+                for group, size in kind.blocks.items()
+            },
+        )
 
     def sources(self, tiers, start, end):
         """Tokens from `start` to `end` by the tier of their chunk, as vLLM names it."""
@@ -249,20 +292,21 @@ class SchedulerSide:
         if self.load_or_compute is not None:
             self.load_or_compute.stepped(output.total_num_scheduled_tokens)
         preempted = set(output.preempted_req_ids or ())
-        for store in self.open_stores.values():
-            if store.request in preempted:
-                store.copying = 0
-        if preempted and self.block_pool is not None:
+        for request_id in preempted:
+            self.blocks.drop(request_id)
+        if preempted and self.has_priorities:
             self.evict_uncomputed(preempted)
-        meta = StepMetadata(loads=self.new_loads, taken_back=preempted | self.wanted_back, finished=self.to_free)
-        self.new_loads, self.to_free, self.wanted_back = [], set(), set()
+        meta = StepMetadata(loads=self.new_loads, taken_back=self.wanted_back)
+        self.new_loads, self.wanted_back = [], set()
         scheduled = in_order(output)
         self.note_doubts(meta, output, scheduled)
+        block_state = output.kv_connector_block_state
         for request_id, _, end in scheduled:
             if (state := self.requests.get(request_id)) is not None:
                 state.scheduled = end
                 if self.is_producer:
-                    self.add_store(meta, state, end, output.kv_connector_block_state)
+                    offered = block_state.boundary_state_offloads.get(request_id, ())
+                    self.add_store(meta, state, end, block_state, offered)
         return meta
 
     def evict_uncomputed(self, preempted):
@@ -275,11 +319,11 @@ class SchedulerSide:
             if (state := self.requests.get(request_id)) is not None:
                 # The latest token has been sampled, not computed.
                 computed = min(state.scheduled, state.request.num_tokens - 1)
-                uncomputed.update(state.request.block_hashes[computed // self.block_tokens :])
-        self.block_pool.evict_blocks(
+                uncomputed.update(state.request.block_hashes[computed // self.model.hash_tokens :])
+        self.blocks.pool.evict_blocks(
             {
                 block.block_id
-                for block in self.block_pool.blocks
+                for block in self.blocks.pool.blocks
                 if block.block_hash is not None and get_block_hash(block.block_hash) in uncomputed
             }
         )
@@ -291,41 +335,28 @@ class SchedulerSide:
         for request_id, start, end in scheduled:
             local = self.local.pop(request_id, start)
             if self.doubts or meta.loads_within is not None:
-                table = output.kv_connector_block_state.get_block_ids(request_id)[0]
+                table = output.kv_connector_block_state.get_block_ids(request_id)[self.main]
                 self.doubts.loaded(table, local, start, meta.loads_within)
                 self.doubts.computed(table, start, end)
 
-    def add_store(self, meta, state, computed_tokens, block_state):
+    def add_store(self, meta, state, computed_tokens, block_state, offers):
         """Of the chunks that are full after this step, that nobody has yet, and that are known to be right: the others are
         stored once they are."""
-        full = computed_tokens // self.chunk_tokens
-        if full <= max(state.found, state.handed) or state.is_stale:
+        if state.is_stale:
             return
+        known = min(computed_tokens, state.request.num_tokens)
+        full, full_blocks = known // self.chunk_tokens, known // self.model.hash_tokens
+        has_new = any(full > max(pair) for pair in zip(state.found, state.handed, strict=True))
+        if not has_new and not offers and (self.model.is_full or full_blocks == state.full_blocks):
+            return
+        state.full_blocks = full_blocks
+        table = block_state.get_block_ids(state.request.request_id)
         # What was generated has hashes, too, once it is a full chunk.
-        full = min(full, self.extend(state, min(full * self.chunk_tokens, state.request.num_tokens)))
-        if full <= state.found:
-            return
-        table = block_state.get_block_ids(state.request.request_id)[0]
-        full = self.doubts.sure(table, full * self.chunk_tokens) // self.chunk_tokens
-        if full <= state.found:
-            return
-        first, state.found, state.handed = state.found, full, full
-        job = f"{state.request.request_id}#{next(self.jobs)}"
-        events = self.events
-        told = [events.stored(state.request, chunk) if events else None for chunk in range(first, full)]
-        self.open_stores[job] = OpenStore(
-            state.request.request_id, first, set(range(full - first)), told, copying=self.ranks
-        )
-        chunk_blocks = self.chunk_tokens // self.block_tokens
-        meta.stores.append(
-            Store(
-                job=job,
-                request=state.request.request_id,
-                hashes=state.prompt.hashes(first, full),
-                parent=state.prompt.parent(first),
-                block_table=table[first * chunk_blocks : full * chunk_blocks],
-            )
-        )
+        full = min(full, self.extend(state, full * self.chunk_tokens))
+        full = self.doubts.sure(table[self.main], full * self.chunk_tokens) // self.chunk_tokens
+        store = self.stores.of_step(state, table, full, known, offers)
+        if store is not None:
+            meta.stores.append(store)
 
     def computed(self):
         """A step has ended."""
@@ -336,7 +367,7 @@ class SchedulerSide:
         """What the workers have told after a step."""
         if report is None:
             return
-        for job, (ranks, seconds) in report.loaded.items():
+        for job, (ranks, seconds, is_whole, has_drafts) in report.loaded.items():
             state = self.requests.get(request_of(job))
             if state is None or state.load is None or state.load.job != job:
                 if self.load_or_compute is not None:
@@ -344,81 +375,81 @@ class SchedulerSide:
                 continue
             state.ranks_ended += ranks
             state.load_seconds = max(state.load_seconds, seconds)
-            self.note_failure(state, failed_blocks)
+            self.note_failure(state, failed_blocks, is_whole)
+            state.has_drafts &= has_drafts
             if state.ranks_ended == self.ranks:
                 if self.load_or_compute is not None:
                     self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)
+                if state.lost is None:
+                    self.note_snapshots(state)
                 state.load = None
         for step, ranks in report.steps.items():
             self.doubts.ended(step, ranks, set(failed_blocks))
-        for job, ranks in report.freed.items():
-            if (store := self.open_stores.get(job)) is not None:
-                store.copying = max(0, store.copying - ranks)
         for job, (ranks, there) in report.stored.items():
-            if (store := self.open_stores.get(job)) is not None:
-                store.ranks += ranks
-                store.there &= there
-                if store.ranks == self.ranks:
-                    self.stored(self.open_stores.pop(job))
+            if (store := self.stores.ended(job, ranks, there)) is not None:
+                self.stored(store)
 
-    def note_failure(self, state, failed_blocks):
+    def note_failure(self, state, failed_blocks, is_whole):
         """What a load did not bring is computed, and stored again: it may have been damaged."""
-        load = state.load
-        failed = [at for at in self.blocks_of(load) if load.block_table[at] in failed_blocks]
-        if failed:
-            chunk = load.first_chunk + failed[0] * self.block_tokens // self.chunk_tokens
-            state.lost = chunk if state.lost is None else min(state.lost, chunk)
-            state.found = state.handed = min(state.found, state.lost)
+        first = state.load_tokens[0] // self.chunk_tokens
+        if not self.model.loads_in_part:
+            lost = None if is_whole else first
+        else:
+            size = self.model.kinds[0].blocks[self.main]
+            part = state.load.parts[0]
+            (start, end), blocks = part.tables[self.main]
+            failed = [at for at in range(start // size, (end - 1) // size + 1) if blocks[at] in failed_blocks]
+            lost = part.first_chunk + failed[0] * size // self.chunk_tokens if failed else None
+        if lost is not None:
+            state.lost = lost if state.lost is None else min(state.lost, lost)
+            state.found = [min(found, state.lost) for found in state.found]
+            state.handed = list(state.found)
+
+    def note_snapshots(self, state):
+        """Those that were loaded: vLLM offers them as if they were new."""
+        for part in state.load.parts:
+            if self.model.kinds[part.kind].word == "state":
+                state.snapshots.setdefault(part.kind, set()).add(part.first_chunk)
 
     def loaded_tokens(self, state):
-        start, end = state.load.tokens
-        if state.lost is None:
-            return end - start
-        there = (state.lost - state.load.first_chunk) * self.chunk_tokens
-        return max(0, min(end, there) - start)
+        start, end = state.load_tokens
+        return max(0, min(end, end if state.lost is None else state.lost * self.chunk_tokens) - start)
 
     def stored(self, store):
         """What is not there ends the run that lookups can find: it is stored again before what follows it."""
-        if self.events is not None:
-            self.events.add(store.events[index] for index in sorted(store.there))
+        if self.events is not None and store.events:
+            self.events.add(event for at, event in enumerate(store.events) if (0, at) in store.there)
         state = self.requests.get(store.request)
         if state is None:
             return
-        missing = [index for index in range(len(store.events)) if index not in store.there]
-        if missing:
-            state.found = min(state.found, store.first + missing[0])
-        if state.lost is not None and state.lost - store.first in store.there:
-            state.lost = None
+        for kind, chunks in store.parts:
+            there = {chunk for at, chunk in enumerate(chunks) if (kind, at) in store.there}
+            missing = [chunk for chunk in chunks if chunk not in there]
+            if missing and self.model.kinds[kind].word == "full":
+                state.found[kind] = min(state.found[kind], missing[0])
+            if kind in state.snapshots:
+                state.snapshots[kind].difference_update(missing)
+            if kind == 0 and state.lost in there:
+                state.lost = None
         # It may wait, having been preempted: it finds this, too.
         self.lookups.outdate(state.request.request_id)
 
-    def blocks_of(self, load):
-        """Places in its block table that a load writes to."""
-        start, end = load.tokens
-        return range(start // self.block_tokens, (end - 1) // self.block_tokens + 1)
-
     def finished(self, request):
-        """Whether its blocks must stay until the worker has said that they are free."""
+        """Its blocks are vLLM's, but for those that are being copied."""
         self.forget_lookup(request.request_id)
         self.adapters.forget(request.request_id)
+        self.blocks.drop(request.request_id)
         self.local.pop(request.request_id, None)
         self.requests.pop(request.request_id, None)
         self.opaque.pop(request.request_id, None)
         if not self.requests and self.load_or_compute is not None:
             self.load_or_compute.idle()
-        # A load between steps: vLLM itself keeps the blocks until it has ended.
-        copied = [store for store in self.open_stores.values() if store.request == request.request_id and store.copying]
-        for store in copied:
-            store.is_held = True
-        if copied:
-            self.to_free.add(request.request_id)
-        return bool(copied)
 
     def has_pending_block_frees(self):
-        """vLLM can't go on without more blocks: instead of preempting a request it gets back those of finished ones."""
-        held = {store.request for store in self.open_stores.values() if store.is_held and store.copying}
-        self.wanted_back |= held
-        return bool(held)
+        """vLLM can't go on without more blocks: instead of preempting a request it gets back those that only kvgate holds."""
+        gave, alone = self.blocks.give_back()
+        self.wanted_back |= alone
+        return gave or bool(alone)
 
     def reset(self):
         """Nothing that was stored so far is found any more by this engine: its weights may have changed."""
@@ -444,7 +475,8 @@ class SchedulerSide:
         state = None
         if adapter is not False and self.do_tokens_say_all(request):
             salt = (request.cache_salt or "").encode()
-            state = RequestState(request, Prompt(self.space, salt, adapter))
+            nothing = [0] * len(self.model.kinds)
+            state = RequestState(request, Prompt(self.space, salt, adapter), list(nothing), list(nothing))
         self.requests[request_id] = state
         if state is None:
             self.opaque[request_id] = request

@@ -17,12 +17,18 @@ class Settings:
     """Arguments of `kvgate serve`. A gateway is started with them when none answers on the node; empty: never."""
     serve_log: str = ""
     """The log file of a gateway that was started; without it `<socket>.log`."""
-    chunk_tokens: int = 256
-    """Tokens of a chunk; a multiple of vLLM's block size."""
+    chunk_tokens: int = 0
+    """Tokens of a chunk; a multiple of vLLM's block sizes. Without it the least multiple that is 256 or more, or 64 or more for
+    models with states."""
+    state_every: int = 4096
+    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored. The snapshot at a prompt's end is
+    always stored."""
     model: str = ""
     """The model's name in the space; without it the architecture's."""
     revision: str = ""
     """The name that pins the weights; without it the commit, or a digest of the model's folder."""
+    draft_revision: str = ""
+    """The name that pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
     tenant: str = ""
     load_policy: str = "auto"
     """`auto`: a load that would take longer than computing is left; `always`: every chunk that is there is loaded."""

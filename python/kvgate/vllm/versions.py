@@ -3,6 +3,8 @@
 REQUIRED = (
     "register_kv_caches",
     "get_finished",
+    "get_transfer_results",
+    "bind_gpu_block_pool",
     "get_block_ids_with_load_errors",
     "update_connector_output",
     "build_connector_worker_meta",

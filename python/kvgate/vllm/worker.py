@@ -7,7 +7,8 @@ from vllm.logger import init_logger
 
 from kvgate import Worker
 from kvgate.tensors import describe
-from kvgate.vllm.metadata import WorkerReport, request_of
+from kvgate.vllm.metadata import WorkerReport
+from kvgate.vllm.model import layer_number
 from kvgate.vllm.stats import KvGateStats
 
 logger = init_logger(__name__)
@@ -16,23 +17,26 @@ logger = init_logger(__name__)
 class WorkerSide:
     def __init__(self, model, settings, parallel, instance):
         self.model, self.settings = model, settings
-        self.attach = {
-            "instance": instance,
-            "rank": parallel.rank % parallel.tensor_parallel_size,
-            "world_size": parallel.tensor_parallel_size,
-        }
-        if parallel.tensor_parallel_size > 1:
-            self.attach["heads"] = list(model.heads)
+        ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.attach = {"instance": instance, "rank": parallel.rank % (ranks * stages), "world_size": ranks * stages}
+        if ranks > 1:
+            self.attach["tp"] = [parallel.rank % ranks, ranks]
+        if stages > 1:
+            own = [layer_number(layer.name) for kind in model.kinds for layer in kind.layers]
+            self.attach["layers"] = [min(own), max(own) + 1]
         self.kv_caches = None
         self.worker = None
         """None while the engine sleeps, too."""
+        self.tables: list[list[tuple[int, int]]] = []
+        """Of each kind the block tables that copies take: the group, and into how many blocks the engine's kernels split one of
+        vLLM's."""
         self.loads: dict[str, object] = {}
         self.stores: set[str] = set()
-        """Jobs that need their request's blocks."""
-        self.over: set[str] = set()
-        """Finished requests whose blocks are not known to be free."""
+        """Jobs that need their blocks."""
         self.received: set[str] = set()
         """Requests whose loads have ended."""
+        self.failed: set[str] = set()
+        """Of them those that are computed."""
         self.failed_blocks: set[int] = set()
         self.report = WorkerReport()
         self.stats = KvGateStats()
@@ -44,27 +48,37 @@ class WorkerSide:
     def register(self, kv_caches):
         self.kv_caches = kv_caches
         device = next(iter(kv_caches.values())).device
-        tensors = [self.tensor(plane, name, kv_caches[name]) for plane, name in enumerate(self.model.layers)]
+        kinds = []
+        self.tables = []
+        for kind in self.model.kinds:
+            of_tables = {}
+            for plane, layer in zip(kind.planes, kind.layers, strict=True):
+                split, tensor = self.tensor(kind, plane, layer, kv_caches[layer.name])
+                of_tables.setdefault((layer.group, split), []).append(tensor)
+            self.tables.append(list(of_tables))
+            kinds.append({"groups": list(of_tables.values()), "is_draft": kind.is_draft})
         settings = {
             "socket": self.settings.socket,
             "socket_owner": self.settings.socket_owner,
             "attach": self.attach,
-            "tensors": tensors,
+            "kinds": kinds,
             "device": None if device.type == "cpu" else device.index or 0,
         }
         for name in ("load_deadline_ms", "store_deadline_ms", "patience_ms", "breaker_timeouts", "breaker_pause_ms"):
             settings[name] = getattr(self.settings, name)
-        self.worker = Worker(json.dumps(settings), self.model.space)
+        self.worker = Worker(json.dumps(settings), self.model.spaces)
 
-    def tensor(self, plane, name, tensor):
-        """As `kvgate` describes tensors: by the meaning of their axes."""
-        axes = axes_of(tensor.shape, self.model.block_tokens)
+    def tensor(self, kind, plane, layer, tensor):
+        """As `kvgate` describes tensors: by the meaning of their axes; and into how many blocks one of vLLM's is split."""
+        block_tokens = 1 if kind.word == "state" else layer.spec.block_size
+        axes, split = axes_of(tensor.shape, block_tokens)
         if axes is None:
             raise ValueError(
-                f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of "
-                f"{self.model.block_tokens} tokens ({name}): run without kvgate, and report it"
+                f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of {block_tokens} tokens "
+                f"({layer.name}): run without kvgate, and report it"
             )
-        return describe(tensor, axes, plane, self.model.heads if "H" in axes else None)
+        heads = own_heads(kind.heads[plane], *self.attach.get("tp", (0, 1)))
+        return split, describe(tensor, axes, plane, heads if "H" in axes else None)
 
     def unregister(self):
         """Before the memory goes; what is under way ends first."""
@@ -82,20 +96,53 @@ class WorkerSide:
     def load(self, loads, stream, by_layer=False):
         for load in loads:
             began = time.monotonic()
+            if not load.parts:
+                # The next token attends to none before it.
+                self.end(load, 0.0, is_whole=True)
+                continue
             try:
-                self.need_worker().load(load.job, load.hashes, 0, load.tokens, load.block_table, stream, by_layer)
+                self.need_worker().load(load.job, self.load_parts(load), stream, by_layer)
             except Exception as error:
                 # It is computed.
                 logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
                 self.fail(load, 0)
-                self.end(load, time.monotonic() - began)
+                self.end(load, time.monotonic() - began, is_whole=False)
             else:
                 self.loads[load.job] = load
 
+    def load_parts(self, load):
+        """As the native side takes them: with a block table for each of a kind's tables."""
+        return [
+            (
+                part.kind,
+                part.hashes,
+                [
+                    (part.tables[group][0], kernel_blocks(part.tables[group][1], split))
+                    for group, split in self.tables[part.kind]
+                ],
+            )
+            for part in load.parts
+        ]
+
+    def store_parts(self, store):
+        return [
+            (
+                part.kind,
+                part.hashes,
+                part.parents,
+                [kernel_blocks(part.tables[group], split) for group, split in self.tables[part.kind]],
+            )
+            for part in store.parts
+        ]
+
     def wait_layer(self, name):
         """Until this layer of all loads is in its pages."""
-        if self.worker is not None and self.loads and name in self.model.layers:
-            self.worker.wait_layer(self.model.layers.index(name))
+        if self.worker is None or not self.loads:
+            return
+        for number, kind in enumerate(self.model.kinds):
+            for plane, layer in enumerate(kind.layers):
+                if layer.name == name:
+                    self.worker.wait_layer(number, kind.planes[plane])
 
     def wait_layers(self):
         if self.worker is not None and self.loads:
@@ -105,7 +152,7 @@ class WorkerSide:
     def store(self, stores, stream):
         for store in stores:
             try:
-                self.need_worker().store(store.job, store.hashes, store.parent, 0, store.block_table, stream)
+                self.need_worker().store(store.job, self.store_parts(store), stream)
             except Exception as error:
                 logger.warning("kvgate: a store of %s could not be begun: %s", store.request, error)
                 self.report.stored[store.job] = (1, set())
@@ -118,20 +165,22 @@ class WorkerSide:
             raise RuntimeError("the engine's memory is not registered: it sleeps")
         return self.worker
 
-    def take_back(self, requests):
+    def take_back(self, jobs):
         """Their blocks are vLLM's after this: what is being copied out of them ends, the rest never begins."""
-        if jobs := [job for job in self.stores if request_of(job) in requests]:
-            self.worker.take_back(jobs)
+        if self.worker is not None and (jobs := self.stores.intersection(jobs)):
+            self.worker.take_back(list(jobs))
 
     def take_all_back(self):
-        if self.stores and self.worker is not None:
-            self.worker.take_back(list(self.stores))
+        self.take_back(self.stores)
 
     def lose(self, lost):
         """Loads that never begin, and that vLLM waits for."""
         for request, blocks in lost.items():
             self.received.add(request)
-            self.failed_blocks.update(blocks)
+            if self.model.loads_in_part:
+                self.failed_blocks.update(blocks)
+            else:
+                self.failed.add(request)
 
     def give_up(self, loads=(), stores=()):
         """Nothing more is copied. What is under way ends first, and counts as failed, as do these that were not begun: nobody
@@ -141,20 +190,18 @@ class WorkerSide:
             worker.close()
         for load in [*self.loads.values(), *loads]:
             self.fail(load, 0)
-            self.end(load, 0.0)
+            self.end(load, 0.0, is_whole=False)
         for job in (*self.stores, *(store.job for store in stores)):
             self.report.stored[job] = (1, set())
             self.report.freed[job] = 1
         self.stores = set()
 
-    def results(self, finished_requests):
-        """Finished requests whose blocks are free, and requests whose loads have ended, since the last call."""
+    def results(self):
+        """Requests whose loads have ended since the last call, and those of them that are computed as a whole."""
         self.collect()
-        self.over |= finished_requests
-        sent = self.over - {request_of(job) for job in self.stores}
-        self.over -= sent
         received, self.received = self.received, set()
-        return sent, received
+        failed, self.failed = self.failed, set()
+        return received, failed
 
     def collect(self):
         if self.worker is None:
@@ -165,8 +212,8 @@ class WorkerSide:
             self.stats.loaded(ended)
             if ended.missing:
                 logger.info("kvgate: %s computes what was not loaded: %s", load.request, ended.error)
-                self.fail(load, min(ended.missing))
-            self.end(load, ended.seconds)
+                self.fail(load, min(index for _, index in ended.missing))
+            self.end(load, ended.seconds, is_whole=not ended.missing, has_drafts=not ended.missing_drafts)
         for job in self.worker.freed():
             self.stores.discard(job)
             self.report.freed[job] = 1
@@ -194,16 +241,20 @@ class WorkerSide:
                 self.settings.socket,
             )
 
-    def end(self, load, seconds):
+    def end(self, load, seconds, is_whole, has_drafts=True):
         self.loads.pop(load.job, None)
         self.received.add(load.request)
-        self.report.loaded[load.job] = (1, seconds)
+        self.report.loaded[load.job] = (1, seconds, is_whole, has_drafts)
 
     def fail(self, load, chunk):
-        """All blocks from this chunk of the load on are not there."""
-        first = max(load.tokens[0], chunk * self.model.space.chunk_tokens)
-        block_tokens = self.model.block_tokens
-        self.failed_blocks.update(load.block_table[first // block_tokens : -(-load.tokens[1] // block_tokens)])
+        """All blocks from this chunk of the load on are not there; of other models than those of full attention nothing is."""
+        if not self.model.loads_in_part:
+            self.failed.add(load.request)
+            return
+        ((group, ((start, end), blocks)),) = load.parts[0].tables.items()
+        block_tokens = self.model.kinds[0].blocks[group]
+        first = max(start, chunk * self.model.chunk_tokens)
+        self.failed_blocks.update(blocks[first // block_tokens : -(-end // block_tokens)])
 
     def take_failed_blocks(self):
         failed, self.failed_blocks = self.failed_blocks, set()
@@ -220,8 +271,19 @@ class WorkerSide:
         self.unregister()
 
 
+def kernel_blocks(blocks, split):
+    """The kernels' blocks of vLLM's."""
+    return blocks if split == 1 else [block * split + at for block in blocks for at in range(split)]
+
+
+def own_heads(total, rank, ranks):
+    """Half-open. With more ranks than heads several have the same one."""
+    first = rank * total // ranks
+    return first, first + max(1, total // ranks)
+
+
 def axes_of(shape, block_tokens):
-    """vLLM's layouts; None: one that is not known."""
+    """vLLM's layouts, and into how many blocks one of vLLM's is split; None: one that is not known."""
     known = {
         3: ["BNC"],
         4: ["BHNC"],
@@ -229,6 +291,7 @@ def axes_of(shape, block_tokens):
     }
     for axes in known.get(len(shape), ()):
         is_kv = "K" not in axes or shape[axes.index("K")] == 2
-        if is_kv and shape[axes.index("N")] == block_tokens:
-            return axes
-    return None
+        tokens = shape[axes.index("N")]
+        if is_kv and tokens and block_tokens % tokens == 0:
+            return axes, block_tokens // tokens
+    return None, 1

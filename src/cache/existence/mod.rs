@@ -7,12 +7,14 @@
 //! otherwise.
 //!
 //! [`PrefixSearch`] finds the end of a prompt's cached prefix with few questions. Its inferences are never
-//! remembered.
+//! remembered. [`BoundarySearch`] finds the last place where every kind of a model's KV is stored.
 
+mod boundary;
 mod cache;
 mod prefix;
 mod prober;
 
+pub use boundary::{BoundarySearch, Scope};
 pub use cache::{CacheLimits, ExistenceCache, Known};
 pub use prefix::{ChunkState, PrefixSearch};
 pub use prober::{ProbeAnswer, Prober};

@@ -1,5 +1,6 @@
 //! Lookups over all tiers: memory and disk first, then known existence on S3, then questions to S3, by a deadline.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use futures::StreamExt;
@@ -29,6 +30,8 @@ pub struct Lookup {
     /// Length of the leading run in `mask`.
     pub prefix: usize,
     pub tiers: Vec<TierRun>,
+    /// Chunks that S3 was asked for.
+    pub asked: usize,
     /// The reason why some are unknown; the first one met.
     pub error: Option<Arc<ObjectError>>,
 }
@@ -43,6 +46,30 @@ pub async fn lookup(
 ) -> Lookup {
     let now = Instant::now();
     let local = local(tiers, space, chunks, now);
+    let states = known(tiers, space, chunks, &local, now);
+    let search = Search {
+        bucket: &tiers.bucket,
+        space,
+        chunks,
+        deadline,
+    };
+    // Windows and snapshots are there without those before them: their neighbours tell nothing of them.
+    let mut lookup = match strategy {
+        Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
+        Strategy::Prefix | Strategy::Exact => search.exact(states).await,
+    };
+    lookup.tiers = runs(&lookup.mask, |i| local[i].unwrap_or(Tier::S3));
+    lookup
+}
+
+/// What is known of each chunk without a question to S3.
+pub(super) fn known(
+    tiers: &Tiers,
+    space: &Space,
+    chunks: &[ChunkHash],
+    local: &[Option<Tier>],
+    now: Instant,
+) -> Vec<ChunkState> {
     let asks_s3 = tiers.asks_s3();
     let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
         Some(_) => ChunkState::Present,
@@ -53,23 +80,11 @@ pub async fn lookup(
             None => ChunkState::NotAsked,
         },
     };
-    let states: Vec<ChunkState> = chunks.iter().enumerate().map(cached).collect();
-    let search = Search {
-        bucket: &tiers.bucket,
-        space,
-        chunks,
-        deadline,
-    };
-    let mut lookup = match strategy {
-        Strategy::Exact => search.exact(states).await,
-        Strategy::Prefix => search.prefix(states).await,
-    };
-    lookup.tiers = runs(&lookup.mask, |i| local[i].unwrap_or(Tier::S3));
-    lookup
+    chunks.iter().enumerate().map(cached).collect()
 }
 
 /// The tier of this node that has each chunk; None if neither memory nor disk has it.
-fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
+pub(super) fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
     let mut local = vec![None; chunks.len()];
     tiers
         .memory
@@ -83,40 +98,45 @@ fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Ve
 }
 
 /// The questions to S3 for chunks whose existence is not known yet.
-struct Search<'a> {
-    bucket: &'a Bucket,
-    space: &'a Space,
-    chunks: &'a [ChunkHash],
-    deadline: Instant,
+pub(super) struct Search<'a> {
+    pub bucket: &'a Bucket,
+    pub space: &'a Space,
+    pub chunks: &'a [ChunkHash],
+    pub deadline: Instant,
 }
 
 impl Search<'_> {
-    async fn exact(&self, mut states: Vec<ChunkState>) -> Lookup {
-        let open = (0..states.len())
+    pub async fn exact(&self, mut states: Vec<ChunkState>) -> Lookup {
+        let open: Vec<usize> = (0..states.len())
             .filter(|&i| states[i] == ChunkState::NotAsked)
             .collect();
+        let asked = open.len();
         let (answers, error) = self.ask(open).await;
         for (i, state) in answers {
             states[i] = state;
         }
         let is = |wanted| states.iter().map(|&state| state == wanted).collect::<Mask>();
-        Lookup::new(
-            is(ChunkState::Present),
-            is(ChunkState::Unknown),
-            Mask::new(states.len()),
+        Lookup {
+            asked,
             error,
-        )
+            ..Lookup::new(
+                is(ChunkState::Present),
+                is(ChunkState::Unknown),
+                Mask::new(states.len()),
+            )
+        }
     }
 
-    async fn prefix(&self, states: Vec<ChunkState>) -> Lookup {
+    pub async fn prefix(&self, states: Vec<ChunkState>) -> Lookup {
         let chunks = states.len();
         let mut search = PrefixSearch::new(states);
-        let mut error = None;
+        let (mut error, mut asked) = (None, 0);
         loop {
             let ask = search.next(self.bucket.options.lookup_probes);
             if ask.is_empty() || Instant::now() >= self.deadline {
                 break;
             }
+            asked += ask.len();
             let (answers, failed) = self.ask(ask).await;
             error = error.or(failed);
             // No question was answered: more of them would only make that worse.
@@ -135,11 +155,15 @@ impl Search<'_> {
         let told = |state: &ChunkState| matches!(state, ChunkState::Present | ChunkState::Absent);
         let inferred = |(i, state)| !(present..end).contains(&i) && !told(state);
         let inferred = search.states().iter().enumerate().map(inferred).collect();
-        Lookup::new(mask, unknown, inferred, error)
+        Lookup {
+            asked,
+            error,
+            ..Lookup::new(mask, unknown, inferred)
+        }
     }
 
     /// Asks for some positions at once. Also returns the first error that was met.
-    async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
+    pub async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
@@ -175,7 +199,27 @@ impl Search<'_> {
 }
 
 impl Lookup {
-    fn new(mask: Mask, unknown: Mask, inferred: Mask, error: Option<Arc<ObjectError>>) -> Self {
+    /// The answer of a search over kinds none of which is full: what is known of the first of them. `needed` is there
+    /// or inferred.
+    pub(super) fn of(mut states: Vec<ChunkState>, needed: Range<usize>, chunks: usize) -> Self {
+        states.resize(chunks, ChunkState::NotAsked);
+        let is = |wanted| states.iter().map(move |&state| state == wanted);
+        let mut mask: Mask = is(ChunkState::Present).collect();
+        needed.for_each(|i| mask.set(i));
+        Self::new(
+            mask,
+            is(ChunkState::Unknown).collect(),
+            is(ChunkState::NotAsked).collect(),
+        )
+    }
+
+    pub(super) fn with_tiers(mut self, tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) -> Self {
+        let local = local(tiers, space, chunks, Instant::now());
+        self.tiers = runs(&self.mask, |i| local[i].unwrap_or(Tier::S3));
+        self
+    }
+
+    fn new(mask: Mask, unknown: Mask, inferred: Mask) -> Self {
         Self {
             chunks: mask.len(),
             prefix: mask.prefix(),
@@ -183,7 +227,8 @@ impl Lookup {
             unknown,
             inferred,
             tiers: Vec::new(),
-            error,
+            asked: 0,
+            error: None,
         }
     }
 
@@ -198,7 +243,7 @@ impl Lookup {
 }
 
 /// The chunks of the mask, in runs of one tier.
-fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
+pub(super) fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
     let mut runs: Vec<TierRun> = Vec::new();
     for i in (0..mask.len()).filter(|&i| mask.get(i)) {
         let tier = tier_of(i);

@@ -17,6 +17,7 @@
 //!
 //! Not here: sessions, and copies into an engine's memory.
 
+mod boundary;
 mod bucket;
 mod chunk;
 mod credit;
@@ -37,6 +38,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
+pub use self::boundary::{Boundary, Kinds};
 use self::bucket::Bucket;
 pub use self::bucket::StoreOutcome;
 pub use self::chunk::LoadedChunk;
@@ -122,6 +124,17 @@ impl Gateway {
         deadline: Instant,
     ) -> Lookup {
         lookup::lookup(&self.0, space, chunks, strategy, deadline).await
+    }
+
+    /// Tells by `deadline` after how many leading chunks an engine can go on, for a model with several kinds of KV.
+    pub async fn boundary(
+        &self,
+        kinds: Kinds<'_>,
+        chunks: &[ChunkHash],
+        strategy: Strategy,
+        deadline: Instant,
+    ) -> Boundary {
+        boundary::boundary(&self.0, kinds, chunks, strategy, deadline).await
     }
 
     /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.

@@ -121,6 +121,8 @@ pub fn seal(
         parent: *parent,
         tokens: space.chunk_tokens(),
         payload_len: layout.payload_len() as u64,
+        kind: space.kind(),
+        is_draft: !space.draft().is_empty(),
         digest_kind: kind,
         digests: (0..layout.planes()).map(digest).collect(),
     };

@@ -92,6 +92,9 @@ impl<'a> ReserveCall<'a> {
 
     /// Whether the parent is stored, or may be.
     fn comes_after(&self, parent: &ChunkId) -> bool {
+        if !self.space.kind().is_full() {
+            return true;
+        }
         let Tiers { bucket, behind, .. } = &**self.tiers;
         if bucket.is_present(parent) == Some(true) {
             // Another node stored it.
@@ -131,7 +134,8 @@ impl<'a> ReserveCall<'a> {
 /// Sends a chunk down once more that is in memory but was given up on its way.
 fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &ChunkHash) {
     let key = (space.key(), *chunk);
-    if !tiers.behind.was_dropped(&key) || tiers.behind.was_dropped(&(key.0, *parent)) {
+    let has_lost_parent = space.kind().is_full() && tiers.behind.was_dropped(&(key.0, *parent));
+    if !tiers.behind.was_dropped(&key) || has_lost_parent {
         return;
     }
     let object = tiers.memory.get(&key, space).and_then(|found| found.object);

@@ -90,6 +90,14 @@ pub struct FoundChunks {
     pub disk: Mask,
     /// Length of the leading run in `mask`.
     pub prefix: usize,
+    /// Leading chunks after which an engine can go on: all kinds of KV that were asked for have what they need there.
+    pub boundary: usize,
+    /// Leading chunks that all full kinds have.
+    pub full: usize,
+    /// A chunk without an answer could have told of more.
+    pub is_open: bool,
+    /// Of each draft's needed chunks, how many are there.
+    pub drafts: Vec<usize>,
 }
 
 const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
@@ -187,16 +195,22 @@ impl Client {
             true => mask(number),
             false => Ok(Mask::new(chunks)),
         };
-        let prefix = headers
-            .get("x-kvgate-prefix")
-            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+        let number = |name: &str| header(name).and_then(|value| value.parse::<usize>().ok());
+        let number =
+            |name: &str| number(name).ok_or_else(|| ClientError::Answer(format!("it has no number {name}")));
+        let drafts = header("x-kvgate-drafts").unwrap_or_default().split(',');
         Ok(FoundChunks {
             mask: mask(0)?,
             unknown: mask(1)?,
             inferred: mask(2)?,
             memory: tier(3)?,
             disk: tier(4)?,
-            prefix: prefix.ok_or_else(|| ClientError::Answer("it has no x-kvgate-prefix".into()))?,
+            prefix: number("x-kvgate-prefix")?.min(chunks),
+            boundary: number("x-kvgate-boundary")?.min(chunks),
+            full: number("x-kvgate-full")?.min(chunks),
+            is_open: number("x-kvgate-open")? != 0,
+            drafts: drafts.filter_map(|draft| draft.parse().ok()).collect(),
         })
     }
 

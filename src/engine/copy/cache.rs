@@ -122,6 +122,11 @@ impl PagedCache {
         self.parts.iter().map(of).sum()
     }
 
+    /// Whether it has any of these planes.
+    pub fn has_some_of(&self, planes: &Range<usize>) -> bool {
+        self.parts_of(planes).is_ok_and(|parts| !parts.is_empty())
+    }
+
     pub fn parts(&self) -> &[PlanePart] {
         &self.parts
     }

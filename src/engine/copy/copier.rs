@@ -143,6 +143,20 @@ impl<T> Pending<T> {
     }
 }
 
+/// Waits for all of these copies, also after an error. The error is that the device may still use some memory, if that
+/// is so, or else the first.
+pub fn wait_for_all<T>(copies: Vec<Pending<T>>) -> Result<(), CopyError> {
+    let mut result = Ok(());
+    for copy in copies {
+        match copy.wait() {
+            Ok(_) => {}
+            Err(kept @ CopyError::Kept(_)) => result = Err(kept),
+            Err(error) => result = result.and(Err(error)),
+        }
+    }
+    result
+}
+
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
@@ -177,7 +191,7 @@ impl CopyJob {
 
     /// As for a load; a store must also leave nothing out.
     pub(super) fn check_store(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
-        let chunk_tokens = cache.space().chunk_tokens();
+        let chunk_tokens = cache.space().chunk_rows();
         if self.spans.tokens() != chunk_tokens {
             return Err(CopyError::Tokens {
                 tokens: self.spans.tokens(),

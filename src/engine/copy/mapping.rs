@@ -97,7 +97,7 @@ impl PagedCache {
 
     pub(super) fn geometry(&self) -> Geometry {
         Geometry {
-            chunk_tokens: self.space().chunk_tokens(),
+            chunk_tokens: self.space().chunk_rows(),
             blocks: self.blocks(),
             block_tokens: self.block_tokens(),
         }

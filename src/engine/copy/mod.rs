@@ -47,7 +47,7 @@ mod region;
 mod tensor;
 
 pub use cache::{PagedCache, PlanePart};
-pub use copier::{Copier, CopyJob, EngineStream, Pending};
+pub use copier::{Copier, CopyJob, EngineStream, Pending, wait_for_all};
 pub use cpu::{CpuCopier, CpuOptions};
 pub use cuda::{CudaCopier, CudaOptions};
 pub use error::{CopyError, LayoutError, MappingError};

@@ -37,7 +37,7 @@ impl Region {
     pub fn new(cache: &PagedCache, part: &PlanePart, span: &Span) -> Self {
         let plane = &cache.space().planes()[part.plane];
         let row = plane.row_bytes as usize;
-        let of_head = cache.space().chunk_tokens() as usize * row;
+        let of_head = cache.space().chunk_rows() as usize * row;
         let (first_head, end_head) = part.heads;
         let token = Dim {
             count: span.tokens as usize,

@@ -22,7 +22,11 @@ pub type Registered = Option<Arc<Pinned>>;
 
 impl Pinning {
     /// The registration for copies of this session. Begins it if needed; until it is done it is an error.
-    pub fn of(&self, session: &Arc<ApiSession>, copier: &Arc<Copier>) -> Result<Registered, WorkerError> {
+    pub fn of(
+        &self,
+        session: &Arc<ApiSession>,
+        copier: Option<&Arc<Copier>>,
+    ) -> Result<Registered, WorkerError> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(life) = life.as_ref().filter(|life| Arc::ptr_eq(&life.session, session)) {
             return life.registered.get().cloned().ok_or(WorkerError::Pinning);
@@ -32,9 +36,9 @@ impl Pinning {
             session: Arc::clone(session),
             registered: Arc::clone(&registered),
         });
-        if matches!(**copier, Copier::Cpu(_)) {
+        let Some(copier) = copier.filter(|copier| !matches!(***copier, Copier::Cpu(_))) else {
             return Ok(registered.get_or_init(|| None).clone());
-        }
+        };
         let (copier, arena) = (Arc::clone(copier), Arc::clone(&session.arena));
         tokio::task::spawn_blocking(move || registered.set(copier.register(&arena)));
         Err(WorkerError::Pinning)

@@ -1,46 +1,59 @@
 //! A rank's store: reserve, copy out of the pages, commit. The pages are needed until the copies are made.
 
-use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+use futures::future::join_all;
 
 use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
 use crate::arena::AttachedSlot;
 use crate::engine::client::ApiSession;
 use crate::engine::copy::cuda::StreamMark;
-use crate::engine::copy::{CopyError, CopyJob, Pending, Spans};
+use crate::engine::copy::{Copier, CopyError, CopyJob, Pending, Spans, wait_for_all};
 use crate::format::ChunkHash;
-use crate::protocol::Share;
-use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, SlotName};
+use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, Share, SlotName};
 
-/// Computed chunks of a prompt, in its order, to store from their pages.
+/// Computed chunks of a prompt to store from their pages.
 pub struct StoreJob<'a> {
-    pub chunks: &'a [ComputedChunk],
+    /// Each kind is reserved and committed for itself.
+    pub kinds: &'a [ComputedKind],
     /// The chunks are computed by the work that the engine's stream was given until here.
     pub after: Option<StreamMark>,
     /// Without room in the node by then nothing is stored: the engine wants its pages back.
     pub deadline: Duration,
 }
 
-/// A computed chunk, and its place in the pages.
+/// Computed chunks of one kind, in the order of the prompt.
+#[derive(Debug, Clone)]
+pub struct ComputedKind {
+    /// Index in the worker's kinds.
+    pub kind: usize,
+    pub chunks: Vec<ComputedChunk>,
+}
+
+/// A computed chunk, and its place in the pages of each of the kind's groups.
 #[derive(Debug, Clone)]
 pub struct ComputedChunk {
     pub hash: ChunkHash,
     /// The chunk before, or the root.
     pub parent: ChunkHash,
-    pub spans: Spans,
+    pub spans: Vec<Spans>,
 }
 
-/// The outcome of a store.
+/// The outcome of a store, for one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stored {
+    /// Index in the worker's kinds.
+    pub kind: usize,
     /// Chunks that the node has or will get: stored by this rank, there already, or left to another rank or engine.
     pub there: Vec<usize>,
     /// Number of chunks that this rank stored.
     pub stored: usize,
     /// Number of chunks for which the node had no room, or not all ranks yet.
     pub refused: usize,
+    /// The reason why some chunks are not there, other than that they were refused.
+    pub error: Option<String>,
 }
 
 /// How long a store needs the engine's pages.
@@ -59,14 +72,29 @@ enum Pages {
     Free,
 }
 
+/// Chunks of one kind that have slots.
+struct Slots<'a> {
+    computed: &'a ComputedKind,
+    /// What is known of the kind's outcome so far.
+    stored: Stored,
+    own: Vec<Share>,
+    /// Index in the kind's chunks, slot, and the payload's offset in the arena.
+    named: Vec<(usize, SlotName, usize)>,
+}
+
 impl Worker {
-    pub async fn store(&self, store: StoreJob<'_>, hold: &Hold) -> Result<Stored, WorkerError> {
+    /// Returns the outcome of each kind, in the order of the job.
+    pub async fn store(&self, store: StoreJob<'_>, hold: &Hold) -> Result<Vec<Stored>, WorkerError> {
         // However the store ends, no page is read any more.
         let _frees = Frees(hold);
+        for computed in store.kinds {
+            let tables = computed.chunks.iter().map(|chunk| chunk.spans.len());
+            self.check_tables(computed.kind, tables)?;
+        }
         if self.breaker.is_open() {
             return Err(WorkerError::Paused);
         }
-        let reserving = self.reserve(store.chunks);
+        let reserving = self.reserve(store.kinds);
         tokio::pin!(reserving);
         let in_time = tokio::time::timeout(store.deadline, &mut reserving).await;
         self.breaker.note(in_time.is_ok());
@@ -77,63 +105,57 @@ impl Worker {
             // Slots that it still gets are given back.
             reserving.await
         };
-        let (session, pinned, reserved) = reserved?;
-        let mut stored = Stored::default();
-        let mut named = Vec::new();
-        for (index, reserved_chunk) in reserved.chunks.into_iter().enumerate().take(store.chunks.len()) {
-            match reserved_chunk {
-                ReservedChunk::Slot {
-                    slot,
-                    generation,
-                    offset,
-                } => named.push((index, SlotName { slot, generation }, offset)),
-                ReservedChunk::Skip { .. } if reserved.ranks_missing => stored.refused += 1,
-                ReservedChunk::Skip { skip } if skip == "full" => stored.refused += 1,
-                ReservedChunk::Skip { .. } => stored.there.push(index),
-            }
+        let (session, pinned, kinds) = reserved?;
+        if kinds.iter().all(|kind| kind.named.is_empty()) {
+            return Ok(kinds.into_iter().map(|kind| kind.stored).collect());
         }
-        if named.is_empty() {
-            return Ok(stored);
-        }
-        let names = |range: Range<usize>| named[range].iter().map(|&(_, name, _)| name).collect::<Vec<_>>();
         if !hold.begin() {
-            session.abort(names(0..named.len())).await?;
+            let aborts = kinds.iter().map(|kind| session.abort(kind.names()));
+            for aborted in join_all(aborts).await {
+                aborted?;
+            }
             return Err(WorkerError::GivenUp);
         }
-        let gathered = self.gather(&session, pinned, &reserved.own, &named, &store).await;
+        let gathers = kinds
+            .iter()
+            .map(|kind| self.gather(&session, pinned.clone(), kind, &store));
+        let gathered = join_all(gathers).await;
         hold.free();
-        let Gathered { good, kept, error } = gathered;
-        let mut given_up = names(good..named.len());
-        given_up.retain(|name| !kept.contains(name));
-        if !given_up.is_empty() {
-            session.abort(given_up).await?;
-        }
-        let committed = session.commit(names(0..good)).await?;
-        for (&(index, ..), outcome) in named.iter().zip(&committed.slots) {
-            if matches!(outcome, CommitOutcome::Ok { .. }) {
-                stored.stored += 1;
-                stored.there.push(index);
-            }
-        }
-        stored.there.sort_unstable();
-        match error {
-            Some(error) => Err(error),
-            None => Ok(stored),
-        }
+        let commits = kinds.into_iter().zip(gathered);
+        Ok(join_all(commits.map(|(kind, gathered)| kind.commit(&session, gathered))).await)
     }
 
-    async fn reserve(
+    async fn reserve<'a>(
         &self,
-        chunks: &[ComputedChunk],
-    ) -> Result<(Arc<ApiSession>, Registered, ReserveAnswer), WorkerError> {
+        kinds: &'a [ComputedKind],
+    ) -> Result<(Arc<ApiSession>, Registered, Vec<Slots<'a>>), WorkerError> {
         let (session, pinned) = self.session().await?;
-        let wanted = chunks.iter().map(|chunk| ReserveChunk {
-            hash: chunk.hash,
-            parent: chunk.parent,
-            tokens: None,
-        });
-        let space = self.space.id().to_string();
-        let reserved = session.reserve(&space, wanted.collect()).await?;
+        let reserve = async |computed: &'a ComputedKind| {
+            let wanted = computed.chunks.iter().map(|chunk| ReserveChunk {
+                hash: chunk.hash,
+                parent: chunk.parent,
+                tokens: None,
+            });
+            let space = self.kinds[computed.kind].space.id().to_string();
+            let mut slots = Slots {
+                computed,
+                stored: Stored {
+                    kind: computed.kind,
+                    ..Stored::default()
+                },
+                own: Vec::new(),
+                named: Vec::new(),
+            };
+            if computed.chunks.is_empty() {
+                return slots;
+            }
+            match session.reserve(&space, wanted.collect()).await {
+                Ok(reserved) => slots.take(reserved),
+                Err(error) => slots.stored.error = Some(error.to_string()),
+            }
+            slots
+        };
+        let reserved = join_all(kinds.iter().map(reserve)).await;
         Ok((session, pinned, reserved))
     }
 
@@ -142,57 +164,156 @@ impl Worker {
         &self,
         session: &Arc<ApiSession>,
         pinned: Registered,
-        own: &[Share],
-        named: &[(usize, SlotName, usize)],
+        slots: &Slots<'_>,
         store: &StoreJob<'_>,
     ) -> Gathered {
-        let copier = match self.store_copier(own) {
-            Ok(copier) => copier,
+        if slots.named.is_empty() {
+            return Gathered::default();
+        }
+        let kind = &self.kinds[slots.computed.kind];
+        let copiers = match kind.own_copiers(&slots.own, &self.make) {
+            Ok(copiers) => copiers,
             Err(error) => return Gathered::none(error.into()),
         };
-        if let Err(error) = pin(Arc::clone(&copier), pinned).await {
+        let all = copiers.iter().map(|(_, copier)| Arc::clone(copier)).collect();
+        if let Err(error) = pin(all, pinned).await {
             return Gathered::none(error);
         }
-        let layout = self.space.layout();
-        let mut jobs = Vec::with_capacity(named.len());
-        for &(index, name, offset) in named {
-            let job = CopyJob {
-                planes: 0..layout.planes(),
-                spans: store.chunks[index].spans.clone(),
-                at: layout.header_len(),
-            };
-            match session.arena.slot(offset, layout.payload_len()) {
-                Ok(slot) => jobs.push((name, slot.kept_by(Arc::clone(session)), job)),
-                Err(error) => return Gathered::none(error.into()),
-            }
-        }
-        let after = store.after.clone();
-        let copied = tokio::task::spawn_blocking(move || {
-            let begin = |(name, slot, job): (SlotName, AttachedSlot, CopyJob)| {
-                (name, copier.store(slot, &job, after.as_ref()))
-            };
-            let pending: Vec<(SlotName, Result<Pending<AttachedSlot>, CopyError>)> =
-                jobs.into_iter().map(begin).collect();
-            let mut gathered = Gathered::default();
-            for (name, copy) in pending {
-                match copy.and_then(Pending::wait) {
-                    Ok(_) if gathered.error.is_none() => gathered.good += 1,
-                    Ok(_) => {}
-                    Err(error) => {
-                        if matches!(error, CopyError::Kept(_)) {
-                            gathered.kept.push(name);
-                        }
-                        gathered.error = gathered.error.or(Some(error.into()));
+        let layout = kind.space.layout();
+        let mut jobs = Vec::with_capacity(slots.named.len());
+        for &(index, name, offset) in &slots.named {
+            let mut of_chunk = Vec::with_capacity(copiers.len());
+            for (group, copier) in &copiers {
+                let job = CopyJob {
+                    planes: 0..layout.planes(),
+                    spans: slots.computed.chunks[index].spans[*group].clone(),
+                    at: layout.header_len(),
+                };
+                match session.arena.slot(offset, layout.payload_len()) {
+                    Ok(slot) => {
+                        of_chunk.push((Arc::clone(copier), slot.kept_by(Arc::clone(session)), job));
                     }
+                    Err(error) => return Gathered::none(error.into()),
                 }
             }
-            gathered
-        });
+            jobs.push((name, of_chunk));
+        }
+        let after = store.after.clone();
+        let copied = tokio::task::spawn_blocking(move || gather_all(jobs, after.as_ref()));
         copied.await.unwrap_or_else(|error| Gathered {
             // Some copies may still be under way.
-            kept: named.iter().map(|&(_, name, _)| name).collect(),
+            kept: slots.names(),
             ..Gathered::none(error.into())
         })
+    }
+}
+
+type GroupCopy = (Arc<Copier>, AttachedSlot, CopyJob);
+type Begun = Result<Pending<AttachedSlot>, CopyError>;
+
+/// Begins all copies, then waits for them. A chunk is in its slot when the copies of all groups are.
+fn gather_all(jobs: Vec<(SlotName, Vec<GroupCopy>)>, after: Option<&StreamMark>) -> Gathered {
+    let begin = |(copier, slot, job): GroupCopy| copier.store(slot, &job, after);
+    let begun: Vec<(SlotName, Vec<Begun>)> = jobs
+        .into_iter()
+        .map(|(name, of_chunk)| (name, of_chunk.into_iter().map(begin).collect()))
+        .collect();
+    let mut gathered = Gathered::default();
+    for (name, of_chunk) in begun {
+        let (mut pending, mut failed) = (Vec::new(), None);
+        for copy in of_chunk {
+            match copy {
+                Ok(copy) => pending.push(copy),
+                Err(error) => failed = worse(failed, error),
+            }
+        }
+        if let Err(error) = wait_for_all(pending) {
+            failed = worse(failed, error);
+        }
+        match failed {
+            None if gathered.error.is_none() => gathered.good += 1,
+            None => {}
+            Some(error) => {
+                if matches!(error, CopyError::Kept(_)) {
+                    gathered.kept.push(name);
+                }
+                gathered.error = gathered.error.or(Some(error.into()));
+            }
+        }
+    }
+    gathered
+}
+
+/// The error that says more of the slot: that the device may still use it, or the first.
+fn worse(before: Option<CopyError>, error: CopyError) -> Option<CopyError> {
+    match error {
+        CopyError::Kept(_) => Some(error),
+        _ => before.or(Some(error)),
+    }
+}
+
+impl Slots<'_> {
+    fn take(&mut self, reserved: ReserveAnswer) {
+        let ranks_missing = reserved.ranks_missing;
+        let chunks = reserved.chunks.into_iter().take(self.computed.chunks.len());
+        for (index, chunk) in chunks.enumerate() {
+            match chunk {
+                ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } => self.named.push((index, SlotName { slot, generation }, offset)),
+                ReservedChunk::Skip { .. } if ranks_missing => self.stored.refused += 1,
+                ReservedChunk::Skip { skip } if skip == "full" => self.stored.refused += 1,
+                ReservedChunk::Skip { .. } => self.stored.there.push(index),
+            }
+        }
+        self.own = reserved.own;
+    }
+
+    fn names(&self) -> Vec<SlotName> {
+        self.named.iter().map(|&(_, name, _)| name).collect()
+    }
+
+    /// Commits what was copied, and gives the other slots up. After an error of a copy none of the kind's chunks
+    /// counts as there: all are stored again.
+    async fn commit(self, session: &ApiSession, gathered: Gathered) -> Stored {
+        let mut stored = self.stored.clone();
+        if self.named.is_empty() {
+            return stored;
+        }
+        if let Err(error) = self.try_commit(session, gathered, &mut stored).await {
+            stored = Stored {
+                kind: stored.kind,
+                error: Some(error.to_string()),
+                ..Stored::default()
+            };
+        }
+        stored
+    }
+
+    async fn try_commit(
+        &self,
+        session: &ApiSession,
+        gathered: Gathered,
+        stored: &mut Stored,
+    ) -> Result<(), WorkerError> {
+        let Gathered { good, kept, error } = gathered;
+        let names = self.names();
+        let mut given_up = names[good..].to_vec();
+        given_up.retain(|name| !kept.contains(name));
+        if !given_up.is_empty() {
+            session.abort(given_up).await?;
+        }
+        let committed = session.commit(names[..good].to_vec()).await?;
+        for (&(index, ..), outcome) in self.named.iter().zip(&committed.slots) {
+            if matches!(outcome, CommitOutcome::Ok { .. }) {
+                stored.stored += 1;
+                stored.there.push(index);
+            }
+        }
+        stored.there.sort_unstable();
+        error.map_or(Ok(()), Err)
     }
 }
 

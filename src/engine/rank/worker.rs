@@ -1,39 +1,32 @@
 //! One rank of an engine: its session, its copiers, and the loads and stores that go through them.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use tokio::sync::{OnceCell, watch};
 use tokio::task::JoinError;
 
 use super::breaker::LookupBreaker;
+use super::kind::{Kind, KindPages, MakeCopier};
 use super::pinning::{Pinning, Registered};
 use crate::arena::AttachedError;
 use crate::engine::client::{ApiSession, Client, ClientError, Engine};
 use crate::engine::copy::cuda::StreamMark;
-use crate::engine::copy::{Copier, CopyError, EngineStream};
-use crate::format::Space;
-use crate::protocol::Share;
-use crate::protocol::{AttachRequest, LoadRequest, SpaceInfo};
+use crate::engine::copy::{Copier, CopyError, EngineStream, PagedCache};
+use crate::protocol::AttachRequest;
 
 /// One rank of an engine: loads chunks from the node into its pages ([`load`](Self::load)), and stores them back
 /// ([`store`](Self::store)).
 pub struct Worker {
     engine: Engine,
-    declared: OnceCell<SpaceInfo>,
-    pub(super) space: Space,
-    /// Copies the whole share of this rank.
-    pub(super) load: Arc<Copier>,
-    /// Copies the share that this rank owns; made when the node has said which.
-    store: OnceLock<(Vec<Share>, Arc<Copier>)>,
-    narrow: Narrow,
+    declared: OnceCell<()>,
+    pub(super) kinds: Vec<Kind>,
+    /// Makes the copiers of all kinds and groups.
+    pub(super) make: MakeCopier,
     pinning: Pinning,
     pub(super) closed: watch::Sender<bool>,
     /// For stores only: a load comes after an answered lookup.
     pub(super) breaker: LookupBreaker,
 }
-
-/// Makes a copier of the share that a rank owns.
-type Narrow = Box<dyn Fn(&[Share]) -> Result<Copier, CopyError> + Send + Sync>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -49,6 +42,14 @@ pub enum WorkerError {
     Paused,
     #[error("the engine took its pages back before the gateway had room for them")]
     GivenUp,
+    #[error("there is no kind {kind} of KV: this rank has {kinds}")]
+    Kind { kind: usize, kinds: usize },
+    #[error("kind {kind} has {groups} groups of layers, and a chunk has places in {tables}")]
+    Tables {
+        kind: usize,
+        groups: usize,
+        tables: usize,
+    },
     #[error("the engine closes")]
     Closed,
     #[error("a copy ended early: {0}")]
@@ -56,32 +57,39 @@ pub enum WorkerError {
 }
 
 impl Worker {
-    /// A worker that attaches when needed. `load` has all that the rank has of `space`; `narrow` makes a copier of
-    /// its own share.
+    /// A worker that attaches when needed. `make` makes a copier of a group's memory, or of the share of it that the
+    /// rank owns.
     pub fn new(
         client: &Client,
         attach: AttachRequest,
-        space: Space,
-        load: Copier,
-        narrow: impl Fn(&[Share]) -> Result<Copier, CopyError> + Send + Sync + 'static,
+        kinds: Vec<KindPages>,
+        make: impl Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync + 'static,
         breaker: LookupBreaker,
-    ) -> Self {
-        Self {
+    ) -> Result<Self, CopyError> {
+        let make: MakeCopier = Box::new(make);
+        let kinds = kinds.into_iter().map(|pages| Kind::new(pages, &make));
+        Ok(Self {
             engine: client.engine(attach),
             declared: OnceCell::new(),
-            space,
-            load: Arc::new(load),
-            store: OnceLock::new(),
-            narrow: Box::new(narrow),
+            kinds: kinds.collect::<Result<_, _>>()?,
+            make,
             pinning: Pinning::default(),
             closed: watch::Sender::new(false),
             breaker,
-        }
+        })
     }
 
     /// The work that the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
     pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
-        self.load.mark(engine)
+        match self.any_copier() {
+            Some(copier) => copier.mark(engine),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether the engine can go on without this kind.
+    pub fn is_draft(&self, kind: usize) -> bool {
+        self.kinds.get(kind).is_some_and(|kind| kind.is_draft)
     }
 
     /// Whether there is a session with the node now; None: an attach is under way.
@@ -94,66 +102,62 @@ impl Worker {
         self.closed.send_replace(true);
     }
 
-    /// The session with the node, and the registration for its copies. Attaches, and makes the space known, when
+    /// The session with the node, and the registration for its copies. Attaches, and makes the spaces known, when
     /// needed.
     pub async fn session(&self) -> Result<(Arc<ApiSession>, Registered), WorkerError> {
         let session = self.attached().await?;
-        let pinned = self.pinning.of(&session, &self.load)?;
+        let pinned = self.pinned(&session)?;
         Ok((session, pinned))
     }
 
-    async fn attached(&self) -> Result<Arc<ApiSession>, WorkerError> {
-        let declare = || self.engine.declare(&self.space);
+    pub(super) async fn attached(&self) -> Result<Arc<ApiSession>, WorkerError> {
+        let declare = async || {
+            for kind in &self.kinds {
+                match self.engine.declare(&kind.space).await {
+                    // The model's own kinds go on without it.
+                    Err(ClientError::Refused(problem)) if kind.is_draft => {
+                        tracing::warn!(problem = problem.detail, "a draft's KV is not kept");
+                    }
+                    declared => drop(declared?),
+                }
+            }
+            Ok::<(), ClientError>(())
+        };
         self.declared.get_or_try_init(declare).await?;
         Ok(self.engine.session().await?)
     }
 
-    /// The session for a load, with its arena pinned in the copier.
-    pub(super) async fn session_to_load(
-        &self,
-        request: &LoadRequest,
-    ) -> Result<Arc<ApiSession>, WorkerError> {
-        let session = self.attached().await?;
-        let pinned = match self.pinning.of(&session, &self.load) {
-            Ok(pinned) => pin(Arc::clone(&self.load), pinned).await,
-            Err(error) => Err(error),
-        };
-        let Err(error) = pinned else {
-            return Ok(session);
-        };
-        // Declines, so that the other ranks need not wait for this one.
-        let declines = LoadRequest {
-            declines: true,
-            ..request.clone()
-        };
-        if let Err(error) = session.load(declines).await {
-            tracing::debug!(%error, load_id = request.load_id, "a load could not be declined");
-        }
-        Err(error)
+    /// The registration of the session's arena; an error until it is done.
+    pub(super) fn pinned(&self, session: &Arc<ApiSession>) -> Result<Registered, WorkerError> {
+        self.pinning.of(session, self.any_copier())
     }
 
-    /// A copier of this rank's own share, kept: the node names the same share for as long as the ranks are the
-    /// same.
-    pub(super) fn store_copier(&self, own: &[Share]) -> Result<Arc<Copier>, CopyError> {
-        if let Some((known, copier)) = self.store.get()
-            && known == own
-        {
-            return Ok(Arc::clone(copier));
+    /// Any copier: all are of one device.
+    fn any_copier(&self) -> Option<&Arc<Copier>> {
+        self.kinds.iter().find_map(|kind| kind.groups.first())
+    }
+
+    /// Checks that each chunk of a kind has places in all of the kind's groups.
+    pub(super) fn check_tables(
+        &self,
+        kind: usize,
+        mut tables: impl Iterator<Item = usize>,
+    ) -> Result<(), WorkerError> {
+        let kinds = self.kinds.len();
+        let of = self.kinds.get(kind).ok_or(WorkerError::Kind { kind, kinds })?;
+        let groups = of.groups.len();
+        match tables.find(|&tables| tables != groups) {
+            Some(tables) => Err(WorkerError::Tables { kind, groups, tables }),
+            None => Ok(()),
         }
-        let copier = Arc::new((self.narrow)(own)?);
-        let kept = self.store.get_or_init(|| (own.to_vec(), Arc::clone(&copier)));
-        Ok(if kept.0 == own {
-            Arc::clone(&kept.1)
-        } else {
-            copier
-        })
     }
 }
 
 /// Makes copies use this memory from now on; that may have to wait for those under way.
-pub(super) async fn pin(copier: Arc<Copier>, pinned: Registered) -> Result<(), WorkerError> {
+pub(super) async fn pin(copiers: Vec<Arc<Copier>>, pinned: Registered) -> Result<(), WorkerError> {
     let Some(pinned) = pinned else {
         return Ok(());
     };
-    Ok(tokio::task::spawn_blocking(move || copier.pin(&pinned)).await??)
+    let pin = move || copiers.iter().try_for_each(|copier| copier.pin(&pinned));
+    Ok(tokio::task::spawn_blocking(pin).await??)
 }

@@ -67,8 +67,7 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, ApiProblem
         rank,
         world_size,
         layers,
-        heads,
-        replicated,
+        tp,
     } = request;
     if !(1..=INSTANCE_BYTES_MAX).contains(&instance.len()) {
         return Err(ApiProblem::bad(format!(
@@ -78,24 +77,22 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, ApiProblem
     if world_size == 0 {
         return Err(ApiProblem::bad("`world_size` must be 1 at least"));
     }
-    for (name, range) in [("layers", layers), ("heads", heads)] {
-        if range.is_some_and(|(first, end)| first >= end) {
-            return Err(ApiProblem::bad(format!(
-                "`{name}` is [first, end] with first < end"
-            )));
-        }
+    if layers.is_some_and(|(first, end)| first >= end) {
+        return Err(ApiProblem::bad("`layers` is [first, end] with first < end"));
     }
-    let part = layers.is_some() || heads.is_some();
-    if world_size > 1 && part == replicated {
+    if tp.is_some_and(|(rank, size)| rank >= size) {
+        return Err(ApiProblem::bad("`tp` is [rank, size] with rank < size"));
+    }
+    if world_size > 1 && layers.is_none() && tp.is_none() {
         return Err(ApiProblem::bad(
-            "with several ranks, say what this one has: `layers`, `heads`, or else `replicated`: true",
+            "with several ranks, say what this one has: `tp`, `layers` or both (`tp`: [0, 1] where every rank has everything)",
         ));
     }
     Ok(Attach {
         instance,
         rank,
         world_size,
-        has: Has { layers, heads },
+        has: Has { layers, tp },
         process,
     })
 }

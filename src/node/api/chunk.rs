@@ -134,6 +134,8 @@ fn header(object: &Slot) -> Result<Reply, ApiProblem> {
         "chunk": header.chunk,
         "parent": header.parent,
         "tokens": header.tokens,
+        "kind": header.kind,
+        "is_draft": header.is_draft,
         "payload_bytes": header.payload_len,
         "digest": kind,
         "digests": digests,

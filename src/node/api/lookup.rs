@@ -1,5 +1,6 @@
 //! `POST /v1/lookup`, as JSON or as bytes.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +14,9 @@ use tokio::time::Instant;
 use super::body::{OCTETS, Reply, content_type, json};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
-use crate::cache::gateway::Lookup;
-use crate::format::{ChunkHash, ChunkHasher, Space};
-use crate::protocol::Tier;
-use crate::protocol::{LookupAnswer, LookupRequest, Strategy};
+use crate::cache::gateway::{Boundary, Kinds};
+use crate::format::{ChunkHash, ChunkHasher, Mask, Space};
+use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
@@ -46,39 +46,151 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let options = &api.options;
     let deadline = Instant::now() + limited(request.deadline_ms, options.lookup_deadline);
     let strategy = request.strategy.map_or(options.strategy, Into::into);
-    let gateway = api.node.gateway();
-    let found = gateway.lookup(&space, &hashes, strategy, deadline).await;
+    let kinds = ModelKinds::named(api, space, &request)?;
+    let found = kinds.lookup(api, &hashes, strategy, deadline).await;
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
-        let local: Vec<ChunkHash> = (0..hashes.len())
-            .filter(|&i| found.mask.get(i))
-            .map(|i| hashes[i])
-            .collect();
-        gateway.pin(&space, &local, until);
+        kinds.pin(api, &hashes, &found, until);
     }
-    if request.prefetch && found.prefix > 0 {
+    if request.prefetch {
         let until = Instant::now() + options.load_deadline;
-        let mut prefix = hashes;
-        prefix.truncate(found.prefix);
-        api.node.prefetch(space, prefix, until);
+        kinds.prefetch(api, &hashes, &found, until);
     }
     Ok(match wants_binary {
         true => binary(&found, wants_tiers),
-        false => json(&LookupAnswer {
-            chunks: found.chunks,
-            mask: found.mask.to_hex(),
-            unknown: found.unknown.to_hex(),
-            inferred: found.inferred.to_hex(),
-            prefix: found.prefix,
-            tiers: found.tiers,
-            error: found.error.as_ref().map(ToString::to_string),
-        }),
+        false => json(&kinds.answer(found)),
     })
 }
 
+/// The kinds of KV that a lookup is about: one space, or several of one model.
+struct ModelKinds {
+    spaces: Vec<Space>,
+    drafts: Vec<Space>,
+    state_every: usize,
+    lookahead: usize,
+}
+
+/// Spaces of a lookup, at most: models have a handful of kinds.
+const KINDS_MAX: usize = 16;
+
+impl ModelKinds {
+    fn named(api: &Api, space: Space, request: &LookupRequest) -> Result<Self, ApiProblem> {
+        if request.with.len() + request.drafts.len() >= KINDS_MAX {
+            return Err(ApiProblem::bad(format!(
+                "a lookup is about at most {KINDS_MAX} spaces"
+            )));
+        }
+        let model = space.model_id();
+        let named = |names: &[String]| {
+            let spaces = names.iter().map(|name| {
+                let other = spaces::named(api, name)?;
+                match other.model_id() == model {
+                    true => Ok(other),
+                    false => Err(ApiProblem::bad(format!(
+                        "space {name} is of another model ({}): its chunks have other hashes",
+                        other.model()
+                    ))),
+                }
+            });
+            spaces.collect::<Result<Vec<Space>, ApiProblem>>()
+        };
+        let (mut spaces, drafts) = (named(&request.with)?, named(&request.drafts)?);
+        spaces.insert(0, space);
+        Ok(Self {
+            spaces,
+            drafts,
+            state_every: request.state_every.unwrap_or_default(),
+            lookahead: request.lookahead.unwrap_or_default(),
+        })
+    }
+
+    async fn lookup(
+        &self,
+        api: &Api,
+        hashes: &[ChunkHash],
+        strategy: Strategy,
+        deadline: Instant,
+    ) -> Boundary {
+        let kinds = Kinds {
+            spaces: &self.spaces,
+            drafts: &self.drafts,
+            state_every: self.state_every,
+            lookahead: self.lookahead,
+        };
+        api.node
+            .gateway()
+            .boundary(kinds, hashes, strategy, deadline)
+            .await
+    }
+
+    /// Spaces, each with the chunks that an engine needs of it, as far as they are there.
+    fn needed<'a>(&'a self, found: &'a Boundary) -> impl Iterator<Item = (&'a Space, Range<usize>)> {
+        let needed = found.needed.iter().map(|(run, _)| run.clone());
+        let drafts = self.drafts.iter().zip(found.drafts.iter().cloned());
+        self.spaces.iter().zip(needed).chain(drafts)
+    }
+
+    fn pin(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
+        let gateway = api.node.gateway();
+        if let ([space], []) = (&self.spaces[..], &self.drafts[..])
+            && space.kind().is_full()
+        {
+            // Also what is there behind a gap.
+            gateway.pin(space, &present(hashes, &found.first.mask), until);
+            return;
+        }
+        for (space, run) in self.needed(found) {
+            gateway.pin(space, &hashes[run], until);
+        }
+    }
+
+    fn prefetch(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
+        for (space, run) in self.needed(found).filter(|(_, run)| !run.is_empty()) {
+            api.node.prefetch(space.clone(), hashes[run].to_vec(), until);
+        }
+    }
+
+    fn answer(&self, found: Boundary) -> LookupAnswer {
+        let needed = self
+            .needed(&found)
+            .enumerate()
+            .map(|(index, (space, run))| Needed {
+                space: space.id(),
+                kind: space.kind(),
+                chunks: (run.start, run.end),
+                tiers: found
+                    .needed
+                    .get(index)
+                    .map_or_else(Vec::new, |(_, tiers)| tiers.clone()),
+                draft: index >= self.spaces.len(),
+            });
+        let needed = needed.collect();
+        let first = found.first;
+        LookupAnswer {
+            chunks: first.chunks,
+            mask: first.mask.to_hex(),
+            unknown: first.unknown.to_hex(),
+            inferred: first.inferred.to_hex(),
+            prefix: first.prefix,
+            tiers: first.tiers,
+            boundary: found.chunks,
+            full: found.full,
+            open: found.is_open,
+            needed,
+            error: found.error.as_ref().map(ToString::to_string),
+        }
+    }
+}
+
+fn present(hashes: &[ChunkHash], mask: &Mask) -> Vec<ChunkHash> {
+    let of = hashes.iter().enumerate().filter(|(i, _)| mask.get(*i));
+    of.map(|(_, hash)| *hash).collect()
+}
+
 /// An answer as bytes: the masks present, unknown and inferred one after the other; with `tiers` also those in
-/// memory and those on disk. A header has the prefix.
-fn binary(found: &Lookup, tiers: bool) -> Reply {
+/// memory and those on disk. Headers have the numbers.
+fn binary(of_kinds: &Boundary, tiers: bool) -> Reply {
+    let found = &of_kinds.first;
     let masks = [&found.mask, &found.unknown, &found.inferred];
     let mut bytes: Vec<u8> = masks.iter().flat_map(|mask| mask.as_bytes()).copied().collect();
     if tiers {
@@ -86,12 +198,21 @@ fn binary(found: &Lookup, tiers: bool) -> Reply {
         bytes.extend_from_slice(found.within(Tier::Disk).as_bytes());
     }
     let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::from(bytes));
-    answer
-        .headers_mut()
-        .insert("x-kvgate-prefix", HeaderValue::from(found.prefix));
-    answer
-        .headers_mut()
-        .insert("x-kvgate-chunks", HeaderValue::from(found.chunks));
+    let drafts: Vec<String> = of_kinds.drafts.iter().map(|run| run.len().to_string()).collect();
+    let headers = [
+        ("x-kvgate-prefix", HeaderValue::from(found.prefix)),
+        ("x-kvgate-chunks", HeaderValue::from(found.chunks)),
+        ("x-kvgate-boundary", HeaderValue::from(of_kinds.chunks)),
+        ("x-kvgate-full", HeaderValue::from(of_kinds.full)),
+        ("x-kvgate-open", HeaderValue::from(u16::from(of_kinds.is_open))),
+        (
+            "x-kvgate-drafts",
+            HeaderValue::from_str(&drafts.join(",")).expect("digits and commas"),
+        ),
+    ];
+    for (name, value) in headers {
+        answer.headers_mut().insert(name, value);
+    }
     answer
 }
 
@@ -130,6 +251,10 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
         };
         match name {
             "space" => request.space = value,
+            "with" => request.with.push(value),
+            "drafts" => request.drafts.push(value),
+            "state_every" => request.state_every = Some(chunks_of(number()?)),
+            "lookahead" => request.lookahead = Some(chunks_of(number()?)),
             "salt" => request.salt = Some(value),
             "adapter" => request.adapter = Some(value),
             "strategy" => {
@@ -151,7 +276,7 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
             _ => {
                 let name: String = name.chars().take(40).collect();
                 return Err(ApiProblem::bad(format!(
-                    "the query's {name:?} is not known: there are space, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
+                    "the query's {name:?} is not known: there are space, with, drafts, state_every, lookahead, items, salt, adapter, strategy, deadline_ms, pin_ms, prefetch, tiers"
                 )));
             }
         }
@@ -161,6 +286,11 @@ fn from_query(query: &str) -> Result<Query, ApiProblem> {
         what: items,
         tiers,
     })
+}
+
+/// More chunks than a prompt can have are as good as that.
+fn chunks_of(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }
 
 fn hashes_of(body: &[u8]) -> Result<Vec<ChunkHash>, ApiProblem> {

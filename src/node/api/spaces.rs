@@ -31,6 +31,9 @@ fn info(space: &Space) -> SpaceInfo {
     });
     SpaceInfo {
         space_id: space.id(),
+        model_id: space.model_id(),
+        kind: space.kind(),
+        draft: space.draft().to_owned(),
         chunk_tokens: space.chunk_tokens(),
         chunk_bytes: layout.payload_len(),
         object_bytes: layout.object_len(),

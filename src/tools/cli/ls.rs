@@ -11,7 +11,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
-use crate::format::SpaceKey;
+use crate::format::{Kind, ModelId, SpaceKey};
 use crate::tools::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
 
 /// Lists the spaces in the bucket, or the chunks of one.
@@ -67,7 +67,7 @@ async fn spaces(bucket: &OpenBucket, args: &LsArgs, out: &mut Out) -> Result<(),
     }
     let rows: Vec<Vec<String>> = shown.iter().map(|space| SpaceRow::of(space).cells()).collect();
     if !rows.is_empty() {
-        let headings = ["space", "model", "revision", "dtype", ">chunks", ">bytes"];
+        let headings = ["space", "model", "revision", "kind", "dtype", ">chunks", ">bytes"];
         out.table(&headings, &rows)?;
     }
     let spaces = count(summary.spaces.len() as u64, "space");
@@ -88,6 +88,10 @@ struct SpaceRow {
     key: SpaceKey,
     model: String,
     revision: String,
+    /// The same for all kinds of KV of a model.
+    model_id: Option<ModelId>,
+    kind: Option<Kind>,
+    draft: String,
     dtype: &'static str,
     chunk_tokens: u32,
     chunks: u64,
@@ -104,6 +108,9 @@ impl SpaceRow {
             key: summary.key,
             model: String::new(),
             revision: String::new(),
+            model_id: None,
+            kind: None,
+            draft: String::new(),
             dtype: "",
             chunk_tokens: 0,
             chunks: summary.chunks,
@@ -116,6 +123,9 @@ impl SpaceRow {
                 row.space = space.id().to_string();
                 space.model().clone_into(&mut row.model);
                 space.revision().clone_into(&mut row.revision);
+                row.model_id = Some(space.model_id());
+                row.kind = Some(space.kind());
+                space.draft().clone_into(&mut row.draft);
                 row.dtype = space.dtype().name();
                 row.chunk_tokens = space.chunk_tokens();
             }
@@ -131,6 +141,11 @@ impl SpaceRow {
             self.key.to_string(),
             self.problem.map_or(self.model, |problem| format!("({problem})")),
             self.revision,
+            match (self.kind, self.draft.is_empty()) {
+                (Some(kind), true) => kind.to_string(),
+                (Some(kind), false) => format!("{kind}, draft"),
+                (None, _) => String::new(),
+            },
             self.dtype.to_owned(),
             self.chunks.to_string(),
             bytes(self.bytes),

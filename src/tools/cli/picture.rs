@@ -43,6 +43,7 @@ mod tests {
             inferred: mask(|i| i == 1 || i == 6),
             prefix: 4,
             tiers: Vec::new(),
+            asked: 0,
             error: None,
         }
     }

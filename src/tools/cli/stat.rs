@@ -208,6 +208,8 @@ fn report(stat: &ChunkStat, hash: &ChunkHash, space: Option<&Space>) -> Value {
             "chunk": header.chunk,
             "parent": header.parent,
             "tokens": header.tokens,
+            "kind": header.kind,
+            "is_draft": header.is_draft,
             "payload_bytes": header.payload_len,
             "digest": header.digest_kind,
             "digests": digests(header).collect::<Vec<_>>(),
@@ -248,6 +250,8 @@ fn show(stat: &ChunkStat, space: Option<&Space>, out: &mut Out) -> Result<(), Cl
     out.field("chunk", header.chunk)?;
     out.field("parent", header.parent)?;
     out.field("tokens", header.tokens)?;
+    let draft = if header.is_draft { " of a draft model" } else { "" };
+    out.field("kind", format_args!("{}{draft}", header.kind))?;
     out.field("payload", header.payload_len)?;
     let kind = serde_json::to_value(header.digest_kind).unwrap_or_default();
     out.field("digest", kind.as_str().unwrap_or_default())?;

@@ -117,7 +117,7 @@ impl DemoPages {
         };
         Ok(CopyJob {
             planes: 0..cache.space().planes().len(),
-            spans: cache.spans(mapping, 0..cache.space().chunk_tokens())?,
+            spans: cache.spans(mapping, 0..cache.space().chunk_rows())?,
             at,
         })
     }

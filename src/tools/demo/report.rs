@@ -130,7 +130,7 @@ impl DemoReport {
             space: space.key().to_string(),
             seed: plan.shape.seed,
             place: String::new(),
-            token_bytes: space.token_bytes(),
+            token_bytes: space.row_bytes(),
             chunk_tokens: space.chunk_tokens(),
             chunk_bytes: space.layout().payload_len(),
             layers: space.planes().len(),

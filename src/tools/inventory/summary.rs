@@ -30,6 +30,21 @@ pub struct Summary {
     pub foreign_bytes: u64,
 }
 
+impl SpaceSummary {
+    /// By model, its own kinds before its drafts'; spaces that can't be read come last.
+    fn order(&self) -> impl Ord + use<> {
+        let space = match &self.json {
+            SpaceJson::Good(space) => Some(space),
+            _ => None,
+        };
+        let order = space.map(|space| {
+            let model = (space.model().to_owned(), space.model_id());
+            (model, space.draft().to_owned(), space.kind())
+        });
+        (order.is_none(), order, self.key)
+    }
+}
+
 impl Inventory {
     /// Lists everything, or only `space`, and reads each space found. Calls `seen` with every page.
     pub async fn summary(
@@ -67,6 +82,8 @@ impl Inventory {
             .buffered(READS)
             .try_collect()
             .await?;
+        // The kinds of KV of one model stand together.
+        summary.spaces.sort_by_key(SpaceSummary::order);
         Ok(summary)
     }
 }

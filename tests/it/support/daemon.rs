@@ -187,13 +187,13 @@ impl Serving {
         self.client.attach(&alone(instance)).await.unwrap()
     }
 
-    /// A rank that has a range of heads.
-    pub async fn rank(&self, instance: &str, rank: u32, world_size: u32, heads: (u32, u32)) -> ApiSession {
+    /// A tensor-parallel rank.
+    pub async fn rank(&self, instance: &str, rank: u32, world_size: u32) -> ApiSession {
         let request = AttachRequest {
             instance: instance.to_owned(),
             rank,
             world_size,
-            heads: Some(heads),
+            tp: Some((rank, world_size)),
             ..AttachRequest::default()
         };
         self.client.attach(&request).await.unwrap()

@@ -10,6 +10,7 @@
 //! | `capped`        | a proxy of so many bytes a second, which can fail, hang and come back        |
 //! | `capped_prompt` | a stored prompt behind a name with several addresses, a capped proxy at each |
 //! | `dns_server`    | a DNS server whose answers a test chooses, and dnsmasq                       |
+//! | `ranks`         | ranks of a model with several kinds of KV, and what must be in their pages   |
 //! | `tls_front`     | TLS in front of a server that has none                                       |
 
 pub mod backends;
@@ -20,4 +21,5 @@ pub mod dns_server;
 pub mod fixture;
 pub mod paused_store;
 pub mod program;
+pub mod ranks;
 pub mod tls_front;

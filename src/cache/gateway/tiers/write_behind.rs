@@ -4,8 +4,9 @@
 //! The bytes are bounded, including those that engines only reserved. When they are used up, new chunks are
 //! refused, or the deepest descendants whose turn has not come are given up: the rest of a chain is of use without
 //! them, but never the other way round. Heads of chains are not given up. Chunks that were given up are remembered
-//! for a while, so that no chunk is stored whose parent is not; they are taken up again when an engine wants to
-//! store them once more.
+//! for a while, so that no chunk of a full kind is stored whose parent is not; they are taken up again when an engine
+//! wants to store them once more. Windows and snapshots of states have no such chain: a later one is of use without
+//! those before.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -163,7 +164,7 @@ impl Behind {
         }
     }
 
-    /// Notes a chunk that was refused: its descendants are of no use either.
+    /// Notes a chunk that was refused: in a full kind its descendants are of no use either.
     pub fn refused(&self, key: ChunkId) {
         self.lock().dropped.add(key, ());
     }
@@ -193,7 +194,8 @@ impl Behind {
     /// Queues a chunk, with its room. False if it is given up because its parent was.
     pub fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
         let mut state = self.lock();
-        if parent.is_some_and(|parent| state.dropped.has(&parent)) {
+        let is_chained = job.space.kind().is_full();
+        if is_chained && parent.is_some_and(|parent| state.dropped.has(&parent)) {
             state.stats.dropped += 1;
             state.dropped.add(key, ());
             return false;

@@ -2,7 +2,7 @@
 //! Events order them with the engine's stream.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -10,6 +10,7 @@ use super::dma::{self, PinnedBlock};
 use super::gpu::{CudaError, Gpu, GpuEvent, StreamMark, call};
 use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
+use super::lanes::{LaneSet, Lanes};
 use super::pinned::{Mapped, Pinned};
 use super::shares::{Piece, Shares};
 use crate::engine::copy::cache::PagedCache;
@@ -25,11 +26,8 @@ pub struct CudaCopier {
     shares: Shares,
     /// `shares.rows`, on the device; None: DMAs go straight to the pages.
     table: Option<CudaSlice<PartRow>>,
-    /// The lane of loads whose mark is passed.
-    load: Mutex<Lane>,
-    /// The lane of loads of one mark that is not passed yet: they delay no other load.
-    held: Mutex<Lane>,
-    store: Mutex<Lane>,
+    /// Other copiers may use them, too.
+    lanes: Arc<LaneSet>,
     gpu: Arc<Gpu>,
     options: CudaOptions,
 }
@@ -61,22 +59,30 @@ impl From<&crate::config::Copies> for CudaOptions {
 }
 
 impl CudaCopier {
-    /// Until [`pin`](Self::pin), and for objects outside the pinned memory, copies are slower and may make the
-    /// calling thread wait.
+    /// A copier with lanes of its own. Until [`pin`](Self::pin), and for objects outside the pinned memory, copies are
+    /// slower and may make the calling thread wait.
     ///
     /// # Safety
     /// The cache's addresses are of memory on this GPU that stays there for as long as the copier lives. Between a
     /// copy's call and its end the engine touches its tokens only on the stream that was marked for it.
     pub unsafe fn new(gpu: &Arc<Gpu>, cache: PagedCache, options: CudaOptions) -> Result<Self, CudaError> {
+        // SAFETY: as the caller says.
+        unsafe { Self::on(&Lanes::new(gpu, options), cache) }
+    }
+
+    /// A copier that shares these lanes with other copiers of the same worker.
+    ///
+    /// # Safety
+    /// As for [`new`](Self::new).
+    pub unsafe fn on(lanes: &Lanes, cache: PagedCache) -> Result<Self, CudaError> {
+        let (gpu, options) = (&lanes.gpu, lanes.options);
         let shares = Shares::new(&cache)?;
-        let ring = RingSize {
+        let is_direct = has_long_runs(&cache, options.direct_bytes);
+        let set = lanes.set((!is_direct).then(|| RingSize {
             buffers: options.staging_buffers,
             bytes: options.piece_bytes.max(shares.largest()),
-            spans: cache.space().chunk_tokens() as usize,
-        };
-        let is_direct = has_long_runs(&cache, options.direct_bytes);
-        let lane = |way| Lane::new(gpu, way, (!is_direct).then_some(&ring)).map(Mutex::new);
-        let (load, held, store) = (lane(Way::Scatter)?, lane(Way::Scatter)?, lane(Way::Gather)?);
+            spans: cache.space().chunk_rows() as usize,
+        }))?;
         let table = match is_direct {
             true => None,
             false => Some(upload(gpu, &shares.rows)?),
@@ -85,9 +91,7 @@ impl CudaCopier {
             cache,
             shares,
             table,
-            load,
-            held,
-            store,
+            lanes: set,
             gpu: Arc::clone(gpu),
             options,
         })
@@ -132,16 +136,7 @@ impl CudaCopier {
     /// Expects objects in this memory from now on. If the memory is new, it waits for the copies under way, which
     /// use the memory pinned before.
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CudaError> {
-        for lane in [&self.load, &self.held, &self.store] {
-            let mut lane = lock(lane);
-            match &lane.pinned {
-                Some(now) if Arc::ptr_eq(now, pinned) => continue,
-                Some(_) => lane.finish()?,
-                None => {}
-            }
-            lane.pinned = Some(Arc::clone(pinned));
-        }
-        Ok(())
+        self.lanes.pin(pinned)
     }
 
     pub fn cache(&self) -> &PagedCache {
@@ -163,14 +158,8 @@ impl CudaCopier {
         after: Option<&StreamMark>,
     ) -> Result<Pending<H>, CopyError> {
         let mut lane = match way {
-            Way::Scatter => self.load_lane(after)?,
-            Way::Gather => {
-                let lane = lock(&self.store);
-                if let Some(after) = after {
-                    after.hold_up(lane.toucher())?;
-                }
-                lane
-            }
+            Way::Scatter => self.lanes.load_after(after)?,
+            Way::Gather => self.lanes.store_after(after)?,
         };
         lane.idle = false;
         match self.submit(&mut lane, way, host, job, parts) {
@@ -184,31 +173,6 @@ impl CudaCopier {
                 Err(CopyError::Kept(error))
             }
         }
-    }
-
-    /// A lane that writes pages after `after`, and after no younger mark. This thread waits for `after` if
-    /// necessary.
-    fn load_lane(&self, after: Option<&StreamMark>) -> Result<MutexGuard<'_, Lane>, CudaError> {
-        let Some(after) = after else {
-            return Ok(lock(&self.load));
-        };
-        if after.is_passed()? {
-            return Ok(lock(&self.load));
-        }
-        let mut held = lock(&self.held);
-        let is_free = match &held.mark {
-            Some(mark) if mark.is(after) => return Ok(held),
-            Some(mark) => mark.is_passed()?,
-            None => true,
-        };
-        if is_free {
-            after.hold_up(held.toucher())?;
-            held.mark = Some(after.clone());
-            return Ok(held);
-        }
-        drop(held);
-        after.wait()?;
-        Ok(lock(&self.load))
     }
 
     fn submit(
@@ -261,7 +225,7 @@ impl CudaCopier {
                 spans.iter().map(|span| span.tokens).max().unwrap_or_default(),
             ),
             unit: self.shares.unit,
-            chunk_tokens: self.cache.space().chunk_tokens(),
+            chunk_tokens: self.cache.space().chunk_rows(),
             blocks: self.cache.blocks(),
             block_tokens: self.cache.block_tokens(),
             reserved: 0,
@@ -274,7 +238,7 @@ impl CudaCopier {
             each.try_for_each(|copied| copied)
         };
         // SAFETY: the table, the staging buffer and the pages are there for as long as the copier is, which waits for
-        // its lanes when it goes; spans and parts were checked against the cache.
+        // the lanes when it goes; spans and parts were checked against the cache.
         let launch = || unsafe {
             self.gpu
                 .kernels
@@ -331,11 +295,6 @@ impl CudaCopier {
     }
 }
 
-/// No panic can leave a lane half-changed in a way that matters: work given to it ends by itself.
-fn lock(lane: &Mutex<Lane>) -> MutexGuard<'_, Lane> {
-    lane.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> {
     let failed = call("copy the layout to the GPU");
     let stream = gpu.stream()?;
@@ -349,7 +308,7 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
     let block = Span {
         token: 0,
-        tokens: cache.block_tokens().min(cache.space().chunk_tokens()),
+        tokens: cache.block_tokens().min(cache.space().chunk_rows()),
         block: 0,
         offset: 0,
     };
@@ -361,14 +320,9 @@ fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
     cache.blocks() > 1 && cache.parts().iter().all(is_long)
 }
 
-/// Waits until nothing uses the staging buffers, the table or the pinned memory any more.
+/// Waits until nothing uses the table, and none of its copies the staging buffers or the pinned memory any more.
 impl Drop for CudaCopier {
     fn drop(&mut self) {
-        for lane in [&mut self.load, &mut self.held, &mut self.store] {
-            let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = lane.finish() {
-                tracing::error!(%error, "the GPU failed while copies were under way");
-            }
-        }
+        self.lanes.finish();
     }
 }

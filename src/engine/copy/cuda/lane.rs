@@ -17,6 +17,7 @@ pub(super) struct Lane {
     /// None: DMAs go straight to the pages.
     kernel: Option<Arc<CudaStream>>,
     ring: Vec<Staging>,
+    size: RingSize,
     next: usize,
     /// The mark that its latest copies came after.
     pub mark: Option<StreamMark>,
@@ -35,6 +36,7 @@ pub(super) struct Staging {
 }
 
 /// The sizes of staging buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct RingSize {
     pub buffers: usize,
     pub bytes: usize,
@@ -43,34 +45,47 @@ pub(super) struct RingSize {
 
 impl Lane {
     /// A lane; without a ring its DMAs go straight to the pages.
-    pub fn new(gpu: &Gpu, way: Way, ring: Option<&RingSize>) -> Result<Self, CudaError> {
+    pub fn new(gpu: &Gpu, way: Way, ring: Option<RingSize>) -> Result<Self, CudaError> {
         let mut lane = Self {
             way,
             dma: gpu.stream()?,
             kernel: ring.map(|_| gpu.stream()).transpose()?,
             ring: Vec::new(),
+            size: RingSize::default(),
             next: 0,
             mark: None,
             idle: true,
             pinned: None,
         };
-        let Some(size) = ring else {
-            return Ok(lane);
-        };
+        if let Some(size) = ring {
+            lane.grow(size)?;
+        }
+        Ok(lane)
+    }
+
+    /// Makes its buffers at least this large; waits for the copies that use smaller ones.
+    pub fn grow(&mut self, size: RingSize) -> Result<(), CudaError> {
+        let size = self.size.max(size);
+        if size == self.size {
+            return Ok(());
+        }
         let failed = call("get staging buffers on the GPU: lower [copy] staging_buffers or piece_size");
-        for _ in 0..size.buffers.max(1) {
+        let mut ring = Vec::with_capacity(size.buffers);
+        for _ in 0..size.buffers {
             // Allocated in the order of the filling stream; the other stream comes after it, so the buffers are
             // there for both.
-            let filler = lane.filler();
+            let filler = self.filler();
             // SAFETY: nothing reads them before they are filled.
             let (bytes, spans) = unsafe { (filler.alloc(size.bytes), filler.alloc(size.spans)) };
-            lane.ring.push(Staging {
+            ring.push(Staging {
                 bytes: bytes.map_err(&failed)?,
                 spans: spans.map_err(&failed)?,
                 free: None,
             });
         }
-        Ok(lane)
+        self.finish()?;
+        (self.ring, self.size, self.next) = (ring, size, 0);
+        Ok(())
     }
 
     /// The stream that reads or writes the pages.
@@ -127,6 +142,16 @@ impl Lane {
     /// The end of all work that was given to it.
     pub fn end(&self) -> Result<GpuEvent, CudaError> {
         GpuEvent::record(self.emptier())
+    }
+}
+
+impl RingSize {
+    fn max(self, other: Self) -> Self {
+        Self {
+            buffers: self.buffers.max(other.buffers).max(1),
+            bytes: self.bytes.max(other.bytes),
+            spans: self.spans.max(other.spans),
+        }
     }
 }
 

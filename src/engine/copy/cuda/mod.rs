@@ -4,7 +4,8 @@
 //! chunk, as it lies in the object, into a small staging ring by strided DMA in pieces, and a kernel writes each
 //! piece's rows into the pages while the next piece is on the bus ([`lane`](self)). A store is the reverse, with a
 //! ring and streams of its own, so both directions of the bus are used at once. Where a block's tokens are long
-//! runs in the pages, DMAs go there without a kernel.
+//! runs in the pages, DMAs go there without a kernel. A worker's copiers, one for each group of layers, share streams
+//! and rings ([`Lanes`]), so that device memory does not grow with their number.
 //!
 //! **Order.** A load writes pages only after the work that the engine's stream was given before it; a store reads
 //! them only after the forward pass. Each load waits for its own mark alone: loads whose mark is not passed yet
@@ -24,6 +25,7 @@
 //! | `dma`    | blocks of rows, cut where registrations meet                  |
 //! | `shares` | this rank's share of each plane, and its pieces               |
 //! | `lane`   | streams and staging ring of one direction                     |
+//! | `lanes`  | the lanes of a worker, which its copiers share                |
 //! | `copier` | loads and stores                                              |
 //! | `pages`  | pages of our own, for `kvgate gpu`                            |
 
@@ -32,6 +34,7 @@ mod dma;
 mod gpu;
 mod kernel;
 mod lane;
+mod lanes;
 mod pages;
 mod pinned;
 mod shares;
@@ -39,5 +42,6 @@ mod shares;
 pub use copier::{CudaCopier, CudaOptions};
 pub use gpu::{CudaError, Gpu, GpuEvent, Presence, StreamMark};
 pub use kernel::PTX;
+pub use lanes::Lanes;
 pub use pages::{DevicePages, PagesError};
 pub use pinned::{Mapped, Pinned};

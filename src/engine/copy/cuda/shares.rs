@@ -41,7 +41,7 @@ const ALIGN: usize = 16;
 impl Shares {
     pub fn new(cache: &PagedCache) -> Result<Self, CudaError> {
         let (space, parts) = (cache.space(), cache.parts());
-        let chunk_tokens = space.chunk_tokens();
+        let chunk_tokens = space.chunk_rows();
         let mut shares = Self {
             all: Vec::new(),
             rows: Vec::with_capacity(parts.len()),

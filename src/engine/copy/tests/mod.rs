@@ -19,6 +19,10 @@ const ONE_THREAD: CpuOptions = CpuOptions {
 };
 
 fn space(chunk_tokens: u32, planes: &[(u32, u32)]) -> Space {
+    space_of("full", chunk_tokens, planes)
+}
+
+fn space_of(kind: &str, chunk_tokens: u32, planes: &[(u32, u32)]) -> Space {
     let plane = |(layer, &(heads, row_bytes)): (usize, &(u32, u32))| Plane {
         name: "kv".into(),
         layer: u32::try_from(layer).unwrap(),
@@ -28,6 +32,7 @@ fn space(chunk_tokens: u32, planes: &[(u32, u32)]) -> Space {
     let planes: Vec<Plane> = planes.iter().enumerate().map(plane).collect();
     let json = serde_json::json!({
         "model": "test/copy", "revision": "1", "dtype": "fp8_e4m3", "chunk_tokens": chunk_tokens, "planes": planes,
+        "kind": kind,
     });
     Space::from_json(&json.to_string()).unwrap()
 }
@@ -137,7 +142,7 @@ impl Engine {
                     &self.space.planes()[plane],
                     self.space.layout().plane(plane).start,
                 );
-                let chunk_tokens = u64::from(self.space.chunk_tokens());
+                let chunk_rows = u64::from(self.space.chunk_rows());
                 for h in 0..size('H') {
                     let head = u64::from(tensor.heads.map_or(0, |heads| heads.0)) + h;
                     for (nth, token) in tokens.clone().enumerate() {
@@ -157,7 +162,7 @@ impl Engine {
                                     + k * step('K')
                                     + (byte / element) * step(row_letter)
                                     + byte % element;
-                                let row = head * chunk_tokens + u64::from(token);
+                                let row = head * chunk_rows + u64::from(token);
                                 let in_row = u64::from(tensor.row_offset) + k * run * element + byte;
                                 let object = start as u64 + row * u64::from(of.row_bytes) + in_row;
                                 if planes.contains(&plane) {
@@ -209,6 +214,9 @@ impl Engine {
 /// One tensor for each plane, its axes in any order, with gaps anywhere.
 #[derive(Debug, Clone)]
 struct AnyLayout {
+    /// The space is one of states, whose chunks have one row.
+    is_state: bool,
+    /// Rows of a chunk.
     chunk_tokens: u32,
     blocks: u32,
     block_tokens: u32,
@@ -251,9 +259,12 @@ fn any_plane(slots: bool) -> impl Strategy<Value = AnyPlane> {
 
 fn any_layout() -> impl Strategy<Value = AnyLayout> {
     let element = prop::sample::select(vec![1_u32, 2, 4, 16]);
-    (1_u32..40, 1_u32..12, 1_u32..24, element, any::<bool>()).prop_flat_map(
-        |(chunk_tokens, spare, block_tokens, element_bytes, slots)| {
+    let chunk = (1_u32..40, prop::bool::weighted(0.2));
+    let chunk = chunk.prop_map(|(tokens, is_state)| (if is_state { 1 } else { tokens }, is_state));
+    (chunk, 1_u32..12, 1_u32..24, element, any::<bool>()).prop_flat_map(
+        |((chunk_tokens, is_state), spare, block_tokens, element_bytes, slots)| {
             prop::collection::vec(any_plane(slots), 1..5).prop_map(move |planes| AnyLayout {
+                is_state,
                 chunk_tokens,
                 // A chunk may begin inside of a block.
                 blocks: chunk_tokens.div_ceil(block_tokens) + 1 + spare,
@@ -274,7 +285,10 @@ impl AnyLayout {
             .iter()
             .map(|plane| (plane.heads.0, row(plane)))
             .collect();
-        let space = space(self.chunk_tokens, &planes);
+        let space = match self.is_state {
+            true => space_of("state", 40, &planes),
+            false => space(self.chunk_tokens, &planes),
+        };
         let mut end = 16;
         let mut tensors = Vec::new();
         for (index, plane) in self.planes.iter().enumerate() {
@@ -379,6 +393,41 @@ proptest! {
         let pairs = engine.twin(&places, tokens, planes);
         let cache = engine.cache();
         prop_assert!(engine.is_right(&cache, &job, &pairs, false, ONE_THREAD));
+    }
+
+    /// An engine's groups have some of the planes each: a copy of one leaves the planes of the others alone.
+    #[test]
+    fn groups_put_one_chunk_together(layout in any_layout(), seed: u64, dealt: [bool; 4]) {
+        let mut engine = layout.engine();
+        let places = layout.places(seed, seed % 7);
+        let (tokens, planes) = (0..layout.chunk_tokens, 0..layout.planes.len());
+        let job = engine.job(&places, tokens.clone(), planes.clone());
+        let groups = [true, false].map(|group| planes.clone().filter(|&at| dealt[at] == group).collect::<Vec<_>>());
+        let groups = groups.into_iter().filter(|group| !group.is_empty());
+        let groups: Vec<_> = groups
+            .map(|group| {
+                let of_group: Vec<Tensor> = group.iter().map(|&plane| engine.tensors[plane].clone()).collect();
+                let pairs = group.iter().flat_map(|&at| engine.twin(&places, tokens.clone(), at..at + 1));
+                (PagedCache::new(&engine.space, &of_group).unwrap(), pairs.collect::<Vec<_>>())
+            })
+            .collect();
+        let object = random_bytes(engine.space.layout().object_len(), 1);
+        let mut expected = engine.memory.clone();
+        for (cache, pairs) in &groups {
+            pairs.iter().for_each(|&(from, to)| expected[to] = object[from]);
+            let copier = Engine::copier(cache.clone(), ONE_THREAD);
+            copier.load(object.clone(), &job).unwrap().wait().unwrap();
+            prop_assert!(engine.memory == expected);
+        }
+        let pages = random_bytes(engine.memory.len(), 2);
+        engine.memory.copy_from_slice(&pages);
+        let mut expected = vec![POISON; object.len()];
+        let mut stored = expected.clone();
+        for (cache, pairs) in &groups {
+            pairs.iter().for_each(|&(to, from)| expected[to] = pages[from]);
+            stored = Engine::copier(cache.clone(), ONE_THREAD).store(stored, &job).unwrap().wait().unwrap();
+            prop_assert!(stored == expected);
+        }
     }
 
     /// A cache at tensor parallelism 2 or 3 writes what one rank reads, and the other way round, in other layouts.
@@ -544,6 +593,59 @@ fn every_planted_mistake_is_caught() {
             );
         }
     }
+}
+
+/// As vLLM shows states: one row of bytes a block, in pages that are padded, with one share for each rank.
+#[test]
+fn a_chunk_of_a_state_is_one_snapshot_of_a_rank() {
+    let space = space_of("state", 256, &[(2, 40), (2, 40)]);
+    assert_eq!(space.layout().payload_len(), 2 * 2 * 40);
+    let tensor = |plane: u64| Tensor {
+        address: plane * 64,
+        bytes: 5 * 128 - plane * 64,
+        axes: "BHNC".into(),
+        shape: vec![5, 1, 1, 40],
+        strides: vec![128, 40, 40, 1],
+        element_bytes: 1,
+        planes: vec![plane as usize],
+        heads: Some((1, 2)),
+        row_offset: 0,
+    };
+    let mut engine = Engine::new(&space, &[tensor(0), tensor(1)], 5 * 128, 5, 1);
+    let cache = engine.cache();
+    assert_eq!((cache.block_tokens(), cache.token_bytes()), (1, 80));
+    let places = Places::Blocks {
+        table: vec![3],
+        first_token: 0,
+    };
+    let job = engine.job(&places, 0..1, 0..2);
+    let pairs = engine.twin(&places, 0..1, 0..2);
+    assert_eq!(pairs.len(), 80);
+    assert!(engine.is_right(&cache, &job, &pairs, true, ONE_THREAD));
+    let blocks = |table: &[u32], tokens| {
+        let mapping = SlotMapping::Blocks {
+            table,
+            first_token: 0,
+        };
+        cache.spans(mapping, tokens)
+    };
+    assert!(matches!(blocks(&[3, 4], 0..2), Err(MappingError::Tokens { .. })));
+    let nothing = CopyJob {
+        spans: blocks(&[], 0..0).unwrap(),
+        ..job
+    };
+    let copier = Engine::copier(engine.cache(), ONE_THREAD);
+    let error = copier.store(vec![0; space.layout().object_len()], &nothing).err();
+    assert!(
+        matches!(
+            error,
+            Some(CopyError::Tokens {
+                tokens: 0,
+                chunk_tokens: 1
+            })
+        ),
+        "{error:?}"
+    );
 }
 
 #[test]

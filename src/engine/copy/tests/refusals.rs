@@ -106,6 +106,24 @@ fn layers_that_interleave_do_not_overlap() {
     assert!(refused(&planes, &[view(0), near]).contains("share memory"));
 }
 
+/// Latents and an indexer's keys: each block has the rows of one, then those of the other.
+#[test]
+fn rows_of_different_widths_may_share_a_page() {
+    let view = |plane: usize, at: u64, elements: u64| Tensor {
+        address: 4096 + at,
+        bytes: 160 * 8 + 16 - at,
+        strides: vec![160, elements * 2, 2],
+        planes: vec![plane],
+        ..tensor("BNC", &[8, 4, elements])
+    };
+    let planes = [(1, 32), (1, 8)];
+    PagedCache::new(&space(16, &planes), &[view(0, 0, 16), view(1, 128, 4)]).unwrap();
+    for near in [126, 130] {
+        let error = refused(&planes, &[view(0, 0, 16), view(1, near, 4)]);
+        assert!(error.contains("share memory"), "{near}: {error}");
+    }
+}
+
 #[test]
 fn slots_and_blocks_are_checked() {
     let cache = PagedCache::new(&space(16, &[(2, 16)]), &[tensor("BHND", &[8, 2, 4, 8])]).unwrap();

@@ -88,7 +88,7 @@ impl Sizes {
             "layers": space.planes().len(),
             "kv_heads": self.heads(),
             "chunk_tokens": space.chunk_tokens(),
-            "token_bytes": space.token_bytes(),
+            "token_bytes": space.row_bytes(),
             "payload_bytes": layout.payload_len(),
             "object_bytes": layout.object_len(),
             "tp": self.tp,
@@ -113,7 +113,7 @@ impl Sizes {
                 space.dtype().name()
             ),
         )?;
-        out.field("token", bytes(space.token_bytes()))?;
+        out.field("token", bytes(space.row_bytes()))?;
         let (payload, header) = (layout.payload_len() as u64, layout.header_len() as u64);
         out.field(
             "chunk",
@@ -126,7 +126,7 @@ impl Sizes {
             ),
         )?;
         if self.tp > 1 {
-            let shared = match self.rank_token * u64::from(self.tp) > space.token_bytes() {
+            let shared = match self.rank_token * u64::from(self.tp) > space.row_bytes() {
                 true => "; heads are replicated, and one rank's copy is stored",
                 false => "",
             };

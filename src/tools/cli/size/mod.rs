@@ -136,7 +136,7 @@ fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
             preset.name.to_owned(),
             preset.model.to_owned(),
             preset.dtype.name().to_owned(),
-            bytes(space.token_bytes()),
+            bytes(space.row_bytes()),
             bytes(payload),
         ];
         row.extend(contexts.iter().map(|&sum| bytes(sum)));
@@ -146,7 +146,7 @@ fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
             "model": preset.model,
             "dtype": preset.dtype.name(),
             "chunk_tokens": args.chunk_tokens,
-            "token_bytes": space.token_bytes(),
+            "token_bytes": space.row_bytes(),
             "payload_bytes": payload,
             "object_bytes": space.layout().object_len(),
             "contexts": args.context.iter().zip(contexts)

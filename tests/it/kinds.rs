@@ -1,0 +1,322 @@
+//! Ranks of models with several kinds of KV, against a node in this process.
+
+use std::path::PathBuf;
+
+use futures::future::join_all;
+use kvgate::engine::rank::{Hold, WorkerError};
+use kvgate::protocol::Order;
+
+use crate::support::daemon::{Serving, Site, eventually};
+use crate::support::fixture::Prompt;
+use crate::support::ranks::{ALONE, DealtKind, Place, TestRank, space_of};
+
+const CHUNKS: usize = 4;
+const FULL: usize = 0;
+const WINDOW: usize = 1;
+const STATE: usize = 2;
+const DRAFT: usize = 3;
+
+/// A model of twelve layers: full attention, two groups of windows with blocks of other sizes, states and a draft's layer.
+/// `state_heads`: the size of the tensor parallelism that the states are cut for.
+fn writers_model(state_heads: u32) -> Vec<DealtKind> {
+    let kind = |members: &str, layers: &[u32], heads, row_bytes, groups| DealtKind {
+        space: space_of(members, layers, heads, row_bytes),
+        groups,
+    };
+    let full = kind(r#""kind": "full""#, &[0, 4, 8], 4, 64, vec![(vec![0, 1, 2], 16)]);
+    let window = kind(
+        r#""kind": {"window": 24}"#,
+        &[1, 3, 5, 7, 9],
+        2,
+        32,
+        vec![(vec![0, 2, 4], 8), (vec![1, 3], 4)],
+    );
+    let state = kind(
+        r#""kind": "state""#,
+        &[2, 6],
+        state_heads,
+        999,
+        vec![(vec![0], 1), (vec![1], 1)],
+    );
+    let draft = kind(
+        r#""kind": "full", "draft": "test/draft""#,
+        &[10],
+        4,
+        16,
+        vec![(vec![0], 8)],
+    );
+    vec![full, window, state, draft]
+}
+
+/// The same model, as another engine deals its layers.
+fn readers_model(state_heads: u32) -> Vec<DealtKind> {
+    let mut kinds = writers_model(state_heads);
+    let groups = [
+        vec![(vec![2, 0], 4), (vec![1], 8)],
+        vec![(vec![4], 16), (vec![0, 1, 3], 2), (vec![2], 8)],
+        vec![(vec![1, 0], 1)],
+        vec![(vec![0], 2)],
+    ];
+    for (kind, groups) in kinds.iter_mut().zip(groups) {
+        kind.groups = groups;
+    }
+    kinds
+}
+
+fn tensor_parallel(size: u32) -> Vec<Place> {
+    let place = |rank| Place {
+        rank,
+        world_size: size,
+        tp: (size > 1).then_some((rank, size)),
+        layers: None,
+    };
+    (0..size).map(place).collect()
+}
+
+/// Two stages: the second one has no state.
+fn stages() -> Vec<Place> {
+    let place = |(rank, layers)| Place {
+        rank,
+        world_size: 2,
+        tp: None,
+        layers: Some(layers),
+    };
+    [(0, (0, 7)), (1, (7, 11))].map(place).to_vec()
+}
+
+fn engine(serving: &Serving, name: &str, places: &[Place], kinds: &[DealtKind]) -> Vec<TestRank> {
+    let rank = |&place| TestRank::new(&serving.client, name, place, kinds);
+    places.iter().map(rank).collect()
+}
+
+fn all(chunks: impl IntoIterator<Item = usize>) -> Vec<usize> {
+    chunks.into_iter().collect()
+}
+
+/// What a prefix of all chunks needs, and the draft's layers.
+fn needed() -> Vec<(usize, Vec<usize>)> {
+    vec![
+        (FULL, all(0..CHUNKS)),
+        (WINDOW, all(2..CHUNKS)),
+        (STATE, vec![CHUNKS - 1]),
+        (DRAFT, all(0..CHUNKS)),
+    ]
+}
+
+/// What a writer keeps of a prompt.
+fn computed() -> Vec<(usize, Vec<usize>)> {
+    vec![
+        (FULL, all(0..CHUNKS)),
+        (WINDOW, all(0..CHUNKS)),
+        (STATE, vec![1, 3]),
+        (DRAFT, all(0..CHUNKS)),
+    ]
+}
+
+async fn store(ranks: &mut [TestRank], prompt: &Prompt, kinds: &[(usize, Vec<usize>)]) {
+    // Until all ranks are attached nobody knows who owns what.
+    for rank in ranks.iter() {
+        rank.worker.session().await.unwrap();
+    }
+    for rank in ranks.iter_mut() {
+        kinds
+            .iter()
+            .for_each(|(kind, chunks)| rank.compute(*kind, chunks));
+    }
+    let stores = ranks.iter().map(|rank| rank.store(prompt, kinds));
+    for stored in join_all(stores).await {
+        for (of, (kind, chunks)) in stored.iter().zip(kinds) {
+            assert_eq!(
+                (of.kind, &of.there, of.refused, &of.error),
+                (*kind, &all(0..chunks.len()), 0, &None)
+            );
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_one_engine_stores_another_loads_into_groups_of_its_own() {
+    type Engine = Vec<Place>;
+    // Tensor parallelism of the writer and of the reader; a state is for readers that are cut as its writer was.
+    let cases: [(&str, Engine, Engine, u32, bool); 6] = [
+        ("tp 1 to 1", tensor_parallel(1), tensor_parallel(1), 1, true),
+        ("tp 2 to 2", tensor_parallel(2), tensor_parallel(2), 2, true),
+        ("tp 1 to 2", tensor_parallel(1), tensor_parallel(2), 1, false),
+        ("tp 2 to 1", tensor_parallel(2), tensor_parallel(1), 2, false),
+        ("stages to one", stages(), tensor_parallel(1), 1, true),
+        ("one to stages", tensor_parallel(1), stages(), 1, true),
+    ];
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    for (name, writer, reader, state_heads, with_states) in cases {
+        let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
+        let mut writers = engine(
+            &serving,
+            &format!("writer {name}"),
+            &writer,
+            &writers_model(state_heads),
+        );
+        store(&mut writers, &prompt, &computed()).await;
+        for order in [Order::Chunk, Order::Layer] {
+            let instance = format!("reader {name} {order:?}");
+            let readers_heads = if with_states {
+                state_heads
+            } else {
+                reader.len() as u32
+            };
+            let mut readers = engine(&serving, &instance, &reader, &readers_model(readers_heads));
+            let mut wanted = needed();
+            if !with_states {
+                wanted.retain(|(kind, _)| *kind != STATE);
+            }
+            for rank in &readers {
+                rank.worker.session().await.unwrap();
+            }
+            let loads = readers
+                .iter()
+                .map(|rank| rank.load(&prompt, "load", order, &wanted, 0..u32::MAX));
+            for failed in join_all(loads).await {
+                assert_eq!(failed, [], "{instance}");
+            }
+            for rank in &mut readers {
+                for (kind, chunks) in wanted.iter().filter(|(kind, _)| with_states || *kind != STATE) {
+                    for chunk in 0..CHUNKS {
+                        let expected = (rank.has(*kind) && chunks.contains(&chunk)).then_some(true);
+                        let is_right = rank.is_right(*kind, chunk, &(0..u32::MAX));
+                        assert_eq!(is_right, expected, "{instance}, kind {kind}, chunk {chunk}");
+                    }
+                }
+            }
+            eventually(|| serving.node.status().slots.leases == 0).await;
+        }
+    }
+}
+
+/// Local blocks may end inside of a chunk: then the rest of its rows is written, in all groups.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_the_rows_that_are_wanted_are_written() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
+    store(
+        &mut engine(&serving, "writer", &[ALONE], &writers_model(1)),
+        &prompt,
+        &computed(),
+    )
+    .await;
+    let mut readers = engine(&serving, "reader", &[ALONE], &readers_model(1));
+    let wanted = [(FULL, vec![1]), (WINDOW, vec![1])];
+    let failed = readers[0]
+        .load(&prompt, "load", Order::Chunk, &wanted, 5..14)
+        .await;
+    assert_eq!(failed, []);
+    for kind in [FULL, WINDOW] {
+        assert_eq!(readers[0].is_right(kind, 1, &(5..14)), Some(true), "kind {kind}");
+    }
+}
+
+fn object(site: &Site, kind: &DealtKind, prompt: &Prompt, chunk: usize) -> PathBuf {
+    let root = site.root.path().join(crate::support::daemon::BUCKET);
+    let name = format!("{}/{}", kind.space.key(), prompt.hashes[chunk]);
+    let found = walk(root).into_iter().find(|path| path.ends_with(&name));
+    found.unwrap_or_else(|| panic!("no object {name}"))
+}
+
+fn walk(folder: PathBuf) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let below = entries.flat_map(|path| if path.is_dir() { walk(path) } else { vec![path] });
+    below.collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_and_misses_of_one_kind_leave_the_others_alone() {
+    let site = Site::new().await;
+    let model = writers_model(1);
+    let prompt = Prompt::of(model[FULL].space.clone(), CHUNKS);
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let mut kinds = computed();
+    // The draft has less than the model.
+    kinds[DRAFT].1.truncate(2);
+    let mut writers = engine(&serving, "writer", &[ALONE], &model);
+    store(&mut writers, &prompt, &kinds).await;
+    serving.flush().await;
+    drop(writers);
+    serving.end().await;
+
+    for damaged in [FULL, WINDOW, STATE] {
+        let path = object(&site, &model[damaged], &prompt, CHUNKS - 1);
+        let whole = std::fs::read(&path).unwrap();
+        let mut bytes = whole.clone();
+        let last = bytes.len() - 7;
+        bytes[last] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        let serving = site.serve(&[]).await;
+        serving.ready().await;
+        for order in [Order::Chunk, Order::Layer] {
+            let mut readers = engine(&serving, &format!("{order:?}"), &[ALONE], &readers_model(1));
+            let failed = readers[0]
+                .load(&prompt, "load", order, &needed(), 0..u32::MAX)
+                .await;
+            let last = needed()[damaged].1.len() - 1;
+            let (drafts, missing): (Vec<_>, Vec<_>) = failed
+                .into_iter()
+                .partition(|&(kind, _)| readers[0].worker.is_draft(kind));
+            assert_eq!(missing, [(damaged, last)], "{order:?}");
+            assert_eq!(drafts, [(DRAFT, 2), (DRAFT, 3)], "{order:?}");
+            for (kind, chunks) in needed() {
+                for (index, chunk) in chunks.into_iter().enumerate() {
+                    let is_missing = (kind, index) == (damaged, last) || (kind == DRAFT && index >= 2);
+                    if !is_missing {
+                        let is_right = readers[0].is_right(kind, chunk, &(0..u32::MAX));
+                        assert_eq!(is_right, Some(true), "kind {kind}, chunk {chunk}, {order:?}");
+                    }
+                }
+            }
+        }
+        serving.end().await;
+        std::fs::write(&path, &whole).unwrap();
+    }
+}
+
+/// The pages of all kinds are given back together, and with them all slots.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_that_were_taken_back_are_not_stored_in_any_kind() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
+    let mut ranks = engine(&serving, "writer", &[ALONE], &writers_model(1));
+    let hold = Hold::default();
+    hold.end();
+    let stored = ranks[0].store_held(&prompt, &computed(), &hold).await;
+    assert!(matches!(stored, Err(WorkerError::GivenUp)), "{stored:?}");
+    assert_eq!(serving.node.status().slots.filling, 0);
+    // Stored next time.
+    store(&mut ranks, &prompt, &computed()).await;
+}
+
+/// A job that names a kind or a group that is not there would copy less than it says.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_that_do_not_fit_the_worker_are_refused() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
+    let model = writers_model(1);
+    let whole = engine(&serving, "whole", &[ALONE], &model);
+    let only_full = TestRank::new(&serving.client, "full", ALONE, &model[..1]);
+    let other_groups = engine(&serving, "other", &[ALONE], &readers_model(1));
+    for (rank, of) in [(&only_full, WINDOW), (&other_groups[0], FULL)] {
+        let computed = whole[0].computed(&prompt, of, &[0]);
+        let refused = rank.store_of(&[computed], &Hold::default()).await.unwrap_err();
+        assert!(
+            matches!(refused, WorkerError::Kind { .. } | WorkerError::Tables { .. }),
+            "{refused}"
+        );
+    }
+}
