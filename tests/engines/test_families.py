@@ -5,14 +5,16 @@ python tests/engines/test_families.py     in an environment with vLLM and the wh
 """
 
 import dataclasses
+import json
 import os
+import subprocess
 import tempfile
 import unittest
 from pathlib import Path
 
 import families
 from case import damage
-from gateway import Gateway
+from gateway import KVGATE, Gateway
 from lives import kvgate, life, prompt
 
 
@@ -78,6 +80,15 @@ def kept(llm, generate):
     return groups
 
 
+def size_of(model, engine):
+    """The same by `kvgate size`."""
+    command = [KVGATE, "size", "--config", model, "--json"]
+    command += ["--dtype", engine["dtype"]] if "dtype" in engine else []
+    groups = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["groups"]
+    name = lambda group: group["kind"] + (f" {group['tokens']}" if group["tokens"] else "")  # noqa: E731
+    return {name(group): [group["layers"], group["token_bytes"] or group["snapshot_bytes"]] for group in groups}
+
+
 class FamilyTest(unittest.TestCase):
     def begin(self, tried):
         folder = tempfile.TemporaryDirectory(prefix="kvgate-family-", ignore_cleanup_errors=True)
@@ -107,6 +118,7 @@ class FamilyTest(unittest.TestCase):
         computed."""
         self.begin(tried)
         plain = self.alive(act=kept)
+        self.assertEqual(size_of(self.model, tried.engine), plain["act"])
         self.assertNotEqual(plain["tokens"][0], plain["tokens"][1])
         first = self.alive(self.kv)
         self.assertEqual((first["external"], first["tokens"]), (0, plain["tokens"]))
