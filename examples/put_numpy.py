@@ -29,11 +29,11 @@ def u32(number):
     return struct.pack("<I", number)
 
 
-def chain(space_id, tokens, chunk_tokens):
+def chain(model_id, tokens, chunk_tokens):
     """The root, and the hash of each full chunk."""
 
     def keyed(data):
-        return blake3.blake3(data, key=bytes.fromhex(space_id)).digest()
+        return blake3.blake3(data, key=bytes.fromhex(model_id)).digest()
 
     hashes = [keyed(b"\0" + u32(0) + u32(0))]
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
@@ -119,7 +119,7 @@ def main():
     daemon, held = Daemon(args.socket), Daemon(args.socket)
 
     space = daemon.call("PUT", "/v1/spaces", SPACE)
-    hashes = chain(space["space_id"], PROMPT, space["chunk_tokens"])
+    hashes = chain(space["model_id"], PROMPT, space["chunk_tokens"])
 
     # The session lasts as long as this answer is read: it is a stream of events.
     events = held.send_call("POST", "/v1/attach", {"instance": f"numpy-{os.getpid()}"})
