@@ -744,6 +744,14 @@ class DraftsTest(unittest.TestCase):
         self.assertTrue(model.drops_last)
         self.assertFalse(described(engine(), gpt_oss()).drops_last)
 
+    def test_a_state_that_is_numbered_behind_the_attention_is_the_model_s(self):
+        """vLLM numbers Falcon-H1's states so. A draft's would not be waited for."""
+        state = MambaSpec(
+            block_size=256, shapes=((3, 768), (8, 64, 64)), dtypes=(torch.float32,) * 2, mamba_cache_mode="align"
+        )
+        falcon = grouped((spec(block_size=256), attention(0, 1)), (state, attention(4, 5, part="mamba")))
+        self.assertEqual([kind.is_draft for kind in described(with_drafts(engine()), falcon).kinds], [False, False])
+
     def test_drafts_go_by_their_own_weights(self):
         found = [
             self.drafts(with_drafts(engine(), **more), gpt_oss(4), **settings)

@@ -1,6 +1,7 @@
 """vLLM's calls, handed to one of the two sides."""
 
 import functools
+import itertools
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -18,7 +19,7 @@ from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
 from kvgate.vllm.kinds import AllLayers, layers_of
 from kvgate.vllm.metadata import WorkerReport
-from kvgate.vllm.model import describe, needs_whole_prompts
+from kvgate.vllm.model import describe, layer_number, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateMetrics, KvGateStats
@@ -285,9 +286,20 @@ def layers_of_all_stages(stages, kv_cache_config):
     if stages > 1:
         of_stages = [None] * stages
         torch.distributed.all_gather_object(of_stages, own, group=get_pp_group().cpu_group)
+        refuse_stages_that_overlap(of_stages)
         return [layer for of_stage in of_stages for layer in of_stage]
     has_many_specs = any(hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups)
     return own if has_many_specs else None
+
+
+def refuse_stages_that_overlap(of_stages):
+    """A rank tells the node the range of its layers."""
+    numbers = [[layer_number(layer.name) for layer in of_stage] for of_stage in of_stages]
+    if any(max(own) >= min(following) for own, following in itertools.pairwise(numbers)):
+        raise ValueError(
+            f"kvgate can't be used with pipeline_parallel_size {len(of_stages)} for this model yet, whose states vLLM numbers "
+            "apart from its attention: set it to 1"
+        )
 
 
 def refuse_failing_requests(vllm_config, settings):

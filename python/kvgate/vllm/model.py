@@ -142,7 +142,9 @@ def is_draft(vllm_config, layer):
         return False
     if getattr(layer.spec, "is_draft", False) or layer.name.startswith(DRAFT_MODEL):
         return True
-    return layer_number(layer.name) >= vllm_config.model_config.hf_text_config.num_hidden_layers
+    # Falcon-H1's states have such numbers, too: a state that was taken for a draft's would not be waited for.
+    is_state = isinstance(layer.spec, MambaSpec)
+    return not is_state and layer_number(layer.name) >= vllm_config.model_config.hf_text_config.num_hidden_layers
 
 
 def layer_number(name):
