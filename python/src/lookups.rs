@@ -414,12 +414,18 @@ impl Asker {
     async fn look_for(&self, hashes: &[ChunkHash], time: Duration) -> Result<FoundChunks, ClientError> {
         // The gateway answers with what it knows by then, which is better than no answer.
         let (deadline_ms, pin_ms) = (time.as_millis().max(1), self.pin_ms);
-        let query = format!("{}&deadline_ms={deadline_ms}&pin_ms={pin_ms}", self.query);
+        let mut query = format!("{}&deadline_ms={deadline_ms}&pin_ms={pin_ms}", self.query);
         let id = self.spaces[0].id().to_string();
         match self.client.lookup_hashes(&id, hashes, &query).await {
             Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
                 for space in &self.spaces {
-                    self.client.declare(space).await?;
+                    match self.client.declare(space).await {
+                        // An engine goes on without its drafts' KV.
+                        Err(ClientError::Refused(_)) if !space.draft().is_empty() => {
+                            query = query.replace(&format!("&drafts={}", space.id()), "");
+                        }
+                        declared => drop(declared?),
+                    }
                 }
                 self.client.lookup_hashes(&id, hashes, &query).await
             }

@@ -157,6 +157,15 @@ class CpuTest(unittest.TestCase):
         self.assertEqual(len(found), 6)
         self.assertNotIn("cpu_layout", space(engine())["extra"])
 
+    def test_states_of_a_cpu_are_another_space(self):
+        """Some lie transposed in the same shape: a GPU would go on from wrong numbers that every digest agrees with."""
+        on_a_gpu = ids(engine(), qwen3_next())[1]
+        with (
+            mock.patch.object(type(current_platform), "is_cpu", lambda self: True),
+            mock.patch("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "vec"),
+        ):
+            self.assertNotEqual(ids(engine(), qwen3_next())[1], on_a_gpu)
+
 
 class RankTest(unittest.TestCase):
     def test_ranks_that_no_single_gateway_or_scheduler_serves(self):

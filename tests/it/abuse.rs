@@ -526,3 +526,41 @@ async fn a_lookup_of_too_many_tokens_is_refused() {
         .to_string();
     assert!(refused.contains("11 chunks in one call"), "{refused}");
 }
+
+/// Each hash is asked for in each space that a lookup names.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lookup_names_each_space_once_and_asks_for_no_more_hashes_than_it_may() {
+    let site = Site::new().await;
+    let serving = site.serve(&[("api.hashes_max", "10")]).await;
+    serving.ready().await;
+    let prompt = Prompt::new(1);
+    let mut window: serde_json::Value = serde_json::from_str(prompt.space.canonical_json()).unwrap();
+    window["kind"] = serde_json::json!({ "window": 16 });
+    let window = Space::from_json(&window.to_string()).unwrap();
+    for space in [&prompt.space, &window] {
+        serving.client.declare(space).await.unwrap();
+    }
+    let lookup = |with: &[&Space], chunks: u32| LookupRequest {
+        space: id(&prompt.space),
+        with: with.iter().map(|space| id(space)).collect(),
+        tokens: Some((0..chunks * prompt.space.chunk_tokens()).collect()),
+        ..LookupRequest::default()
+    };
+    assert_eq!(
+        serving
+            .client
+            .lookup(&lookup(&[&window], 5))
+            .await
+            .unwrap()
+            .boundary,
+        0
+    );
+    for (request, why) in [
+        (lookup(&[&window], 6), "12 chunks in one call"),
+        (lookup(&[&window, &window], 1), "names each space once"),
+        (lookup(&[&prompt.space], 1), "names each space once"),
+    ] {
+        let refused = serving.client.lookup(&request).await.unwrap_err().to_string();
+        assert!(refused.contains(why), "{refused}");
+    }
+}

@@ -249,7 +249,9 @@ def content(vllm_config, layers):
     spec = layers[0].spec
     if isinstance(spec, MambaSpec):
         states = sorted({state_layout(layer.spec) for layer in layers})
-        return {"states": fitting("; ".join(states)), "convolution": conv_layout()}
+        # A CPU's kernels read and write some states the other way round, in the same shape.
+        memory = "cpu" if current_platform.is_cpu() else "gpu"
+        return {"states": fitting("; ".join(states)), "convolution": conv_layout(), "state_memory": memory}
     return {"cache_role": "indexer"} if is_indexer(spec) else cpu_layout(vllm_config, spec)
 
 

@@ -133,9 +133,9 @@ impl BoundarySearch {
 
     /// The largest boundary at which all is known, or inferred, to be there.
     pub fn boundary(&self) -> usize {
-        let gaps = self.gaps();
+        let (gaps, not_asked) = (self.gaps(), self.last(|state| state == ChunkState::NotAsked));
         let is_there =
-            |&boundary: &usize| self.could_be(boundary, &gaps) && self.questions(boundary, true).is_empty();
+            |&boundary: &usize| self.could_be(boundary, &gaps) && self.is_asked(boundary, &not_asked);
         (0..=self.prefix).rev().find(is_there).unwrap_or(0)
     }
 
@@ -189,6 +189,25 @@ impl BoundarySearch {
         kinds.all(|(of, gaps)| gaps[boundary] <= self.run(of, boundary).start)
     }
 
+    /// Whether no question is left for this boundary. It takes no longer for a long run than for a short one.
+    fn is_asked(&self, boundary: usize, not_asked: &[Vec<usize>]) -> bool {
+        let mut kinds = self.kinds.iter().zip(not_asked);
+        kinds.all(|(of, not_asked)| {
+            let run = self.run(of, boundary);
+            match self.infers(&run) {
+                true => [run.start, run.end - 1]
+                    .iter()
+                    .all(|&chunk| of.states[chunk] != ChunkState::NotAsked),
+                false => not_asked[boundary] <= run.start,
+            }
+        })
+    }
+
+    /// Whether the middle of a run is inferred from its ends.
+    fn infers(&self, run: &Range<usize>) -> bool {
+        self.scope != Scope::All && run.len() >= LONG_RUN
+    }
+
     /// Whether all states of this boundary are there.
     fn has_states(&self, boundary: usize) -> bool {
         let mut states = self.kinds.iter().filter(|of| of.kind == Kind::State);
@@ -203,14 +222,12 @@ impl BoundarySearch {
                 continue;
             }
             let run = self.run(of, boundary);
-            let is_long = self.scope != Scope::All && run.len() >= LONG_RUN;
             let mut ask_for = |chunk: usize| {
                 if of.states[chunk] == ChunkState::NotAsked {
                     ask.push((index, chunk));
                 }
             };
-            match is_long {
-                // The middle is inferred.
+            match self.infers(&run) {
                 true => [run.start, run.end - 1].into_iter().for_each(&mut ask_for),
                 false => run.for_each(&mut ask_for),
             }
@@ -337,6 +354,9 @@ mod tests {
         let started = std::time::Instant::now();
         for scope in [LIKELY, Scope::All] {
             search(&kinds, 1 << 16, scope, |_, chunk| state(chunk % 1000 != 0));
+            // One that its deadline ends before the first answer.
+            let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
+            assert_eq!(BoundarySearch::new(states, 1 << 16, CHUNK, scope).boundary(), 0);
         }
         assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
     }

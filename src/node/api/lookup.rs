@@ -1,5 +1,6 @@
 //! `POST /v1/lookup`, as JSON or as bytes.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use super::body::{OCTETS, Reply, content_type, json};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::cache::gateway::{Boundary, Kinds};
-use crate::format::{ChunkHash, ChunkHasher, Mask, Space};
+use crate::format::{ChunkHash, ChunkHasher, Mask, Space, SpaceId};
 use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
@@ -47,6 +48,12 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let deadline = Instant::now() + limited(request.deadline_ms, options.lookup_deadline);
     let strategy = request.strategy.map_or(options.strategy, Into::into);
     let kinds = ModelKinds::named(api, space, &request)?;
+    // Each hash is asked for in each space.
+    api.check_count(
+        hashes
+            .len()
+            .saturating_mul(kinds.spaces.len() + kinds.drafts.len()),
+    )?;
     let found = kinds.lookup(api, &hashes, strategy, deadline).await;
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
@@ -96,6 +103,10 @@ impl ModelKinds {
         };
         let (mut spaces, drafts) = (named(&request.with)?, named(&request.drafts)?);
         spaces.insert(0, space);
+        let distinct: HashSet<SpaceId> = spaces.iter().chain(&drafts).map(Space::id).collect();
+        if distinct.len() < spaces.len() + drafts.len() {
+            return Err(ApiProblem::bad("a lookup names each space once"));
+        }
         Ok(Self {
             spaces,
             drafts,
