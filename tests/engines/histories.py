@@ -829,7 +829,7 @@ class History:
             self.scheduler.reset_prefix_cache(preempts, reset_connector=self.numbers.random() < 0.5)
         except RuntimeError:
             # As vLLM does with a load between steps.
-            check(self.side.blocks.copied, "no block is copied, and the cache can't be reset")
+            check(self.sibling or self.in_flight, "nothing is under way, and the cache can't be reset")
         if self.side.epoch not in self.epochs:
             self.epochs.append(self.side.epoch)
 

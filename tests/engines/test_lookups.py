@@ -256,8 +256,8 @@ class KindsTest(LookupCase):
         request = self.arrive()
         self.gateway.next().answer(4, boundary=2)
         self.assertEqual(self.matched(request), 16)
-        # vLLM keeps a state there, so that the next one hits.
-        self.assertEqual(request.shared_prefix_boundary, 32)
+        # vLLM keeps a state there, so that the next one hits: a chunk before, which drafts have dropped from hits.
+        self.assertEqual(request.shared_prefix_boundary, 24)
 
     def test_what_each_kind_needs_is_loaded(self):
         request = self.arrive()

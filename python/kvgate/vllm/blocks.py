@@ -44,7 +44,13 @@ class Blocks:
             # vLLM forgets its cache only while nobody holds a block, and tells no connector before it looks.
             for request in list(self.kept):
                 self.drop(request)
-            return reset()
+            # Nothing is given to others before they are held again.
+            copied = [block for copied in self.copied.values() for block in copied.blocks]
+            self.free(copied)
+            try:
+                return reset()
+            finally:
+                self.touch(copied)
 
         pool.reset_prefix_cache = give_back_and_reset
 

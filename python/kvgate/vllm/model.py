@@ -67,6 +67,10 @@ class Model:
         return any(kind.word == "state" for kind in self.kinds)
 
     @property
+    def state_block_tokens(self):
+        return max((size for kind in self.kinds if kind.word == "state" for size in kind.blocks.values()), default=0)
+
+    @property
     def is_full(self):
         """Every token's KV is kept by itself: a hit may end within a chunk."""
         return all(kind.word == "full" for kind in self.kinds)
@@ -95,7 +99,9 @@ def describe(vllm_config, kv_cache_config, settings, layers=None):
     own = {layer.name for layer in layers_of(kv_cache_config)}
     layers = list(layers or layers_of(kv_cache_config))
     if getattr(parallel, "pipeline_parallel_size", 1) > 1 and any(
-        layer.name.startswith(DRAFT_MODEL) for layer in layers
+        is_draft(vllm_config, layer)
+        and layer_number(layer.name) < vllm_config.model_config.hf_text_config.num_hidden_layers
+        for layer in layers
     ):
         raise ValueError("kvgate can't tell the stages of a draft model apart yet: set pipeline_parallel_size to 1")
     of_kinds = {}
@@ -141,6 +147,8 @@ def is_draft(vllm_config, layer):
     if speculative is None or speculative.method in NO_KV_OF_THEIR_OWN:
         return False
     if getattr(layer.spec, "is_draft", False) or layer.name.startswith(DRAFT_MODEL):
+        return True
+    if ".mtp." in f".{layer.name}":
         return True
     # Falcon-H1's states have such numbers, too: a state that was taken for a draft's would not be waited for.
     is_state = isinstance(layer.spec, MambaSpec)

@@ -93,7 +93,7 @@ class SchedulerSide:
             settings.lookups_at_once,
             settings.socket_owner,
             state_every,
-            1 if model.drops_last else 0,
+            1 if model.drops_last and any(kind.is_draft for kind in model.kinds) else 0,
         )
         self.is_consumer, self.is_producer, self.ranks = is_consumer, is_producer, ranks
         self.items_have_digests = items_have_digests
@@ -182,8 +182,8 @@ class SchedulerSide:
                 there = min(there, state.lost)
             # Chunks that were handed to a store since may not be known yet.
             state.found[index] = max(state.found[index], there) if state.handed[index] else there
-        if self.model.has_states and self.model.kinds[0].word == "full" and full > found:
-            self.mark_junction(request, full * self.chunk_tokens)
+        if self.model.has_states:
+            self.mark_junction(request, found, full)
         state.local = num_computed_tokens
         # Something is left to compute.
         most = (request.num_tokens - 1) // self.model.alignment * self.model.alignment
@@ -192,9 +192,15 @@ class SchedulerSide:
             return 0, False
         return tokens, not self.is_layerwise
 
-    def mark_junction(self, request, tokens):
-        """vLLM keeps a state where prompts are known to part. It knows that of its own cache only."""
-        if tokens < request.num_tokens and tokens > (getattr(request, "shared_prefix_boundary", None) or 0):
+    def mark_junction(self, request, found, full):
+        """Has vLLM keep a state that later prompts can load: where they are known to part, which vLLM knows of its own cache
+        only; else at the last chunk of the prompt, where a chunk is longer than a state's block."""
+        dropped = 1 if self.model.drops_last else 0
+        chunks = full - dropped if self.model.kinds[0].word == "full" else 0
+        if chunks <= found and self.model.chunk_tokens > self.model.state_block_tokens:
+            chunks = (request.num_prompt_tokens - 1) // self.chunk_tokens - dropped
+        tokens = chunks * self.chunk_tokens
+        if chunks > found and tokens > (getattr(request, "shared_prefix_boundary", None) or 0):
             request.shared_prefix_boundary = tokens
 
     def is_worth_it(self, state, tokens):
@@ -346,7 +352,11 @@ class SchedulerSide:
             return
         known = min(computed_tokens, state.request.num_tokens)
         full, full_blocks = known // self.chunk_tokens, known // self.model.hash_tokens
-        has_new = any(full > max(pair) for pair in zip(state.found, state.handed, strict=True))
+        has_new = any(
+            full > max(found, handed)
+            for kind, found, handed in zip(self.model.kinds, state.found, state.handed, strict=True)
+            if kind.word != "state" and (state.has_drafts or not kind.is_draft)
+        )
         if not has_new and not offers and (self.model.is_full or full_blocks == state.full_blocks):
             return
         state.full_blocks = full_blocks
