@@ -34,9 +34,9 @@ class CopyTest(BlocksCase):
         self.blocks.copy("s", [1, 2], [])
         self.assertEqual(self.pool.held(), {1: 1, 2: 1})
         self.blocks.freed({"s": 1})
-        self.assertEqual((self.pool.held(), self.blocks.is_copied("s")), ({1: 1, 2: 1}, True))
+        self.assertEqual((self.pool.held(), "s" in self.blocks.copied), ({1: 1, 2: 1}, True))
         self.blocks.freed({"s": 1})
-        self.assertEqual((self.pool.held(), self.blocks.is_copied("s")), ({}, False))
+        self.assertEqual((self.pool.held(), "s" in self.blocks.copied), ({}, False))
 
     def test_ranks_that_tell_together_count_both(self):
         self.blocks.copy("s", [1], [])

@@ -761,6 +761,12 @@ class DraftsTest(unittest.TestCase):
         falcon = grouped((spec(block_size=256), attention(0, 1)), (state, attention(4, 5, part="mamba")))
         self.assertEqual([kind.is_draft for kind in described(with_drafts(engine()), falcon).kinds], [False, False])
 
+    def test_mtp_layers_that_are_numbered_from_0_are_drafts(self):
+        """Of Qwen3-Next, by vLLM 0.32, which does not say so of their specs."""
+        both = grouped((spec(), [*attention(0, 1), "mtp.layers.0.self_attn.attn"]))
+        model = described(with_drafts(engine(), method="mtp"), both)
+        self.assertEqual([(kind.is_draft, len(kind.layers)) for kind in model.kinds], [(False, 2), (True, 1)])
+
     def test_drafts_go_by_their_own_weights(self):
         found = [
             self.drafts(with_drafts(engine(), **more), gpt_oss(4), **settings)

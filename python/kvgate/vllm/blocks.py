@@ -73,9 +73,6 @@ class Blocks:
                 if copied.ranks <= 0:
                     self.free(self.copied.pop(job).blocks)
 
-    def is_copied(self, job):
-        return job in self.copied
-
     # ---- windows
 
     def keep(self, request, place, first, table, end):
