@@ -229,17 +229,27 @@ impl Engine<'_> {
             parent: if i == 0 { self.root } else { self.hashes[i - 1] },
             tokens: None,
         };
+        let payload = vec![1; self.space.layout().payload_len()];
         for start in (0..CHUNKS).step_by(256) {
             let chunks = (start..start + 256).map(chunk).collect();
             let reserved = self.session.reserve(&self.name, chunks).await?;
-            let slots = reserved.chunks.iter().filter_map(|chunk| match chunk {
-                ReservedChunk::Slot { slot, generation, .. } => Some(SlotName {
-                    slot: *slot,
-                    generation: *generation,
-                }),
-                ReservedChunk::Skip { .. } => None,
-            });
-            self.session.commit(slots.collect()).await?;
+            let mut slots = Vec::new();
+            for chunk in &reserved.chunks {
+                if let ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } = chunk
+                {
+                    // What was not written is not stored.
+                    self.session.arena.copy_in(*offset, &payload)?;
+                    slots.push(SlotName {
+                        slot: *slot,
+                        generation: *generation,
+                    });
+                }
+            }
+            self.session.commit(slots).await?;
         }
         self.client.flush(Some(600_000)).await?;
         Ok(())

@@ -30,6 +30,7 @@ from harness.workload import BUCKET, MIB, Workload, parse_size
 NAMES = {
     "floor": "floor",
     "kvgate": "kvgate",
+    "tokio-rustls": rows.TOKIO_RUSTLS,
     "sdk": rows.SDK,
     "boto3": "boto3",
     "awscrt": "awscrt",
@@ -38,7 +39,7 @@ NAMES = {
     "s5cmd": "s5cmd",
     "warp": "warp",
 }
-PEERS = [name for name in NAMES.values() if name not in ("floor", "kvgate")]
+PEERS = [name for name in NAMES.values() if name not in ("floor", "kvgate", rows.TOKIO_RUSTLS)]
 PUT_SIZE = 64 * MIB
 
 
@@ -129,6 +130,7 @@ class Bench:
         }
         simple: dict[str, Callable[[], Client]] = {
             "floor": lambda: clients.floor(server, workload),
+            "tokio-rustls": lambda: clients.tokio_rustls(server, workload),
             "sdk": lambda: clients.sdk(server, workload),
             "s5cmd": lambda: clients.S5cmd(server, workload, self.folder),
             "warp": lambda: clients.Warp(server, workload, self.folder),

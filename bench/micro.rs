@@ -20,8 +20,8 @@ use kvgate::arena::{Arena, ArenaOptions, SlotMut};
 use kvgate::cache::existence::{CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
 use kvgate::format::{
-    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Kind, Mask, Preset, Space, SpaceId,
-    header_len,
+    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Kind, Mask, Mha, Space, SpaceId,
+    SpaceInput, header_len,
 };
 use kvgate::protocol::Strategy;
 use kvgate::s3::net::{Landing, Traffic};
@@ -174,8 +174,20 @@ fn thread_cpu() -> f64 {
 // ---------------------------------------------------------------- what is measured
 
 fn space() -> Space {
-    let preset = Preset::find("llama-3-70b").expect("a preset");
-    preset.space("0a1b2c3d", 256).expect("a space")
+    // A model of 70 billion parameters.
+    let mha = Mha {
+        layers: 80,
+        heads: 8,
+        head_dim: 128,
+        v_head_dim: None,
+    };
+    let input = SpaceInput {
+        model: "kvgate/bench".into(),
+        revision: "0a1b2c3d".into(),
+        mha: Some(mha),
+        ..SpaceInput::default()
+    };
+    Space::new(input).expect("a space")
 }
 
 fn hashes(count: usize) -> Vec<ChunkHash> {
@@ -190,7 +202,7 @@ fn hash(bench: &mut Bench) {
     let tokens: Vec<u32> = (0..CHUNKS * CHUNK_TOKENS)
         .map(|_| fastrand::u32(..128_256))
         .collect();
-    let key = space().id().0;
+    let key = space().model_id().0;
     // As docs/FORMAT.md section 3 has it: 0x01, parent, tokens, number of extras.
     let mut inputs: Vec<Vec<u8>> = tokens
         .chunks_exact(CHUNK_TOKENS)

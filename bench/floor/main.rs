@@ -13,6 +13,7 @@ mod raw;
 mod sdk;
 mod server;
 mod sink;
+mod tls;
 mod workload;
 
 use std::net::SocketAddr;
@@ -85,6 +86,18 @@ enum Command {
         #[command(flatten)]
         workload: Workload,
     },
+    /// GET over TLS by tokio-rustls with a large read buffer, into the arena.
+    TlsGet {
+        /// Name and port.
+        #[arg(long)]
+        host: String,
+        #[arg(long)]
+        bucket: String,
+        #[arg(long)]
+        ca_file: PathBuf,
+        #[command(flatten)]
+        workload: Workload,
+    },
     /// HEAD by the SDK's typed operation.
     SdkHead {
         #[command(flatten)]
@@ -109,6 +122,12 @@ fn main() -> Result<(), Error> {
         Command::Seed { bucket, folder } => return sdk::seed(&bucket, &folder),
         Command::Receive { server, workload } => raw::receive(server, &workload),
         Command::Send { server, workload } => raw::send(server, &workload),
+        Command::TlsGet {
+            host,
+            bucket,
+            ca_file,
+            workload,
+        } => tls::get(&host, &bucket, &ca_file, &workload),
         Command::SdkGet { bucket, workload } => sdk::get(&bucket, &workload),
         Command::SdkHead { bucket, workload } => sdk::head(&bucket, &workload),
         Command::SdkPut { bucket, workload } => sdk::put(&bucket, &workload),

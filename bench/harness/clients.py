@@ -135,6 +135,20 @@ def sdk(server: Server, workload: Workload) -> Program:
     return client
 
 
+def tokio_rustls(server: Server, workload: Workload) -> Program:
+    """A well-kept library in place of kvgate's own reading of TLS."""
+    program = tools.built("floor")
+    host = (server.tls_endpoint or "").removeprefix("https://")
+
+    def get(work: Work) -> list:
+        flags = ["--host", host, "--bucket", BUCKET, "--ca-file", server.ca_file]
+        return [program, "tls-get", *flags, *load_flags(workload, work)]
+
+    client = Program({"read": get} if host else {})
+    client.version = tools.locked("tokio-rustls")
+    return client
+
+
 def shape(workload: Workload, work: Work) -> tuple[int, int, int, int]:
     """Objects, their size, the size of a part, and how often all of them are gone through."""
     match work.op:

@@ -1,3 +1,5 @@
+//! Copies between the bytes of an object and an engine's pages, for checks; and the copiers that a worker has.
+
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};

@@ -1,3 +1,5 @@
+//! The one exception that Python sees.
+
 use pyo3::PyErr;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;

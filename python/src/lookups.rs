@@ -1,3 +1,9 @@
+//! A scheduler's lookups, none of which it ever waits for.
+//!
+//! The first call for a request starts a task on the runtime and says "not yet"; later calls take its answer. The answer
+//! is kept until the request loads or ends, so that a scheduler may ask in each step. After some lookups in a row that
+//! ran out of time, a breaker answers "nothing there" for a while without asking.
+
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+//! A prompt's tokens and the hashes of its chunks, made when they are asked for: each hash takes the one before.
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvgate::format::{ChunkHash, ChunkHasher, Extra, TenantSecret};

@@ -1,3 +1,5 @@
+//! The runtime that waits for the gateway, one a process.
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::PyResult;

@@ -1,3 +1,5 @@
+//! A space, as Python gives it: JSON.
+
 use kvgate::format::Kind;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;

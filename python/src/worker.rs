@@ -1,3 +1,8 @@
+//! A rank's side: it attaches to the gateway, and loads and stores the chunks of all kinds of KV between slots and pages.
+//!
+//! Jobs run on the runtime; Python starts them and collects what has ended, once a step. An engine's blocks are given
+//! back only after their job was collected.
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

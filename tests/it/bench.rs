@@ -253,31 +253,18 @@ async fn a_time_limit_goes_round_until_it_is_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn writes_and_reads_are_mixed_and_paced() {
+async fn bytes_and_requests_are_paced() {
     let site = Site::new().await;
     let phases = site
-        .phases(&["write", "--objects", "20", "--mix", "60", "--rate", "15MB/s"])
+        .phases(&["write", "--objects", "20", "--rate", "15MB/s"])
         .await;
-    let mix = &phases[0]["mix"];
     assert_eq!(
-        (&mix["writes"]["ops"], &mix["writes"]["bytes"]),
+        (&phases[0]["ops"], &phases[0]["bytes"]),
         (&20.into(), &6_000_000.into())
     );
-    assert_eq!(
-        (&mix["reads"]["ops"], &mix["reads"]["bytes"]),
-        (&28.into(), &2_800_000.into())
-    );
-    assert_eq!(
-        (&phases[0]["ops"], &phases[0]["requests"]["get"]),
-        (&48.into(), &28.into())
-    );
-    // 8.8 MB, and the last one is not waited for.
+    // 6 MB, and the last object is not waited for.
     let seconds = phases[0]["seconds"].as_f64().unwrap();
-    assert!(seconds > 8.5 / 15.0, "{seconds}");
-    site.say(&["write", "--mix", "60"])
-        .await
-        .exits(0)
-        .says(&["\n- reads"]);
+    assert!(seconds > 5.7 / 15.0, "{seconds}");
     let lookups = site
         .phases(&["lookup", "--objects", "9", "--rounds", "2", "--rate-iops", "100"])
         .await;
@@ -308,23 +295,10 @@ async fn csv_has_a_line_a_phase() {
         panic!("{said:?}")
     };
     assert_eq!(
-        ["phase", "ops", "bytes", "mixed_reads_ops", "tokens", "prompts"].map(|name| write[name]),
-        ["write", "5", "1500000", "", "", ""]
+        ["phase", "ops", "bytes", "tokens", "prompts"].map(|name| write[name]),
+        ["write", "5", "1500000", "", ""]
     );
     assert_eq!([head["phase"], head["cpu_seconds_per_gib"]], ["head", ""]);
-    let said = site
-        .say(&["write", "-t", "1", "--mix", "60", "--csv", "-"])
-        .await
-        .exits(0);
-    let mixed = &rows(&said.out)[0];
-    assert_eq!([mixed["mix_percent"], mixed["mixed_writes_ops"]], ["60", "5"]);
-    let [reads, all]: [u64; 2] = ["mixed_reads_ops", "ops"].map(|name| mixed[name].parse().unwrap());
-    assert_eq!(reads + 5, all);
-    for of in ["writes", "reads"] {
-        let [p50, p99, speed] =
-            ["p50_us", "p99_us", "mib_per_s"].map(|what| number(mixed[&*format!("mixed_{of}_{what}")]));
-        assert!(0.0 < p50 && p50 <= p99 && speed > 0.0, "{mixed:?}");
-    }
     // A file is added to, and does not take the table's place.
     for _ in 0..2 {
         let said = site.say(&["head", "--csv", "all.csv"]).await.exits(0);
@@ -488,7 +462,6 @@ async fn an_impossible_setting_is_refused_with_its_flag() {
         (&["--rate-iops", "-1"], &["--rate-iops", "a whole number from 1"]),
         (&["--name", "a/b"], &["--name", "letters"]),
         (&["-t", "0"], &["--concurrency"]),
-        (&["--mix", "100"], &["--mix"]),
         (&["--rounds", "0"], &["--rounds"]),
         (&["--time-limit", "0"], &["--time-limit"]),
         (&["--rate", "fast"], &["--rate", "a size such as"]),
@@ -638,7 +611,6 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     for (args, part) in [
         (&["--objects", "5"][..], "--objects"),
         (&["--no-verify"], "--no-verify"),
-        (&["--mix", "5"], "--mix"),
     ] {
         bench(args).await.exits(2).says(&[part, "cannot be used with"]);
     }

@@ -121,11 +121,7 @@ impl Asked {
         let began = Instant::now();
         let answer = answer.await;
         let latency = began.elapsed();
-        let op = Ok(Some(Op {
-            bytes: 0,
-            latency,
-            mixed: false,
-        }));
+        let op = Ok(Some(Op { bytes: 0, latency }));
         let (counted, answer) = match answer {
             Ok(meta) if self.present => (op, Ok(meta)),
             Err(cause) if cause.kind == ErrorKind::NotFound && !self.present => (op, Err(cause)),

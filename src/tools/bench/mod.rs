@@ -49,9 +49,7 @@ pub use error::BenchError;
 pub use histogram::HistogramBucket;
 pub use phase_run::{Interrupts, Live};
 pub use prompt::BenchPrompt;
-pub use report::{
-    BenchReport, EndpointShare, Errors, Latency, MixReport, PhaseReport, PromptReport, ReportMark,
-};
+pub use report::{BenchReport, Errors, Latency, PhaseReport, PromptReport, ReportMark};
 pub use session::{Bench, UnderWay};
 pub use settings::{BenchPhase, BenchSettings, PromptSettings};
 pub use split::Endpoint;

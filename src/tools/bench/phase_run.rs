@@ -53,12 +53,10 @@ struct Pace {
     free_at: tokio::sync::Mutex<Instant>,
 }
 
-/// Finished requests by kind.
+/// Finished requests.
 #[derive(Default, Clone)]
 pub(super) struct Tally {
-    pub main: Done,
-    /// Reads that are mixed into writes.
-    pub mixed: Done,
+    pub done: Done,
     pub errors: u64,
     pub first_error: Option<String>,
 }
@@ -74,8 +72,6 @@ pub(super) struct Done {
 pub(super) struct Op {
     pub bytes: u64,
     pub latency: Duration,
-    /// Whether it is mixed into the phase's own requests.
-    pub mixed: bool,
 }
 
 /// A request that failed.
@@ -281,11 +277,7 @@ impl PhaseRun {
         match result {
             Ok(None) => {}
             Ok(Some(op)) => {
-                let done = if op.mixed {
-                    &mut tally.mixed
-                } else {
-                    &mut tally.main
-                };
+                let done = &mut tally.done;
                 done.ops += 1;
                 done.bytes += op.bytes;
                 done.latency.record(op.latency);
@@ -379,8 +371,8 @@ impl PhaseRun {
         let sum = |(ops, bytes, errors): (u64, u64, u64), lane: &Mutex<Tally>| {
             let tally = lock(lane);
             (
-                ops + tally.main.ops + tally.mixed.ops,
-                bytes + tally.main.bytes + tally.mixed.bytes,
+                ops + tally.done.ops,
+                bytes + tally.done.bytes,
                 errors + tally.errors,
             )
         };
@@ -392,11 +384,9 @@ impl PhaseRun {
         let mut all = Tally::default();
         for lane in &self.lanes {
             let tally = lock(lane);
-            for (sum, more) in [(&mut all.main, &tally.main), (&mut all.mixed, &tally.mixed)] {
-                sum.ops += more.ops;
-                sum.bytes += more.bytes;
-                sum.latency.add(&more.latency);
-            }
+            all.done.ops += tally.done.ops;
+            all.done.bytes += tally.done.bytes;
+            all.done.latency.add(&tally.done.latency);
             all.errors += tally.errors;
             if all.first_error.is_none() {
                 all.first_error.clone_from(&tally.first_error);
@@ -458,7 +448,6 @@ mod tests {
                 _ => Ok(Some(Op {
                     bytes: 100,
                     latency: self.0,
-                    mixed: false,
                 })),
             }
         }
@@ -501,7 +490,7 @@ mod tests {
         let (run, took) = run(limits, 4, 100 * MS).await;
         assert_eq!(took, 300 * MS, "4, 4 and 2");
         let tally = run.tally();
-        assert_eq!((tally.main.ops, tally.main.bytes, tally.errors), (9, 900, 1));
+        assert_eq!((tally.done.ops, tally.done.bytes, tally.errors), (9, 900, 1));
         assert_eq!(tally.first_error.as_deref(), Some("turn 9"));
         let first = run.first_done().unwrap();
         assert!((first.seconds - 0.2).abs() < 1e-6, "{first:?}");
@@ -590,7 +579,7 @@ mod tests {
                 tokio::time::sleep(GRACE * 2).await;
             });
             assert!(run.run(&mut vec![Sleeper(10 * MS)], &mut interrupts).await);
-            assert_eq!(run.tally().main.ops + run.tally().errors, deletes);
+            assert_eq!(run.tally().done.ops + run.tally().errors, deletes);
         }
     }
 
@@ -606,7 +595,7 @@ mod tests {
         });
         assert!(run.run(&mut workers, &mut interrupts).await);
         assert_eq!(run.started.elapsed(), 95 * MS + GRACE);
-        assert_eq!(run.tally().main.ops, 8);
+        assert_eq!(run.tally().done.ops, 8);
         assert_eq!(run.tally().errors, 1, "after it that task waits");
     }
 

@@ -156,7 +156,6 @@ impl PhaseWorker for Storer {
         Ok(Some(Op {
             bytes,
             latency: began.elapsed(),
-            mixed: false,
         }))
     }
 }
@@ -375,7 +374,6 @@ async fn load(
         tell(Ok(Some(Op {
             bytes: layout.object_len() as u64,
             latency: loading.elapsed(),
-            mixed: false,
         })));
     }
     let took = began.elapsed();

@@ -1,11 +1,10 @@
 //! The requests of the phases that don't use chunks.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::check::{self, Seen};
@@ -143,11 +142,7 @@ impl RawReader {
             {
                 Err(PhaseFailure::Wrong(wrong(target, object, start, &slot)))
             }
-            (Ok(_), _) => Ok(Op {
-                bytes: len,
-                latency,
-                mixed: false,
-            }),
+            (Ok(_), _) => Ok(Op { bytes: len, latency }),
         };
         if let Some(check) = &mut self.check {
             check.watch = watch;
@@ -198,53 +193,17 @@ impl PhaseWorker for RawReader {
     }
 }
 
-/// Writes objects from slots that hold everything but the stamps, and reads written ones in between.
+/// Writes objects from slots that hold everything but the stamps.
 pub(super) struct Writer {
     target: Arc<RawTarget>,
     arena: Arena,
-    mix: Option<(RawReader, Arc<Written>)>,
-}
-
-/// The objects that can be read in between.
-pub(super) struct Written {
-    objects: Mutex<Vec<u64>>,
-    /// Whether a first write has ended, with or without success.
-    begun: watch::Sender<bool>,
-}
-
-impl Written {
-    pub fn new() -> Self {
-        Self {
-            objects: Mutex::default(),
-            begun: watch::Sender::new(false),
-        }
-    }
-
-    fn add(&self, object: Option<u64>) {
-        if let Some(object) = object {
-            self.objects
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(object);
-        }
-        self.begun.send_replace(true);
-    }
-
-    /// Any written object; None if the first write failed.
-    async fn any(&self) -> Option<u64> {
-        // The sender is ours, so it is never gone.
-        let _ = self.begun.subscribe().wait_for(|&begun| begun).await;
-        let objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
-        fastrand::choice(objects.iter()).copied()
-    }
 }
 
 impl Writer {
-    pub fn new(target: &Arc<RawTarget>, arena: &Arena, mix: Option<(RawReader, Arc<Written>)>) -> Self {
+    pub fn new(target: &Arc<RawTarget>, arena: &Arena) -> Self {
         Self {
             target: Arc::clone(target),
             arena: arena.clone(),
-            mix,
         }
     }
 
@@ -270,59 +229,15 @@ impl Writer {
         Ok(Op {
             bytes,
             latency: began.elapsed(),
-            mixed: false,
         })
     }
 }
 
 impl PhaseWorker for Writer {
     async fn turn(&mut self, turn: u64) -> Result<Option<Op>, PhaseFailure> {
-        let (objects, percent) = (self.target.settings.objects, self.target.settings.mix_percent);
-        let object = writes(turn, percent) % objects;
-        if let Some((reader, written)) = self.mix.as_mut().filter(|_| is_read(turn, percent)) {
-            let Some(object) = written.any().await else {
-                return Ok(None);
-            };
-            let part = fastrand::u64(..self.target.settings.parts());
-            let op = reader.read(object, part).await?;
-            return Ok(Some(Op { mixed: true, ..op }));
-        }
-        let op = self.write(object).await;
-        if let Some((_, written)) = &self.mix {
-            let first = writes(turn, percent) < objects;
-            written.add((op.is_ok() && first).then_some(object));
-        }
-        op.map(Some)
+        let objects = self.target.settings.objects;
+        self.write(turn % objects).await.map(Some)
     }
-}
-
-/// Whether this turn is a read; reads are spread evenly.
-pub(super) fn is_read(turn: u64, percent: u64) -> bool {
-    reads(turn + 1, percent) > reads(turn, percent)
-}
-
-/// Number of reads among the first `turns`.
-fn reads(turns: u64, percent: u64) -> u64 {
-    turns / 100 * percent + turns % 100 * percent / 100
-}
-
-/// Number of writes among the first `turns`.
-pub(super) fn writes(turns: u64, percent: u64) -> u64 {
-    turns - reads(turns, percent)
-}
-
-/// The fewest turns with this many writes.
-pub(super) fn turns_with_writes(count: u64, percent: u64) -> u64 {
-    let mut turns = (u128::from(count) * 100 / u128::from(100 - percent))
-        .try_into()
-        .unwrap_or(u64::MAX);
-    while turns < u64::MAX && writes(turns, percent) < count {
-        turns += 1;
-    }
-    while turns > 0 && writes(turns - 1, percent) >= count {
-        turns -= 1;
-    }
-    turns
 }
 
 /// Makes HEAD requests for objects.
@@ -348,11 +263,7 @@ impl PhaseWorker for HeaderSource {
                 target.settings.object_bytes
             )));
         }
-        Ok(Some(Op {
-            bytes: 0,
-            latency,
-            mixed: false,
-        }))
+        Ok(Some(Op { bytes: 0, latency }))
     }
 }
 
@@ -385,33 +296,6 @@ impl PhaseWorker for Deleter {
         Ok(Some(Op {
             bytes: 0,
             latency: began.elapsed(),
-            mixed: false,
         }))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reads_are_the_share_that_was_asked_for() {
-        for percent in 0..=99 {
-            assert!(!is_read(0, percent), "there is nothing to read yet");
-            let read = (0..1000).filter(|&turn| is_read(turn, percent)).count() as u64;
-            assert_eq!(read, percent * 10);
-            for count in [0, 1, 7, 64, 100] {
-                let turns = turns_with_writes(count, percent);
-                assert_eq!(writes(turns, percent), count, "{percent}%");
-                assert!(turns == 0 || !is_read(turns - 1, percent), "ends with a write");
-                let written: Vec<u64> = (0..turns)
-                    .filter(|&turn| !is_read(turn, percent))
-                    .map(|turn| writes(turn, percent))
-                    .collect();
-                assert!(written.iter().copied().eq(0..count), "{percent}%: {written:?}");
-            }
-            // The count saturates, and the search ends.
-            assert!(turns_with_writes(u64::MAX, percent) > u64::MAX / 2);
-        }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::histogram::{Histogram, HistogramBucket};
-use super::phase_run::{Done, PhaseRun};
+use super::phase_run::PhaseRun;
 use super::settings::{BenchPhase, BenchSettings};
 use super::split::{self, Endpoint};
 use super::usage::Usage;
@@ -69,8 +69,6 @@ pub struct PhaseReport {
     pub traffic: Traffic,
     /// All addresses of the server's name.
     pub endpoints: Vec<Endpoint>,
-    /// The two kinds of a mixed phase; their sum is above.
-    pub mix: Option<MixReport>,
     /// Only where whole prompts are read.
     pub prompt: Option<PromptReport>,
     pub interrupted: bool,
@@ -107,22 +105,6 @@ pub struct Errors {
     pub first: Option<String>,
     /// Whether the phase ended because too many requests failed.
     pub gave_up: bool,
-}
-
-#[derive(Debug, Clone, Serialize)]
-pub struct MixReport {
-    pub percent: u64,
-    pub writes: EndpointShare,
-    pub reads: EndpointShare,
-}
-
-#[derive(Debug, Clone, Serialize)]
-pub struct EndpointShare {
-    pub ops: u64,
-    pub bytes: u64,
-    pub iops: f64,
-    pub mib_per_s: f64,
-    pub latency_us: Option<Latency>,
 }
 
 /// Whole prompts, one after the other: lookup, then load. Times count from the prompt's start; an operation is a
@@ -186,18 +168,10 @@ impl PhaseReport {
     pub(super) fn new(settings: &BenchSettings, course: &PhaseRun, ended: ReportMark, cost: Cost) -> Self {
         let (phase, tally) = (course.phase(), course.tally());
         let first_done = course.first_done().unwrap_or(ended);
-        let mut latency = tally.main.latency.clone();
-        latency.add(&tally.mixed.latency);
+        let latency = &tally.done.latency;
         let gib = ended.bytes as f64 / GIB;
         let per_gib = |amount: f64| (ended.bytes > 0).then(|| amount / gib);
         let sent = split::sum(cost.endpoints.iter().map(|endpoint| &endpoint.state));
-        let share = |done: &Done| EndpointShare {
-            ops: done.ops,
-            bytes: done.bytes,
-            iops: done.ops as f64 / ended.seconds,
-            mib_per_s: done.bytes as f64 / MIB / ended.seconds,
-            latency_us: Latency::of(&done.latency),
-        };
         Self {
             phase,
             began: course.began(),
@@ -214,18 +188,13 @@ impl PhaseReport {
             cpu_us_per_op: (ended.ops > 0).then(|| cost.usage.cpu_seconds * 1e6 / ended.ops as f64),
             minor_faults: cost.usage.minor_faults,
             minor_faults_per_gib: per_gib(cost.usage.minor_faults as f64),
-            latency_us: Latency::of(&latency),
+            latency_us: Latency::of(latency),
             histogram: latency.octaves(),
             retries: sent.retries,
             hedges: sent.hedges,
             endpoints: cost.endpoints,
             requests: cost.requests,
             traffic: cost.traffic,
-            mix: (phase == BenchPhase::Write && settings.mix_percent > 0).then(|| MixReport {
-                percent: settings.mix_percent,
-                writes: share(&tally.main),
-                reads: share(&tally.mixed),
-            }),
             errors: Errors {
                 count: tally.errors,
                 first: tally.first_error,

@@ -12,9 +12,7 @@ use super::content::Content;
 use super::error::BenchError;
 use super::phase_run::{Interrupts, Live, PhaseLimits, PhaseRun, PhaseWorker, interrupted};
 use super::prompt::BenchPrompt;
-use super::raw::{
-    Deleter, HeaderSource, RawReader, RawTarget, Writer, Written, is_read, turns_with_writes, writes,
-};
+use super::raw::{Deleter, HeaderSource, RawReader, RawTarget, Writer};
 use super::report::{Cost, PhaseReport};
 use super::settings::{BenchPhase, BenchSettings, to_usize};
 use super::split;
@@ -170,28 +168,14 @@ impl Bench {
 
     async fn write(&mut self) -> Result<PhaseReport, BenchError> {
         let settings = &self.target.settings;
-        let (objects, percent) = (settings.objects, settings.mix_percent);
-        let rounds = settings.rounds;
-        let total = rounds.map(|rounds| turns_with_writes(objects.saturating_mul(rounds), percent));
+        let (objects, object_bytes) = (settings.objects, settings.object_bytes);
+        let total = settings.rounds.map(|rounds| objects.saturating_mul(rounds));
         let lanes = self.lanes(total);
-        let arena = self.arena(lanes, settings.object_bytes, "--concurrency or --object-size")?;
+        let arena = self.arena(lanes, object_bytes, "--concurrency or --object-size")?;
         Writer::fill(&self.target, &arena);
-        let written = Arc::new(Written::new());
-        let mut workers = Vec::with_capacity(lanes);
-        for _ in 0..lanes {
-            let mix = match percent {
-                0 => None,
-                _ => Some((self.reader().await?, Arc::clone(&written))),
-            };
-            workers.push(Writer::new(&self.target, &arena, mix));
-        }
-        let once = turns_with_writes(objects, percent);
-        let target = Arc::clone(&self.target);
-        let bytes = move |turn| match is_read(turn, percent) {
-            true => target.settings.part_bytes,
-            false => target.settings.object_bytes,
-        };
-        let limits = self.limits(Some(once), bytes.clone());
+        let mut workers: Vec<_> = (0..lanes).map(|_| Writer::new(&self.target, &arena)).collect();
+        let bytes = move |_| object_bytes;
+        let limits = self.limits(Some(objects), bytes);
         if let Some(report) = self.warm_up(BenchPhase::Write, limits, &mut workers).await? {
             return Ok(report);
         }
@@ -199,7 +183,7 @@ impl Bench {
         let (course, report) = self.course(BenchPhase::Write, limits, &mut workers).await?;
         // The objects of the warm-up's write are there, whether the phase wrote them again or not.
         if !self.settings().warm_up {
-            self.objects = objects.min(writes(course.issued(), percent));
+            self.objects = objects.min(course.issued());
         }
         Ok(report)
     }
@@ -394,10 +378,9 @@ impl Bench {
         let arena = if let Some(arena) = &self.parts {
             arena
         } else {
-            // No phase has more readers, mixed ones included.
+            // No phase has more readers.
             let each = settings.objects.saturating_mul(settings.parts());
-            let turns = each.max(turns_with_writes(settings.objects, settings.mix_percent));
-            let total = settings.rounds.map(|rounds| rounds.saturating_mul(turns));
+            let total = settings.rounds.map(|rounds| rounds.saturating_mul(each));
             let arena = self.arena(
                 self.lanes(total),
                 settings.part_bytes,

@@ -66,8 +66,6 @@ pub struct BenchSettings {
     pub rounds: Option<u64>,
     #[serde(rename = "time_limit_seconds", serialize_with = "seconds")]
     pub time_limit: Option<Duration>,
-    /// Percent of the write phase's requests that read.
-    pub mix_percent: u64,
     /// Limit for writes and reads.
     pub bytes_per_second: Option<u64>,
     /// Limit for every phase.
@@ -124,12 +122,6 @@ impl BenchSettings {
                 "--objects {} of --object-size {object} in parts of --part-size {part} are more than {PARTS_MAX} parts: \
                  raise --part-size or lower --objects",
                 self.objects
-            )));
-        }
-        if self.mix_percent > 99 {
-            return Err(BenchError::Settings(format!(
-                "--mix {} leaves no writes: give 0 to 99",
-                self.mix_percent
             )));
         }
         Ok(())

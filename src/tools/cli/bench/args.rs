@@ -26,7 +26,7 @@ Examples:
   kvgate bench write --keep --bucket kv-cache; kvgate bench read --bucket kv-cache --time-limit 30s --warm-up --json
   kvgate bench write head lookup delete --bucket kv-cache --objects 4096 --object-size 4KiB -t 64
   kvgate bench --bucket kv-cache --model qwen3-32b --tokens 32768 --rounds 3
-  kvgate bench write --bucket kv-cache --mix 70 --rate 200MiB --time-limit 1m
+  kvgate bench write --bucket kv-cache --rate 200MiB --time-limit 1m
 
 First done: when the first worker ran out of work. Last done: when the last worker had finished.
 Ctrl-C ends the phase under way, with its requests; a second Ctrl-C ends at once.
@@ -60,9 +60,6 @@ pub struct BenchArgs {
     /// Time after which a phase makes no more requests, such as 10s; those under way end. Delete always goes to its end.
     #[arg(long, value_name = "TIME", value_parser = some_time)]
     time_limit: Option<Duration>,
-    /// Percent of the write phase's requests that read objects already written.
-    #[arg(long, value_name = "PERCENT", default_value_t = 0, conflicts_with_all = PROMPT, value_parser = whole::<0, 99>)]
-    mix: u64,
     /// Most bytes to write and to read in a second, such as 100MiB. Each object that is written, part that is read and prompt
     /// that is loaded goes at full speed, and the next one waits for it.
     #[arg(long, value_name = "SIZE", value_parser = some_rate)]
@@ -119,9 +116,6 @@ pub struct OutputArgs {
     /// in --json.
     #[arg(long, value_name = "FILE|-")]
     pub csv: Option<String>,
-    /// Don't show what goes on, on a terminal either.
-    #[arg(long)]
-    pub no_live: bool,
 }
 
 impl BenchArgs {
@@ -201,7 +195,6 @@ impl BenchArgs {
             concurrency: usize::try_from(self.concurrency).unwrap_or(usize::MAX),
             rounds: self.rounds.or(self.time_limit.is_none().then_some(1)),
             time_limit: self.time_limit,
-            mix_percent: self.mix,
             bytes_per_second: self.rate.map(ByteSize::bytes),
             requests_per_second: self.rate_iops,
             verify: !self.no_verify,

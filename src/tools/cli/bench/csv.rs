@@ -30,7 +30,6 @@ struct Row<'a> {
     part_bytes: u64,
     concurrency: usize,
     verify: bool,
-    mix_percent: u64,
     warm_up: bool,
     rounds: Option<u64>,
     time_limit_seconds: Option<f64>,
@@ -67,14 +66,6 @@ struct Row<'a> {
     errors: Option<u64>,
     first_error: Option<&'a str>,
     interrupted: Option<bool>,
-    mixed_writes_ops: Option<u64>,
-    mixed_writes_mib_per_s: Option<f64>,
-    mixed_writes_p50_us: Option<f64>,
-    mixed_writes_p99_us: Option<f64>,
-    mixed_reads_ops: Option<u64>,
-    mixed_reads_mib_per_s: Option<f64>,
-    mixed_reads_p50_us: Option<f64>,
-    mixed_reads_p99_us: Option<f64>,
     present: Option<u64>,
     prompts: Option<u64>,
     prompt_chunks: Option<u64>,
@@ -116,7 +107,6 @@ impl<'a> Row<'a> {
             part_bytes: settings.part_bytes,
             concurrency: settings.concurrency,
             verify: settings.verify,
-            mix_percent: settings.mix_percent,
             warm_up: settings.warm_up,
             rounds: settings.rounds,
             time_limit_seconds: settings.time_limit.map(|time| time.as_secs_f64()),
@@ -131,10 +121,6 @@ impl<'a> Row<'a> {
 
     fn of_phase(settings: &'a BenchSettings, phase: &'a PhaseReport) -> Self {
         let (first, last, latency) = (phase.first_done, phase.last_done, phase.latency_us);
-        let (writes, reads) = (
-            phase.mix.as_ref().map(|mix| &mix.writes),
-            phase.mix.as_ref().map(|mix| &mix.reads),
-        );
         let prompt = phase.prompt.as_ref();
         let (p50, p99) = (|all: Latency| all.p50, |all: Latency| all.p99);
         let lookup = prompt.and_then(|prompt| prompt.lookup_us);
@@ -173,14 +159,6 @@ impl<'a> Row<'a> {
             errors: Some(phase.errors.count),
             first_error: phase.errors.first.as_deref(),
             interrupted: Some(phase.interrupted),
-            mixed_writes_ops: writes.map(|share| share.ops),
-            mixed_writes_mib_per_s: writes.map(|share| share.mib_per_s),
-            mixed_writes_p50_us: writes.and_then(|share| share.latency_us).map(p50),
-            mixed_writes_p99_us: writes.and_then(|share| share.latency_us).map(p99),
-            mixed_reads_ops: reads.map(|share| share.ops),
-            mixed_reads_mib_per_s: reads.map(|share| share.mib_per_s),
-            mixed_reads_p50_us: reads.and_then(|share| share.latency_us).map(p50),
-            mixed_reads_p99_us: reads.and_then(|share| share.latency_us).map(p99),
             present: Some(phase.present),
             prompts: prompt.map(|prompt| prompt.prompts),
             prompt_chunks: prompt.map(|prompt| prompt.chunks),

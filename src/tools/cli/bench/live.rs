@@ -16,8 +16,8 @@ const EVERY: Duration = Duration::from_millis(500);
 pub struct LiveLine(Option<(Arc<Progress>, JoinHandle<()>)>);
 
 impl LiveLine {
-    pub fn start(wanted: bool, under_way: UnderWay) -> Self {
-        if !wanted || !stderr().is_terminal() {
+    pub fn start(under_way: UnderWay) -> Self {
+        if !stderr().is_terminal() {
             return Self(None);
         }
         let progress = Arc::new(Progress::spinner("starting"));

@@ -143,7 +143,7 @@ impl BenchArgs {
         report: &mut BenchReport,
         mut tell: impl FnMut(&PhaseReport, &BenchSettings) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
-        let live = LiveLine::start(!self.output.no_live, bench.under_way());
+        let live = LiveLine::start(bench.under_way());
         let mut outcome = Ok(());
         let mut wrote = false;
         // True if objects that this run wrote and should remove are left.

@@ -3,9 +3,7 @@
 use std::fmt::Write;
 
 use super::endpoints;
-use crate::tools::bench::{
-    BenchSettings, EndpointShare, HistogramBucket, Latency, PhaseReport, PromptReport, ReportMark,
-};
+use crate::tools::bench::{BenchSettings, HistogramBucket, Latency, PhaseReport, PromptReport, ReportMark};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes, count};
 
@@ -96,10 +94,6 @@ pub fn row(phase: &PhaseReport, out: &mut Out) -> Result<(), CliError> {
     if let Some(prompt) = &phase.prompt {
         prompts(prompt, out)?;
     }
-    if let Some(mix) = &phase.mix {
-        out.line(line(&share("- writes", &mix.writes)))?;
-        out.line(line(&share("- reads", &mix.reads)))?;
-    }
     endpoints::table(phase, out)?;
     out.flush()
 }
@@ -129,16 +123,6 @@ fn prompts(report: &PromptReport, out: &mut Out) -> Result<(), CliError> {
         )),
         None => Ok(()),
     }
-}
-
-fn share(name: &str, share: &EndpointShare) -> Vec<String> {
-    let mut cells = vec![name.to_owned()];
-    cells.resize(5, String::new());
-    cells.extend([figure(share.mib_per_s), figure(share.iops), share.ops.to_string()]);
-    // Addresses have no CPU time of their own.
-    cells.resize(10, String::new());
-    cells.extend(latency(share.latency_us.as_ref()));
-    cells
 }
 
 fn mark(mark: &ReportMark, moved: bool) -> [String; 3] {
