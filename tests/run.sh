@@ -130,6 +130,9 @@ reference_tests() {
 # bench/landing.py takes long: what happens to one client may not lose the rest.
 harness_tests() { tests "tests of the bench's harness" env PYTHONPATH=bench "$VENV/bin/python" -B -m unittest harness.test_rounds; }
 
+# Each once: their figures say nothing here, but they check their own answers.
+bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro; }
+
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
@@ -154,6 +157,8 @@ engine_tests() {
 
 demo() {
     check "demo" cargo run --release --quiet "${LOCKED[@]}" -- demo
+    check "demo, a model with windows" cargo run --release --quiet "${LOCKED[@]}" -- demo --model gpt-oss-20b --tokens 4096
+    check "demo, a model with states" cargo run --release --quiet "${LOCKED[@]}" -- demo --model lfm2-1.2b --tokens 8192
     if [ -n "${KVGATE_TEST_RGW_ENDPOINTS:-}" ]; then
         check "demo on Ceph" cargo run --release --quiet "${LOCKED[@]}" -- \
             demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
@@ -337,6 +342,7 @@ case $TIER in
         rust_tests
         reference_tests
         harness_tests
+        bench_tests
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         engine_tests

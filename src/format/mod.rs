@@ -18,7 +18,6 @@ mod key;
 mod kind;
 mod layout;
 mod mask;
-mod preset;
 mod space;
 mod space_input;
 
@@ -33,6 +32,5 @@ pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
 pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
-pub use preset::{Attention, PRESETS, Preset};
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

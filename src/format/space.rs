@@ -211,6 +211,11 @@ impl Space {
         self.0.fields.hash
     }
 
+    /// What the bytes mean, beyond their dtype.
+    pub fn extra(&self) -> &BTreeMap<String, String> {
+        &self.0.fields.extra
+    }
+
     pub fn planes(&self) -> &[Plane] {
         &self.0.fields.planes
     }

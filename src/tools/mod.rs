@@ -7,6 +7,7 @@
 //! | `demo`      | the whole path of a KV cache, on one machine                                   |
 //! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
 //! | `inventory` | the content of a bucket: listing, checking, removing                           |
+//! | `model`     | the kinds of KV of a model, by its config.json or its name                       |
 //! | `s3_server` | the configured S3 server, or one in this process                               |
 
 pub mod bench;
@@ -14,4 +15,5 @@ pub mod cli;
 pub mod demo;
 pub mod gpu_check;
 pub mod inventory;
+mod model;
 mod s3_server;

@@ -88,9 +88,9 @@ def size_of(model, engine):
     """The same by `kvgate size`."""
     command = [KVGATE, "size", "--config", model, "--json"]
     command += ["--dtype", engine["dtype"]] if "dtype" in engine else []
-    groups = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["groups"]
-    name = lambda group: group["kind"] + (f" {group['tokens']}" if group["tokens"] else "")  # noqa: E731
-    return {name(group): [group["layers"], group["token_bytes"] or group["snapshot_bytes"]] for group in groups}
+    kinds = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["kinds"]
+    name = lambda kind: kind if isinstance(kind, str) else " ".join(map(str, next(iter(kind.items()))))  # noqa: E731
+    return {name(of["kind"]): [of["layers"], of["token_bytes"] or of["snapshot_bytes"]] for of in kinds}
 
 
 class FamilyTest(unittest.TestCase):

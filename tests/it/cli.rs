@@ -141,17 +141,17 @@ async fn size_calculates_what_is_published() {
         .await
         .exits(0)
         .json();
-    assert_eq!(json["payload_bytes"], 64 << 20);
+    assert_eq!(json["kinds"][0]["payload_bytes"], 64 << 20);
     assert_eq!(json["token_bytes"], 256 << 10);
     // 8 heads on 16 ranks: each rank has one, stored once.
-    assert_eq!(json["rank_chunk_bytes"], 8 << 20);
+    assert_eq!(json["kinds"][0]["rank_chunk_bytes"], 8 << 20);
     assert_eq!(json["contexts"][1]["tokens"], 32768);
-    assert_eq!(json["contexts"][1]["chunks"], 128);
+    assert_eq!(json["contexts"][1]["objects"], 128);
     assert_eq!(json["contexts"][1]["rank_bytes"], 128_u64 * (8 << 20));
     say(&["size"])
         .await
         .exits(0)
-        .says(&["qwen3-32b", "64 MiB", "deepseek-v3-fp8"]);
+        .says(&["qwen3-32b", "256 KiB", "deepseek-v3-fp8", "full, window 128"]);
     let geometry = [
         "size",
         "--layers",
@@ -163,7 +163,7 @@ async fn size_calculates_what_is_published() {
         "--json",
     ];
     let json = say(&geometry).await.exits(0).json();
-    assert_eq!(json["rank_token_bytes"], json["token_bytes"]);
+    assert_eq!(json["kinds"][0]["rank_token_bytes"], json["token_bytes"]);
     assert_eq!(json["token_bytes"], 61 * 1152);
     let fp8 = [
         "size",
@@ -177,7 +177,33 @@ async fn size_calculates_what_is_published() {
     ];
     let json = say(&fp8).await.exits(0).json();
     assert_eq!(json["token_bytes"], 64 << 10);
-    assert_eq!(json["contexts"][0]["chunks"], 32);
+    assert_eq!(json["contexts"][0]["objects"], 32);
+}
+
+#[tokio::test]
+async fn size_tells_what_each_kind_of_a_model_keeps() {
+    let of = async |model: &str, more: &[&str]| {
+        let line = [&["size", "--model", model, "--context", "16k", "--json"], more].concat();
+        say(&line).await.exits(0).json()
+    };
+    let json = of("gpt-oss-20b", &[]).await;
+    // 12 layers of each kind; a window of 128 tokens needs one chunk of 256.
+    assert_eq!(json["kinds"][1]["kind"], serde_json::json!({"window": 128}));
+    assert_eq!(json["contexts"][0]["objects"], 64 + 1);
+    let object = &json["kinds"][0]["object_bytes"];
+    assert_eq!(json["contexts"][0]["bytes"], 65 * object.as_u64().unwrap());
+    let json = of("lfm2-1.2b", &["--tp", "2"]).await;
+    assert_eq!(json["snapshot_bytes"], 10 * 2 * 2048 * 2);
+    assert_eq!(json["kinds"][1]["rank_chunk_bytes"], 10 * 2048 * 2);
+    assert_eq!(json["contexts"][0]["objects"], 64 + 1);
+    say(&["size", "--model", "nemotron-nano-9b", "--tp", "2"])
+        .await
+        .exits(0)
+        .says(&["state", "a snapshot", "a rank of 2", "at the prompt's end"]);
+    say(&["bench", "--model", "gpt-oss-20b"])
+        .await
+        .exits(2)
+        .says(&["full, window 128", "--space FILE"]);
 }
 
 #[tokio::test]
@@ -221,10 +247,6 @@ async fn bad_input_is_status_2_and_says_what_to_type() {
         ),
         (&["size", "--context", "12,x"], &["32768 or 128k"]),
         (&["size", "--dtype", "bf61"], &["bfloat16"]),
-        (
-            &["size", "--model", "deepseek-v3-fp8", "--dtype", "int8"],
-            &["deepseek-v3"],
-        ),
         (&["ls"], &["--bucket NAME", "KVGATE__S3__BUCKET"]),
         (
             &["ls", "--bucket", "B!", "--endpoint", "nope"],

@@ -8,7 +8,7 @@ use kvgate::cache::gateway::open_store;
 use kvgate::config::Config;
 use kvgate::config::units::{ByteSize, MIB};
 use kvgate::embedded::EmbeddedS3;
-use kvgate::format::{Mha, Space, SpaceInput};
+use kvgate::format::{DType, Kind, Mha, Plane, Space, SpaceInput};
 use kvgate::s3::object::ObjectStore;
 use kvgate::tools::demo::{Demo, Plan, Shape};
 
@@ -49,13 +49,43 @@ async fn store(server: &EmbeddedS3) -> Arc<dyn ObjectStore> {
     open_store(&config, Some(credentials)).await.unwrap()
 }
 
+/// Full attention, a window of 40 tokens (which reaches over two chunks) and a state of 24 KiB.
+fn kinds() -> Vec<Space> {
+    let kind = |kind: Kind, layer: u32, row_bytes: u32| {
+        Space::new(SpaceInput {
+            model: "hybrid".into(),
+            revision: "1".into(),
+            dtype: Some(DType::Bytes),
+            chunk_tokens: Some(32),
+            kind: Some(kind),
+            planes: Some(vec![Plane {
+                name: "kv".into(),
+                layer,
+                heads: 1,
+                row_bytes,
+            }]),
+            ..SpaceInput::default()
+        })
+        .unwrap()
+    };
+    vec![
+        kind(Kind::Full, 0, 64),
+        kind(Kind::Window(40), 1, 64),
+        kind(Kind::State, 2, 24 << 10),
+    ]
+}
+
 async fn demo(server: &EmbeddedS3, seed: u64) -> Demo {
+    demo_of(server, seed, vec![space()]).await
+}
+
+async fn demo_of(server: &EmbeddedS3, seed: u64, spaces: Vec<Space>) -> Demo {
     let mut config = Config::default();
     config.s3.prefix = PREFIX.into();
     // Too small for a conversation: stores and loads must wait for slots.
     config.arena.size = ByteSize(64 << 10);
-    let plan = Plan::new(&space(), shape(seed), config.arena.size).unwrap();
-    Demo::open(store(server).await, space(), plan, config)
+    let plan = Plan::new(&spaces, shape(seed), config.arena.size).unwrap();
+    Demo::open(store(server).await, spaces, plan, config)
         .await
         .unwrap()
 }
@@ -153,6 +183,60 @@ async fn a_second_run_with_the_same_seed_computes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn windows_and_states_come_back_and_only_as_far_as_they_are_needed() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut demo = demo_of(&server, 1, kinds()).await;
+    demo.prefill_and_store().await.unwrap();
+    // Of 2 shared chunks and turns of 5 and 8: 8 full chunks, 6 of the window, 3 snapshots; each has a space.json.
+    assert_eq!(files(&server).len(), (2 + 3 * 6) + (2 + 3 * 4) + (1 + 3 * 2) + 3);
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(report.equal, "{report:?}");
+    let phase = |name| report.phases.iter().find(|phase| phase.name == name).unwrap();
+    // A state is at the end of the system prompt and of each turn, so all of a prompt that is there is a hit.
+    assert_eq!(phase("prefill_lookup").hits, Some(2 * 2 + 3 * 5));
+    assert_eq!(phase("lookup_prefix").hits, Some(24));
+    assert_eq!(phase("load").chunks, 3 * (8 + 2 + 1));
+    assert_eq!(report.compared_bytes, 3 * (10 * 32 * 64 + (24 << 10)));
+    demo.remove().await.unwrap();
+    assert_eq!(files(&server), Vec::<PathBuf>::new());
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_snapshot_moves_the_boundary_and_is_told() {
+    let server = EmbeddedS3::start(None, None).await.unwrap();
+    let mut demo = demo_of(&server, 1, kinds()).await;
+    demo.prefill_and_store().await.unwrap();
+    let hash = demo.plan().conversations[1].chunks[7].to_string();
+    let state = kinds()[2].key().to_string();
+    std::fs::remove_file(server.root().join(BUCKET).join(PREFIX).join(state).join(hash)).unwrap();
+    after_store(&mut demo).await;
+    let report = demo.report();
+    assert!(!report.equal);
+    let hits = |name| {
+        report
+            .phases
+            .iter()
+            .find(|phase| phase.name == name)
+            .unwrap()
+            .hits
+    };
+    // The second conversation can go on after its first turn.
+    assert_eq!(
+        (hits("lookup_exact"), hits("lookup_prefix")),
+        (Some(8 + 5 + 8), Some(8 + 5 + 8))
+    );
+    let missed: Vec<_> = report
+        .missed
+        .iter()
+        .map(|missed| (missed.conversation, missed.kind, missed.chunk, missed.code))
+        .collect();
+    assert_eq!(missed, [(1, Kind::State, 7, "absent")]);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_flipped_byte_is_a_miss_and_not_equal() {
     let server = EmbeddedS3::start(None, None).await.unwrap();
     let mut demo = demo(&server, 1).await;
@@ -227,7 +311,7 @@ async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
     assert_eq!((first.conversation, first.chunk, first.layer), (0, 3, 2));
     // Rows of 64 bytes.
     assert_eq!(
-        (first.position.head, first.position.token, first.position.row_byte),
+        (first.position.head, first.position.row, first.position.row_byte),
         (0, 1, 6)
     );
     server.stop().await;
@@ -235,10 +319,10 @@ async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
 
 #[tokio::test]
 async fn an_arena_below_one_object_is_a_usage_error() {
-    let error = Plan::new(&space(), shape(1), ByteSize(16 << 10)).unwrap_err();
+    let error = Plan::new(&[space()], shape(1), ByteSize(16 << 10)).unwrap_err();
     assert!(
         error.is_usage() && error.to_string().contains("[arena] size"),
         "{error}"
     );
-    assert!(Plan::new(&space(), shape(1), ByteSize(MIB)).is_ok());
+    assert!(Plan::new(&[space()], shape(1), ByteSize(MIB)).is_ok());
 }

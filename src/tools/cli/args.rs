@@ -8,7 +8,8 @@ use super::error::CliError;
 use super::input;
 use crate::config::units::{ByteSize, MIB};
 use crate::config::{self, LoadedConfig, Override};
-use crate::format::{PRESETS, Preset, Space, SpaceId, SpaceKey};
+use crate::format::{Space, SpaceId, SpaceKey};
+use crate::tools::model::Preset;
 
 /// Where the configuration comes from: file, then environment, then these flags.
 #[derive(Debug, Clone, Default, Args)]
@@ -125,16 +126,30 @@ impl SpaceArgs {
                 preset.name
             ))
         })?;
-        Ok(preset.space(revision, self.chunk_tokens.unwrap_or(CHUNK_TOKENS))?)
+        let spaces = preset.spaces(revision, self.chunk_tokens.unwrap_or(CHUNK_TOKENS))?;
+        one_space(preset, spaces)
+    }
+}
+
+/// The space of a model with one kind of KV.
+pub fn one_space(preset: &Preset, spaces: Vec<Space>) -> Result<Space, CliError> {
+    let kinds: Vec<String> = spaces.iter().map(|space| space.kind().to_string()).collect();
+    match <[Space; 1]>::try_from(spaces) {
+        Ok([space]) => Ok(space),
+        Err(_) => Err(CliError::usage(format!(
+            "{} keeps several kinds of KV ({}), and this command takes one: give --space FILE, or --space ID of one that \
+             is in the bucket (`kvgate ls` lists them)",
+            preset.name,
+            kinds.join(", ")
+        ))),
     }
 }
 
 pub fn find_preset(name: &str) -> Result<&'static Preset, CliError> {
     Preset::find(name).ok_or_else(|| {
-        let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
         CliError::usage(format!(
             "no preset is called {name:?}. There are {}; describe any other model in a JSON file and give --space FILE",
-            names.join(", ")
+            Preset::names().join(", ")
         ))
     })
 }

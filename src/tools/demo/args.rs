@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 
 use super::error::DemoError;
-use super::plan::Shape;
-use crate::format::{PRESETS, Preset, Space};
+use super::plan::{Shape, kept_chunks, turns};
+use crate::format::Space;
+use crate::tools::model::{PRESETS, Preset};
 
 /// Approximate unique KV that a run with the default flags stores.
 const UNIQUE_BYTES: usize = 704 << 20;
@@ -16,8 +17,8 @@ const CHUNK_TOKENS: u32 = 256;
 #[derive(Debug, Clone, clap::Args)]
 pub struct DemoArgs {
     /// Model whose KV geometry is used
-    #[arg(long, value_name = "PRESET", default_value = PRESETS[0].name,
-          value_parser = PossibleValuesParser::new(PRESETS.map(|preset| preset.name)))]
+    #[arg(long, value_name = "PRESET", default_value = PRESETS[0].name.as_str(),
+          value_parser = PossibleValuesParser::new(Preset::names()))]
     pub model: String,
     /// Tokens of each conversation, the shared system prompt included [default: so that about 700 MiB are stored]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
@@ -40,19 +41,19 @@ pub struct DemoArgs {
 }
 
 impl DemoArgs {
-    /// The space and the shape of the conversations.
-    pub(super) fn shape(&self) -> Result<(Space, Shape), DemoError> {
+    /// The spaces of the model's kinds of KV, and the shape of the conversations.
+    pub(super) fn shape(&self) -> Result<(Vec<Space>, Shape), DemoError> {
         let preset = Preset::find(&self.model).ok_or_else(|| DemoError::Model {
             name: self.model.clone(),
-            known: PRESETS.map(|preset| preset.name).join(", "),
+            known: Preset::names().join(", "),
         })?;
         // 32 bits are enough to keep runs apart, and short enough to type.
         let seed = self.seed.unwrap_or_else(|| u64::from(fastrand::u32(..)));
         // The seed stands for the weights of real KV: each seed has a space of its own.
-        let space = preset.space(&format!("kvgate-demo-{seed:x}"), CHUNK_TOKENS)?;
+        let spaces = preset.spaces(&format!("kvgate-demo-{seed:x}"), CHUNK_TOKENS)?;
         let conversations = self.conversations as usize;
         let tokens = self.tokens.map_or_else(
-            || default_chunks(&space, conversations) * CHUNK_TOKENS as usize,
+            || default_chunks(&spaces, conversations) * CHUNK_TOKENS as usize,
             |tokens| tokens as usize,
         );
         let shape = Shape {
@@ -60,22 +61,25 @@ impl DemoArgs {
             tokens,
             seed,
         };
-        Ok((space, shape))
+        Ok((spaces, shape))
     }
 }
 
-/// Chunks of each conversation, so that all together have about [`UNIQUE_BYTES`]: n conversations of c chunks that
-/// share s have s + n (c - s).
-fn default_chunks(space: &Space, conversations: usize) -> usize {
-    let unique = UNIQUE_BYTES / space.layout().payload_len().max(1);
-    let count = |chunks| {
-        let shared = Shape::shared_chunks(chunks);
-        shared + conversations * (chunks - shared)
+/// Chunks of each conversation, so that all together have about [`UNIQUE_BYTES`].
+fn default_chunks(spaces: &[Space], conversations: usize) -> usize {
+    let fits = |chunks: &usize| unique_bytes(spaces, conversations, *chunks) <= UNIQUE_BYTES;
+    (2..=UNIQUE_BYTES).take_while(fits).last().unwrap_or(2)
+}
+
+/// Bytes that conversations of so many chunks store: what they share is stored once.
+fn unique_bytes(spaces: &[Space], conversations: usize, chunks: usize) -> usize {
+    let shared = Shape::shared_chunks(chunks);
+    let of_kind = |space: &Space| {
+        let kept = kept_chunks(space, shared, &turns(shared, chunks));
+        let of_all = kept.iter().filter(|&&chunk| chunk < shared).count();
+        (of_all + conversations * (kept.len() - of_all)) * space.layout().payload_len()
     };
-    (2..=unique.max(2))
-        .take_while(|&chunks| count(chunks) <= unique)
-        .last()
-        .unwrap_or(2)
+    spaces.iter().map(of_kind).sum()
 }
 
 #[cfg(test)]
@@ -91,13 +95,10 @@ mod tests {
 
     #[test]
     fn defaults_store_about_the_same_for_every_preset() {
-        for preset in PRESETS {
-            let args = Command::parse_from(["demo", "--model", preset.name]).demo;
-            let (space, shape) = args.shape().unwrap();
-            let chunks = shape.tokens / 256;
-            let shared = Shape::shared_chunks(chunks);
-            let unique = shared + 4 * (chunks - shared);
-            let mib = (unique * space.layout().payload_len()) >> 20;
+        for preset in PRESETS.iter() {
+            let args = Command::parse_from(["demo", "--model", &preset.name]).demo;
+            let (spaces, shape) = args.shape().unwrap();
+            let mib = unique_bytes(&spaces, 4, shape.tokens / 256) >> 20;
             assert!((380..=704).contains(&mib), "{}: {mib} MiB", preset.name);
         }
     }

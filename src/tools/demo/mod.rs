@@ -40,8 +40,7 @@ mod text;
 
 pub use args::DemoArgs;
 pub use error::DemoError;
-pub use paged::{BLOCK_TOKENS, DemoPages};
 pub use plan::{Conversation, Plan, Shape};
-pub use report::{DemoPhase, DemoReport, Difference, Missed};
+pub use report::{DemoKind, DemoPhase, DemoReport, Difference, Missed};
 pub use run::run;
 pub use session::Demo;

@@ -1,4 +1,4 @@
-//! The demo's pages: host memory in vLLM's layout, its blocks dealt in random order.
+//! The demo's pages: for each kind of KV host memory in vLLM's layout, its blocks dealt in random order.
 
 use std::ops::Range;
 
@@ -10,30 +10,45 @@ use crate::engine::copy::{
 use crate::format::Space;
 
 /// Tokens of a block, vLLM's default.
-pub const BLOCK_TOKENS: usize = 16;
+const BLOCK_TOKENS: u32 = 16;
 /// vLLM's layout on a CPU: each layer `[blocks][heads][block tokens][row]`.
 const LAYOUT: &str = "LBHNC";
 
-/// KV memory like an engine's. A sequence's block table lists its blocks in their order.
+/// Memory of one kind of KV, like an engine's. The block table lists the blocks of one conversation's chunks in order.
 pub struct DemoPages {
     pages: HostPages,
-    block_tokens: usize,
-    blocks: usize,
+    /// Rows: one for each token, or a snapshot.
+    block_rows: usize,
+    /// Blocks of a chunk.
+    chunk_blocks: usize,
+    /// Number of the first plane among those of all kinds.
+    first_plane: usize,
+    table: Vec<u32>,
     /// Address of the first page.
     address: u64,
 }
 
+/// A block has the rows of so many tokens, or one snapshot of a state.
+pub(super) fn block_rows(space: &Space) -> u32 {
+    BLOCK_TOKENS.min(space.chunk_rows())
+}
+
 impl DemoPages {
+    /// Memory for `chunks` chunks, and one more chunk's blocks to spare: those must stay untouched. `first_plane`: the
+    /// number of planes of the kinds before.
     pub fn new(
         space: &Space,
-        block_tokens: usize,
-        blocks: usize,
+        chunks: usize,
+        first_plane: usize,
         options: CpuOptions,
     ) -> Result<Self, HostPagesError> {
         let layout = KNOWN.iter().find(|layout| layout.order == LAYOUT);
+        let block_rows = block_rows(space);
+        let chunk_blocks = (space.chunk_rows() / block_rows) as usize;
+        let blocks = u32::try_from((chunks + 1) * chunk_blocks).unwrap_or(u32::MAX);
         let size = Pages {
-            blocks: u32::try_from(blocks).unwrap_or(u32::MAX),
-            block_tokens: u32::try_from(block_tokens).unwrap_or(u32::MAX),
+            blocks,
+            block_tokens: block_rows,
             heads: None,
             // Rows are copied whole; the type of their elements does not matter.
             element_bytes: 1,
@@ -42,10 +57,27 @@ impl DemoPages {
         let address = pages.image().as_ptr() as u64;
         Ok(Self {
             pages,
-            block_tokens,
-            blocks,
+            block_rows: block_rows as usize,
+            chunk_blocks,
+            first_plane,
+            table: (0..blocks).collect(),
             address,
         })
+    }
+
+    /// Deals the blocks anew, in random order.
+    pub fn shuffle(&mut self, random: &mut fastrand::Rng) {
+        random.shuffle(&mut self.table);
+    }
+
+    /// The blocks of the chunk at this place.
+    pub fn blocks(&self, place: usize) -> &[u32] {
+        &self.table[place * self.chunk_blocks..][..self.chunk_blocks]
+    }
+
+    /// The blocks behind those of the first `chunks` chunks.
+    pub fn blocks_behind(&self, chunks: usize) -> &[u32] {
+        &self.table[chunks * self.chunk_blocks..]
     }
 
     /// Overwrites everything.
@@ -53,17 +85,17 @@ impl DemoPages {
         self.pages.image_mut().fill(byte);
     }
 
-    /// Number of blocks, over all sequences.
-    pub fn blocks(&self) -> usize {
-        self.blocks
-    }
-
     pub fn bytes(&self) -> usize {
         self.pages.image().len()
     }
 
-    pub(super) fn block_tokens(&self) -> usize {
-        self.block_tokens
+    pub(super) fn block_rows(&self) -> usize {
+        self.block_rows
+    }
+
+    /// A plane's number among those of all kinds.
+    pub(super) fn number(&self, plane: usize) -> usize {
+        self.first_plane + plane
     }
 
     pub(super) fn planes(&self) -> usize {
@@ -74,7 +106,7 @@ impl DemoPages {
         self.part(plane).heads.1 as usize
     }
 
-    /// One head of one block: `[block tokens][row]`.
+    /// One head of one block: `[block rows][row]`.
     pub fn page(&self, plane: usize, block: u32, head: usize) -> &[u8] {
         &self.pages.image()[self.range(plane, block, head)]
     }
@@ -84,15 +116,15 @@ impl DemoPages {
         &mut self.pages.image_mut()[range]
     }
 
-    /// Gathers a chunk's object from the pages of its blocks; its header is not touched.
-    pub fn gather(&mut self, blocks: &[u32], object: SlotMut) -> Result<SlotMut, CopyError> {
-        let job = self.job(blocks, 0)?;
+    /// Gathers the object of the chunk at this place from its pages; its header is not touched.
+    pub fn gather(&mut self, place: usize, object: SlotMut) -> Result<SlotMut, CopyError> {
+        let job = self.job(place, 0)?;
         self.pages.store(object, &job)
     }
 
-    /// The reverse: from a chunk's payload into the pages of its blocks.
-    pub fn scatter(&mut self, blocks: &[u32], payload: Slot) -> Result<(), CopyError> {
-        let job = self.job(blocks, self.pages.cache().space().layout().header_len())?;
+    /// The reverse: from a chunk's payload into its pages.
+    pub fn scatter(&mut self, place: usize, payload: Slot) -> Result<(), CopyError> {
+        let job = self.job(place, self.pages.cache().space().layout().header_len())?;
         self.pages.load(payload, &job).map(drop)
     }
 
@@ -109,7 +141,8 @@ impl DemoPages {
         pages.map(unlike).sum()
     }
 
-    fn job(&self, blocks: &[u32], at: usize) -> Result<CopyJob, CopyError> {
+    fn job(&self, place: usize, at: usize) -> Result<CopyJob, CopyError> {
+        let blocks = self.blocks(place);
         let cache = self.pages.cache();
         let mapping = SlotMapping::Blocks {
             table: blocks,
@@ -133,15 +166,8 @@ impl DemoPages {
             + u64::from(block) * part.block_stride
             + head as u64 * part.head_stride;
         let start = usize::try_from(start).unwrap_or(usize::MAX);
-        start..start + self.block_tokens * part.run_bytes as usize
+        start..start + self.block_rows * part.run_bytes as usize
     }
-}
-
-/// All blocks of a cache in random order: block tables are cut from this list.
-pub(super) fn shuffled_blocks(blocks: usize, random: &mut fastrand::Rng) -> Vec<u32> {
-    let mut table: Vec<u32> = (0..u32::try_from(blocks).unwrap_or(u32::MAX)).collect();
-    random.shuffle(&mut table);
-    table
 }
 
 #[cfg(test)]
@@ -149,17 +175,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tables_are_shuffled() {
-        let mut random = fastrand::Rng::with_seed(1);
-        let (one, other) = (
-            shuffled_blocks(128, &mut random),
-            shuffled_blocks(128, &mut random),
+    fn blocks_are_dealt_in_random_order() {
+        let space = Space::from_json(
+            r#"{"model": "m", "revision": "1", "dtype": "int8", "chunk_tokens": 64, "planes": [
+                {"name": "kv", "layer": 0, "heads": 1, "row_bytes": 1}]}"#,
         );
+        let options = CpuOptions {
+            threads: 1,
+            bytes_per_thread: 1,
+        };
+        let mut pages = DemoPages::new(&space.unwrap(), 31, 0, options).unwrap();
+        let mut random = fastrand::Rng::with_seed(1);
+        let mut deal = || {
+            pages.shuffle(&mut random);
+            pages.table.clone()
+        };
+        let (one, other) = (deal(), deal());
         assert_ne!(one, other);
         let neighbours = |table: &[u32]| table.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
         assert!(neighbours(&one) < 10 && neighbours(&other) < 10);
         let mut sorted = one.clone();
         sorted.sort_unstable();
         assert_eq!(sorted, (0..128).collect::<Vec<u32>>());
+        assert_eq!(
+            (pages.blocks(3), pages.blocks_behind(31)),
+            (&other[12..16], &other[124..])
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! The demo's workload: conversations of two turns that share a system prompt, and the bounds that it keeps.
 
 use super::error::DemoError;
-use super::paged::BLOCK_TOKENS;
+use super::paged::block_rows;
 use super::synthetic::{mix, prefix_states};
 use crate::config::units::ByteSize;
 use crate::format::{ChunkHash, ChunkHasher, Space};
@@ -32,6 +32,8 @@ pub struct Plan {
     pub shared_chunks: usize,
     /// Different chunks, over all conversations.
     pub unique_chunks: usize,
+    /// For each kind, the chunks of a conversation whose KV of that kind is kept. All conversations are as long.
+    pub kept: Vec<Vec<usize>>,
 }
 
 /// The tokens of one conversation, as far as they fill chunks.
@@ -54,17 +56,21 @@ impl Shape {
 }
 
 impl Plan {
-    /// Fails if a flag must change.
-    pub fn new(space: &Space, shape: Shape, arena: ByteSize) -> Result<Self, DemoError> {
-        let object_bytes = space.layout().object_len();
+    /// `spaces`: the kinds of KV of a model. Fails if a flag must change.
+    pub fn new(spaces: &[Space], shape: Shape, arena: ByteSize) -> Result<Self, DemoError> {
+        let object_bytes = spaces.iter().map(|space| space.layout().object_len()).max();
+        let object_bytes = object_bytes.unwrap_or_default();
         if object_bytes as u64 > arena.bytes() {
             return Err(DemoError::Arena { object_bytes, arena });
         }
-        let chunk_tokens = space.chunk_tokens() as usize;
-        if !chunk_tokens.is_multiple_of(BLOCK_TOKENS) {
+        let chunk_tokens = spaces[0].chunk_tokens() as usize;
+        if let Some(space) = spaces
+            .iter()
+            .find(|space| !space.chunk_rows().is_multiple_of(block_rows(space)))
+        {
             return Err(DemoError::Blocks {
                 chunk_tokens,
-                block_tokens: BLOCK_TOKENS,
+                block_tokens: block_rows(space) as usize,
             });
         }
         let chunks = shape.tokens / chunk_tokens;
@@ -74,16 +80,26 @@ impl Plan {
                 chunk_tokens,
             });
         }
-        let bytes = (chunks as u64).saturating_mul(space.layout().payload_len() as u64);
+        let shared_chunks = Shape::shared_chunks(chunks);
+        let turns = turns(shared_chunks, chunks);
+        // A full kind keeps every chunk: enough to know that it is too much.
+        let bytes = spaces
+            .iter()
+            .filter(|space| space.kind().is_full())
+            .map(|space| (chunks as u64).saturating_mul(space.layout().payload_len() as u64));
+        let bytes = bytes.fold(0, u64::saturating_add);
         if bytes > CACHE_BYTES_MAX {
             return Err(DemoError::Cache {
                 bytes,
                 bytes_max: CACHE_BYTES_MAX,
             });
         }
-        let hasher = ChunkHasher::new(space, None)?;
+        let kept = spaces
+            .iter()
+            .map(|space| kept_chunks(space, shared_chunks, &turns))
+            .collect();
+        let hasher = ChunkHasher::new(&spaces[0], None)?;
         let root = hasher.root(b"", b"")?;
-        let shared_chunks = Shape::shared_chunks(chunks);
         let conversation = |index: usize| -> Result<Conversation, DemoError> {
             let token = |at: usize| {
                 let speaker = if at < shared_chunks * chunk_tokens {
@@ -98,7 +114,7 @@ impl Plan {
             Ok(Conversation {
                 chunks: hasher.chain(&root, &tokens, &[])?,
                 states: prefix_states(shape.seed, &tokens),
-                turns: turns(shared_chunks, chunks),
+                turns: turns.clone(),
                 tokens,
             })
         };
@@ -110,6 +126,7 @@ impl Plan {
                 .collect::<Result<_, _>>()?,
             chunk_tokens,
             shared_chunks,
+            kept,
             unique_chunks: shared_chunks + shape.conversations * (chunks - shared_chunks),
         })
     }
@@ -122,18 +139,22 @@ impl Plan {
             .sum()
     }
 
-    /// Blocks of a conversation, plus one chunk's blocks to spare: the spare ones must stay untouched.
-    pub fn cache_blocks(&self) -> usize {
-        let longest = self
-            .conversations
-            .iter()
-            .map(|conversation| conversation.chunks.len())
-            .max();
-        (longest.unwrap_or(0) + 1) * self.chunk_blocks()
+    /// The chunks from `from` to `to` whose KV of this kind is kept.
+    pub fn kept_within(&self, kind: usize, from: usize, to: usize) -> &[usize] {
+        let kept = &self.kept[kind];
+        let at = |chunk| kept.partition_point(|&one| one < chunk);
+        &kept[at(from)..at(to)]
     }
 
-    pub fn chunk_blocks(&self) -> usize {
-        self.chunk_tokens / BLOCK_TOKENS
+    /// The place of a chunk among those that are kept, and in the pages.
+    pub fn place(&self, kind: usize, chunk: usize) -> usize {
+        self.kept[kind].partition_point(|&one| one < chunk)
+    }
+
+    /// Chunks of this kind that a load of all conversations needs.
+    pub fn needed(&self, space: &Space) -> usize {
+        let ends = self.conversations.iter().map(|one| one.chunks.len());
+        ends.map(|end| space.needed(end).len()).sum()
     }
 }
 
@@ -143,15 +164,26 @@ impl Conversation {
         chunk.checked_sub(1).map_or(root, |before| self.chunks[before])
     }
 
-    /// The prefix states of a chunk's tokens.
-    pub fn chunk_states(&self, chunk: usize) -> &[u64] {
+    /// The prefix states that a chunk's rows of this kind are made from: each token's, or the last one's for a state.
+    pub fn row_states(&self, space: &Space, chunk: usize) -> &[u64] {
         let chunk_tokens = self.states.len() / self.chunks.len();
-        &self.states[chunk * chunk_tokens..][..chunk_tokens]
+        let rows = space.chunk_rows() as usize;
+        &self.states[(chunk + 1) * chunk_tokens - rows..][..rows]
     }
 }
 
+/// The chunks of a conversation whose KV of this kind is worth keeping: what a prompt needs that goes on after the system
+/// prompt, or after a turn.
+pub(super) fn kept_chunks(space: &Space, shared: usize, turns: &[usize]) -> Vec<usize> {
+    let ends = turns.iter().copied().chain([shared]);
+    let mut kept: Vec<usize> = ends.flat_map(|end| space.needed(end)).collect();
+    kept.sort_unstable();
+    kept.dedup();
+    kept
+}
+
 /// Cuts the part after the system prompt into turns of about the same length.
-fn turns(shared: usize, chunks: usize) -> Vec<usize> {
+pub(super) fn turns(shared: usize, chunks: usize) -> Vec<usize> {
     let own = chunks - shared;
     let turns = TURNS.min(own);
     (1..=turns)
@@ -162,7 +194,7 @@ fn turns(shared: usize, chunks: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::SpaceInput;
+    use crate::format::{Kind, SpaceInput};
 
     fn space(chunk_tokens: u32) -> Space {
         Space::new(SpaceInput {
@@ -181,7 +213,7 @@ mod tests {
     }
 
     fn planned(chunk_tokens: u32, shape: Shape) -> Result<Plan, DemoError> {
-        Plan::new(&space(chunk_tokens), shape, ByteSize(1 << 20))
+        Plan::new(&[space(chunk_tokens)], shape, ByteSize(1 << 20))
     }
 
     #[test]
@@ -224,6 +256,42 @@ mod tests {
     }
 
     #[test]
+    fn windows_and_states_are_kept_where_a_prompt_may_go_on() {
+        let of = |kind: Kind| {
+            let space = space(32);
+            let input = SpaceInput {
+                model: "tiny".into(),
+                revision: "1".into(),
+                chunk_tokens: Some(32),
+                kind: Some(kind),
+                planes: Some(space.planes().to_vec()),
+                ..SpaceInput::default()
+            };
+            Space::new(input).unwrap()
+        };
+        let shape = Shape {
+            conversations: 2,
+            tokens: 8 * 32,
+            seed: 1,
+        };
+        let spaces = [of(Kind::Full), of(Kind::Window(34)), of(Kind::State)];
+        let plan = Plan::new(&spaces, shape, ByteSize(1 << 20)).unwrap();
+        assert_eq!(plan.conversations[0].turns, [5, 8]);
+        // A window of 34 tokens reaches over a whole chunk and one token more.
+        assert_eq!(
+            plan.kept,
+            [
+                vec![0, 1, 2, 3, 4, 5, 6, 7],
+                vec![0, 1, 3, 4, 6, 7],
+                vec![1, 4, 7]
+            ]
+        );
+        assert_eq!(plan.kept_within(2, 2, 8), [4, 7]);
+        assert_eq!(plan.place(1, 6), 4);
+        assert_eq!([0, 1, 2].map(|kind| plan.needed(&spaces[kind])), [16, 4, 2]);
+    }
+
+    #[test]
     fn an_impossible_plan_is_refused() {
         let shape = Shape {
             conversations: 1,
@@ -232,7 +300,7 @@ mod tests {
         };
         assert!(matches!(planned(32, shape), Err(DemoError::Tokens { .. })));
         assert!(matches!(planned(24, shape), Err(DemoError::Blocks { .. })));
-        let arena = Plan::new(&space(32), Shape { tokens: 32, ..shape }, ByteSize(4096)).unwrap_err();
+        let arena = Plan::new(&[space(32)], Shape { tokens: 32, ..shape }, ByteSize(4096)).unwrap_err();
         assert!(
             arena.is_usage() && arena.to_string().contains("raise [arena] size"),
             "{arena}"

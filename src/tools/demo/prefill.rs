@@ -3,9 +3,8 @@
 use tokio::time::Instant;
 
 use super::error::DemoError;
-use super::paged::shuffled_blocks;
 use super::report::DemoPhase;
-use super::session::{Demo, RequestWatch};
+use super::session::{Demo, KindPages, RequestWatch};
 use super::synthetic::generate;
 use crate::cache::gateway::{FilledSlot, StoreOutcome};
 
@@ -21,10 +20,10 @@ impl Demo {
     ///
     /// The three take turns instead of overlapping, so that each has its own time.
     pub async fn prefill_and_store(&mut self) -> Result<(), DemoError> {
-        let bytes = (self.plan.unique_chunks * self.space.layout().payload_len()) as u64;
-        self.progress.start("prefill, store", bytes, true);
+        self.progress
+            .start("prefill, store", self.report.unique_bytes(), true);
         for conversation in 0..self.plan.conversations.len() {
-            let table = shuffled_blocks(self.cache.blocks(), &mut self.random);
+            self.deal();
             for turn in 0..self.plan.conversations[conversation].turns.len() {
                 let prompt = self.plan.conversations[conversation].turns[turn];
                 let found = self.look(conversation, prompt).await?;
@@ -33,11 +32,13 @@ impl Demo {
                     from: found,
                     to: prompt,
                 };
-                self.generate(&missing, &table).await;
-                let watch = RequestWatch::start(&*self.store);
-                let result = self.store(&missing, &table).await;
-                self.report.phase(DemoPhase::STORE).add(&watch, &*self.store);
-                result?;
+                for kind in 0..self.kinds.len() {
+                    self.generate(kind, &missing).await;
+                    let watch = RequestWatch::start(&*self.store);
+                    let result = self.store(kind, &missing).await;
+                    self.report.phase(DemoPhase::STORE).add(&watch, &*self.store);
+                    result?;
+                }
             }
         }
         Ok(())
@@ -47,37 +48,36 @@ impl Demo {
     async fn look(&mut self, conversation: usize, prompt: usize) -> Result<usize, DemoError> {
         let watch = RequestWatch::start(&*self.store);
         let chunks = &self.plan.conversations[conversation].chunks[..prompt];
-        let deadline = Instant::now() + self.config.lookup.deadline;
-        let strategy = self.config.lookup.strategy;
-        let lookup = self.gateway.lookup(&self.space, chunks, strategy, deadline).await;
+        let found = self.boundary(chunks, self.config.lookup.strategy).await;
         let phase = self.report.phase(DemoPhase::LOOKUP).add(&watch, &*self.store);
         phase.chunks += prompt;
-        phase.hits = Some(phase.hits.unwrap_or(0) + lookup.prefix);
-        match lookup.error {
+        phase.hits = Some(phase.hits.unwrap_or(0) + found.chunks);
+        match found.error {
             Some(error) => Err(DemoError::Lookup(error)),
-            None => Ok(lookup.prefix),
+            None => Ok(found.chunks),
         }
     }
 
-    async fn generate(&mut self, missing: &Missing, table: &[u32]) {
-        for chunk in missing.from..missing.to {
+    async fn generate(&mut self, kind: usize, missing: &Missing) {
+        for &chunk in self.plan.kept_within(kind, missing.from, missing.to) {
             let watch = RequestWatch::start(&*self.store);
             let conversation = &self.plan.conversations[missing.conversation];
-            let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
-            generate(&mut self.cache, blocks, conversation.chunk_states(chunk));
+            let KindPages { space, pages } = &mut self.kinds[kind];
+            let states = conversation.row_states(space, chunk);
+            generate(pages, self.plan.place(kind, chunk), states);
             let phase = self.report.phase(DemoPhase::GENERATE).add(&watch, &*self.store);
             phase.chunks += 1;
-            phase.bytes += self.space.layout().payload_len() as u64;
+            phase.bytes += space.layout().payload_len() as u64;
             // The point where Ctrl-C takes effect.
             tokio::task::yield_now().await;
         }
     }
 
     /// Gathers pages into slots and stores them, as many at once as the arena holds.
-    async fn store(&mut self, missing: &Missing, table: &[u32]) -> Result<(), DemoError> {
-        for chunk in missing.from..missing.to {
+    async fn store(&mut self, kind: usize, missing: &Missing) -> Result<(), DemoError> {
+        for chunk in self.plan.kept_within(kind, missing.from, missing.to).to_vec() {
             let slot = loop {
-                match self.gateway.reserve(&self.space) {
+                match self.gateway.reserve(&self.kinds[kind].space) {
                     Ok(slot) => break slot,
                     // Reserving never waits: a slot is free when a store ends.
                     Err(_) if !self.stores.is_empty() => self.one_stored().await?,
@@ -90,8 +90,9 @@ impl Demo {
                 }
             };
             let gathering = Instant::now();
-            let blocks = &table[chunk * self.plan.chunk_blocks()..][..self.plan.chunk_blocks()];
-            let slot = slot.filled_by(|object| self.cache.gather(blocks, object))?;
+            let place = self.plan.place(kind, chunk);
+            let pages = &mut self.kinds[kind].pages;
+            let slot = slot.filled_by(|object| pages.gather(place, object))?;
             self.report.gather_seconds += gathering.elapsed().as_secs_f64();
 
             let conversation = &self.plan.conversations[missing.conversation];
@@ -101,7 +102,7 @@ impl Demo {
             let deadline = Instant::now() + self.config.store.deadline;
             self.stores.spawn(async move {
                 let new = FilledSlot { hash, parent, slot };
-                (hash, gateway.write_through(new, deadline).await)
+                (kind, hash, gateway.write_through(new, deadline).await)
             });
         }
         while !self.stores.is_empty() {
@@ -114,12 +115,12 @@ impl Demo {
         let Some(done) = self.stores.join_next().await else {
             return Ok(());
         };
-        let (chunk, outcome) = done?;
-        let bytes = self.space.layout().payload_len() as u64;
+        let (kind, chunk, outcome) = done?;
+        let bytes = self.kinds[kind].space.layout().payload_len() as u64;
         let phase = self.report.phase(DemoPhase::STORE);
         match outcome {
             StoreOutcome::Stored => {
-                self.stored.insert(chunk);
+                self.stored.insert((kind, chunk));
                 phase.chunks += 1;
                 phase.bytes += bytes;
             }

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::plan::Plan;
 use super::session::RequestWatch;
 use super::synthetic::Position;
-use crate::format::Space;
+use crate::format::{Kind, Space};
 use crate::s3::object::{ObjectStore, RequestCounts};
 
 /// One line of the table. A phase that alternates with others is the sum of its turns.
@@ -26,6 +26,7 @@ pub struct DemoPhase {
 #[derive(Debug, Clone, Serialize)]
 pub struct Difference {
     pub conversation: usize,
+    pub kind: Kind,
     pub chunk: usize,
     pub layer: u32,
     #[serde(flatten)]
@@ -36,25 +37,38 @@ pub struct Difference {
 #[derive(Debug, Clone, Serialize)]
 pub struct Missed {
     pub conversation: usize,
+    pub kind: Kind,
     pub chunk: usize,
     pub code: &'static str,
     pub reason: String,
+}
+
+/// A kind of the model's KV.
+#[derive(Debug, Clone, Serialize)]
+pub struct DemoKind {
+    pub kind: Kind,
+    pub space: String,
+    pub layers: usize,
+    /// Of the first layer.
+    pub heads: u32,
+    /// Of a head of the first layer: of a token, or all of a state.
+    pub row_bytes: u32,
+    pub chunk_bytes: usize,
+    /// Different chunks whose KV of this kind is stored.
+    pub stored: usize,
+    /// Chunks of this kind that the loads of all conversations need.
+    pub needed: usize,
 }
 
 /// The results of a demo.
 #[derive(Debug, Clone, Serialize)]
 pub struct DemoReport {
     pub model: String,
-    pub space: String,
+    pub kinds: Vec<DemoKind>,
     pub seed: u64,
     /// The place of the objects, for people.
     pub place: String,
-    pub token_bytes: u64,
     pub chunk_tokens: u32,
-    pub chunk_bytes: usize,
-    pub layers: usize,
-    pub heads: u32,
-    pub row_bytes: u32,
     pub conversations: usize,
     pub tokens: usize,
     pub chunks: usize,
@@ -123,19 +137,27 @@ impl DemoPhase {
 }
 
 impl DemoReport {
-    pub(super) fn new(space: &Space, plan: &Plan) -> Self {
-        let plane = space.planes().first();
+    pub(super) fn new(spaces: &[Space], plan: &Plan) -> Self {
+        let kind = |(space, kept): (&Space, &Vec<usize>)| {
+            let plane = space.planes().first();
+            let shared = kept.iter().filter(|&&chunk| chunk < plan.shared_chunks).count();
+            DemoKind {
+                kind: space.kind(),
+                space: space.key().to_string(),
+                layers: space.planes().len(),
+                heads: plane.map_or(0, |plane| plane.heads),
+                row_bytes: plane.map_or(0, |plane| plane.row_bytes),
+                chunk_bytes: space.layout().payload_len(),
+                stored: shared + plan.shape.conversations * (kept.len() - shared),
+                needed: plan.needed(space),
+            }
+        };
         Self {
-            model: space.model().to_owned(),
-            space: space.key().to_string(),
+            model: spaces[0].model().to_owned(),
+            kinds: spaces.iter().zip(&plan.kept).map(kind).collect(),
             seed: plan.shape.seed,
             place: String::new(),
-            token_bytes: space.row_bytes(),
-            chunk_tokens: space.chunk_tokens(),
-            chunk_bytes: space.layout().payload_len(),
-            layers: space.planes().len(),
-            heads: plane.map_or(0, |plane| plane.heads),
-            row_bytes: plane.map_or(0, |plane| plane.row_bytes),
+            chunk_tokens: spaces[0].chunk_tokens(),
             conversations: plan.shape.conversations,
             tokens: plan.shape.tokens,
             chunks: plan.chunks(),
@@ -153,6 +175,18 @@ impl DemoReport {
             missed: Vec::new(),
             equal: false,
         }
+    }
+
+    /// Bytes of KV to store.
+    pub(super) fn unique_bytes(&self) -> u64 {
+        let of_kind = |kind: &DemoKind| (kind.stored * kind.chunk_bytes) as u64;
+        self.kinds.iter().map(of_kind).sum()
+    }
+
+    /// Bytes of KV that the loads of all conversations need.
+    pub(super) fn needed_bytes(&self) -> u64 {
+        let of_kind = |kind: &DemoKind| (kind.needed * kind.chunk_bytes) as u64;
+        self.kinds.iter().map(of_kind).sum()
     }
 
     /// The phase of this name, made at its first use.
@@ -184,7 +218,7 @@ impl DemoReport {
         };
         lookups.into_iter().all(found)
             && self.missed.is_empty()
-            && self.compared_bytes == (self.chunks * self.chunk_bytes) as u64
+            && self.compared_bytes == self.needed_bytes()
             && self.different_bytes + self.stray_bytes == 0
     }
 }

@@ -14,13 +14,13 @@ use crate::tools::s3_server::S3Server;
 /// Runs the demo and prints the results; returns whether every byte came back unchanged. The objects are removed
 /// also after a failure or Ctrl-C, unless they are to be kept.
 pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
-    let (space, shape) = args.shape()?;
-    let plan = Plan::new(&space, shape, config.arena.size)?;
+    let (spaces, shape) = args.shape()?;
+    let plan = Plan::new(&spaces, shape, config.arena.size)?;
     if let Some(path) = &args.save_tokens {
         save_tokens(path, &plan)?;
     }
     let host = S3Server::start(&config, "kvgate-demo", args.keep).await?;
-    let done = run_on(&host, space, plan, config, args).await;
+    let done = run_on(&host, spaces, plan, config, args).await;
     let (embedded, folder) = (host.is_embedded(), host.folder.clone());
     host.stop().await;
     let demo = done?;
@@ -36,12 +36,12 @@ pub async fn run(args: &DemoArgs, config: Config) -> Result<bool, DemoError> {
 
 async fn run_on(
     host: &S3Server,
-    space: Space,
+    spaces: Vec<Space>,
     plan: Plan,
     config: Config,
     args: &DemoArgs,
 ) -> Result<Demo, DemoError> {
-    let mut demo = Demo::open(host.store.clone(), space, plan, config).await?;
+    let mut demo = Demo::open(host.store.clone(), spaces, plan, config).await?;
     demo.report.place.clone_from(&host.place);
     demo.show_progress();
     if !args.json {
@@ -57,7 +57,7 @@ async fn run_on(
     };
     demo.finish();
     if let (Err(_), Err(error)) = (&phases, &removed) {
-        tracing::warn!(%error, space = demo.report.space, "the demo's objects could not be removed");
+        tracing::warn!(%error, model = demo.report.model, "the demo's objects could not be removed");
     }
     phases.and(removed)?;
     Ok(demo)

@@ -19,8 +19,8 @@ pub struct Comparison {
 pub struct Position {
     pub plane: usize,
     pub head: usize,
-    /// Token in the chunk.
-    pub token: usize,
+    /// The token in the chunk; a state has one row.
+    pub row: usize,
     pub row_byte: usize,
 }
 
@@ -63,40 +63,43 @@ fn fill_rows(states: &[u64], plane: usize, head: usize, rows: &mut [u8]) {
     }
 }
 
-/// "Prefill": writes the KV of the tokens with these prefix states into pages.
-pub(super) fn generate(cache: &mut DemoPages, blocks: &[u32], states: &[u64]) {
-    let block_tokens = cache.block_tokens();
-    for plane in 0..cache.planes() {
-        for (block, states) in blocks.iter().zip(states.chunks(block_tokens)) {
-            for head in 0..cache.heads(plane) {
-                fill_rows(states, plane, head, cache.page_mut(plane, *block, head));
+/// "Prefill": writes the KV of a chunk into its pages. `states`: the prefix states of its rows.
+pub(super) fn generate(pages: &mut DemoPages, place: usize, states: &[u64]) {
+    let block_rows = pages.block_rows();
+    let blocks = pages.blocks(place).to_vec();
+    for plane in 0..pages.planes() {
+        for (block, states) in blocks.iter().zip(states.chunks(block_rows)) {
+            for head in 0..pages.heads(plane) {
+                let number = pages.number(plane);
+                fill_rows(states, number, head, pages.page_mut(plane, *block, head));
             }
         }
     }
 }
 
-/// Whether pages hold what [`generate`] would write.
-pub(super) fn compare(cache: &DemoPages, blocks: &[u32], states: &[u64]) -> Comparison {
-    let block_tokens = cache.block_tokens();
+/// Whether a chunk's pages hold what [`generate`] would write.
+pub(super) fn compare(pages: &DemoPages, place: usize, states: &[u64]) -> Comparison {
+    let block_rows = pages.block_rows();
     let mut result = Comparison::default();
     let mut expected = Vec::new();
-    for plane in 0..cache.planes() {
-        for (index, (block, states)) in blocks.iter().zip(states.chunks(block_tokens)).enumerate() {
-            for head in 0..cache.heads(plane) {
-                let page = cache.page(plane, *block, head);
+    for plane in 0..pages.planes() {
+        let blocks = pages.blocks(place).iter().zip(states.chunks(block_rows));
+        for (index, (block, states)) in blocks.enumerate() {
+            for head in 0..pages.heads(plane) {
+                let page = pages.page(plane, *block, head);
                 expected.resize(page.len(), 0);
-                fill_rows(states, plane, head, &mut expected);
+                fill_rows(states, pages.number(plane), head, &mut expected);
                 result.bytes += page.len() as u64;
                 if page == expected {
                     continue;
                 }
                 let different: Vec<usize> = (0..page.len()).filter(|&i| page[i] != expected[i]).collect();
                 result.different_bytes += different.len() as u64;
-                let row_bytes = page.len() / block_tokens;
+                let row_bytes = page.len() / block_rows;
                 result.first = result.first.or(different.first().map(|at| Position {
                     plane,
                     head,
-                    token: index * block_tokens + at / row_bytes,
+                    row: index * block_rows + at / row_bytes,
                     row_byte: at % row_bytes,
                 }));
             }
@@ -153,33 +156,40 @@ mod tests {
             threads: 1,
             bytes_per_thread: 1,
         };
-        let mut cache = DemoPages::new(&space.unwrap(), 4, 5, options).unwrap();
-        let (blocks, states) = ([3, 0, 2], prefix_states(1, &[5; 12]));
-        generate(&mut cache, &blocks, &states);
+        let mut pages = DemoPages::new(&space.unwrap(), 2, 4, options).unwrap();
+        pages.shuffle(&mut fastrand::Rng::with_seed(1));
+        let states = prefix_states(1, &[5; 12]);
+        generate(&mut pages, 1, &states);
         let bytes = 12 * (2 * 21 + 3 * 8);
         let equal = Comparison {
             bytes,
             ..Comparison::default()
         };
-        assert_eq!(compare(&cache, &blocks, &states), equal);
-        cache.page_mut(1, 0, 2)[2 * 8 + 5] ^= 1;
-        cache.page_mut(1, 2, 0)[0] ^= 1;
+        assert_eq!(compare(&pages, 1, &states), equal);
+        assert_ne!(
+            compare(&pages, 0, &states).different_bytes,
+            0,
+            "another chunk's pages"
+        );
+        let block = pages.blocks(1)[0];
+        pages.page_mut(1, block, 2)[6 * 8 + 5] ^= 1;
+        pages.page_mut(1, block, 0)[9 * 8] ^= 1;
+        let found = compare(&pages, 1, &states);
+        assert_eq!((found.bytes, found.different_bytes), (bytes, 2));
+        let first = Position {
+            plane: 1,
+            head: 0,
+            row: 9,
+            row_byte: 0,
+        };
+        assert_eq!(found.first, Some(first));
+        pages.page_mut(1, block, 0)[9 * 8] ^= 1;
         let first = Position {
             plane: 1,
             head: 2,
-            token: 6,
+            row: 6,
             row_byte: 5,
         };
-        let found = Comparison {
-            bytes,
-            different_bytes: 2,
-            first: Some(first),
-        };
-        assert_eq!(compare(&cache, &blocks, &states), found);
-        assert_ne!(
-            compare(&cache, &[0, 3, 2], &states).different_bytes,
-            0,
-            "pages in another order"
-        );
+        assert_eq!(compare(&pages, 1, &states).first, Some(first));
     }
 }

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::paged::BLOCK_TOKENS;
-use super::report::{DemoPhase, DemoReport};
+use super::report::{DemoKind, DemoPhase, DemoReport};
+use crate::format::Kind;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 const MIB: f64 = (1_u64 << 20) as f64;
@@ -14,31 +14,28 @@ const MISSED_SHOWN: usize = 3;
 impl DemoReport {
     /// Announces the run.
     pub(super) fn header(&self) -> String {
-        format!(
-            "kvgate demo: {model}, synthetic KV (seed {seed})\n\
-             geometry   {layers} layers x {heads} KV heads x {row} bytes a token = {token:.1} KiB a token\n\
-             chunk      {chunk_tokens} tokens, {chunk:.1} MiB, one object; paged cache in blocks of {BLOCK_TOKENS} tokens, shuffled\n\
-             prompts    {conversations} conversations of {tokens} tokens: {chunks} chunks, of which {unique} are different\n\
+        let mut text = format!(
+            "kvgate demo: {}, synthetic KV (seed {}), chunks of {} tokens\n",
+            self.model, self.seed, self.chunk_tokens
+        );
+        for kind in &self.kinds {
+            text.push_str(&announced(kind));
+        }
+        let _ = write!(
+            text,
+            "prompts    {conversations} conversations of {tokens} tokens: {chunks} chunks, of which {unique} are different\n\
              {empty:11}({shared} of each are a system prompt that all share): {total:.2} GiB to store\n\
-             where      {place}, space {space}\n\n",
-            model = self.model,
-            seed = self.seed,
-            layers = self.layers,
-            heads = self.heads,
-            row = self.row_bytes,
-            token = self.token_bytes as f64 / 1024.0,
-            chunk_tokens = self.chunk_tokens,
-            chunk = self.chunk_bytes as f64 / MIB,
+             where      {place}\n\n",
             conversations = self.conversations,
             tokens = thousands(self.tokens as u64),
             chunks = self.chunks,
             unique = self.unique_chunks,
             empty = "",
             shared = self.shared_chunks,
-            total = (self.unique_chunks * self.chunk_bytes) as f64 / GIB,
+            total = self.unique_bytes() as f64 / GIB,
             place = self.place,
-            space = self.space,
-        )
+        );
+        text
     }
 
     /// The table and the verdict.
@@ -82,22 +79,22 @@ impl DemoReport {
             "NOT EQUAL: {} of {compared} compared bytes differ, {} of {} chunks did not come back",
             thousands(self.different_bytes + self.stray_bytes),
             self.missed.len(),
-            self.chunks,
+            self.kinds.iter().map(|kind| kind.needed).sum::<usize>(),
         );
         if let Some(first) = &self.first_difference {
             let at = &first.position;
             let _ = writeln!(
                 text,
-                "           the first in conversation {}, chunk {}: layer {}, head {}, token {}, byte {} of the row",
-                first.conversation, first.chunk, first.layer, at.head, at.token, at.row_byte
+                "           the first in conversation {}, chunk {} ({}): layer {}, head {}, row {}, byte {} of it",
+                first.conversation, first.chunk, first.kind, first.layer, at.head, at.row, at.row_byte
             );
         }
         for missed in self.missed.iter().take(MISSED_SHOWN) {
             let (conversation, chunk) = (missed.conversation, missed.chunk);
             let _ = writeln!(
                 text,
-                "           conversation {conversation}, chunk {chunk}: {}",
-                missed.reason
+                "           conversation {conversation}, chunk {chunk} ({}): {}",
+                missed.kind, missed.reason
             );
         }
         text
@@ -118,11 +115,27 @@ impl DemoReport {
         let next = if embedded {
             "kvgate demo --endpoint http://HOST:PORT --bucket NAME    the same on your S3 server"
         } else {
-            "kvgate demo --model llama-3-70b --tokens 4096    with more and larger chunks"
+            "kvgate demo --model gpt-oss-20b    a model with windows"
         };
         let _ = writeln!(text, "try next   {next}");
         text
     }
+}
+
+/// One line about a kind.
+fn announced(kind: &DemoKind) -> String {
+    let row = match kind.kind {
+        Kind::State => format!("{:.1} KiB a snapshot", f64::from(kind.row_bytes) / 1024.0),
+        _ => format!("{} KV heads x {} bytes a token", kind.heads, kind.row_bytes),
+    };
+    format!(
+        "{:<15} {} layers x {row}; {:.1} MiB a chunk, one object\n{:16}space {}\n",
+        kind.kind.to_string(),
+        kind.layers,
+        kind.chunk_bytes as f64 / MIB,
+        "",
+        kind.space
+    )
 }
 
 fn row(phase: &DemoPhase) -> String {

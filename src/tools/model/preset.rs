@@ -1,85 +1,52 @@
-//! KV geometries of known models.
+//! Well-known models by name.
 
-use super::dtype::DType;
-use super::space::{Space, SpaceError};
-use super::space_input::{Mha, Mla, SpaceInput};
+use std::sync::LazyLock;
 
-/// The KV geometry of a known model.
-#[derive(Debug, Clone, Copy)]
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::hf_config::HfModel;
+use crate::format::{DType, Space, SpaceError};
+
+/// A well-known model.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Preset {
-    pub name: &'static str,
-    pub model: &'static str,
-    pub attention: Attention,
-    pub dtype: DType,
+    pub name: String,
+    /// As the hub has it.
+    pub model: String,
+    /// Of the KV, where it is not the weights'.
+    dtype: Option<DType>,
+    /// The part of its config.json that says what its layers keep.
+    config: Value,
 }
 
-#[derive(Debug, Clone, Copy)]
-pub enum Attention {
-    Mha(Mha),
-    Mla(Mla),
-}
-
-const fn gqa(name: &'static str, model: &'static str, layers: u32) -> Preset {
-    let attention = Attention::Mha(Mha {
-        layers,
-        heads: 8,
-        head_dim: 128,
-        v_head_dim: None,
-    });
-    Preset {
-        name,
-        model,
-        attention,
-        dtype: DType::BFloat16,
-    }
-}
-
-const DEEPSEEK: Attention = Attention::Mla(Mla {
-    layers: 61,
-    latent_dim: 512 + 64,
+/// In the order in which `kvgate size` lists them: the first is the demo's.
+pub static PRESETS: LazyLock<Vec<Preset>> = LazyLock::new(|| {
+    serde_json::from_str(include_str!("presets.json")).expect("a test reads each of presets.json")
 });
 
-/// From the models' own config.json: num_hidden_layers, num_key_value_heads, head_dim; kv_lora_rank + qk_rope_head_dim.
-pub const PRESETS: [Preset; 5] = [
-    gqa("llama-3-8b", "meta-llama/Meta-Llama-3-8B", 32),
-    gqa("llama-3-70b", "meta-llama/Meta-Llama-3-70B", 80),
-    gqa("qwen3-32b", "Qwen/Qwen3-32B", 64),
-    Preset {
-        name: "deepseek-v3",
-        model: "deepseek-ai/DeepSeek-V3",
-        attention: DEEPSEEK,
-        dtype: DType::BFloat16,
-    },
-    Preset {
-        name: "deepseek-v3-fp8",
-        model: "deepseek-ai/DeepSeek-V3",
-        attention: DEEPSEEK,
-        dtype: DType::Fp8DsMla,
-    },
-];
-
 impl Preset {
+    /// `dtype`: of the KV, in place of the preset's.
+    pub fn kinds(&self, dtype: Option<DType>) -> Result<HfModel, String> {
+        HfModel::of(&self.config, dtype.or(self.dtype))
+    }
+
+    /// A space for each kind of KV, for weights of this revision.
+    pub fn spaces(&self, revision: &str, chunk_tokens: u32) -> Result<Vec<Space>, SpaceError> {
+        let model = self.kinds(None).expect("a test reads each of presets.json");
+        model.spaces(&self.model, revision, chunk_tokens)
+    }
+
     pub fn find(name: &str) -> Option<&'static Self> {
         PRESETS
             .iter()
             .find(|preset| preset.name.eq_ignore_ascii_case(name))
     }
 
-    /// The preset's space for weights of this revision.
-    pub fn space(&self, revision: &str, chunk_tokens: u32) -> Result<Space, SpaceError> {
-        let (mha, mla) = match self.attention {
-            Attention::Mha(mha) => (Some(mha), None),
-            Attention::Mla(mla) => (None, Some(mla)),
-        };
-        Space::new(SpaceInput {
-            model: self.model.into(),
-            revision: revision.into(),
-            dtype: Some(self.dtype),
-            chunk_tokens: Some(chunk_tokens),
-            mha,
-            mla,
-            ..SpaceInput::default()
-        })
+    /// The names of all, for a message.
+    pub fn names() -> Vec<&'static str> {
+        PRESETS.iter().map(|preset| preset.name.as_str()).collect()
     }
 }
 
@@ -89,15 +56,42 @@ mod tests {
 
     #[test]
     fn chunks_have_the_sizes_that_are_published() {
-        let mib = |name: &str| {
-            let space = Preset::find(name).unwrap().space("0123abcd", 256).unwrap();
-            space.layout().payload_len() as f64 / f64::from(1 << 20)
+        let kib = |name: &str| {
+            let spaces = Preset::find(name).unwrap().spaces("0123abcd", 256).unwrap();
+            let kib = spaces
+                .iter()
+                .map(|space| (space.kind().to_string(), space.layout().payload_len() / 1024));
+            kib.collect::<Vec<_>>()
         };
-        assert_eq!(mib("llama-3-8b"), 32.0);
-        assert_eq!(mib("llama-3-70b"), 80.0);
-        assert_eq!(mib("qwen3-32b"), 64.0);
-        assert_eq!(mib("deepseek-v3") * 1024.0, 61.0 * 256.0 * 1152.0 / 1024.0);
-        assert_eq!(mib("deepseek-v3-fp8") * 1024.0, 61.0 * 256.0 * 656.0 / 1024.0);
+        let full = |kib: usize| ("full".to_owned(), kib);
+        assert_eq!(kib("llama-3-8b"), [full(32 << 10)]);
+        assert_eq!(kib("llama-3-70b"), [full(80 << 10)]);
+        assert_eq!(kib("qwen3-32b"), [full(64 << 10)]);
+        assert_eq!(kib("deepseek-v3"), [full(61 * 288)]);
+        assert_eq!(kib("deepseek-v3-fp8"), [full(61 * 164)]);
+        assert_eq!(kib("deepseek-v3.2"), [full(61 * 288), full(61 * 33)]);
+        // 48 KiB a token at full length, half of it in windows.
+        assert_eq!(kib("gpt-oss-20b"), [full(6144), ("window 128".into(), 6144)]);
+        assert_eq!(kib("command-r7b")[1].0, "window 4097");
+        assert_eq!(kib("llama-4-scout")[1], ("chunked 8192".into(), 36 << 10));
+        // Ten layers, two rows of 2,048 elements each.
+        assert_eq!(kib("lfm2-1.2b"), [full(6 * 512), ("state".into(), 80)]);
+    }
+
+    #[test]
+    fn all_kinds_of_every_preset_are_spaces_of_one_model() {
+        for preset in PRESETS.iter() {
+            let spaces = preset.spaces("0123abcd", 256).unwrap();
+            assert!(
+                spaces
+                    .windows(2)
+                    .all(|pair| pair[0].model_id() == pair[1].model_id() && pair[0] != pair[1]),
+                "{}",
+                preset.name
+            );
+            assert!(!spaces.is_empty(), "{}", preset.name);
+        }
         assert!(Preset::find("gpt-9").is_none());
+        assert!(Preset::find("GPT-OSS-20B").is_some());
     }
 }

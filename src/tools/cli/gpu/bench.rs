@@ -10,7 +10,7 @@ use crate::config::units::MIB;
 use crate::engine::copy::CudaOptions;
 use crate::engine::copy::known::{KNOWN, KnownLayout, Pages};
 use crate::format::Space;
-use crate::tools::cli::args::find_preset;
+use crate::tools::cli::args::{find_preset, one_space};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes, tell};
 use crate::tools::gpu_check::{BenchPlan, BenchRow, PathPlan, PathReport, bench, path};
@@ -67,7 +67,8 @@ pub struct GpuBenchArgs {
 const DEFAULT_LAYOUTS: [&str; 5] = ["vllm LBNHC", "vllm LBHNC", "vllm BLHNC", "sglang", "mla BND"];
 
 pub async fn run(args: &GpuBenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
-    let space = find_preset(&args.model)?.space("bench-1", args.chunk_tokens)?;
+    let preset = find_preset(&args.model)?;
+    let space = one_space(preset, preset.spaces("bench-1", args.chunk_tokens)?)?;
     if args.block_tokens.contains(&0) || args.thread_blocks.contains(&0) {
         return Err(CliError::usage(
             "--block-tokens and --thread-blocks must be 1 or more",

@@ -1,33 +1,51 @@
-//! The geometry that `kvgate size` computes with: from a known model, or from flags.
+//! The spaces that `kvgate size` computes with: of a config.json, of a known model, or from flags.
 
 use serde_json::json;
 
 use super::SizeArgs;
+use crate::config::units::{ByteSize, MIB};
 use crate::format::{DType, Mha, Mla, Space, SpaceInput};
 use crate::tools::cli::args::find_preset;
 use crate::tools::cli::error::CliError;
+use crate::tools::cli::input;
+use crate::tools::model::{HfModel, Preset};
 
 /// Geometry alone needs no revision, but a space has one.
-pub const ANY_REVISION: &str = "0";
+const ANY_REVISION: &str = "0";
 
 impl SizeArgs {
-    pub fn space(&self) -> Result<Space, CliError> {
-        let Some(model) = &self.model else {
-            return self.geometry();
-        };
-        let space = find_preset(model)?.space(ANY_REVISION, self.chunk_tokens)?;
-        match self.dtype {
-            Some(dtype) if dtype != space.dtype() => retyped(&space, dtype),
-            _ => Ok(space),
+    pub fn spaces(&self) -> Result<Vec<Space>, CliError> {
+        if let Some(path) = &self.config {
+            let file = match path.is_dir() {
+                true => path.join("config.json"),
+                false => path.clone(),
+            };
+            let shown = file.display().to_string();
+            let text = input::read(&shown, ByteSize(16 * MIB))?;
+            let usage = |what: String| CliError::usage(format!("{shown}: {what}"));
+            let config = serde_json::from_str(&text).map_err(|error| usage(format!("no JSON: {error}")))?;
+            let model = HfModel::of(&config, self.dtype).map_err(usage)?;
+            return Ok(model.spaces(&model.name, ANY_REVISION, self.chunk_tokens)?);
+        }
+        match &self.model {
+            Some(model) => self.of_preset(find_preset(model)?),
+            None => self.geometry().map(|space| vec![space]),
         }
     }
 
+    pub fn of_preset(&self, preset: &Preset) -> Result<Vec<Space>, CliError> {
+        let kinds = preset.kinds(self.dtype).map_err(CliError::usage)?;
+        Ok(kinds.spaces(&preset.model, ANY_REVISION, self.chunk_tokens)?)
+    }
+
     fn geometry(&self) -> Result<Space, CliError> {
-        let mut input = input(
-            "(as given)",
-            self.dtype.unwrap_or(DType::BFloat16),
-            self.chunk_tokens,
-        );
+        let mut input = SpaceInput {
+            model: "(as given)".into(),
+            revision: ANY_REVISION.into(),
+            dtype: Some(self.dtype.unwrap_or(DType::BFloat16)),
+            chunk_tokens: Some(self.chunk_tokens),
+            ..SpaceInput::default()
+        };
         match (self.layers, self.kv_heads, self.head_dim, self.latent_dim) {
             (Some(layers), None, None, Some(latent_dim)) => input.mla = Some(Mla { layers, latent_dim }),
             (Some(layers), Some(heads), Some(head_dim), None) => {
@@ -47,36 +65,6 @@ impl SizeArgs {
         }
         Ok(Space::new(input)?)
     }
-}
-
-fn input(model: &str, dtype: DType, chunk_tokens: u32) -> SpaceInput {
-    SpaceInput {
-        model: model.into(),
-        revision: ANY_REVISION.into(),
-        dtype: Some(dtype),
-        chunk_tokens: Some(chunk_tokens),
-        ..SpaceInput::default()
-    }
-}
-
-/// The same elements in another type.
-fn retyped(space: &Space, dtype: DType) -> Result<Space, CliError> {
-    let from = space.dtype();
-    if from.fixed_row_bytes().is_some() {
-        return Err(CliError::usage(format!(
-            "this preset's rows are {} by definition: take the preset without it, such as deepseek-v3, for --dtype {}",
-            from.name(),
-            dtype.name()
-        )));
-    }
-    let mut planes = space.planes().to_vec();
-    for plane in &mut planes {
-        let elements = plane.row_bytes / from.size();
-        plane.row_bytes = dtype.fixed_row_bytes().unwrap_or(elements * dtype.size());
-    }
-    let mut input = input(space.model(), dtype, space.chunk_tokens());
-    input.planes = Some(planes);
-    Ok(Space::new(input)?)
 }
 
 pub fn dtype(name: &str) -> Result<DType, String> {

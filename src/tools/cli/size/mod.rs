@@ -2,20 +2,19 @@
 
 mod figures;
 mod geometry;
-mod hf_config;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use serde_json::json;
 
-use crate::format::{DType, PRESETS};
+use crate::format::DType;
 use crate::tools::cli::args::CHUNK_TOKENS;
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::output::{Out, bytes};
+use crate::tools::model::PRESETS;
 use figures::Sizes;
-use geometry::{ANY_REVISION, dtype, tokens};
-use hf_config::{HfModel, Kept};
+use geometry::{dtype, tokens};
 
 /// Calculates what a model's KV takes; asks no server.
 #[derive(Debug, Args)]
@@ -66,92 +65,36 @@ pub struct SizeArgs {
 }
 
 pub fn run(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
-    if let Some(path) = &args.config {
-        return by_config(args, path, out);
-    }
     let geometry = [args.layers, args.kv_heads, args.head_dim, args.latent_dim];
-    if args.model.is_none() && geometry.iter().all(Option::is_none) {
+    if args.config.is_none() && args.model.is_none() && geometry.iter().all(Option::is_none) {
         return all(args, out);
     }
-    let sizes = Sizes::of(args.space()?, args)?;
+    let sizes = Sizes::of(args.spaces()?, args)?;
     match args.json {
         true => out.json(&sizes.json()),
         false => sizes.show(out),
     }
 }
 
-fn by_config(args: &SizeArgs, path: &Path, out: &mut Out) -> Result<(), CliError> {
-    let model = HfModel::read(path, args.dtype)?;
-    let space = model.space(args.chunk_tokens)?;
-    let sizes = space.map(|space| Sizes::of(space, args)).transpose()?;
-    if args.json {
-        let mut all = sizes.map_or_else(|| json!({}), |sizes| sizes.json());
-        all["groups"] = model.json(&args.context);
-        return out.json(&all);
-    }
-    let groups = model.groups();
-    let contexts: Vec<String> = args
-        .context
-        .iter()
-        .map(|tokens| format!(">of {tokens}"))
-        .collect();
-    let mut headings = vec!["kept", ">layers", ">a token", ">a snapshot"];
-    headings.extend(contexts.iter().map(String::as_str));
-    let rows = groups.iter().map(|group| {
-        let (token, snapshot) = match group.kept {
-            Kept::State => ("-".to_owned(), bytes(group.bytes)),
-            _ => (bytes(group.bytes), "-".to_owned()),
-        };
-        let mut row = vec![group.kept.to_string(), group.layers.to_string(), token, snapshot];
-        let needed = |tokens: &u64| bytes(group.kept.needed(*tokens).saturating_mul(group.bytes));
-        row.extend(args.context.iter().map(needed));
-        row
-    });
-    let rows: Vec<Vec<String>> = rows.collect();
-    out.table(&headings, &rows)?;
-    if groups.iter().any(|group| group.kept == Kept::State) {
-        out.line("\nkvgate stores no states yet: its connectors refuse this model. By token it keeps:\n")?;
-    } else if groups.len() > 1 {
-        out.line("\nkvgate stores all tokens of all layers, also of those that attend to a window:\n")?;
-    } else {
-        out.line("")?;
-    }
-    match sizes {
-        Some(sizes) => sizes.show(out),
-        None => out.line("nothing"),
-    }
-}
-
 fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
     let (mut rows, mut objects) = (Vec::new(), Vec::new());
-    for preset in &PRESETS {
-        let space = preset.space(ANY_REVISION, args.chunk_tokens)?;
-        let payload = space.layout().payload_len() as u64;
-        let contexts = args.context.iter().map(|tokens| {
-            let chunks = tokens / u64::from(args.chunk_tokens);
-            chunks.saturating_mul(space.layout().object_len() as u64)
-        });
-        let contexts: Vec<u64> = contexts.collect();
+    for preset in PRESETS.iter() {
+        let sizes = Sizes::of(args.of_preset(preset)?, args)?;
         let mut row = vec![
-            preset.name.to_owned(),
-            preset.model.to_owned(),
-            preset.dtype.name().to_owned(),
-            bytes(space.row_bytes()),
-            bytes(payload),
+            preset.name.clone(),
+            preset.model.clone(),
+            sizes.kinds_text(),
+            bytes(sizes.token_bytes()),
+            match sizes.snapshot_bytes() {
+                0 => "-".to_owned(),
+                snapshot => bytes(snapshot),
+            },
         ];
-        row.extend(contexts.iter().map(|&sum| bytes(sum)));
+        row.extend(sizes.stored().map(bytes));
         rows.push(row);
-        objects.push(json!({
-            "preset": preset.name,
-            "model": preset.model,
-            "dtype": preset.dtype.name(),
-            "chunk_tokens": args.chunk_tokens,
-            "token_bytes": space.row_bytes(),
-            "payload_bytes": payload,
-            "object_bytes": space.layout().object_len(),
-            "contexts": args.context.iter().zip(contexts)
-                .map(|(tokens, sum)| json!({ "tokens": tokens, "bytes": sum })).collect::<Vec<_>>(),
-        }));
+        let mut object = sizes.json();
+        object["preset"] = json!(preset.name);
+        objects.push(object);
     }
     if args.json {
         return out.json(&json!({ "presets": objects }));
@@ -161,11 +104,12 @@ fn all(args: &SizeArgs, out: &mut Out) -> Result<(), CliError> {
         .iter()
         .map(|tokens| format!(">{tokens} tokens"))
         .collect();
-    let mut headings = vec!["preset", "model", "dtype", ">token", ">chunk"];
+    let mut headings = vec!["preset", "model", "kinds", ">a token", ">a snapshot"];
     headings.extend(contexts.iter().map(String::as_str));
     out.table(&headings, &rows)?;
     out.line(format_args!(
-        "\nChunks of {} tokens. More of one: kvgate size --model PRESET",
+        "\nChunks of {} tokens; of windows and states, what a prompt of this length keeps at its end.\n\
+         More of one: kvgate size --model PRESET",
         args.chunk_tokens
     ))
 }

@@ -3,22 +3,25 @@
 use super::*;
 
 /// Kind, layers, and bytes a token or a snapshot.
-fn groups(config: &Value) -> Vec<(String, u32, u64)> {
+fn groups(config: &Value) -> Vec<(Kind, usize, u64)> {
+    let group = |kv: &KvKind| {
+        let bytes = kv.planes.iter().map(|plane| plane.bytes(1)).sum();
+        (kv.kind, kv.planes.len(), bytes)
+    };
     let model = HfModel::of(config, None).unwrap();
-    let group = |group: Group| (group.kept.to_string(), group.layers, group.bytes);
-    model.groups().into_iter().map(group).collect()
+    model.kinds.iter().map(group).collect()
 }
 
-fn full(layers: u32, bytes: u64) -> (String, u32, u64) {
-    ("full attention".to_owned(), layers, bytes)
+fn full(layers: usize, bytes: u64) -> (Kind, usize, u64) {
+    (Kind::Full, layers, bytes)
 }
 
-fn window(tokens: u64, layers: u32, bytes: u64) -> (String, u32, u64) {
-    (format!("window of {tokens} tokens"), layers, bytes)
+fn window(tokens: u32, layers: usize, bytes: u64) -> (Kind, usize, u64) {
+    (Kind::Window(tokens), layers, bytes)
 }
 
-fn state(layers: u32, bytes: u64) -> (String, u32, u64) {
-    ("state".to_owned(), layers, bytes)
+fn state(layers: usize, bytes: u64) -> (Kind, usize, u64) {
+    (Kind::State, layers, bytes)
 }
 
 #[test]
@@ -63,7 +66,7 @@ fn windows_by_types_by_pattern_and_in_all_layers() {
         "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
         "head_dim": 128, "attention_chunk_size": 8192, "torch_dtype": "bfloat16",
     }});
-    let chunked = ("chunks of 8192 tokens".to_owned(), 36, 36 * 4096);
+    let chunked = (Kind::Chunked(8192), 36, 36 * 4096);
     assert_eq!(groups(&scout), [full(12, 12 * 4096), chunked]);
 }
 
@@ -75,9 +78,10 @@ fn latents_and_the_indexers_cache() {
     });
     assert_eq!(groups(&deepseek), [full(61, 61 * 1152)]);
     let packed = HfModel::of(&deepseek, Some(DType::Fp8DsMla)).unwrap();
-    assert_eq!(packed.groups()[0].bytes, 61 * 656);
+    assert_eq!(packed.kinds[0].planes[60].row_bytes, 656);
     deepseek["index_head_dim"] = 128.into();
-    assert_eq!(groups(&deepseek), [full(61, 61 * (1152 + 132))]);
+    assert_eq!(groups(&deepseek), [full(61, 61 * 1152), full(61, 61 * 132)]);
+    assert!(HfModel::of(&deepseek, None).unwrap().kinds[1].is_indexer);
 }
 
 /// The figures are those of vLLM 0.32's specs for these very configurations.
@@ -122,15 +126,6 @@ fn states_are_as_large_as_vllms() {
         "mamba_n_groups": 1, "mamba_d_conv": 4,
     }));
     assert_eq!(groups(&falcon), [full(2, 2048), state(2, 2 * 138_752)]);
-}
-
-#[test]
-fn a_context_needs_these_tokens_of_each_kind() {
-    let needed = |kept: Kept| kept.needed(10_000);
-    assert_eq!(
-        [Kept::Full, Kept::Window(128), Kept::Chunked(8192), Kept::State].map(needed),
-        [10_000, 127, 1808, 1]
-    );
 }
 
 #[test]
