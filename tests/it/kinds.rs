@@ -430,10 +430,11 @@ async fn a_rank_that_can_not_take_part_in_a_load_says_so() {
         .await;
     serving.ready().await;
     let model = writers_model(2);
-    let prompt = Prompt::of(model[FULL].space.clone(), CHUNKS);
+    // More than the window has room for: the rest comes once all ranks have had those before.
+    let all = [(FULL, all(0..90))];
+    let prompt = Prompt::of(model[FULL].space.clone(), 90);
     let mut ranks = engine(&serving, "engine", &tensor_parallel(2), &model);
-    store(&mut ranks, &prompt, &computed()).await;
-    let wanted = [(FULL, all(0..CHUNKS))];
+    store(&mut ranks, &prompt, &all).await;
     let no_tables = |hash: &kvgate::format::ChunkHash| WantedChunk {
         hash: *hash,
         spans: Vec::new(),
@@ -452,7 +453,7 @@ async fn a_rank_that_can_not_take_part_in_a_load_says_so() {
     let progress = Arc::new(LoadProgress::new([]));
     let refused = ranks[1].worker.load(load, &progress).await;
     assert!(matches!(refused, Err(WorkerError::Tables { .. })), "{refused:?}");
-    let load = ranks[0].load(&prompt, "load", Order::Chunk, &wanted, 0..u32::MAX);
+    let load = ranks[0].load(&prompt, "load", Order::Chunk, &all, 0..u32::MAX);
     let failed = tokio::time::timeout(Duration::from_secs(60), load).await;
     assert_eq!(failed.unwrap(), []);
     eventually(|| serving.node.status().slots.leases == 0).await;
