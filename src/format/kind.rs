@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// What a space's layers keep of a prompt. One space has one kind; a model with several has a space for each. In JSON:
 /// `"full"`, `{"window": W}`, `{"chunked": C}` or `"state"`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "lowercase", try_from = "WrittenKind")]
 pub enum Kind {
     /// Attention to all tokens before.
     #[default]
@@ -19,6 +19,40 @@ pub enum Kind {
     Chunked(u32),
     /// A recurrent state: a chunk has one snapshot, taken after its last token.
     State,
+}
+
+/// A kind in JSON. The word is a string: as a variant serde would also take `{"state": null}`.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "a kind is \"full\", {\"window\": W}, {\"chunked\": C} or \"state\""
+)]
+enum WrittenKind {
+    Word(String),
+    Span(Span),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Span {
+    Window(u32),
+    Chunked(u32),
+}
+
+impl TryFrom<WrittenKind> for Kind {
+    type Error = String;
+
+    fn try_from(written: WrittenKind) -> Result<Self, String> {
+        match written {
+            WrittenKind::Span(Span::Window(tokens)) => Ok(Self::Window(tokens)),
+            WrittenKind::Span(Span::Chunked(tokens)) => Ok(Self::Chunked(tokens)),
+            WrittenKind::Word(word) if word == "full" => Ok(Self::Full),
+            WrittenKind::Word(word) if word == "state" => Ok(Self::State),
+            WrittenKind::Word(word) => Err(format!(
+                "a kind is \"full\", {{\"window\": W}}, {{\"chunked\": C}} or \"state\", not {word:?}"
+            )),
+        }
+    }
 }
 
 /// Tokens that a window or an attention chunk may have.
@@ -109,6 +143,9 @@ mod tests {
             r#"{"window": -1}"#,
             r#"{"window": 1, "chunked": 1}"#,
             r#"{"full": 1}"#,
+            r#"{"full": null}"#,
+            r#"{"state": null}"#,
+            r#""State""#,
             "null",
         ] {
             assert!(serde_json::from_str::<Kind>(bad).is_err(), "{bad}");

@@ -232,12 +232,9 @@ impl Node {
         let credit = self.credit_of(&attach.instance);
         let (session, events) = Session::new(id, attach, credit)?;
         self.0.by_id.insert(id, Arc::clone(&session));
-        let attached = self
-            .ledger()
-            .attach(id, &session.instance, session.rank, session.world_size);
-        if let Err(error) = attached {
+        if let Err(error) = self.join_ranks(&session) {
             self.0.by_id.remove(&id);
-            return Err(error.into());
+            return Err(error);
         }
         self.0.sessions.insert(session.name.clone(), Arc::clone(&session));
         tracing::info!(
@@ -254,6 +251,30 @@ impl Node {
             );
         }
         Ok((session, events))
+    }
+
+    /// Notes a rank of an engine. All of its ranks cut heads in the same way.
+    fn join_ranks(&self, session: &Session) -> Result<(), NodeError> {
+        let Session {
+            id,
+            instance,
+            rank,
+            world_size,
+            has,
+            ..
+        } = session;
+        let mut ledger = self.ledger();
+        ledger.attach(*id, instance, *rank, *world_size)?;
+        let others = ledger.ranks(*id).into_values();
+        let mut others = others.filter_map(|id| Some(self.0.by_id.get(&id)?.has.tp_size()));
+        let size = has.tp_size();
+        let Some(there) = others.find(|there| *there != size) else {
+            return Ok(());
+        };
+        ledger.end(*id);
+        Err(NodeError::Rank(format!(
+            "rank {rank} of {instance:?} cuts heads for {size} ranks, and its other ranks for {there}: give all ranks of an engine the same size in `tp`"
+        )))
     }
 
     /// The credit of an engine, one for all of its ranks: they hold the same slots.

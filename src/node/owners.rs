@@ -33,6 +33,11 @@ pub struct Uncovered {
 }
 
 impl Has {
+    /// Number of ranks that heads are cut for.
+    pub fn tp_size(&self) -> u32 {
+        self.tp.map_or(1, |(_, size)| size)
+    }
+
     /// The heads that this rank has of a plane. Ranks cut heads into equal runs. Where there are fewer heads than ranks,
     /// neighbours have the same one.
     fn heads_of(&self, plane: &Plane) -> Range<u32> {
@@ -50,9 +55,12 @@ impl Has {
     }
 }
 
+/// By rank, for those that own anything.
+pub type Shares = BTreeMap<Rank, Vec<Share>>;
+
 /// The shares of all ranks that own anything.
-pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<BTreeMap<Rank, Vec<Share>>, Uncovered> {
-    let mut shares: BTreeMap<Rank, Vec<Share>> = BTreeMap::new();
+pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<Shares, Uncovered> {
+    let mut shares = Shares::new();
     for (plane, of) in space.planes().iter().enumerate() {
         // Half-open ranges of heads that have no owner so far.
         let mut open: Vec<Range<u32>> = std::iter::once(0..of.heads).collect();

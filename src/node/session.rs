@@ -1,6 +1,6 @@
 //! An engine process that is attached. Its session ends with the process, which a pidfd watches.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,10 +12,10 @@ use tokio::time::Instant;
 
 use super::NodeError;
 use super::ledger::{Rank, SessionId};
-use super::owners::Has;
+use super::owners::{Has, Shares, Uncovered, shares};
 use super::peer_process::{PeerProcess, Process};
 use crate::cache::gateway::Credit;
-use crate::format::SpaceKey;
+use crate::format::{Space, SpaceKey};
 
 /// The description that an engine process gives of itself when it attaches.
 #[derive(Debug, Clone)]
@@ -43,9 +43,17 @@ pub struct Session {
     pub(super) credit: Credit,
     /// The spaces that it loads from or stores to.
     spaces: Mutex<HashSet<SpaceKey>>,
+    /// For each space that it stores to, the shares of all ranks of its engine.
+    shares: Mutex<HashMap<SpaceKey, OfRanks>>,
     called: Mutex<Instant>,
     pub(super) events: mpsc::Sender<SessionEvent>,
     ended: watch::Sender<bool>,
+}
+
+/// The shares of ranks, and what the ranks have.
+struct OfRanks {
+    has: BTreeMap<Rank, Has>,
+    shares: Arc<Shares>,
 }
 
 /// An event on the stream of an attach.
@@ -80,6 +88,7 @@ impl Session {
             process: attach.process,
             credit,
             spaces: Mutex::default(),
+            shares: Mutex::default(),
             called: Mutex::new(Instant::now()),
             events,
             ended: watch::Sender::new(false),
@@ -117,6 +126,21 @@ impl Session {
         spaces.iter().copied().collect()
     }
 
+    /// The shares of a space's chunks that these ranks own: worked out once, for as long as the ranks are the same.
+    pub(super) fn shares(&self, space: &Space, has: BTreeMap<Rank, Has>) -> Result<Arc<Shares>, Uncovered> {
+        let mut of_spaces = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = of_spaces.get(&space.key()).filter(|known| known.has == has) {
+            return Ok(Arc::clone(&known.shares));
+        }
+        let shares = Arc::new(shares(space, &has)?);
+        let known = OfRanks {
+            has,
+            shares: Arc::clone(&shares),
+        };
+        of_spaces.insert(space.key(), known);
+        Ok(shares)
+    }
+
     pub(super) fn tell(&self, event: SessionEvent) {
         // A full stream is the client's own fault.
         let _ = self.events.try_send(event);
@@ -141,5 +165,43 @@ fn unguessable() -> io::Result<String> {
     match filled == bytes.len() {
         true => Ok(format!("{:032x}", u128::from_le_bytes(bytes))),
         false => Err(io::Error::other("the system gave too few random bytes")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_worked_out_once_for_each_space_and_set_of_ranks() {
+        let attach = Attach {
+            instance: "engine".into(),
+            rank: 0,
+            world_size: 2,
+            has: Has::default(),
+            process: Process { pid: None, uid: 0 },
+        };
+        let (session, _events) = Session::new(1, attach, Credit::new(1)).unwrap();
+        let space = |heads| {
+            Space::from_json(&format!(
+                r#"{{"model": "m", "revision": "1", "mha": {{"layers": 2, "heads": {heads}, "head_dim": 8}}}}"#
+            ))
+            .unwrap()
+        };
+        let ranks = |size| -> BTreeMap<Rank, Has> {
+            let has = |rank| Has {
+                tp: Some((rank, size)),
+                layers: None,
+            };
+            (0..size).map(|rank| (rank, has(rank))).collect()
+        };
+        let (two, four) = (space(2), space(4));
+        let first = session.shares(&two, ranks(2)).unwrap();
+        let other = session.shares(&four, ranks(2)).unwrap();
+        assert_ne!(first, other);
+        assert!(Arc::ptr_eq(&first, &session.shares(&two, ranks(2)).unwrap()));
+        assert!(Arc::ptr_eq(&other, &session.shares(&four, ranks(2)).unwrap()));
+        let alone = session.shares(&two, ranks(1)).unwrap();
+        assert_eq!(alone.len(), 1, "of the ranks that there are now");
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::ledger::{Committed, Offer, Rank, SlotError, SlotId};
-use super::owners::{Has, shares};
+use super::owners::{Has, Shares};
 use super::session::SessionEvent;
 use super::unwritten::Marks;
 use super::{Node, NodeError, Session};
@@ -28,7 +28,7 @@ pub(super) struct Filled {
     pub parent: ChunkHash,
     unwritten: Marks,
     /// The share that each of its owners writes.
-    shares: Arc<BTreeMap<Rank, Vec<Share>>>,
+    shares: Arc<Shares>,
     pub since: Instant,
 }
 
@@ -90,7 +90,7 @@ impl Node {
             let has = |id| self.0.by_id.get(&id).map(|session| session.has.clone());
             ranks.filter_map(|(rank, id)| Some((rank, has(id)?))).collect()
         };
-        let shares = Arc::new(shares(space, &ranks)?);
+        let shares = session.shares(space, ranks)?;
         let Some(own) = shares.get(&session.rank) else {
             return Ok(Reservations {
                 shares: Vec::new(),

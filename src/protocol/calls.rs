@@ -139,6 +139,9 @@ pub struct Needed {
     /// Half-open.
     pub chunks: (usize, usize),
     pub tiers: Vec<TierRun>,
+    /// Those of them that were inferred from their neighbours, in half-open runs: the load confirms them.
+    #[serde(default)]
+    pub inferred: Vec<(usize, usize)>,
     /// A draft's chunks that are there may be fewer.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draft: bool,

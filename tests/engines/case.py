@@ -6,7 +6,7 @@ import unittest
 
 import tiny_model
 from gateway import Gateway
-from lives import kvgate, life, prompt
+from lives import alive, kvgate, prompt
 
 CHUNK = 256
 PROMPTS = [{"prompt_token_ids": prompt(seed, 1000)} for seed in (1, 2)]
@@ -42,10 +42,7 @@ class EngineCase(unittest.TestCase):
 
     @classmethod
     def alive(cls, prompts, kv=None, **engine):
-        result = life(engine.pop("model", cls.model), prompts, kv, **engine)
-        if not result["ok"]:
-            raise AssertionError(f"{result['error']}\n{result['said'][-5000:]}")
-        return result
+        return alive(engine.pop("model", cls.model), prompts, kv, **engine)
 
     def kv(self, **extra):
         return kvgate(self.gateway.socket, **extra)

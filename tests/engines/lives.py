@@ -68,6 +68,14 @@ def life(model, prompts, kv=None, act=None, max_tokens=16, adapters=None, **engi
         return {**result, "said": said.read().decode(errors="replace")}
 
 
+def alive(model, prompts, kv=None, **more):
+    """A life that must not fail."""
+    result = life(model, prompts, kv, **more)
+    if not result["ok"]:
+        raise AssertionError(f"{result['error']}\n{result['said'][-5000:]}")
+    return result
+
+
 def run(model, prompts, kv, act, max_tokens, adapters, engine):
     settings = {
         "model": str(model),

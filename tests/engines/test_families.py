@@ -15,7 +15,7 @@ from pathlib import Path
 import families
 from case import damage
 from gateway import KVGATE, Gateway
-from lives import kvgate, life, prompt
+from lives import alive, kvgate, prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +107,7 @@ class FamilyTest(unittest.TestCase):
         self.kv = kvgate(self.gateway.socket, **tried.kv)
 
     def alive(self, kv=None, prompts=None, **more):
-        result = life(self.model, prompts or self.prompts, kv, **{**self.tried.engine, **more})
-        if not result["ok"]:
-            raise AssertionError(f"{result['error']}\n{result['said'][-5000:]}")
-        return result
+        return alive(self.model, prompts or self.prompts, kv, **{**self.tried.engine, **more})
 
     def anew(self):
         """Nothing is in the gateway's memory any more."""

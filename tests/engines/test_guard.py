@@ -45,6 +45,13 @@ def load(job, tokens, *table):
     return Load(job, job.partition("#")[0], [LoadPart(0, b"", 0, {0: (tokens, list(table))})])
 
 
+class StagesTest(unittest.TestCase):
+    """Of several stages the scheduler's side begins with the workers'."""
+
+    def test_before_that_nothing_is_copied(self):
+        self.assertFalse(connector().has_pending_push_work())
+
+
 class SchedulerTest(unittest.TestCase):
     def setUp(self):
         self.side = mock.Mock(model=model(kind(blocks={0: 16})), main=0)

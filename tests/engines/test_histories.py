@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import histories
-from histories import BrokenError, History, Overtaken
+import stand_ins
+from histories import History, Overtaken
 from kvgate.vllm.blocks import Blocks, Kept
 from kvgate.vllm.connector import KvGateConnector
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.stores import Stores
+from stand_ins import BrokenError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 HISTORIES = 500_000 if os.environ.get("KVGATE_TEST_FULL") else 20_000
@@ -141,7 +143,7 @@ class PlantedTest(unittest.TestCase):
         """vLLM keeps few of them."""
 
         def planted(self, state, index, kind, full, offers):
-            tables = histories.world.scheduler.kv_cache_manager.get_block_ids(state.request.request_id)
+            tables = stand_ins.world.scheduler.kv_cache_manager.get_block_ids(state.request.request_id)
             known = state.snapshots.setdefault(index, set())
             chunks = [chunk for chunk in range(full) if chunk not in known]
             known.update(chunks)
@@ -170,7 +172,7 @@ class PlantedTest(unittest.TestCase):
             mock.patch.object(SchedulerSide, "most_chunks", planted),
             mock.patch.object(SchedulerSide, "matched_tokens", all_of_it),
             mock.patch.object(History, "MODELS", ("windows", "states")),
-            mock.patch.object(histories.Worker, "fails", lambda self: False),
+            mock.patch.object(stand_ins.Worker, "fails", lambda self: False),
             mock.patch.object(histories, "PROMPT_TOKENS", (12, 24)),
         ):
             self.finds("computed from is wrong|Error")
@@ -198,7 +200,7 @@ class PlantedTest(unittest.TestCase):
         with (
             mock.patch.object(SchedulerSide, "note_failure", planted),
             mock.patch.object(History, "MODELS", ("windows",)),
-            mock.patch.object(histories.Worker, "fails", lambda self: True),
+            mock.patch.object(stand_ins.Worker, "fails", lambda self: True),
         ):
             self.finds("does not end")
 

@@ -10,7 +10,7 @@ import unittest
 
 import families
 from gateway import Gateway
-from lives import kvgate, life, prompt
+from lives import alive, kvgate, life, prompt
 
 # The CPU's rotary_embedding computes something else for queries of three dimensions.
 # On a CPU vLLM runs stages only with its warm-up.
@@ -41,11 +41,7 @@ class KindsCase(unittest.TestCase):
         return folder if os.path.exists(f"{folder}/config.json") else families.make(folder, family)
 
     def alive(self, family, prompts, kv=None, **engine):
-        prompts = [{"prompt_token_ids": tokens} for tokens in prompts]
-        result = life(self.model(family), prompts, kv, **engine)
-        if not result["ok"]:
-            raise AssertionError(f"{result['error']}\n{result['said'][-5000:]}")
-        return result
+        return alive(self.model(family), [{"prompt_token_ids": tokens} for tokens in prompts], kv, **engine)
 
     def anew(self):
         """Nothing is in the gateway's memory any more."""

@@ -19,7 +19,7 @@ from kvgate import Lookups
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.scheduler import SchedulerSide
 from kvgate.vllm.settings import Settings
-from made_up import Pool, kind, model, request
+from made_up import CHUNK, Pool, kind, model, request
 
 SECONDS_MAX = 20
 """Seconds that a test waits for an answer that must come."""
@@ -308,6 +308,59 @@ class KindsTest(LookupCase):
         job = self.scheduler.requests["r"].load.job
         self.scheduler.ended((), WorkerReport(loaded={job: (1, 0.1, False, True)}))
         self.assertEqual(self.scheduler.matched_tokens(request, 0), (0, False))
+
+
+class LongChunkTest(LookupCase):
+    """A chunk of 8 tokens is longer than a state's block, so vLLM keeps none at a chunk's end by itself."""
+
+    drops_last = False
+
+    def model(self):
+        return model(kind(), kind("state", 0, {1: 4}), drops_last=self.drops_last)
+
+    def parts_at(self, tokens, prefix, boundary=None, at=None):
+        """Where vLLM is to keep a state of a prompt that begins with `prefix` chunks that are there; `at`: where it would."""
+        name = f"{tokens} {prefix} {boundary}"
+        request = self.arrive(name, tokens)
+        if at is not None:
+            request.shared_prefix_boundary = at
+        if tokens > CHUNK:
+            self.gateway.next().answer(prefix, boundary=boundary)
+        self.matched(request)
+        return getattr(request, "shared_prefix_boundary", None)
+
+    def test_a_state_is_kept_at_the_last_chunk_of_a_prompt(self):
+        self.assertEqual(self.parts_at(36, 0), 32)
+        # A token is left to compute.
+        self.assertEqual(self.parts_at(32, 0), 24)
+        self.assertEqual(self.parts_at(33, 2), 32)
+
+    def test_not_where_it_is_known_to_be_there(self):
+        self.assertIsNone(self.parts_at(36, 4))
+        self.assertIsNone(self.parts_at(7, 0))
+
+    def test_where_prompts_are_known_to_part_it_is_kept_there(self):
+        self.assertEqual(self.parts_at(36, 3, boundary=1), 24)
+
+    def test_not_before_the_place_that_vllm_has_chosen(self):
+        self.assertEqual(self.parts_at(36, 0, at=34), 34)
+
+    def test_where_chunks_are_no_longer_than_blocks_vllm_keeps_it_by_itself(self):
+        self.scheduler.model = model(kind(), kind("state", 0, {1: CHUNK}))
+        self.assertIsNone(self.parts_at(36, 0))
+
+
+class LongChunkDraftTest(LongChunkTest):
+    """With drafts vLLM drops the last chunk of a hit."""
+
+    drops_last = True
+
+    def test_a_state_is_kept_at_the_last_chunk_of_a_prompt(self):
+        self.assertEqual(self.parts_at(36, 0), 24)
+        self.assertEqual(self.parts_at(32, 0), 16)
+
+    def test_where_prompts_are_known_to_part_it_is_kept_there(self):
+        self.assertEqual(self.parts_at(36, 4, boundary=1), 24)
 
 
 class HungTest(LookupCase):

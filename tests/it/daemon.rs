@@ -585,6 +585,17 @@ async fn a_refused_attach_tells_why() {
         .await,
         "bad_rank"
     );
+    // Its other rank cuts heads for two.
+    for tp in [Some((1, 4)), Some((0, 1)), None] {
+        assert_eq!(
+            attach(base.clone(), &|r| {
+                (r.rank, r.world_size) = (1, 2);
+                (r.tp, r.layers) = (tp, Some((0, 6)));
+            })
+            .await,
+            "bad_rank"
+        );
+    }
     assert_eq!(attach(base.clone(), &|r| r.world_size = 2).await, "bad_request");
     assert_eq!(attach(base.clone(), &|r| r.world_size = 0).await, "bad_request");
     assert_eq!(attach(base.clone(), &|r| r.instance.clear()).await, "bad_request");

@@ -258,6 +258,27 @@ async fn a_boundary_without_answers_is_open_and_not_remembered() {
         flaky.fail(None);
         let late = ask(strategy, Instant::now()).await;
         assert_eq!((late.0, late.1, late.2), (0, 5, true), "out of time");
+        let before = flaky.entered.load(Ordering::SeqCst);
+        let late = gateway
+            .lookup(&spaces[0], &prompt.hashes, strategy, Instant::now())
+            .await;
+        assert_eq!((late.unknown.count(), late.inferred.count()), (5, 0));
+        let of_states = Kinds {
+            spaces: &spaces[..1],
+            ..kinds
+        };
+        let late = gateway
+            .boundary(of_states, &prompt.hashes, strategy, Instant::now())
+            .await;
+        assert_eq!(
+            (late.first.unknown.count(), late.first.inferred.count()),
+            (5, 0),
+            "nobody could tell"
+        );
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(flaky.entered.load(Ordering::SeqCst), before, "nobody was asked");
         assert_eq!(ask(strategy, soon()).await, (4, 5, false, false));
         gateway.forget_existence();
     }

@@ -1,12 +1,17 @@
 //! Ranks of models with several kinds of KV, against a node in this process.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures::future::join_all;
-use kvgate::engine::rank::{Hold, WorkerError};
-use kvgate::protocol::Order;
+use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::rank::{Hold, LoadJob, LoadProgress, WantedChunk, WantedKind, WorkerError};
+use kvgate::protocol::{LookupRequest, Order};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
 
-use crate::support::daemon::{Serving, Site, eventually};
+use crate::support::daemon::{Serving, Site, eventually, id};
 use crate::support::fixture::Prompt;
 use crate::support::ranks::{ALONE, DealtKind, Place, TestRank, space_of};
 
@@ -319,4 +324,137 @@ async fn jobs_that_do_not_fit_the_worker_are_refused() {
             "{refused}"
         );
     }
+}
+
+/// A client whose connection breaks at this call: before the node has it, or once it has and has lent slots for it.
+fn cut(serving: &Serving, site: &Site, call: &'static str, is_passed_on: bool) -> Client {
+    let (own, behind) = (
+        site.home.path().join("cut.sock"),
+        serving.config.api.socket.clone(),
+    );
+    let listener = UnixListener::bind(&own).unwrap();
+    let node = serving.node.clone();
+    tokio::spawn(async move {
+        while let Ok((mut engine, _)) = listener.accept().await {
+            let (behind, node) = (behind.clone(), node.clone());
+            tokio::spawn(async move {
+                let mut daemon = UnixStream::connect(behind).await.unwrap();
+                let (mut from_engine, mut to_engine) = engine.split();
+                let (mut from_daemon, mut to_daemon) = daemon.split();
+                let calls = async {
+                    let mut bytes = vec![0; 1 << 16];
+                    // A call is one write.
+                    while let Ok(read @ 1..) = from_engine.read(&mut bytes).await {
+                        let is_cut = bytes.starts_with(format!("POST {call} ").as_bytes());
+                        if is_cut && !is_passed_on {
+                            return;
+                        }
+                        to_daemon.write_all(&bytes[..read]).await.unwrap();
+                        if is_cut {
+                            eventually(|| node.status().slots.leases > 0).await;
+                            return;
+                        }
+                    }
+                };
+                let answers = async {
+                    let mut bytes = vec![0; 1 << 16];
+                    while let Ok(read @ 1..) = from_daemon.read(&mut bytes).await {
+                        // Of a load that is cut the engine learns nothing.
+                        if is_passed_on && node.status().slots.leases > 0 {
+                            std::future::pending::<()>().await;
+                        }
+                        to_engine.write_all(&bytes[..read]).await.unwrap();
+                    }
+                };
+                tokio::select! {
+                    () = calls => {}
+                    () = answers => {}
+                }
+            });
+        }
+    });
+    Client::new(DaemonAddress::Unix(own))
+}
+
+/// They stayed leased until the engine's end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn good_chunks_are_committed_though_the_others_can_not_be_given_up() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let client = cut(&serving, &site, "/v1/store/abort", false);
+    let model = writers_model(1);
+    let prompt = Prompt::of(model[FULL].space.clone(), 3);
+    let mut rank = TestRank::new(&client, "writer", ALONE, &model);
+    rank.compute(FULL, &[0, 1, 2]);
+    let mut computed = rank.computed(&prompt, FULL, &[0, 1, 2]);
+    // A store leaves nothing out, so this one's copy fails.
+    computed.chunks[2].spans = rank.spans(FULL, 2, 0..5);
+    let stored = rank.store_of(&[computed], &Hold::default()).await.unwrap();
+    assert!(stored[0].error.is_some(), "{stored:?}");
+    assert_eq!(serving.node.status().slots.filling, 1, "only the one that failed");
+    let lookup = LookupRequest {
+        space: id(&prompt.space),
+        hashes: Some(prompt.hashes.clone()),
+        ..LookupRequest::default()
+    };
+    assert_eq!(serving.client.lookup(&lookup).await.unwrap().prefix, 2);
+}
+
+/// Its slots were leased until the engine's end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_whose_answer_is_lost_is_released() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let model = writers_model(1);
+    let prompt = Prompt::of(model[FULL].space.clone(), CHUNKS);
+    let writers = &mut engine(&serving, "writer", &[ALONE], &model);
+    store(writers, &prompt, &computed()).await;
+    let client = cut(&serving, &site, "/v1/load", true);
+    let reader = TestRank::new(&client, "reader", ALONE, &readers_model(1));
+    let wanted = [(FULL, all(0..CHUNKS))];
+    let failed = reader
+        .load(&prompt, "load", Order::Chunk, &wanted, 0..u32::MAX)
+        .await;
+    assert_eq!(failed.len(), CHUNKS);
+    eventually(|| serving.node.status().slots.leases == 0).await;
+}
+
+/// The other rank waited for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_can_not_take_part_in_a_load_says_so() {
+    let site = Site::new().await;
+    let serving = site
+        .serve(&[("load.window", "1MiB"), ("load.join_grace", "1h")])
+        .await;
+    serving.ready().await;
+    let model = writers_model(2);
+    // More than the window has room for: the rest comes once all ranks have had those before.
+    let all = [(FULL, all(0..90))];
+    let prompt = Prompt::of(model[FULL].space.clone(), 90);
+    let mut ranks = engine(&serving, "engine", &tensor_parallel(2), &model);
+    store(&mut ranks, &prompt, &all).await;
+    let no_tables = |hash: &kvgate::format::ChunkHash| WantedChunk {
+        hash: *hash,
+        spans: Vec::new(),
+    };
+    let misfit = [WantedKind {
+        kind: FULL,
+        chunks: prompt.hashes.iter().map(no_tables).collect(),
+    }];
+    let load = LoadJob {
+        id: "load",
+        kinds: &misfit,
+        order: Order::Chunk,
+        deadline_ms: Some(20_000),
+        after: None,
+    };
+    let progress = Arc::new(LoadProgress::new([]));
+    let refused = ranks[1].worker.load(load, &progress).await;
+    assert!(matches!(refused, Err(WorkerError::Tables { .. })), "{refused:?}");
+    let load = ranks[0].load(&prompt, "load", Order::Chunk, &all, 0..u32::MAX);
+    let failed = tokio::time::timeout(Duration::from_secs(60), load).await;
+    assert_eq!(failed.unwrap(), []);
+    eventually(|| serving.node.status().slots.leases == 0).await;
 }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream;
-use kvgate::cache::gateway::{Boundary, Kinds};
+use kvgate::cache::gateway::{Boundary, GatewayOptions, Kinds, NeededRun};
 use kvgate::format::Space;
-use kvgate::protocol::Strategy;
+use kvgate::protocol::{Strategy, Tier, TierRun};
 use kvgate::s3::object::Condition;
 
 use crate::support::backends::{Backend, on_backends};
@@ -17,6 +17,9 @@ on_backends! {
     a_prompt_of_4096_chunks_of_which_3000_exist: embedded, rgw, minio;
     a_prompt_of_4096_chunks_over_three_kinds: embedded, rgw, minio;
     snapshots_of_branching_prompts: embedded, rgw, minio;
+    what_is_inferred_of_a_long_window_is_marked: embedded;
+    the_work_of_a_lookup_over_many_kinds_is_linear: embedded;
+    one_question_at_a_time_finds_the_end_of_a_prompt: embedded;
 }
 
 const CHUNKS: usize = 4096;
@@ -174,7 +177,7 @@ async fn a_prompt_of_4096_chunks_over_three_kinds(backend: &Backend) {
         .await;
     let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
     assert_eq!((found.chunks, found.full), (last, STORED));
-    let needed: Vec<_> = found.needed.iter().map(|(run, _)| run.clone()).collect();
+    let needed: Vec<_> = found.needed.iter().map(|run| run.chunks.clone()).collect();
     assert_eq!(needed, [0..last, last - 2..last, last - 1..last]);
     assert!(cost <= REQUESTS_MAX, "a snapshot at a distance: {cost} requests");
     let (found, _) = model.lookup(&[2, 1, 0], STORED - last, &[]).await;
@@ -192,14 +195,26 @@ async fn a_prompt_of_4096_chunks_over_three_kinds(backend: &Backend) {
     model.put(state, STORED..CHUNKS).await;
     let (found, cost) = model.lookup(&[0, 1, 2], 0, &model.drafts).await;
     assert_eq!((found.chunks, found.full), (CHUNKS, CHUNKS));
-    assert!(found.drafts[0].is_empty());
+    assert!(found.drafts[0].chunks.is_empty());
     assert!(cost <= 32, "all is there, but no draft: {cost} requests");
     let (found, _) = model.lookup(&[0, 1, 2], 1, &[]).await;
     assert_eq!((found.chunks, found.full), (CHUNKS - 1, CHUNKS));
 
     model.put(&model.drafts[0], 0..CHUNKS).await;
     let (found, cost) = model.lookup(&[0, 1, 2], 0, &model.drafts).await;
-    assert_eq!((found.chunks, found.drafts[0].clone()), (CHUNKS, 0..CHUNKS));
+    let draft = &found.drafts[0];
+    assert_eq!((found.chunks, draft.chunks.clone()), (CHUNKS, 0..CHUNKS));
+    let on_s3 = TierRun {
+        tier: Tier::S3,
+        from: 0,
+        count: CHUNKS,
+    };
+    assert_eq!(draft.tiers, [on_s3]);
+    // Of the full prefix and of the draft a few chunks were asked for, of the others all.
+    let inferred = |run: &NeededRun| run.inferred.iter().map(ExactSizeIterator::len).sum::<usize>();
+    assert!(inferred(draft) > CHUNKS / 2, "{:?}", draft.inferred);
+    let of_kinds: Vec<usize> = found.needed.iter().map(inferred).collect();
+    assert_eq!(of_kinds, [found.first.inferred.count(), 0, 0]);
     assert!(cost <= 32, "all is there: {cost} requests");
 
     // A window alone, and a plain lookup, which costs what it always did.
@@ -232,4 +247,74 @@ async fn snapshots_of_branching_prompts(backend: &Backend) {
     let (found, cost) = model.lookup(&[0, 1, 2], 0, &[]).await;
     assert_eq!((found.chunks, found.full), (0, 61));
     assert!(cost <= REQUESTS_MAX, "{cost} requests");
+}
+
+/// Windows of up to 16 chunks are asked for as a whole; of a longer one the load confirms the middle.
+async fn what_is_inferred_of_a_long_window_is_marked(backend: &Backend) {
+    let mut model = Model::new(backend, 64).await;
+    for (window, inferred) in [(17, None), (18, Some(48..63))] {
+        model.spaces[1] = kind(&format!(r#"{{"window": {window}}}"#), "");
+        model.put(&model.spaces[0], 0..64).await;
+        model.put(&model.spaces[1], 0..64).await;
+        let (found, _) = model.lookup(&[0, 1], 0, &[]).await;
+        let of_window = &found.needed[1];
+        assert_eq!(of_window.chunks, 64 - window + 1..64);
+        assert_eq!(of_window.inferred, Vec::from_iter(inferred));
+        // Alone, the window is what the masks are about.
+        let (found, _) = model.lookup(&[1], 0, &[]).await;
+        assert_eq!(found.needed[0], *of_window);
+        assert_eq!((found.first.prefix, found.first.unknown.count()), (0, 0));
+    }
+}
+
+/// Each chunk is looked for once in each space, however many rounds of questions follow.
+async fn the_work_of_a_lookup_over_many_kinds_is_linear(backend: &Backend) {
+    let mut model = Model::new(backend, 64).await;
+    model
+        .spaces
+        .extend((1..=12).map(|span| kind(&format!(r#"{{"chunked": {span}}}"#), "")));
+    for space in model.spaces.iter().chain(&model.drafts) {
+        model.put(space, 0..64).await;
+    }
+    let kinds = Kinds {
+        spaces: &model.spaces,
+        drafts: &model.drafts,
+        state_every: STATE_EVERY,
+        lookahead: 0,
+    };
+    for strategy in [Strategy::Prefix, Strategy::Exact] {
+        let gateway = model.site.gateway();
+        let found = gateway
+            .boundary(kinds, &model.prompt.hashes, strategy, soon())
+            .await;
+        assert_eq!(found.chunks, 64);
+        assert_eq!(gateway.tier_stats().memory.looked_up, 16 * 64, "{strategy:?}");
+    }
+}
+
+async fn one_question_at_a_time_finds_the_end_of_a_prompt(backend: &Backend) {
+    let mut model = Model::new(backend, 64).await;
+    model.spaces[1] = kind(r#"{"window": 17}"#, "");
+    for space in &model.spaces {
+        model.put(space, 0..61).await;
+    }
+    let options = GatewayOptions {
+        lookup_probes: 1,
+        ..model.site.options()
+    };
+    for kinds in [&model.spaces[..1], &model.spaces[..]] {
+        let gateway = model
+            .site
+            .gateway_with(Arc::clone(&model.site.store), options.clone());
+        let kinds = Kinds {
+            spaces: kinds,
+            drafts: &[],
+            state_every: 0,
+            lookahead: 0,
+        };
+        let found = gateway
+            .boundary(kinds, &model.prompt.hashes, Strategy::Prefix, soon())
+            .await;
+        assert_eq!((found.chunks, found.full), (61, 61));
+    }
 }

@@ -134,6 +134,43 @@ async fn the_deepest_descendants_make_room_and_never_a_head() {
     );
 }
 
+/// They have no parent among the snapshots, and were kept as if each were a head.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_snapshot_makes_room_before_the_chunk_that_it_follows() {
+    let mut site = Site::new().await;
+    let settings = [
+        ("arena.size", "16MiB"),
+        ("load.reserve", "4MiB"),
+        ("store.write_behind", "4MiB"),
+        ("store.in_flight", "1MiB"),
+        ("store.when_full", "drop"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    site.stop_s3().await;
+    let engine = serving.attach("one").await;
+    let head = async || store(&serving.client, &engine, &Prompt::new(1)).await;
+    // What is on its way to S3 is not given up.
+    for _ in 0..12 {
+        assert_eq!(head().await, ["stored"]);
+    }
+    let [full, _, state] = of_three_kinds(10);
+    // One snapshot is committed before its chunk, the other one after it.
+    for prompt in [&part(&state, 4..5), &part(&full, 0..10), &part(&state, 9..10)] {
+        let words = store(&serving.client, &engine, prompt).await;
+        assert_eq!(count(&words, "stored"), prompt.hashes.len());
+    }
+    while dropped(&serving) < 3 {
+        assert_eq!(head().await, ["stored"]);
+    }
+    site.start_s3().await;
+    serving.client.flush_but(Some(20_000), 3).await.unwrap();
+    assert_eq!(on_s3(&site, &part(&state, 9..10)).await, 0);
+    assert_eq!(on_s3(&site, &part(&full, 8..10)).await, 0);
+    assert_eq!(on_s3(&site, &part(&full, 0..8)).await, 8);
+    assert_eq!(on_s3(&site, &part(&state, 4..5)).await, 1);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn chunks_that_are_not_stored_at_the_end_are_told() {
     let mut site = Site::new().await;

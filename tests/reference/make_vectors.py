@@ -298,6 +298,8 @@ def invalid_spaces() -> list[Json]:
         ("kind without tokens", but(kind="chunked")),
         ("kind with tokens", but(kind={"state": 1})),
         ("kind with tokens", but(kind={"full": 1})),
+        ("kind with null", but(kind={"state": None})),
+        ("kind with null", but(kind={"full": None})),
         ("kind a number", but(kind=1)),
         ("kind null", but(kind=None)),
         ("kind a list", but(kind=["full"])),

@@ -172,8 +172,9 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_pending_block_frees()
 
     def has_pending_push_work(self):
-        """Steps go on until the workers have said that no block is copied any more."""
-        return bool(self.scheduler.blocks.copied)
+        """Steps go on until the workers have said that no block is copied any more. vLLM may ask before the workers of several
+        stages have begun."""
+        return self.scheduler is not None and bool(self.scheduler.blocks.copied)
 
     @guarded(lambda *_: ())
     def take_events(self):

@@ -426,7 +426,8 @@ class SchedulerSide:
         return max(0, min(end, end if state.lost is None else state.lost * self.chunk_tokens) - start)
 
     def stored(self, store):
-        """What is not there ends the run that lookups can find: it is stored again before what follows it."""
+        """What is not there ends the run that lookups can find: it is stored again before what follows it. A window's chunk is
+        not: vLLM may have given its blocks to others. The next request that computes it stores it."""
         if self.events is not None and store.events:
             self.events.add(event for at, event in enumerate(store.events) if (0, at) in store.there)
         state = self.requests.get(store.request)

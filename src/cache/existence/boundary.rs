@@ -27,6 +27,8 @@ pub struct BoundarySearch {
     hopes: usize,
     /// Questions that may still be asked.
     budget: usize,
+    /// Of these, those of a boundary's windows: states leave so many, or a snapshot that is found would be of no use.
+    of_windows: usize,
 }
 
 /// A kind, and what is known of each chunk of the prefix.
@@ -40,8 +42,8 @@ struct KindStates {
 pub enum Scope {
     /// All.
     All,
-    /// Likely ones, at most `questions`; the middle of a long run is inferred from its ends. Writers keep a snapshot of
-    /// a state every `state_every` chunks (0: only at the ends of prompts).
+    /// Likely ones, at most `questions`, but always those of the end of the prefix; the middle of a long run is inferred
+    /// from its ends. Writers keep a snapshot of a state every `state_every` chunks (0: only at the ends of prompts).
     Likely { questions: usize, state_every: usize },
 }
 
@@ -49,8 +51,8 @@ pub enum Scope {
 const NEAR: usize = 16;
 /// States that the first round asks for.
 const STATES_AT_FIRST: usize = 8;
-/// From this many chunks on, the middle of a run is inferred.
-const LONG_RUN: usize = 4;
+/// Of a run of more chunks the middle is inferred.
+const WHOLE_RUN: usize = 16;
 
 impl BoundarySearch {
     /// `kinds`: each with the known states of the first `prefix` chunks.
@@ -77,7 +79,7 @@ impl BoundarySearch {
         if !kinds.iter().any(|of| of.kind == Kind::State) {
             open = (1..=prefix).rev().collect();
         }
-        Self {
+        let mut search = Self {
             kinds,
             prefix,
             chunk_tokens,
@@ -86,7 +88,15 @@ impl BoundarySearch {
             width: STATES_AT_FIRST,
             hopes: 1,
             budget,
+            of_windows: 0,
+        };
+        if scope != Scope::All {
+            let of_end = search.questions(prefix, true).len();
+            // Without these nothing could be found.
+            search.budget = budget.max(of_end);
+            search.of_windows = of_end - search.questions(prefix, false).len();
         }
+        search
     }
 
     /// The questions of the next round, as kind and chunk: at most about `probes`, but for a single boundary as many as
@@ -116,7 +126,8 @@ impl BoundarySearch {
             let whole = (is_first && nth == 0) || self.has_states(boundary);
             let mut more = self.questions(boundary, whole);
             more.retain(|question| !asked.contains(question));
-            if ask.len() + more.len() > self.budget || (nth > 0 && ask.len() + more.len() > probes) {
+            let left = if whole { 0 } else { self.of_windows };
+            if ask.len() + more.len() + left > self.budget || (nth > 0 && ask.len() + more.len() > probes) {
                 break;
             }
             asked.extend(more.iter().copied());
@@ -205,7 +216,7 @@ impl BoundarySearch {
 
     /// Whether the middle of a run is inferred from its ends.
     fn infers(&self, run: &Range<usize>) -> bool {
-        self.scope != Scope::All && run.len() >= LONG_RUN
+        self.scope != Scope::All && run.len() > WHOLE_RUN
     }
 
     /// Whether all states of this boundary are there.
@@ -289,11 +300,14 @@ mod tests {
             search(&kinds, 4096, LIKELY, |_, _| ChunkState::Present),
             (4096, 2)
         );
-        // A long window's two ends.
-        assert_eq!(
-            search(&[Kind::Window(4096)], 4096, LIKELY, |_, _| ChunkState::Present),
-            (4096, 2)
-        );
+        // All of a window of 16 chunks, and the two ends of one that has more.
+        let of_window = |chunks| {
+            search(&[Kind::Window(chunks * CHUNK)], 4096, LIKELY, |_, _| {
+                ChunkState::Present
+            })
+        };
+        assert_eq!(of_window(16), (4096, 16));
+        assert_eq!(of_window(17), (4096, 2));
         let (boundary, asked) = search(&[Kind::Window(10), Kind::State], 4096, LIKELY, |_, _| {
             ChunkState::Present
         });
@@ -311,6 +325,16 @@ mod tests {
             assert_eq!(boundary, 0);
             assert!(asked <= 80, "{asked}");
         }
+    }
+
+    #[test]
+    fn the_end_of_the_prefix_is_asked_for_whatever_the_budget_is() {
+        let scope = Scope::Likely {
+            questions: 1,
+            state_every: 0,
+        };
+        let kinds = [Kind::Window(16 * CHUNK), Kind::State];
+        assert_eq!(search(&kinds, 60, scope, |_, _| ChunkState::Present), (60, 17));
     }
 
     #[test]
@@ -334,6 +358,23 @@ mod tests {
                 state(kind == 0 || chunk + 1 == there)
             });
             assert_eq!(found, there);
+        }
+    }
+
+    /// The states had used up what the window would have cost.
+    #[test]
+    fn a_snapshot_that_is_found_is_not_lost_for_want_of_questions_about_its_window() {
+        let scope = Scope::Likely {
+            questions: 80,
+            state_every: 0,
+        };
+        let kinds = [Kind::Window(16 * CHUNK), Kind::State];
+        for there in 17..=64 {
+            let (found, asked) = search(&kinds, 64, scope, |kind, chunk| {
+                state(kind == 0 || chunk + 1 == there)
+            });
+            assert_eq!(found, there);
+            assert!(asked <= 80, "{asked}");
         }
     }
 
@@ -363,9 +404,9 @@ mod tests {
 
     prop_compose! {
         /// Kinds, and what is stored of each chunk of a prompt: present, absent, or without an answer.
-        fn any_store()(
+        fn any_store(span_max: u32)(
             kinds in prop::collection::vec(prop_oneof![
-                (1_u32..100).prop_map(Kind::Window), (1_u32..100).prop_map(Kind::Chunked), Just(Kind::State),
+                (1..span_max).prop_map(Kind::Window), (1..span_max).prop_map(Kind::Chunked), Just(Kind::State),
             ], 1..4),
             prefix in 0_usize..60,
             share in 0_u8..=100,
@@ -407,7 +448,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(10_000))]
         #[test]
-        fn it_finds_what_brute_force_finds((kinds, prefix, stored) in any_store()) {
+        fn it_finds_what_brute_force_finds((kinds, prefix, stored) in any_store(100)) {
             let best = brute_force(&kinds, prefix, &stored);
             let (found, _) = search(&kinds, prefix, Scope::All, |kind, chunk| stored[kind][chunk]);
             prop_assert_eq!(found, best);
@@ -415,7 +456,7 @@ mod tests {
 
         #[test]
         fn the_likely_questions_never_find_too_much(
-            (kinds, prefix, stored) in any_store(), every in 0_usize..9, questions in 0_usize..80, probes in 1_usize..20,
+            (kinds, prefix, stored) in any_store(600), every in 0_usize..9, questions in 0_usize..80, probes in 1_usize..20,
         ) {
             let scope = Scope::Likely { questions, state_every: every };
             let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
@@ -429,12 +470,13 @@ mod tests {
                 asked += ask.len();
                 ask.into_iter().for_each(|(kind, chunk)| search.learn(kind, chunk, stored[kind][chunk]));
             }
-            prop_assert!(asked <= questions);
+            let most = questions.max(kinds.iter().map(|kind| kind.needed(prefix, CHUNK).len()).sum());
+            prop_assert!(asked <= most);
             let boundary = search.boundary();
             for (index, &kind) in kinds.iter().enumerate() {
                 let run = kind.needed(boundary, CHUNK);
                 let inferred = |chunk: usize| {
-                    run.len() >= LONG_RUN && chunk != run.start && chunk + 1 != run.end
+                    run.len() > WHOLE_RUN && chunk != run.start && chunk + 1 != run.end
                         && search.states(index)[chunk] == ChunkState::NotAsked
                 };
                 // Only the middle of a long run is inferred, which the load confirms.
@@ -443,7 +485,7 @@ mod tests {
         }
 
         #[test]
-        fn with_all_questions_it_is_open_only_if_an_answer_could_tell_of_more((kinds, prefix, stored) in any_store()) {
+        fn with_all_questions_it_is_open_only_if_an_answer_could_tell_of_more((kinds, prefix, stored) in any_store(100)) {
             let states = kinds.iter().zip(&stored).map(|(&kind, stored)| (kind, stored.clone())).collect();
             let mut search = BoundarySearch::new(states, prefix, CHUNK, Scope::All);
             prop_assert_eq!(search.next(15), []);
@@ -469,7 +511,7 @@ mod tests {
             let stored: Vec<Vec<ChunkState>> = (0..2)
                 .map(|kind| (0..prefix).map(|chunk| state(is_there(kind, chunk))).collect())
                 .collect();
-            let scope = Scope::Likely { questions: 72, state_every: every };
+            let scope = Scope::Likely { questions: 80, state_every: every };
             let (found, _) = search(&kinds, prefix, scope, |kind, chunk| stored[kind][chunk]);
             prop_assert_eq!(found, brute_force(&kinds, prefix, &stored));
         }

@@ -82,6 +82,9 @@ impl Prober {
         let key = || self.0.keys.chunk(cache_key.0, chunk);
         let (mut flight, joined) = match self.0.flights.entry(cache_key) {
             MapEntry::Occupied(flight) => (flight.get().clone(), true),
+            MapEntry::Vacant(_) if Instant::now() >= deadline => {
+                return (unknown(&key(), ErrorKind::Deadline, "not asked"), false);
+            }
             MapEntry::Vacant(vacant) => {
                 let (tell, told) = watch::channel(None);
                 vacant.insert(told.clone());

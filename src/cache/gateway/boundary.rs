@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::join_all;
 use tokio::time::Instant;
 
-use super::lookup::{Lookup, Search, known, local, lookup, runs};
+use super::lookup::{Lookup, Search, known, look, tier_runs};
 use super::tiers::Tiers;
 use crate::cache::existence::{BoundarySearch, ChunkState, Scope};
 use crate::format::{ChunkHash, Mask, Space};
@@ -35,13 +35,22 @@ pub struct Boundary {
     pub chunks: usize,
     /// Leading chunks that all full kinds have: up to here a snapshot or a window could be made use of.
     pub full: usize,
-    /// For each space, the chunks that are needed at the boundary, and their tiers.
-    pub needed: Vec<(Range<usize>, Vec<TierRun>)>,
-    /// For each draft, the chunks that an engine would need there, as far as they are there without a gap.
-    pub drafts: Vec<Range<usize>>,
+    /// For each space, what is needed at the boundary.
+    pub needed: Vec<NeededRun>,
+    /// For each draft, what an engine would need there, as far as it is there without a gap.
+    pub drafts: Vec<NeededRun>,
     /// A chunk without an answer could have told of more.
     pub is_open: bool,
     pub error: Option<Arc<ObjectError>>,
+}
+
+/// Chunks of one kind that are needed at the boundary, and are there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NeededRun {
+    pub chunks: Range<usize>,
+    pub tiers: Vec<TierRun>,
+    /// Those of them that were inferred from their neighbours.
+    pub inferred: Vec<Range<usize>>,
 }
 
 /// Rounds of questions that a lookup over kinds may take: it asks no more than so many times as one round does.
@@ -55,24 +64,31 @@ pub async fn boundary(
     strategy: Strategy,
     deadline: Instant,
 ) -> Boundary {
-    let (full_spaces, others): (Vec<&Space>, Vec<&Space>) =
-        kinds.spaces.iter().partition(|space| space.kind().is_full());
-    let (mut lookups, mut full, mut is_open) = (Vec::new(), chunks.len(), false);
-    for space in &full_spaces {
-        let found = lookup(tiers, space, &chunks[..full], strategy, deadline).await;
+    let mut looked: Vec<Option<Looked>> = kinds.spaces.iter().map(|_| None).collect();
+    let (mut full, mut asked, mut is_open) = (chunks.len(), 0, false);
+    let (mut first, mut error) = (None, None);
+    for (space, looked) in kinds.spaces.iter().zip(&mut looked) {
+        if !space.kind().is_full() {
+            continue;
+        }
+        let (found, local) = look(tiers, space, &chunks[..full], strategy, deadline).await;
         // The kind that has least tells where all end.
         if found.prefix < full {
             is_open = found.unknown.get(found.prefix);
         }
         full = full.min(found.prefix);
-        lookups.push(found);
+        asked += found.asked;
+        error = error.or(found.error.clone());
+        let inferred = found.inferred.clone();
+        *looked = Some(Looked { local, inferred });
+        first.get_or_insert(found);
     }
-    let end = full.saturating_sub(kinds.lookahead);
-    let (mut at, mut error) = (end, lookups.iter().find_map(|found| found.error.clone()));
-    let mut of_first = None;
+    let mut at = full.saturating_sub(kinds.lookahead);
+    let others = kinds.spaces.iter().zip(&mut looked);
+    let (others, of_others): (Vec<&Space>, Vec<_>) =
+        others.filter(|(space, _)| !space.kind().is_full()).unzip();
     if !others.is_empty() {
         let round = tiers.bucket.options.lookup_probes + 1;
-        let asked: usize = lookups.iter().map(|found| found.asked).sum();
         let scope = match strategy {
             Strategy::Exact => Scope::All,
             Strategy::Prefix => Scope::Likely {
@@ -80,70 +96,65 @@ pub async fn boundary(
                 state_every: kinds.state_every,
             },
         };
-        let found = search(tiers, &others, &chunks[..end], scope, deadline).await;
+        let found = search(tiers, &others, &chunks[..at], scope, deadline).await;
         at = found.search.boundary();
         is_open |= found.is_cut || found.search.is_open();
         error = error.or(found.error);
-        of_first = Some(found.search.states(0).to_vec());
-    }
-    let first = match (lookups.first(), of_first) {
-        (Some(found), _) => found.clone(),
-        (None, states) => {
-            let found = Lookup::of(
-                states.unwrap_or_default(),
-                kinds.spaces[0].needed(at),
-                chunks.len(),
-            );
-            found.with_tiers(tiers, &kinds.spaces[0], chunks)
+        first.get_or_insert_with(|| {
+            let (states, run) = (found.search.states(0).to_vec(), others[0].needed(at));
+            let mut first = Lookup::of(states, run, chunks.len(), found.is_cut);
+            first.tiers = tier_runs(first.present(), &found.local[0]);
+            first
+        });
+        for (index, (looked, local)) in of_others.into_iter().zip(found.local).enumerate() {
+            let states = found.search.states(index).iter();
+            let inferred = states.map(|&state| state == ChunkState::NotAsked).collect();
+            *looked = Some(Looked { local, inferred });
         }
-    };
-    let mut lookups = lookups.into_iter();
-    let mut needed = Vec::with_capacity(kinds.spaces.len());
-    for space in kinds.spaces {
-        let run = space.needed(at);
-        let found = if space.kind().is_full() {
-            lookups.next()
-        } else {
-            None
-        };
-        let of_run = match found {
-            Some(found) => clip(&found.tiers, run.end),
-            None => tiers_of(tiers, space, chunks, run.clone()),
-        };
-        needed.push((run, of_run));
     }
+    let needed = kinds.spaces.iter().zip(looked.into_iter().flatten());
+    let needed = needed.map(|(space, looked)| looked.run(0, space.needed(at)));
     let drafts = kinds
         .drafts
         .iter()
         .map(|space| draft(tiers, space, chunks, at, strategy, deadline));
     Boundary {
-        first,
+        // There is a space, and it is full or not.
+        first: first.unwrap_or_else(|| Lookup::of(Vec::new(), 0..0, chunks.len(), true)),
         chunks: at,
         full,
-        needed,
+        needed: needed.collect(),
         drafts: join_all(drafts).await,
         is_open,
         error,
     }
 }
 
-/// The runs of the first `end` chunks.
-fn clip(tiers: &[TierRun], end: usize) -> Vec<TierRun> {
-    let before = tiers.iter().filter(|run| run.from < end);
-    let cut = before.map(|run| TierRun {
-        count: run.count.min(end - run.from),
-        ..*run
-    });
-    cut.collect()
+/// What was found out about a kind's chunks.
+struct Looked {
+    /// The tier of this node that has each.
+    local: Vec<Option<Tier>>,
+    inferred: Mask,
 }
 
-/// The tiers of a run of chunks that are there.
-fn tiers_of(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], run: Range<usize>) -> Vec<TierRun> {
-    let here = local(tiers, space, &chunks[run.clone()], Instant::now());
-    let all: Mask = run.clone().map(|_| true).collect();
-    let mut of_run = runs(&all, |i| here[i].unwrap_or(Tier::S3));
-    of_run.iter_mut().for_each(|tier| tier.from += run.start);
-    of_run
+impl Looked {
+    /// A run of these chunks, which are there. `first` is the place of the first of them in the prompt.
+    fn run(&self, first: usize, run: Range<usize>) -> NeededRun {
+        let mut inferred: Vec<Range<usize>> = Vec::new();
+        for i in run.clone().filter(|&i| self.inferred.get(i)) {
+            match inferred.last_mut() {
+                Some(last) if last.end == first + i => last.end += 1,
+                _ => inferred.push(first + i..first + i + 1),
+            }
+        }
+        let mut tiers = tier_runs(run.clone(), &self.local);
+        tiers.iter_mut().for_each(|tier| tier.from += first);
+        NeededRun {
+            chunks: first + run.start..first + run.end,
+            tiers,
+            inferred,
+        }
+    }
 }
 
 /// How much of a draft's needed chunks is there. Nearly always it is all or nothing, so the two ends are asked for first.
@@ -154,11 +165,10 @@ async fn draft(
     at: usize,
     strategy: Strategy,
     deadline: Instant,
-) -> Range<usize> {
+) -> NeededRun {
     let run = space.needed(at);
     let chunks = &chunks[run.clone()];
-    let now = Instant::now();
-    let mut states = known(tiers, space, chunks, &local(tiers, space, chunks, now), now);
+    let (local, mut states) = known(tiers, space, chunks);
     let asks = Search {
         bucket: &tiers.bucket,
         space,
@@ -177,12 +187,15 @@ async fn draft(
             asks.prefix(states).await
         }
     };
-    run.start..run.start + found.prefix
+    let inferred = found.inferred;
+    Looked { local, inferred }.run(run.start, 0..found.prefix)
 }
 
 struct Searched {
     search: BoundarySearch,
-    /// The deadline ended it.
+    /// For each space, the tier of this node that has each chunk.
+    local: Vec<Vec<Option<Tier>>>,
+    /// The deadline ended it, or S3 answered nothing.
     is_cut: bool,
     /// The first that was met.
     error: Option<Arc<ObjectError>>,
@@ -196,12 +209,11 @@ async fn search(
     scope: Scope,
     deadline: Instant,
 ) -> Searched {
-    let now = Instant::now();
     let of_space = |space: &&Space| {
-        let states = known(tiers, space, chunks, &local(tiers, space, chunks, now), now);
-        (space.kind(), states)
+        let (local, states) = known(tiers, space, chunks);
+        (local, (space.kind(), states))
     };
-    let kinds = spaces.iter().map(of_space).collect();
+    let (local, kinds) = spaces.iter().map(of_space).unzip();
     let mut search = BoundarySearch::new(kinds, chunks.len(), spaces[0].chunk_tokens(), scope);
     let (mut error, mut is_cut) = (None, false);
     loop {
@@ -236,11 +248,13 @@ async fn search(
         }
         // No question was answered: more of them would only make that worse.
         if is_lost {
+            is_cut = true;
             break;
         }
     }
     Searched {
         search,
+        local,
         is_cut,
         error,
     }

@@ -44,9 +44,18 @@ pub async fn lookup(
     strategy: Strategy,
     deadline: Instant,
 ) -> Lookup {
-    let now = Instant::now();
-    let local = local(tiers, space, chunks, now);
-    let states = known(tiers, space, chunks, &local, now);
+    look(tiers, space, chunks, strategy, deadline).await.0
+}
+
+/// Also returns the tier of this node that has each chunk, which is looked up once.
+pub(super) async fn look(
+    tiers: &Tiers,
+    space: &Space,
+    chunks: &[ChunkHash],
+    strategy: Strategy,
+    deadline: Instant,
+) -> (Lookup, Vec<Option<Tier>>) {
+    let (local, states) = known(tiers, space, chunks);
     let search = Search {
         bucket: &tiers.bucket,
         space,
@@ -58,18 +67,19 @@ pub async fn lookup(
         Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
-    lookup.tiers = runs(&lookup.mask, |i| local[i].unwrap_or(Tier::S3));
-    lookup
+    lookup.tiers = tier_runs(lookup.present(), &local);
+    (lookup, local)
 }
 
-/// What is known of each chunk without a question to S3.
+/// The tier of this node that has each chunk, and what is known of each without a question to S3. It is the work of a
+/// lookup that grows with the prompt, so each space is looked through once.
 pub(super) fn known(
     tiers: &Tiers,
     space: &Space,
     chunks: &[ChunkHash],
-    local: &[Option<Tier>],
-    now: Instant,
-) -> Vec<ChunkState> {
+) -> (Vec<Option<Tier>>, Vec<ChunkState>) {
+    let now = Instant::now();
+    let local = local(tiers, space, chunks, now);
     let asks_s3 = tiers.asks_s3();
     let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
         Some(_) => ChunkState::Present,
@@ -80,11 +90,12 @@ pub(super) fn known(
             None => ChunkState::NotAsked,
         },
     };
-    chunks.iter().enumerate().map(cached).collect()
+    let states = chunks.iter().enumerate().map(cached).collect();
+    (local, states)
 }
 
 /// The tier of this node that has each chunk; None if neither memory nor disk has it.
-pub(super) fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
+fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Vec<Option<Tier>> {
     let mut local = vec![None; chunks.len()];
     tiers
         .memory
@@ -200,9 +211,17 @@ impl Search<'_> {
 
 impl Lookup {
     /// The answer of a search over kinds none of which is full: what is known of the first of them. `needed` is there
-    /// or inferred.
-    pub(super) fn of(mut states: Vec<ChunkState>, needed: Range<usize>, chunks: usize) -> Self {
+    /// or inferred. `is_cut`: the search ended before all questions that it had, so of the other chunks nobody could
+    /// tell.
+    pub(super) fn of(mut states: Vec<ChunkState>, needed: Range<usize>, chunks: usize, is_cut: bool) -> Self {
         states.resize(chunks, ChunkState::NotAsked);
+        if is_cut {
+            for (_, state) in states.iter_mut().enumerate().filter(|(i, _)| !needed.contains(i)) {
+                if *state == ChunkState::NotAsked {
+                    *state = ChunkState::Unknown;
+                }
+            }
+        }
         let is = |wanted| states.iter().map(move |&state| state == wanted);
         let mut mask: Mask = is(ChunkState::Present).collect();
         needed.for_each(|i| mask.set(i));
@@ -213,10 +232,9 @@ impl Lookup {
         )
     }
 
-    pub(super) fn with_tiers(mut self, tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) -> Self {
-        let local = local(tiers, space, chunks, Instant::now());
-        self.tiers = runs(&self.mask, |i| local[i].unwrap_or(Tier::S3));
-        self
+    /// Chunks of `mask`.
+    pub(super) fn present(&self) -> impl Iterator<Item = usize> {
+        (0..self.chunks).filter(|&i| self.mask.get(i))
     }
 
     fn new(mask: Mask, unknown: Mask, inferred: Mask) -> Self {
@@ -242,11 +260,11 @@ impl Lookup {
     }
 }
 
-/// The chunks of the mask, in runs of one tier.
-pub(super) fn runs(mask: &Mask, tier_of: impl Fn(usize) -> Tier) -> Vec<TierRun> {
+/// Chunks that are there, in runs of one tier: of this node, or S3.
+pub(super) fn tier_runs(chunks: impl Iterator<Item = usize>, local: &[Option<Tier>]) -> Vec<TierRun> {
     let mut runs: Vec<TierRun> = Vec::new();
-    for i in (0..mask.len()).filter(|&i| mask.get(i)) {
-        let tier = tier_of(i);
+    for i in chunks {
+        let tier = local[i].unwrap_or(Tier::S3);
         match runs.last_mut() {
             Some(run) if run.from + run.count == i && run.tier == tier => run.count += 1,
             _ => runs.push(TierRun {

@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-pub use self::boundary::{Boundary, Kinds};
+pub use self::boundary::{Boundary, Kinds, NeededRun};
 use self::bucket::Bucket;
 pub use self::bucket::StoreOutcome;
 pub use self::chunk::LoadedChunk;

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::credit::{Credit, Spent};
 use super::lower::write_behind;
 use super::slot::{self, StoreSlot};
-use super::tiers::{Room, Sealed, Tiers};
+use super::tiers::{Link, Room, Sealed, Tiers};
 use crate::cache::tier::TenantShare;
 use crate::format::{ChunkHash, ChunkId, Space};
 
@@ -79,9 +79,8 @@ impl<'a> ReserveCall<'a> {
         if tiers.arriving.join(&key).is_some() {
             return Err(Skip::Pending);
         }
-        let parent = (key.0, *parent);
-        let reserved = match self.comes_after(&parent) {
-            true => self.take_room(&parent),
+        let reserved = match self.comes_after(&(key.0, *parent)) {
+            true => self.take_room(chunk, parent),
             false => None,
         };
         reserved.ok_or_else(|| {
@@ -103,16 +102,16 @@ impl<'a> ReserveCall<'a> {
         !behind.was_dropped(parent)
     }
 
-    fn take_room(&mut self, parent: &ChunkId) -> Option<Reserved> {
+    fn take_room(&mut self, chunk: &ChunkHash, parent: &ChunkHash) -> Option<Reserved> {
         if self.is_full {
             return None;
         }
-        let reserved = self.try_room(parent);
+        let reserved = self.try_room(chunk, parent);
         self.is_full = reserved.is_none();
         reserved
     }
 
-    fn try_room(&self, parent: &ChunkId) -> Option<Reserved> {
+    fn try_room(&self, chunk: &ChunkHash, parent: &ChunkHash) -> Option<Reserved> {
         let (tiers, space) = (self.tiers, self.space);
         let bytes = space.layout().object_len();
         let spent = match self.credit {
@@ -120,7 +119,7 @@ impl<'a> ReserveCall<'a> {
             None => None,
         };
         let share = tiers.memory.share(space.tenant(), bytes)?;
-        let room = tiers.behind.room(bytes, Some(parent))?;
+        let room = tiers.behind.room(bytes, link(space, chunk, parent))?;
         let slot = slot::reserve(&tiers.arena, space).ok()?;
         Some(Reserved {
             slot,
@@ -128,6 +127,14 @@ impl<'a> ReserveCall<'a> {
             share,
             spent,
         })
+    }
+}
+
+fn link<'a>(space: &Space, chunk: &'a ChunkHash, parent: &'a ChunkHash) -> Link<'a> {
+    Link {
+        kind: space.kind(),
+        chunk,
+        parent: Some(parent),
     }
 }
 
@@ -140,7 +147,7 @@ fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &Ch
     }
     let object = tiers.memory.get(&key, space).and_then(|found| found.object);
     if let Some(object) = object
-        && let Some(room) = tiers.behind.room(object.len(), Some(&(key.0, *parent)))
+        && let Some(room) = tiers.behind.room(object.len(), link(space, chunk, parent))
     {
         tiers.memory.soil(&key);
         write_behind(tiers, room, space, chunk, Some(parent), Sealed::Now(object));

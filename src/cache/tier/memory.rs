@@ -78,6 +78,8 @@ pub struct MemoryStats {
     pub pinned_chunks: u64,
     pub hits: u64,
     pub misses: u64,
+    /// Chunks that lookups and stores looked for.
+    pub looked_up: u64,
     pub inserted: u64,
     pub evicted: u64,
     pub expired: u64,
@@ -98,7 +100,8 @@ impl Memory {
 
     /// Calls `found` with the position of each chunk that is here. Is no access.
     pub fn find(&self, space: SpaceKey, chunks: &[ChunkHash], mut found: impl FnMut(usize)) {
-        let (now, state) = (Instant::now(), self.lock());
+        let (now, mut state) = (Instant::now(), self.lock());
+        state.stats.looked_up += chunks.len() as u64;
         for (i, chunk) in chunks.iter().enumerate() {
             if state
                 .chunks

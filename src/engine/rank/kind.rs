@@ -1,6 +1,6 @@
 //! One kind of KV of a rank: its space, and a copier for each group of layers that has block tables of its own.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::engine::copy::{Copier, CopyError, PagedCache};
 use crate::format::Space;
@@ -24,8 +24,8 @@ pub(super) struct Kind {
     pub is_draft: bool,
     /// Copiers of all that the rank has, one for each group.
     pub groups: Vec<Arc<Copier>>,
-    /// Copiers of the share that this rank owns; made when the node has said which.
-    own: OnceLock<(Vec<Share>, OwnCopiers)>,
+    /// Copiers of the latest share that this rank owned; made when the node has said which.
+    own: Mutex<(Vec<Share>, OwnCopiers)>,
 }
 
 /// Copiers of a rank's own share, each with its group; groups of which it owns nothing are left out.
@@ -38,16 +38,15 @@ impl Kind {
             space: pages.space,
             is_draft: pages.is_draft,
             groups: groups.collect::<Result<_, _>>()?,
-            own: OnceLock::new(),
+            own: Mutex::default(),
         })
     }
 
     /// Copiers of this rank's own share, kept: the node names the same share for as long as the ranks are the same.
     pub fn own_copiers(&self, own: &[Share], make: &MakeCopier) -> Result<OwnCopiers, CopyError> {
-        if let Some((known, copiers)) = self.own.get()
-            && known == own
-        {
-            return Ok(copiers.clone());
+        let mut kept = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.0 == own {
+            return Ok(kept.1.clone());
         }
         let mut copiers = OwnCopiers::new();
         for (group, copier) in self.groups.iter().enumerate() {
@@ -59,7 +58,71 @@ impl Kind {
                 copiers.push((group, Arc::new(make(cache)?)));
             }
         }
-        let kept = self.own.get_or_init(|| (own.to_vec(), copiers.clone()));
-        Ok(if kept.0 == own { kept.1.clone() } else { copiers })
+        *kept = (own.to_vec(), copiers.clone());
+        Ok(copiers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::engine::copy::{CpuCopier, CpuOptions, Tensor};
+
+    #[test]
+    fn copiers_are_made_once_for_each_share_that_the_node_names() {
+        let space = Space::from_json(
+            r#"{"model": "m", "revision": "1", "dtype": "int8", "chunk_tokens": 16,
+                "planes": [{"name": "kv", "layer": 0, "heads": 2, "row_bytes": 4}]}"#,
+        )
+        .unwrap();
+        let memory = vec![0_u8; 4 * 2 * 16 * 4];
+        let tensor = Tensor {
+            address: memory.as_ptr() as u64,
+            bytes: memory.len() as u64,
+            axes: "BHNC".into(),
+            shape: vec![4, 2, 16, 4],
+            strides: vec![2 * 16 * 4, 16 * 4, 4, 1],
+            element_bytes: 1,
+            planes: vec![0],
+            heads: Some((0, 2)),
+            row_offset: 0,
+        };
+        let groups = vec![PagedCache::new(&space, &[tensor]).unwrap()];
+        let made = Arc::<AtomicUsize>::default();
+        let counts = Arc::clone(&made);
+        let make: MakeCopier = Box::new(move |cache| {
+            counts.fetch_add(1, Ordering::Relaxed);
+            let options = CpuOptions {
+                threads: 1,
+                bytes_per_thread: 1 << 20,
+            };
+            // SAFETY: nothing is copied.
+            Ok(Copier::Cpu(unsafe { CpuCopier::new(cache, options) }))
+        });
+        let pages = KindPages {
+            space,
+            is_draft: false,
+            groups,
+        };
+        let kind = Kind::new(pages, &make).unwrap();
+        let heads = |heads| Share {
+            planes: (0, 1),
+            heads,
+        };
+        // One rank is gone, and the other ones have its heads from then on.
+        for (share, so_far) in [(heads((0, 1)), 2), (heads((0, 2)), 3)] {
+            for _ in 0..3 {
+                assert_eq!(
+                    kind.own_copiers(std::slice::from_ref(&share), &make)
+                        .unwrap()
+                        .len(),
+                    1
+                );
+                assert_eq!(made.load(Ordering::Relaxed), so_far);
+            }
+        }
+        assert!(kind.own_copiers(&[], &make).unwrap().is_empty());
     }
 }

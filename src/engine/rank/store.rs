@@ -302,10 +302,13 @@ impl Slots<'_> {
         let names = self.names();
         let mut given_up = names[good..].to_vec();
         given_up.retain(|name| !kept.contains(name));
-        if !given_up.is_empty() {
-            session.abort(given_up).await?;
-        }
+        // Whatever becomes of those, the good ones are committed.
+        let aborted = match given_up.is_empty() {
+            true => Ok(()),
+            false => session.abort(given_up).await.map(drop),
+        };
         let committed = session.commit(names[..good].to_vec()).await?;
+        aborted?;
         for (&(index, ..), outcome) in self.named.iter().zip(&committed.slots) {
             if matches!(outcome, CommitOutcome::Ok { .. }) {
                 stored.stored += 1;

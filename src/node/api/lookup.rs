@@ -1,7 +1,6 @@
 //! `POST /v1/lookup`, as JSON or as bytes.
 
 use std::collections::HashSet;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use tokio::time::Instant;
 use super::body::{OCTETS, Reply, content_type, json};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
-use crate::cache::gateway::{Boundary, Kinds};
+use crate::cache::gateway::{Boundary, Kinds, NeededRun};
 use crate::format::{ChunkHash, ChunkHasher, Mask, Space, SpaceId};
 use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
@@ -135,10 +134,9 @@ impl ModelKinds {
     }
 
     /// Spaces, each with the chunks that an engine needs of it, as far as they are there.
-    fn needed<'a>(&'a self, found: &'a Boundary) -> impl Iterator<Item = (&'a Space, Range<usize>)> {
-        let needed = found.needed.iter().map(|(run, _)| run.clone());
-        let drafts = self.drafts.iter().zip(found.drafts.iter().cloned());
-        self.spaces.iter().zip(needed).chain(drafts)
+    fn needed<'a>(&'a self, found: &'a Boundary) -> impl Iterator<Item = (&'a Space, &'a NeededRun)> {
+        let drafts = self.drafts.iter().zip(&found.drafts);
+        self.spaces.iter().zip(&found.needed).chain(drafts)
     }
 
     fn pin(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
@@ -151,13 +149,16 @@ impl ModelKinds {
             return;
         }
         for (space, run) in self.needed(found) {
-            gateway.pin(space, &hashes[run], until);
+            gateway.pin(space, &hashes[run.chunks.clone()], until);
         }
     }
 
     fn prefetch(&self, api: &Api, hashes: &[ChunkHash], found: &Boundary, until: Instant) {
-        for (space, run) in self.needed(found).filter(|(_, run)| !run.is_empty()) {
-            api.node.prefetch(space.clone(), hashes[run].to_vec(), until);
+        for (space, NeededRun { chunks, .. }) in self.needed(found) {
+            if !chunks.is_empty() {
+                api.node
+                    .prefetch(space.clone(), hashes[chunks.clone()].to_vec(), until);
+            }
         }
     }
 
@@ -168,11 +169,9 @@ impl ModelKinds {
             .map(|(index, (space, run))| Needed {
                 space: space.id(),
                 kind: space.kind(),
-                chunks: (run.start, run.end),
-                tiers: found
-                    .needed
-                    .get(index)
-                    .map_or_else(Vec::new, |(_, tiers)| tiers.clone()),
+                chunks: (run.chunks.start, run.chunks.end),
+                tiers: run.tiers.clone(),
+                inferred: run.inferred.iter().map(|run| (run.start, run.end)).collect(),
                 draft: index >= self.spaces.len(),
             });
         let needed = needed.collect();
@@ -209,17 +208,23 @@ fn binary(of_kinds: &Boundary, tiers: bool) -> Reply {
         bytes.extend_from_slice(found.within(Tier::Disk).as_bytes());
     }
     let mut answer = body::bytes(StatusCode::OK, OCTETS, Bytes::from(bytes));
-    let drafts: Vec<String> = of_kinds.drafts.iter().map(|run| run.len().to_string()).collect();
+    let numbers = |numbers: Vec<usize>| {
+        let digits: Vec<String> = numbers.iter().map(ToString::to_string).collect();
+        HeaderValue::from_str(&digits.join(",")).expect("digits and commas")
+    };
+    let drafts = of_kinds.drafts.iter().map(|run| run.chunks.len()).collect();
+    let runs = of_kinds.needed.iter().chain(&of_kinds.drafts);
+    let inferred = runs
+        .map(|run| run.inferred.iter().map(ExactSizeIterator::len).sum())
+        .collect();
     let headers = [
         ("x-kvgate-prefix", HeaderValue::from(found.prefix)),
         ("x-kvgate-chunks", HeaderValue::from(found.chunks)),
         ("x-kvgate-boundary", HeaderValue::from(of_kinds.chunks)),
         ("x-kvgate-full", HeaderValue::from(of_kinds.full)),
         ("x-kvgate-open", HeaderValue::from(u16::from(of_kinds.is_open))),
-        (
-            "x-kvgate-drafts",
-            HeaderValue::from_str(&drafts.join(",")).expect("digits and commas"),
-        ),
+        ("x-kvgate-drafts", numbers(drafts)),
+        ("x-kvgate-inferred", numbers(inferred)),
     ];
     for (name, value) in headers {
         answer.headers_mut().insert(name, value);
@@ -344,5 +349,35 @@ fn chunks(api: &Api, space: &Space, request: &LookupRequest) -> Result<Vec<Chunk
             hasher.chain(&root, tokens, &[]).map_err(bad)
         }
         _ => Err(ApiProblem::bad("give either `hashes` or `tokens`")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_query_is_described_for_machines() {
+        let doc: serde_json::Value =
+            serde_json::from_str(include_str!("../../../docs/openapi.json")).unwrap();
+        let parameters = doc["paths"]["/v1/lookup"]["post"]["parameters"]
+            .as_array()
+            .unwrap();
+        let mut described: Vec<&str> = parameters
+            .iter()
+            .map(|parameter| parameter["name"].as_str().unwrap())
+            .collect();
+        let refused = from_query("other=1").map(drop).unwrap_err();
+        let (_, known) = refused.detail.split_once("there are ").unwrap();
+        let mut known: Vec<&str> = known.split(", ").collect();
+        described.sort_unstable();
+        known.sort_unstable();
+        assert_eq!(described, known);
+        for name in known {
+            if let Err(refused) = from_query(&format!("{name}=1")) {
+                let detail = refused.detail;
+                assert!(!detail.contains("is not known"), "{detail}");
+            }
+        }
     }
 }

@@ -130,6 +130,11 @@ fn node(text: &mut Text, status: &Status) {
         memory.misses,
     );
     text.counter(
+        "kvgate_memory_looked_up_total",
+        "Chunks that lookups and stores looked for in memory.",
+        memory.looked_up,
+    );
+    text.counter(
         "kvgate_memory_evicted_total",
         "Chunks that made room.",
         memory.evicted,

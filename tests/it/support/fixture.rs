@@ -123,7 +123,11 @@ impl Site {
     }
 
     pub fn gateway_over(&self, store: Arc<dyn ObjectStore>) -> Gateway {
-        Gateway::new(store, arena(8 << 20), self.capabilities, self.options())
+        self.gateway_with(store, self.options())
+    }
+
+    pub fn gateway_with(&self, store: Arc<dyn ObjectStore>, options: GatewayOptions) -> Gateway {
+        Gateway::new(store, arena(8 << 20), self.capabilities, options)
     }
 
     pub fn key(&self, prompt: &Prompt, i: usize) -> String {

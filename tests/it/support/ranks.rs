@@ -231,7 +231,7 @@ impl TestRank {
     }
 
     /// Where a chunk's rows are in each group; of them only `rows` are copied.
-    fn spans(&self, kind: usize, chunk: usize, rows: Range<u32>) -> Vec<Spans> {
+    pub fn spans(&self, kind: usize, chunk: usize, rows: Range<u32>) -> Vec<Spans> {
         let of = &self.kinds[kind];
         let all = of.space.chunk_rows();
         let spans = |group: &Group| {

@@ -12,7 +12,7 @@ pub use self::backlog::{knows, send_backlog};
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
 use super::fetch::verify;
-use super::tiers::{Room, Sealed, Tiers, WriteBehindJob};
+use super::tiers::{Link, Room, Sealed, Tiers, WriteBehindJob};
 use crate::arena::Slot;
 use crate::cache::tier::{Below, Wrote};
 use crate::format::{ChunkHash, Space};
@@ -44,7 +44,12 @@ fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slo
     if !tiers.options.memory_flow.stores_lower || tiers.bucket.is_present(&key) == Some(true) {
         return;
     }
-    let Some(room) = tiers.behind.room(object.len(), None) else {
+    let link = Link {
+        kind: space.kind(),
+        chunk,
+        parent: None,
+    };
+    let Some(room) = tiers.behind.room(object.len(), link) else {
         tiers.memory.put_off(&key);
         return;
     };
@@ -62,10 +67,8 @@ pub fn write_behind(
     parent: Option<&ChunkHash>,
     object: Sealed,
 ) {
-    let key = (space.key(), *chunk);
-    let parent = parent.map(|parent| (space.key(), *parent));
     let job = WriteBehindJob::new(&tiers.memory, space, chunk, object);
-    if tiers.behind.push(room, key, parent, job) && tiers.behind.needs_dispatcher() {
+    if tiers.behind.push(room, chunk, parent, job) && tiers.behind.needs_dispatcher() {
         tokio::spawn(dispatch(Arc::clone(tiers)));
     }
 }

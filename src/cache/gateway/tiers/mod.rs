@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 pub use self::arriving::{Announcement, Arriving, Flight};
-pub use self::write_behind::{Behind, BehindOptions, BehindStats, Room, Sealed, WriteBehindJob};
+pub use self::write_behind::{Behind, BehindOptions, BehindStats, Link, Room, Sealed, WriteBehindJob};
 use super::bucket::Bucket;
 use super::chunk::LoadedChunk;
 use super::credit::kib;

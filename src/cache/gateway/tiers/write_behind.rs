@@ -3,7 +3,8 @@
 //!
 //! The bytes are bounded, including those that engines only reserved. When they are used up, new chunks are
 //! refused, or the deepest descendants whose turn has not come are given up: the rest of a chain is of use without
-//! them, but never the other way round. Heads of chains are not given up. Chunks that were given up are remembered
+//! them, but never the other way round. Heads of chains are not given up. A snapshot of a state is as deep as the chain
+//! of its prompt in the model's other kinds, and given up before the chunk that it follows. Chunks that were given up are remembered
 //! for a while, so that no chunk of a full kind is stored whose parent is not; they are taken up again when an engine
 //! wants to store them once more. Windows and snapshots of states have no such chain: a later one is of use without
 //! those before.
@@ -20,7 +21,7 @@ use crate::arena::Slot;
 use crate::cache::gateway::bucket::StoreOutcome;
 use crate::cache::recent::Recent;
 use crate::cache::tier::Memory;
-use crate::format::{ChunkHash, ChunkId, Space};
+use crate::format::{ChunkHash, ChunkId, Kind, Space, SpaceKey};
 use crate::protocol::{Flushed, WhenFull};
 use serde::Serialize;
 
@@ -47,7 +48,8 @@ pub struct Behind {
 #[derive(Default)]
 struct State {
     entries: BTreeMap<u64, Entry>,
-    chunks: HashMap<ChunkId, u64>,
+    /// By hash, which all kinds of a model share, then by space.
+    chunks: HashMap<ChunkHash, HashMap<SpaceKey, u64>>,
     committed: u64,
     room_bytes: usize,
     /// Chunks that were given up.
@@ -65,8 +67,9 @@ const DROPPED_MAX: usize = 1 << 16;
 struct Entry {
     key: ChunkId,
     bytes: usize,
-    /// Number of chunks before it in the chain that wait as well.
+    /// Number of chunks before it in the chain that wait as well, or did when it came.
     depth: u32,
+    is_snapshot: bool,
     /// The job; None once its turn has come.
     job: Option<WriteBehindJob>,
     /// The task that does it.
@@ -104,6 +107,15 @@ pub struct BehindStats {
     pub failed_attempts: u64,
 }
 
+/// A chunk's place in its chain.
+#[derive(Debug, Clone, Copy)]
+pub struct Link<'a> {
+    pub kind: Kind,
+    pub chunk: &'a ChunkHash,
+    /// None: unknown, or a first chunk.
+    pub parent: Option<&'a ChunkHash>,
+}
+
 /// Bytes of the write-behind set aside for a chunk; they go back when this is dropped.
 pub struct Room {
     behind: Arc<Behind>,
@@ -127,10 +139,10 @@ impl Behind {
 
     /// Room for a chunk, if need be that of others which are dropped: only those deeper than it would be, so never
     /// one of its ancestors.
-    pub fn room(self: &Arc<Self>, bytes: usize, parent: Option<&ChunkId>) -> Option<Room> {
+    pub fn room(self: &Arc<Self>, bytes: usize, link: Link<'_>) -> Option<Room> {
         let mut dropped = Vec::new();
         let mut state = self.lock();
-        let depth = state.depth_after(parent);
+        let depth = state.depth(link);
         while state.room_bytes + bytes > self.options.bytes_max {
             let entry = match self.options.when_full {
                 WhenFull::Refuse => None,
@@ -179,8 +191,7 @@ impl Behind {
         let cancelled = {
             let mut state = self.lock();
             state.backlog.remove(key);
-            let number = state.chunks.get(key).copied();
-            number.and_then(|number| state.remove(number))
+            state.number(key).and_then(|number| state.remove(number))
         };
         self.dropped(cancelled.as_slice());
         self.changed.notify_waiters();
@@ -192,10 +203,17 @@ impl Behind {
     }
 
     /// Queues a chunk, with its room. False if it is given up because its parent was.
-    pub fn push(&self, room: Room, key: ChunkId, parent: Option<ChunkId>, job: WriteBehindJob) -> bool {
+    pub fn push(
+        &self,
+        room: Room,
+        chunk: &ChunkHash,
+        parent: Option<&ChunkHash>,
+        job: WriteBehindJob,
+    ) -> bool {
         let mut state = self.lock();
-        let is_chained = job.space.kind().is_full();
-        if is_chained && parent.is_some_and(|parent| state.dropped.has(&parent)) {
+        let (space, kind) = (job.space.key(), job.space.kind());
+        let key = (space, *chunk);
+        if kind.is_full() && parent.is_some_and(|parent| state.dropped.has(&(space, *parent))) {
             state.stats.dropped += 1;
             state.dropped.add(key, ());
             return false;
@@ -206,15 +224,19 @@ impl Behind {
         state.committed += 1;
         let bytes = room.keep();
         let number = state.committed;
-        let depth = state.depth_after(parent.as_ref());
+        let depth = state.depth(Link { kind, chunk, parent });
         let entry = Entry {
             key,
             bytes,
             depth,
+            is_snapshot: kind == Kind::State,
             job: Some(job),
             task: None,
         };
-        state.chunks.insert(key, number);
+        if kind != Kind::State {
+            state.deepen_snapshots(chunk, depth + 1);
+        }
+        state.chunks.entry(*chunk).or_default().insert(space, number);
         state.entries.insert(number, entry);
         true
     }
@@ -265,7 +287,7 @@ impl Behind {
     pub fn add_backlog(&self, chunks: impl Iterator<Item = ChunkId>) {
         let mut state = self.lock();
         for key in chunks {
-            if !state.chunks.contains_key(&key) {
+            if state.number(&key).is_none() {
                 state.backlog.insert(key);
             }
         }
@@ -380,10 +402,38 @@ impl Behind {
 
 impl State {
     /// A chunk's depth, as it is or would be.
-    fn depth_after(&self, parent: Option<&ChunkId>) -> u32 {
-        let before = parent.and_then(|parent| self.chunks.get(parent));
-        let before = before.and_then(|before| self.entries.get(before));
-        before.map_or(0, |before| before.depth + 1)
+    fn depth(&self, link: Link<'_>) -> u32 {
+        let is_snapshot = link.kind == Kind::State;
+        let after = |chunk: &ChunkHash, with_snapshots: bool| {
+            let before = self.of_hash(chunk);
+            let before = before.filter(|entry| with_snapshots || !entry.is_snapshot);
+            before.map(|entry| entry.depth + 1).max().unwrap_or_default()
+        };
+        let depth = link.parent.map_or(0, |parent| after(parent, is_snapshot));
+        // A snapshot is of no use without its prompt's chunks in the other kinds.
+        match is_snapshot {
+            true => depth.max(after(link.chunk, false)),
+            false => depth,
+        }
+    }
+
+    /// Snapshots may come before the chunks that they follow.
+    fn deepen_snapshots(&mut self, chunk: &ChunkHash, depth: u32) {
+        for number in self.chunks.get(chunk).into_iter().flat_map(HashMap::values) {
+            if let Some(entry) = self.entries.get_mut(number).filter(|entry| entry.is_snapshot) {
+                entry.depth = entry.depth.max(depth);
+            }
+        }
+    }
+
+    /// The entries of a hash, in whatever space.
+    fn of_hash(&self, chunk: &ChunkHash) -> impl Iterator<Item = &Entry> {
+        let numbers = self.chunks.get(chunk).into_iter().flat_map(HashMap::values);
+        numbers.filter_map(|number| self.entries.get(number))
+    }
+
+    fn number(&self, (space, chunk): &ChunkId) -> Option<u64> {
+        self.chunks.get(chunk)?.get(space).copied()
     }
 
     /// Drops the last of the deepest entries whose turn has not come; never a head.
@@ -401,8 +451,14 @@ impl State {
 
     fn remove(&mut self, number: u64) -> Option<Entry> {
         let entry = self.entries.remove(&number)?;
-        if self.chunks.get(&entry.key) == Some(&number) {
-            self.chunks.remove(&entry.key);
+        let (space, chunk) = entry.key;
+        if let Some(of_hash) = self.chunks.get_mut(&chunk) {
+            if of_hash.get(&space) == Some(&number) {
+                of_hash.remove(&space);
+            }
+            if of_hash.is_empty() {
+                self.chunks.remove(&chunk);
+            }
         }
         self.room_bytes -= entry.bytes;
         Some(entry)

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use futures::future::join_all;
 
 pub use self::progress::LoadProgress;
-use super::worker::{Worker, WorkerError};
+use super::worker::{Worker, WorkerError, pin};
 use crate::engine::client::ApiSession;
 use crate::engine::copy::Spans;
 use crate::engine::copy::cuda::StreamMark;
@@ -64,10 +64,6 @@ impl Worker {
     ) -> Result<Vec<Failed>, WorkerError> {
         // However the load ends, no thread waits for more of it.
         let _ends = progress.ends_with_this();
-        for wanted in load.kinds {
-            let tables = wanted.chunks.iter().map(|chunk| chunk.spans.len());
-            self.check_tables(wanted.kind, tables)?;
-        }
         let session = self.session_to_load(&load).await?;
         let loads = load.kinds.iter().map(|wanted| async {
             let _ends = progress.ends_kind_with_this(wanted.kind);
@@ -84,29 +80,25 @@ impl Worker {
         Ok(join_all(loads).await.concat())
     }
 
-    /// The session for a load, with its arena pinned in the copiers.
+    /// The session for a load that fits the worker, with its arena pinned in the copiers.
     async fn session_to_load(&self, load: &LoadJob<'_>) -> Result<Arc<ApiSession>, WorkerError> {
         let session = self.attached().await?;
-        let pinned = match self.pinned(&session) {
-            Ok(pinned) => {
-                let copiers = load
-                    .kinds
-                    .iter()
-                    .flat_map(|wanted| &self.kinds[wanted.kind].groups);
-                super::worker::pin(copiers.cloned().collect(), pinned).await
-            }
-            Err(error) => Err(error),
-        };
-        let Err(error) = pinned else {
+        let Err(error) = self.get_ready(&session, load).await else {
             return Ok(session);
         };
-        join_all(
-            load.kinds
-                .iter()
-                .map(|wanted| self.decline(&session, load, wanted)),
-        )
-        .await;
+        let known = load.kinds.iter().filter(|wanted| wanted.kind < self.kinds.len());
+        join_all(known.map(|wanted| self.decline(&session, load, wanted))).await;
         Err(error)
+    }
+
+    async fn get_ready(&self, session: &Arc<ApiSession>, load: &LoadJob<'_>) -> Result<(), WorkerError> {
+        for wanted in load.kinds {
+            let tables = wanted.chunks.iter().map(|chunk| chunk.spans.len());
+            self.check_tables(wanted.kind, tables)?;
+        }
+        let pinned = self.pinned(session)?;
+        let kinds = load.kinds.iter().map(|wanted| &self.kinds[wanted.kind]);
+        pin(kinds.flat_map(|kind| kind.groups.clone()).collect(), pinned).await
     }
 
     /// Says that this rank takes no part, so that the other ranks need not wait for it.

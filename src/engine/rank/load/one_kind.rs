@@ -36,7 +36,14 @@ impl Worker {
         }
         let request = self.request(load, wanted);
         let load_id = request.load_id.clone();
-        let mut lines = session.load(request).await?;
+        let mut lines = match session.load(request).await {
+            Ok(lines) => lines,
+            Err(error) => {
+                // The node may have begun it, and lent slots that nobody will be told of.
+                let _ = session.release(&load_id, None).await;
+                return Err(error.into());
+            }
+        };
         let (copying, copied) = mpsc::channel(COPIES);
         let (releases, to_release) = mpsc::unbounded_channel();
         let copies = Copies {
@@ -104,13 +111,14 @@ impl Worker {
             }
         };
         drop(copying);
+        // After a panic of that task copies may be under way: their slots end with the process.
         let Copied {
             chunks,
             all_planes: planes,
             kept,
             left,
         } = copied.await?;
-        let all_released = released.await?;
+        let all_released = released.await.unwrap_or(false);
         // A load that broke off ends with its stream. A session that is over has no slots left.
         drop(lines);
         let rest = broke.is_some() || left || !all_released;
