@@ -216,6 +216,14 @@ FAMILIES = {
 }
 
 
+FAMILIES["deepseek_mtp"] = {
+    **FAMILIES["deepseek_v3"],
+    "layers_add": 0.1,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+}
+
+
 def make_draft(folder, target):
     """EAGLE's draft of a Llama, out of its first layer, so that its drafts are accepted at times: random ones never are."""
     subprocess.run([sys.executable, __file__, folder, "--draft", target], check=True)
@@ -246,7 +254,30 @@ def write(folder, family):
     generator = torch.Generator().manual_seed(SEED)
     weights = load_file(folder / "model.safetensors")
     drawn = {name: draw(name, tensor, generator, config) for name, tensor in sorted(weights.items())}
+    if config.get("num_nextn_predict_layers"):
+        drawn |= mtp_layer(drawn, config)
     save_file(drawn, folder / "model.safetensors", {"format": "pt"})
+
+
+def mtp_layer(weights, config):
+    """DeepSeek's: out of the model's last layer, so that its drafts are accepted at times."""
+    import torch
+
+    hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    before, layer = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    mtp = {name.replace(before, layer): tensor.clone() for name, tensor in weights.items() if name.startswith(before)}
+    mtp |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    mtp[f"{layer}eh_proj.weight"] = joined(hidden)
+    mtp[f"{layer}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    mtp[f"{layer}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    return mtp
+
+
+def joined(hidden):
+    """The token's embedding as it is, and little of what the model made of the tokens before."""
+    import torch
+
+    return torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
 
 
 # LFM2's attention is weak otherwise, against its convolutions.
@@ -254,7 +285,6 @@ STRONGER = {"self_attn.q_layernorm": 4.0, "self_attn.out_proj": 4.0, "conv.out_p
 
 
 def write_draft(folder, target):
-    import torch
     from safetensors.torch import load_file, save_file
 
     config = json.loads((Path(target) / "config.json").read_text())
@@ -265,10 +295,8 @@ def write_draft(folder, target):
         for name, tensor in weights.items()
         if name.startswith(first) and "input_layernorm" not in name
     }
-    # The token's embedding as it is, and little of what the model made of the tokens before.
-    joined = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file({"fc.weight": joined, **layer}, Path(folder) / "model.safetensors", {"format": "pt"})
+    save_file({"fc.weight": joined(hidden), **layer}, Path(folder) / "model.safetensors", {"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
 

@@ -11,6 +11,7 @@ import unittest
 import families
 from gateway import Gateway
 from lives import alive, kvgate, life, prompt
+from test_families import AMX, HAS_AMX
 
 # The CPU's rotary_embedding computes something else for queries of three dimensions.
 # On a CPU vLLM runs stages only with its warm-up.
@@ -137,6 +138,37 @@ class DraftTest(KindsCase):
         without, _ = self.drafting(self.kv)
         self.assertEqual((without["external"], without["tokens"]), (2 * 512, plain["tokens"]))
         self.assertEqual(without["metrics"]["vllm:kvgate_failed_loads"], 0)
+
+
+if os.environ.get("KVGATE_TEST_FULL"):
+
+    class MtpTest(KindsCase):
+        PROMPTS = tuple(prompt(seed, 1000) for seed in (1, 2))
+
+        def drafting(self, kv=None):
+            """DeepSeek with its MTP layer, and the share of its drafts that the model accepts."""
+            engine = AMX if HAS_AMX else {"block_size": 16}
+            speculative = {"method": "mtp", "num_speculative_tokens": 1}
+            result = self.alive(
+                "deepseek_mtp", self.PROMPTS, kv, max_tokens=100, speculative_config=speculative, **engine
+            )
+            counts = result["drafts"]
+            accepted, made = (counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))
+            return result, accepted / made
+
+        def test_drafts_are_accepted_as_often_with_what_was_loaded(self):
+            plain, cold = self.drafting()
+            self.assertGreater(cold, 0.1, "drafts that are never accepted show nothing")
+            self.drafting(self.kv)
+            self.anew()
+            self.assertEqual(sorted(self.gateway.kinds()), ["draft full", "full"])
+            second, warm = self.drafting(self.kv)
+            self.assertGreater(second["external"], 0)
+            # In bfloat16, which AMX has for latents, other steps make other tokens where two are nearly as likely.
+            same, apart = (20, 0.05) if HAS_AMX else (100, 0.01)
+            first = lambda result: [tokens[:same] for tokens in result["tokens"]]  # noqa: E731
+            self.assertEqual(first(second), first(plain))
+            self.assertLess(abs(warm - cold), apart)
 
 
 class RanksCase(KindsCase):
