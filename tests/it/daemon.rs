@@ -179,34 +179,34 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
 
 /// It had committed its share of a chunk. Those who were still to write then wrote less, and the chunk was published.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rank_that_came_back_with_other_heads_left_some_to_nobody() {
+async fn a_rank_that_came_back_with_other_layers_left_some_to_nobody() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
     let prompt = Prompt::new(1);
     serving.client.declare(&prompt.space).await.unwrap();
     let space = id(&prompt.space);
-    let rank = async |rank, tp| {
+    let rank = async |rank, layers| {
         let request = kvgate::protocol::AttachRequest {
             rank,
             world_size: 2,
-            tp: Some(tp),
+            layers: Some(layers),
             ..alone("engine")
         };
         serving.client.attach(&request).await.unwrap()
     };
-    let first = rank(0, (0, 2)).await;
-    // It has all heads, and owns those that the first one hasn't.
-    let second = rank(1, (0, 1)).await;
+    let first = rank(0, (0, 3)).await;
+    // It has all layers, and owns those that the first one hasn't.
+    let second = rank(1, (0, 6)).await;
     let begun = first.reserve(&space, chunks(&prompt)).await.unwrap();
     let name = write(&first, &prompt, 0, &begun.own, &begun.chunks[0]);
     let committed = first.commit(vec![name]).await.unwrap();
     assert_eq!(committed.slots, [CommitOutcome::Ok { published: false }]);
     drop(first);
     eventually(|| serving.node.status().sessions.len() == 1).await;
-    let first = rank(0, (0, 4)).await;
+    let first = rank(0, (0, 1)).await;
     let joined = second.reserve(&space, chunks(&prompt)).await.unwrap();
-    assert_eq!(joined.own[0].heads, (1, 4));
+    assert_eq!(joined.own[0].planes, (1, 6));
     let pending = ReservedChunk::Skip {
         skip: "pending".to_owned(),
     };

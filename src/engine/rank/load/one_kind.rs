@@ -10,10 +10,10 @@ use super::copies::{Chunk, Copied, Copies, Copying, Step, release};
 use super::progress::LoadProgress;
 use super::{Failed, LoadJob, WantedKind};
 use crate::arena::AttachedSlot;
-use crate::engine::client::{ApiSession, ClientError};
+use crate::engine::client::{ApiSession, ClientError, LoadLines};
 use crate::engine::copy::{CopyError, CopyJob, Pending, wait_for_all};
 use crate::engine::rank::worker::{Worker, WorkerError};
-use crate::protocol::{LoadLine, SlotName};
+use crate::protocol::{LoadLine, LoadRequest, SlotName};
 
 /// Copies under way while the load waits for the next chunk.
 const COPIES: usize = 4;
@@ -36,14 +36,7 @@ impl Worker {
         }
         let request = self.request(load, wanted);
         let load_id = request.load_id.clone();
-        let mut lines = match session.load(request).await {
-            Ok(lines) => lines,
-            Err(error) => {
-                // The node may have begun it, and lent slots that nobody will be told of.
-                let _ = session.release(&load_id, None).await;
-                return Err(error.into());
-            }
-        };
+        let mut lines = call(session, request).await?;
         let (copying, copied) = mpsc::channel(COPIES);
         let (releases, to_release) = mpsc::unbounded_channel();
         let copies = Copies {
@@ -182,6 +175,16 @@ impl Worker {
         });
         Ok(begun.await??)
     }
+}
+
+/// Calls the node. Without an answer it may have begun the load, and lent slots that nobody will be told of.
+async fn call(session: &ApiSession, request: LoadRequest) -> Result<LoadLines, ClientError> {
+    let load_id = request.load_id.clone();
+    let lines = session.load(request).await;
+    if lines.is_err() {
+        let _ = session.release(&load_id, None).await;
+    }
+    lines
 }
 
 /// Chunks of which not all planes were copied, each with the first known reason, or else `early`.
