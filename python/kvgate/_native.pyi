@@ -1,4 +1,7 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T", covariant=True)
 
 class KvGateError(Exception):
     """The gateway can't be reached or refuses, or an argument is impossible."""
@@ -204,3 +207,52 @@ class Worker:
 
     def close(self) -> None:
         """Waits until no job is under way. The engine's memory may go after this. Copies that have not begun are never made."""
+
+class Call(Generic[T]):
+    """A call of a `Session` under way."""
+
+    def stop(self) -> None:
+        """Ends a load early. It has ended, as always, when its `done` was called."""
+
+    def result(self) -> T:
+        """The answer of an ended call. Raises its KvGateError."""
+
+class Session:
+    """The native side of `kvgate.Gateway`. Each call begins at once, on threads of its own; it calls `done`, which must not wait,
+    when it has ended, and keeps `held` until then."""
+
+    def __init__(self, socket: str, socket_owner: int | None, patience_ms: int) -> None: ...
+    def attach(self, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def lookup(
+        self, space: Space, prompt: Prompt, deadline_ms: int, pin_ms: int, prefetch: bool, done: Callable[[], object]
+    ) -> Call[tuple[int, bool, bytes]]:
+        """Leading chunks that are there, whether all could be told of, and the tier of each as in `Lookups.tiers`."""
+
+    def load(
+        self,
+        space: Space,
+        hashes: bytes,
+        tensors: str,
+        slots: Sequence[int] | None,
+        deadline_ms: int,
+        held: object,
+        done: Callable[[], object],
+    ) -> Call[tuple[int, str | None]]:
+        """Leading chunks that are in the tensors, and why no more. `tensors`: JSON, described by their axes."""
+
+    def store(
+        self,
+        space: Space,
+        hashes: bytes,
+        root: bytes,
+        tensors: str,
+        slots: Sequence[int] | None,
+        deadline_ms: int,
+        held: object,
+        done: Callable[[], object],
+    ) -> Call[tuple[int, int, int, str | None]]:
+        """Leading chunks that are there, new ones, refused ones, and why others are not there. `root`: the first one's parent."""
+
+    def flush(self, deadline_ms: int, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def close(self) -> None:
+        """Ends the session once the calls under way have ended."""

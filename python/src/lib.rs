@@ -8,6 +8,7 @@
 
 mod copier;
 mod error;
+mod gateway;
 mod lookups;
 mod prompt;
 mod runtime;
@@ -22,6 +23,8 @@ mod _native {
     use super::copier::Copier;
     #[pymodule_export]
     use super::error::KvGateError;
+    #[pymodule_export]
+    use super::gateway::{Call, Session};
     #[pymodule_export]
     use super::lookups::Lookups;
     #[pymodule_export]

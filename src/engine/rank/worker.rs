@@ -17,7 +17,7 @@ use crate::protocol::AttachRequest;
 /// One rank of an engine: loads chunks from the node into its pages ([`load`](Self::load)), and stores them back
 /// ([`store`](Self::store)).
 pub struct Worker {
-    engine: Engine,
+    engine: Arc<Engine>,
     declared: OnceCell<()>,
     pub(super) kinds: Vec<Kind>,
     /// Makes the copiers of all kinds and groups.
@@ -66,10 +66,20 @@ impl Worker {
         make: impl Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync + 'static,
         breaker: LookupBreaker,
     ) -> Result<Self, CopyError> {
+        Self::on(Arc::new(client.engine(attach)), kinds, make, breaker)
+    }
+
+    /// A worker of a process whose other workers have the same session.
+    pub fn on(
+        engine: Arc<Engine>,
+        kinds: Vec<KindPages>,
+        make: impl Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync + 'static,
+        breaker: LookupBreaker,
+    ) -> Result<Self, CopyError> {
         let make: MakeCopier = Box::new(make);
         let kinds = kinds.into_iter().map(|pages| Kind::new(pages, &make));
         Ok(Self {
-            engine: client.engine(attach),
+            engine,
             declared: OnceCell::new(),
             kinds: kinds.collect::<Result<_, _>>()?,
             make,
