@@ -146,6 +146,7 @@ engine_tests() {
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "the Python API" "$env/bin/python" -B tests/engines/test_client.py
+    tests "copies by torch" "$env/bin/python" -B tests/engines/test_torch_copies.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
         test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py

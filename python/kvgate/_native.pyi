@@ -1,7 +1,33 @@
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", covariant=True)
+
+Sizes = tuple[int, ...]
+
+class TorchCopies(Protocol):
+    """`kvgate.torch_copies.TorchCopies`: copies on devices that kvgate has no copies of its own for. They are done when the calls
+    return. Called on threads of the native side."""
+
+    def mark(self) -> object: ...
+    def load(
+        self,
+        address: int,
+        length: int,
+        parts: list[tuple[Sizes, Sizes]],
+        spans: list[Sizes],
+        sizes: Sizes,
+        after: object,
+    ) -> None: ...
+    def store(
+        self,
+        address: int,
+        length: int,
+        parts: list[tuple[Sizes, Sizes]],
+        spans: list[Sizes],
+        sizes: Sizes,
+        after: object,
+    ) -> None: ...
 
 class KvGateError(Exception):
     """The gateway can't be reached or refuses, or an argument is impossible."""
@@ -58,8 +84,9 @@ class Prompt:
 class Copier:
     """Copies between a chunk's payload and pages, for checks."""
 
-    def __init__(self, settings: str, space: Space) -> None:
-        """`settings`: JSON with `tensors`, described by their axes, and `device` (a GPU's number, or null)."""
+    def __init__(self, settings: str, space: Space, copies: TorchCopies | None = None) -> None:
+        """`settings`: JSON with `tensors`, described by their axes, and `device` (a GPU's number, or null). `copies`: in place of
+        kvgate's own."""
 
     def load(self, payload: bytes, slots: Sequence[int], stream: int | None = None) -> None:
         """Writes a payload's tokens to these slots (`block * block tokens + token`); it is done when this returns."""
@@ -158,10 +185,10 @@ class Worker:
     """One rank: moves chunks between the node and the engine's pages, on threads of its own. It has one session and one mapped
     arena for all kinds of KV."""
 
-    def __init__(self, settings: str, spaces: Sequence[Space]) -> None:
+    def __init__(self, settings: str, spaces: Sequence[Space], copies: TorchCopies | None = None) -> None:
         """`settings`: JSON with socket, attach, kinds, device, and the time limits. `kinds`: for each space `groups`, the tensors
         of each group of layers that has block tables of its own (none where this rank has no layer of it), and `is_draft`.
-        The `planes` of a tensor are indices in that space."""
+        The `planes` of a tensor are indices in that space. `copies`: in place of kvgate's own."""
 
     def load(
         self,

@@ -14,7 +14,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use tokio::sync::watch;
 
-use crate::copier::{copier, copy_options};
+use crate::copier::Copiers;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::prompt::{self, Prompt};
@@ -52,10 +52,9 @@ impl Session {
         let client = Client::new(DaemonAddress::Unix(socket))
             .trusting(socket_owner)
             .with_patience(Duration::from_millis(patience_ms));
-        let options = py.detach(copy_options)?;
+        let copiers = py.detach(|| Copiers::new(None, None))?;
         let instance = format!("python-{}-{:016x}", std::process::id(), random());
-        let make = move |cache| copier(None, cache, &options);
-        let direct = Direct::new(&client, instance, make);
+        let direct = Direct::new(&client, instance, move |cache| copiers.make(cache));
         Ok(Self(Mutex::new(Some(Arc::new(direct)))))
     }
 

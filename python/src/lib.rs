@@ -13,6 +13,7 @@ mod lookups;
 mod prompt;
 mod runtime;
 mod space;
+mod torch_copies;
 mod worker;
 
 use pyo3::prelude::*;

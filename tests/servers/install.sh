@@ -106,7 +106,7 @@ minio() {
 vllm() {
     local env=$KVGATE_TEST_CACHE/vllm requirements=$HERE/../engines/requirements-vllm.txt
     if cmp -s "$requirements" "$env/requirements.txt"; then return; fi
-    debian libnuma1 gcc binutils
+    debian libnuma1 gcc g++ binutils
     python_tools
     echo "installing vLLM into $env"
     rm -rf "$env"

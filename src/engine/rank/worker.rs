@@ -10,8 +10,7 @@ use super::kind::{Kind, KindPages, MakeCopier};
 use super::pinning::{Pinning, Registered};
 use crate::arena::AttachedError;
 use crate::engine::client::{ApiSession, Client, ClientError, Engine};
-use crate::engine::copy::cuda::StreamMark;
-use crate::engine::copy::{Copier, CopyError, EngineStream, PagedCache};
+use crate::engine::copy::{Copier, CopyError, EngineStream, Mark, PagedCache};
 use crate::protocol::AttachRequest;
 
 /// One rank of an engine: loads chunks from the node into its pages ([`load`](Self::load)), and stores them back
@@ -90,7 +89,7 @@ impl Worker {
     }
 
     /// The work that the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
-    pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
+    pub fn mark(&self, engine: Option<EngineStream>) -> Result<Option<Mark>, CopyError> {
         match self.any_copier() {
             Some(copier) => copier.mark(engine),
             None => Ok(None),
