@@ -155,7 +155,8 @@ impl CTensor {
         };
         let layers = axes.find('L').map_or(1, |at| shape[at]);
         // More planes than a space may have are refused by their number.
-        let layers = layers.min(u64::from(PLANES_MAX) + 1) as usize;
+        let layers = usize::try_from(layers).unwrap_or(usize::MAX);
+        let layers = layers.min(PLANES_MAX as usize + 1);
         let first = self.first_plane as usize;
         Ok(Tensor {
             address: self.address as u64,

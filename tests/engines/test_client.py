@@ -4,6 +4,7 @@ python tests/engines/test_client.py     in an environment with the wheel, numpy 
 """
 
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -340,15 +341,18 @@ gateway.store_from(space(), tokens, kv)
 hit = gateway.lookup(space(), tokens)
 hang({self.node.pid()})
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+out = np.zeros_like(kv)
+before = sys.getrefcount(out)
 try:
-    gateway.load_into(hit, np.zeros_like(kv), deadline=60)
-except KeyboardInterrupt:
-    print("interrupted")
+    gateway.load_into(hit, out, deadline=60)
+except KeyboardInterrupt as error:
+    error.__traceback__ = None
+    print("interrupted", sys.getrefcount(out) - before)
 finally:
     os.kill({self.node.pid()}, signal.SIGCONT)
 """
         said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-        self.assertEqual((said.stdout.strip(), said.returncode), ("interrupted", 0), said.stderr)
+        self.assertEqual((said.stdout.strip(), said.returncode), ("interrupted 0", 0), said.stderr)
 
     def test_asyncio(self):
         async def work():
@@ -365,8 +369,15 @@ finally:
                 for kv, out in zip(kvs, outs, strict=True):
                     np.testing.assert_array_equal(out[:, :, :FULL], kv[:, :, :FULL])
                 self.hang()
-                with self.assertRaises(asyncio.TimeoutError):
-                    await asyncio.wait_for(gateway.load_into(hits[0], outs[0], deadline=60), 0.2)
+                before = sys.getrefcount(outs[0])
+                call = asyncio.create_task(gateway.load_into(hits[0], outs[0], deadline=60))
+                await asyncio.sleep(0.2)
+                call.cancel()
+                await asyncio.wait([call])
+                self.assertTrue(call.cancelled())
+                del call
+                gc.collect()
+                self.assertEqual(sys.getrefcount(outs[0]), before, "the cancelled call still has the array")
                 with self.assertRaises(KvGateError):
                     await gateway.lookup(space(), prompts[0])
             with self.assertRaises(KvGateError):
