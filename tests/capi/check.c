@@ -16,6 +16,8 @@
 #define HEADS 2
 #define DIM 8
 #define ROW (HEADS * DIM)
+/* Of a token in the pages: its row, and what is none of kvgate's. */
+#define PITCH (ROW + 4)
 #define BLOCK 4
 #define BLOCKS 16
 #define POISON 0x5a5a
@@ -37,8 +39,8 @@ static void check(int is_so, int line, const char *what)
 
 /* [layers][2][tokens][heads][head_dim], as an engine that knows no pages has it. */
 static uint16_t kv[LAYERS][2][TOKENS][ROW];
-/* K and V of each layer are a tensor of their own: [blocks][block tokens][heads][head_dim]. */
-static uint16_t pages[LAYERS][2][BLOCKS][BLOCK][ROW];
+/* K and V of each layer are a tensor of their own: [blocks][block tokens][heads][head_dim], with gaps. */
+static uint16_t pages[LAYERS][2][BLOCKS][BLOCK][PITCH];
 
 static uint16_t number(int layer, int k_or_v, int token, int element)
 {
@@ -72,11 +74,10 @@ static kvgate_tensor paged(int layer, int k_or_v)
     tensor.shape[1] = BLOCK;
     tensor.shape[2] = HEADS;
     tensor.shape[3] = DIM;
-    /* With strides of its own. */
     tensor.strides[3] = 2;
     tensor.strides[2] = 2 * DIM;
-    tensor.strides[1] = 2 * ROW;
-    tensor.strides[0] = 2 * ROW * BLOCK;
+    tensor.strides[1] = 2 * PITCH;
+    tensor.strides[0] = 2 * PITCH * BLOCK;
     tensor.element_bytes = 2;
     tensor.first_plane = (uint32_t)layer;
     tensor.row_offset = k_or_v ? 2 * DIM : 0;
@@ -123,15 +124,15 @@ static void store_and_load(const kvgate_session *session, const kvgate_space *sp
     CHECK(strcmp(kvgate_last_error(), "") == 0);
     for (layer = 0; layer < LAYERS; layer++)
         for (k_or_v = 0; k_or_v < 2; k_or_v++) {
-            uint16_t(*rows)[ROW] = pages[layer][k_or_v][0];
+            uint16_t(*rows)[PITCH] = pages[layer][k_or_v][0];
             for (token = 0; token < FULL; token++)
                 for (element = 0; element < ROW; element++)
                     wrong += rows[slot_of(token)][element] != number(layer, k_or_v, token, element);
             for (token = 0; token < BLOCKS * BLOCK; token++)
-                untouched += rows[token][0] == POISON;
+                untouched += (rows[token][0] == POISON) + (rows[token][ROW] == POISON);
         }
     CHECK(wrong == 0);
-    CHECK(untouched == LAYERS * 2 * (BLOCKS * BLOCK - FULL));
+    CHECK(untouched == LAYERS * 2 * (2 * BLOCKS * BLOCK - FULL));
 }
 
 /* A prompt that nobody has stored is no error; the reason is told. */
