@@ -5,7 +5,7 @@
 #
 # 1. mkdocs builds docs/ strictly: every link leads somewhere.
 # 2. docs/CONFIGURATION.md and docs/METRICS.md say what the program says.
-# 3. examples/: the three Python programs against a daemon and an S3 server, and the Rust one.
+# 3. examples/: three Python programs (tests/engines/test_client.py runs the fourth) against a daemon and an S3 server, and the Rust one.
 # 4. tests/commands.py: the commands of README.md and of all pages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

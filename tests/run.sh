@@ -103,11 +103,18 @@ lint() {
     check "layers, turned round" "$VENV/bin/python" -B tests/layers.py --self-test
     check "ruff check" "$VENV/bin/ruff" check --no-cache .
     check "ruff format" "$VENV/bin/ruff" format --no-cache --check .
+    check "mypy" python_types
     check "shellcheck" shell_scripts
     check "the kernels' PTX" kernels/compile.sh --check
     # The crates must be there for cargo-deny to read their licences, so this comes after cargo has fetched them.
     check "cargo deny" "$KVGATE_TEST_CACHE/cargo/bin/cargo-deny" --locked check -A duplicate bans licenses sources
     not_run+=("cargo deny check advisories: its database comes over the network; the workflow on GitHub runs it")
+}
+
+# The Python API as its users' type checkers see it.
+python_types() {
+    env MYPYPATH=python "$VENV/bin/mypy" --strict --explicit-package-bases --cache-dir "$WORK/mypy" \
+        python/kvgate/{__init__,client,memory,tensors}.py examples/python_api.py
 }
 
 shell_scripts() {
@@ -141,6 +148,8 @@ engine_tests() {
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
+    tests "the Python API" "$env/bin/python" -B tests/engines/test_client.py
+    tests "copies by torch" "$env/bin/python" -B tests/engines/test_torch_copies.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
         test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
@@ -346,6 +355,7 @@ case $TIER in
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         engine_tests
+        KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the C API" tests/capi.sh
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh
         demo
         if [ "$TIER" = full ]; then

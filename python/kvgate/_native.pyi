@@ -1,4 +1,33 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T", covariant=True)
+
+Sizes = tuple[int, ...]
+
+class TorchCopies(Protocol):
+    """`kvgate.torch_copies.TorchCopies`: copies on devices that kvgate has no copies of its own for. They are done when the calls
+    return. Called on threads of the native side."""
+
+    def mark(self) -> object: ...
+    def load(
+        self,
+        address: int,
+        length: int,
+        parts: list[tuple[Sizes, Sizes]],
+        spans: list[Sizes],
+        sizes: Sizes,
+        after: object,
+    ) -> None: ...
+    def store(
+        self,
+        address: int,
+        length: int,
+        parts: list[tuple[Sizes, Sizes]],
+        spans: list[Sizes],
+        sizes: Sizes,
+        after: object,
+    ) -> None: ...
 
 class KvGateError(Exception):
     """The gateway can't be reached or refuses, or an argument is impossible."""
@@ -55,8 +84,9 @@ class Prompt:
 class Copier:
     """Copies between a chunk's payload and pages, for checks."""
 
-    def __init__(self, settings: str, space: Space) -> None:
-        """`settings`: JSON with `tensors`, described by their axes, and `device` (a GPU's number, or null)."""
+    def __init__(self, settings: str, space: Space, copies: TorchCopies | None = None) -> None:
+        """`settings`: JSON with `tensors`, described by their axes, and `device` (a GPU's number, or null). `copies`: in place of
+        kvgate's own."""
 
     def load(self, payload: bytes, slots: Sequence[int], stream: int | None = None) -> None:
         """Writes a payload's tokens to these slots (`block * block tokens + token`); it is done when this returns."""
@@ -155,10 +185,10 @@ class Worker:
     """One rank: moves chunks between the node and the engine's pages, on threads of its own. It has one session and one mapped
     arena for all kinds of KV."""
 
-    def __init__(self, settings: str, spaces: Sequence[Space]) -> None:
+    def __init__(self, settings: str, spaces: Sequence[Space], copies: TorchCopies | None = None) -> None:
         """`settings`: JSON with socket, attach, kinds, device, and the time limits. `kinds`: for each space `groups`, the tensors
         of each group of layers that has block tables of its own (none where this rank has no layer of it), and `is_draft`.
-        The `planes` of a tensor are indices in that space."""
+        The `planes` of a tensor are indices in that space. `copies`: in place of kvgate's own."""
 
     def load(
         self,
@@ -204,3 +234,52 @@ class Worker:
 
     def close(self) -> None:
         """Waits until no job is under way. The engine's memory may go after this. Copies that have not begun are never made."""
+
+class Call(Generic[T]):
+    """A call of a `Session` under way."""
+
+    def stop(self) -> None:
+        """Ends a load early. It has ended, as always, when its `done` was called."""
+
+    def result(self) -> T:
+        """The answer of an ended call. Raises its KvGateError."""
+
+class Session:
+    """The native side of `kvgate.Gateway`. Each call begins at once, on threads of its own; it calls `done`, which must not wait,
+    when it has ended, and keeps `held` until then."""
+
+    def __init__(self, socket: str, socket_owner: int | None, patience_ms: int) -> None: ...
+    def attach(self, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def lookup(
+        self, space: Space, prompt: Prompt, deadline_ms: int, pin_ms: int, prefetch: bool, done: Callable[[], object]
+    ) -> Call[tuple[int, bool, bytes]]:
+        """Leading chunks that are there, whether all could be told of, and the tier of each as in `Lookups.tiers`."""
+
+    def load(
+        self,
+        space: Space,
+        hashes: bytes,
+        tensors: str,
+        slots: Sequence[int] | None,
+        deadline_ms: int,
+        held: object,
+        done: Callable[[], object],
+    ) -> Call[tuple[int, str | None]]:
+        """Leading chunks that are in the tensors, and why no more. `tensors`: JSON, described by their axes."""
+
+    def store(
+        self,
+        space: Space,
+        hashes: bytes,
+        root: bytes,
+        tensors: str,
+        slots: Sequence[int] | None,
+        deadline_ms: int,
+        held: object,
+        done: Callable[[], object],
+    ) -> Call[tuple[int, int, int, str | None]]:
+        """Leading chunks that are there, new ones, refused ones, and why others are not there. `root`: the first one's parent."""
+
+    def flush(self, deadline_ms: int, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def close(self) -> None:
+        """Ends the session once the calls under way have ended."""

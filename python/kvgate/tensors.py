@@ -1,7 +1,12 @@
 """Describes a PyTorch tensor of KV for kvgate, by the meaning of its axes (src/engine/copy/tensor.rs)."""
 
+from __future__ import annotations
 
-def describe(tensor, axes, plane, heads=None):
+from collections.abc import Iterable
+from typing import Any
+
+
+def describe(tensor: Any, axes: str, plane: int, heads: Iterable[int] | None = None) -> dict[str, Any]:
     """`axes`: a letter for each dimension. `plane`: its index in the space. `heads`: the heads that it has, half-open."""
     size, storage = tensor.element_size(), tensor.untyped_storage()
     return {

@@ -1,4 +1,4 @@
-"""python -m kvgate.torch_check [--device cuda:0] [--json]
+"""python -m kvgate.torch_check [--device cuda:0] [--copies torch] [--json]
 
 Copies into and out of pages that PyTorch has allocated, as engines do, and compares the result with that of PyTorch's own
 indexing. Prints a line for each layout. Exit status 1 if any byte is wrong.
@@ -12,7 +12,9 @@ import torch
 
 from kvgate import Copier, Space
 from kvgate.tensors import describe
+from kvgate.torch_copies import TorchCopies, are_needed
 
+COPIES = ("auto", "torch")
 LAYERS, HEADS, HEAD_DIM = 3, 4, 64
 CHUNK_TOKENS, BLOCKS, BLOCK_TOKENS = 64, 9, 16
 
@@ -32,19 +34,23 @@ LAYOUTS = {
 def main():
     parser = argparse.ArgumentParser(prog="python -m kvgate.torch_check", description=__doc__)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--copies", choices=COPIES, default="auto", help="torch: torch's own calls on any device")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    results = {name: check(device, *axes) for name, axes in LAYOUTS.items()}
+    by_torch = arguments.copies == "torch" or are_needed(device)
+    results = {name: check(device, by_torch, *axes) for name, axes in LAYOUTS.items()}
     if arguments.json:
-        print(json.dumps({"device": str(device), "torch": torch.__version__, "right": results}))
+        by = "torch" if by_torch else "kvgate"
+        print(json.dumps({"device": str(device), "torch": torch.__version__, "copies": by, "right": results}))
     else:
+        print(f"{device}, copies by {'torch' if by_torch else 'kvgate'}")
         for name, right in results.items():
             print(f"{name:<26} {'right' if right else 'WRONG'}")
     sys.exit(0 if all(results.values()) else 1)
 
 
-def check(device, axes, order):
+def check(device, by_torch, axes, order):
     """Whether a load and a store move exactly the right bytes."""
     generator = torch.Generator().manual_seed(1)
     heads = HEADS if "H" in axes else 1
@@ -64,9 +70,9 @@ def check(device, axes, order):
         )
     )
     tensors = [describe(tensor, axes, plane) for plane, tensor in enumerate(layers)]
-    copier = Copier(
-        json.dumps({"tensors": tensors, "device": device.index or 0 if device.type == "cuda" else None}), space
-    )
+    number = device.index or 0 if device.type == "cuda" and not by_torch else None
+    copies = TorchCopies(layers) if by_torch else None
+    copier = Copier(json.dumps({"tensors": tensors, "device": number}), space, copies)
     slots = torch.randperm(BLOCKS * BLOCK_TOKENS, generator=generator)[:CHUNK_TOKENS]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
-use kvgate::engine::copy::cuda::{CudaError, Gpu, Lanes, StreamMark};
+use kvgate::engine::copy::cuda::{Gpu, Lanes};
 use kvgate::engine::copy::{
     Copier as AnyCopier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream,
-    PagedCache, SlotMapping, Tensor,
+    Framework, FrameworkCopier, PagedCache, SlotMapping, Tensor,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -14,6 +14,7 @@ use serde::Deserialize;
 
 use crate::error::failed;
 use crate::space::Space;
+use crate::torch_copies::TorchCopies;
 
 /// The pages to copy from and to.
 #[derive(Deserialize)]
@@ -31,12 +32,11 @@ pub struct Copier(AnyCopier);
 #[pymethods]
 impl Copier {
     #[new]
-    fn new(settings: &str, space: &Space) -> PyResult<Self> {
+    #[pyo3(signature = (settings, space, copies=None))]
+    fn new(settings: &str, space: &Space, copies: Option<Py<PyAny>>) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
         let cache = PagedCache::new(&space.0, &settings.tensors).map_err(failed)?;
-        let options = copy_options()?;
-        let lanes = lanes(settings.device, &options).map_err(failed)?;
-        let copier = copier(lanes.as_deref(), cache, &options);
+        let copier = Copiers::new(settings.device, copies)?.make(cache);
         Ok(Self(copier.map_err(failed)?))
     }
 
@@ -44,7 +44,7 @@ impl Copier {
     fn load(&self, py: Python<'_>, payload: Vec<u8>, slots: Vec<i64>, stream: Option<u64>) -> PyResult<()> {
         let job = self.job(&slots)?;
         py.detach(|| {
-            let after = self.mark(stream)?;
+            let after = self.0.mark(stream.map(EngineStream))?;
             let pending = self.0.load(payload, &job, after.as_ref())?;
             pending.wait().map(drop)
         })
@@ -61,7 +61,7 @@ impl Copier {
         let job = self.job(&slots)?;
         let payload = vec![0; self.0.cache().space().layout().payload_len()];
         let stored = py.detach(|| {
-            let after = self.mark(stream)?;
+            let after = self.0.mark(stream.map(EngineStream))?;
             let pending = self.0.store(payload, &job, after.as_ref())?;
             pending.wait()
         });
@@ -70,11 +70,6 @@ impl Copier {
 }
 
 impl Copier {
-    fn mark(&self, stream: Option<u64>) -> Result<Option<StreamMark>, CopyError> {
-        let marked = stream.map(|stream| self.0.mark(EngineStream(stream)));
-        Ok(marked.transpose()?.flatten())
-    }
-
     fn job(&self, slots: &[i64]) -> PyResult<CopyJob> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
         let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_rows());
@@ -86,27 +81,56 @@ impl Copier {
     }
 }
 
-/// The copy options of `KVGATE__COPY__...`.
-pub fn copy_options() -> PyResult<Copies> {
-    let loaded = config::load(None, config::process_env(), &[]);
-    Ok(loaded.map_err(failed)?.config.copy)
+/// Makes the copiers of one worker, for its device.
+pub struct Copiers {
+    options: Copies,
+    by: By,
 }
 
-/// The GPU's lanes for the copiers of one worker; None: the tensors are in host memory.
-pub fn lanes(device: Option<usize>, options: &Copies) -> Result<Option<Arc<Lanes>>, CudaError> {
-    let gpu = device.map(Gpu::open).transpose()?;
-    Ok(gpu.map(|gpu| Lanes::new(&gpu, CudaOptions::from(options))))
+/// What copies.
+enum By {
+    Cpu,
+    Gpu(Arc<Lanes>),
+    Framework(Arc<dyn Framework>),
 }
 
-pub fn copier(lanes: Option<&Lanes>, cache: PagedCache, options: &Copies) -> Result<AnyCopier, CopyError> {
-    // SAFETY: the engine keeps the tensors until it has closed the worker, and names the tokens to copy.
-    unsafe {
-        match lanes {
-            None => Ok(AnyCopier::Cpu(CpuCopier::new(cache, CpuOptions::from(options)))),
-            Some(lanes) => {
-                let copier = CudaCopier::on(lanes, cache)?;
-                Ok(AnyCopier::Cuda(Box::new(copier)))
+impl Copiers {
+    /// `device`: CUDA's number of the GPU that the tensors are on. `copies`: a framework's, in place of kvgate's own.
+    /// Neither: the tensors are in host memory.
+    pub fn new(device: Option<usize>, copies: Option<Py<PyAny>>) -> PyResult<Self> {
+        let options = copy_options()?;
+        let by = match (copies, device) {
+            (Some(copies), _) => By::Framework(Arc::new(TorchCopies(copies))),
+            (None, None) => By::Cpu,
+            (None, Some(device)) => {
+                let gpu = Gpu::open(device).map_err(failed)?;
+                By::Gpu(Lanes::new(&gpu, CudaOptions::from(&options)))
+            }
+        };
+        Ok(Self { options, by })
+    }
+
+    pub fn make(&self, cache: PagedCache) -> Result<AnyCopier, CopyError> {
+        // SAFETY: the engine keeps the tensors until it has closed the worker, or its call has ended, and names the tokens to
+        // copy.
+        unsafe {
+            match &self.by {
+                By::Cpu => Ok(AnyCopier::Cpu(CpuCopier::new(
+                    cache,
+                    CpuOptions::from(&self.options),
+                ))),
+                By::Gpu(lanes) => Ok(AnyCopier::Cuda(Box::new(CudaCopier::on(lanes, cache)?))),
+                By::Framework(framework) => Ok(AnyCopier::Framework(FrameworkCopier::new(
+                    cache,
+                    Arc::clone(framework),
+                ))),
             }
         }
     }
+}
+
+/// The copy options of `KVGATE__COPY__...`.
+fn copy_options() -> PyResult<Copies> {
+    let loaded = config::load(None, config::process_env(), &[]);
+    Ok(loaded.map_err(failed)?.config.copy)
 }

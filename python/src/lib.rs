@@ -8,10 +8,12 @@
 
 mod copier;
 mod error;
+mod gateway;
 mod lookups;
 mod prompt;
 mod runtime;
 mod space;
+mod torch_copies;
 mod worker;
 
 use pyo3::prelude::*;
@@ -22,6 +24,8 @@ mod _native {
     use super::copier::Copier;
     #[pymodule_export]
     use super::error::KvGateError;
+    #[pymodule_export]
+    use super::gateway::{Call, Session};
     #[pymodule_export]
     use super::lookups::Lookups;
     #[pymodule_export]

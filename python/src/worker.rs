@@ -9,8 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, DaemonAddress};
-use kvgate::engine::copy::cuda::StreamMark;
-use kvgate::engine::copy::{EngineStream, PagedCache, SlotMapping, Spans, Tensor};
+use kvgate::engine::copy::{EngineStream, Mark, PagedCache, SlotMapping, Spans, Tensor};
 use kvgate::engine::rank::{
     ComputedChunk, ComputedKind, Failed, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob,
     WantedChunk, WantedKind, Worker as Rank, WorkerError,
@@ -22,7 +21,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use serde::Deserialize;
 
-use crate::copier::{copier, copy_options, lanes};
+use crate::copier::Copiers;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
@@ -121,10 +120,16 @@ struct Kind {
 #[pymethods]
 impl Worker {
     #[new]
-    fn new(py: Python<'_>, settings: &str, spaces: Vec<PyRef<'_, Space>>) -> PyResult<Self> {
+    #[pyo3(signature = (settings, spaces, copies=None))]
+    fn new(
+        py: Python<'_>,
+        settings: &str,
+        spaces: Vec<PyRef<'_, Space>>,
+        copies: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
         let spaces = spaces.iter().map(|space| space.0.clone()).collect();
-        py.detach(|| Self::start(settings, spaces))
+        py.detach(|| Self::start(settings, spaces, copies))
     }
 
     fn is_attached(&self) -> Option<bool> {
@@ -320,7 +325,11 @@ impl Worker {
 }
 
 impl Worker {
-    fn start(settings: Settings, spaces: Vec<kvgate::format::Space>) -> PyResult<Self> {
+    fn start(
+        settings: Settings,
+        spaces: Vec<kvgate::format::Space>,
+        copies: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         if settings.kinds.len() != spaces.len() {
             return Err(failed(format!(
                 "each space needs its tensors: there are {} spaces, and {} kinds in the settings",
@@ -328,8 +337,7 @@ impl Worker {
                 settings.kinds.len()
             )));
         }
-        let options = copy_options()?;
-        let lanes = lanes(settings.device, &options).map_err(failed)?;
+        let copiers = Copiers::new(settings.device, copies)?;
         let patience = Duration::from_millis(settings.patience_ms);
         let client = Client::new(DaemonAddress::Unix(settings.socket))
             .trusting(settings.socket_owner)
@@ -353,7 +361,7 @@ impl Worker {
             });
             kinds.push(Kind { space, groups });
         }
-        let make = move |cache: PagedCache| copier(lanes.as_deref(), cache, &options);
+        let make = move |cache: PagedCache| copiers.make(cache);
         let pause = Duration::from_millis(settings.breaker_pause_ms);
         let breaker = LookupBreaker::new(settings.breaker_timeouts, pause);
         let rank = Rank::new(&client, settings.attach, pages, make, breaker).map_err(failed)?;
@@ -385,9 +393,8 @@ impl Worker {
         }
     }
 
-    fn mark(&self, stream: Option<u64>) -> PyResult<Option<StreamMark>> {
-        let marked = stream.map(|stream| self.rank.mark(EngineStream(stream)));
-        Ok(marked.transpose().map_err(failed)?.flatten())
+    fn mark(&self, stream: Option<u64>) -> PyResult<Option<Mark>> {
+        self.rank.mark(stream.map(EngineStream)).map_err(failed)
     }
 
     fn spawn<T: Send + 'static>(

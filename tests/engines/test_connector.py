@@ -280,6 +280,7 @@ class SettingsTest(unittest.TestCase):
             ({"layerwise": 1}, "layerwise must be bool, not 1"),
             ({"pin_ms": 5000}, "pin_ms must be more than lookup_again_ms, which is 5000"),
             ({"load_policy": "never"}, "load_policy must be auto or always, not 'never'"),
+            ({"copies": "hip"}, "copies must be auto or torch, not 'hip'"),
         ):
             with self.assertRaisesRegex(ValueError, told):
                 Settings.read(wrong)

@@ -4,6 +4,7 @@ python tests/engines/test_features.py     in an environment with vLLM and the wh
 """
 
 import copy
+import logging
 import time
 import unittest
 from pathlib import Path
@@ -53,6 +54,18 @@ class LoadTest(EngineCase):
             result = self.alive(PROMPTS, self.kv(), **few)
             self.assertEqual(result["tokens"], plain["tokens"])
             self.assertGreater(result["preemptions"], 0)
+
+    def test_copies_by_torch_as_on_a_device_that_kvgate_has_none_for(self):
+        told = logging.getLogger("kvgate.vllm.worker")
+        told.setLevel(logging.INFO)
+        handler = logging.StreamHandler()
+        told.addHandler(handler)
+        self.addCleanup(told.removeHandler, handler)
+        self.gateway.start()
+        first = self.computes(self.kv(copies="torch"))
+        self.assertIn("torch's own calls copy KV on cpu", first["said"])
+        self.gateway.flush()
+        self.loads(self.kv(copies="torch"))
 
     def test_auto_computes_what_would_take_longer_to_load(self):
         self.stored()

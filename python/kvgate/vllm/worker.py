@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 
 from kvgate import Worker
 from kvgate.tensors import describe
+from kvgate.torch_copies import TorchCopies, are_needed
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import layer_number
 from kvgate.vllm.stats import KvGateStats
@@ -57,16 +58,22 @@ class WorkerSide:
                 of_tables.setdefault((layer.group, split), []).append(tensor)
             self.tables.append(list(of_tables))
             kinds.append({"groups": list(of_tables.values()), "is_draft": kind.is_draft})
+        copies = None
+        if self.settings.copies == "torch" or are_needed(device):
+            copies = TorchCopies(list(kv_caches.values()))
+            logger.info(
+                "kvgate: torch's own calls copy KV on %s: kvgate's own copies are for CPUs and for CUDA", device
+            )
         settings = {
             "socket": self.settings.socket,
             "socket_owner": self.settings.socket_owner,
             "attach": self.attach,
             "kinds": kinds,
-            "device": None if device.type == "cpu" else device.index or 0,
+            "device": device.index or 0 if device.type == "cuda" and copies is None else None,
         }
         for name in ("load_deadline_ms", "store_deadline_ms", "patience_ms", "breaker_timeouts", "breaker_pause_ms"):
             settings[name] = getattr(self.settings, name)
-        self.worker = Worker(json.dumps(settings), self.model.spaces)
+        self.worker = Worker(json.dumps(settings), self.model.spaces, copies)
 
     def tensor(self, kind, plane, layer, tensor):
         """As `kvgate` describes tensors: by the meaning of their axes; and into how many blocks one of vLLM's is split."""

@@ -1,4 +1,4 @@
-//! Copies between objects and pages, by the CPU or a GPU behind one interface.
+//! Copies between objects and pages, by the CPU, a GPU or the engine's framework behind one interface.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use super::cache::PagedCache;
 use super::cpu::CpuCopier;
 use super::cuda::{CudaCopier, GpuEvent, Pinned, StreamMark};
 use super::error::CopyError;
+use super::framework::{FrameworkCopier, FrameworkMark};
 use super::mapping::Spans;
 use super::object::{Source, Target};
 use crate::arena::AttachedArena;
@@ -15,6 +16,14 @@ use crate::arena::AttachedArena;
 pub enum Copier {
     Cpu(CpuCopier),
     Cuda(Box<CudaCopier>),
+    Framework(FrameworkCopier),
+}
+
+/// The work that an engine's device was given until some moment.
+#[derive(Clone)]
+pub enum Mark {
+    Cuda(StreamMark),
+    Framework(FrameworkMark),
 }
 
 /// The planes and tokens of one copy.
@@ -37,11 +46,12 @@ impl Copier {
         &self,
         from: S,
         job: &CopyJob,
-        after: Option<&StreamMark>,
+        after: Option<&Mark>,
     ) -> Result<Pending<S>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.load(from, job),
-            Self::Cuda(copier) => copier.load(from, job, after),
+            Self::Cuda(copier) => copier.load(from, job, after.and_then(Mark::cuda)),
+            Self::Framework(copier) => copier.load(from, job, after.and_then(Mark::framework)),
         }
     }
 
@@ -51,27 +61,37 @@ impl Copier {
         &self,
         to: T,
         job: &CopyJob,
-        after: Option<&StreamMark>,
+        after: Option<&Mark>,
     ) -> Result<Pending<T>, CopyError> {
         match self {
             Self::Cpu(copier) => copier.store(to, job),
-            Self::Cuda(copier) => copier.store(to, job, after),
+            Self::Cuda(copier) => copier.store(to, job, after.and_then(Mark::cuda)),
+            Self::Framework(copier) => copier.store(to, job, after.and_then(Mark::framework)),
         }
     }
 
     /// The work that `engine` was given so far. Marked when the engine orders a copy: later work on the stream does
-    /// not delay that copy. None: a CPU.
-    pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
+    /// not delay that copy. A framework knows its stream by itself. None: a CPU, or no stream of CUDA's.
+    pub fn mark(&self, engine: Option<EngineStream>) -> Result<Option<Mark>, CopyError> {
         match self {
             Self::Cpu(_) => Ok(None),
-            Self::Cuda(copier) => Ok(Some(copier.mark(engine)?)),
+            Self::Cuda(copier) => {
+                let mark = engine.map(|engine| copier.mark(engine)).transpose();
+                Ok(mark?.map(Mark::Cuda))
+            }
+            Self::Framework(copier) => Ok(Some(Mark::Framework(copier.mark()?))),
         }
     }
 
-    /// Registers an arena with the device; None: a CPU needs no registration. For a large arena it takes seconds.
+    /// Whether its arena is registered with the device before copies.
+    pub fn registers(&self) -> bool {
+        matches!(self, Self::Cuda(_))
+    }
+
+    /// Registers an arena with the device; None: it needs no registration. For a large arena it takes seconds.
     pub fn register(&self, arena: &Arc<AttachedArena>) -> Option<Arc<Pinned>> {
         match self {
-            Self::Cpu(_) => None,
+            Self::Cpu(_) | Self::Framework(_) => None,
             Self::Cuda(copier) => Some(copier.register(Arc::clone(arena))),
         }
     }
@@ -79,7 +99,7 @@ impl Copier {
     /// Expects objects in this memory from now on.
     pub fn pin(&self, pinned: &Arc<Pinned>) -> Result<(), CopyError> {
         match self {
-            Self::Cpu(_) => Ok(()),
+            Self::Cpu(_) | Self::Framework(_) => Ok(()),
             Self::Cuda(copier) => Ok(copier.pin(pinned)?),
         }
     }
@@ -88,6 +108,23 @@ impl Copier {
         match self {
             Self::Cpu(copier) => copier.cache(),
             Self::Cuda(copier) => copier.cache(),
+            Self::Framework(copier) => copier.cache(),
+        }
+    }
+}
+
+impl Mark {
+    fn cuda(&self) -> Option<&StreamMark> {
+        match self {
+            Self::Cuda(mark) => Some(mark),
+            Self::Framework(_) => None,
+        }
+    }
+
+    fn framework(&self) -> Option<&FrameworkMark> {
+        match self {
+            Self::Framework(mark) => Some(mark),
+            Self::Cuda(_) => None,
         }
     }
 }

@@ -44,6 +44,8 @@ pub enum CopyError {
     OtherCache,
     #[error("a store needs all {chunk_tokens} tokens of a chunk, and {tokens} of them are somewhere")]
     Tokens { tokens: u32, chunk_tokens: u32 },
+    #[error("the engine's framework could not copy: {0}")]
+    Framework(String),
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// The device may still use the memory: it must not be handed back while this process lives.

@@ -17,7 +17,7 @@ struct Life {
     registered: Arc<OnceLock<Registered>>,
 }
 
-/// None: a CPU, which needs no registration.
+/// None: a device that needs no registration.
 pub type Registered = Option<Arc<Pinned>>;
 
 impl Pinning {
@@ -36,7 +36,7 @@ impl Pinning {
             session: Arc::clone(session),
             registered: Arc::clone(&registered),
         });
-        let Some(copier) = copier.filter(|copier| !matches!(***copier, Copier::Cpu(_))) else {
+        let Some(copier) = copier.filter(|copier| copier.registers()) else {
             return Ok(registered.get_or_init(|| None).clone());
         };
         let (copier, arena) = (Arc::clone(copier), Arc::clone(&session.arena));

@@ -9,8 +9,7 @@ use super::pinning::Registered;
 use super::worker::{Worker, WorkerError, pin};
 use crate::arena::AttachedSlot;
 use crate::engine::client::ApiSession;
-use crate::engine::copy::cuda::StreamMark;
-use crate::engine::copy::{Copier, CopyError, CopyJob, Pending, Spans, wait_for_all};
+use crate::engine::copy::{Copier, CopyError, CopyJob, Mark, Pending, Spans, wait_for_all};
 use crate::format::ChunkHash;
 use crate::protocol::{CommitOutcome, ReserveAnswer, ReserveChunk, ReservedChunk, Share, SlotName};
 
@@ -19,7 +18,7 @@ pub struct StoreJob<'a> {
     /// Each kind is reserved and committed for itself.
     pub kinds: &'a [ComputedKind],
     /// The chunks are computed by the work that the engine's stream was given until here.
-    pub after: Option<StreamMark>,
+    pub after: Option<Mark>,
     /// Without room in the node by then nothing is stored: the engine wants its pages back.
     pub deadline: Duration,
 }
@@ -212,7 +211,7 @@ type GroupCopy = (Arc<Copier>, AttachedSlot, CopyJob);
 type Begun = Result<Pending<AttachedSlot>, CopyError>;
 
 /// Begins all copies, then waits for them. A chunk is in its slot when the copies of all groups are.
-fn gather_all(jobs: Vec<(SlotName, Vec<GroupCopy>)>, after: Option<&StreamMark>) -> Gathered {
+fn gather_all(jobs: Vec<(SlotName, Vec<GroupCopy>)>, after: Option<&Mark>) -> Gathered {
     let begin = |(copier, slot, job): GroupCopy| copier.store(slot, &job, after);
     let begun: Vec<(SlotName, Vec<Begun>)> = jobs
         .into_iter()

@@ -10,14 +10,13 @@ use super::kind::{Kind, KindPages, MakeCopier};
 use super::pinning::{Pinning, Registered};
 use crate::arena::AttachedError;
 use crate::engine::client::{ApiSession, Client, ClientError, Engine};
-use crate::engine::copy::cuda::StreamMark;
-use crate::engine::copy::{Copier, CopyError, EngineStream, PagedCache};
+use crate::engine::copy::{Copier, CopyError, EngineStream, Mark, PagedCache};
 use crate::protocol::AttachRequest;
 
 /// One rank of an engine: loads chunks from the node into its pages ([`load`](Self::load)), and stores them back
 /// ([`store`](Self::store)).
 pub struct Worker {
-    engine: Engine,
+    engine: Arc<Engine>,
     declared: OnceCell<()>,
     pub(super) kinds: Vec<Kind>,
     /// Makes the copiers of all kinds and groups.
@@ -66,10 +65,20 @@ impl Worker {
         make: impl Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync + 'static,
         breaker: LookupBreaker,
     ) -> Result<Self, CopyError> {
+        Self::on(Arc::new(client.engine(attach)), kinds, make, breaker)
+    }
+
+    /// A worker of a process whose other workers have the same session.
+    pub fn on(
+        engine: Arc<Engine>,
+        kinds: Vec<KindPages>,
+        make: impl Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync + 'static,
+        breaker: LookupBreaker,
+    ) -> Result<Self, CopyError> {
         let make: MakeCopier = Box::new(make);
         let kinds = kinds.into_iter().map(|pages| Kind::new(pages, &make));
         Ok(Self {
-            engine: client.engine(attach),
+            engine,
             declared: OnceCell::new(),
             kinds: kinds.collect::<Result<_, _>>()?,
             make,
@@ -80,7 +89,7 @@ impl Worker {
     }
 
     /// The work that the engine's stream was given so far, for loads and stores that come after it. None: a CPU.
-    pub fn mark(&self, engine: EngineStream) -> Result<Option<StreamMark>, CopyError> {
+    pub fn mark(&self, engine: Option<EngineStream>) -> Result<Option<Mark>, CopyError> {
         match self.any_copier() {
             Some(copier) => copier.mark(engine),
             None => Ok(None),

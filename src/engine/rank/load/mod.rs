@@ -12,8 +12,7 @@ use futures::future::join_all;
 pub use self::progress::LoadProgress;
 use super::worker::{Worker, WorkerError, pin};
 use crate::engine::client::ApiSession;
-use crate::engine::copy::Spans;
-use crate::engine::copy::cuda::StreamMark;
+use crate::engine::copy::{Mark, Spans};
 use crate::format::ChunkHash;
 use crate::protocol::{LoadRequest, Order};
 
@@ -26,7 +25,7 @@ pub struct LoadJob<'a> {
     pub order: Order,
     pub deadline_ms: Option<u64>,
     /// The pages are written after the work that the engine's stream was given until here.
-    pub after: Option<StreamMark>,
+    pub after: Option<Mark>,
 }
 
 /// Chunks of one kind, in the order of the prompt.

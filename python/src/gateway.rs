@@ -1,0 +1,257 @@
+//! Whole calls over memory that each call names, for `kvgate.Gateway` (`python/kvgate/client.py`).
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::copy::Tensor;
+use kvgate::engine::direct::{Direct, DirectError, Memory};
+use kvgate::format::Mask;
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
+use tokio::sync::watch;
+
+use crate::copier::Copiers;
+use crate::error::failed;
+use crate::lookups::split;
+use crate::prompt::{self, Prompt};
+use crate::runtime::runtime;
+use crate::space::Space;
+
+/// One process's session with the node. Each call begins at once and calls `done`, which must not wait, when it has
+/// ended; it keeps `held` until then.
+#[pyclass(frozen, module = "kvgate._native")]
+pub struct Session(Mutex<Option<Arc<Direct>>>);
+
+/// A call under way.
+#[pyclass(frozen, module = "kvgate._native")]
+pub struct Call {
+    ended: Ended,
+    stop: watch::Sender<bool>,
+}
+
+type Ended = Arc<Mutex<Option<Result<Answer, String>>>>;
+
+enum Answer {
+    Nothing,
+    /// Chunks, whether all were told of, and the tier of each.
+    Found(usize, bool, Vec<u8>),
+    /// Chunks, and the reason why no more.
+    Loaded(usize, Option<String>),
+    /// Chunks, new ones, refused ones, and the reason why others are not there.
+    Stored(usize, usize, usize, Option<String>),
+}
+
+#[pymethods]
+impl Session {
+    #[new]
+    fn new(py: Python<'_>, socket: PathBuf, socket_owner: Option<u32>, patience_ms: u64) -> PyResult<Self> {
+        let client = Client::new(DaemonAddress::Unix(socket))
+            .trusting(socket_owner)
+            .with_patience(Duration::from_millis(patience_ms));
+        let copiers = py.detach(|| Copiers::new(None, None))?;
+        let instance = format!("python-{}-{:016x}", std::process::id(), random());
+        let direct = Direct::new(&client, instance, move |cache| copiers.make(cache));
+        Ok(Self(Mutex::new(Some(Arc::new(direct)))))
+    }
+
+    fn attach(&self, done: Py<PyAny>) -> PyResult<Call> {
+        let direct = self.direct()?;
+        begin((done, None), move |_| async move {
+            direct.attach().await?;
+            Ok(Answer::Nothing)
+        })
+    }
+
+    fn lookup(
+        &self,
+        space: &Space,
+        prompt: &Prompt,
+        deadline_ms: u64,
+        pin_ms: u64,
+        prefetch: bool,
+        done: Py<PyAny>,
+    ) -> PyResult<Call> {
+        let (direct, space, chain) = (self.direct()?, space.0.clone(), prompt.chain());
+        begin((done, None), move |_| async move {
+            let hashes = prompt::lock(&chain).hashes().map_err(Failed::Prompt)?.to_vec();
+            let (deadline, pin) = (Duration::from_millis(deadline_ms), Duration::from_millis(pin_ms));
+            let found = direct.lookup(&space, &hashes, deadline, pin, prefetch).await?;
+            let is_in = |mask: &Mask, chunk| chunk < mask.len() && mask.get(chunk);
+            let tier = |chunk| match (is_in(&found.memory, chunk), is_in(&found.disk, chunk)) {
+                (true, _) => b'm',
+                (_, true) => b'd',
+                _ => b's',
+            };
+            let tiers = (0..found.boundary).map(tier).collect();
+            Ok(Answer::Found(found.boundary, !found.is_open, tiers))
+        })
+    }
+
+    fn load(
+        &self,
+        space: &Space,
+        hashes: PyBackedBytes,
+        tensors: &str,
+        slots: Option<Vec<i64>>,
+        deadline_ms: u64,
+        held: Py<PyAny>,
+        done: Py<PyAny>,
+    ) -> PyResult<Call> {
+        let (direct, space) = (self.direct()?, space.0.clone());
+        let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
+        begin((done, Some(held)), move |mut stop| async move {
+            let stopped = async {
+                // The sender goes with the call, which nobody can stop then.
+                if stop.wait_for(|&stop| stop).await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            };
+            let deadline = Duration::from_millis(deadline_ms);
+            let loaded = direct.load(&space, &hashes, &memory, deadline, stopped).await?;
+            Ok(Answer::Loaded(loaded.chunks, loaded.reason))
+        })
+    }
+
+    fn store(
+        &self,
+        space: &Space,
+        hashes: PyBackedBytes,
+        root: PyBackedBytes,
+        tensors: &str,
+        slots: Option<Vec<i64>>,
+        deadline_ms: u64,
+        held: Py<PyAny>,
+        done: Py<PyAny>,
+    ) -> PyResult<Call> {
+        let (direct, space) = (self.direct()?, space.0.clone());
+        let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
+        let parents = [split(&root)?, hashes.clone()].concat();
+        begin((done, Some(held)), move |_| async move {
+            let deadline = Duration::from_millis(deadline_ms);
+            let parents = &parents[..hashes.len()];
+            let stored = direct.store(&space, &hashes, parents, &memory, deadline).await?;
+            Ok(Answer::Stored(
+                stored.chunks,
+                stored.new,
+                stored.refused,
+                stored.reason,
+            ))
+        })
+    }
+
+    fn flush(&self, deadline_ms: u64, done: Py<PyAny>) -> PyResult<Call> {
+        let direct = self.direct()?;
+        begin((done, None), move |_| async move {
+            direct.flush(Duration::from_millis(deadline_ms)).await?;
+            Ok(Answer::Nothing)
+        })
+    }
+
+    /// Ends the session, once the calls under way have ended.
+    fn close(&self) {
+        self.lock().take();
+    }
+}
+
+#[pymethods]
+impl Call {
+    /// Ends a load early; nothing is written after `done` was called.
+    fn stop(&self) {
+        self.stop.send_replace(true);
+    }
+
+    /// The call's answer, once it has ended.
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        match ended.as_ref() {
+            None => Err(failed("the call is still under way")),
+            Some(Err(error)) => Err(failed(error)),
+            Some(Ok(Answer::Nothing)) => ().into_bound_py_any(py),
+            Some(Ok(Answer::Found(chunks, is_complete, tiers))) => {
+                (chunks, is_complete, PyBytes::new(py, tiers)).into_bound_py_any(py)
+            }
+            Some(Ok(Answer::Loaded(chunks, reason))) => (chunks, reason).into_bound_py_any(py),
+            Some(Ok(Answer::Stored(chunks, new, refused, reason))) => {
+                (chunks, new, refused, reason).into_bound_py_any(py)
+            }
+        }
+    }
+}
+
+/// Why a call failed.
+enum Failed {
+    Call(DirectError),
+    Prompt(String),
+}
+
+impl From<DirectError> for Failed {
+    fn from(error: DirectError) -> Self {
+        Self::Call(error)
+    }
+}
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Call(error) => error.fmt(f),
+            Self::Prompt(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Session {
+    fn direct(&self) -> PyResult<Arc<Direct>> {
+        let direct = self.lock().clone();
+        direct.ok_or_else(|| failed("the gateway is closed: call kvgate.connect() again"))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Direct>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn memory(space: &kvgate::format::Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<Memory> {
+    let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
+    Memory::new(space, &tensors, slots).map_err(failed)
+}
+
+/// Tells this process's sessions from those of every other process that had its number.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::hash::RandomState::new().build_hasher().finish()
+}
+
+fn begin<W>(
+    (done, held): (Py<PyAny>, Option<Py<PyAny>>),
+    work: impl FnOnce(watch::Receiver<bool>) -> W,
+) -> PyResult<Call>
+where
+    W: Future<Output = Result<Answer, Failed>> + Send + 'static,
+{
+    let (stop, stopped) = watch::channel(false);
+    let (ended, runtime) = (Ended::default(), runtime()?);
+    let (told, work) = (Arc::clone(&ended), runtime.spawn(work(stopped)));
+    runtime.spawn(async move {
+        let outcome = match work.await {
+            Ok(outcome) => outcome.map_err(|error| error.to_string()),
+            // A panicked task has done nothing to rely on.
+            Err(error) => Err(error.to_string()),
+        };
+        *told.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        // Python may be busy for long.
+        tokio::task::spawn_blocking(move || {
+            // None: Python ends, and nobody waits any more.
+            Python::try_attach(|py| {
+                drop(held);
+                // An event loop that is closed has nobody to tell.
+                let _ = done.call0(py);
+                drop(done);
+            })
+        });
+    });
+    Ok(Call { ended, stop })
+}

@@ -1,0 +1,192 @@
+"""Copies by torch's own calls: on a device that only torch reaches. (test_features.py has them in a real vLLM.)
+
+python tests/engines/test_torch_copies.py     in an environment with the wheel and torch, with g++
+"""
+
+import json
+import tempfile
+import time
+import unittest
+
+import foreign_device
+import torch
+from gateway import Gateway
+from kvgate import Prompt, Space, Worker, torch_check
+from kvgate.tensors import describe
+from kvgate.torch_copies import TorchCopies, are_needed
+
+FOREIGN = foreign_device.load()
+CHUNK, LAYERS, HEADS, DIM, BLOCKS = 8, 2, 4, 6, 16
+"""Rows of 24 bytes, so that not all are as wide as a number."""
+SPACE = Space(
+    json.dumps(
+        {
+            "model": "foreign",
+            "revision": "1",
+            "dtype": "float16",
+            "chunk_tokens": CHUNK,
+            "mha": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM},
+        }
+    )
+)
+
+
+class Watched(TorchCopies):
+    """Notes what is waited for, and fails when told to."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.said, self.fails = [], False
+
+    def mark(self):
+        mark = super().mark()
+        self.said.append("marked")
+        return Watch(self.said, mark)
+
+    def load(self, *arguments):
+        if self.fails:
+            raise RuntimeError("the device is out of order")
+        super().load(*arguments)
+        self.said.append("loaded")
+
+    def store(self, *arguments):
+        if self.fails:
+            raise RuntimeError("the device is out of order")
+        super().store(*arguments)
+        self.said.append("stored")
+
+
+class Watch:
+    def __init__(self, said, mark):
+        self.said, self.mark = said, mark
+
+    def synchronize(self):
+        self.said.append("waited")
+        self.mark.synchronize()
+
+
+class Rank:
+    """A worker whose tensors are on the device: each layer [blocks, heads, block tokens, K and V], in an order of its own."""
+
+    def __init__(self, gateway, instance, block_tokens, rank=0, ranks=1):
+        self.block_tokens, heads = block_tokens, HEADS // ranks
+        shape = (heads, BLOCKS, block_tokens, 2 * DIM)
+        self.layers = [torch.zeros(shape, dtype=torch.float16).to(FOREIGN).transpose(0, 1) for _ in range(LAYERS)]
+        own = (rank * heads, (rank + 1) * heads)
+        attach = {"instance": instance, "rank": rank, "world_size": ranks}
+        if ranks > 1:
+            attach["tp"] = [rank, ranks]
+        tensors = [describe(tensor, "BHNC", plane, own) for plane, tensor in enumerate(self.layers)]
+        settings = {
+            "socket": str(gateway.socket),
+            "attach": attach,
+            "kinds": [{"groups": [tensors], "is_draft": False}],
+            "device": None,
+            "load_deadline_ms": 10_000,
+            "store_deadline_ms": 10_000,
+            "patience_ms": 10_000,
+            "breaker_timeouts": 3,
+            "breaker_pause_ms": 1000,
+        }
+        self.copies = Watched(self.layers)
+        self.worker = Worker(json.dumps(settings), [SPACE], self.copies)
+
+    def table(self, chunks):
+        return [
+            (chunk * (CHUNK // self.block_tokens) + at) * 5 % BLOCKS
+            for chunk in range(chunks)
+            for at in range(CHUNK // self.block_tokens)
+        ]
+
+    def rows(self, chunks):
+        """[layer, head, token, K and V] of the leading chunks."""
+        blocks = torch.tensor(self.table(chunks))
+        layers = [layer.cpu()[blocks].transpose(0, 1).flatten(1, 2) for layer in self.layers]
+        return torch.stack(layers)
+
+    def fill(self, chunks, rows):
+        blocks = torch.tensor(self.table(chunks))
+        for layer, of_layer in zip(self.layers, rows, strict=True):
+            host = layer.cpu()
+            host[blocks] = of_layer.unflatten(1, (-1, self.block_tokens)).transpose(0, 1)
+            layer.copy_(host)
+
+    def store(self, prompt, chunks):
+        parents = b"".join(prompt.parent(chunk) for chunk in range(chunks))
+        self.worker.store("store", [(0, prompt.hashes(0, chunks), parents, [self.table(chunks)])])
+        return lambda: self.ended(self.worker.stored)
+
+    def load(self, prompt, chunks, tokens):
+        self.worker.load("load", [(0, prompt.hashes(0, chunks), [(tokens, self.table(chunks))])])
+        return self.ended(self.worker.loaded)
+
+    def ended(self, poll):
+        deadline = time.monotonic() + 20
+        while not (ended := poll()):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.002)
+        return ended[0]
+
+
+class DeviceTest(unittest.TestCase):
+    def test_each_layout_of_engines(self):
+        for device in (FOREIGN, torch.device("cpu")):
+            for name, axes in torch_check.LAYOUTS.items():
+                with self.subTest(f"{name} on {device}"):
+                    self.assertTrue(torch_check.check(device, True, *axes))
+
+    def test_other_devices_than_cpus_and_cudas_need_them(self):
+        needed = [are_needed(torch.device(name)) for name in ("cpu", "cuda:0", "foreign:0", "xpu", "meta")]
+        self.assertEqual(needed, [False, torch.version.hip is not None, True, True, True])
+
+    def test_two_ranks_store_and_one_loads(self):
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-foreign-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        gateway = Gateway(folder.name).start()
+        self.addCleanup(gateway.end)
+        prompt = Prompt(SPACE)
+        prompt.extend(range(CHUNK * 3))
+        rows = torch.randn(LAYERS, HEADS, CHUNK * 3, 2 * DIM, generator=torch.Generator().manual_seed(1)).half()
+        ranks = [Rank(gateway, "writer", 4, rank, 2) for rank in range(2)]
+        deadline = time.monotonic() + 20
+        # Until both are attached nobody knows who writes what.
+        while not all(rank.worker.is_attached() for rank in ranks):
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.01)
+        for rank, heads in zip(ranks, rows.split(HEADS // 2, dim=1), strict=True):
+            rank.fill(3, heads)
+        for stored in [rank.store(prompt, 3) for rank in ranks]:
+            stored = stored()
+            self.assertEqual((stored.stored, stored.refused, stored.error), (3, 0, None))
+        for rank in ranks:
+            self.assertEqual(rank.copies.said[:2], ["marked", "waited"], "a store comes after the step")
+            self.assertEqual(rank.copies.said.count("stored"), 3)
+            rank.worker.close()
+
+        reader = Rank(gateway, "reader", 2)
+        loaded = reader.load(prompt, 3, (4, CHUNK * 3))
+        self.assertEqual((loaded.missing, loaded.error), ([], None))
+        self.assertEqual(reader.copies.said[:2], ["marked", "waited"], "a load comes after the step")
+        self.assertTrue(torch.equal(reader.rows(3)[:, :, 4:], rows[:, :, 4:]))
+        self.assertFalse(reader.rows(3)[:, :, :4].any(), "tokens that are there already are not written")
+        self.assertEqual(sum(layer.cpu().any(dim=(1, 2, 3)).sum() for layer in reader.layers).item(), LAYERS * 10)
+
+        # A device that fails costs the chunk, and nothing else.
+        reader.copies.fails = True
+        loaded = reader.load(prompt, 3, (0, CHUNK * 3))
+        self.assertEqual(loaded.missing, [(0, 0), (0, 1), (0, 2)])
+        self.assertIn("the device is out of order", loaded.error)
+        prompt.extend(range(CHUNK))
+        stored = reader.store(prompt, 4)()
+        self.assertEqual(stored.stored, 0)
+        self.assertIn("the device is out of order", stored.error)
+        reader.copies.fails = False
+        self.assertEqual(reader.load(prompt, 3, (0, CHUNK * 3)).missing, [])
+        stored = reader.store(prompt, 4)()
+        self.assertEqual((stored.stored, stored.error), (1, None))
+        reader.worker.close()
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
