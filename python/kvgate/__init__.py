@@ -3,7 +3,7 @@
 `kvgate.vllm` is the connector for vLLM. The command `kvgate` is the whole gateway: `kvgate serve`.
 """
 
-from kvgate._native import Copier, KvGateError, Lookups, Prompt, Space, Worker, version
+from kvgate._native import Copier, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
 
 __version__ = version()
-__all__ = ["Copier", "KvGateError", "Lookups", "Prompt", "Space", "Worker", "__version__"]
+__all__ = ["Copier", "KvGateError", "Lookups", "PageLookups", "Prompt", "Space", "Worker", "__version__"]
