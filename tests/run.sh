@@ -139,13 +139,12 @@ engine_tests() {
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
-        test_plugin test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores test_pages
+        test_plugin test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores test_pages test_tier
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
         PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B -m unittest -v \
         test_plugin test_histories test_tier test_pages
-    tests "a tier of vLLM's own offloading" "$env/bin/python" -B tests/engines/test_tier.py
     tests "below vLLM's own offloading" "$env/bin/python" -B tests/engines/test_offloading.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py

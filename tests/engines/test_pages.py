@@ -6,6 +6,7 @@ python tests/engines/test_pages.py     in an environment with vLLM and the wheel
 
 import dataclasses
 import json
+import os
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +16,6 @@ from kvgate.vllm.settings import TierSettings
 from test_model import attention, engine, grouped, spec
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, SlidingWindowSpec
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -33,10 +33,11 @@ def setUpModule():
     """As on a GPU, where nothing depends on the machine that the test runs on."""
     for patch in (
         mock.patch.object(type(current_platform), "is_cpu", lambda self: False),
-        mock.patch.object(kv_cache_utils, "NONE_HASH", b"\1" * 32, create=True),
+        mock.patch.dict(os.environ),
     ):
         patch.start()
         unittest.addModuleCleanup(patch.stop)
+    os.environ.pop("PYTHONHASHSEED", None)
 
 
 class Engine:
@@ -141,7 +142,7 @@ class SpaceTest(unittest.TestCase):
             change(other)
             known[name] = other.ids()
         known["tenant"] = Engine().ids(tenant="t")
-        with mock.patch.object(kv_cache_utils, "NONE_HASH", b"\2" * 32):
+        with mock.patch.dict(os.environ, PYTHONHASHSEED="5"):
             known["seed"] = Engine().ids()
         with mock.patch.object(pages, "vllm_version", "0.99"):
             known["vLLM"] = Engine().ids()

@@ -198,13 +198,14 @@ class TierTest(TierCase):
         keys = [key(number) for number in range(6)]
         self.stored(keys)
         self.gateway.kill()
-        damage(self.gateway.objects())
+        damage([path for path in self.gateway.objects() if path.name.startswith("02")])
         self.gateway.start()
         second = self.life()
         context = second.request(keys)
         # vLLM is told, and asks no more in this request.
-        self.assertEqual(second.found(keys, context), [False] * 6)
+        self.assertEqual(second.found(keys, context)[:3], [True, True, False])
         self.assertTrue(second.free())
+        second.primary.reset_cache()
         second.store(keys, context)
         second.manager.on_request_finished(context)
         second.idle()

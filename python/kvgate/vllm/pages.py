@@ -13,7 +13,8 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
-from vllm.v1.core import kv_cache_utils
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -64,7 +65,7 @@ def describe(offloading_spec, page_bytes, settings):
         **extra(vllm_config),
         **draft(vllm_config, settings),
         **layout(vllm_config, kv_cache_config, offloading_spec.config),
-        "hashes": f"{vllm_config.cache_config.prefix_caching_hash_algo} {kv_cache_utils.NONE_HASH.hex()}",
+        "hashes": hashes(vllm_config.cache_config.prefix_caching_hash_algo),
     }
     pinned = settings.revision or revision(vllm_config)
     groups = []
@@ -118,6 +119,12 @@ def refuse(vllm_config, settings):
         )
     if not items_have_digests(vllm_config):
         raise ValueError("vLLM makes no digests of images: leave mm_processor_cache_gb at more than 0")
+
+
+def hashes(algorithm):
+    """vLLM's function, and the hash that all its chains begin with. It comes from PYTHONHASHSEED where that is set."""
+    function = get_hash_fn_by_name(algorithm)
+    return f"{algorithm} {function(resolve_none_hash_seed(function)).hex()}"
 
 
 def draft(vllm_config, settings):
