@@ -78,10 +78,6 @@ class OffloadingTest(EngineCase):
         self.gateway.start()
         self.loads(self.kv(), REUSED)
 
-    def test_another_layout_is_another_space(self):
-        self.gateway.start()
-        self.computes(self.kv(blocks=4))
-
     def test_damaged_objects_are_computed(self):
         self.damage()
         self.gateway.start()
