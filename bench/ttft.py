@@ -120,10 +120,11 @@ class Setup:
 
     def transfer(self) -> dict:
         """vLLM's one flag."""
-        name, module = ("TimedConnector", "kvgate_timed") if self.given.overhead else ("KvGateConnector", "kvgate.vllm")
+        connector = {"kv_connector": "KvGateConnector"}
+        if self.given.overhead:
+            connector = {"kv_connector": "TimedConnector", "kv_connector_module_path": "kvgate_timed"}
         return {
-            "kv_connector": name,
-            "kv_connector_module_path": module,
+            **connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": str(self.gateway.socket), **self.extra},

@@ -151,11 +151,13 @@ engine_tests() {
     tests "the Python API" "$env/bin/python" -B tests/engines/test_client.py
     tests "copies by torch" "$env/bin/python" -B tests/engines/test_torch_copies.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
-        test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores
+        test_plugin test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores test_pages test_tier
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
-    tests "histories of the next vLLM's scheduler" env PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" \
-        KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B tests/engines/test_histories.py
+    tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
+        PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B -m unittest -v \
+        test_plugin test_histories test_tier test_pages
+    tests "below vLLM's own offloading" "$env/bin/python" -B tests/engines/test_offloading.py
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py

@@ -4,7 +4,7 @@
 gateway: `kvgate serve`.
 """
 
-from kvgate._native import Copier, KvGateError, Lookups, Prompt, Space, Worker, version
+from kvgate._native import Copier, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
 from kvgate.client import AsyncGateway, Gateway, Hit, Loaded, Stored, connect, space
 
 __version__ = version()
@@ -16,6 +16,7 @@ __all__ = [
     "KvGateError",
     "Loaded",
     "Lookups",
+    "PageLookups",
     "Prompt",
     "Space",
     "Stored",

@@ -153,6 +153,30 @@ class Lookups:
     def forget(self, request: str) -> None:
         """Forgets the request, and ends its question."""
 
+class PageLookups:
+    """Lookups of an engine's own pages, by hashes that it brings. All calls return at once."""
+
+    def __init__(
+        self,
+        socket: str,
+        spaces: Sequence[Space],
+        deadline_ms: int = 50,
+        pin_ms: int = 30000,
+        breaker_timeouts: int = 3,
+        breaker_pause_ms: int = 10000,
+        at_once: int = 256,
+        socket_owner: int | None = None,
+    ) -> None:
+        """`at_once`: questions under way; more wait, within their deadline."""
+
+    def ask(self, number: int, space: int, hashes: bytes, is_chain: bool = False) -> None:
+        """Asks in the background which pages are there, 32 bytes for each. `number`: the caller's name for the question.
+        `is_chain`: the pages of a prompt in order, of which the end is looked for where the gateway does so."""
+
+    def answers(self) -> list[tuple[int, bytes]]:
+        """The questions answered since the last call, each with a byte for each page: 1 where it is there. A question that
+        the gateway does not answer within `deadline_ms` is answered with zeros."""
+
 class Loaded:
     """A load that has ended."""
 

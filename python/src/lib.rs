@@ -10,6 +10,7 @@ mod copier;
 mod error;
 mod gateway;
 mod lookups;
+mod page_lookups;
 mod prompt;
 mod runtime;
 mod space;
@@ -28,6 +29,8 @@ mod _native {
     use super::gateway::{Call, Session};
     #[pymodule_export]
     use super::lookups::Lookups;
+    #[pymodule_export]
+    use super::page_lookups::PageLookups;
     #[pymodule_export]
     use super::prompt::Prompt;
     #[pymodule_export]

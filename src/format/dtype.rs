@@ -16,6 +16,8 @@ pub enum DType {
     Int8,
     /// Several types side by side, or one that has no name here: `extra` of the space says which.
     Bytes,
+    /// An engine's own pages, whole: a head has one row in a chunk. `extra` of the space says what the bytes mean.
+    Pages,
     /// DeepSeek's packed latent: 512 fp8 values, 4 fp32 scales and 64 bf16 values in one row of 656 bytes.
     #[serde(rename = "fp8_ds_mla")]
     Fp8DsMla,
@@ -27,7 +29,7 @@ impl DType {
         match self {
             Self::Float32 => 4,
             Self::Float16 | Self::BFloat16 => 2,
-            Self::Fp8E4m3 | Self::Fp8E5m2 | Self::Int8 | Self::Bytes | Self::Fp8DsMla => 1,
+            Self::Fp8E4m3 | Self::Fp8E5m2 | Self::Int8 | Self::Bytes | Self::Pages | Self::Fp8DsMla => 1,
         }
     }
 
@@ -46,6 +48,7 @@ impl DType {
             Self::Fp8E5m2 => "fp8_e5m2",
             Self::Int8 => "int8",
             Self::Bytes => "bytes",
+            Self::Pages => "pages",
             Self::Fp8DsMla => "fp8_ds_mla",
         }
     }

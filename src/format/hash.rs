@@ -65,15 +65,18 @@ hash_type! {
     ChunkHash, "a chunk hash"
 }
 
-/// Computes chunk hashes.
+/// Where chunk hashes come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum HashScheme {
     /// [`ChunkHasher`].
     #[serde(rename = "kvgate-v1")]
     KvgateV1,
-    /// The engine brings them.
+    /// The engine brings them: SGLang's pages,
     #[serde(rename = "sglang-sha256")]
     SglangSha256,
+    /// or vLLM's blocks.
+    #[serde(rename = "vllm-sha256")]
+    VllmSha256,
 }
 
 /// Keeps one tenant from computing (or guessing the presence of) another's keys. 32 bytes; never printed.
@@ -111,7 +114,7 @@ pub struct Extra {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HashError {
     #[error(
-        "this space takes its chunk hashes from the engine (hash scheme sglang-sha256): give hashes, not tokens"
+        "this space takes its chunk hashes from the engine (its hash scheme is not kvgate-v1): give hashes, not tokens"
     )]
     Scheme,
     #[error("a chunk has {expected} tokens, not {actual}: only full chunks have a hash")]

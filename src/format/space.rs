@@ -167,7 +167,7 @@ impl Space {
         &self.0.fields.draft
     }
 
-    /// Rows that a head has in a chunk: one for each token, or a state's one snapshot.
+    /// Rows that a head has in a chunk: one for each token, or the one of a state's snapshot or an engine's page.
     pub fn chunk_rows(&self) -> u32 {
         self.0.fields.chunk_rows()
     }
@@ -252,11 +252,13 @@ impl Fields {
         }
     }
 
+    /// A state's snapshot and an engine's page are one row, whatever tokens they are of.
+    fn is_one_row(&self) -> bool {
+        self.kind == Kind::State || self.dtype == DType::Pages
+    }
+
     fn chunk_rows(&self) -> u32 {
-        match self.kind {
-            Kind::State => 1,
-            _ => self.chunk_tokens,
-        }
+        if self.is_one_row() { 1 } else { self.chunk_tokens }
     }
 
     fn check(&self, problems: &mut Vec<String>) {
@@ -359,9 +361,9 @@ impl Fields {
             return Err(format!("`heads` must be 1 to {HEADS_MAX}, not {}", plane.heads));
         }
         let (row, size) = (plane.row_bytes, self.dtype.size());
-        let most = match self.kind {
-            Kind::State => STATE_BYTES_MAX,
-            _ => ROW_BYTES_MAX,
+        let most = match self.is_one_row() {
+            true => STATE_BYTES_MAX,
+            false => ROW_BYTES_MAX,
         };
         if !(1..=most).contains(&row) {
             return Err(format!("`row_bytes` must be 1 to {most}, not {row}"));

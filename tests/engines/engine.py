@@ -159,7 +159,6 @@ class Engine:
         numbers, fixed = self.numbers, {"fixed_weights": True} if self.numbers.random() < 0.5 else {}
         ours = {
             "kv_connector": "KvGateConnector",
-            "kv_connector_module_path": "kvgate.vllm",
             "kv_role": self.role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {

@@ -146,7 +146,6 @@ def kvgate(socket, **extra):
     """vLLM's one flag."""
     return {
         "kv_connector": "KvGateConnector",
-        "kv_connector_module_path": "kvgate.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A machine with two cores that runs everything at once takes longer than the default.

@@ -11,10 +11,11 @@ import threading
 import time
 import unittest
 from array import array
+from importlib import metadata
 from pathlib import Path
 
 from gateway import Gateway
-from kvgate import KvGateError, Lookups, Prompt, Space, Worker
+from kvgate import KvGateError, Lookups, PageLookups, Prompt, Space, Worker
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())
 SPACES = {space["name"]: space for space in VECTORS["spaces"] if "input" in space}
@@ -28,6 +29,13 @@ def tiny_space():
 
 def planes(layers, row_bytes):
     return [{"name": "kv", "layer": layer, "heads": 1, "row_bytes": row_bytes} for layer in range(layers)]
+
+
+class PackageTest(unittest.TestCase):
+    def test_vllm_finds_the_plugin(self):
+        (found,) = metadata.distribution("kvgate").entry_points.select(group="vllm.general_plugins")
+        self.assertEqual((found.name, found.value), ("kvgate", "kvgate.plugin:register"))
+        self.assertTrue(callable(found.load()))
 
 
 class PromptTest(unittest.TestCase):
@@ -127,6 +135,41 @@ class LookupsTest(unittest.TestCase):
             lookups.ask("d", prompt, 2)
             self.assertEqual(lookups.answer("d"), 0, "at once, without asking")
             self.assertEqual(len(accepted), asked)
+
+
+class PageLookupsTest(unittest.TestCase):
+    def answered(self, lookups, number):
+        deadline = time.monotonic() + 10
+        while not (found := lookups.answers()):
+            self.assertLess(time.monotonic(), deadline, "nobody answers")
+            time.sleep(0.001)
+        ((told, there),) = found
+        self.assertEqual(told, number)
+        return there
+
+    def test_without_a_gateway_nothing_is_there(self):
+        lookups = PageLookups("/nowhere/kvgate.sock", [tiny_space()])
+        self.assertEqual(lookups.answers(), [])
+        lookups.ask(7, 0, bytes(96))
+        self.assertEqual(self.answered(lookups, 7), bytes(3))
+        self.assertRaises(KvGateError, lookups.ask, 8, 1, bytes(32))
+        self.assertRaises(KvGateError, lookups.ask, 8, 0, bytes(31))
+
+    def test_a_gateway_that_hangs_is_soon_left_alone(self):
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(folder + "/sock")
+            listener.listen()
+            accepted = []
+            threading.Thread(target=lambda: accept_all(listener, accepted), daemon=True).start()
+            lookups = PageLookups(folder + "/sock", [tiny_space()], deadline_ms=20, breaker_timeouts=2)
+            for number in range(2):
+                lookups.ask(number, 0, bytes(32))
+                self.assertEqual(self.answered(lookups, number), bytes(1))
+            asked = len(accepted)
+            self.assertGreater(asked, 0)
+            lookups.ask(2, 0, bytes(32))
+            self.assertEqual(self.answered(lookups, 2), bytes(1))
+            self.assertEqual(len(accepted), asked, "without asking")
 
 
 CHUNK = 8

@@ -31,9 +31,10 @@ ELEMENT_SIZE: Final[Mapping[str, int]] = {
     "fp8_e5m2": 1,
     "int8": 1,
     "bytes": 1,
+    "pages": 1,
     "fp8_ds_mla": 1,
 }
-HASHES: Final = ("kvgate-v1", "sglang-sha256")
+HASHES: Final = ("kvgate-v1", "sglang-sha256", "vllm-sha256")
 MODEL_MEMBERS: Final = ("format", "model", "revision", "chunk_tokens", "tenant", "hash")
 SPAN_MAX: Final = 1 << 30
 KIND_CODES: Final[Mapping[str, int]] = {"full": 1, "window": 2, "chunked": 3, "state": 4}
@@ -301,7 +302,7 @@ class Space:
         if not isinstance(full["extra"], dict):
             raise FormatError("extra is not an object")
         element, kind = ELEMENT_SIZE[dtype], Kind.read(full["kind"])
-        max_row = MAX_STATE_ROW if kind.name == "state" else MAX_ROW
+        max_row = MAX_STATE_ROW if kind.name == "state" or dtype == "pages" else MAX_ROW
         space = cls(
             model=_string(full["model"], "model", 1, 512),
             revision=revision,
@@ -367,7 +368,7 @@ class Space:
 
     @property
     def chunk_rows(self) -> int:
-        return 1 if self.kind.name == "state" else self.chunk_tokens
+        return 1 if self.kind.name == "state" or self.dtype == "pages" else self.chunk_tokens
 
     def needed(self, boundary: int) -> range:
         return self.kind.needed(boundary, self.chunk_tokens)

@@ -127,6 +127,7 @@ def space_inputs() -> dict[str, Json]:
             planes=[plane(2, "kv", 2, 16), plane(3, "kv", 2, 16)],
         ),
         "sglang": given(hash="sglang-sha256", chunk_tokens=64, mha=small),
+        "vllm-pages": given(dtype="pages", hash="vllm-sha256", planes=[plane(0, "page", 1, 2_097_152)]),
         "model-unicode": given(model="modèle/名前-\U0001f600", chunk_tokens=4, mha=small),
         "model-combining": given(model="mode\u0300le", chunk_tokens=4, mha=small),
         "model-composed": given(model="mod\u00e8le", chunk_tokens=4, mha=small),

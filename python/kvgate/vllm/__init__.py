@@ -1,4 +1,4 @@
-"""The connector for vLLM: `KvGateConnector`, by `kv_connector_module_path = "kvgate.vllm"`.
+"""The connector for vLLM: `KvGateConnector`. The plugin (`kvgate.plugin`) tells vLLM its name.
 
 | module      | what                                                                              |
 |-------------|-----------------------------------------------------------------------------------|
@@ -18,6 +18,8 @@
 | `metadata`  | what the scheduler and the workers tell each other                                |
 | `stats`     | vLLM's log line and Prometheus metrics                                            |
 | `events`    | KV events for routers                                                             |
+| `tier`      | below the CPU tier of vLLM's own offloading, in place of the connector            |
+| `pages`     | the spaces of the pages that the tier keeps                                       |
 | `guard`     | what is answered when one of vLLM's calls throws                                  |
 | `versions`  | what the running vLLM can do                                                      |
 """
@@ -26,12 +28,12 @@ import logging
 
 try:
     from vllm import __version__ as vllm_version
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.logger import init_logger
 except ImportError as error:
     raise ImportError(f"kvgate.vllm needs vLLM 0.32 or newer: {error}") from error
 
+from kvgate.plugin import register
 from kvgate.vllm.versions import check
 
 # vLLM sets up its own loggers only. kvgate's lines go to the same place, unless the program has set up another.
@@ -45,8 +47,8 @@ for lacking in check(KVConnectorBase_V1, vllm_version):
 
 from kvgate.vllm.connector import KvGateConnector  # noqa: E402
 
-# MultiConnector looks up the statistics of its parts by their names alone: without this `vllm serve` would end.
-if "KvGateConnector" not in KVConnectorFactory._registry:
-    KVConnectorFactory.register_connector("KvGateConnector", "kvgate.vllm", "KvGateConnector")
+# Where VLLM_PLUGINS leaves the plugin out. MultiConnector looks up the statistics of its parts by their names alone: without
+# this `vllm serve` would end.
+register()
 
 __all__ = ["KvGateConnector"]

@@ -67,15 +67,7 @@ class Settings:
     @classmethod
     def read(cls, extra):
         """From vLLM's dictionary. Raises ValueError with all problems at once."""
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in extra if key not in fields]
-        for key, value in extra.items():
-            if key not in fields:
-                continue
-            if type(value) is not fields[key]:
-                problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
-            elif fields[key] is int and value <= 0:
-                problems.append(f"{key} must be more than 0, not {value}")
+        problems = problems_of(cls, extra)
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
         if extra.get("copies", "auto") not in COPIES:
@@ -85,8 +77,62 @@ class Settings:
             problems.append(f"pin_ms must be more than lookup_again_ms, which is {again}")
         if problems:
             raise ValueError("kv_connector_extra_config: " + "; ".join(problems))
-        settings = cls(**extra)
-        socket = settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET
-        owner = settings.socket_owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0)
-        log = settings.serve_log or f"{socket}.log"
-        return dataclasses.replace(settings, socket=socket, socket_owner=owner, serve_log=log)
+        return with_gateway(cls(**extra))
+
+
+@dataclasses.dataclass(frozen=True)
+class TierSettings:
+    """The keys of kvgate in `secondary_tiers`. Those that `Settings` has mean the same."""
+
+    socket: str = ""
+    socket_owner: int = 0
+    serve: str = ""
+    serve_log: str = ""
+    model: str = ""
+    revision: str = ""
+    draft_revision: str = ""
+    tenant: str = ""
+    fixed_weights: bool = False
+    adapters_by_path: bool = False
+    """The path of a LoRA adapter pins its weights, on every node and at any time: vLLM's hashes have no more of it."""
+    lookup_deadline_ms: int = 50
+    """Time that a request that could be admitted waits for its lookups. What is not answered by then counts as absent."""
+    lookups_at_once: int = 256
+    load_deadline_ms: int = 30_000
+    store_deadline_ms: int = 1_000
+    patience_ms: int = 10_000
+    pin_ms: int = 30_000
+    breaker_timeouts: int = 3
+    breaker_pause_ms: int = 10_000
+    jobs_at_once: int = 256
+    """Loads and stores under way. One more fails at once: what it would have loaded is computed."""
+    store_share: int = 25
+    """The most of vLLM's CPU tier, in percent, that stores under way may keep from being used for something else."""
+
+    @classmethod
+    def read(cls, given):
+        """From the keywords of vLLM's configuration. Raises ValueError with all problems at once."""
+        if problems := problems_of(cls, given):
+            raise ValueError("kvgate in secondary_tiers: " + "; ".join(problems))
+        return with_gateway(cls(**given))
+
+
+def problems_of(cls, given):
+    fields = {field.name: field.type for field in dataclasses.fields(cls)}
+    problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in given if key not in fields]
+    for key, value in given.items():
+        if key not in fields:
+            continue
+        if type(value) is not fields[key]:
+            problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
+        elif fields[key] is int and value <= 0:
+            problems.append(f"{key} must be more than 0, not {value}")
+    return problems
+
+
+def with_gateway(settings):
+    """With the place of the gateway where the environment or the default says it."""
+    socket = settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET
+    owner = settings.socket_owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0)
+    log = settings.serve_log or f"{socket}.log"
+    return dataclasses.replace(settings, socket=socket, socket_owner=owner, serve_log=log)
