@@ -9,6 +9,7 @@
 mod copier;
 mod error;
 mod lookups;
+mod pages;
 mod prompt;
 mod runtime;
 mod space;
@@ -24,6 +25,8 @@ mod _native {
     use super::error::KvGateError;
     #[pymodule_export]
     use super::lookups::Lookups;
+    #[pymodule_export]
+    use super::pages::{Moved, Pages};
     #[pymodule_export]
     use super::prompt::Prompt;
     #[pymodule_export]
