@@ -15,7 +15,8 @@ use kvgate::engine::copy::{Copier, CopyError, CopyJob, MappingError, PagedCache,
 use kvgate::engine::rank::LookupBreaker;
 use kvgate::format::ChunkHash;
 use kvgate::protocol::{
-    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share, SlotName,
+    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share,
+    SlotName, Strategy,
 };
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -43,6 +44,7 @@ struct Settings {
     patience_ms: u64,
     /// Time that the gateway has to find out which chunks there are.
     lookup_deadline_ms: u64,
+    lookup_strategy: Strategy,
     pin_ms: u64,
     /// Bytes of pages that are reserved at a time.
     store_bytes: u64,
@@ -85,8 +87,8 @@ type Pools = Arc<RwLock<Vec<Arc<Pool>>>>;
 struct Limits {
     deadline: Duration,
     patience: Duration,
-    lookup: Duration,
-    pin_ms: u64,
+    /// The query that is the same in all lookups.
+    lookup: String,
     store_bytes: u64,
 }
 
@@ -166,8 +168,7 @@ impl Pages {
             return Err(failed("a lookup is about one pool at least"));
         };
         let with: String = others.iter().map(|space| format!("&with={space}")).collect();
-        let (deadline_ms, pin_ms) = (self.limits.lookup.as_millis(), self.limits.pin_ms);
-        let query = format!("prefetch=true&deadline_ms={deadline_ms}&pin_ms={pin_ms}{with}");
+        let query = format!("{}{with}", self.limits.lookup);
         let look = async {
             self.loads.session(&self.pools).await?;
             let found = match self.client.lookup_hashes(first, &hashes, &query).await {
@@ -256,8 +257,10 @@ impl Pages {
             limits: Limits {
                 deadline: millis(settings.deadline_ms),
                 patience,
-                lookup: millis(settings.lookup_deadline_ms),
-                pin_ms: settings.pin_ms,
+                lookup: format!(
+                    "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
+                    settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
+                ),
                 store_bytes: settings.store_bytes,
             },
             breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),

@@ -95,6 +95,7 @@ def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16):
         device_capacity_tokens=size,
         start_layer=0,
         end_layer=layers,
+        target_layer_num=layers,
     )
 
 

@@ -27,14 +27,15 @@ TRAILING = {PoolName.MAMBA: 1, PoolName.SWA: WINDOW_PAGES}
 class Engine:
     """The pools of an engine, and its backend."""
 
-    def __init__(self, socket):
+    def __init__(self, socket, strategy):
         small = {"layers": 1, "heads": 1, "head_dim": 2, "pages": SLOTS}
         self.pools = {
             PoolName.KV: mha("page_first", **small),
             PoolName.SWA: mha("layer_first", **small),
             PoolName.MAMBA: mamba(SLOTS, layers=1, temporal=(2,), conv=(2,)),
         }
-        self.backend = storage(socket, self.pools, window_tokens=WINDOW_PAGES * PAGE)
+        self.backend = storage(socket, self.pools, window_tokens=WINDOW_PAGES * PAGE, lookup_strategy=strategy)
+        self.has_holes = strategy == "exact"
 
     def slots(self, name, pages):
         rows = self.pools[name].page_size
@@ -63,7 +64,9 @@ def content(name, key, at):
 
 
 class History:
-    """Prompts that part somewhere, pages that were stored of each pool, lookups and loads."""
+    """Prompts that part somewhere, pages that were stored of each pool, lookups and loads.
+
+    With the strategy `prefix`, nodes are stored as SGLang does while nothing fails: after those before them, with their windows."""
 
     def __init__(self, engine, number):
         self.engine, self.random = engine, random.Random(number)
@@ -87,19 +90,22 @@ class History:
 
     def store(self):
         """A node of the tree, as SGLang backs it up: its window's tail and its state first, then its KV."""
-        chain = self.random.choice(self.chains)
-        first = self.random.randrange(len(chain))
+        chain, (holes, tail) = self.random.choice(self.chains), (self.engine.has_holes, 1)
+        there = next((at for at, key in enumerate(chain) if key not in self.stored[PoolName.KV]), len(chain) - 1)
+        first = self.random.randrange(len(chain)) if holes else there
         node = chain[first : self.random.randint(first + 1, len(chain))]
+        if not holes:
+            tail = min(len(node), WINDOW_PAGES)
         extra = HiCacheStorageExtraInfo(prefix_keys=chain[:first] or None)
         transfers = []
-        if self.random.random() < 0.8:
-            transfers.append(self.transfer(PoolName.SWA, node[-self.random.randint(1, len(node)) :]))
+        if self.random.random() < 0.8 or not holes:
+            transfers.append(self.transfer(PoolName.SWA, node[-self.random.randint(tail, len(node)) :]))
         if self.random.random() < 0.7:
             transfers.append(self.transfer(PoolName.MAMBA, node[-1:]))
         if transfers:
             done = self.engine.backend.batch_set_v2(transfers, extra)
             self.is_done(done, transfers)
-        if self.random.random() < 0.9:
+        if self.random.random() < 0.9 or not holes:
             pages = self.pages(len(node))
             for page, key in zip(pages, node, strict=True):
                 self.engine.write(PoolName.KV, page, key)
@@ -193,16 +199,17 @@ class HistoriesTest(unittest.TestCase):
             raise AssertionError(f"history {number}: {error}") from error
 
     def test_lookups_and_loads_are_right_in_every_history(self):
-        engine = Engine(self.gateway().socket)
+        socket = self.gateway().socket
+        engines = [Engine(socket, strategy) for strategy in ("exact", "prefix")]
         for number in numbers():
             chooser = random.Random(f"steps {number}")
             steps = [History.store, *chooser.choices((History.store, History.look_up), k=chooser.randint(1, 4))]
-            self.play(number, History(engine, number), [*steps, History.look_up])
+            self.play(number, History(engines[number % 2], number), [*steps, History.look_up])
 
     def test_they_are_right_from_s3_too(self):
         gateway = self.gateway()
-        engine = Engine(gateway.socket)
-        histories = {number: History(engine, number) for number in range(THROUGH_S3)}
+        engines = [Engine(gateway.socket, strategy) for strategy in ("exact", "prefix")]
+        histories = {number: History(engines[number % 2], number) for number in range(THROUGH_S3)}
         for number, history in histories.items():
             self.play(number, history, [History.store] * 3)
         gateway.flush()

@@ -59,11 +59,6 @@ def describe(name, pool, page_tokens, engine, ranks):
 
     `page_tokens`: those of a page of the prefix, which is a chunk."""
     name = PoolName(name)
-    if page_tokens < LEAST_PAGE_TOKENS:
-        raise ValueError(
-            f"kvgate: pages of {page_tokens} tokens would make too many small objects on S3: give SGLang --page-size "
-            f"{LEAST_PAGE_TOKENS} or more"
-        )
     kind = type(pool)
     if name in ATTENTION and kind in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
         dtype, planes, tensors, extra = mha(name, pool, engine, ranks)
@@ -77,6 +72,11 @@ def describe(name, pool, page_tokens, engine, ranks):
         raise ValueError(
             f"kvgate can't reuse what SGLang keeps in the pool {name} ({kind.__name__}) yet, and without it the rest would give "
             "wrong answers: run this model without kvgate"
+        )
+    if page_tokens < LEAST_PAGE_TOKENS:
+        raise ValueError(
+            f"kvgate: pages of {page_tokens} tokens would make too many small objects on S3: give SGLang --page-size "
+            f"{LEAST_PAGE_TOKENS} or more"
         )
     space = {
         "model": engine.model,

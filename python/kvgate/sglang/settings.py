@@ -6,6 +6,7 @@ import os
 DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 """Keys that SGLang reads itself and leaves there."""
+STRATEGIES = ("prefix", "exact")
 JOIN_MS = 10_000
 """Time that SGLang gives its threads to end. A call must not last longer."""
 
@@ -31,6 +32,8 @@ class Settings:
     """Time for a load or a store of up to 128 pages, with all that it waits for. Less than 10 s."""
     lookup_deadline_ms: int = 1_000
     """Time for a lookup. Pages of which the gateway does not know by then count as absent."""
+    lookup_strategy: str = "prefix"
+    """`prefix`: few requests, and pages that lie between others may be taken for present; `exact`: one for each page."""
     patience_ms: int = 2_000
     """Time for any other answer of the gateway."""
     pin_ms: int = 30_000
@@ -60,6 +63,8 @@ class Settings:
                 problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
             elif fields[key] is int and value <= 0:
                 problems.append(f"{key} must be more than 0, not {value}")
+        if extra.get("lookup_strategy", STRATEGIES[0]) not in STRATEGIES:
+            problems.append(f"lookup_strategy must be {' or '.join(STRATEGIES)}, not {extra['lookup_strategy']!r}")
         if not problems:
             settings = cls(**own)
             if settings.deadline_ms >= JOIN_MS:

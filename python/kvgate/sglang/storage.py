@@ -75,6 +75,7 @@ class KvGateStorage(HiCacheStorage):
                     "deadline_ms": settings.deadline_ms,
                     "patience_ms": settings.patience_ms,
                     "lookup_deadline_ms": settings.lookup_deadline_ms,
+                    "lookup_strategy": settings.lookup_strategy,
                     "pin_ms": settings.pin_ms,
                     "store_bytes": settings.store_bytes,
                     "breaker_timeouts": settings.breaker_timeouts,
