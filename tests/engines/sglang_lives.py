@@ -1,15 +1,24 @@
-"""Lives of a real SGLang: each is a process that is asked line by line."""
+"""Lives of a real SGLang: it is imported once, and each life is a fork of this process, which is asked line by line. SGLang starts
+new interpreters for its scheduler; here these are forks, too."""
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
-import subprocess
+import signal
 import sys
 import threading
 from pathlib import Path
 
-HERE = Path(__file__).parent
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+import cpu_hicache  # noqa: F401
+import sglang
+import sglang.srt.managers.detokenizer_manager
+import sglang.srt.managers.scheduler
+import sglang.srt.models.registry
+
 PAGE = 64
 LIFE_SECONDS = 240
 
@@ -17,18 +26,6 @@ LIFE_SECONDS = 240
 def prompt(seed, tokens):
     numbers = random.Random(seed)
     return [numbers.randrange(4, 32000) for _ in range(tokens)]
-
-
-def environment(**more):
-    """SGLang's processes import the folder's sitecustomize, in place of the environment's own."""
-    paths = [str(HERE / "sglang_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        **more,
-    }
 
 
 def kvgate(socket, **extra):
@@ -62,53 +59,100 @@ class Life:
 
     def __init__(self, model, log, storage=None, **engine):
         self.log = Path(log)
-        with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, HERE / "sglang_life.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                env=environment(),
-                start_new_session=True,
-            )
+        settings = {
+            "model_path": str(model),
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "skip_tokenizer_init": True,
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": 8192,
+            "page_size": PAGE,
+            # Another batch shape must not change a token.
+            "dtype": "float32",
+            "random_seed": 0,
+            "log_level": "info",
+            **(storage or {}),
+            **engine,
+        }
+        asked, answered = os.pipe(), os.pipe()
+        sys.stdout.flush()
+        self.process = os.fork()
+        if self.process == 0:
+            # Its schedulers are in its session.
+            os.setsid()
+            os.close(asked[1])
+            os.close(answered[0])
+            with self.log.open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            run(settings, os.fdopen(asked[0]), os.fdopen(answered[1], "w"))
+        os.close(asked[0])
+        os.close(answered[1])
+        self.asks, self.answers = os.fdopen(asked[1], "w"), os.fdopen(answered[0])
         # One that hangs must not take the tests with it.
         self.timer = threading.Timer(LIFE_SECONDS, self.kill)
         self.timer.start()
-        self.ask({"model_path": str(model), "page_size": PAGE, "log_level": "info", **(storage or {}), **engine})
+        self.ask("started")
 
     def ask(self, what):
-        try:
-            print(json.dumps(what), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(what), file=self.asks, flush=True)
+        line = self.answers.readline()
         if not line:
-            self.kill()
+            self.end()
             raise RuntimeError(f"SGLang has ended:\n{self.log.read_text(errors='replace')[-6000:]}")
         return json.loads(line)
 
     def generate(self, prompts):
         """The tokens, and for each prompt how many came from the storage."""
-        answer = self.ask({"prompts": prompts})
+        answer = self.ask(prompts)
         return answer["tokens"], answer["stored"]
 
     def kill(self):
-        import contextlib
-        import signal
-
-        # Its schedulers are in its session.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process, signal.SIGKILL)
+
+    def end(self):
+        self.timer.cancel()
+        with contextlib.suppress(BrokenPipeError):
+            self.asks.close()
+        # At the end of its answers SGLang has ended its schedulers.
+        self.answers.read()
+        self.answers.close()
+        self.kill()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.process, 0)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        self.timer.cancel()
-        self.kill()
-        self.process.wait()
-        self.process.stdout.close()
+        self.end()
+
+
+def run(settings, asks, answers):
+    """The life's process."""
+    forks = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: forks("fork", force=True)
+    status = 1
+    try:
+        engine = sglang.Engine(**settings)
+        sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        for line in asks:
+            asked, said = json.loads(line), {}
+            if asked != "started":
+                outputs = engine.generate(input_ids=asked, sampling_params=sampling)
+                details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
+                said["tokens"] = [output["output_ids"] for output in outputs]
+                said["stored"] = [of.get("storage", 0) for of in details]
+            print(json.dumps(said), file=answers, flush=True)
+        engine.shutdown()
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)

@@ -44,7 +44,9 @@ class SglangTest(unittest.TestCase):
         os.environ["AWS_SECRET_ACCESS_KEY"] = os.environ["KVGATE_TEST_MINIO_SECRET_KEY"]
         user = ":".join(os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
         sign = ["--aws-sigv4", "aws:amz:us-east-1:s3", "--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]
-        subprocess.run(["curl", "-s", "-X", "PUT", *sign, "--user", user, f"{endpoint}/{BUCKET}"], check=True)
+        subprocess.run(
+            ["curl", "-s", "-o", "/dev/null", "-X", "PUT", *sign, "--user", user, f"{endpoint}/{BUCKET}"], check=True
+        )
         proxy = Proxy(f"127.0.0.1:{S3_PORT}", endpoint.removeprefix("http://"))
         cls.addClassCleanup(proxy.end)
         cls.proxy = proxy

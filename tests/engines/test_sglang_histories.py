@@ -10,7 +10,7 @@ import sys
 import tempfile
 import unittest
 
-import sglang_cpu.sitecustomize  # noqa: F401  before SGLang's modules
+import cpu_hicache  # noqa: F401
 import torch
 from gateway import Gateway
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer

@@ -12,7 +12,7 @@ import unittest
 from dataclasses import replace
 from pathlib import Path
 
-import sglang_cpu.sitecustomize  # noqa: F401  before SGLang's modules
+import cpu_hicache  # noqa: F401
 import torch
 from gateway import Gateway
 from kvgate.sglang import KvGateStorage

@@ -1,4 +1,4 @@
-"""Lets SGLang's HiCache run on a CPU, with this folder in PYTHONPATH.
+"""Lets SGLang's HiCache run on a CPU. Imported before SGLang's modules.
 
 SGLang pins host memory and copies between host and device by CUDA only. Here nothing is pinned, and the copies of the I/O backend
 `direct` are made by PyTorch. All else is SGLang's own: its controller, host pools, trees and threads."""
