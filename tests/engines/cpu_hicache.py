@@ -1,7 +1,8 @@
 """Lets SGLang's HiCache run on a CPU. Imported before SGLang's modules.
 
 SGLang pins host memory and copies between host and device by CUDA only. Here nothing is pinned, and the copies of the I/O backend
-`direct` are made by PyTorch. All else is SGLang's own: its controller, host pools, trees and threads."""
+`direct` are made by PyTorch. And its attention of a CPU reads windows wrongly (see `attention`). All else is SGLang's own: its
+controller, host pools, trees and threads."""
 
 import importlib.abc
 import importlib.util
@@ -108,7 +109,28 @@ def never_pins(init):
     return without
 
 
+def attention(module):
+    """SGLang's attention of a CPU writes the KV of layers with a window where their pool has it, and reads it by the slots of the
+    other layers' pool."""
+    backend = module.TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, by_own_slots(getattr(backend, name)))
+
+
+def by_own_slots(run):
+    def translated(backend, query, output, k, v, slots, requests, lengths, *rest, sliding_window_size=None, **named):
+        if backend.use_sliding_window_kv_pool and (sliding_window_size or -1) > -1:
+            rows = slots[requests, : int(lengths.max())].long()
+            slots = backend.token_to_kv_pool.translate_loc_from_full_to_swa(rows)
+            requests = range(len(rows))
+        named["sliding_window_size"] = sliding_window_size
+        return run(backend, query, output, k, v, slots, requests, lengths, *rest, **named)
+
+    return translated
+
+
 CHANGES = {
+    "sglang.srt.layers.attention.torch_native_backend": attention,
     "sglang.srt.mem_cache.pool_host.common": common,
     **dict.fromkeys((f"sglang.srt.mem_cache.pool_host.{name}" for name in ("mha", "mla", "mamba", "dsa")), host_pool),
 }

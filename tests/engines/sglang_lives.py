@@ -65,7 +65,8 @@ class Life:
             "attention_backend": "torch_native",
             "skip_tokenizer_init": True,
             "disable_overlap_schedule": True,
-            "mem_fraction_static": 0.1,
+            # Others may have some of the memory; the number of tokens is what bounds it.
+            "mem_fraction_static": 0.6,
             "max_total_tokens": 8192,
             "page_size": PAGE,
             # Another batch shape must not change a token.
