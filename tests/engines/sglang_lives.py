@@ -1,6 +1,7 @@
 """Lives of a real SGLang: it is imported once, and each life is a fork of this process, which is asked line by line. SGLang starts
 new interpreters for its scheduler; here these are forks, too."""
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import sglang
 import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry
+from sglang.srt.server_args import ServerArgs
 
 PAGE = 64
 LIFE_SECONDS = 240
@@ -57,7 +59,8 @@ def kvgate(socket, **extra):
 class Life:
     """Ends with its `with`."""
 
-    def __init__(self, model, log, storage=None, **engine):
+    def __init__(self, model, log, storage=None, flags=None, **engine):
+        """`storage`: SGLang's settings for kvgate. `flags`: more of a command line."""
         self.log = Path(log)
         settings = {
             "model_path": str(model),
@@ -87,7 +90,7 @@ class Life:
             with self.log.open("wb") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            run(settings, os.fdopen(asked[0]), os.fdopen(answered[1], "w"))
+            run(settings, flags or [], os.fdopen(asked[0]), os.fdopen(answered[1], "w"))
         os.close(asked[0])
         os.close(answered[1])
         self.asks, self.answers = os.fdopen(asked[1], "w"), os.fdopen(answered[0])
@@ -132,13 +135,13 @@ class Life:
         self.end()
 
 
-def run(settings, asks, answers):
+def run(settings, flags, asks, answers):
     """The life's process."""
     forks = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: forks("fork", force=True)
     status = 1
     try:
-        engine = sglang.Engine(**settings)
+        engine = sglang.Engine(**{**told(flags), **settings})
         sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         for line in asks:
             asked, said = json.loads(line), {}
@@ -157,3 +160,11 @@ def run(settings, asks, answers):
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def told(flags):
+    """What a command line tells, as SGLang reads it."""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    read, plain = parser.parse_args(["--model-path", "m", *flags]), parser.parse_args(["--model-path", "m"])
+    return {name: value for name, value in vars(read).items() if value != getattr(plain, name)}

@@ -5,12 +5,16 @@ python tests/engines/test_sglang.py     in an environment with SGLang and the wh
 """
 
 import os
+import shlex
 import subprocess
 import tempfile
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
+import families
+import readme
 import tiny_model
 from gateway import Gateway, Proxy
 from sglang_lives import PAGE, Life, kvgate, prompt
@@ -20,73 +24,145 @@ TOKENS = 1000
 REUSED = TOKENS // PAGE * PAGE
 S3_PORT = 17481
 BUCKET = "kvgate-sglang"
+# A CPU has no kernels to copy with, and two cores that run everything at once take longer than SGLang waits by itself.
+CPU_FLAGS = shlex.split(
+    "--hicache-io-backend direct --hicache-mem-layout layer_first --hicache-storage-prefetch-policy wait_complete"
+)
 PROMPTS = [prompt(seed, TOKENS) for seed in range(5)]
 
 
-class SglangTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
+class LifeCase(unittest.TestCase):
+    def setUp(self):
         folder = tempfile.TemporaryDirectory(prefix="kvgate-sglang-", ignore_cleanup_errors=True)
-        cls.addClassCleanup(folder.cleanup)
-        cls.folder = Path(folder.name)
-        os.environ["XDG_CACHE_HOME"] = str(cls.folder / "cache")
-        cls.model = tiny_model.make(cls.folder / "tiny")
-        with Life(cls.model, cls.folder / "plain.log") as plain:
-            cls.plain = plain.generate(PROMPTS)[0]
-        cls.s3 = cls.bucket()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        self.gateway = Gateway(self.folder)
+        self.addCleanup(self.gateway.end)
 
-    @classmethod
-    def bucket(cls):
-        endpoint = os.environ.get("KVGATE_TEST_MINIO_ENDPOINT")
-        if not endpoint:
-            raise AssertionError("bring MinIO up: tests/servers/minio.sh up, and source its env")
-        os.environ["AWS_ACCESS_KEY_ID"] = os.environ["KVGATE_TEST_MINIO_ACCESS_KEY"]
-        os.environ["AWS_SECRET_ACCESS_KEY"] = os.environ["KVGATE_TEST_MINIO_SECRET_KEY"]
-        user = ":".join(os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-        sign = ["--aws-sigv4", "aws:amz:us-east-1:s3", "--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]
-        subprocess.run(
-            ["curl", "-s", "-o", "/dev/null", "-X", "PUT", *sign, "--user", user, f"{endpoint}/{BUCKET}"], check=True
-        )
-        proxy = Proxy(f"127.0.0.1:{S3_PORT}", endpoint.removeprefix("http://"))
-        cls.addClassCleanup(proxy.end)
-        cls.proxy = proxy
-        return ["--endpoint", f"http://127.0.0.1:{S3_PORT}", "--bucket", BUCKET, "--prefix", f"sglang-{os.getpid()}"]
+    def life(self, name, *arguments, **named):
+        return Life(self.model, self.folder / f"{name}.log", *arguments, **named)
 
-    def stored(self, gateway, pages):
+    def plain(self, prompts):
+        with self.life("plain") as plain:
+            return plain.generate(prompts)[0]
+
+    def stored(self, pages):
         """Waits until the gateway has so many pages, and S3 too. SGLang stores behind its answers."""
         deadline = time.monotonic() + 60
-        while (have := gateway.metric("kvgate_behind_stored_total")) < pages:
+        while (have := self.gateway.metric("kvgate_behind_stored_total")) < pages:
             self.assertLess(time.monotonic(), deadline, f"{have} of {pages} pages are stored")
             time.sleep(0.1)
-        gateway.flush()
+        self.gateway.flush()
 
-    def test_a_second_life_loads_what_the_first_one_stored(self):
-        gateway = Gateway(self.folder, s3=self.s3)
-        self.addCleanup(gateway.end)
-        gateway.start()
-        storage = kvgate(gateway.socket)
-        with Life(self.model, self.folder / "first.log", storage) as first:
+    def forgotten(self):
+        """Nothing is left in the gateway's memory."""
+        self.gateway.kill()
+        self.gateway.start()
+
+
+class FullAttentionTest(LifeCase):
+    def setUp(self):
+        super().setUp()
+        self.model = tiny_model.make(self.folder / "tiny")
+
+    def bucket(self):
+        """A bucket of MinIO, through a proxy."""
+        endpoint = os.environ.get("KVGATE_TEST_MINIO_ENDPOINT")
+        self.assertTrue(endpoint, "bring MinIO up: tests/servers/minio.sh up, and source its env")
+        keys = {
+            "AWS_ACCESS_KEY_ID": os.environ["KVGATE_TEST_MINIO_ACCESS_KEY"],
+            "AWS_SECRET_ACCESS_KEY": os.environ["KVGATE_TEST_MINIO_SECRET_KEY"],
+        }
+        changed = mock.patch.dict(os.environ, keys)
+        changed.start()
+        self.addCleanup(changed.stop)
+        sign = ["--aws-sigv4", "aws:amz:us-east-1:s3", "--header", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]
+        make = [
+            "curl",
+            "-s",
+            "-o",
+            "/dev/null",
+            "-X",
+            "PUT",
+            *sign,
+            "--user",
+            ":".join(keys.values()),
+            f"{endpoint}/{BUCKET}",
+        ]
+        subprocess.run(make, check=True)
+        proxy = Proxy(f"127.0.0.1:{S3_PORT}", endpoint.removeprefix("http://"))
+        self.addCleanup(proxy.end)
+        return proxy, [
+            "--endpoint",
+            f"http://127.0.0.1:{S3_PORT}",
+            "--bucket",
+            BUCKET,
+            "--prefix",
+            f"sglang-{os.getpid()}",
+        ]
+
+    def test_a_second_life_loads_what_the_first_one_stored_whatever_stops(self):
+        plain = self.plain(PROMPTS)
+        proxy, self.gateway.s3 = self.bucket()
+        self.gateway.start()
+        storage = kvgate(self.gateway.socket)
+        with self.life("first", storage) as first:
             tokens, stored = first.generate(PROMPTS)
-            self.assertEqual((tokens, sum(stored)), (self.plain, 0))
-            self.stored(gateway, len(PROMPTS) * (REUSED // PAGE))
-        # Nothing is left in the gateway's memory.
-        gateway.kill()
-        gateway.start()
-        with Life(self.model, self.folder / "second.log", storage) as second:
+            self.assertEqual((tokens, sum(stored)), (plain, 0))
+            self.stored(len(PROMPTS) * (REUSED // PAGE))
+        self.forgotten()
+        with self.life("second", storage) as second:
             tokens, stored = second.generate(PROMPTS[:2])
-            self.assertEqual((tokens, stored), (self.plain[:2], [REUSED] * 2))
+            self.assertEqual((tokens, stored), (plain[:2], [REUSED] * 2))
             with self.subTest("the gateway is killed"):
-                gateway.kill()
+                self.gateway.kill()
                 tokens, stored = second.generate(PROMPTS[2:3])
-                self.assertEqual((tokens, stored), (self.plain[2:3], [0]))
+                self.assertEqual((tokens, stored), (plain[2:3], [0]))
             with self.subTest("it comes back"):
-                gateway.start()
+                self.gateway.start()
                 tokens, stored = second.generate(PROMPTS[3:4])
-                self.assertEqual((tokens, stored), (self.plain[3:4], [REUSED]))
+                self.assertEqual((tokens, stored), (plain[3:4], [REUSED]))
             with self.subTest("S3 stops"):
-                self.proxy.end()
+                proxy.end()
                 tokens, stored = second.generate(PROMPTS[4:5])
-                self.assertEqual((tokens, stored), (self.plain[4:5], [0]))
+                self.assertEqual((tokens, stored), (plain[4:5], [0]))
+
+    def test_the_readme_s_lines(self):
+        (line,) = readme.commands("SGLang")
+        program, *flags = shlex.split(line.replace("/tmp/kvgate.sock", str(self.gateway.socket)))
+        self.assertEqual(
+            (program, flags[:4]), ("python", ["-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"])
+        )
+        flags = [*flags[4:], *CPU_FLAGS]
+        prompts = PROMPTS[:1]
+        plain = self.plain(prompts)
+        self.gateway.start()
+        with self.life("first", flags=flags) as first:
+            self.assertEqual(first.generate(prompts), (plain, [0]))
+            self.stored(REUSED // PAGE)
+        self.forgotten()
+        with self.life("second", flags=flags) as second:
+            self.assertEqual(second.generate(prompts), (plain, [REUSED]))
+
+
+class WindowTest(LifeCase):
+    def test_windows_are_loaded_at_their_end_only(self):
+        """Three layers of four have a window of two pages."""
+        self.model = families.make(self.folder / "mellum", "mellum")
+        prompts = PROMPTS[:2]
+        plain = self.plain(prompts)
+        self.gateway.start()
+        storage = kvgate(self.gateway.socket)
+        full, windows = 2 * (REUSED // PAGE), 2 * 2
+        with self.life("first", storage) as first:
+            self.assertEqual(first.generate(prompts), (plain, [0, 0]))
+            self.stored(full + windows)
+        kinds = {kind: len(files) for kind, files in self.gateway.kinds().items()}
+        self.assertEqual(kinds, {"full": full, "window 128": windows})
+        self.forgotten()
+        with self.life("second", storage) as second:
+            self.assertEqual(second.generate(prompts), (plain, [REUSED] * 2))
 
 
 if __name__ == "__main__":
