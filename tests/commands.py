@@ -36,6 +36,7 @@ NOT_RUN = {
     "maturin build": "tests/run.sh builds the wheel",
     "pip install": "tests/run.sh installs the wheel",
     "vllm serve": "tests/engines/test_serve.py runs the README's lines for vLLM",
+    "python -m sglang.launch_server": "tests/engines/test_sglang.py runs an engine with the README's flags",
     "python3 -c 'import json; print(json.dumps": "tests/engines/test_serve.py",
     "curl -s http://127.0.0.1:8000": "tests/engines/test_serve.py",
     "cargo test": "tests/run.sh runs all tests",

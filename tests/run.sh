@@ -2,7 +2,8 @@
 # The project's tests:  tests/run.sh [quick|lint|ci|full]     (ci unless told)
 #   quick   format, clippy, and the tests that need no server
 #   lint    ruff, shellcheck, the kernels' PTX, cargo-deny
-#   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq) and a real vLLM, the demo
+#   ci      quick and lint, the tests against real servers (Ceph's radosgw, MinIO, rclone, dnsmasq), a real vLLM and a real
+#           SGLang, the demo
 #   full    ci, Swift, the long variants of the tests, fuzzing
 #
 # tests/servers/install.sh installs all that a fresh Debian 12 with Rust lacks.
@@ -163,7 +164,18 @@ engine_tests() {
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py
     tests "models of other families in vLLM" "$env/bin/python" -B tests/engines/test_families.py
     tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
+    sglang_tests
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
+}
+
+# A real SGLang on a CPU, with the same wheel.
+sglang_tests() {
+    check "install SGLang" tests/servers/install.sh sglang || return 0
+    local env=$KVGATE_TEST_CACHE/sglang
+    check "install the wheel for SGLang" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
+    tests "the backend for SGLang" "$env/bin/python" -W ignore -B tests/engines/test_sglang_storage.py
+    tests "histories of SGLang's pools" "$env/bin/python" -W ignore -B tests/engines/test_sglang_histories.py
+    tests "SGLang" "$env/bin/python" -W ignore -B tests/engines/test_sglang.py
 }
 
 demo() {

@@ -307,3 +307,38 @@ class Session:
     def flush(self, deadline_ms: int, done: Callable[[], object]) -> Call[tuple[()]]: ...
     def close(self) -> None:
         """Ends the session once the calls under way have ended."""
+
+class Moved:
+    """The outcome of a load or a store of pages."""
+
+    done: list[bool]
+    """One for each page."""
+    bytes: int
+    """Those that were copied."""
+    seconds: float
+    error: str | None
+    """The first reason why a page is not done."""
+
+class Pages:
+    """The host pools of a rank, for an engine that waits for its calls. A chunk is one page of a pool. Every call ends within a
+    deadline, and copies nothing after its end."""
+
+    def __init__(self, settings: str) -> None:
+        """`settings`: JSON with socket, socket_owner, attach, and the limits."""
+
+    def add(self, space: Space, tensors: str) -> int:
+        """Adds a pool of host memory, one kind of KV. `tensors`: JSON, described by their axes. A block has as many tokens as a
+        chunk. Returns its number."""
+
+    def attach(self) -> None:
+        """Begins to attach, in the background: a store waits until all ranks are there."""
+
+    def lookup(self, pools: Sequence[int], hashes: bytes) -> tuple[int, int]:
+        """Leading pages after which an engine can go on, as each of these pools has what it needs there; and leading pages that
+        all pools of full kinds have. Raises KvGateError where the gateway can't tell."""
+
+    def load(self, pool: int, hashes: bytes, pages: Sequence[int]) -> Moved:
+        """Copies chunks into pages of the pool, by their numbers. After the first that is missing none is loaded."""
+
+    def store(self, pool: int, hashes: bytes, parents: bytes, pages: Sequence[int]) -> Moved:
+        """Hands pages over. `parents`: the hash before each, or zeros. Waits for room in the gateway until the deadline."""

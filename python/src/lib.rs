@@ -11,6 +11,7 @@ mod error;
 mod gateway;
 mod lookups;
 mod page_lookups;
+mod pages;
 mod prompt;
 mod runtime;
 mod space;
@@ -31,6 +32,8 @@ mod _native {
     use super::lookups::Lookups;
     #[pymodule_export]
     use super::page_lookups::PageLookups;
+    #[pymodule_export]
+    use super::pages::{Moved, Pages};
     #[pymodule_export]
     use super::prompt::Prompt;
     #[pymodule_export]

@@ -70,6 +70,13 @@ FAMILIES = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "tie_word_embeddings": True,
     },
+    "mellum": {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] * 4,
+    },
     "llama4": {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",

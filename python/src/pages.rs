@@ -1,0 +1,634 @@
+//! The host pools of an engine that waits for its calls, as SGLang's HiCache does. A chunk is one page of a pool.
+//!
+//! Each call looks up, loads or stores some pages and ends within a deadline. Copies between the arena and a pool are
+//! made by the calling thread, one a page. So none is under way when a call has returned, however it ended: the deadline
+//! falls between copies only.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use kvgate::config::Copies;
+use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress, Engine, LoadLines};
+use kvgate::engine::copy::{Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor};
+use kvgate::engine::rank::LookupBreaker;
+use kvgate::format::ChunkHash;
+use kvgate::protocol::{
+    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share,
+    SlotName, Strategy,
+};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use serde::Deserialize;
+use tokio::runtime::Handle;
+
+use crate::copier::{copier, copy_options};
+use crate::error::failed;
+use crate::lookups::split;
+use crate::runtime::runtime;
+use crate::space::Space;
+
+/// The settings of a rank.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    socket: PathBuf,
+    /// A user whose socket is trusted, besides root and this process's own.
+    #[serde(default)]
+    socket_owner: Option<u32>,
+    attach: AttachRequest,
+    /// Of each load and store, with all that it waits for.
+    deadline_ms: u64,
+    /// Time that the gateway has for an answer of its own.
+    patience_ms: u64,
+    /// Time that the gateway has to find out which chunks there are.
+    lookup_deadline_ms: u64,
+    lookup_strategy: Strategy,
+    pin_ms: u64,
+    /// Bytes of pages that are reserved at a time.
+    store_bytes: u64,
+    breaker_timeouts: u32,
+    breaker_pause_ms: u64,
+}
+
+/// Pages that are released together: few calls, and the gateway's window is free soon.
+const RELEASES: usize = 8;
+/// Time after which a store asks again, where the gateway had no room or not all ranks were there.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// The outcome of a load or a store.
+#[pyclass(frozen, get_all, module = "kvgate._native")]
+pub struct Moved {
+    done: Vec<bool>,
+    /// Bytes that were copied.
+    bytes: u64,
+    seconds: f64,
+    /// The first reason why a page is not done.
+    error: Option<String>,
+}
+
+/// See the [module](self).
+#[pyclass(frozen, module = "kvgate._native")]
+pub struct Pages {
+    client: Client,
+    stores: Arc<Side>,
+    /// A rank loads what it needs when it needs it: each is an engine of its own, for which no other rank is waited for.
+    loads: Arc<Side>,
+    pools: Pools,
+    copies: Copies,
+    limits: Limits,
+    breaker: LookupBreaker,
+    loads_begun: AtomicU64,
+}
+
+type Pools = Arc<RwLock<Vec<Arc<Pool>>>>;
+
+struct Limits {
+    deadline: Duration,
+    patience: Duration,
+    /// The query that is the same in all lookups.
+    lookup: String,
+    store_bytes: u64,
+}
+
+/// One kind of KV in a host pool.
+struct Pool {
+    space: kvgate::format::Space,
+    copier: Copier,
+    /// The copier of the share that this rank owns, made when the node has said which.
+    own: Mutex<Option<(Vec<Share>, Arc<Copier>)>>,
+}
+
+/// An engine, as the daemon sees it, and the number of pools whose spaces it has declared.
+struct Side {
+    engine: Engine,
+    declared: tokio::sync::Mutex<usize>,
+}
+
+/// A call that did not do all of its pages.
+#[derive(Debug, thiserror::Error)]
+enum PagesError {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+    #[error(transparent)]
+    Arena(#[from] kvgate::arena::AttachedError),
+    #[error("the gateway is left alone for a while: it did not answer in time")]
+    Paused,
+    #[error("it took longer than {0:?}")]
+    Late(Duration),
+    #[error("{0}")]
+    Missing(String),
+}
+
+#[pymethods]
+impl Pages {
+    #[new]
+    fn new(py: Python<'_>, settings: &str) -> PyResult<Self> {
+        let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
+        py.detach(|| Self::start(settings))
+    }
+
+    /// Adds a pool; returns its number.
+    fn add(&self, space: &Space, tensors: &str) -> PyResult<usize> {
+        let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
+        let cache = PagedCache::new(&space.0, &tensors).map_err(failed)?;
+        if cache.block_tokens() != space.0.chunk_rows() {
+            let (page, chunk) = (cache.block_tokens(), space.0.chunk_rows());
+            return Err(failed(format!(
+                "a page has {page} rows, and a chunk {chunk}: they must be the same"
+            )));
+        }
+        let copier = copier(None, cache, &self.copies).map_err(failed)?;
+        let mut pools = self.pools.write().unwrap_or_else(PoisonError::into_inner);
+        pools.push(Arc::new(Pool {
+            space: space.0.clone(),
+            copier,
+            own: Mutex::default(),
+        }));
+        Ok(pools.len() - 1)
+    }
+
+    /// Begins to attach, so that all ranks are there when the first of them stores.
+    fn attach(&self) -> PyResult<()> {
+        let (side, pools) = (Arc::clone(&self.stores), Arc::clone(&self.pools));
+        runtime()?.spawn(async move { side.session(&pools).await.map(drop) });
+        Ok(())
+    }
+
+    fn lookup(&self, py: Python<'_>, pools: Vec<usize>, hashes: PyBackedBytes) -> PyResult<(usize, usize)> {
+        let hashes = split(&hashes)?;
+        let spaces = pools.iter().map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
+        let spaces: Vec<String> = spaces.collect::<PyResult<_>>()?;
+        let Some((first, others)) = spaces.split_first() else {
+            return Err(failed("a lookup is about one pool at least"));
+        };
+        let with: String = others.iter().map(|space| format!("&with={space}")).collect();
+        let query = format!("{}{with}", self.limits.lookup);
+        let look = async {
+            self.loads.session(&self.pools).await?;
+            let found = match self.client.lookup_hashes(first, &hashes, &query).await {
+                // A daemon of which this process has not heard yet.
+                Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
+                    self.loads.declare(&self.pools, 0).await?;
+                    self.client.lookup_hashes(first, &hashes, &query).await
+                }
+                found => found,
+            };
+            Ok::<_, PagesError>(found?)
+        };
+        let found = py.detach(|| self.run(look)).map_err(failed)?;
+        Ok((found.boundary, found.full))
+    }
+
+    fn load(
+        &self,
+        py: Python<'_>,
+        pool: usize,
+        hashes: PyBackedBytes,
+        pages: Vec<i64>,
+    ) -> PyResult<Moved> {
+        let (pool, hashes) = (self.pool(pool)?, split(&hashes)?);
+        Ok(py.detach(|| {
+            let mut moving = Moving::new(hashes.len());
+            let ended = match pool.spans(&hashes, &pages) {
+                Ok(spans) => self.run(self.load_pages(&pool, &hashes, &spans, &mut moving)),
+                Err(error) => Err(error),
+            };
+            moving.ended(ended)
+        }))
+    }
+
+    fn store(
+        &self,
+        py: Python<'_>,
+        pool: usize,
+        hashes: PyBackedBytes,
+        parents: PyBackedBytes,
+        pages: Vec<i64>,
+    ) -> PyResult<Moved> {
+        let (pool, hashes, parents) = (self.pool(pool)?, split(&hashes)?, split(&parents)?);
+        if parents.len() != hashes.len() {
+            return Err(failed("a store needs a parent for each page"));
+        }
+        Ok(py.detach(|| {
+            let mut moving = Moving::new(hashes.len());
+            let ended = match pool.spans(&hashes, &pages) {
+                Ok(spans) => self.run(self.store_pages(&pool, &hashes, &parents, &spans, &mut moving)),
+                Err(error) => Err(error),
+            };
+            moving.ended(ended)
+        }))
+    }
+}
+
+impl Pages {
+    fn start(settings: Settings) -> PyResult<Self> {
+        let millis = Duration::from_millis;
+        let patience = millis(settings.patience_ms);
+        let client = Client::new(DaemonAddress::Unix(settings.socket))
+            .trusting(settings.socket_owner)
+            .with_patience(patience);
+        let attach = settings.attach;
+        let side = |request| {
+            Arc::new(Side {
+                engine: client.engine(request),
+                declared: tokio::sync::Mutex::default(),
+            })
+        };
+        let alone = AttachRequest {
+            instance: format!("{} loads {}", attach.instance, attach.rank),
+            world_size: 1,
+            ..AttachRequest::default()
+        };
+        let is_alone = attach.world_size == 1;
+        let stores = side(attach);
+        let loads = if is_alone { Arc::clone(&stores) } else { side(alone) };
+        Ok(Self {
+            client,
+            stores,
+            loads,
+            pools: Pools::default(),
+            copies: copy_options()?,
+            limits: Limits {
+                deadline: millis(settings.deadline_ms),
+                patience,
+                lookup: format!(
+                    "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
+                    settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
+                ),
+                store_bytes: settings.store_bytes,
+            },
+            breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),
+            loads_begun: AtomicU64::default(),
+        })
+    }
+
+    fn pool(&self, number: usize) -> PyResult<Arc<Pool>> {
+        let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
+        let pool = pools.get(number).map(Arc::clone);
+        pool.ok_or_else(|| failed(format!("pool {number} of {}", pools.len())))
+    }
+
+    /// Does the work on this thread, within the deadline.
+    fn run<T>(&self, work: impl Future<Output = Result<T, PagesError>>) -> Result<T, PagesError> {
+        if self.breaker.is_open() {
+            return Err(PagesError::Paused);
+        }
+        let runtime = runtime().map_err(|error| PagesError::Missing(error.to_string()))?;
+        let deadline = self.limits.deadline;
+        let ended = runtime.block_on(async { tokio::time::timeout(deadline, work).await });
+        let ended = ended.unwrap_or(Err(PagesError::Late(deadline)));
+        let is_late = matches!(
+            ended,
+            Err(PagesError::Late(_) | PagesError::Client(ClientError::Late(_)))
+        );
+        self.breaker.note(!is_late);
+        ended
+    }
+
+    /// Time that is left for calls which began at `began`: the answer to the last one must come before the deadline.
+    fn left(&self, began: Instant) -> Duration {
+        let gone = began.elapsed() + self.limits.patience;
+        self.limits.deadline.saturating_sub(gone)
+    }
+
+    async fn load_pages(
+        &self,
+        pool: &Pool,
+        hashes: &[ChunkHash],
+        spans: &[Spans],
+        moving: &mut Moving,
+    ) -> Result<(), PagesError> {
+        let began = Instant::now();
+        let session = self.loads.session(&self.pools).await?;
+        // The answer's last line may take the gateway's patience longer.
+        let given = self.left(began).saturating_sub(self.limits.patience);
+        if given.is_zero() {
+            return Err(PagesError::Late(self.limits.deadline));
+        }
+        let number = self.loads_begun.fetch_add(1, Ordering::Relaxed);
+        let request = LoadRequest {
+            session: String::new(),
+            load_id: format!("pages-{number}"),
+            space: pool.space.id().to_string(),
+            hashes: hashes.to_vec(),
+            order: Order::Chunk,
+            continue_after_miss: false,
+            deadline_ms: Some(u64::try_from(given.as_millis()).unwrap_or(u64::MAX)),
+            declines: false,
+        };
+        let load_id = request.load_id.clone();
+        let mut lines = session.load(request).await?;
+        let mut lent = Lent::new(&session, load_id);
+        while let Some(line) = next(&mut lines, &mut lent).await? {
+            match line {
+                LoadLine::Missing { i, miss, detail } => {
+                    moving.miss(format!("page {i} of {}: {miss}: {detail}", hashes.len()));
+                }
+                LoadLine::Here {
+                    i,
+                    slot,
+                    generation,
+                    offset,
+                    planes,
+                    ..
+                } if i < hashes.len() => {
+                    lent.names.push(SlotName { slot, generation });
+                    let layout = pool.space.layout();
+                    let planes = planes.0..planes.1;
+                    if planes != (0..layout.planes()) {
+                        let what = format!("planes {planes:?} of {}", layout.planes());
+                        return Err(ClientError::Answer(what).into());
+                    }
+                    let at = layout.header_len();
+                    let from = session.arena.slot(offset, layout.payload_len())?;
+                    let job = CopyJob {
+                        planes,
+                        spans: spans[i].clone(),
+                        at,
+                    };
+                    pool.copier
+                        .load(from.kept_by(Arc::clone(&session)), &job, None)?
+                        .wait()?;
+                    moving.done(i, pool.copied(&pool.copier));
+                    if lent.names.len() >= RELEASES {
+                        lent.release().await?;
+                    }
+                }
+                LoadLine::Here { .. } | LoadLine::End { .. } => {}
+            }
+        }
+        lent.release().await?;
+        lent.is_over = true;
+        Ok(())
+    }
+
+    async fn store_pages(
+        &self,
+        pool: &Pool,
+        hashes: &[ChunkHash],
+        parents: &[ChunkHash],
+        spans: &[Spans],
+        moving: &mut Moving,
+    ) -> Result<(), PagesError> {
+        let began = Instant::now();
+        let bytes = (pool.space.layout().payload_len() as u64).max(1);
+        let at_once = usize::try_from(self.limits.store_bytes / bytes).map_or(1, |pages| pages.max(1));
+        let mut left: Vec<usize> = (0..hashes.len()).collect();
+        while !left.is_empty() {
+            let session = self.stores.session(&self.pools).await?;
+            // A reserve and a commit.
+            if self.left(began) < self.limits.patience {
+                return Err(PagesError::Missing("the gateway had no room for it".into()));
+            }
+            let now: Vec<usize> = left.drain(..at_once.min(left.len())).collect();
+            let again = self
+                .store_some(&session, pool, (hashes, parents, spans), &now, moving)
+                .await?;
+            let is_stuck = again.len() == now.len();
+            left.splice(..0, again);
+            if is_stuck {
+                tokio::time::sleep(AGAIN).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores these of the pages. Returns those for which there was no room, or not all ranks.
+    async fn store_some(
+        &self,
+        session: &Arc<ApiSession>,
+        pool: &Pool,
+        (hashes, parents, spans): (&[ChunkHash], &[ChunkHash], &[Spans]),
+        now: &[usize],
+        moving: &mut Moving,
+    ) -> Result<Vec<usize>, PagesError> {
+        let chunks = now.iter().map(|&page| ReserveChunk {
+            hash: hashes[page],
+            parent: parents[page],
+            tokens: None,
+        });
+        let space = pool.space.id().to_string();
+        let reserved = session.reserve(&space, chunks.collect()).await?;
+        let (mut again, mut filled) = (Vec::new(), Vec::new());
+        let mut taken = Reserved::new(session);
+        for (&page, chunk) in now.iter().zip(reserved.chunks) {
+            match chunk {
+                ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } => {
+                    taken.names.push(SlotName { slot, generation });
+                    filled.push((page, offset));
+                }
+                ReservedChunk::Skip { skip } if skip == "full" || reserved.ranks_missing => again.push(page),
+                ReservedChunk::Skip { .. } => moving.done(page, 0),
+            }
+        }
+        if filled.is_empty() {
+            return Ok(again);
+        }
+        let copier = pool.own_copier(&reserved.own, &self.copies)?;
+        let layout = pool.space.layout();
+        for &(page, offset) in &filled {
+            let to = session.arena.slot(offset, layout.payload_len())?;
+            let job = CopyJob {
+                planes: 0..layout.planes(),
+                spans: spans[page].clone(),
+                at: layout.header_len(),
+            };
+            copier
+                .store(to.kept_by(Arc::clone(session)), &job, None)?
+                .wait()?;
+        }
+        let committed = session.commit(taken.names.clone()).await?;
+        taken.names.clear();
+        for (&(page, _), outcome) in filled.iter().zip(&committed.slots) {
+            match outcome {
+                CommitOutcome::Ok { .. } => moving.done(page, pool.copied(&copier)),
+                CommitOutcome::Refused { code, detail } => moving.miss(format!("{code}: {detail}")),
+            }
+        }
+        Ok(again)
+    }
+}
+
+/// The next line. Before a wait the slots of finished copies are given back, since the gateway may wait for them.
+async fn next(lines: &mut LoadLines, lent: &mut Lent<'_>) -> Result<Option<LoadLine>, PagesError> {
+    if let Ok(line) = tokio::time::timeout(Duration::ZERO, lines.next()).await {
+        return Ok(line?);
+    }
+    lent.release().await?;
+    Ok(lines.next().await?)
+}
+
+impl Side {
+    /// The session of now, in which all pools' spaces are declared.
+    async fn session(&self, pools: &Pools) -> Result<Arc<ApiSession>, PagesError> {
+        let mut declared = self.declared.lock().await;
+        *declared = self.declare(pools, *declared).await?;
+        drop(declared);
+        Ok(self.engine.session().await?)
+    }
+
+    /// Declares the spaces from this one on. Returns how many there are.
+    async fn declare(&self, pools: &Pools, first: usize) -> Result<usize, PagesError> {
+        let pools = pools.read().unwrap_or_else(PoisonError::into_inner).clone();
+        for pool in &pools[first.min(pools.len())..] {
+            self.engine.declare(&pool.space).await?;
+        }
+        Ok(pools.len())
+    }
+}
+
+impl Pool {
+    /// Where each page lies. `pages`: their numbers in the pool.
+    fn spans(&self, hashes: &[ChunkHash], pages: &[i64]) -> Result<Vec<Spans>, PagesError> {
+        if pages.len() != hashes.len() {
+            let (pages, hashes) = (pages.len(), hashes.len());
+            return Err(PagesError::Missing(format!("{pages} pages for {hashes} hashes")));
+        }
+        let spans = pages.iter().map(|&page| {
+            let table = [u32::try_from(page).unwrap_or(u32::MAX)];
+            let mapping = SlotMapping::Blocks {
+                table: &table,
+                first_token: 0,
+            };
+            Ok(self.copier.cache().spans(mapping, 0..self.space.chunk_rows())?)
+        });
+        spans.collect()
+    }
+
+    fn own_copier(&self, own: &[Share], options: &Copies) -> Result<Arc<Copier>, CopyError> {
+        let mut kept = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, copier)) = &*kept
+            && known == own
+        {
+            return Ok(Arc::clone(copier));
+        }
+        let shares = own
+            .iter()
+            .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
+        let copier = Arc::new(copier(None, self.copier.cache().only(shares), options)?);
+        *kept = Some((own.to_vec(), Arc::clone(&copier)));
+        Ok(copier)
+    }
+
+    /// Bytes of a page that this copier copies.
+    fn copied(&self, copier: &Copier) -> u64 {
+        u64::from(self.space.chunk_rows()) * copier.cache().token_bytes()
+    }
+}
+
+/// A load or a store so far.
+struct Moving {
+    began: Instant,
+    done: Vec<bool>,
+    bytes: u64,
+    error: Option<String>,
+}
+
+impl Moving {
+    fn new(pages: usize) -> Self {
+        Self {
+            began: Instant::now(),
+            done: vec![false; pages],
+            bytes: 0,
+            error: None,
+        }
+    }
+
+    fn done(&mut self, page: usize, bytes: u64) {
+        self.done[page] = true;
+        self.bytes += bytes;
+    }
+
+    fn miss(&mut self, reason: String) {
+        self.error.get_or_insert(reason);
+    }
+
+    fn ended(mut self, ended: Result<(), PagesError>) -> Moved {
+        if let Err(error) = ended {
+            self.miss(error.to_string());
+        }
+        Moved {
+            done: self.done,
+            bytes: self.bytes,
+            seconds: self.began.elapsed().as_secs_f64(),
+            error: self.error,
+        }
+    }
+}
+
+/// A load's slots that are not given back. Those of a load that ends early are given back behind it.
+struct Lent<'a> {
+    session: &'a Arc<ApiSession>,
+    load_id: String,
+    names: Vec<SlotName>,
+    is_over: bool,
+    handle: Handle,
+}
+
+impl<'a> Lent<'a> {
+    fn new(session: &'a Arc<ApiSession>, load_id: String) -> Self {
+        Self {
+            session,
+            load_id,
+            names: Vec::new(),
+            is_over: false,
+            handle: Handle::current(),
+        }
+    }
+
+    async fn release(&mut self) -> Result<(), PagesError> {
+        if !self.names.is_empty() {
+            let names = std::mem::take(&mut self.names);
+            self.session.release(&self.load_id, Some(names)).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
+        let (session, load_id) = (Arc::clone(self.session), std::mem::take(&mut self.load_id));
+        self.handle
+            .spawn(async move { session.release(&load_id, None).await });
+    }
+}
+
+/// Reserved slots that are not committed. Those of a store that ends early are given up behind it.
+struct Reserved<'a> {
+    session: &'a Arc<ApiSession>,
+    names: Vec<SlotName>,
+    handle: Handle,
+}
+
+impl<'a> Reserved<'a> {
+    fn new(session: &'a Arc<ApiSession>) -> Self {
+        Self {
+            session,
+            names: Vec::new(),
+            handle: Handle::current(),
+        }
+    }
+}
+
+impl Drop for Reserved<'_> {
+    fn drop(&mut self) {
+        if self.names.is_empty() {
+            return;
+        }
+        let (session, names) = (Arc::clone(self.session), std::mem::take(&mut self.names));
+        self.handle.spawn(async move { session.abort(names).await });
+    }
+}
