@@ -9,21 +9,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use kvgate::config::Copies;
 use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress, Engine, LoadLines};
-use kvgate::engine::copy::{Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor};
+use kvgate::engine::copy::{
+    Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor,
+};
 use kvgate::engine::rank::LookupBreaker;
 use kvgate::format::ChunkHash;
 use kvgate::protocol::{
-    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share,
-    SlotName, Strategy,
+    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share, SlotName,
+    Strategy,
 };
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use serde::Deserialize;
 use tokio::runtime::Handle;
 
-use crate::copier::{copier, copy_options};
+use crate::copier::Copiers;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
@@ -76,7 +77,7 @@ pub struct Pages {
     /// A rank loads what it needs when it needs it: each is an engine of its own, for which no other rank is waited for.
     loads: Arc<Side>,
     pools: Pools,
-    copies: Copies,
+    copiers: Copiers,
     limits: Limits,
     breaker: LookupBreaker,
     loads_begun: AtomicU64,
@@ -143,7 +144,7 @@ impl Pages {
                 "a page has {page} rows, and a chunk {chunk}: they must be the same"
             )));
         }
-        let copier = copier(None, cache, &self.copies).map_err(failed)?;
+        let copier = self.copiers.make(cache).map_err(failed)?;
         let mut pools = self.pools.write().unwrap_or_else(PoisonError::into_inner);
         pools.push(Arc::new(Pool {
             space: space.0.clone(),
@@ -162,13 +163,16 @@ impl Pages {
 
     fn lookup(&self, py: Python<'_>, pools: Vec<usize>, hashes: PyBackedBytes) -> PyResult<(usize, usize)> {
         let hashes = split(&hashes)?;
-        let spaces = pools.iter().map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
+        let spaces = pools
+            .iter()
+            .map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
         let spaces: Vec<String> = spaces.collect::<PyResult<_>>()?;
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
         };
-        let with: String = others.iter().map(|space| format!("&with={space}")).collect();
-        let query = format!("{}{with}", self.limits.lookup);
+        let query = others.iter().fold(self.limits.lookup.clone(), |query, space| {
+            query + "&with=" + space
+        });
         let look = async {
             self.loads.session(&self.pools).await?;
             let found = match self.client.lookup_hashes(first, &hashes, &query).await {
@@ -185,13 +189,7 @@ impl Pages {
         Ok((found.boundary, found.full))
     }
 
-    fn load(
-        &self,
-        py: Python<'_>,
-        pool: usize,
-        hashes: PyBackedBytes,
-        pages: Vec<i64>,
-    ) -> PyResult<Moved> {
+    fn load(&self, py: Python<'_>, pool: usize, hashes: PyBackedBytes, pages: Vec<i64>) -> PyResult<Moved> {
         let (pool, hashes) = (self.pool(pool)?, split(&hashes)?);
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
@@ -247,13 +245,17 @@ impl Pages {
         };
         let is_alone = attach.world_size == 1;
         let stores = side(attach);
-        let loads = if is_alone { Arc::clone(&stores) } else { side(alone) };
+        let loads = if is_alone {
+            Arc::clone(&stores)
+        } else {
+            side(alone)
+        };
         Ok(Self {
             client,
             stores,
             loads,
             pools: Pools::default(),
-            copies: copy_options()?,
+            copiers: Copiers::new(None, None)?,
             limits: Limits {
                 deadline: millis(settings.deadline_ms),
                 patience,
@@ -434,7 +436,7 @@ impl Pages {
         if filled.is_empty() {
             return Ok(again);
         }
-        let copier = pool.own_copier(&reserved.own, &self.copies)?;
+        let copier = pool.own_copier(&reserved.own, &self.copiers)?;
         let layout = pool.space.layout();
         for &(page, offset) in &filled {
             let to = session.arena.slot(offset, layout.payload_len())?;
@@ -505,7 +507,7 @@ impl Pool {
         spans.collect()
     }
 
-    fn own_copier(&self, own: &[Share], options: &Copies) -> Result<Arc<Copier>, CopyError> {
+    fn own_copier(&self, own: &[Share], copiers: &Copiers) -> Result<Arc<Copier>, CopyError> {
         let mut kept = self.own.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, copier)) = &*kept
             && known == own
@@ -515,7 +517,7 @@ impl Pool {
         let shares = own
             .iter()
             .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-        let copier = Arc::new(copier(None, self.copier.cache().only(shares), options)?);
+        let copier = Arc::new(copiers.make(self.copier.cache().only(shares))?);
         *kept = Some((own.to_vec(), Arc::clone(&copier)));
         Ok(copier)
     }
