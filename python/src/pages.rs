@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 
 use kvgate::config::Copies;
 use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress, Engine, LoadLines};
-use kvgate::engine::copy::{Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor};
+use kvgate::engine::copy::{
+    Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor,
+};
 use kvgate::engine::rank::LookupBreaker;
 use kvgate::format::ChunkHash;
 use kvgate::protocol::{
-    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share,
-    SlotName, Strategy,
+    AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share, SlotName,
+    Strategy,
 };
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -162,7 +164,9 @@ impl Pages {
 
     fn lookup(&self, py: Python<'_>, pools: Vec<usize>, hashes: PyBackedBytes) -> PyResult<(usize, usize)> {
         let hashes = split(&hashes)?;
-        let spaces = pools.iter().map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
+        let spaces = pools
+            .iter()
+            .map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
         let spaces: Vec<String> = spaces.collect::<PyResult<_>>()?;
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
@@ -185,13 +189,7 @@ impl Pages {
         Ok((found.boundary, found.full))
     }
 
-    fn load(
-        &self,
-        py: Python<'_>,
-        pool: usize,
-        hashes: PyBackedBytes,
-        pages: Vec<i64>,
-    ) -> PyResult<Moved> {
+    fn load(&self, py: Python<'_>, pool: usize, hashes: PyBackedBytes, pages: Vec<i64>) -> PyResult<Moved> {
         let (pool, hashes) = (self.pool(pool)?, split(&hashes)?);
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
@@ -247,7 +245,11 @@ impl Pages {
         };
         let is_alone = attach.world_size == 1;
         let stores = side(attach);
-        let loads = if is_alone { Arc::clone(&stores) } else { side(alone) };
+        let loads = if is_alone {
+            Arc::clone(&stores)
+        } else {
+            side(alone)
+        };
         Ok(Self {
             client,
             stores,
