@@ -109,6 +109,11 @@ def never_pins(init):
     return without
 
 
+def small(module):
+    """The tests' pools have some MB, and SGLang wants 10 GB left beside them."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 def attention(module):
     """SGLang's attention of a CPU writes the KV of layers with a window where their pool has it, and reads it by the slots of the
     other layers' pool."""
@@ -131,6 +136,7 @@ def by_own_slots(run):
 
 CHANGES = {
     "sglang.srt.layers.attention.torch_native_backend": attention,
+    "sglang.srt.mem_cache.pool_host.base": small,
     "sglang.srt.mem_cache.pool_host.common": common,
     **dict.fromkeys((f"sglang.srt.mem_cache.pool_host.{name}" for name in ("mha", "mla", "mamba", "dsa")), host_pool),
 }

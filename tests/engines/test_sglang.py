@@ -130,7 +130,7 @@ class FullAttentionTest(LifeCase):
 
     def test_the_readme_s_lines(self):
         (line,) = readme.commands("SGLang")
-        program, *flags = shlex.split(line.replace("/tmp/kvgate.sock", str(self.gateway.socket)))
+        program, *flags = shlex.split(line.replace("\\\n", "").replace("/tmp/kvgate.sock", str(self.gateway.socket)))
         self.assertEqual(
             (program, flags[:4]), ("python", ["-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"])
         )
