@@ -111,6 +111,10 @@ class SpaceTest(unittest.TestCase):
 
     def test_other_engines_have_the_same(self):
         self.assertEqual(Engine().ids(), Engine().ids())
+        # Nothing in it is of one process, such as an address.
+        made = Engine()
+        for group in made.offloading().groups:
+            self.assertNotIn(" at 0x", str(list(pages.specs(made.config, made.caches, group))))
         # With more or less memory.
         self.assertEqual(Engine(blocks=7).ids(), Engine(blocks=100).ids())
         self.assertEqual(Engine().ids(pin_ms=7), Engine().ids())

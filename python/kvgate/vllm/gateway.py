@@ -31,7 +31,7 @@ def ensure(settings, is_told=True):
         if is_told:
             logger.warning(
                 "kvgate: nobody answers at %s, everything is computed until somebody does: start kvgate serve --socket %s, "
-                "or set serve in kv_connector_extra_config",
+                "or set serve",
                 settings.socket,
                 settings.socket,
             )

@@ -143,7 +143,7 @@ def layout(vllm_config, kv_cache_config, offloading_config):
         for group in offloading_config.groups
     ]
     device = {
-        "platform": platform.device_type,
+        "platform": platform.device_name,
         "capability": str(platform.get_device_capability() or ""),
         "attention": str(vllm_config.attention_config.backend or ""),
         "v2": bool(vllm_config.use_v2_model_runner),
