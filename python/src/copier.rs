@@ -5,15 +5,15 @@ use std::sync::Arc;
 use kvgate::config::{self, Copies};
 use kvgate::engine::copy::cuda::{Gpu, Lanes};
 use kvgate::engine::copy::{
-    Copier as AnyCopier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream,
-    Framework, FrameworkCopier, PagedCache, SlotMapping, Tensor,
+    Copier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Framework,
+    FrameworkCopier, PagedCache, SlotMapping, Tensor,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde::Deserialize;
 
 use crate::error::failed;
-use crate::space::Space;
+use crate::space::PySpace;
 use crate::torch_copies::TorchCopies;
 
 /// The pages to copy from and to.
@@ -26,14 +26,14 @@ struct Settings {
 }
 
 /// Copies between objects in Python's memory and pages: for checks. A worker's chunks never come through Python.
-#[pyclass(frozen, module = "kvgate._native")]
-pub struct Copier(AnyCopier);
+#[pyclass(frozen, name = "Copier", module = "kvgate._native")]
+pub struct PyCopier(Copier);
 
 #[pymethods]
-impl Copier {
+impl PyCopier {
     #[new]
     #[pyo3(signature = (settings, space, copies=None))]
-    fn new(settings: &str, space: &Space, copies: Option<Py<PyAny>>) -> PyResult<Self> {
+    fn new(settings: &str, space: &PySpace, copies: Option<Py<PyAny>>) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
         let cache = PagedCache::new(&space.0, &settings.tensors).map_err(failed)?;
         let copier = Copiers::new(settings.device, copies)?.make(cache);
@@ -69,7 +69,7 @@ impl Copier {
     }
 }
 
-impl Copier {
+impl PyCopier {
     fn job(&self, slots: &[i64]) -> PyResult<CopyJob> {
         let (cache, space) = (self.0.cache(), self.0.cache().space());
         let spans = cache.spans(SlotMapping::Slots(slots), 0..space.chunk_rows());
@@ -110,17 +110,17 @@ impl Copiers {
         Ok(Self { options, by })
     }
 
-    pub fn make(&self, cache: PagedCache) -> Result<AnyCopier, CopyError> {
+    pub fn make(&self, cache: PagedCache) -> Result<Copier, CopyError> {
         // SAFETY: the engine keeps the tensors until it has closed the worker, or its call has ended, and names the tokens to
         // copy.
         unsafe {
             match &self.by {
-                By::Cpu => Ok(AnyCopier::Cpu(CpuCopier::new(
+                By::Cpu => Ok(Copier::Cpu(CpuCopier::new(
                     cache,
                     CpuOptions::from(&self.options),
                 ))),
-                By::Gpu(lanes) => Ok(AnyCopier::Cuda(Box::new(CudaCopier::on(lanes, cache)?))),
-                By::Framework(framework) => Ok(AnyCopier::Framework(FrameworkCopier::new(
+                By::Gpu(lanes) => Ok(Copier::Cuda(Box::new(CudaCopier::on(lanes, cache)?))),
+                By::Framework(framework) => Ok(Copier::Framework(FrameworkCopier::new(
                     cache,
                     Arc::clone(framework),
                 ))),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::Tensor;
 use kvgate::engine::direct::{Direct, DirectError, Memory};
-use kvgate::format::Mask;
+use kvgate::format::{Mask, Space};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -19,7 +19,7 @@ use crate::error::failed;
 use crate::lookups::split;
 use crate::prompt::{self, Prompt};
 use crate::runtime::runtime;
-use crate::space::Space;
+use crate::space::PySpace;
 
 /// One process's session with the node. Each call begins at once and calls `done`, which must not wait, when it has
 /// ended; it keeps `held` until then.
@@ -68,7 +68,7 @@ impl Session {
 
     fn lookup(
         &self,
-        space: &Space,
+        space: &PySpace,
         prompt: &Prompt,
         deadline_ms: u64,
         pin_ms: u64,
@@ -93,7 +93,7 @@ impl Session {
 
     fn load(
         &self,
-        space: &Space,
+        space: &PySpace,
         hashes: PyBackedBytes,
         tensors: &str,
         slots: Option<Vec<i64>>,
@@ -118,7 +118,7 @@ impl Session {
 
     fn store(
         &self,
-        space: &Space,
+        space: &PySpace,
         hashes: PyBackedBytes,
         root: PyBackedBytes,
         tensors: &str,
@@ -214,7 +214,7 @@ impl Session {
     }
 }
 
-fn memory(space: &kvgate::format::Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<Memory> {
+fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<Memory> {
     let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
     Memory::new(space, &tensors, slots).map_err(failed)
 }

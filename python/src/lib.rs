@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::copier::Copier;
+    use super::copier::PyCopier;
     #[pymodule_export]
     use super::error::KvGateError;
     #[pymodule_export]
@@ -37,9 +37,9 @@ mod _native {
     #[pymodule_export]
     use super::prompt::Prompt;
     #[pymodule_export]
-    use super::space::Space;
+    use super::space::PySpace;
     #[pymodule_export]
-    use super::worker::{Loaded, Stored, Worker};
+    use super::worker::{Loaded, PyWorker, Stored};
     #[pymodule_export]
     use super::{main, version};
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, ClientError, DaemonAddress, FoundChunks};
 use kvgate::engine::rank::LookupBreaker;
-use kvgate::format::{ChunkHash, Mask};
+use kvgate::format::{ChunkHash, Mask, Space};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tokio::sync::Semaphore;
@@ -21,7 +21,7 @@ use tokio::task::AbortHandle;
 use crate::error::failed;
 use crate::prompt::{self, Chain, Prompt};
 use crate::runtime::runtime;
-use crate::space::Space;
+use crate::space::PySpace;
 
 /// The latest question of each request.
 type Questions = Arc<Mutex<HashMap<String, Question>>>;
@@ -40,7 +40,7 @@ pub struct Lookups {
 struct Asker {
     client: Client,
     /// The spaces of all kinds of KV that an engine can't go on without, then those of drafts.
-    spaces: Vec<kvgate::format::Space>,
+    spaces: Vec<Space>,
     /// The query's part that is the same in all questions.
     query: String,
     /// Time of the first round.
@@ -104,8 +104,8 @@ impl Lookups {
     ))]
     fn new(
         socket: PathBuf,
-        spaces: Vec<PyRef<'_, Space>>,
-        drafts: Vec<PyRef<'_, Space>>,
+        spaces: Vec<PyRef<'_, PySpace>>,
+        drafts: Vec<PyRef<'_, PySpace>>,
         deadline_ms: u64,
         pin_ms: u64,
         breaker_timeouts: u32,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::engine::rank::LookupBreaker;
-use kvgate::format::ChunkHash;
+use kvgate::format::{ChunkHash, Space};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -15,7 +15,7 @@ use tokio::sync::Semaphore;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
-use crate::space::Space;
+use crate::space::PySpace;
 
 /// The gateway's share of the deadline; the rest is for the way.
 const GATEWAYS_SHARE: f64 = 0.8;
@@ -25,7 +25,7 @@ pub struct PageLookups(Arc<Asker>);
 
 struct Asker {
     client: Client,
-    spaces: Vec<kvgate::format::Space>,
+    spaces: Vec<Space>,
     deadline: Duration,
     pin_ms: u64,
     at_once: Semaphore,
@@ -45,7 +45,7 @@ impl PageLookups {
     ))]
     fn new(
         socket: PathBuf,
-        spaces: Vec<PyRef<'_, Space>>,
+        spaces: Vec<PyRef<'_, PySpace>>,
         deadline_ms: u64,
         pin_ms: u64,
         breaker_timeouts: u32,

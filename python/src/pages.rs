@@ -14,7 +14,7 @@ use kvgate::engine::copy::{
     Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor,
 };
 use kvgate::engine::rank::LookupBreaker;
-use kvgate::format::ChunkHash;
+use kvgate::format::{ChunkHash, Space};
 use kvgate::protocol::{
     AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share, SlotName,
     Strategy,
@@ -28,7 +28,7 @@ use crate::copier::Copiers;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
-use crate::space::Space;
+use crate::space::PySpace;
 
 /// The settings of a rank.
 #[derive(Deserialize)]
@@ -95,7 +95,7 @@ struct Limits {
 
 /// One kind of KV in a host pool.
 struct Pool {
-    space: kvgate::format::Space,
+    space: Space,
     copier: Copier,
     /// The copier of the share that this rank owns, made when the node has said which.
     own: Mutex<Option<(Vec<Share>, Arc<Copier>)>>,
@@ -135,7 +135,7 @@ impl Pages {
     }
 
     /// Adds a pool; returns its number.
-    fn add(&self, space: &Space, tensors: &str) -> PyResult<usize> {
+    fn add(&self, space: &PySpace, tensors: &str) -> PyResult<usize> {
         let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
         let cache = PagedCache::new(&space.0, &tensors).map_err(failed)?;
         if cache.block_tokens() != space.0.chunk_rows() {

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::failed;
-use crate::space::Space;
+use crate::space::PySpace;
 
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Prompt {
@@ -40,7 +40,7 @@ impl Prompt {
     #[new]
     #[pyo3(signature = (space, salt=None, adapter=None, secret=None))]
     fn new(
-        space: &Space,
+        space: &PySpace,
         salt: Option<&[u8]>,
         adapter: Option<&[u8]>,
         secret: Option<&[u8]>,

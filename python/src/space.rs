@@ -1,20 +1,20 @@
 //! A space, as Python gives it: JSON.
 
-use kvgate::format::Kind;
+use kvgate::format::{Kind, Space};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::failed;
 
-#[pyclass(frozen, module = "kvgate._native")]
-pub struct Space(pub kvgate::format::Space);
+#[pyclass(frozen, name = "Space", module = "kvgate._native")]
+pub struct PySpace(pub Space);
 
 #[pymethods]
-impl Space {
+impl PySpace {
     #[new]
     fn new(json: &str) -> PyResult<Self> {
-        kvgate::format::Space::from_json(json).map(Self).map_err(failed)
+        Space::from_json(json).map(Self).map_err(failed)
     }
 
     #[getter]

@@ -12,9 +12,9 @@ use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::{EngineStream, Mark, PagedCache, SlotMapping, Spans, Tensor};
 use kvgate::engine::rank::{
     ComputedChunk, ComputedKind, Failed, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob,
-    WantedChunk, WantedKind, Worker as Rank, WorkerError,
+    WantedChunk, WantedKind, Worker, WorkerError,
 };
-use kvgate::format::ChunkHash;
+use kvgate::format::{ChunkHash, Space};
 use kvgate::protocol::AttachRequest;
 use kvgate::protocol::Order;
 use pyo3::prelude::*;
@@ -25,7 +25,7 @@ use crate::copier::Copiers;
 use crate::error::failed;
 use crate::lookups::split;
 use crate::runtime::runtime;
-use crate::space::Space;
+use crate::space::PySpace;
 
 /// The settings of a rank.
 #[derive(Deserialize)]
@@ -102,9 +102,9 @@ struct State {
     by_layer: Vec<(String, Arc<LoadProgress>)>,
 }
 
-#[pyclass(frozen, module = "kvgate._native")]
-pub struct Worker {
-    rank: Arc<Rank>,
+#[pyclass(frozen, name = "Worker", module = "kvgate._native")]
+pub struct PyWorker {
+    rank: Arc<Worker>,
     kinds: Vec<Kind>,
     jobs: Arc<Jobs>,
     load_deadline_ms: u64,
@@ -113,18 +113,18 @@ pub struct Worker {
 
 /// One kind of KV, and where each of its groups lies. None: the rank has no layer of that group.
 struct Kind {
-    space: kvgate::format::Space,
+    space: Space,
     groups: Vec<Option<PagedCache>>,
 }
 
 #[pymethods]
-impl Worker {
+impl PyWorker {
     #[new]
     #[pyo3(signature = (settings, spaces, copies=None))]
     fn new(
         py: Python<'_>,
         settings: &str,
-        spaces: Vec<PyRef<'_, Space>>,
+        spaces: Vec<PyRef<'_, PySpace>>,
         copies: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings).map_err(failed)?;
@@ -324,12 +324,8 @@ impl Worker {
     }
 }
 
-impl Worker {
-    fn start(
-        settings: Settings,
-        spaces: Vec<kvgate::format::Space>,
-        copies: Option<Py<PyAny>>,
-    ) -> PyResult<Self> {
+impl PyWorker {
+    fn start(settings: Settings, spaces: Vec<Space>, copies: Option<Py<PyAny>>) -> PyResult<Self> {
         if settings.kinds.len() != spaces.len() {
             return Err(failed(format!(
                 "each space needs its tensors: there are {} spaces, and {} kinds in the settings",
@@ -364,7 +360,7 @@ impl Worker {
         let make = move |cache: PagedCache| copiers.make(cache);
         let pause = Duration::from_millis(settings.breaker_pause_ms);
         let breaker = LookupBreaker::new(settings.breaker_timeouts, pause);
-        let rank = Rank::new(&client, settings.attach, pages, make, breaker).map_err(failed)?;
+        let rank = Worker::new(&client, settings.attach, pages, make, breaker).map_err(failed)?;
         let rank = Arc::new(rank);
         let starting = Arc::clone(&rank);
         // Without a gateway every chunk is a miss until one is there.
