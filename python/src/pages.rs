@@ -171,8 +171,11 @@ impl Pages {
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
         };
-        let with: String = others.iter().map(|space| format!("&with={space}")).collect();
-        let query = format!("{}{with}", self.limits.lookup);
+        let mut query = self.limits.lookup.clone();
+        for space in others {
+            query.push_str("&with=");
+            query.push_str(space);
+        }
         let look = async {
             self.loads.session(&self.pools).await?;
             let found = match self.client.lookup_hashes(first, &hashes, &query).await {
