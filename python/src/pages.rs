@@ -562,6 +562,9 @@ impl Moving {
         if let Err(error) = ended {
             self.miss(error.to_string());
         }
+        if !self.done.contains(&false) {
+            self.error = None;
+        }
         Moved {
             done: self.done,
             bytes: self.bytes,
