@@ -170,9 +170,11 @@ impl Pages {
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
         };
-        let query = others.iter().fold(self.limits.lookup.clone(), |query, space| {
-            query + "&with=" + space
-        });
+        let mut query = self.limits.lookup.clone();
+        for space in others {
+            query.push_str("&with=");
+            query.push_str(space);
+        }
         let look = async {
             self.loads.session(&self.pools).await?;
             let found = match self.client.lookup_hashes(first, &hashes, &query).await {
@@ -558,6 +560,9 @@ impl Moving {
     fn ended(mut self, ended: Result<(), PagesError>) -> Moved {
         if let Err(error) = ended {
             self.miss(error.to_string());
+        }
+        if !self.done.contains(&false) {
+            self.error = None;
         }
         Moved {
             done: self.done,
