@@ -66,7 +66,8 @@ ALL = (
     # Some CPUs keep its states in float32 whatever the configuration says.
     Tried("qwen3_next", ("full", "state"), **STATES, engine={"dtype": "bfloat16"}, sizes=False),
     # The CPU's kernel for latents has blocks of 16; the one for AMX has blocks of 32, and takes no float32.
-    Tried("deepseek_v3", ("full",), 768, engine=AMX if HAS_AMX else {"block_size": 16}),
+    # In bfloat16 vLLM alone makes other second tokens after a hit in its own cache.
+    Tried("deepseek_v3", ("full",), 768, engine={**AMX, "max_tokens": 1} if HAS_AMX else {"block_size": 16}),
 )
 TRIED = ALL if os.environ.get("KVGATE_TEST_FULL") else IN_CI
 

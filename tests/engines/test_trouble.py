@@ -124,6 +124,16 @@ class CephTest(EngineCase):
         other.start()
         self.loads(kvgate(other.socket))
 
+    def test_a_decode_engine_finds_what_s3_does_not_have_yet(self):
+        proxy = Proxy(f"127.0.0.1:{S3_PORT}", self.endpoint.removeprefix("http://"))
+        self.addCleanup(proxy.end)
+        self.gateway.s3 = self.s3(f"http://127.0.0.1:{S3_PORT}")
+        self.gateway.start()
+        # Nothing can be written from here on.
+        proxy.end()
+        self.computes({**self.kv(), "kv_role": "kv_producer"})
+        self.loads({**self.kv(), "kv_role": "kv_consumer"})
+
     def test_s3_stops(self):
         proxy = Proxy(f"127.0.0.1:{S3_PORT}", self.endpoint.removeprefix("http://"))
         self.addCleanup(proxy.end)

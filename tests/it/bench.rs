@@ -349,9 +349,7 @@ async fn the_share_of_each_address_is_told() {
     unanswered.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let gone = unanswered.local_addr().unwrap();
     let urls = format!("{url},http://{second},http://{gone}");
-    let args = ["write", "read", "--objects", "40", "--keep", "--endpoint", &urls];
-    let phases = site.phases(&args).await;
-    for phase in &phases {
+    let check = |phase: &Value| {
         let of = |address: SocketAddr, name: &str| {
             let endpoints = phase["endpoints"].as_array().unwrap();
             let address = address.to_string();
@@ -385,17 +383,23 @@ async fn the_share_of_each_address_is_told() {
         assert!(given_up <= count("hedges"), "{phase}");
         assert_eq!(phase["retries"], count("retries"), "{phase}");
         assert_eq!(phase["hedges"], count("hedges"), "{phase}");
+    };
+    // Both lead to one server on the same cores, so which one is chosen is chance.
+    let mut runs = 0;
+    loop {
+        let args = ["write", "read", "--objects", "40", "--keep", "--endpoint", &urls];
+        let phases = site.phases(&args).await;
+        phases.iter().for_each(check);
+        let endpoints = phases[0]["endpoints"].as_array().unwrap();
+        let used = endpoints.iter().filter(|one| one["bytes"].as_u64() > Some(0));
+        let lost: u64 = endpoints.iter().map(|one| one["lost"].as_u64().unwrap()).sum();
+        assert!(phases[0]["retries"].as_u64() >= Some(lost), "{}", phases[0]);
+        if used.count() == 2 && lost > 0 {
+            break;
+        }
+        runs += 1;
+        assert!(runs < 50, "only one of two addresses is used: {}", phases[0]);
     }
-    // Both lead to one server on the same cores, so who is better later is chance; at first nobody is.
-    let endpoints = phases[0]["endpoints"].as_array().unwrap();
-    let used = endpoints.iter().filter(|one| one["bytes"].as_u64() > Some(0));
-    assert_eq!(used.count(), 2, "{}", phases[0]);
-    let lost: u64 = endpoints.iter().map(|one| one["lost"].as_u64().unwrap()).sum();
-    assert!(
-        lost > 0 && phases[0]["retries"].as_u64() >= Some(lost),
-        "{}",
-        phases[0]
-    );
 
     // The same for people, and for spreadsheets.
     let args = ["read", "--objects", "40", "--endpoint", &urls, "--csv", "all.csv"];
