@@ -74,7 +74,7 @@ class Life:
             self.tier = SecondaryTierFactory.create_secondary_tier(config, self.primary.get_kv_memoryview(), spec)
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.view = self.primary.get_kv_memoryview()
-        self.steps = 0
+        self.steps, self.is_over = 0, False
 
     def request(self, keys):
         context = ReqContext(uuid.uuid4().hex)
@@ -98,6 +98,8 @@ class Life:
 
     def idle(self):
         self.until(lambda: not self.manager.has_pending_work())
+        if self.tier.jobs or self.tier.storing_bytes:
+            raise AssertionError(f"the tier has not forgotten {self.tier.jobs}")
 
     def store(self, keys, context=None):
         """A prompt's pages go to the CPU tier, and from there to the gateway."""
@@ -144,7 +146,9 @@ class Life:
         return output is not None
 
     def end(self):
-        self.manager.shutdown()
+        if not self.is_over:
+            self.is_over = True
+            self.manager.shutdown()
 
 
 class TierCase(unittest.TestCase):
@@ -292,7 +296,9 @@ class HangingTest(TierCase):
         self.stop()
         life.store([key(number) for number in range(100, 110)])
         life.step()
-        # With this test.
+        self.assertTrue(life.tier.jobs)
+        life.end()
+        self.assertEqual((life.tier.worker, life.tier.jobs), (None, {}))
 
 
 class LimitTest(TierCase):
@@ -300,9 +306,10 @@ class LimitTest(TierCase):
         """A life whose stores end when the gateway goes on."""
         self.gateway.start()
         process = self.gateway.pid()
+        life = self.life(store_deadline_ms=60_000, patience_ms=60_000, **keys)
         os.kill(process, signal.SIGSTOP)
         self.addCleanup(os.kill, process, signal.SIGCONT)
-        return self.life(store_deadline_ms=60_000, patience_ms=60_000, **keys)
+        return life
 
     def ended(self, life):
         os.kill(self.gateway.pid(), signal.SIGCONT)
@@ -386,6 +393,8 @@ class BugTest(TierCase):
                 keys = [key(number) for number in range(4)]
                 self.gateway.start()
                 life = self.life()
+                # It may be under way by then.
+                life.store([key(50)])
                 with (
                     mock.patch.object(KvGateTier, place, side_effect=RuntimeError("a bug")),
                     self.assertLogs("kvgate.vllm.tier", "ERROR"),
