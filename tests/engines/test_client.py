@@ -335,7 +335,7 @@ class WaitsTest(unittest.TestCase):
 import kvgate, os, signal, sys, threading, numpy as np
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_client import *
-gateway = kvgate.connect({str(self.node.socket)!r}, patience=1)
+gateway = kvgate.connect({str(self.node.socket)!r}, patience=5)
 kv, tokens = computed(1), list(range(TOKENS))
 gateway.store_from(space(), tokens, kv)
 hit = gateway.lookup(space(), tokens)
