@@ -1,4 +1,4 @@
-//! A TLS server with a CA of its own, on a thread with blocking sockets: rustls's buffered API is the twin of ours.
+//! A TLS server with a CA of its own, on a thread with blocking sockets.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -108,5 +108,5 @@ pub fn write_in_pieces(peer: &mut Peer, bytes: &[u8], mut piece_len: impl FnMut(
 
 /// Waits until something that was not read waits in the socket: data or its end.
 pub async fn arrived(stream: &TlsStream) {
-    stream.tcp.peek(&mut [0]).await.unwrap();
+    stream.socket().tcp().peek(&mut [0]).await.unwrap();
 }
