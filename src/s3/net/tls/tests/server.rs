@@ -3,6 +3,7 @@
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use rustls::crypto::ring;
@@ -16,6 +17,8 @@ use crate::s3::net::tls::TlsStream;
 use crate::s3::net::tls::config::client_config_with;
 
 pub const NAME: &str = "bucket.test";
+/// Longer than any read takes that does not wait in vain.
+pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const VERSIONS: [&SupportedProtocolVersion; 2] = [&rustls::version::TLS12, &rustls::version::TLS13];
 
 pub type Peer = StreamOwned<ServerConnection, std::net::TcpStream>;
