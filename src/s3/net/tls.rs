@@ -30,12 +30,13 @@ use socket::Socket;
 
 const KIB: usize = 1024;
 
-/// Seven whole records (16 KiB + 22 bytes) for a system call, and small enough to stay in a core's cache on the way.
+/// Fifteen whole records (16 KiB + 22 bytes) for a system call. Half of it costs 5 % more CPU time, and twice of it
+/// saves none.
 ///
 /// rustls holds a part of a record and what was in the one before, 18 KiB each (of a handshake message 64 KiB), and 64
-/// KiB of records that the socket does not take yet. So a connection has at most 128 + 18 + 18 + 65 = 229 KiB; one that
-/// only reads has 164 KiB.
-const READ_BUFFER_LEN: usize = 128 * KIB;
+/// KiB of records that the socket does not take yet. So a connection has at most 256 + 18 + 18 + 65 = 357 KiB; one that
+/// only reads has 292 KiB, as pages that were never used don't count.
+const READ_BUFFER_LEN: usize = 256 * KIB;
 
 /// The most that a record holds.
 const RECORD_LEN_MAX: usize = 16 * KIB;
