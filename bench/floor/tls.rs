@@ -1,5 +1,5 @@
-//! GET over TLS by tokio-rustls, with a large read buffer below it: what a well-kept library does in place of kvgate's own
-//! reading of TLS. It parses as little of HTTP as there is to parse, and signs nothing.
+//! GET over TLS by tokio-rustls, with a large read buffer below it, as kvgate reads TLS. It parses as little of HTTP as
+//! there is to parse, and signs nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +18,6 @@ use crate::Error;
 use crate::measure::{Measured, Meter};
 use crate::workload::{Part, Queue, Workload};
 
-/// As much as kvgate's own reading takes from a socket at once.
 const READ_BUFFER: usize = 256 << 10;
 
 type Stream = TlsStream<BufStream<TcpStream>>;

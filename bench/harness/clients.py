@@ -136,7 +136,7 @@ def sdk(server: Server, workload: Workload) -> Program:
 
 
 def tokio_rustls(server: Server, workload: Workload) -> Program:
-    """A well-kept library in place of kvgate's own reading of TLS."""
+    """tokio-rustls with nothing of kvgate around it: the floor of TLS."""
     program = tools.built("floor")
     host = (server.tls_endpoint or "").removeprefix("https://")
 

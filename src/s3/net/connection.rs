@@ -208,7 +208,7 @@ impl Connection {
                 }
                 ready!(self.stall.poll_look(cx));
                 // The next read finds the end and errors anew.
-                if let Ok((1.., read)) = self.stream.read_now(into) {
+                if let Ok((true, read)) = self.stream.read_now(into) {
                     self.stall.progress();
                     if read > 0 {
                         return Poll::Ready(Ok(read));
@@ -318,11 +318,10 @@ impl Sending<'_> {
 }
 
 impl Stream {
-    /// Reads what the socket has now, without asking tokio. Returns the number of bytes read, and how many of them are in
-    /// `into`.
-    fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
+    /// Reads what the socket has now, without asking tokio. Returns whether bytes came, and how many are in `into`.
+    fn read_now(&mut self, into: &mut [u8]) -> io::Result<(bool, usize)> {
         match self {
-            Self::Plain(tcp) => Ok(rustix::io::read(tcp, into).map(|len| (len, len))?),
+            Self::Plain(tcp) => Ok(rustix::io::read(tcp, into).map(|len| (len > 0, len))?),
             Self::Tls(tls) => tls.read_now(into),
         }
     }

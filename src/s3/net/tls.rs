@@ -1,44 +1,54 @@
-//! TLS for connections whose bodies land in slots.
+//! TLS for connections whose bodies land in slots: tokio-rustls over a socket with a large read buffer.
 //!
-//! Records are read from the socket into a window of fixed length, decrypted there in place, and what they hold goes
-//! into the caller's memory: many records for a system call. tokio-rustls reads the socket in pieces of 4 KiB.
-//! `session.rs` is TLS without a socket; here is the socket.
+//! tokio-rustls alone reads the socket in pieces of 4 KiB; with the buffer, many records come with a system call. Each
+//! record is copied into rustls, deciphered there, and copied into the caller's memory. `socket.rs` is what the buffer
+//! reads from.
 //!
 //! There is no time-out in here and nothing of HTTP. The server's certificate is checked against the roots of
 //! `config.rs`; there are no client certificates.
 
 mod config;
-mod session;
+mod socket;
 #[cfg(test)]
 mod tests;
-mod window;
 
-use std::future::poll_fn;
-use std::io;
+use std::io::{self, Read};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker};
 
 use rustls::ClientConfig;
-use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, BufReader, Join, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio_rustls::TlsConnector;
 
 use super::lowat::LowWater;
 pub use config::{TlsError, client_config};
-use session::{TlsSession, TlsStep, ToSend, WRITE_LEN_MAX};
+use socket::Socket;
 
-/// The bytes that a server may send to an idle connection before it is not worth keeping: two session tickets are
-/// usual, and one read has room for far more.
-const IDLE_READS_MAX: usize = 4;
+const KIB: usize = 1024;
+
+/// Fifteen whole records (16 KiB + 22 bytes) for a system call. Half of it costs 5 % more CPU time, and twice of it
+/// saves none.
+///
+/// rustls holds a part of a record and what was in the one before, 18 KiB each (of a handshake message 64 KiB), and 64
+/// KiB of records that the socket does not take yet. So a connection has at most 256 + 18 + 18 + 65 = 357 KiB; one that
+/// only reads has 292 KiB, as pages that were never used don't count.
+const READ_BUFFER_LEN: usize = 256 * KIB;
+
+/// The most that a record holds.
+const RECORD_LEN_MAX: usize = 16 * KIB;
+
+/// How often the system is asked in a row, without tokio. Two session tickets are usual on an idle connection, and one
+/// read has room for far more.
+const READS_NOW_MAX: usize = 4;
 
 /// A connection after its handshake. Reads and writes can be dropped at any point: what was read is kept for the next
 /// read, and what a write returned as written is sent by the next write or flush.
 pub struct TlsStream {
-    tcp: TcpStream,
-    session: TlsSession,
-    closing: bool,
+    tls: tokio_rustls::client::TlsStream<Join<BufReader<Socket>, OwnedWriteHalf>>,
 }
 
 impl TlsStream {
@@ -49,170 +59,85 @@ impl TlsStream {
         config: Arc<ClientConfig>,
         server_name: ServerName<'static>,
     ) -> io::Result<Self> {
-        let tls = UnbufferedClientConnection::new(config, server_name)
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        let mut stream = Self {
-            tcp,
-            session: TlsSession::new(tls),
-            closing: false,
-        };
-        poll_fn(|cx| stream.poll_handshake(cx)).await?;
-        Ok(stream)
+        let (reader, writer) = tcp.into_split();
+        let reader = BufReader::with_capacity(READ_BUFFER_LEN, Socket::new(reader));
+        let connect = TlsConnector::from(config).connect(server_name, tokio::io::join(reader, writer));
+        Ok(Self { tls: connect.await? })
     }
 
     /// Whether a request may go out on a connection that was idle: it is open and nothing of an answer waits. Session
     /// tickets and key updates that came meanwhile are used up. It asks the system, not tokio, which may not have heard
     /// yet that the server has closed.
     pub fn is_idle_and_open(&mut self) -> bool {
-        for _ in 0..IDLE_READS_MAX {
-            self.session.read_ahead();
-            if self.closing || self.session.has_kept() || !self.session.is_open() {
-                return false;
-            }
-            match rustix::io::read(&self.tcp, self.session.room()) {
-                Ok(len) => self.session.received(len),
-                Err(rustix::io::Errno::INTR) => {}
-                // A part of a record could become anything.
-                Err(rustix::io::Errno::AGAIN) => return self.session.incoming.is_empty() && self.send_now(),
-                Err(_) => return false,
-            }
-        }
-        false
+        let (is_idle, reads) = self.now(|tls, cx| Pin::new(&mut tls.tls).poll_fill_buf(cx).is_pending());
+        let is_drained = is_idle && reads < READS_NOW_MAX;
+        // A part of a record could become anything.
+        is_drained && self.socket().records.are_whole() && self.tls.get_mut().1.process_new_packets().is_ok()
     }
 
-    /// At least `coming` bytes of application data will still come, in their records.
+    /// At least `coming` bytes of application data will still come, in their records. What has come already is never
+    /// waited for: a read waits only when nothing but a part of a record is left in the buffers.
     pub fn expect(&self, low_water: &mut LowWater, coming: usize) -> io::Result<()> {
-        low_water.expect(
-            &self.tcp,
-            coming.saturating_sub(self.session.incoming.filled().len()),
-        )
+        low_water.expect(self.socket().tcp(), coming.saturating_sub(RECORD_LEN_MAX))
     }
 
-    /// Reads what the socket has now, without asking tokio. Returns the number of bytes read, and how many came into `into`.
-    pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<(usize, usize)> {
-        let len = rustix::io::read(&self.tcp, self.session.room())?;
-        self.session.received(len);
+    /// Reads what the socket has now, without asking tokio. Returns whether bytes came, and how many are in `into`.
+    pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<(bool, usize)> {
         let mut into = ReadBuf::new(into);
-        self.session.read(&mut into);
-        Ok((len, into.filled().len()))
-    }
-
-    fn poll_handshake(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        loop {
-            // The server's first application data may come with the end of its handshake: it is kept.
-            let step = self.session.step(&mut ReadBuf::new(&mut []), ToSend::Nothing);
-            match step {
-                TlsStep::More => {}
-                TlsStep::Ready | TlsStep::Waits => {
-                    ready!(self.poll_send(cx))?;
-                    if step == TlsStep::Ready {
-                        return Poll::Ready(self.session.finished());
-                    }
-                    if !self.session.is_open() {
-                        return Poll::Ready(Err(self.no_handshake()));
-                    }
-                    ready!(self.poll_receive(cx))?;
-                }
-                TlsStep::Failed => {
-                    self.send_now();
-                    return Poll::Ready(Err(self.no_handshake()));
-                }
-            }
+        match self.now(|tls, cx| Pin::new(tls).poll_read(cx, &mut into)) {
+            (Poll::Ready(Err(error)), _) => Err(error),
+            (_, reads) => Ok((reads > 0, into.filled().len())),
         }
     }
 
-    fn no_handshake(&self) -> io::Error {
-        match self.session.finished() {
-            Err(error) => error,
-            Ok(()) => io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the server ended the TLS handshake with close_notify",
-            ),
-        }
+    /// Lets `read` ask the system, not tokio. Returns how many reads of the socket it took, too.
+    fn now<T>(&mut self, read: impl FnOnce(&mut Self, &mut Context<'_>) -> T) -> (T, usize) {
+        self.socket_mut().reads_now = Some(READS_NOW_MAX);
+        let read = read(self, &mut Context::from_waker(Waker::noop()));
+        let left = self.socket_mut().reads_now.take().unwrap_or(0);
+        (read, READS_NOW_MAX - left)
     }
 
-    /// Reads from the socket into the session, which is open.
-    fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut room = ReadBuf::new(self.session.room());
-        ready!(Pin::new(&mut self.tcp).poll_read(cx, &mut room))?;
-        let len = room.filled().len();
-        self.session.received(len);
-        Poll::Ready(Ok(()))
+    fn socket(&self) -> &Socket {
+        self.tls.get_ref().0.reader().get_ref()
     }
 
-    /// Everything from the session into the socket.
-    fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let outgoing = &mut self.session.outgoing;
-        while !outgoing.is_empty() {
-            match ready!(Pin::new(&mut self.tcp).poll_write(cx, outgoing.filled()))? {
-                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                len => outgoing.consume(len),
-            }
-        }
-        Poll::Ready(Ok(()))
-    }
-
-    /// Sends what the socket takes at once, and returns whether that was all. It is for alerts and the like while reading: a
-    /// wait for the socket there would take the place of a writer that waits.
-    fn send_now(&mut self) -> bool {
-        let outgoing = &mut self.session.outgoing;
-        while !outgoing.is_empty() {
-            match self.tcp.try_write(outgoing.filled()) {
-                Ok(len) if len > 0 => outgoing.consume(len),
-                _ => return false,
-            }
-        }
-        true
+    fn socket_mut(&mut self) -> &mut Socket {
+        self.tls.get_mut().0.reader_mut().get_mut()
     }
 }
 
 impl AsyncRead for TlsStream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
+        let tls = &mut self.get_mut().tls;
         let before = into.remaining();
-        loop {
-            this.session.read(into);
-            this.send_now();
-            if into.remaining() < before || before == 0 {
-                return Poll::Ready(Ok(()));
-            }
-            if !this.session.is_open() {
-                return Poll::Ready(this.session.finished());
-            }
-            ready!(this.poll_receive(cx))?;
+        let read = Pin::new(&mut *tls).poll_read(cx, into);
+        if into.remaining() < before {
+            return read;
         }
+        // tokio-rustls tells an error of TLS once, and before the records that came whole. rustls tells it each time.
+        let session = tls.get_mut().1;
+        let Err(error) = session.process_new_packets() else {
+            return read;
+        };
+        match session.reader().read(into.initialize_unfilled()) {
+            Ok(len @ 1..) => into.advance(len),
+            _ => return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error))),
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for TlsStream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        if this.closing {
-            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-        }
-        ready!(this.poll_send(cx))?;
-        let bytes = &bytes[..bytes.len().min(WRITE_LEN_MAX)];
-        this.session.write(ToSend::Bytes(bytes))?;
-        // They are in a record now, so they are written, even if the socket is full.
-        match this.poll_send(cx) {
-            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
-            _ => Poll::Ready(Ok(bytes.len())),
-        }
+        Pin::new(&mut self.get_mut().tls).poll_write(cx, bytes)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().poll_send(cx)
+        Pin::new(&mut self.get_mut().tls).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        ready!(this.poll_send(cx))?;
-        if !this.closing {
-            this.closing = true;
-            // A session that failed has sent its alert instead.
-            let _ = this.session.write(ToSend::CloseNotify);
-            ready!(this.poll_send(cx))?;
-        }
-        Pin::new(&mut this.tcp).poll_shutdown(cx)
+        Pin::new(&mut self.get_mut().tls).poll_shutdown(cx)
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of TLS against rustls's buffered API, by subject.
+//! Tests of TLS against a server by rustls, by subject.
 
 mod handshake;
 mod hostile;

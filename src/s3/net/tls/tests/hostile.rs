@@ -3,8 +3,9 @@
 use std::io::{ErrorKind, Read, Write};
 
 use tokio::io::AsyncReadExt;
+use tokio::time::timeout;
 
-use super::server::{Lab, VERSIONS, pattern, serve_plain, write_in_pieces};
+use super::server::{Lab, PATIENCE, VERSIONS, pattern, serve_plain, write_in_pieces};
 
 /// The bytes that the client reads when `spoil` changes the server's records, and how that ends.
 async fn spoiled(
@@ -63,6 +64,24 @@ async fn whole_records_before_garbage_are_read() {
     let (got, end) = spoiled(&lab, &bytes, |records| records.extend_from_slice(&[0x55; 300])).await;
     assert!(got == bytes);
     assert_eq!(end.unwrap_err().kind(), ErrorKind::InvalidData);
+}
+
+#[tokio::test]
+async fn an_error_stays_though_the_server_says_no_more() {
+    let lab = Lab::new(VERSIONS[1]);
+    let (address, server) = lab.serve(|mut peer| {
+        peer.conn.complete_io(&mut peer.sock).unwrap();
+        peer.sock.write_all(&[0x55; 300]).unwrap();
+        peer
+    });
+    let mut stream = lab.connect(address).await.unwrap();
+    for _ in 0..3 {
+        let read = timeout(PATIENCE, stream.read(&mut [0])).await;
+        let error = read.expect("waits for nothing").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
+    }
+    assert!(!stream.is_idle_and_open());
+    drop(server);
 }
 
 #[tokio::test]

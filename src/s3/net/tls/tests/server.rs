@@ -1,8 +1,9 @@
-//! A TLS server with a CA of its own, on a thread with blocking sockets: rustls's buffered API is the twin of ours.
+//! A TLS server with a CA of its own, on a thread with blocking sockets.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use rustls::crypto::ring;
@@ -16,6 +17,8 @@ use crate::s3::net::tls::TlsStream;
 use crate::s3::net::tls::config::client_config_with;
 
 pub const NAME: &str = "bucket.test";
+/// Longer than any read takes that does not wait in vain.
+pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const VERSIONS: [&SupportedProtocolVersion; 2] = [&rustls::version::TLS12, &rustls::version::TLS13];
 
 pub type Peer = StreamOwned<ServerConnection, std::net::TcpStream>;
@@ -108,5 +111,5 @@ pub fn write_in_pieces(peer: &mut Peer, bytes: &[u8], mut piece_len: impl FnMut(
 
 /// Waits until something that was not read waits in the socket: data or its end.
 pub async fn arrived(stream: &TlsStream) {
-    stream.tcp.peek(&mut [0]).await.unwrap();
+    stream.socket().tcp().peek(&mut [0]).await.unwrap();
 }

@@ -8,8 +8,10 @@ use std::task::Poll;
 
 use fastrand::Rng;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::time::timeout;
 
-use super::server::{Lab, VERSIONS, pattern, write_in_pieces};
+use super::server::{Lab, PATIENCE, VERSIONS, arrived, pattern, write_in_pieces};
+use crate::s3::net::lowat::LowWater;
 use crate::s3::net::tls::TlsStream;
 
 /// Reads `len` bytes with `ReadBuf`s as long as `read_len` says.
@@ -119,6 +121,49 @@ async fn many_records_come_with_one_read() {
     assert!(reads <= 3, "{reads} reads for 5 records");
     assert_same(&got, &bytes);
     drop(server);
+}
+
+#[tokio::test]
+async fn a_low_water_mark_does_not_count_what_has_come() {
+    let bytes = pattern(100_000);
+    let lab = Lab::new(VERSIONS[1]);
+    // The last byte of a record's head, most of a record, the whole of one and a part of the next.
+    for cut in [5, 16_000, 30_000] {
+        let (go, went) = mpsc::channel();
+        let sent = bytes.clone();
+        let (address, server) = lab.serve(move |mut peer| {
+            peer.conn.complete_io(&mut peer.sock).unwrap();
+            peer.conn.set_buffer_limit(None);
+            peer.conn.writer().write_all(&sent).unwrap();
+            let mut records = Vec::new();
+            while peer.conn.wants_write() {
+                peer.conn.write_tls(&mut records).unwrap();
+            }
+            went.recv().unwrap();
+            peer.sock.write_all(&records[..cut]).unwrap();
+            went.recv().unwrap();
+            peer.sock.write_all(&records[cut..]).unwrap();
+            peer
+        });
+        let mut stream = lab.connect(address).await.unwrap();
+        arrived(&stream).await;
+        assert!(stream.is_idle_and_open(), "the tickets are used up");
+        let mut got = vec![0; bytes.len()];
+        go.send(()).unwrap();
+        arrived(&stream).await;
+        let (came, mut at) = stream.read_now(&mut got).unwrap();
+        assert!(came);
+        let mut low_water = LowWater::tls();
+        stream.expect(&mut low_water, got.len() - at).unwrap();
+        go.send(()).unwrap();
+        while at < got.len() {
+            let read = timeout(PATIENCE, stream.read(&mut got[at..])).await;
+            at += read.expect("waits for nothing").unwrap();
+            stream.expect(&mut low_water, got.len() - at).unwrap();
+        }
+        assert_same(&got, &bytes);
+        drop(server);
+    }
 }
 
 #[tokio::test]
