@@ -66,6 +66,9 @@ class Prompt:
     def __init__(
         self, space: Space, salt: bytes | None = None, adapter: bytes | None = None, secret: bytes | None = None
     ) -> None: ...
+    def fits(self, space: Space) -> bool:
+        """Whether its hashes are those of this space's chunks: a space of the same model, with chunks of the same size."""
+
     def extend(self, tokens: bytes | Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> int:
         """Appends tokens, with extras at positions in the whole prompt. Returns the number of full chunks.
 

@@ -7,6 +7,7 @@ each has ended when it returns, also after Ctrl-C or a cancellation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -375,9 +376,11 @@ def _wait(operation: _Operation[R, T]) -> T:
     try:
         ended.wait()
     except BaseException:
-        # Ctrl-C: the array is the call's until it has ended.
+        # Ctrl-C, also a second one: the array is the call's until it has ended.
         call.stop()
-        ended.wait()
+        while not ended.is_set():
+            with contextlib.suppress(KeyboardInterrupt):
+                ended.wait()
         raise
     return operation.result(call.result())
 
@@ -389,7 +392,9 @@ async def _await(operation: _Operation[R, T]) -> T:
         await ended.wait()
     except asyncio.CancelledError:
         call.stop()
-        await ended.wait()
+        while not ended.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await ended.wait()
         raise
     return operation.result(call.result())
 
@@ -398,6 +403,10 @@ def _prompt(space: Space, tokens: Tokens, salt: bytes, adapter: bytes) -> Prompt
     if isinstance(tokens, Prompt):
         if salt or adapter:
             raise KvGateError("give salt and adapter to the Prompt")
+        if not tokens.fits(space):
+            raise KvGateError(
+                "the prompt was made for another model, or other chunks: make a kvgate.Prompt of this space"
+            )
         return tokens
     prompt = Prompt(space, salt, adapter)
     prompt.extend(_numbers(tokens))

@@ -75,6 +75,8 @@ def of_array_interface(array: Any, writable: bool, held: list[object]) -> dict[s
     address, is_read_only = interface["data"]
     if is_read_only and writable:
         raise KvGateError("the array is read-only: give load_into one that can be written")
+    if interface["typestr"][1] not in "biufcV":
+        raise KvGateError(f"an array of {interface['typestr']} holds no KV: give one of numbers")
     size = int(interface["typestr"][2:])
     shape = list(interface["shape"])
     strides = list(interface.get("strides") or contiguous(shape, size))

@@ -50,12 +50,15 @@ class TorchCopies:
             wait(after)
             host, there = self.buffers(length)
             host.copy_(memory(address, length))
-            there.copy_(host, non_blocking=True)
-            tokens, *places = self.places(spans)
-            for part in parts:
-                pages, rows = self.views(part, there, sizes)
-                pages[tuple(places)] = rows[:, tokens].transpose(0, 1)
-            wait(self.mark())
+            try:
+                there.copy_(host, non_blocking=True)
+                tokens, *places = self.places(spans)
+                for part in parts:
+                    pages, rows = self.views(part, there, sizes)
+                    pages[tuple(places)] = rows[:, tokens].transpose(0, 1)
+            finally:
+                # After an error, too, nothing may be written once the load has ended.
+                wait(self.mark())
 
     def store(self, address, length, parts, spans, sizes, after):
         with self.lock, torch.inference_mode():
@@ -75,8 +78,8 @@ class TorchCopies:
     def buffers(self, length):
         """On the host and on the device, as long as the slot."""
         if len(self.host) < length:
-            self.host = pinned(length)
-            self.there = torch.empty(length, dtype=torch.uint8, device=self.device)
+            # Neither, where there is no memory for one.
+            self.host, self.there = pinned(length), torch.empty(length, dtype=torch.uint8, device=self.device)
         return self.host[:length], self.there[:length]
 
     def places(self, spans):

@@ -359,7 +359,13 @@ impl Pages {
                     pool.copier
                         .load(from.kept_by(Arc::clone(&session)), &job, None)?
                         .wait()?;
-                    moving.done(i, pool.copied(&pool.copier));
+                    // As a rank does: what was read after the slot changed hands is nothing.
+                    if session.arena.generation(slot)? == generation {
+                        moving.done(i, pool.copied(&pool.copier));
+                    } else {
+                        let what = format!("page {i}: its slot was another chunk's when the copy ended");
+                        return Err(ClientError::Answer(what).into());
+                    }
                     if lent.names.len() >= RELEASES {
                         lent.release().await?;
                     }

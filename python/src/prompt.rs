@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvgate::format::{ChunkHash, ChunkHasher, Extra, TenantSecret};
+use kvgate::format::{ChunkHash, ChunkHasher, Extra, ModelId, TenantSecret};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -13,6 +13,8 @@ use crate::space::PySpace;
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Prompt {
     root: ChunkHash,
+    /// Its chunks' size is part of it.
+    model_id: ModelId,
     chain: Arc<Mutex<Chain>>,
 }
 
@@ -59,7 +61,15 @@ impl Prompt {
             extras: Vec::new(),
         };
         let chain = Arc::new(Mutex::new(chain));
-        Ok(Self { root, chain })
+        Ok(Self {
+            root,
+            model_id: space.0.model_id(),
+            chain,
+        })
+    }
+
+    fn fits(&self, space: &PySpace) -> bool {
+        space.0.model_id() == self.model_id
     }
 
     #[pyo3(signature = (tokens, extras=Vec::new()))]

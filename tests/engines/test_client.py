@@ -219,6 +219,7 @@ class MistakesTest(Case):
             ("plane 3", np.zeros((5, *kv.shape[1:]), np.float16)),
             ("1 dimensions", kv.reshape(-1)),
             ("runs backwards", kv[:, :, ::-1]),
+            ("holds no KV", kv.astype(object)),
             ("side by side", np.asfortranarray(kv)),
             ("a dict shares no memory", {}),
             ("is on meta", torch.zeros(kv.shape, device="meta")),
@@ -246,6 +247,15 @@ class MistakesTest(Case):
         with kvgate.connect(self.node.socket) as gateway:
             pass
         self.refused(r"kvgate\.connect", lambda: gateway.lookup(space(), self.tokens))
+
+    def test_a_prompt_of_another_space(self):
+        prompt = kvgate.Prompt(space(chunk_tokens=2 * CHUNK))
+        prompt.extend(range(TOKENS))
+        for call in (
+            lambda: self.gateway.lookup(space(), prompt),
+            lambda: self.gateway.store_from(space(), prompt, computed(1)),
+        ):
+            self.refused("another model, or other chunks", call)
 
     def test_chunks_that_are_gone_are_told(self):
         kv = computed(2)
