@@ -382,6 +382,9 @@ finally:
                 before = sys.getrefcount(outs[0])
                 call = asyncio.create_task(gateway.load_into(hits[0], outs[0], deadline=60))
                 await asyncio.sleep(0.2)
+                # Also when somebody cancels it again while it waits.
+                call.cancel()
+                await asyncio.sleep(0.05)
                 call.cancel()
                 await asyncio.wait([call])
                 self.assertTrue(call.cancelled())
