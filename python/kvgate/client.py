@@ -18,8 +18,8 @@ from typing import Generic, Literal, TypeVar
 
 from kvgate._native import Call, KvGateError, Prompt, Session, Space
 from kvgate.memory import KV, tensors_of
+from kvgate.settings import owner_or_default, socket_or_default
 
-DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
 PATIENCE_SECONDS = 10.0
 TIERS: dict[int, Literal["memory", "disk", "s3"]] = {ord("m"): "memory", ord("d"): "disk", ord("s"): "s3"}
 
@@ -134,9 +134,8 @@ class _Operations:
         """`socket`: of `kvgate serve`; without it KVGATE__API__SOCKET, then /run/kvgate/kvgate.sock. `socket_owner`: a user id
         whose gateway is trusted, besides root's and one's own; without it KVGATE__API__SOCKET_OWNER. `patience`: seconds for
         an answer, beyond the deadline of its call."""
-        self.socket = os.fspath(socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET)
-        owner = socket_owner if socket_owner is not None else os.environ.get("KVGATE__API__SOCKET_OWNER")
-        self._session = Session(self.socket, int(owner) if owner else None, _ms("patience", patience))
+        self.socket = socket_or_default(os.fspath(socket or ""))
+        self._session = Session(self.socket, owner_or_default(socket_owner or 0) or None, _ms("patience", patience))
 
     def _attach(self) -> _Operation[tuple[()], None]:
         return _Operation(self._session.attach, lambda _: None)

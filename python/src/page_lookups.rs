@@ -118,7 +118,6 @@ impl Asker {
         in_time.ok()??.ok()
     }
 
-    /// Declares the space first if the daemon, perhaps a new one, does not know it.
     async fn look(&self, space: usize, hashes: &[ChunkHash], is_chain: bool) -> Result<Vec<u8>, ClientError> {
         let space = &self.spaces[space];
         let deadline_ms = self.deadline.mul_f64(GATEWAYS_SHARE).as_millis().max(1);
@@ -128,14 +127,7 @@ impl Asker {
             "prefetch=true&deadline_ms={deadline_ms}&pin_ms={}{strategy}",
             self.pin_ms
         );
-        let id = space.id().to_string();
-        let found = match self.client.lookup_hashes(&id, hashes, &query).await {
-            Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
-                self.client.declare(space).await?;
-                self.client.lookup_hashes(&id, hashes, &query).await
-            }
-            found => found,
-        }?;
+        let found = self.client.lookup_space(space, hashes, &query).await?;
         let there = |chunk| u8::from(found.mask.get(chunk));
         Ok((0..hashes.len()).map(there).collect())
     }

@@ -187,14 +187,7 @@ impl Direct {
             pin_ms => format!("&pin_ms={pin_ms}"),
         };
         let query = format!("tiers=true&deadline_ms={deadline_ms}&prefetch={prefetch}{pins}");
-        let id = space.id().to_string();
-        match self.client.lookup_hashes(&id, hashes, &query).await {
-            Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
-                self.client.declare(space).await?;
-                Ok(self.client.lookup_hashes(&id, hashes, &query).await?)
-            }
-            found => Ok(found?),
-        }
+        Ok(self.client.lookup_space(space, hashes, &query).await?)
     }
 
     /// Loads leading chunks of a prompt into the memory, until `stop`.

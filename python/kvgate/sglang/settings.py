@@ -1,9 +1,9 @@
 """The keys of `--hicache-storage-backend-extra-config`. docs/SGLANG.md describes them for users."""
 
 import dataclasses
-import os
 
-DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
+from kvgate.settings import owner_or_default, problems_of, socket_or_default
+
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 """Keys that SGLang reads itself and leaves there."""
 STRATEGIES = ("prefix", "exact")
@@ -47,22 +47,13 @@ class Settings:
     @classmethod
     def read(cls, extra):
         """From SGLang's dictionary. Raises ValueError with all problems at once."""
-        extra = {key: value for key, value in (extra or {}).items()}
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        problems = []
+        extra = extra or {}
+        own = {key: value for key, value in extra.items() if key not in SGLANGS}
+        problems = problems_of(cls, own)
         if not extra.get("interface_v1"):
             problems.append(
                 'interface_v1 must be 1: else SGLang copies each page once more, and in Python. Set "interface_v1": 1'
             )
-        own = {key: value for key, value in extra.items() if key not in SGLANGS}
-        problems += [f"unknown key {key!r}, there are {', '.join(fields)}" for key in own if key not in fields]
-        for key, value in own.items():
-            if key not in fields:
-                continue
-            if type(value) is not fields[key]:
-                problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
-            elif fields[key] is int and value <= 0:
-                problems.append(f"{key} must be more than 0, not {value}")
         if extra.get("lookup_strategy", STRATEGIES[0]) not in STRATEGIES:
             problems.append(f"lookup_strategy must be {' or '.join(STRATEGIES)}, not {extra['lookup_strategy']!r}")
         if not problems:
@@ -75,6 +66,6 @@ class Settings:
             raise ValueError("kvgate: --hicache-storage-backend-extra-config: " + "; ".join(problems))
         return dataclasses.replace(
             settings,
-            socket=settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET,
-            socket_owner=settings.socket_owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0),
+            socket=socket_or_default(settings.socket),
+            socket_owner=owner_or_default(settings.socket_owner),
         )

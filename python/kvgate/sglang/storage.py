@@ -229,9 +229,7 @@ class KvGateStorage(HiCacheStorage):
 
     def clear(self):
         """Other engines use the same pages: nothing is removed."""
-        logger.warning(
-            "kvgate: clear removes nothing, as other engines use the same pages: see kvgate rm and kvgate gc"
-        )
+        logger.warning("kvgate: clear removes nothing, as other engines use the same pages: see kvgate rm")
 
     def close(self):
         """Ends the sessions with the gateway. A call that comes later is answered as without one."""

@@ -1,9 +1,9 @@
 """The keys of `kv_connector_extra_config`. docs/VLLM.md describes them for users."""
 
 import dataclasses
-import os
 
-DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
+from kvgate.settings import owner_or_default, problems_of, socket_or_default
+
 LOAD_POLICIES = ("auto", "always")
 COPIES = ("auto", "torch")
 
@@ -117,22 +117,8 @@ class TierSettings:
         return with_gateway(cls(**given))
 
 
-def problems_of(cls, given):
-    fields = {field.name: field.type for field in dataclasses.fields(cls)}
-    problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in given if key not in fields]
-    for key, value in given.items():
-        if key not in fields:
-            continue
-        if type(value) is not fields[key]:
-            problems.append(f"{key} must be {fields[key].__name__}, not {value!r}")
-        elif fields[key] is int and value <= 0:
-            problems.append(f"{key} must be more than 0, not {value}")
-    return problems
-
-
 def with_gateway(settings):
     """With the place of the gateway where the environment or the default says it."""
-    socket = settings.socket or os.environ.get("KVGATE__API__SOCKET") or DEFAULT_SOCKET
-    owner = settings.socket_owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0)
+    socket, owner = socket_or_default(settings.socket), owner_or_default(settings.socket_owner)
     log = settings.serve_log or f"{socket}.log"
     return dataclasses.replace(settings, socket=socket, socket_owner=owner, serve_log=log)

@@ -273,12 +273,11 @@ class KvGateTier(SecondaryTierManager):
 
     # ---- ends
 
+    @guarded()
     def drain_jobs(self):
         """vLLM resets its cache, maybe for new weights: then pages of before are not this engine's any more. The jobs' results
         come with the next `get_finished_jobs`."""
         self.give_up()
-        if self.is_off:
-            return
         # All that is known is asked for again.
         self.requests, self.new, self.questions = {}, {}, {}
         if not self.settings.fixed_weights:

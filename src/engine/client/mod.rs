@@ -166,6 +166,23 @@ impl Client {
         self.post_for(given, "/v1/lookup", request).await
     }
 
+    /// [`lookup_hashes`](Self::lookup_hashes) of a space that a daemon, perhaps a new one, may not know yet.
+    pub async fn lookup_space(
+        &self,
+        space: &Space,
+        hashes: &[ChunkHash],
+        query: &str,
+    ) -> Result<FoundChunks, ClientError> {
+        let id = space.id().to_string();
+        match self.lookup_hashes(&id, hashes, query).await {
+            Err(ClientError::Refused(problem)) if problem.code == "unknown_space" => {
+                self.declare(space).await?;
+                self.lookup_hashes(&id, hashes, query).await
+            }
+            found => found,
+        }
+    }
+
     /// The same with hashes, as bytes both ways: the quickest lookup. `query` follows `space`, such as
     /// `strategy=exact&pin_ms=1000`.
     pub async fn lookup_hashes(

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 
 use super::error::DemoError;
-use super::plan::{Shape, kept_chunks, turns};
+use super::plan::{Shape, kept_chunks, stored_chunks, turns};
 use crate::format::Space;
 use crate::tools::model::{PRESETS, Preset};
 
@@ -76,8 +76,7 @@ fn unique_bytes(spaces: &[Space], conversations: usize, chunks: usize) -> usize 
     let shared = Shape::shared_chunks(chunks);
     let of_kind = |space: &Space| {
         let kept = kept_chunks(space, shared, &turns(shared, chunks));
-        let of_all = kept.iter().filter(|&&chunk| chunk < shared).count();
-        (of_all + conversations * (kept.len() - of_all)) * space.layout().payload_len()
+        stored_chunks(&kept, shared, conversations) * space.layout().payload_len()
     };
     spaces.iter().map(of_kind).sum()
 }

@@ -182,6 +182,12 @@ pub(super) fn kept_chunks(space: &Space, shared: usize, turns: &[usize]) -> Vec<
     kept
 }
 
+/// Different chunks of these that all conversations store: the shared ones once.
+pub(super) fn stored_chunks(kept: &[usize], shared: usize, conversations: usize) -> usize {
+    let of_all = kept.iter().filter(|&&chunk| chunk < shared).count();
+    of_all + conversations * (kept.len() - of_all)
+}
+
 /// Cuts the part after the system prompt into turns of about the same length.
 pub(super) fn turns(shared: usize, chunks: usize) -> Vec<usize> {
     let own = chunks - shared;

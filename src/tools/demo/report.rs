@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::plan::Plan;
+use super::plan::{Plan, stored_chunks};
 use super::session::RequestWatch;
 use super::synthetic::Position;
 use crate::format::{Kind, Space};
@@ -140,7 +140,6 @@ impl DemoReport {
     pub(super) fn new(spaces: &[Space], plan: &Plan) -> Self {
         let kind = |(space, kept): (&Space, &Vec<usize>)| {
             let plane = space.planes().first();
-            let shared = kept.iter().filter(|&&chunk| chunk < plan.shared_chunks).count();
             DemoKind {
                 kind: space.kind(),
                 space: space.key().to_string(),
@@ -148,7 +147,7 @@ impl DemoReport {
                 heads: plane.map_or(0, |plane| plane.heads),
                 row_bytes: plane.map_or(0, |plane| plane.row_bytes),
                 chunk_bytes: space.layout().payload_len(),
-                stored: shared + plan.shape.conversations * (kept.len() - shared),
+                stored: stored_chunks(kept, plan.shared_chunks, plan.shape.conversations),
                 needed: plan.needed(space),
             }
         };
