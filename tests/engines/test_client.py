@@ -345,7 +345,9 @@ class WaitsTest(unittest.TestCase):
 import kvgate, os, signal, sys, threading, numpy as np
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_client import *
-gateway = kvgate.connect({str(self.node.socket)!r}, patience=5)
+# A job in the background is started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+gateway = kvgate.connect({str(self.node.socket)!r}, patience=2)
 kv, tokens = computed(1), list(range(TOKENS))
 gateway.store_from(space(), tokens, kv)
 hit = gateway.lookup(space(), tokens)
