@@ -97,6 +97,8 @@ sections! {
         servers: Vec<SocketAddr> = "", Servers;
         /// Name of SRV records that say where the server is, instead of A and AAAA records of its host.
         srv: Option<String> = "", Optional(DNS_NAME);
+        /// Ask by TCP alone. Otherwise UDP comes first, and TCP where an answer says that it was cut: Consul's may not say it.
+        tcp: bool = "false", Flag;
         /// Shortest time that addresses are kept; also the time from a failure to the next question.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// Longest time that addresses are kept.

@@ -19,6 +19,7 @@ const MIN_TTL: Duration = Duration::from_millis(50);
 fn options(server: &DnsServer) -> DnsOptions {
     DnsOptions {
         servers: vec![server.address],
+        tcp: false,
         min_ttl: MIN_TTL,
         max_ttl: Duration::from_secs(600),
         timeout: Duration::from_secs(10),
@@ -400,6 +401,24 @@ async fn truncated_and_no_tcp() {
     assert_eq!(kept, [at(1)], "half an answer is none");
 }
 
+/// As Consul does without `enable_truncate`: UDP has a part of the answer and does not say so.
+#[tokio::test]
+async fn by_tcp_alone_an_answer_that_was_cut_in_silence_is_never_seen() {
+    let server = DnsServer::start(|question| {
+        let addresses: &[u8] = if question.tcp { &[1, 2, 3, 4, 5] } else { &[1, 2, 3] };
+        only_a(addresses, 60)(question)
+    })
+    .await;
+    until_at(&mut watch(options(&server)), &[1, 2, 3].map(at)).await;
+    let asked = server.asked().len();
+    let by_tcp = DnsOptions {
+        tcp: true,
+        ..options(&server)
+    };
+    until_at(&mut watch(by_tcp), &[1, 2, 3, 4, 5].map(at)).await;
+    assert!(server.asked()[asked..].iter().all(|asked| asked.tcp));
+}
+
 #[tokio::test]
 async fn answers_to_others_are_ignored() {
     let server = DnsServer::start(|question| {
@@ -528,6 +547,7 @@ async fn a_real_dns_server() {
     };
     let resolver = Resolver::new(DnsOptions {
         servers: vec![server.address],
+        tcp: false,
         min_ttl: MIN_TTL,
         max_ttl: Duration::from_secs(600),
         timeout: Duration::from_secs(2),

@@ -116,6 +116,7 @@ pub async fn open_store(
         },
         dns: DnsOptions {
             servers: config.dns.servers.clone(),
+            tcp: config.dns.tcp,
             min_ttl: config.dns.min_ttl,
             max_ttl: config.dns.max_ttl,
             timeout: config.dns.timeout,

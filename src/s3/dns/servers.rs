@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hickory_resolver::config::{NameServerConfig, ResolverOpts};
+use hickory_resolver::config::{NameServerConfig, ProtocolConfig, ResolverOpts};
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::net::xfer::{DnsHandle, FirstAnswer};
 use hickory_resolver::net::{DnsError as ServerError, NetError, NoRecords};
@@ -54,6 +54,11 @@ impl NameServers {
             (hickory, configs) = (system, servers);
         }
         configs.extend(options.servers.iter().map(|&address| at(address)));
+        if options.tcp {
+            for config in &mut configs {
+                config.connections.retain(|connection| matches!(connection.protocol, ProtocolConfig::Tcp));
+            }
+        }
         hickory.timeout = options.timeout;
         let server = |config| Server::new(config, &hickory);
         Ok(Self {

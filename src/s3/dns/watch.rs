@@ -28,6 +28,8 @@ pub struct DnsOptions {
     /// Asked in this order, each one when those before it failed. Empty: the system's (`/etc/resolv.conf`), with its
     /// search list; these here take every name as it is.
     pub servers: Vec<SocketAddr>,
+    /// Ask by TCP alone; otherwise by UDP first, and by TCP where an answer says that it was cut.
+    pub tcp: bool,
     /// The floor of TTLs, and the wait after a failure.
     pub min_ttl: Duration,
     /// The ceiling of TTLs. Where both disagree the floor wins.
@@ -203,6 +205,7 @@ mod tests {
 
     const OPTIONS: DnsOptions = DnsOptions {
         servers: Vec::new(),
+        tcp: false,
         min_ttl: Duration::from_secs(1),
         max_ttl: Duration::from_secs(60),
         timeout: Duration::from_secs(5),

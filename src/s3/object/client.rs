@@ -187,6 +187,7 @@ pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
         },
         dns: DnsOptions {
             servers: Vec::new(),
+            tcp: false,
             min_ttl: second,
             max_ttl: second,
             timeout: second,

@@ -146,6 +146,7 @@ pub fn options(endpoint: &str) -> S3Options {
         endpoints: ENDPOINTS,
         dns: DnsOptions {
             servers: Vec::new(),
+            tcp: false,
             min_ttl: Duration::from_secs(1),
             max_ttl: Duration::from_secs(60),
             timeout: Duration::from_secs(2),

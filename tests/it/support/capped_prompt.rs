@@ -98,6 +98,7 @@ impl Bed {
             endpoints: ENDPOINTS,
             dns: DnsOptions {
                 servers: vec![self.dns],
+                tcp: false,
                 min_ttl: Duration::from_millis(100),
                 max_ttl: Duration::from_secs(60),
                 timeout: Duration::from_secs(1),
