@@ -191,6 +191,19 @@ demo() {
     fi
 }
 
+# ceph/ and consul/ on clusters of their own, as operators use them.
+deploy_tests() {
+    KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate
+    export KVGATE_TEST_BIN
+    tests "ceph/ on a real Ceph" "$VENV/bin/python" -B tests/deploy/test_ceph.py
+    if ! command -v go >/dev/null && [ ! -x "$KVGATE_TEST_CACHE/bin/consul" ]; then
+        not_run+=("consul/: Consul is built from source and there is no Go")
+        return
+    fi
+    check "install Consul and CoreDNS" tests/servers/install.sh consul dns || return 0
+    tests "consul/ with a real Consul and CoreDNS" "$VENV/bin/python" -B tests/deploy/test_consul.py
+}
+
 # The demo's objects, seen by others: s5cmd lists the documented keys, and the Python reference, which knows only
 # docs/FORMAT.md, recomputes keys and digests.
 external_check() {
@@ -368,6 +381,7 @@ case $TIER in
         bench_tests
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
+        deploy_tests
         engine_tests
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the C API" tests/capi.sh
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh

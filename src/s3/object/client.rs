@@ -25,6 +25,8 @@ pub struct S3Options {
     /// `http(s)://host[:port]`, several with commas: the first is what requests are signed for. None for AWS.
     pub endpoint: Option<String>,
     pub bucket: String,
+    /// The start of keys under which the bucket is listed to check it: there may be no right to list the rest.
+    pub prefix: String,
     pub region: String,
     pub path_style: bool,
     /// PEM certificates to trust beside the system's.
@@ -154,6 +156,7 @@ pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
     S3Options {
         endpoint: Some(endpoint.into()),
         bucket: bucket.into(),
+        prefix: String::new(),
         region: "us-east-1".into(),
         path_style: true,
         ca_file: None,

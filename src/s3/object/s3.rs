@@ -35,6 +35,7 @@ pub struct S3 {
     http: NetClient,
     attempts: Attempts,
     bucket: String,
+    prefix: String,
     region: String,
     request_timeout: Duration,
     counters: CallCounters,
@@ -53,6 +54,7 @@ impl S3 {
             http,
             attempts: Attempts::new(options.attempts),
             bucket: options.bucket.clone(),
+            prefix: options.prefix.clone(),
             region: options.region.clone(),
             request_timeout: options.request_timeout,
             counters: CallCounters::default(),
@@ -402,7 +404,7 @@ impl ObjectStore for S3 {
         let operation = Operation::Bucket;
         Box::pin(
             self.call(operation, &self.bucket, deadline, move |route| async move {
-                let request = self.client.list_objects_v2().bucket(&self.bucket).max_keys(1);
+                let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(&self.prefix).max_keys(1);
                 let request = by(route, request.customize()).send();
                 self.answer(operation, &self.bucket, request).await.map(drop)
             }),

@@ -131,6 +131,7 @@ pub fn options(endpoint: &str) -> S3Options {
     S3Options {
         endpoint: Some(endpoint.into()),
         bucket: "kvgate-it".into(),
+        prefix: String::new(),
         region: "us-east-1".into(),
         path_style: true,
         ca_file: None,
