@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::Tensor;
-use kvgate::engine::direct::{Direct, DirectError, Memory};
+use kvgate::engine::direct::{Direct, DirectError, DirectMemory};
 use kvgate::format::{Mask, Space};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
@@ -214,9 +214,9 @@ impl Session {
     }
 }
 
-fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<Memory> {
+fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<DirectMemory> {
     let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
-    Memory::new(space, &tensors, slots).map_err(failed)
+    DirectMemory::new(space, &tensors, slots).map_err(failed)
 }
 
 /// Tells this process's sessions from those of every other process that had its number.

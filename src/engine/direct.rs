@@ -33,7 +33,7 @@ type MakeCopier = Arc<dyn Fn(PagedCache) -> Result<Copier, CopyError> + Send + S
 
 /// KV in this process's memory: all layers and heads of a space.
 #[derive(Debug, Clone)]
-pub struct Memory {
+pub struct DirectMemory {
     cache: PagedCache,
     /// For each token `block * block_tokens + token in the block`, negative: nowhere. None: token t is at t.
     slots: Option<Vec<i64>>,
@@ -86,7 +86,7 @@ pub enum DirectError {
     Parents { parents: usize, hashes: usize },
 }
 
-impl Memory {
+impl DirectMemory {
     /// Checks the tensors; an error lists all that doesn't fit the space.
     pub fn new(space: &Space, tensors: &[Tensor], slots: Option<Vec<i64>>) -> Result<Self, DirectError> {
         if space.kind() != Kind::Full {
@@ -197,7 +197,7 @@ impl Direct {
         &self,
         space: &Space,
         hashes: &[ChunkHash],
-        memory: &Memory,
+        memory: &DirectMemory,
         deadline: Duration,
         stop: impl Future<Output = ()>,
     ) -> Result<DirectLoaded, DirectError> {
@@ -244,7 +244,7 @@ impl Direct {
         space: &Space,
         hashes: &[ChunkHash],
         parents: &[ChunkHash],
-        memory: &Memory,
+        memory: &DirectMemory,
         deadline: Duration,
     ) -> Result<DirectStored, DirectError> {
         if hashes.len() != parents.len() {
@@ -292,7 +292,7 @@ impl Direct {
     }
 
     /// The rank of one call.
-    fn worker(&self, space: &Space, memory: &Memory) -> Result<Worker, DirectError> {
+    fn worker(&self, space: &Space, memory: &DirectMemory) -> Result<Worker, DirectError> {
         let pages = KindPages {
             space: space.clone(),
             is_draft: false,

@@ -19,7 +19,7 @@ pub struct KindPages {
 /// Makes a copier of (some of) a group's memory.
 pub(super) type MakeCopier = Box<dyn Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync>;
 
-pub(super) struct Kind {
+pub(super) struct RankKind {
     pub space: Space,
     pub is_draft: bool,
     /// Copiers of all that the rank has, one for each group.
@@ -31,7 +31,7 @@ pub(super) struct Kind {
 /// Copiers of a rank's own share, each with its group; groups of which it owns nothing are left out.
 pub(super) type OwnCopiers = Vec<(usize, Arc<Copier>)>;
 
-impl Kind {
+impl RankKind {
     pub fn new(pages: KindPages, make: &MakeCopier) -> Result<Self, CopyError> {
         let groups = pages.groups.into_iter().map(|cache| make(cache).map(Arc::new));
         Ok(Self {
@@ -106,7 +106,7 @@ mod tests {
             is_draft: false,
             groups,
         };
-        let kind = Kind::new(pages, &make).unwrap();
+        let kind = RankKind::new(pages, &make).unwrap();
         let heads = |heads| Share {
             planes: (0, 1),
             heads,

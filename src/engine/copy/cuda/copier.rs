@@ -12,7 +12,7 @@ use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
 use super::lanes::{LaneSet, Lanes};
 use super::pinned::{Mapped, Pinned};
-use super::shares::{Piece, Shares};
+use super::shares::{KernelShares, Piece};
 use crate::engine::copy::cache::PagedCache;
 use crate::engine::copy::copier::{CopyJob, EngineStream, Pending};
 use crate::engine::copy::error::CopyError;
@@ -23,7 +23,7 @@ use crate::engine::copy::region::Region;
 /// Copies by a GPU.
 pub struct CudaCopier {
     cache: PagedCache,
-    shares: Shares,
+    shares: KernelShares,
     /// `shares.rows`, on the device; None: DMAs go straight to the pages.
     table: Option<CudaSlice<PartRow>>,
     /// Other copiers may use them, too.
@@ -76,7 +76,7 @@ impl CudaCopier {
     /// As for [`new`](Self::new).
     pub unsafe fn on(lanes: &Lanes, cache: PagedCache) -> Result<Self, CudaError> {
         let (gpu, options) = (&lanes.gpu, lanes.options);
-        let shares = Shares::new(&cache)?;
+        let shares = KernelShares::new(&cache)?;
         let is_direct = has_long_runs(&cache, options.direct_bytes);
         let set = lanes.set((!is_direct).then(|| RingSize {
             buffers: options.staging_buffers,

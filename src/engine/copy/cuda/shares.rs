@@ -20,7 +20,7 @@ pub(super) struct PlaneRun {
 }
 
 /// All shares of a cache, and its parts as the kernel reads them.
-pub(super) struct Shares {
+pub(super) struct KernelShares {
     pub all: Vec<PlaneRun>,
     pub rows: Vec<PartRow>,
     /// Bytes of an access.
@@ -38,7 +38,7 @@ pub(super) struct Piece {
 /// Alignment in staging, so that rows can be read 16 bytes at a time after any share.
 const ALIGN: usize = 16;
 
-impl Shares {
+impl KernelShares {
     pub fn new(cache: &PagedCache) -> Result<Self, CudaError> {
         let (space, parts) = (cache.space(), cache.parts());
         let chunk_tokens = space.chunk_rows();
