@@ -14,13 +14,11 @@ import torch
 from kvgate import Prompt
 from kvgate.vllm.model import Model, describe
 from kvgate.vllm.settings import Settings
-from made_up import kind
+from made_up import deepseek_v32, kind
 from stand_ins import GARBAGE, BrokenError, Sibling, Worker, check, kv_of
 from vllm.config import KVTransferConfig, ObservabilityConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.platforms import current_platform
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -150,27 +148,6 @@ TEMPLATE = {
 
 
 MODELS = {}
-
-
-def deepseek_v32(block_tokens):
-    """The specs that vLLM makes of two of its layers."""
-    cache = SimpleNamespace(block_size=block_tokens)
-    config = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(dtype=torch.bfloat16))
-    latent = SimpleNamespace(
-        kv_cache_dtype="fp8_ds_mla",
-        head_size=576,
-        sliding_window=None,
-        indexer=object(),
-        non_causal_multi_token_decode=False,
-        topk_buffer_width=None,
-    )
-    keys = SimpleNamespace(head_dim=128 + 4, dtype=torch.uint8, cache_config=cache)
-    latent, keys = MLAAttention.get_kv_cache_spec(latent, config), DeepseekV32IndexerCache.get_kv_cache_spec(keys, config)
-    return {
-        f"model.layers.{layer}.self_attn.{part}": spec
-        for layer in range(2)
-        for part, spec in (("attn", latent), ("indexer.k_cache", keys))
-    }
 
 
 def spec_of(layers):

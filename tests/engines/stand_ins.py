@@ -413,7 +413,9 @@ def stand_in():
     connector_module.items_have_digests = lambda *_: True
     connector_module.needs_whole_prompts = lambda *_: False
     worker_module.Worker = Worker
-    worker_module.get_dcp_group = lambda: SimpleNamespace(rank_in_group=world.config.parallel_config.rank % world.dealt_to)
+    worker_module.get_dcp_group = lambda: SimpleNamespace(
+        rank_in_group=world.config.parallel_config.rank % world.dealt_to
+    )
     VllmConfig.use_v2_model_runner = property(lambda self: False)
 
 

@@ -284,8 +284,8 @@ def indexer_dtype(vllm_config):
 
 def indexer_content(vllm_config, spec):
     role = {"cache_role": "indexer"}
-    if indexer_parts(vllm_config, spec):
-        return role
+    if parts := indexer_parts(vllm_config, spec):
+        return {**role, "indexer_rows": f"keys {parts[0]}, scales {parts[1]}"}
     # Whole blocks of a layout that is as the kernels like it.
     device, dtype = current_platform.device_type, indexer_dtype(vllm_config) or "fp8"
     device = "rocm" if current_platform.is_rocm() else device
