@@ -345,7 +345,7 @@ fn goes_one_after_the_other(mut all: Groups) {
 fn tokens_that_are_dealt_are_right_lazy_and_permuted() {
     for seed in SEEDS {
         for (direct_bytes, heads) in [(usize::MAX, (1, 3)), (usize::MAX, (1, 2)), (200, (1, 2))] {
-            let mock = Mock::start(seed);
+            let _mock = Mock::start(seed);
             let mut all = Groups::new(direct_bytes);
             let (mut object, mut images) = (vec![0xEE; all.full.layout().object_len()], Vec::new());
             let mut slot = all.slot(&all.full, |bytes| bytes.fill(0xEE));
@@ -479,6 +479,7 @@ fn buffers_grow_for_a_larger_share() {
             space: large.clone(),
             tensors,
             block_tokens: 1,
+            tokens: TokenShare::ALL,
             pages: all.engine.clone_htod(&vec![0xCD; bytes]).unwrap(),
         };
         let base = group.pages.device_ptr(&all.engine).0;
