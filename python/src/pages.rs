@@ -522,10 +522,7 @@ impl Pool {
         {
             return Ok(Arc::clone(copier));
         }
-        let shares = own
-            .iter()
-            .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-        let copier = Arc::new(copiers.make(self.copier.cache().only(shares))?);
+        let copier = Arc::new(copiers.make(self.copier.cache().only(own))?);
         *kept = Some((own.to_vec(), Arc::clone(&copier)));
         Ok(copier)
     }

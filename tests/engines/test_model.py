@@ -178,6 +178,46 @@ class RankTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, told):
                 space(config)
 
+    def test_tokens_that_are_dealt_to_ranks_are_of_the_same_spaces(self):
+        """A block is that of all ranks together, but where each rank has all of it."""
+        for ranks in (2, 4):
+            config = dealt(ranks)
+            model = described(config, caches(num_kv_heads=1))
+            self.assertEqual([one.id for one in model.spaces], ids(engine(), caches(num_kv_heads=1)))
+            self.assertEqual((model.kinds[0].blocks, model.alignment), ({0: 16 * ranks}, 16 * ranks))
+            self.assertEqual(
+                [one.id for one in described(config, deepseek_v32()).spaces], ids(engine(), deepseek_v32())
+            )
+        model = described(dealt(3), caches())
+        self.assertEqual((model.chunk_tokens, model.chunk_tokens % 48), (288, 0))
+        self.assertRaisesRegex(ValueError, "chunk_tokens to 288", described, dealt(3), caches(), chunk_tokens=256)
+        # A state is on each rank as a whole, and a draft that runs without.
+        full, state = described(dealt(2), qwen3_next(tp=2)).kinds
+        self.assertEqual((set(full.blocks.values()), set(state.blocks.values())), ({1088}, {544}))
+        with_draft = grouped((spec(), attention(0, 1)), (spec(dcp_sharded=False), attention(4)))
+        model = described(with_drafts(dealt(2)), with_draft)
+        self.assertEqual([kind.blocks for kind in model.kinds], [{0: 32}, {1: 16}])
+
+    def test_tokens_that_can_not_be_dealt(self):
+        name = "decode_context_parallel_size 2"
+        for kv_caches, told in (
+            (gemma3(), f"windows.*{name}"),
+            (caches(ChunkedLocalAttentionSpec, attention_chunk_size=512), f"chunked.*{name}"),
+            (deepseek_v32(head_size=68), f"packed together.*{name}"),
+        ):
+            self.assertRaisesRegex(ValueError, told, described, dealt(2), kv_caches)
+        described(dealt(2, 8))
+        self.assertRaisesRegex(ValueError, "cp_kv_cache_interleave_size 32", described, dealt(2, 32))
+        with (
+            mock.patch.object(type(current_platform), "is_cpu", lambda self: True),
+            mock.patch("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "vec"),
+        ):
+            self.assertRaisesRegex(ValueError, name, described, dealt(2))
+        # Ranks that split a prefill have all of its KV.
+        config = engine()
+        config.parallel_config.prefill_context_parallel_size = 2
+        self.assertEqual([one.id for one in described(config, gemma3()).spaces], ids(engine(), gemma3()))
+
     def test_slots_of_their_own_for_k_and_v(self):
         with self.assertRaisesRegex(ValueError, "--attention-backend"):
             space(engine(), caches(num_head_slots=2))
@@ -532,13 +572,13 @@ def uniform(of_layer, block_size):
     return grouped((UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=of_layer), list(of_layer)))
 
 
-def deepseek_v32():
+def deepseek_v32(head_size=132, block_size=64):
     """A latent, and the cache that sparse attention chooses tokens by."""
-    mla = {"block_size": 64, "num_kv_heads": 1}
+    mla = {"block_size": block_size, "num_kv_heads": 1}
     latent = spec(MLAAttentionSpec, **mla, head_size=576)
-    indexer = spec(MLAAttentionSpec, **mla, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    indexer = spec(MLAAttentionSpec, **mla, head_size=head_size, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
     keys = attention(0, 1, part="self_attn.indexer.k_cache")
-    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, 64)
+    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, block_size)
 
 
 def with_drafts(config, method="eagle3", layers=4, **draft):
@@ -550,6 +590,14 @@ def with_drafts(config, method="eagle3", layers=4, **draft):
         draft_model_config=model_config(**{**fields, **draft}),
         use_eagle_block_drop=lambda: method in ("eagle", "eagle3", "mtp"),
     )
+    return config
+
+
+def dealt(ranks, interleave=1):
+    """Decode context parallel."""
+    config = with_ranks(ranks, heads=1)
+    config.parallel_config.decode_context_parallel_size = ranks
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
     return config
 
 
@@ -656,6 +704,23 @@ class KindsTest(unittest.TestCase):
         # One block table for both.
         self.assertEqual([kind.blocks for kind in model.kinds], [{0: 64}] * 2)
         self.assertTrue(model.loads_in_part)
+
+    def test_an_indexer_s_blocks_of_another_layout_are_another_space(self):
+        """Where its keys and scales can't be told apart, whole blocks are kept as they are."""
+        plain = ids(engine(), deepseek_v32())
+        self.assertEqual(ids(engine(), deepseek_v32(block_size=128)), plain)
+        self.assertEqual(described(engine(), deepseek_v32()).kinds[1].row_parts, (128, 4))
+        self.assertEqual(described(engine(), deepseek_v32()).kinds[0].row_parts, ())
+        fp4 = engine()
+        fp4.attention_config = SimpleNamespace(indexer_kv_dtype="mxfp4")
+        found = {plain[1], ids(fp4, deepseek_v32())[1], ids(fp4, deepseek_v32(block_size=128))[1]}
+        self.assertEqual(described(fp4, deepseek_v32()).kinds[1].row_parts, ())
+        with mock.patch.object(type(current_platform), "is_rocm", lambda self: True):
+            found |= {ids(engine(), deepseek_v32(block_size=size))[1] for size in (64, 128)}
+        self.assertEqual(len(found), 5)
+
+    def test_what_is_kept_once_for_several_tokens(self):
+        self.assertRaisesRegex(ValueError, "several tokens", described, engine(), caches(tokens_per_state=4))
 
     def test_rows_of_different_width_are_one_space(self):
         of_layer = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}

@@ -5,7 +5,9 @@ use std::time::Duration;
 use kvgate::engine::client::{ApiSession, ClientError, LoadLines};
 use kvgate::format::Space;
 use kvgate::protocol::Order;
-use kvgate::protocol::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy};
+use kvgate::protocol::{
+    CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy, TokenShare,
+};
 
 use crate::support::daemon::{
     Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write,
@@ -595,6 +597,23 @@ async fn a_refused_attach_tells_why() {
             .await,
             "bad_rank"
         );
+    }
+    // Its other rank has all tokens of its heads.
+    let share = |rank, interleave| TokenShare {
+        rank,
+        size: 2,
+        interleave,
+    };
+    assert_eq!(
+        attach(base.clone(), &|r| {
+            (r.rank, r.world_size, r.tp) = (1, 2, Some((1, 2)));
+            r.tokens = share(1, 16);
+        })
+        .await,
+        "bad_rank"
+    );
+    for tokens in [share(2, 1), share(0, 0)] {
+        assert_eq!(attach(base.clone(), &|r| r.tokens = tokens).await, "bad_request");
     }
     assert_eq!(attach(base.clone(), &|r| r.world_size = 2).await, "bad_request");
     assert_eq!(attach(base.clone(), &|r| r.world_size = 0).await, "bad_request");

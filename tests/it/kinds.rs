@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::rank::{Hold, LoadJob, LoadProgress, WantedChunk, WantedKind, WorkerError};
-use kvgate::protocol::{LookupRequest, Order};
+use kvgate::protocol::{LookupRequest, Order, TokenShare};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -73,7 +73,7 @@ fn tensor_parallel(size: u32) -> Vec<Place> {
         rank,
         world_size: size,
         tp: (size > 1).then_some((rank, size)),
-        layers: None,
+        ..ALONE
     };
     (0..size).map(place).collect()
 }
@@ -83,10 +83,39 @@ fn stages() -> Vec<Place> {
     let place = |(rank, layers)| Place {
         rank,
         world_size: 2,
-        tp: None,
         layers: Some(layers),
+        ..ALONE
     };
     [(0, (0, 7)), (1, (7, 11))].map(place).to_vec()
+}
+
+/// Ranks of which neighbours have the same heads: each prompt's tokens are dealt to `size` of them (decode context parallel).
+fn dealt(tp_size: u32, size: u32, interleave: u32) -> Vec<Place> {
+    let mut places = tensor_parallel(tp_size);
+    for place in &mut places {
+        place.tokens = TokenShare {
+            rank: place.rank % size,
+            size,
+            interleave,
+        };
+    }
+    places
+}
+
+/// Ranks that split a prompt's prefill: `decode` of them have a share of its tokens each, or all have all of them.
+fn prefill(size: u32, decode: u32, interleave: u32) -> Vec<Place> {
+    let place = |rank| Place {
+        rank,
+        world_size: size,
+        tp: Some((0, 1)),
+        tokens: TokenShare {
+            rank: rank % decode,
+            size: decode,
+            interleave,
+        },
+        ..ALONE
+    };
+    (0..size).map(place).collect()
 }
 
 fn engine(serving: &Serving, name: &str, places: &[Place], kinds: &[DealtKind]) -> Vec<TestRank> {
@@ -195,6 +224,114 @@ async fn what_one_engine_stores_another_loads_into_groups_of_its_own() {
             }
             eventually(|| serving.node.status().slots.leases == 0).await;
         }
+    }
+}
+
+/// What ranks store that have a share of the tokens each is what one rank has, and the other way round.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_that_are_dealt_to_ranks_are_one_object() {
+    // GQA, whose two heads are on several ranks each, MLA's latents, a state of four heads, and a draft that is not dealt.
+    let kind = |members: &str, layers: &[u32], heads, row_bytes, block_tokens| DealtKind {
+        space: space_of(members, layers, heads, row_bytes),
+        groups: vec![((0..layers.len()).collect(), block_tokens)],
+    };
+    let model = |state_heads| {
+        vec![
+            kind(r#""kind": "full""#, &[0, 4], 2, 64, 4),
+            kind(r#""kind": "full", "extra": {"of": "mla"}"#, &[1, 5], 1, 24, 4),
+            kind(r#""kind": "state""#, &[2], state_heads, 999, 1),
+            kind(r#""kind": "full", "draft": "test/draft""#, &[10], 2, 16, 4),
+        ]
+    };
+    let all_chunks = all(0..CHUNKS);
+    let everything: Vec<(usize, Vec<usize>)> = vec![
+        (0, all_chunks.clone()),
+        (1, all_chunks.clone()),
+        (STATE, vec![1, 3]),
+        (DRAFT, all_chunks),
+    ];
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let cases: [(&str, Vec<Place>); 9] = [
+        ("none", tensor_parallel(1)),
+        ("4 over 2, one by one", dealt(4, 2, 1)),
+        ("4 over 2, two by two", dealt(4, 2, 2)),
+        ("4 over 2, block by block", dealt(4, 2, 4)),
+        ("8 over 4, each head on all", dealt(8, 4, 1)),
+        ("8 over 2, copies of both", dealt(8, 2, 4)),
+        ("prefill alone", prefill(2, 1, 1)),
+        ("prefill and decode", prefill(2, 2, 2)),
+        ("prefill over 4, decode over 4", prefill(4, 4, 1)),
+    ];
+    for (writer, places) in &cases {
+        let prompt = Prompt::of(model(1)[FULL].space.clone(), CHUNKS);
+        let heads_of = |places: &[Place]| places[0].tp.map_or(1, |(_, size)| size);
+        let mut writers = engine(
+            &serving,
+            &format!("writer {writer}"),
+            places,
+            &model(heads_of(places)),
+        );
+        store(&mut writers, &prompt, &everything).await;
+        for (reader, places_of_reader) in &cases {
+            let instance = format!("{writer} to {reader}");
+            let mut readers = engine(
+                &serving,
+                &instance,
+                places_of_reader,
+                &model(heads_of(places_of_reader)),
+            );
+            let mut wanted = everything.clone();
+            // States are for readers that are cut as their writer was.
+            wanted.retain(|(kind, _)| *kind != STATE || heads_of(places) == heads_of(places_of_reader));
+            for rank in &readers {
+                rank.worker.session().await.unwrap();
+            }
+            let loads = readers
+                .iter()
+                .map(|rank| rank.load(&prompt, "load", Order::Chunk, &wanted, 0..u32::MAX));
+            for failed in join_all(loads).await {
+                assert_eq!(failed, [], "{instance}");
+            }
+            for rank in &mut readers {
+                for (kind, chunks) in &wanted {
+                    for &chunk in chunks {
+                        let is_right = rank.is_right(*kind, chunk, &(0..u32::MAX));
+                        assert_eq!(is_right, Some(true), "{instance}, kind {kind}, chunk {chunk}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A rank writes its own tokens, and the rows of a load that are wanted, and no others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_load_s_rows_each_rank_writes_its_own() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let model = vec![DealtKind {
+        space: space_of(r#""kind": "full""#, &[0], 1, 64),
+        groups: vec![(vec![0], 4)],
+    }];
+    let prompt = Prompt::of(model[FULL].space.clone(), 2);
+    let mut writers = engine(&serving, "writer", &dealt(2, 2, 2), &model);
+    store(&mut writers, &prompt, &[(FULL, all(0..2))]).await;
+    let mut readers = engine(&serving, "reader", &dealt(2, 2, 1), &model);
+    for rank in &readers {
+        rank.worker.session().await.unwrap();
+    }
+    let wanted = [(FULL, vec![1])];
+    let loads = readers
+        .iter()
+        .map(|rank| rank.load(&prompt, "load", Order::Chunk, &wanted, 5..14));
+    for failed in join_all(loads).await {
+        assert_eq!(failed, []);
+    }
+    for rank in &mut readers {
+        assert_eq!(rank.is_right(FULL, 1, &(5..14)), Some(true));
     }
 }
 

@@ -50,10 +50,7 @@ impl RankKind {
         }
         let mut copiers = OwnCopiers::new();
         for (group, copier) in self.groups.iter().enumerate() {
-            let ranges = own
-                .iter()
-                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-            let cache = copier.cache().only(ranges);
+            let cache = copier.cache().only(own);
             if !cache.parts().is_empty() {
                 copiers.push((group, Arc::new(make(cache)?)));
             }
@@ -69,6 +66,7 @@ mod tests {
 
     use super::*;
     use crate::engine::copy::{CpuCopier, CpuOptions, Tensor};
+    use crate::protocol::TokenShare;
 
     #[test]
     fn copiers_are_made_once_for_each_share_that_the_node_names() {
@@ -110,6 +108,7 @@ mod tests {
         let heads = |heads| Share {
             planes: (0, 1),
             heads,
+            tokens: TokenShare::ALL,
         };
         // One rank is gone, and the other ones have its heads from then on.
         for (share, so_far) in [(heads((0, 1)), 2), (heads((0, 2)), 3)] {

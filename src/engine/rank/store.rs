@@ -185,7 +185,7 @@ impl Worker {
             for (group, copier) in &copiers {
                 let job = CopyJob {
                     planes: 0..layout.planes(),
-                    spans: slots.computed.chunks[index].spans[*group].clone(),
+                    spans: slots.computed.chunks[index].spans[*group].only(copier.cache().tokens()),
                     at: layout.header_len(),
                 };
                 match session.arena.slot(offset, layout.payload_len()) {

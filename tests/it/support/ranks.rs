@@ -11,7 +11,7 @@ use kvgate::engine::rank::{
     WantedChunk, WantedKind, Worker, WorkerError,
 };
 use kvgate::format::Space;
-use kvgate::protocol::{AttachRequest, Order};
+use kvgate::protocol::{AttachRequest, Order, TokenShare};
 
 use super::fixture::Prompt;
 
@@ -50,6 +50,7 @@ pub struct Place {
     pub world_size: u32,
     pub tp: Option<(u32, u32)>,
     pub layers: Option<(u32, u32)>,
+    pub tokens: TokenShare,
 }
 
 pub const ALONE: Place = Place {
@@ -57,6 +58,7 @@ pub const ALONE: Place = Place {
     world_size: 1,
     tp: None,
     layers: None,
+    tokens: TokenShare::ALL,
 };
 
 /// A rank with memory of its own.
@@ -71,11 +73,12 @@ struct RankKind {
     groups: Vec<Group>,
 }
 
-/// Tensors `[block][head][token][row]`, one for each plane that the rank has.
+/// Tensors `[block][head][token][row]`, one for each plane that the rank has. Of each chunk it has `tokens`.
 struct Group {
     planes: Vec<usize>,
     heads: Range<u32>,
     block_tokens: u32,
+    tokens: TokenShare,
     cache: PagedCache,
     memory: Vec<Vec<u8>>,
 }
@@ -113,6 +116,7 @@ impl TestRank {
             world_size: place.world_size,
             layers: place.layers,
             tp: place.tp,
+            tokens: place.tokens,
         };
         let breaker = LookupBreaker::new(3, Duration::from_secs(1));
         let worker = Worker::new(client, attach, pages.collect(), make, breaker).unwrap();
@@ -296,10 +300,15 @@ impl Group {
             row_offset: 0,
         });
         let cache = PagedCache::new(space, &tensors.collect::<Vec<_>>()).unwrap();
+        // Each rank has all of a state, and of a draft whose engine does not deal it.
+        let is_dealt = space.chunk_rows() > 1 && space.draft().is_empty();
+        let tokens = if is_dealt { place.tokens } else { TokenShare::ALL };
+        let cache = cache.with_tokens(tokens).unwrap();
         Self {
             planes,
             heads,
             block_tokens,
+            tokens,
             cache,
             memory,
         }
@@ -307,7 +316,7 @@ impl Group {
 
     /// Blocks of a chunk, scattered over the memory.
     fn table(&self, space: &Space, chunk: usize) -> Vec<u32> {
-        let count = space.chunk_rows().div_ceil(self.block_tokens);
+        let count = self.tokens.count(space.chunk_rows()).div_ceil(self.block_tokens);
         let block = |at| (chunk as u32 * count + at) * 31 % BLOCKS;
         (0..count).map(block).collect()
     }
@@ -319,9 +328,15 @@ impl Group {
             let row_bytes = space.planes()[plane].row_bytes as usize;
             let page = memory.len() / BLOCKS as usize;
             for head in self.heads.clone() {
-                for row in 0..space.chunk_rows() {
-                    let block = table[(row / self.block_tokens) as usize] as usize;
-                    let in_block = (head - self.heads.start) * self.block_tokens + row % self.block_tokens;
+                let TokenShare {
+                    rank,
+                    size,
+                    interleave,
+                } = self.tokens;
+                let is_own = |row: &u32| row / interleave % size == rank;
+                for (nth, row) in (0..).zip((0..space.chunk_rows()).filter(is_own)) {
+                    let block = table[(nth / self.block_tokens) as usize] as usize;
+                    let in_block = (head - self.heads.start) * self.block_tokens + nth % self.block_tokens;
                     let at = block * page + in_block as usize * row_bytes;
                     each(plane, head, row, &mut memory[at..at + row_bytes]);
                 }

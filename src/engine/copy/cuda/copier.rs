@@ -308,9 +308,15 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
 /// or none: a stream that touches pages waits for the engine, and DMAs into staging buffers don't, so a copy of both sorts
 /// would need streams of both.
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
+    let tokens = cache.tokens();
+    let run = if tokens.is_all() {
+        u32::MAX
+    } else {
+        tokens.interleave
+    };
     let block = Span {
         token: 0,
-        tokens: cache.block_tokens().min(cache.space().chunk_rows()),
+        tokens: cache.block_tokens().min(cache.space().chunk_rows()).min(run),
         block: 0,
         offset: 0,
     };
