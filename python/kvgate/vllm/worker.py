@@ -53,9 +53,9 @@ class WorkerSide:
         self.tables = []
         for kind in self.model.kinds:
             of_tables = {}
-            for plane, layer in zip(kind.planes, kind.layers, strict=True):
-                split, tensor = self.tensor(kind, plane, layer, kv_caches[layer.name])
-                of_tables.setdefault((layer.group, split), []).append(tensor)
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
+                split, tensors = self.tensors(kind, layer, planes, kv_caches[layer.name])
+                of_tables.setdefault((layer.group, split), []).extend(tensors)
             self.tables.append(list(of_tables))
             kinds.append({"groups": list(of_tables.values()), "is_draft": kind.is_draft})
         copies = None
@@ -75,17 +75,24 @@ class WorkerSide:
             settings[name] = getattr(self.settings, name)
         self.worker = Worker(json.dumps(settings), self.model.spaces, copies)
 
-    def tensor(self, kind, plane, layer, tensor):
+    def tensors(self, kind, layer, planes, tensor):
         """As `kvgate` describes tensors: by the meaning of their axes; and into how many blocks one of vLLM's is split."""
-        block_tokens = 1 if kind.word == "state" else layer.spec.block_size
+        is_state = kind.word == "state"
+        block_tokens = 1 if is_state else layer.spec.block_size
         axes, split = axes_of(tensor.shape, block_tokens)
-        if axes is None:
+        if axes is None or (is_state and tensor.shape[1:] != (1, 1, layer.spec.state_content_size_bytes)):
             raise ValueError(
                 f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of {block_tokens} tokens "
                 f"({layer.name}): run without kvgate, and report it"
             )
-        heads = own_heads(kind.heads[plane], *self.attach.get("tp", (0, 1)))
-        return split, describe(tensor, axes, plane, heads if "H" in axes else None)
+        tensors = []
+        for index, plane in planes.items():
+            heads = own_heads(plane.heads, *self.attach.get("tp", (0, 1)))
+            if is_state:
+                tensors.extend(state_tensors(tensor, index, plane, heads))
+            else:
+                tensors.append(describe(tensor, axes, index, heads if "H" in axes else None))
+        return split, tensors
 
     def unregister(self):
         """Before the memory goes; what is under way ends first."""
@@ -147,9 +154,9 @@ class WorkerSide:
         if self.worker is None or not self.loads:
             return
         for number, kind in enumerate(self.model.kinds):
-            for plane, layer in enumerate(kind.layers):
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
                 if layer.name == name:
-                    self.worker.wait_layer(number, kind.planes[plane])
+                    self.worker.wait_layer(number, max(planes))
 
     def wait_layers(self):
         if self.worker is not None and self.loads:
@@ -281,6 +288,14 @@ class WorkerSide:
 def kernel_blocks(blocks, split):
     """The kernels' blocks of vLLM's."""
     return blocks if split == 1 else [block * split + at for block in blocks for at in range(split)]
+
+
+def state_tensors(tensor, index, plane, heads):
+    """Of a state's plane: the rank's heads in all pages, for each run."""
+    count = heads[1] - heads[0]
+    for run in plane.runs:
+        part = tensor[:, :, 0, run.offset : run.offset + count * run.bytes].unflatten(-1, (count, run.bytes))
+        yield describe(part, "BNHC", index, heads, run.row_offset)
 
 
 def own_heads(total, rank, ranks):
