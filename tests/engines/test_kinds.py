@@ -235,6 +235,12 @@ if os.environ.get("KVGATE_TEST_FULL"):
         def test_one_writes_and_two_stages_read(self):
             self.writes_and_reads("gemma3", 768, {}, PP2)
 
+        def test_two_stages_write_states_and_one_reads(self):
+            self.states("granite_hybrid", 768, PP2, {}, **MAMBA2)
+
+        def test_one_writes_states_and_two_stages_read(self):
+            self.states("granite_hybrid", 768, {}, PP2, **MAMBA2)
+
         def test_stages_whose_layers_overlap_are_refused(self):
             """vLLM numbers Falcon-H1's states after all of its attention."""
             result = life(self.model("falcon_h1"), [], self.kv, **PP2, **MAMBA2)

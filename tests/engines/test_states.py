@@ -4,6 +4,7 @@ without an engine.
 python tests/engines/test_states.py     in an environment with vLLM and the wheel
 """
 
+import dataclasses
 import json
 import unittest
 from types import SimpleNamespace
@@ -123,7 +124,7 @@ MODELS = {
         channels(128, 128, 128),
         HALF,
     ),
-    "MiniMax": Model(
+    "Bailing": Model(
         KINDS.LINEAR, lambda ranks: MambaStateShapeCalculator.linear_attention_state_shape(8, ranks, 16), None, SINGLE
     ),
 }
@@ -205,11 +206,23 @@ class StatesTest(unittest.TestCase):
         }
         self.assertEqual(found["Jamba"], [("conv", 64), ("state", 64)])
         self.assertEqual(found["LFM2"], [("conv", 64)])
-        self.assertEqual(found["MiniMax"], [("state", 8)])
+        self.assertEqual(found["Bailing"], [("state", 8)])
         self.assertEqual(found["Granite 4"], [("conv.x", 16), ("conv.b", 1), ("conv.c", 1), ("state", 16)])
         self.assertEqual(found["Nemotron-H"], [("conv.x", 16), ("conv.b", 8), ("conv.c", 8), ("state", 16)])
         self.assertEqual(found["Qwen3-Next"], [("conv.q", 8), ("conv.k", 8), ("conv.v", 16), ("state", 16)])
         self.assertEqual(found["Kimi"], [("conv.q", 8), ("conv.k", 8), ("conv.v", 8), ("state", 8)])
+
+    def test_what_all_ranks_have_is_one_head(self):
+        """Of Qwen4's short convolutions."""
+        ids = set()
+        for ranks in RANKS:
+            state = dataclasses.replace(MODELS["LFM2"].spec(1), tp_replicated=True)
+            model = Model(state.mamba_type, lambda _, of=state: of.shapes, None, HALF)
+            with mock.patch.object(Model, "spec", lambda self, ranks, of=state: of):
+                rank = Rank(model, ranks - 1, ranks)
+            self.assertEqual([(plane["name"], plane["heads"]) for plane in rank.space["planes"]], [("kv", 1)] * 2)
+            ids.add(rank.kind.space.id)
+        self.assertEqual(len(ids), 1)
 
     def test_what_is_not_known_to_be_cut_is_for_ranks_of_the_same_number(self):
         granite = MODELS["Granite 4"]

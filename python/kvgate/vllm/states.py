@@ -35,8 +35,10 @@ class Part:
 
 
 def cut(spec, ranks, config, conv_axis):
-    """For each state of the layer the axis that ranks cut, and the parts that lie along it; None: that is not known. `config`:
-    the model's. `conv_axis`: of the channels."""
+    """For each state of the layer the axis that ranks cut, and the parts that lie along it; None: all ranks have everything, or
+    it is not known. `config`: the model's. `conv_axis`: of the channels."""
+    if getattr(spec, "tp_replicated", False):
+        return None
     found = cut_of_kind(spec, ranks, config, conv_axis)
     is_whole = found is not None and all(
         shape[axis] == sum(own(part.heads, ranks) * part.channels for part in parts)
@@ -77,8 +79,9 @@ def cut_of_kind(spec, ranks, config, conv_axis):
 def planes(spec, ranks, found):
     """Of a layer; `found`: by `cut`."""
     size = spec.state_content_size_bytes
-    if getattr(spec, "tp_replicated", False) or found is None:
-        return (Plane("kv", 1 if getattr(spec, "tp_replicated", False) else ranks, size, (Run(0, 0, size),)),)
+    if found is None:
+        heads = 1 if getattr(spec, "tp_replicated", False) else ranks
+        return (Plane("kv", heads, size, (Run(0, 0, size),)),)
     planes, offset = [], 0
     for shape, dtype, (axis, parts) in zip(spec.shapes, spec.dtypes, found, strict=True):
         # Along the axis that is cut, and how often that is repeated.
