@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from kvgate import Copier
+from kvgate.torch_copies import TorchCopies
 from kvgate.vllm.kinds import EngineLayer
 from kvgate.vllm.worker import WorkerSide
 from test_model import attention, described, grouped, spec, with_ranks
@@ -133,7 +134,7 @@ MODELS = {
 class Rank:
     """With pages of two layers; a chunk's snapshot is in block 3."""
 
-    def __init__(self, model, rank, ranks):
+    def __init__(self, model, rank, ranks, by_torch=False):
         config = with_ranks(ranks, heads=8)
         vars(config.model_config.hf_text_config).update(model.config)
         state = model.spec(ranks)
@@ -149,7 +150,8 @@ class Rank:
         tensors = []
         for name, planes, view in zip(names, self.kind.planes, views, strict=True):
             tensors += side.tensors(self.kind, EngineLayer(name, 0, state), planes, view)[1]
-        self.copier = Copier(json.dumps({"tensors": tensors, "device": None}), self.kind.space)
+        copies = TorchCopies(self.pages) if by_torch else None
+        self.copier = Copier(json.dumps({"tensors": tensors, "device": None}), self.kind.space, copies)
 
     def compute(self, states):
         for layer, pages in enumerate(self.pages):
@@ -169,6 +171,7 @@ class Rank:
 
 class StatesTest(unittest.TestCase):
     layout = "SD"
+    by_torch = False
 
     def setUp(self):
         for module in (
@@ -190,7 +193,8 @@ class StatesTest(unittest.TestCase):
                 with self.subTest(name, ranks=ranks):
                     written = torch.zeros(len(payload), dtype=torch.uint8)
                     for number in range(ranks):
-                        rank, states = Rank(model, number, ranks), model.of_rank(number, ranks, axis)
+                        rank = Rank(model, number, ranks, self.by_torch)
+                        states = model.of_rank(number, ranks, axis)
                         self.assertEqual(rank.kind.space.id, alone.kind.space.id)
                         rank.copier.load(payload, [3])
                         rank.must_have(states)
@@ -252,6 +256,12 @@ class DimensionsFirstTest(StatesTest):
     """With VLLM_SSM_CONV_STATE_LAYOUT=DS."""
 
     layout = "DS"
+
+
+class TorchTest(StatesTest):
+    """By torch's own calls."""
+
+    by_torch = True
 
 
 if __name__ == "__main__":
