@@ -238,10 +238,13 @@ if os.environ.get("KVGATE_TEST_FULL"):
             self.writes_and_reads("gemma3", 768, {}, PP2)
 
         def test_two_stages_write_states_and_one_reads(self):
-            self.states("nemotron_h", 768, PP2, {}, **MAMBA2)
+            self.states("lfm2_stages", 896, PP2, {}, **LFM2)
 
         def test_one_writes_states_and_two_stages_read(self):
-            self.states("nemotron_h", 768, {}, PP2, **MAMBA2)
+            self.states("lfm2_stages", 896, {}, PP2, **LFM2)
+
+        def test_two_stages_write_states_with_heads_and_one_reads(self):
+            self.states("nemotron_h_stages", 768, PP2, {}, **MAMBA2)
 
         def test_stages_whose_layers_overlap_are_refused(self):
             """vLLM numbers Falcon-H1's states after all of its attention."""
