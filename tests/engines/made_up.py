@@ -23,7 +23,7 @@ def kind(word="full", span=0, blocks=None, is_draft=False, chunk_tokens=CHUNK):
         "draft": "eagle" if is_draft else "",
         "planes": [{"name": "kv", "layer": 0, "heads": 1, "row_bytes": 32}],
     }
-    return Kind(Space(json.dumps(space)), word, span, is_draft, blocks or {0: BLOCK}, (), (), ())
+    return Kind(Space(json.dumps(space)), word, span, is_draft, blocks or {0: BLOCK}, (), ())
 
 
 def model(*kinds, chunk_tokens=CHUNK, drops_last=False):

@@ -613,6 +613,11 @@ def told(one):
     return one["kind"], one["draft"], one["dtype"], planes
 
 
+def planes_of(kind):
+    """Of this rank: their indices in the space, and their heads."""
+    return [(index, plane.heads) for planes in kind.planes for index, plane in planes.items()]
+
+
 class KindsTest(unittest.TestCase):
     def test_windows_are_one_space_whatever_groups_they_are_dealt_into(self):
         full, window = spaces(engine(), gemma3())
@@ -631,7 +636,7 @@ class KindsTest(unittest.TestCase):
         self.assertEqual((full.blocks, window.blocks), ({5: 16}, dict.fromkeys(range(5), 16)))
         # Of the planes in the space's order.
         self.assertEqual([layer.group for layer in window.layers], [0, 1, 2, 3, 4] * 2)
-        self.assertEqual((window.planes, window.heads), (tuple(range(10)), (8,) * 10))
+        self.assertEqual(planes_of(window), [(plane, 8) for plane in range(10)])
 
     def test_windows_of_another_length_are_another_space(self):
         two = grouped(
@@ -656,21 +661,26 @@ class KindsTest(unittest.TestCase):
     def test_states_of_several_groups_are_one_space(self):
         for dealt in (1, 2, 3):
             full, state = spaces(engine(), qwen3_next(dealt=dealt))
-            row = 3 * 8192 * 2 + 32 * 128 * 128 * 4
-            self.assertEqual(told(state), ("state", "", "bytes", [(layer, 1, row) for layer in (0, 1, 2, 4, 5, 6)]))
+            # Queries, keys and values of the convolution, and the state.
+            of_layer = [(16, 3 * 128 * 2), (16, 3 * 128 * 2), (32, 3 * 128 * 2), (32, 128 * 128 * 4)]
+            planes = [(layer, *plane) for layer in (0, 1, 2, 4, 5, 6) for plane in of_layer]
+            self.assertEqual(told(state), ("state", "", "bytes", planes))
             self.assertEqual(told(full)[0], "full")
             self.assertEqual(
                 state["extra"]["states"], "GDN_ATTN [3, 8192] torch.bfloat16, [32, 128, 128] torch.float32"
             )
 
-    def test_a_state_has_a_share_for_each_rank(self):
-        (full, state), (full2, state2) = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks)) for ranks in (1, 2))
-        self.assertEqual(full, full2)
+    def test_ranks_of_any_number_share_states(self):
+        alone, *more = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks)) for ranks in (1, 2, 4))
+        self.assertEqual(more, [alone] * 2)
+
+    def test_a_state_that_is_not_known_to_be_cut_has_a_share_for_each_rank(self):
+        kind = SimpleNamespace(name="SOME_OTHER")
+        state, state2 = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks, mamba_type=kind))[1] for ranks in (1, 2))
         self.assertEqual(
             [(plane["heads"], 2 * plane["row_bytes"]) for plane in state2["planes"]],
             [(2, plane["row_bytes"]) for plane in state["planes"]],
         )
-        self.assertNotEqual(*(ids(with_ranks(ranks), qwen3_next(ranks))[1] for ranks in (1, 2)))
         replicated = spaces(with_ranks(2), qwen3_next(2, tp_replicated=True))[1]
         self.assertEqual({plane["heads"] for plane in replicated["planes"]}, {1})
 
@@ -692,7 +702,9 @@ class KindsTest(unittest.TestCase):
         )
         falcon = grouped((spec(block_size=256), attention(0, 1)), (state, attention(0, 1, part="mamba")))
         full, state = spaces(engine(), falcon)
-        self.assertEqual([[plane["layer"] for plane in one["planes"]] for one in (full, state)], [[0, 1], [0, 1]])
+        self.assertEqual(
+            [sorted({plane["layer"] for plane in one["planes"]}) for one in (full, state)], [[0, 1], [0, 1]]
+        )
         self.assertEqual((full["kind"], state["kind"]), ("full", "state"))
 
     def test_a_latent_and_what_chooses_tokens_by_are_two_spaces(self):
@@ -794,7 +806,7 @@ class ToldTest(unittest.TestCase):
         settings = Settings.read({"socket": "/nowhere/sock"})
         ((first,), (second,)) = (describe(config, stage, settings, layers).kinds for stage in stages)
         self.assertEqual(first.space.id, second.space.id)
-        self.assertEqual((first.planes, second.planes), ((0, 1), (2, 3)))
+        self.assertEqual((planes_of(first), planes_of(second)), ([(0, 8), (1, 8)], [(2, 8), (3, 8)]))
         self.assertEqual([first.space.id], ids(engine(), grouped((spec(), attention(0, 1, 2, 3)))))
 
 

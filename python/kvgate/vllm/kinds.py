@@ -35,6 +35,26 @@ class EngineLayer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """A part of a state's rows in a rank's page: the same of the next head comes right behind it."""
+
+    offset: int
+    """In the page: of the rank's first head."""
+    row_offset: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    name: str
+    heads: int
+    """Of all ranks together."""
+    row_bytes: int
+    runs: tuple[Run, ...] = ()
+    """Of a state. Where attention's rows lie its tensors say."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Kind:
     space: Space
     word: str
@@ -47,10 +67,8 @@ class Kind:
     """Tokens of a block on all ranks together, by each KV cache group that has layers of this kind."""
     layers: tuple[EngineLayer, ...]
     """Those of this rank."""
-    planes: tuple[int, ...]
-    """For each of these layers the index of its plane in the space."""
-    heads: tuple[int, ...]
-    """Of each plane, of all ranks together."""
+    planes: tuple[dict[int, Plane], ...]
+    """Of each of these layers, by their index in the space."""
     row_parts: tuple[int, ...] = ()
     """Bytes of the parts of a token's row, where a block has one part of all its tokens after the other."""
 

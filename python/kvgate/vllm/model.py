@@ -14,8 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 from kvgate import Space
+from kvgate.vllm import states
 from kvgate.vllm.identity import architecture, extra, fitting, revision
-from kvgate.vllm.kinds import Kind, block_tokens, context_ranks, kind_json, kind_of, layers_of
+from kvgate.vllm.kinds import Kind, Plane, block_tokens, context_ranks, kind_json, kind_of, layers_of
 
 logger = init_logger(__name__)
 
@@ -195,8 +196,16 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         )
         return None
     numbers = [layer_number(layer.name) for layer in layers]
-    names = [f"kv{numbers[:at].count(number) or ''}" for at, number in enumerate(numbers)]
-    all_heads = tuple(heads(vllm_config, layer, draft) for layer in layers)
+    written, planes = [], []
+    for at, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
+        # Of several layers with the same number.
+        again = numbers[:at].count(number) or ""
+        of_layer = planes_of(vllm_config, layer, draft)
+        planes.append(dict(enumerate(of_layer, len(written))))
+        for plane in of_layer:
+            written.append(
+                {"name": f"{plane.name}{again}", "layer": number, "heads": plane.heads, "row_bytes": plane.row_bytes}
+            )
     space = {
         "model": settings.model or architecture(vllm_config.model_config),
         "revision": settings.revision or revision(vllm_config),
@@ -206,10 +215,7 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         "kind": kind_json(word, span),
         "draft": draft,
         "extra": {**extra(vllm_config), **content(vllm_config, layers)},
-        "planes": [
-            {"name": name, "layer": number, "heads": of, "row_bytes": layer.spec.state_content_size_bytes}
-            for name, number, of, layer in zip(names, numbers, all_heads, layers, strict=True)
-        ],
+        "planes": written,
     }
     return Kind(
         Space(json.dumps(space)),
@@ -218,8 +224,7 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         bool(draft),
         {layer.group: block_tokens(layer.spec, vllm_config.parallel_config) for layer in layers},
         tuple(layer for layer in layers if layer.name in own),
-        tuple(plane for plane, layer in enumerate(layers) if layer.name in own),
-        all_heads,
+        tuple(of_layer for layer, of_layer in zip(layers, planes, strict=True) if layer.name in own),
         indexer_parts(vllm_config, layers[0].spec),
     )
 
@@ -237,11 +242,20 @@ def draft_identity(vllm_config, settings):
     return f"{speculative.method} {architecture(own)} {pinned}"
 
 
-def heads(vllm_config, layer, is_draft):
-    """Heads of all ranks together. A state is one rank's share each."""
+def planes_of(vllm_config, layer, is_draft):
+    """Of all ranks together."""
     spec, ranks = layer.spec, vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MambaSpec):
-        return 1 if getattr(spec, "tp_replicated", False) else ranks
+        return states.planes(spec, ranks, state_cut(vllm_config, spec))
+    return (Plane("kv", heads(vllm_config, spec, ranks, is_draft), spec.state_content_size_bytes),)
+
+
+def state_cut(vllm_config, spec):
+    parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_text_config
+    return states.cut(spec, parallel.tensor_parallel_size, config, 0 if conv_layout() == "DS" else 1)
+
+
+def heads(vllm_config, spec, ranks, is_draft):
     if isinstance(spec, MLAAttentionSpec):
         return 1
     if ranks == 1 or spec.num_kv_heads > 1:
@@ -255,10 +269,10 @@ def content(vllm_config, layers):
     """What the bytes of these layers mean, beyond their dtype."""
     spec = layers[0].spec
     if isinstance(spec, MambaSpec):
-        states = sorted({state_layout(layer.spec) for layer in layers})
+        found = sorted({states.layout(layer.spec, state_cut(vllm_config, layer.spec)) for layer in layers})
         # A CPU's kernels read and write some states the other way round, in the same shape.
         memory = "cpu" if current_platform.is_cpu() else "gpu"
-        return {"states": fitting("; ".join(states)), "convolution": conv_layout(), "state_memory": memory}
+        return {"states": fitting("; ".join(found)), "convolution": conv_layout(), "state_memory": memory}
     return indexer_content(vllm_config, spec) if is_indexer(spec) else cpu_layout(vllm_config, spec)
 
 
@@ -290,13 +304,6 @@ def indexer_content(vllm_config, spec):
     device, dtype = current_platform.device_type, indexer_dtype(vllm_config) or "fp8"
     device = "rocm" if current_platform.is_rocm() else device
     return {**role, "indexer_blocks": f"{device}, {dtype}, {spec.block_size} tokens a block"}
-
-
-def state_layout(spec):
-    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
-    return (
-        f"{kind} {', '.join(f'{list(shape)} {dtype}' for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))}"
-    )
 
 
 def conv_layout():

@@ -64,8 +64,8 @@ class WorkerSide:
         self.tables = []
         for kind in self.model.kinds:
             of_tables, dealt = {}, {}
-            for plane, layer in zip(kind.planes, kind.layers, strict=True):
-                split, tensors = self.tensors(kind, plane, layer, kv_caches[layer.name])
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
+                split, tensors = self.tensors(kind, layer, planes, kv_caches[layer.name])
                 of_tables.setdefault((layer.group, split), []).extend(tensors)
                 dealt[layer.group, split] = layer.spec.dcp_sharded
             self.tables.append(list(of_tables))
@@ -94,22 +94,27 @@ class WorkerSide:
             settings[name] = getattr(self.settings, name)
         self.worker = Worker(json.dumps(settings), self.model.spaces, copies)
 
-    def tensors(self, kind, plane, layer, tensor):
+    def tensors(self, kind, layer, planes, tensor):
         """As `kvgate` describes tensors: by the meaning of their axes; and into how many blocks one of vLLM's is split."""
-        block_tokens = 1 if kind.word == "state" else layer.spec.block_size
+        is_state = kind.word == "state"
+        block_tokens = 1 if is_state else layer.spec.block_size
         axes, split = axes_of(tensor.shape, block_tokens)
-        if axes is None:
+        if axes is None or (is_state and tensor.shape[1:] != (1, 1, layer.spec.state_content_size_bytes)):
             raise ValueError(
                 f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of {block_tokens} tokens "
                 f"({layer.name}): run without kvgate, and report it"
             )
-        if kind.row_parts:
-            return split, [
-                {**describe(part, "BNC", plane), "row_offset": offset}
-                for offset, part in parts_of(tensor.select(1, 0) if "H" in axes else tensor, kind.row_parts)
-            ]
-        heads = own_heads(kind.heads[plane], *self.attach.get("tp", (0, 1)))
-        return split, [describe(tensor, axes, plane, heads if "H" in axes else None)]
+        tensors = []
+        for index, plane in planes.items():
+            heads = own_heads(plane.heads, *self.attach.get("tp", (0, 1)))
+            if is_state:
+                tensors.extend(state_tensors(tensor, index, plane, heads))
+            elif kind.row_parts:
+                for offset, part in parts_of(tensor.select(1, 0) if "H" in axes else tensor, kind.row_parts):
+                    tensors.append(describe(part, "BNC", index, row_offset=offset))
+            else:
+                tensors.append(describe(tensor, axes, index, heads if "H" in axes else None))
+        return split, tensors
 
     def unregister(self):
         """Before the memory goes; what is under way ends first."""
@@ -171,9 +176,9 @@ class WorkerSide:
         if self.worker is None or not self.loads:
             return
         for number, kind in enumerate(self.model.kinds):
-            for plane, layer in enumerate(kind.layers):
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
                 if layer.name == name:
-                    self.worker.wait_layer(number, kind.planes[plane])
+                    self.worker.wait_layer(number, max(planes))
 
     def wait_layers(self):
         if self.worker is not None and self.loads:
@@ -316,6 +321,14 @@ def parts_of(blocks, widths):
         first = blocks.storage_offset() + of_row * tokens
         yield of_row, blocks.as_strided((count, tokens, width), (blocks.stride(0), width, 1), first)
         of_row += width
+
+
+def state_tensors(tensor, index, plane, heads):
+    """Of a state's plane: the rank's heads in all pages, for each run."""
+    count = heads[1] - heads[0]
+    for run in plane.runs:
+        part = tensor[:, :, 0, run.offset : run.offset + count * run.bytes].unflatten(-1, (count, run.bytes))
+        yield describe(part, "BNHC", index, heads, run.row_offset)
 
 
 def own_heads(total, rank, ranks):
