@@ -103,15 +103,10 @@ impl Session {
     ) -> PyResult<Call> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
-        begin((done, Some(held)), move |mut stop| async move {
-            let stopped = async {
-                // The sender goes with the call, which nobody can stop then.
-                if stop.wait_for(|&stop| stop).await.is_err() {
-                    std::future::pending::<()>().await;
-                }
-            };
+        begin((done, Some(held)), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
-            let loaded = direct.load(&space, &hashes, &memory, deadline, stopped).await?;
+            let loaded = direct.load(&space, &hashes, &memory, deadline, stopped(stop));
+            let loaded = loaded.await?;
             Ok(Answer::Loaded(loaded.chunks, loaded.reason))
         })
     }
@@ -130,10 +125,11 @@ impl Session {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
         let parents = [split(&root)?, hashes.clone()].concat();
-        begin((done, Some(held)), move |_| async move {
+        begin((done, Some(held)), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let parents = &parents[..hashes.len()];
-            let stored = direct.store(&space, &hashes, parents, &memory, deadline).await?;
+            let stored = direct.store(&space, &hashes, parents, &memory, deadline, stopped(stop));
+            let stored = stored.await?;
             Ok(Answer::Stored(
                 stored.chunks,
                 stored.new,
@@ -159,7 +155,7 @@ impl Session {
 
 #[pymethods]
 impl Call {
-    /// Ends a load early; nothing is written after `done` was called.
+    /// Ends a load or a store early; the array is not touched after `done` was called.
     fn stop(&self) {
         self.stop.send_replace(true);
     }
@@ -211,6 +207,13 @@ impl Session {
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Direct>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn stopped(mut stop: watch::Receiver<bool>) {
+    // The sender goes with the call, which nobody can stop then.
+    if stop.wait_for(|&stop| stop).await.is_err() {
+        std::future::pending::<()>().await;
     }
 }
 

@@ -262,6 +262,52 @@ class DeviceTest(unittest.TestCase):
         for rank in (writer, *ranks):
             rank.worker.close()
 
+    def test_a_load_that_fails_half_way_leaves_nothing_under_way(self):
+        copies, arguments = self.one_plane_each()
+        second = copies.views
+        copies.views = mock.Mock(
+            side_effect=[second(*self.first_view(copies, arguments)), RuntimeError("out of order")]
+        )
+        with self.assertRaisesRegex(RuntimeError, "out of order"):
+            copies.load(*arguments)
+        # What the first plane's copy began was waited for.
+        self.assertEqual(copies.said, ["marked", "waited"])
+
+    def test_without_memory_for_its_buffers_a_copy_fails_and_the_next_one_has_both(self):
+        copies, arguments = self.one_plane_each()
+        length = arguments[1]
+        empty = torch.empty
+
+        def full(*sizes, **named):
+            if named.get("device") == FOREIGN:
+                raise RuntimeError("no memory is left")
+            return empty(*sizes, **named)
+
+        with mock.patch.object(torch, "empty", full), self.assertRaisesRegex(RuntimeError, "no memory"):
+            copies.load(*arguments)
+        copies.load(*arguments)
+        self.assertEqual([len(buffer) for buffer in copies.buffers(length)], [length] * 2)
+        for layer, plane in zip(self.layers, self.payload, strict=True):
+            self.assertTrue(torch.equal(layer.cpu()[3], plane))
+
+    def one_plane_each(self):
+        """Two layers of one block each [blocks, heads, block tokens, K and V], and what a load of a chunk into block 3 is given."""
+        shape = (BLOCKS, HEADS, CHUNK, 2 * DIM)
+        self.layers = [torch.zeros(shape, dtype=torch.float16).to(FOREIGN) for _ in range(LAYERS)]
+        self.payload = torch.randn((LAYERS, *shape[1:]), generator=torch.Generator().manual_seed(2)).half()
+        row = 2 * DIM * 2
+        plane = HEADS * CHUNK * row
+        parts = [
+            ((at * plane, row, CHUNK * row, HEADS, row), (layer.data_ptr(), plane, row, CHUNK * row))
+            for at, layer in enumerate(self.layers)
+        ]
+        spans, sizes = [(0, CHUNK, 3, 0)], (CHUNK, BLOCKS, CHUNK)
+        return Watched(self.layers), (self.payload.data_ptr(), LAYERS * plane, parts, spans, sizes, None)
+
+    def first_view(self, copies, arguments):
+        _, length, parts, _, sizes, _ = arguments
+        return parts[0], copies.buffers(length)[1], sizes
+
 
 if __name__ == "__main__":
     unittest.main(verbosity=2)

@@ -132,6 +132,11 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
 
     let one = reserve().await.unwrap();
     assert_eq!(one.own[0].heads, (0, 2));
+    assert_eq!(
+        reserve().await.unwrap().chunks,
+        [skip("pending")],
+        "another call of the same rank does not write there too"
+    );
     let two = second.reserve(&space, chunks(&prompt)).await.unwrap();
     assert_eq!(
         (two.own[0].heads, &two.chunks),
