@@ -111,7 +111,6 @@ lint() {
     check "the kernels' PTX" kernels/compile.sh --check
     check "versions" "$VENV/bin/python" -B tests/versions.py
     check "hadolint" "$VENV/bin/hadolint" Dockerfile
-    check "the compose file" "$VENV/bin/check-jsonschema" --builtin-schema vendor.compose-spec examples/compose/compose.yaml
     workflows
     # The crates must be there for cargo-deny to read their licences, so this comes after cargo has fetched them.
     check "cargo deny" "$KVGATE_TEST_CACHE/cargo/bin/cargo-deny" --locked check -A duplicate bans licenses sources
