@@ -35,16 +35,25 @@ export SOURCE_DATE_EPOCH
 # Paths of this machine have no place in what is handed out.
 export RUSTFLAGS="${RUSTFLAGS:-} --remap-path-prefix=$PWD=kvgate --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo"
 
+# with_zig TARGET : zig links and compiles C for it.
+with_zig() {
+    local name=${1//-/_}
+    export KVGATE_ZIG_TARGET=${1/-unknown/}.$GLIBC
+    export "CC_$name=$PWD/release/zig.sh" "CARGO_TARGET_${name^^}_LINKER=$PWD/release/zig.sh"
+}
+
 wheel() {
-    maturin build --quiet --locked --profile "$PROFILE" --zig --compatibility "manylinux_${GLIBC/./_}" --target "$1" \
+    with_zig "$1"
+    maturin build --quiet --locked --profile "$PROFILE" --compatibility "manylinux_${GLIBC/./_}" --target "$1" \
         -m python/Cargo.toml -o "$2"
 }
 
 archive() {
-    local target=$1 folder=$2 built name stage sysroot file
+    local target=$1 folder=$2 built name stage sysroot objcopy file
     name=kvgate-$(version)-${target%%-*}-linux
     built=${CARGO_TARGET_DIR:-target}/$target/${PROFILE/#dev/debug}
-    cargo zigbuild --quiet --locked --profile "$PROFILE" --target "$target.$GLIBC" -p kvgate -p kvgate-capi --bin kvgate --lib
+    with_zig "$target"
+    cargo build --quiet --locked --profile "$PROFILE" --target "$target" -p kvgate -p kvgate-capi --bin kvgate --lib
 
     stage=$(mktemp -d)
     trap 'rm -rf "${stage:-}"' EXIT
@@ -52,8 +61,9 @@ archive() {
     install -D -m 755 "$built/kvgate" "$stage/$name/bin/kvgate"
     # Rust's own, since binutils know one kind of machine.
     sysroot=$(rustc --print sysroot)
+    objcopy=("$sysroot"/lib/rustlib/*/bin/rust-objcopy)
     for file in bin/kvgate lib/libkvgate.so.0; do
-        LD_LIBRARY_PATH=$sysroot/lib "$sysroot"/lib/rustlib/*/bin/rust-objcopy --strip-all "$stage/$name/$file"
+        LD_LIBRARY_PATH=$sysroot/lib "${objcopy[0]}" --strip-all "$stage/$name/$file"
     done
     install -D -m 644 -t "$stage/$name/share/doc/kvgate" LICENSE README.md CHANGELOG.md docs/kvgate.service
     completions "$stage/$name"
