@@ -57,8 +57,8 @@ sections! {
         prefix: String = "", PREFIX;
         /// Region that requests are signed for.
         region: String = "us-east-1", REGION;
-        /// Bucket in the path of the URL (true) or in the host name (false).
-        path_style: bool = "true", Flag;
+        /// Bucket in the path of the URL (true) or in the host name (false); not set: in the path with an endpoint, else not.
+        path_style: Option<bool> = "", Optional(Flag);
         /// PEM file with the certificate authorities to trust.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
         /// How existence is asked of S3.

