@@ -141,6 +141,16 @@ harness_tests() { tests "tests of the bench's harness" env PYTHONPATH=bench "$VE
 # Each once: their figures say nothing here, but they check their own answers.
 bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro; }
 
+# The chart, by the real helm; without Go there is none.
+chart_tests() {
+    if ! command -v go >/dev/null && [ ! -x "$KVGATE_TEST_CACHE/bin/helm" ]; then
+        not_run+=("tests of the chart: helm is built from source, and there is no Go")
+        return
+    fi
+    check "install helm" tests/servers/install.sh python helm
+    KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate tests "the chart" "$VENV/bin/python" -B tests/helm/test_chart.py
+}
+
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
@@ -370,6 +380,7 @@ case $TIER in
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         engine_tests
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the C API" tests/capi.sh
+        chart_tests
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh
         demo
         if [ "$TIER" = full ]; then

@@ -53,7 +53,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 {{- if .Values.caConfigMap -}}{{- $_ := set $config.s3 "ca_file" "/etc/kvgate/ca/ca.crt" -}}{{- end -}}
-{{- if .Values.tokenSecret -}}{{- $_ := set $config.api "token_file" "/etc/kvgate/token/token" -}}{{- end -}}
+{{- if not $config.api.token_file -}}{{- $_ := set $config.api "token_file" "/etc/kvgate/token/token" -}}{{- end -}}
 {{- if and (eq .Values.mode "daemonset") (not $config.api.hosts) -}}
 {{- $name := include "kvgate.fullname" . -}}
 {{- $at := printf "%s.%s" $name .Release.Namespace -}}
