@@ -163,6 +163,16 @@ aws_names() {
 # Each once: their figures say nothing here, but they check their own answers.
 bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro; }
 
+# The chart, by the real helm; without Go there is none.
+chart_tests() {
+    if ! command -v go >/dev/null && [ ! -x "$KVGATE_TEST_CACHE/bin/helm" ]; then
+        not_run+=("tests of the chart: helm is built from source, and there is no Go")
+        return
+    fi
+    check "install helm" tests/servers/install.sh python helm
+    KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate tests "the chart" "$VENV/bin/python" -B tests/helm/test_chart.py
+}
+
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
@@ -415,6 +425,7 @@ case $TIER in
         engine_tests
         release_tests
         KVGATE_TEST_PREFIX=$RELEASED check "the C API" tests/capi.sh
+        chart_tests
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh
         demo
         aws_names
