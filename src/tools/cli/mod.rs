@@ -21,6 +21,7 @@ mod picture;
 mod prefetch;
 mod progress;
 mod prompt;
+mod replay;
 mod rm;
 mod serve;
 mod size;
@@ -72,6 +73,7 @@ enum Command {
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
+    Replay(replay::ReplayArgs),
     #[command(subcommand)]
     Gpu(gpu::GpuCommand),
     #[command(subcommand)]
@@ -132,6 +134,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
+        Command::Replay(args) => replay::run(&args, out),
         Command::Gpu(command) => gpu::run(command, verbose, out).await,
         Command::Config(command) => config::run(command, out),
     }
