@@ -92,10 +92,9 @@ impl Reuse {
         seen.uses
     }
 
-    /// The tier's size has shown: of many keys only a sample is followed.
-    fn has_room_for(&mut self, keys: usize) {
-        self.capacity = keys.max(1);
-        while self.capacity >> self.sample_bits > SAMPLE_MAX {
+    /// Of many keys only a sample is followed.
+    fn fit_sample(&mut self) {
+        while self.len >> self.sample_bits > SAMPLE_MAX {
             self.sample_bits += 1;
             let mask = (1 << self.sample_bits) - 1;
             self.ghost.retain(|fingerprint| fingerprint & mask == 0);
@@ -108,6 +107,7 @@ impl<K: Hash> Order<K> for Reuse {
     fn insert(&mut self, nodes: &mut Nodes<K>, at: At, access: Access) {
         let access = self.now(access);
         self.len += 1;
+        self.fit_sample();
         let fingerprint = self.hasher.hash_one(nodes.key(at));
         let before = self.learn(fingerprint, access, false);
         let uses = before.map_or(0, |uses| uses.saturating_add(1));
@@ -129,7 +129,7 @@ impl<K: Hash> Order<K> for Reuse {
     }
 
     fn evict(&mut self, nodes: &mut Nodes<K>, may_go: &mut dyn FnMut(&K) -> bool) -> Option<At> {
-        self.has_room_for(self.len.saturating_sub(1));
+        self.capacity = self.len.saturating_sub(1).max(1);
         let chooser = match self.guard.follows_worth() {
             true => Chooser::Worth(&self.table),
             false => Chooser::Lru,
