@@ -21,8 +21,9 @@ Examples:
   kvgate replay trace.jsonl --token-bytes 320KiB --svg hits.svg
   kvgate replay trace.jsonl --json
 
-Each line is a prompt, as Mooncake's traces have them (timestamp in ms, input_length, output_length, hash_ids; blocks of
-512 tokens) or Qwen-Bailian's (chat_id as well; seconds; blocks of 16 tokens).")]
+Each line is a prompt, as Mooncake's traces have them (timestamp in ms, input_length,
+output_length, hash_ids; blocks of 512 tokens) or Qwen-Bailian's (chat_id as well;
+seconds; blocks of 16 tokens).")]
 pub struct ReplayArgs {
     /// The trace, or - for the standard input.
     #[arg(value_name = "TRACE")]

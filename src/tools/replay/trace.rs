@@ -59,7 +59,7 @@ impl Trace {
                 line: index + 1,
                 problem,
             };
-            let line: Line = serde_json::from_str(line).map_err(|error| damaged(error.to_string()))?;
+            let line: Line = serde_json::from_str(line).map_err(|error| damaged(without_place(&error)))?;
             let (format, tokens, unit_ms) = match line.chat_id.is_some() {
                 true => ("qwen-bailian", 16, 1000.0),
                 false => ("mooncake", 512, 1.0),
@@ -111,4 +111,10 @@ impl Trace {
     pub fn blocks(&self) -> u64 {
         self.prompts.iter().map(|prompt| prompt.blocks.len() as u64).sum()
     }
+}
+
+/// The parser counts lines within the one line that it was given.
+fn without_place(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.split(" at line ").next().unwrap_or_default().to_owned()
 }
