@@ -54,19 +54,16 @@ impl Recency {
             end = self.runs.insert(request, at);
             end = end.filter(|&end| used_ms.saturating_sub(nodes.used_ms(end)) <= RUN_MS);
         }
-        match end {
-            Some(end) => {
-                // The list stays in the order of these times.
-                used_ms = nodes.used_ms(end);
-                self.list.push_older(nodes, at, end);
-                if self.newest_end == Some(end) {
-                    self.newest_end = Some(at);
-                }
-            }
-            None => {
-                self.list.push(nodes, at);
+        if let Some(end) = end {
+            // The list stays in the order of these times.
+            used_ms = nodes.used_ms(end);
+            self.list.push_older(nodes, at, end);
+            if self.newest_end == Some(end) {
                 self.newest_end = Some(at);
             }
+        } else {
+            self.list.push(nodes, at);
+            self.newest_end = Some(at);
         }
         nodes.set_used(at, used_ms, request);
     }

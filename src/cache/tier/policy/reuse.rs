@@ -85,9 +85,9 @@ impl Reuse {
                 .shadow_used(fingerprint, access, uses, capacity, &self.table),
             by_lru: seen.is_in_lru,
         };
-        self.guard.compare(hits, access.request, capacity);
+        self.guard.compare(&hits, access.request, capacity);
         if self.table.is_due() {
-            self.table.learn(self.ghost.waiting(self.now_ms));
+            self.table.learn(&self.ghost.waiting(self.now_ms));
         }
         seen.uses
     }

@@ -10,7 +10,7 @@ use crate::tools::replay::Prompt;
 
 struct Ids(u64);
 impl Ids {
-    fn new(&mut self, n: usize) -> Vec<u64> {
+    fn take(&mut self, n: usize) -> Vec<u64> {
         let a = self.0;
         self.0 += n as u64;
         (a..self.0).collect()
@@ -37,7 +37,7 @@ fn zipf_documents(seed: u64, documents: usize, s: f64) -> Vec<Prompt> {
     let docs: Vec<Vec<u64>> = (0..documents)
         .map(|_| {
             let n = rng.usize(2..40);
-            ids.new(n)
+            ids.take(n)
         })
         .collect();
     let mut at = 0.0;
@@ -46,7 +46,7 @@ fn zipf_documents(seed: u64, documents: usize, s: f64) -> Vec<Prompt> {
             at += exp(&mut rng, 300.0);
             let mut blocks = docs[zipf(&mut rng, documents, s)].clone();
             let n = rng.usize(0..4);
-            blocks.extend(ids.new(n));
+            blocks.extend(ids.take(n));
             Prompt {
                 at_ms: at as u64,
                 blocks,
@@ -59,14 +59,14 @@ fn zipf_documents(seed: u64, documents: usize, s: f64) -> Vec<Prompt> {
 /// A hot set, and scans through what is never asked again.
 fn scans(seed: u64) -> Vec<Prompt> {
     let (mut rng, mut ids) = (fastrand::Rng::with_seed(seed), Ids(1));
-    let hot: Vec<Vec<u64>> = (0..100).map(|_| ids.new(15)).collect();
+    let hot: Vec<Vec<u64>> = (0..100).map(|_| ids.take(15)).collect();
     let mut at = 0.0;
     (0..5000)
         .map(|i| {
             at += exp(&mut rng, 400.0);
             let scanning = (i / 250) % 2 == 1;
             let blocks = if scanning && rng.f64() < 0.8 {
-                ids.new(40)
+                ids.take(40)
             } else {
                 let h = rng.usize(..100);
                 hot[h].clone()
@@ -83,7 +83,7 @@ fn scans(seed: u64) -> Vec<Prompt> {
 /// Round and round over the same documents.
 fn loops(seed: u64, documents: usize, each: usize) -> Vec<Prompt> {
     let mut ids = Ids(1 + (seed << 32));
-    let docs: Vec<Vec<u64>> = (0..documents).map(|_| ids.new(each)).collect();
+    let docs: Vec<Vec<u64>> = (0..documents).map(|_| ids.take(each)).collect();
     (0..6000)
         .map(|i| Prompt {
             at_ms: i as u64 * 500,
@@ -96,7 +96,7 @@ fn loops(seed: u64, documents: usize, each: usize) -> Vec<Prompt> {
 /// Agents: a long shared head (tools), steps a few seconds apart that each add a bit.
 fn agents(seed: u64) -> Vec<Prompt> {
     let (mut rng, mut ids) = (fastrand::Rng::with_seed(seed), Ids(1));
-    let heads: Vec<Vec<u64>> = (0..6).map(|_| ids.new(40)).collect();
+    let heads: Vec<Vec<u64>> = (0..6).map(|_| ids.take(40)).collect();
     let mut out = Vec::new();
     let mut begin = 0.0;
     for _ in 0..500 {
@@ -106,7 +106,7 @@ fn agents(seed: u64) -> Vec<Prompt> {
         let mut blocks = heads[h].clone();
         for _ in 0..rng.usize(3..25) {
             let n = rng.usize(1..6);
-            blocks.extend(ids.new(n));
+            blocks.extend(ids.take(n));
             out.push(Prompt {
                 at_ms: at as u64,
                 blocks: blocks.clone(),
@@ -130,7 +130,7 @@ fn chats(seed: u64, think_s: f64, gap_ms: f64, n: usize) -> Vec<Prompt> {
         let mut blocks = Vec::new();
         loop {
             let m = rng.usize(1..20);
-            blocks.extend(ids.new(m));
+            blocks.extend(ids.take(m));
             out.push(Prompt {
                 at_ms: at as u64,
                 blocks: blocks.clone(),
@@ -158,7 +158,7 @@ fn recent(seed: u64) -> Vec<Prompt> {
             let depth = exp(&mut rng, 60.0) as usize;
             let doc = if rng.f64() < 0.3 || depth >= stack.len() {
                 let n = rng.usize(2..40);
-                ids.new(n)
+                ids.take(n)
             } else {
                 let i = stack.len() - 1 - depth;
                 stack.remove(i)
@@ -202,7 +202,7 @@ fn once_more(seed: u64) -> Vec<Prompt> {
     for i in 0..800 {
         at += exp(&mut rng, 3000.0);
         let (n, uses) = (rng.usize(5..40), if i % 4 == 0 { 8 } else { 2 });
-        let doc = ids.new(n);
+        let doc = ids.take(n);
         let mut t = at;
         for _ in 0..uses {
             out.push(Prompt {
@@ -228,7 +228,7 @@ pub(super) fn conversations() -> Vec<Prompt> {
             let n = rng.usize(30..60);
             out.push(Prompt {
                 at_ms: at as u64,
-                blocks: ids.new(n),
+                blocks: ids.take(n),
                 output_tokens: 0,
             });
             continue;
@@ -236,7 +236,7 @@ pub(super) fn conversations() -> Vec<Prompt> {
         let mut blocks = Vec::new();
         loop {
             let n = rng.usize(1..5);
-            blocks.extend(ids.new(n));
+            blocks.extend(ids.take(n));
             out.push(Prompt {
                 at_ms: at as u64,
                 blocks: blocks.clone(),

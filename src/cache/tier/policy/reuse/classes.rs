@@ -24,8 +24,8 @@ pub struct Classes(Vec<Recency>);
 
 /// The number of a class; those of the same uses are next to each other.
 pub fn class_of(added: u32, uses: u8) -> usize {
-    let size = added.max(1).ilog2().min(SIZES as u32 - 1);
-    usize::from(uses.min(USES_MAX)) * SIZES + size as usize
+    let size = (added.max(1).ilog2() as usize).min(SIZES - 1);
+    usize::from(uses.min(USES_MAX)) * SIZES + size
 }
 
 /// The classes with the same uses as this one.

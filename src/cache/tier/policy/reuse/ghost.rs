@@ -51,20 +51,17 @@ impl Ghost {
             uses: None,
             is_in_lru: false,
         };
-        let at = match known {
-            Some(at) => {
-                let (class, age_ms) = self.wait(at, access.at_ms);
-                table.reused(class, age_ms);
-                seen.uses = Some(self.nodes.uses(at));
-                seen.is_in_lru = self.nodes.list(at) & IN_LRU != 0;
-                self.take_out(at);
-                at
-            }
-            None => {
-                let at = self.nodes.add(fingerprint);
-                self.places.insert(fingerprint, at);
-                at
-            }
+        let at = if let Some(at) = known {
+            let (class, age_ms) = self.wait(at, access.at_ms);
+            table.reused(class, age_ms);
+            seen.uses = Some(self.nodes.uses(at));
+            seen.is_in_lru = self.nodes.list(at) & IN_LRU != 0;
+            self.take_out(at);
+            at
+        } else {
+            let at = self.nodes.add(fingerprint);
+            self.places.insert(fingerprint, at);
+            at
         };
         let uses = seen.uses.map_or(0, |uses| USES_MAX.min(uses + 1));
         self.nodes.set_uses(at, uses);

@@ -102,17 +102,14 @@ impl Guard {
             classes,
         } = &mut self.shadow;
         let known = places.get(&fingerprint).copied();
-        match known {
-            Some(at) => {
-                let uses = nodes.uses(at).saturating_add(1);
-                classes.remove(nodes, at);
-                classes.push(nodes, at, access, uses);
-            }
-            None => {
-                let at = nodes.add(fingerprint);
-                places.insert(fingerprint, at);
-                classes.push(nodes, at, access, uses);
-            }
+        if let Some(at) = known {
+            let uses = nodes.uses(at).saturating_add(1);
+            classes.remove(nodes, at);
+            classes.push(nodes, at, access, uses);
+        } else {
+            let at = nodes.add(fingerprint);
+            places.insert(fingerprint, at);
+            classes.push(nodes, at, access, uses);
         }
         while places.len() > capacity
             && let Some(at) = classes.evict(nodes, access.at_ms, Chooser::Worth(table), &mut |_| true)
@@ -123,7 +120,7 @@ impl Guard {
     }
 
     /// Compares what was hit, and decides.
-    pub fn compare(&mut self, hits: Hits, request: u32, capacity: usize) {
+    pub fn compare(&mut self, hits: &Hits, request: u32, capacity: usize) {
         let capacity = capacity as f64;
         let of = |hit: bool| f64::from(u8::from(hit));
         let ahead = of(hits.by_worth) - of(hits.by_lru);

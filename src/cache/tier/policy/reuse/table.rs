@@ -70,7 +70,7 @@ impl Table {
             since: 0,
             uses: 0,
         };
-        table.learn(no_waits());
+        table.learn(&no_waits());
         table
     }
 
@@ -112,9 +112,9 @@ impl Table {
     }
 
     /// Calculates chances and worths. `waiting`: the keys that wait for their next use now.
-    pub fn learn(&mut self, waiting: Waits) {
+    pub fn learn(&mut self, waiting: &Waits) {
         let shape = self.shape();
-        self.learn_chances(&shape, &waiting);
+        self.learn_chances(&shape, waiting);
         // Of those that are used again, the share that still waits when a bin begins.
         let mut waits = [0.0; BINS + 1];
         for bin in (0..BINS).rev() {
