@@ -160,7 +160,7 @@ sections! {
     /// Chunks that stay in memory, in their slots.
     memory: Memory {
         /// Which chunk leaves first.
-        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
+        policy: EvictionPolicy = "reuse", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the arena that chunks nobody uses may take.
@@ -184,7 +184,7 @@ sections! {
         /// Bytes that each of them may take.
         size: ByteSize = "100GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
         /// Which chunk leaves first.
-        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
+        policy: EvictionPolicy = "reuse", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the size that is used.

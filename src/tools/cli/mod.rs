@@ -23,6 +23,7 @@ mod picture;
 mod prefetch;
 mod progress;
 mod prompt;
+mod replay;
 mod rm;
 mod serve;
 mod size;
@@ -75,6 +76,7 @@ enum Command {
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
+    Replay(replay::ReplayArgs),
     #[command(subcommand)]
     Gpu(gpu::GpuCommand),
     #[command(subcommand)]
@@ -138,6 +140,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
+        Command::Replay(args) => replay::run(&args, out),
         Command::Gpu(command) => gpu::run(command, verbose, out).await,
         Command::Config(command) => config::run(command, out),
         Command::Completions(args) => completions::run(&args, Cli::command(), out),
