@@ -19,11 +19,12 @@ use crc_fast::CrcAlgorithm;
 use kvgate::arena::{Arena, ArenaOptions, SlotMut};
 use kvgate::cache::existence::{CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
+use kvgate::cache::tier::policy::{Access, Queue};
 use kvgate::format::{
     ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Kind, Mask, Mha, Space, SpaceId,
     SpaceInput, header_len,
 };
-use kvgate::protocol::Strategy;
+use kvgate::protocol::{EvictionPolicy, Strategy};
 use kvgate::s3::net::{Landing, Traffic};
 use kvgate::s3::object::{
     Capabilities, Condition, GetFuture, GetRange, ListPage, ObjectMeta, ObjectStore, RequestCounts,
@@ -61,6 +62,7 @@ fn main() {
     arena(&mut bench);
     existence(&mut bench);
     lookup(&mut bench);
+    policy(&mut bench);
     let report = Report::new(bench.rows);
     println!("\n{}", report.markdown());
     if given("--save") {
@@ -464,6 +466,50 @@ fn existence(bench: &mut Bench) {
         ("HashMap::insert", || fill(&mut map)),
         || learn(&cache),
         None,
+    );
+}
+
+/// One use each, in a tier of a million chunks. Prompts of 16 chunks come 10 ms apart.
+fn policy(bench: &mut Bench) {
+    const KEYS: u64 = 1_000_000;
+    let access = |number: u64| Access {
+        at_ms: number / 16 * 10,
+        request: (number / 16 % 0xFFFF_FFFE) as u32 + 1,
+        added: 1 << (number / 16 % 7),
+    };
+    let full = |policy| {
+        let mut queue = Queue::new(policy);
+        // The chunks that leave teach it, too.
+        for number in 0..2 * KEYS {
+            queue.insert(number, access(number));
+            while queue.len() as u64 > KEYS {
+                queue.evict(|_| true);
+            }
+        }
+        (queue, 2 * KEYS)
+    };
+    let hit = |(queue, number): &mut (Queue<u64>, u64)| {
+        *number += 1;
+        // All over the tier.
+        queue.hit(&(KEYS + number.wrapping_mul(0x9E37_79B9) % KEYS), access(*number));
+    };
+    let turn_over = |(queue, number): &mut (Queue<u64>, u64)| {
+        *number += 1;
+        queue.insert(*number, access(*number));
+        queue.evict(|_| true)
+    };
+    let (mut lru, mut reuse) = (full(EvictionPolicy::Lru), full(EvictionPolicy::Reuse));
+    bench.compare(
+        "policy: a hit among a million",
+        ("LRU", || hit(&mut lru)),
+        || hit(&mut reuse),
+        Some(Wanted::NanosecondsBelow(1000.0)),
+    );
+    bench.compare(
+        "policy: a new key and an eviction among a million",
+        ("LRU", || turn_over(&mut lru)),
+        || turn_over(&mut reuse),
+        Some(Wanted::NanosecondsBelow(1000.0)),
     );
 }
 

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402
-"""SGLang's host pool filled from kvgate and from SGLang's own file backend, in the same run: CPU seconds a GiB and GB/s, for each
-host layout, and the copies that a page takes.
+"""SGLang's host pool filled from kvgate, from SGLang's own file backend, and from NIXL's where it is installed, in the same run:
+CPU seconds a GiB and GB/s, for each host layout, and the copies that a page takes.
 
 bench/sglang_pages.py [--rounds 7] [--pages 32]     with the Python of an environment that has SGLang and the wheel
 
-Both read what they wrote: kvgate from the node's memory, the file backend from the kernel's page cache. So no disk and no S3 is
+All read what they wrote: kvgate from the node's memory, the others' files from the kernel's page cache. So no disk and no S3 is
 measured, only the way into the pool. kvgate's CPU seconds have the gateway's in them. `copies`: bytes that are written in user
 space for a byte of the pool, counted by the backend itself for kvgate; the file backend reads each page into a tensor of its own
-and copies that into the pool."""
+and copies that into the pool; NIXL reads into the pool where its pages are whole. The kernel's own copy out of its page cache
+comes on top for files and NIXL, and neither verifies what it reads.
+
+NIXL needs no GPU: `pip install nixl nixl-cu13` beside a PyTorch of CUDA 13, or nixl-cu12."""
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import statistics
@@ -85,6 +89,30 @@ class File:
         return time.process_time()
 
 
+class Nixl:
+    """SGLang's backend for NIXL, with NIXL's plugin for files. In layouts whose pages are whole the kernel reads into the pool."""
+
+    def __init__(self, pool, folder):
+        from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
+
+        folder.mkdir()
+        plugin = {"plugin": {"posix": {"active": True}}, "use_direct_io": False, "l3_cleaner_enabled": False}
+        self.backend = HiCacheNixl(config("unused", **plugin), str(folder))
+        self.backend.register_mem_pool_host(pool)
+
+    def store(self, keys, slots):
+        return all(self.backend.batch_set_v1(keys, slots))
+
+    def load(self, keys, slots):
+        return all(self.backend.batch_get_v1(keys, slots))
+
+    def copies(self, keys, slots, page_bytes):
+        return 0.0 if self.backend.is_zero_copy else 1.0
+
+    def cpu(self):
+        return time.process_time()
+
+
 def measured(backend, what, keys, slots, size):
     cpu, began = backend.cpu(), time.perf_counter()
     if not getattr(backend, what)(keys, slots):
@@ -121,6 +149,8 @@ def of_layout(layout, gateway, folder, told):
     size = page_bytes * told.pages
     keys = [hashlib.sha256(f"{layout} {at}".encode()).hexdigest() for at in range(told.pages)]
     backends = {"kvgate": KvGate(pool, gateway), "file": File(pool, folder / f"file-{layout}")}
+    if importlib.util.find_spec("nixl"):
+        backends["nixl"] = Nixl(pool, folder / f"nixl-{layout}")
     for backend in backends.values():
         measured(backend, "store", keys, slots, size)
         measured(backend, "load", keys, slots, size)
@@ -143,7 +173,7 @@ def report(rows, told):
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     )
     lines = [
-        "# SGLang's host pool: kvgate beside SGLang's file backend",
+        "# SGLang's host pool: kvgate beside SGLang's backends for files and NIXL",
         "",
         f"- `bench/sglang_pages.py --rounds {told.rounds} --pages {told.pages}`, loads, medians of {told.rounds} rounds",
         f"- {machine}, {os.cpu_count()} cores; load average at the end {os.getloadavg()[0]:.1f}",

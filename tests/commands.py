@@ -30,11 +30,10 @@ BLOCK = re.compile(r"^( *)```sh\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 # Where a page has none of its own.
 GATEWAY = "kvgate serve --embedded /tmp/kvgate-data --socket /tmp/kvgate.sock --listen 127.0.0.1:9180"
 NOT_RUN = {
-    "cargo run --release -- demo": "tests/run.sh runs it as a step of its own",
+    "cargo run --release -- demo": "tests/run.sh builds it with the same profile for the archive, and runs that",
     "tests/run.sh": "this runs in it",
     "cargo build": "the program is built before",
     "maturin build": "tests/run.sh builds the wheel",
-    "pip install": "tests/run.sh installs the wheel",
     "vllm serve": "tests/engines/test_serve.py runs the README's lines for vLLM",
     "python -m sglang.launch_server": "tests/engines/test_sglang.py runs an engine with the README's flags",
     "python3 -c 'import json; print(json.dumps": "tests/engines/test_serve.py",
@@ -57,8 +56,20 @@ NOT_RUN = {
     "gcc": "tests/capi.sh runs it",
     "python -m kvgate.torch_check": "tests/run.sh runs it with the wheel",
     "target/dist/kvgate gpu": "needs a GPU; tests/gpu stands in for the driver",
+    "helm ": "tests/helm/test_chart.py renders and lints the chart; no cluster is here",
+    "kubectl": "no cluster is here",
+    "promtool": "tests/helm/test_chart.py runs it",
     "source /tmp/kvgate-ceph/env": "belongs to ceph/up.sh",
     "KVGATE__DNS__SRV": "needs Consul; tests/it/dns.rs asks a DNS server of its own",
+    "kvgate demo --bucket BUCKET --region": "needs AWS; tests/aws.sh gives a server of our own AWS's names",
+    "kvgate demo --endpoint https://": "needs an account there, and docs/S3.md says that nobody has tried it",
+    "pip install": "tests/release.py installs the wheel",
+    "sha256sum": "belongs to a release",
+    "tar -C /usr/local": "tests/release.py unpacks the archive",
+    "docker": "needs an engine and a registry; tests/image.sh builds and runs the image without",
+    "release/build.sh": "tests/run.sh calls it",
+    "tests/release.py": "tests/run.sh runs it",
+    "tests/image.sh": "tests/run.sh full runs it",
     "kvgate gpu": "needs a GPU; tests/gpu stands in for the driver",
 }
 
@@ -106,7 +117,7 @@ class Walk:
             (r"(/tmp|/run/kvgate)/kvgate\.sock", f"{self.folder}/kvgate.sock"),
             (r"/tmp/kvgate-data", f"{self.folder}/data"),
             (r"/mnt/nvme(\d)", rf"{self.folder}/nvme\1"),
-            (r"64GiB", "256MiB"),
+            (r"64GiB|512GiB", "256MiB"),
             (r"--objects 256 --object-size 64MiB -t 32", "--objects 4 --object-size 1MiB"),
             (r"--objects 256 --object-size 64MiB", "--objects 4 --object-size 1MiB"),
             (r"--time-limit 30s", "--time-limit 1s"),

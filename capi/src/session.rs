@@ -181,9 +181,14 @@ pub unsafe extern "C" fn kvgate_store(
         // SAFETY: as the caller says.
         let memory = unsafe { borrowed("memory", memory)?.of(space)? };
         let (parents, deadline) = (chain.parents(), Duration::from_millis(deadline_ms));
-        let store = session
-            .direct
-            .store(space, &chain.hashes, &parents, &memory, deadline);
+        let store = session.direct.store(
+            space,
+            &chain.hashes,
+            &parents,
+            &memory,
+            deadline,
+            std::future::pending(),
+        );
         let outcome = session.runtime.block_on(store)?;
         tell(&outcome.reason.unwrap_or_default());
         stored.write(Stored {

@@ -32,6 +32,9 @@ class TorchCopies(Protocol):
 class KvGateError(Exception):
     """The gateway can't be reached or refuses, or an argument is impossible."""
 
+class PanicException(BaseException):
+    """A bug of the extension. `except Exception` does not catch it."""
+
 def version() -> str: ...
 def main(arguments: list[str]) -> int:
     """Runs the command line. Returns its exit status."""
@@ -266,7 +269,7 @@ class Call(Generic[T]):
     """A call of a `Session` under way."""
 
     def stop(self) -> None:
-        """Ends a load early. It has ended, as always, when its `done` was called."""
+        """Ends a load or a store early. It has ended, as always, when its `done` was called."""
 
     def result(self) -> T:
         """The answer of an ended call. Raises its KvGateError."""

@@ -108,7 +108,7 @@ class Stored:
     new_chunks: int
     """Chunks that it did not have before."""
     refused_chunks: int
-    """Chunks for which it had no room. Store again later: chunks that are there cost nothing."""
+    """Chunks for which it had no room in time. Store again later: chunks that are there cost nothing."""
     reason: str | None
     """Why others are not there."""
 
@@ -280,9 +280,9 @@ class Gateway(_Operations):
         """Stores the prompt's full chunks out of `kv`, which has the shape of `load_into` and may not change meanwhile.
 
         When it returns, the node has the chunks, and every lookup finds them. S3 gets them in the background: see `flush`.
-        `deadline`: seconds, after which a gateway that has made no room gets nothing.
+        `deadline`: seconds. Until then chunks for which the gateway has no room wait for it: it makes room as chunks reach S3.
 
-        Raises KvGateError as `load_into`. Chunks without room are no error: the outcome counts them.
+        Raises KvGateError as `load_into`. Chunks that found no room are no error: the outcome counts them.
         """
         return _wait(self._store_from(space, tokens, kv, salt, adapter, slots, axes, deadline))
 

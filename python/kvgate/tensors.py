@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def describe(tensor: Any, axes: str, plane: int, heads: Iterable[int] | None = None) -> dict[str, Any]:
-    """`axes`: a letter for each dimension. `plane`: its index in the space. `heads`: the heads that it has, half-open."""
+def describe(
+    tensor: Any, axes: str, plane: int, heads: Iterable[int] | None = None, row_offset: int = 0
+) -> dict[str, Any]:
+    """`axes`: a letter for each dimension. `plane`: its index in the space. `heads`: the heads that it has, half-open.
+    `row_offset`: bytes of the row before it."""
     size, storage = tensor.element_size(), tensor.untyped_storage()
     return {
         "address": tensor.data_ptr(),
@@ -18,4 +21,5 @@ def describe(tensor: Any, axes: str, plane: int, heads: Iterable[int] | None = N
         "element_bytes": size,
         "planes": [plane],
         **({"heads": list(heads)} if heads else {}),
+        "row_offset": row_offset,
     }

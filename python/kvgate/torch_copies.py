@@ -71,9 +71,13 @@ class TorchCopies:
             host.copy_(there)
             wait(self.mark())
             # The slot's other bytes are other ranks'.
-            slot = memory(address, length)
+            slot, own = memory(address, length), tokens.cpu()
             for part in parts:
-                in_object(part, slot, sizes, 1).copy_(in_object(part, host, sizes, 1))
+                to, stored = in_object(part, slot, sizes, 1), in_object(part, host, sizes, 1)
+                if len(own) == sizes[0]:
+                    to.copy_(stored)
+                else:
+                    to[:, own] = stored[:, own]
 
     def buffers(self, length):
         """On the host and on the device, as long as the slot."""

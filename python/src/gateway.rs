@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::copy::Tensor;
-use kvgate::engine::direct::{Direct, DirectError, Memory};
+use kvgate::engine::direct::{Direct, DirectError, DirectMemory};
 use kvgate::format::{Mask, Space};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
@@ -103,15 +103,10 @@ impl Session {
     ) -> PyResult<Call> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
-        begin((done, Some(held)), move |mut stop| async move {
-            let stopped = async {
-                // The sender goes with the call, which nobody can stop then.
-                if stop.wait_for(|&stop| stop).await.is_err() {
-                    std::future::pending::<()>().await;
-                }
-            };
+        begin((done, Some(held)), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
-            let loaded = direct.load(&space, &hashes, &memory, deadline, stopped).await?;
+            let loaded = direct.load(&space, &hashes, &memory, deadline, stopped(stop));
+            let loaded = loaded.await?;
             Ok(Answer::Loaded(loaded.chunks, loaded.reason))
         })
     }
@@ -130,10 +125,11 @@ impl Session {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
         let parents = [split(&root)?, hashes.clone()].concat();
-        begin((done, Some(held)), move |_| async move {
+        begin((done, Some(held)), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let parents = &parents[..hashes.len()];
-            let stored = direct.store(&space, &hashes, parents, &memory, deadline).await?;
+            let stored = direct.store(&space, &hashes, parents, &memory, deadline, stopped(stop));
+            let stored = stored.await?;
             Ok(Answer::Stored(
                 stored.chunks,
                 stored.new,
@@ -159,7 +155,7 @@ impl Session {
 
 #[pymethods]
 impl Call {
-    /// Ends a load early; nothing is written after `done` was called.
+    /// Ends a load or a store early; the array is not touched after `done` was called.
     fn stop(&self) {
         self.stop.send_replace(true);
     }
@@ -214,9 +210,16 @@ impl Session {
     }
 }
 
-fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<Memory> {
+async fn stopped(mut stop: watch::Receiver<bool>) {
+    // The sender goes with the call, which nobody can stop then.
+    if stop.wait_for(|&stop| stop).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<DirectMemory> {
     let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
-    Memory::new(space, &tensors, slots).map_err(failed)
+    DirectMemory::new(space, &tensors, slots).map_err(failed)
 }
 
 /// Tells this process's sessions from those of every other process that had its number.

@@ -22,6 +22,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
     use super::copier::PyCopier;
     #[pymodule_export]
@@ -42,6 +44,15 @@ mod _native {
     use super::worker::{Loaded, PyWorker, Stored};
     #[pymodule_export]
     use super::{main, version};
+
+    /// A bug of the extension. It is no `Exception`, so Python has to name it to catch it.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add(
+            "PanicException",
+            module.py().get_type::<pyo3::panic::PanicException>(),
+        )
+    }
 }
 
 #[pyfunction]

@@ -2,7 +2,8 @@
 //!
 //! Each call looks up, loads or stores some pages and ends within a deadline. Copies between the arena and a pool are
 //! made by the calling thread, one a page. So none is under way when a call has returned, however it ended: the deadline
-//! falls between copies only.
+//! falls between copies only. [`rank::Worker`](kvgate::engine::rank::Worker) copies in the background, and would have to be
+//! waited for beyond the deadline: this engine waits for its threads no longer than 10 s.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -49,14 +50,13 @@ struct Settings {
     pin_ms: u64,
     /// Bytes of pages that are reserved at a time.
     store_bytes: u64,
+    /// Pages that a load gives back together: few calls, and the gateway's window is free soon.
+    release_pages: usize,
+    /// Time after which a store asks again, where the gateway had no room or not all ranks were there.
+    retry_ms: u64,
     breaker_timeouts: u32,
     breaker_pause_ms: u64,
 }
-
-/// Pages that are released together: few calls, and the gateway's window is free soon.
-const RELEASES: usize = 8;
-/// Time after which a store asks again, where the gateway had no room or not all ranks were there.
-const AGAIN: Duration = Duration::from_millis(20);
 
 /// The outcome of a load or a store.
 #[pyclass(frozen, get_all, module = "kvgate._native")]
@@ -91,6 +91,8 @@ struct Limits {
     /// The query that is the same in all lookups.
     lookup: String,
     store_bytes: u64,
+    release_pages: usize,
+    retry: Duration,
 }
 
 /// One kind of KV in a host pool.
@@ -266,6 +268,8 @@ impl Pages {
                     settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
                 ),
                 store_bytes: settings.store_bytes,
+                release_pages: settings.release_pages,
+                retry: millis(settings.retry_ms),
             },
             breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),
             loads_begun: AtomicU64::default(),
@@ -366,7 +370,7 @@ impl Pages {
                         let what = format!("page {i}: its slot was another chunk's when the copy ended");
                         return Err(ClientError::Answer(what).into());
                     }
-                    if lent.names.len() >= RELEASES {
+                    if lent.names.len() >= self.limits.release_pages {
                         lent.release().await?;
                     }
                 }
@@ -403,7 +407,7 @@ impl Pages {
             let is_stuck = again.len() == now.len();
             left.splice(..0, again);
             if is_stuck {
-                tokio::time::sleep(AGAIN).await;
+                tokio::time::sleep(self.limits.retry).await;
             }
         }
         Ok(())
@@ -522,10 +526,7 @@ impl Pool {
         {
             return Ok(Arc::clone(copier));
         }
-        let shares = own
-            .iter()
-            .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-        let copier = Arc::new(copiers.make(self.copier.cache().only(shares))?);
+        let copier = Arc::new(copiers.make(self.copier.cache().only(own))?);
         *kept = Some((own.to_vec(), Arc::clone(&copier)));
         Ok(copier)
     }

@@ -15,8 +15,7 @@ use kvgate::engine::rank::{
     WantedChunk, WantedKind, Worker, WorkerError,
 };
 use kvgate::format::{ChunkHash, Space};
-use kvgate::protocol::AttachRequest;
-use kvgate::protocol::Order;
+use kvgate::protocol::{AttachRequest, Order, TokenShare};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use serde::Deserialize;
@@ -53,6 +52,9 @@ struct Settings {
 struct KindSettings {
     /// The tensors of each group of layers that has block tables of its own; none where the rank has no layer of it.
     groups: Vec<Vec<Tensor>>,
+    /// For each group the tokens of a chunk that its blocks have; all where it is none, or left out.
+    #[serde(default)]
+    tokens: Vec<Option<TokenShare>>,
     #[serde(default)]
     is_draft: bool,
 }
@@ -163,7 +165,7 @@ impl PyWorker {
             false => Order::Chunk,
         };
         py.detach(|| {
-            let after = self.mark(stream)?;
+            let marked = self.rank.mark(stream.map(EngineStream));
             let (id, waited) = (job.clone(), (job.clone(), Arc::clone(&progress)));
             let all: Vec<(usize, usize)> = wanted
                 .iter()
@@ -171,6 +173,10 @@ impl PyWorker {
                 .collect();
             let kinds = Arc::clone(&self.rank);
             let work = async move {
+                let (after, unmarked) = match marked {
+                    Ok(after) => (after, None),
+                    Err(error) => (None, Some(error)),
+                };
                 let load = LoadJob {
                     id: &id,
                     kinds: &wanted,
@@ -178,7 +184,14 @@ impl PyWorker {
                     deadline_ms: Some(deadline_ms),
                     after,
                 };
-                rank.load(load, &progress).await
+                match unmarked {
+                    None => rank.load(load, &progress).await,
+                    // Nothing may be written before the engine's own work is done.
+                    Some(error) => {
+                        rank.decline_load(load, &progress).await;
+                        Err(error.into())
+                    }
+                }
             };
             let began = Instant::now();
             let begin = |state: &mut State| state.by_layer.extend(by_layer.then_some(waited));
@@ -340,13 +353,16 @@ impl PyWorker {
             .with_patience(patience);
         let (mut kinds, mut pages) = (Vec::new(), Vec::new());
         for (space, of) in spaces.into_iter().zip(settings.kinds) {
-            let cache = |tensors: &Vec<Tensor>| {
+            let cache = |(group, tensors): (usize, &Vec<Tensor>)| {
+                let tokens = of.tokens.get(group).copied().flatten().unwrap_or_default();
                 let is_here = !tensors.is_empty();
-                is_here.then(|| PagedCache::new(&space, tensors)).transpose()
+                let cache = || PagedCache::new(&space, tensors)?.with_tokens(tokens);
+                is_here.then(cache).transpose()
             };
             let groups: Vec<Option<PagedCache>> = of
                 .groups
                 .iter()
+                .enumerate()
                 .map(cache)
                 .collect::<Result<_, _>>()
                 .map_err(failed)?;
@@ -467,7 +483,7 @@ impl Kind {
         let computed = computed.map(|(index, (&hash, &parent))| {
             let spans = self.groups.iter().zip(&tables).filter_map(|(cache, blocks)| {
                 let cache = cache.as_ref()?;
-                let of_chunk = rows.div_ceil(cache.block_tokens()) as usize;
+                let of_chunk = cache.tokens().count(rows).div_ceil(cache.block_tokens()) as usize;
                 let mapping = SlotMapping::Blocks {
                     table: blocks.get(index * of_chunk..).unwrap_or_default(),
                     first_token: 0,

@@ -65,7 +65,7 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
                 write https:// there or remove this";
             problems.push(("s3.ca_file", message.to_owned()));
         }
-        if !s3.path_style && is_address(host_of(endpoint)) {
+        if s3.path_style == Some(false) && is_address(host_of(endpoint)) {
             let message = "false puts the bucket before the host name, but s3.endpoint is an IP \
                 address; write true";
             problems.push(("s3.path_style", message.to_owned()));

@@ -285,7 +285,7 @@ fn is_label(label: &str) -> bool {
 /// <https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html>
 fn bucket(text: &str) -> Result<String, String> {
     const RESERVED_STARTS: [&str; 3] = ["xn--", "sthree-", "amzn-s3-demo-"];
-    const RESERVED_ENDS: [&str; 5] = ["-s3alias", "--ol-s3", ".mrap", "--x-s3", "--table-s3"];
+    const RESERVED_ENDS: [&str; 5] = ["-s3alias", "--ol-s3", "--op-s3", ".mrap", "--table-s3"];
 
     let alphanumeric = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let edge = |byte: Option<&u8>| byte.is_some_and(|byte| alphanumeric(*byte));
@@ -305,6 +305,10 @@ fn bucket(text: &str) -> Result<String, String> {
         "looks like an IP address".to_owned()
     } else if let Some(start) = RESERVED_STARTS.iter().find(|start| text.starts_with(**start)) {
         format!("begins with {start:?}, which S3 reserves")
+    } else if text.ends_with("--x-s3") {
+        "is a directory bucket (S3 Express One Zone), whose sessions kvgate does not have; name a general purpose \
+         bucket"
+            .to_owned()
     } else if let Some(end) = RESERVED_ENDS.iter().find(|end| text.ends_with(**end)) {
         format!("ends with {end:?}, which S3 reserves")
     } else {

@@ -57,8 +57,8 @@ sections! {
         prefix: String = "", PREFIX;
         /// Region that requests are signed for.
         region: String = "us-east-1", REGION;
-        /// Bucket in the path of the URL (true) or in the host name (false).
-        path_style: bool = "true", Flag;
+        /// Bucket in the path of the URL (true) or in the host name (false); not set: in the path with an endpoint, else not.
+        path_style: Option<bool> = "", Optional(Flag);
         /// PEM file with the certificate authorities to trust.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
         /// How existence is asked of S3.
@@ -162,7 +162,7 @@ sections! {
     /// Chunks that stay in memory, in their slots.
     memory: Memory {
         /// Which chunk leaves first.
-        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
+        policy: EvictionPolicy = "reuse", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the arena that chunks nobody uses may take.
@@ -186,7 +186,7 @@ sections! {
         /// Bytes that each of them may take.
         size: ByteSize = "100GiB", Between(ByteSize(MIB), ByteSize(1024 * TIB));
         /// Which chunk leaves first.
-        policy: EvictionPolicy = "lru", OneOf(EvictionPolicy::WORDS);
+        policy: EvictionPolicy = "reuse", OneOf(EvictionPolicy::WORDS);
         /// How long a chunk stays at most; not set: as long as there is room.
         ttl: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 365 * 86_400_000 });
         /// Percent of the size that is used.

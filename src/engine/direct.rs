@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::client::{Client, ClientError, Engine, FoundChunks};
 use super::copy::{Copier, CopyError, LayoutError, MappingError, PagedCache, SlotMapping, Spans, Tensor};
@@ -19,6 +19,9 @@ use super::rank::{
 };
 use crate::format::{ChunkHash, Kind, Space};
 use crate::protocol::{AttachRequest, Flushed, Order};
+
+/// Time after which a store asks again for room.
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// One process's session with the node, for calls that name their memory.
 pub struct Direct {
@@ -33,7 +36,7 @@ type MakeCopier = Arc<dyn Fn(PagedCache) -> Result<Copier, CopyError> + Send + S
 
 /// KV in this process's memory: all layers and heads of a space.
 #[derive(Debug, Clone)]
-pub struct Memory {
+pub struct DirectMemory {
     cache: PagedCache,
     /// For each token `block * block_tokens + token in the block`, negative: nowhere. None: token t is at t.
     slots: Option<Vec<i64>>,
@@ -55,7 +58,7 @@ pub struct DirectStored {
     pub chunks: usize,
     /// Chunks that it did not have before.
     pub new: usize,
-    /// Chunks for which it had no room: store them again later.
+    /// Chunks for which it had no room in time: store them again later.
     pub refused: usize,
     /// The reason why others are not there.
     pub reason: Option<String>,
@@ -86,7 +89,7 @@ pub enum DirectError {
     Parents { parents: usize, hashes: usize },
 }
 
-impl Memory {
+impl DirectMemory {
     /// Checks the tensors; an error lists all that doesn't fit the space.
     pub fn new(space: &Space, tensors: &[Tensor], slots: Option<Vec<i64>>) -> Result<Self, DirectError> {
         if space.kind() != Kind::Full {
@@ -197,7 +200,7 @@ impl Direct {
         &self,
         space: &Space,
         hashes: &[ChunkHash],
-        memory: &Memory,
+        memory: &DirectMemory,
         deadline: Duration,
         stop: impl Future<Output = ()>,
     ) -> Result<DirectLoaded, DirectError> {
@@ -236,7 +239,8 @@ impl Direct {
         })
     }
 
-    /// Stores leading chunks of a prompt out of the memory. A gateway that has made no room by `deadline` gets nothing.
+    /// Stores leading chunks of a prompt out of the memory. Where they are more than the gateway has room for, the rest
+    /// follows when the first ones have left for the lower tiers, until `deadline` or `stop`.
     ///
     /// The memory may not change before the call returns, and the call may not be dropped before.
     pub async fn store(
@@ -244,8 +248,9 @@ impl Direct {
         space: &Space,
         hashes: &[ChunkHash],
         parents: &[ChunkHash],
-        memory: &Memory,
+        memory: &DirectMemory,
         deadline: Duration,
+        stop: impl Future<Output = ()>,
     ) -> Result<DirectStored, DirectError> {
         if hashes.len() != parents.len() {
             return Err(DirectError::Parents {
@@ -260,28 +265,49 @@ impl Direct {
             parent,
             spans: vec![places],
         });
-        let kinds = [ComputedKind {
-            kind: 0,
-            chunks: chunks.collect(),
-        }];
+        let chunks: Vec<ComputedChunk> = chunks.collect();
         let worker = self.worker(space, memory)?;
-        let job = StoreJob {
-            kinds: &kinds,
-            after: None,
-            deadline,
+        let until = Instant::now() + deadline;
+        let mut is_there = vec![false; hashes.len()];
+        let mut left: Vec<usize> = (0..hashes.len()).collect();
+        let (mut new, mut refused) = (0, 0);
+        tokio::pin!(stop);
+        let reason = loop {
+            let of_left = left.iter().map(|&index| chunks[index].clone());
+            let kinds = [ComputedKind {
+                kind: 0,
+                chunks: of_left.collect(),
+            }];
+            let job = StoreJob {
+                kinds: &kinds,
+                after: None,
+                deadline: until.saturating_duration_since(Instant::now()),
+            };
+            let stored = match worker.store(job, &Hold::default()).await {
+                Ok(stored) => stored.into_iter().next().unwrap_or_default(),
+                Err(error) if left.len() == hashes.len() => return Err(error.into()),
+                Err(error) => break Some(error.to_string()),
+            };
+            new += stored.stored;
+            for &at in &stored.there {
+                is_there[left[at]] = true;
+            }
+            left.retain(|&index| !is_there[index]);
+            refused = stored.refused;
+            if refused == 0 || stored.error.is_some() || Instant::now() + AGAIN >= until {
+                break stored.error;
+            }
+            // The gateway makes room as chunks reach a lower tier.
+            tokio::select! {
+                () = tokio::time::sleep(AGAIN) => {}
+                () = &mut stop => break None,
+            }
         };
-        let stored = worker.store(job, &Hold::default()).await?;
-        let stored = stored.into_iter().next().unwrap_or_default();
-        let leading = stored
-            .there
-            .iter()
-            .enumerate()
-            .take_while(|(at, there)| at == *there);
         Ok(DirectStored {
-            chunks: leading.count(),
-            new: stored.stored,
-            refused: stored.refused,
-            reason: stored.error,
+            chunks: is_there.iter().take_while(|&&there| there).count(),
+            new,
+            refused,
+            reason,
         })
     }
 
@@ -292,7 +318,7 @@ impl Direct {
     }
 
     /// The rank of one call.
-    fn worker(&self, space: &Space, memory: &Memory) -> Result<Worker, DirectError> {
+    fn worker(&self, space: &Space, memory: &DirectMemory) -> Result<Worker, DirectError> {
         let pages = KindPages {
             space: space.clone(),
             is_draft: false,

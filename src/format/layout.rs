@@ -14,7 +14,7 @@ pub struct Plane {
     /// Index of the layer in the whole model.
     pub layer: u32,
     pub heads: u32,
-    /// Bytes of one token of one head: K then V, or the latent. Of a state: all that one of the equal shares has.
+    /// Bytes of one token of one head: K then V, or the latent. Of a state: all that one head has.
     pub row_bytes: u32,
 }
 
@@ -86,6 +86,11 @@ impl Layout {
     /// Number of planes.
     pub fn planes(&self) -> usize {
         self.bounds.len() - 1
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> usize {
+        self.layer_ends.len()
     }
 
     /// The bytes of plane `index` in the object.

@@ -74,7 +74,7 @@ pub enum Offer {
     New,
     /// The engine fills this slot already; the rank writes its share.
     Join(SlotId),
-    /// Another engine stores it, or this rank's share is done.
+    /// Another engine or another call of this session stores it, or this rank's share is done.
     Pending,
 }
 
@@ -178,7 +178,9 @@ impl<K: Clone + Ord, R, L> Ledger<K, R, L> {
         };
         let filling = self.fillings.get_mut(slot).ok_or(SlotError::NotYours)?;
         let shares = filling.owners.contains(&of.rank) && !filling.committed.contains(&of.rank);
-        if filling.instance != of.instance || !shares {
+        // Two calls of one session at once: the first to commit would let the other write into a slot that is published.
+        let is_written = filling.writers.contains(&session);
+        if filling.instance != of.instance || !shares || is_written {
             return Ok(Offer::Pending);
         }
         filling.writers.insert(session);

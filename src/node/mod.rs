@@ -253,7 +253,7 @@ impl Node {
         Ok((session, events))
     }
 
-    /// Notes a rank of an engine. All of its ranks cut heads in the same way.
+    /// Notes a rank of an engine. All of its ranks cut heads and deal tokens in the same way.
     fn join_ranks(&self, session: &Session) -> Result<(), NodeError> {
         let Session {
             id,
@@ -266,14 +266,20 @@ impl Node {
         let mut ledger = self.ledger();
         ledger.attach(*id, instance, *rank, *world_size)?;
         let others = ledger.ranks(*id).into_values();
-        let mut others = others.filter_map(|id| Some(self.0.by_id.get(&id)?.has.tp_size()));
-        let size = has.tp_size();
-        let Some(there) = others.find(|there| *there != size) else {
+        let cuts = |has: &Has| (has.tp_size(), has.dealt());
+        let mut others = others.filter_map(|id| Some(cuts(&self.0.by_id.get(&id)?.has)));
+        let own = cuts(has);
+        let Some(there) = others.find(|there| *there != own) else {
             return Ok(());
         };
         ledger.end(*id);
+        let told = |(heads, (size, interleave))| {
+            format!("heads for {heads} ranks, and tokens for {size} in runs of {interleave}")
+        };
         Err(NodeError::Rank(format!(
-            "rank {rank} of {instance:?} cuts heads for {size} ranks, and its other ranks for {there}: give all ranks of an engine the same size in `tp`"
+            "rank {rank} of {instance:?} cuts {}; its other ranks cut {}: give all ranks of an engine the same size in `tp`, and the same size and interleave in `tokens`",
+            told(own),
+            told(there)
         )))
     }
 

@@ -1,4 +1,4 @@
-//! The bytes of a chunk that each rank writes: each range has one owner, the lowest rank that has it.
+//! The bytes of a chunk that each rank writes: each row has one owner, the lowest rank that has it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ledger::Rank;
 use crate::format::{Plane, Space};
-use crate::protocol::Share;
+use crate::protocol::{Share, TokenShare};
 
 /// A rank's share of the model.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -19,23 +19,42 @@ pub struct Has {
     /// Tensor-parallel rank and size. None: all heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tp: Option<(u32, u32)>,
+    /// Of each chunk, but of states.
+    #[serde(default, skip_serializing_if = "TokenShare::is_all")]
+    pub tokens: TokenShare,
 }
 
 /// Some bytes would have no owner.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "no rank has head {head} of plane {plane} (layer {layer}): check the `layers` and `tp` that the ranks attached with"
-)]
-pub struct Uncovered {
-    pub plane: usize,
-    pub layer: u32,
-    pub head: u32,
+pub enum Uncovered {
+    #[error(
+        "no rank has head {head} of plane {plane} (layer {layer}), of tokens {share} of {shares}: check the `layers`, `tp` and `tokens` that the ranks attached with"
+    )]
+    Head {
+        plane: usize,
+        layer: u32,
+        head: u32,
+        share: u32,
+        shares: u32,
+    },
+    #[error(
+        "chunks of {chunk_tokens} tokens can't be dealt to ranks in rounds of {round}: declare the space with a chunk_tokens that is a multiple of it"
+    )]
+    Chunk { chunk_tokens: u32, round: u64 },
 }
 
 impl Has {
     /// Number of ranks that heads are cut for.
     pub fn tp_size(&self) -> u32 {
         self.tp.map_or(1, |(_, size)| size)
+    }
+
+    /// How tokens are dealt, whatever this rank has of them.
+    pub fn dealt(&self) -> (u32, u32) {
+        match self.tokens.is_all() {
+            true => (1, 1),
+            false => (self.tokens.size, self.tokens.interleave),
+        }
     }
 
     /// The heads that this rank has of a plane. Ranks cut heads into equal runs. Where there are fewer heads than ranks,
@@ -58,13 +77,42 @@ impl Has {
 /// By rank, for those that own anything.
 pub type Shares = BTreeMap<Rank, Vec<Share>>;
 
-/// The shares of all ranks that own anything.
+/// The shares of all ranks that own anything. All ranks deal tokens alike.
 pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<Shares, Uncovered> {
+    // A snapshot has no tokens that could be dealt: each rank has all of its own heads'.
+    let is_dealt = space.chunk_rows() == space.chunk_tokens();
+    let of = |has: &Has| if is_dealt { has.tokens } else { TokenShare::ALL };
+    let any = ranks.values().next().map(of).unwrap_or_default();
+    if !any.deals(space.chunk_tokens()) {
+        return Err(Uncovered::Chunk {
+            chunk_tokens: space.chunk_tokens(),
+            round: any.round(),
+        });
+    }
     let mut shares = Shares::new();
+    for rank in 0..any.size {
+        let tokens = TokenShare { rank, ..any };
+        let having: Vec<(Rank, &Has)> = ranks
+            .iter()
+            .filter(|(_, has)| of(has).rank == rank)
+            .map(|(&rank, has)| (rank, has))
+            .collect();
+        add_shares(space, &having, tokens, &mut shares)?;
+    }
+    Ok(shares)
+}
+
+/// The shares of these tokens, by the ranks that have them.
+fn add_shares(
+    space: &Space,
+    ranks: &[(Rank, &Has)],
+    tokens: TokenShare,
+    shares: &mut Shares,
+) -> Result<(), Uncovered> {
     for (plane, of) in space.planes().iter().enumerate() {
         // Half-open ranges of heads that have no owner so far.
         let mut open: Vec<Range<u32>> = std::iter::once(0..of.heads).collect();
-        for (&rank, has) in ranks {
+        for &(rank, has) in ranks {
             let heads = has.heads_of(of);
             let mut left = Vec::with_capacity(open.len() + 1);
             for range in open {
@@ -84,20 +132,23 @@ pub fn shares(space: &Space, ranks: &BTreeMap<Rank, Has>) -> Result<Shares, Unco
                     _ => of_rank.push(Share {
                         planes: (plane, plane + 1),
                         heads: (own.start, own.end),
+                        tokens,
                     }),
                 }
             }
             open = left;
         }
         if let Some(range) = open.first() {
-            return Err(Uncovered {
+            return Err(Uncovered::Head {
                 plane,
                 layer: of.layer,
                 head: range.start,
+                share: tokens.rank,
+                shares: tokens.size,
             });
         }
     }
-    Ok(shares)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -116,7 +167,11 @@ mod tests {
 
     /// Ranks that have these layers, and are this one of so many.
     fn ranks(of: &[(Pair, Pair)]) -> BTreeMap<Rank, Has> {
-        let has = of.iter().map(|&(layers, tp)| Has { layers, tp });
+        let has = of.iter().map(|&(layers, tp)| Has {
+            layers,
+            tp,
+            tokens: TokenShare::ALL,
+        });
         (0..).zip(has).collect()
     }
 
@@ -128,10 +183,18 @@ mod tests {
     /// A rank, its planes and its heads.
     type Owned = (Rank, (usize, usize), (u32, u32));
 
+    fn share(planes: (usize, usize), heads: (u32, u32)) -> Share {
+        Share {
+            planes,
+            heads,
+            tokens: TokenShare::ALL,
+        }
+    }
+
     /// One share for each rank that owns anything.
     fn owned<const N: usize>(shares: [Owned; N]) -> BTreeMap<Rank, Vec<Share>> {
         shares
-            .map(|(rank, planes, heads)| (rank, vec![Share { planes, heads }]))
+            .map(|(rank, planes, heads)| (rank, vec![share(planes, heads)]))
             .into()
     }
 
@@ -156,7 +219,7 @@ mod tests {
             shares(&space, &tp(4)).unwrap(),
             owned([(0, (0, 2), (0, 1)), (2, (0, 2), (1, 2))])
         );
-        // Each rank has everything: context parallel.
+        // Each rank has everything: prefill context parallel.
         let all = ranks(&[(None, Some((0, 1))), (None, Some((0, 1)))]);
         assert_eq!(shares(&space, &all).unwrap(), owned([(0, (0, 2), (0, 2))]));
     }
@@ -175,7 +238,6 @@ mod tests {
                 {"name": "replicated", "layer": 1, "heads": 1, "row_bytes": 64},
                 {"name": "state", "layer": 2, "heads": 2, "row_bytes": 4096}]"#,
         );
-        let share = |planes, heads| Share { planes, heads };
         assert_eq!(
             shares(&space, &tp(2)).unwrap(),
             BTreeMap::from([
@@ -234,6 +296,106 @@ mod tests {
         let stages = ranks(&[(Some((0, 2)), None), (Some((2, 4)), None)]);
         assert_eq!(shares(&space, &stages).unwrap()[&1][0].planes, (2, 4));
         let gap = ranks(&[(Some((0, 2)), None), (Some((3, 4)), None)]);
-        assert_eq!(shares(&space, &gap).unwrap_err().layer, 2);
+        let uncovered = shares(&space, &gap).unwrap_err();
+        assert!(
+            matches!(uncovered, Uncovered::Head { layer: 2, .. }),
+            "{uncovered}"
+        );
+    }
+
+    /// Ranks of a tensor parallelism whose neighbours have the same heads: their tokens are dealt to `size` of them.
+    fn dealt(tp_size: u32, size: u32, interleave: u32) -> BTreeMap<Rank, Has> {
+        let mut ranks = tp(tp_size);
+        for (rank, has) in &mut ranks {
+            has.tokens = TokenShare {
+                rank: rank % size,
+                size,
+                interleave,
+            };
+        }
+        ranks
+    }
+
+    #[test]
+    fn heads_and_tokens_decide_together() {
+        let tokens = |rank| TokenShare {
+            rank,
+            size: 2,
+            interleave: 4,
+        };
+        let of = |heads, rank| Share {
+            tokens: tokens(rank),
+            ..share((0, 2), heads)
+        };
+        // Ranks 0 to 3 have the first head, and two of them all of its tokens.
+        let space_of = |heads| {
+            space(&format!(
+                r#""mha": {{"layers": 2, "heads": {heads}, "head_dim": 8}}"#
+            ))
+        };
+        assert_eq!(
+            shares(&space_of(2), &dealt(8, 2, 4)).unwrap(),
+            BTreeMap::from([
+                (0, vec![of((0, 1), 0)]),
+                (1, vec![of((0, 1), 1)]),
+                (4, vec![of((1, 2), 0)]),
+                (5, vec![of((1, 2), 1)]),
+            ])
+        );
+        let latents = space(r#""mla": {"layers": 2, "latent_dim": 32}"#);
+        assert_eq!(
+            shares(&latents, &dealt(4, 2, 4)).unwrap(),
+            BTreeMap::from([(0, vec![of((0, 1), 0)]), (1, vec![of((0, 1), 1)])])
+        );
+    }
+
+    #[test]
+    fn a_state_is_not_dealt() {
+        let space = space(
+            r#""kind": "state", "planes": [{"name": "state", "layer": 0, "heads": 2, "row_bytes": 64}]"#,
+        );
+        assert_eq!(
+            shares(&space, &dealt(2, 2, 16)).unwrap(),
+            shares(&space, &tp(2)).unwrap()
+        );
+    }
+
+    #[test]
+    fn tokens_without_a_rank_and_chunks_that_can_t_be_dealt_are_told() {
+        let space = space(r#""mla": {"layers": 1, "latent_dim": 32}"#);
+        let mut ranks = dealt(2, 2, 4);
+        ranks.get_mut(&1).unwrap().tokens.rank = 0;
+        let uncovered = shares(&space, &ranks).unwrap_err();
+        assert!(uncovered.to_string().contains("of tokens 1 of 2"), "{uncovered}");
+        let uncovered = shares(&space, &dealt(2, 2, 16)).unwrap_err();
+        assert!(
+            matches!(
+                uncovered,
+                Uncovered::Chunk {
+                    chunk_tokens: 16,
+                    round: 32
+                }
+            ),
+            "{uncovered}"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn every_row_has_one_owner(heads in 1_u32..5, copies in 1_u32..4, size in 1_u32..4, interleave in 1_u32..5) {
+            let space = Space::from_json(&format!(
+                r#"{{"model": "m", "revision": "1", "dtype": "float16", "chunk_tokens": {},
+                    "mha": {{"layers": 1, "heads": {heads}, "head_dim": 1}}}}"#, 2 * size * interleave
+            )).unwrap();
+            let owned = shares(&space, &dealt(heads * copies * size, size, interleave)).unwrap();
+            let mut rows: Vec<(u32, u32)> = owned.values().flatten().flat_map(|share| {
+                let tokens: Vec<u32> = share.tokens.runs(0..space.chunk_tokens()).flatten().collect();
+                (share.heads.0..share.heads.1).flat_map(move |head| tokens.clone().into_iter().map(move |token| (head, token)))
+            }).collect();
+            rows.sort_unstable();
+            let all: Vec<(u32, u32)> =
+                (0..heads).flat_map(|head| (0..space.chunk_tokens()).map(move |token| (head, token))).collect();
+            prop_assert_eq!(rows, all);
+        }
     }
 }

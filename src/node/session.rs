@@ -171,6 +171,7 @@ fn unguessable() -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::TokenShare;
 
     #[test]
     fn shares_are_worked_out_once_for_each_space_and_set_of_ranks() {
@@ -192,6 +193,7 @@ mod tests {
             let has = |rank| Has {
                 tp: Some((rank, size)),
                 layers: None,
+                tokens: TokenShare::ALL,
             };
             (0..size).map(|rank| (rank, has(rank))).collect()
         };

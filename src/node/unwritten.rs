@@ -36,18 +36,26 @@ impl Marks {
     }
 }
 
-/// The ranges of a share's marks in the payload: at both ends of its run in each plane, which is
+/// The ranges of a share's marks in the payload: at both ends of what it has of each plane, which is
 /// `[head][token][row]`.
 fn places(space: &Space, share: &Share) -> impl Iterator<Item = Range<usize>> {
     let layout = space.layout();
     let (first, end) = share.heads;
     let planes = share.planes.0..share.planes.1;
+    let tokens = share.tokens;
     planes.flat_map(move |plane| {
         let bytes = layout.plane(plane);
         let start = bytes.start - layout.header_len();
         let head_bytes = bytes.len() / space.planes()[plane].heads as usize;
-        let run = start + first as usize * head_bytes..start + end as usize * head_bytes;
-        let mark = MARK_BYTES.min(run.len());
+        let mut run = start + first as usize * head_bytes..start + end as usize * head_bytes;
+        let mut mark = MARK_BYTES.min(run.len());
+        if !tokens.is_all() {
+            // Other ranks' tokens are before the first of its runs, between them and after the last.
+            let of_run = tokens.interleave as usize * space.planes()[plane].row_bytes as usize;
+            run.start += tokens.rank as usize * of_run;
+            run.end -= (tokens.size - 1 - tokens.rank) as usize * of_run;
+            mark = mark.min(of_run);
+        }
         let ends = [run.start..run.start + mark, run.end - mark..run.end];
         // They must not overlap, or the second would spoil the first.
         let count = if run.len() >= 2 * mark { 2 } else { 1 };

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::tokens::TokenShare;
 use super::words::{Order, Strategy, Tier};
 use crate::format::{ChunkHash, Kind, ModelId, Plane, SpaceId};
 
@@ -50,6 +51,9 @@ pub struct AttachRequest {
     /// rank has of each plane.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tp: Option<(u32, u32)>,
+    /// The tokens of each chunk that this rank has (context parallel); all if not given. States are not cut by it.
+    #[serde(default, skip_serializing_if = "TokenShare::is_all")]
+    pub tokens: TokenShare,
 }
 
 fn one() -> u32 {
@@ -227,13 +231,16 @@ pub struct ReserveChunk {
     pub tokens: Option<u32>,
 }
 
-/// A rank's own share of a chunk: these heads of these planes.
+/// A rank's own share of a chunk: these tokens of these heads of these planes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// Half-open.
     pub planes: (usize, usize),
     /// Half-open.
     pub heads: (u32, u32),
+    /// The same in all shares of a rank.
+    #[serde(default, skip_serializing_if = "TokenShare::is_all")]
+    pub tokens: TokenShare,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]

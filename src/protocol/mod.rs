@@ -3,8 +3,10 @@
 
 mod calls;
 mod choice;
+mod tokens;
 mod words;
 
 pub use calls::*;
 pub(crate) use choice::choices;
+pub use tokens::TokenShare;
 pub use words::{EvictionPolicy, Order, ProbeMode, Strategy, Tier, WhenFull};

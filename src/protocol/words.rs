@@ -47,6 +47,9 @@ choices! {
 
     /// Which chunk leaves a tier first.
     EvictionPolicy {
+        /// The chunk that is least likely to be asked for again soon, by what this node has seen; the least recently
+        /// used one where that is better.
+        Reuse = "reuse",
         /// The least recently used chunk.
         Lru = "lru",
         /// The oldest chunk.

@@ -8,6 +8,7 @@
 //! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
 //! | `inventory` | the content of a bucket: listing, checking, removing                           |
 //! | `model`     | the kinds of KV of a model, by its config.json or its name                       |
+//! | `replay`    | a trace through the eviction policies                                            |
 //! | `s3_server` | the configured S3 server, or one in this process                               |
 
 pub mod bench;
@@ -16,4 +17,5 @@ pub mod demo;
 pub mod gpu_check;
 pub mod inventory;
 mod model;
+pub mod replay;
 mod s3_server;

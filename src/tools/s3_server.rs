@@ -119,7 +119,7 @@ impl S3Server {
         let mut config = config.clone();
         config.s3.endpoint = Some(server.endpoint());
         config.s3.bucket = Some(name.to_owned());
-        config.s3.path_style = true;
+        config.s3.path_style = Some(true);
         config.s3.ca_file = None;
         Ok(Self {
             store: open_store(&config, Some(credentials)).await?,

@@ -7,17 +7,22 @@ import functools
 import sys
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
+import test_model
 import torch
 from kvgate import Prompt
-from kvgate.vllm.model import Model
-from made_up import kind
+from kvgate.vllm.model import Model, describe
+from kvgate.vllm.settings import Settings
+from made_up import deepseek_v32, kind
 from stand_ins import GARBAGE, BrokenError, Sibling, Worker, check, kv_of
 from vllm.config import KVTransferConfig, ObservabilityConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -32,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -82,13 +88,29 @@ class Group(NamedTuple):
     word: str
     span: int
     block_tokens: int
+    """Of a rank."""
     is_draft: bool = False
+    dealt_to: int = 1
+    """Ranks that have some of a block's tokens each."""
+    parts: int = 1
+    """Kinds of KV in its blocks: a latent, and what sparse attention chooses tokens by."""
+
+    @property
+    def tokens(self):
+        """Of a block on all ranks together."""
+        return self.block_tokens * self.dealt_to
+
+    def layers(self, number):
+        """vLLM's specs by its names of layers."""
+        if self.parts == 1:
+            return {f"model.layers.{number}.attn": self.spec()}
+        return deepseek_v32(self.block_tokens)
 
     def spec(self):
         attention = {"block_size": self.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         match self.word:
             case "full":
-                return FullAttentionSpec(**attention)
+                return FullAttentionSpec(**attention, dcp_sharded=not self.is_draft or self.dealt_to > 1)
             case "window":
                 return SlidingWindowSpec(**attention, sliding_window=self.span)
             case "chunked":
@@ -128,6 +150,23 @@ TEMPLATE = {
 MODELS = {}
 
 
+def spec_of(layers):
+    """Of a group: as vLLM makes it of its layers'."""
+    (first, *others) = layers.values()
+    return UniformTypeKVCacheSpecs.from_specs(layers) if any(spec != first for spec in others) else first
+
+
+def described(config, cache, chunk_tokens):
+    """kvgate's own description of what vLLM has made."""
+    parallel = config.parallel_config
+    full = test_model.engine()
+    full.parallel_config = parallel
+    settings = Settings.read({"socket": "/nowhere/sock", "chunk_tokens": chunk_tokens})
+    # No CPU deals tokens.
+    with mock.patch.object(type(current_platform), "is_cpu", lambda self: False):
+        return describe(full, cache, settings)
+
+
 def first_token(word, span, start):
     """Of those that token `start` attends to, in other words than kvgate's."""
     match word:
@@ -145,7 +184,7 @@ def model_of(groups, chunk_tokens, eagle):
         for number, group in enumerate(groups):
             of_kinds.setdefault((group.is_draft, group.word != "full", group.word, group.span), []).append(number)
         kinds = tuple(
-            kind(word, span, {number: groups[number].block_tokens for number in numbers}, is_draft, chunk_tokens)
+            kind(word, span, {number: groups[number].tokens for number in numbers}, is_draft, chunk_tokens)
             for (is_draft, _, word, span), numbers in sorted(of_kinds.items())
         )
         MODELS[key] = Model(kinds, chunk_tokens, 0, 0, eagle, len(groups))
@@ -222,8 +261,9 @@ class Engine:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=self.ranks,
                 pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
+                decode_context_parallel_size=self.dealt_to,
                 prefill_context_parallel_size=1,
+                cp_kv_cache_interleave_size=self.interleave,
                 data_parallel_index=0,
                 data_parallel_size=1,
                 rank=0,
@@ -231,10 +271,19 @@ class Engine:
             ),
         )
         groups = [
-            KVCacheGroupSpec([f"layers.{number}"], group.spec(), is_eagle_group=self.eagle and group.is_draft)
+            KVCacheGroupSpec(list(layers), spec_of(layers), is_eagle_group=self.eagle and group.is_draft)
             for number, group in enumerate(self.groups)
+            if (layers := group.layers(number))
         ]
         cache = KVCacheConfig(self.blocks, [], groups)
+        if self.model is None:
+            key = (tuple(self.groups), self.chunk_tokens, self.dealt_to, self.interleave)
+            if key not in MODELS:
+                MODELS[key] = described(config, cache, self.chunk_tokens)
+            self.model = MODELS[key]
+            self.space = self.model.spaces[0]
+        # The scheduler's copy has one spec for each group.
+        cache = generate_scheduler_kv_cache_config([cache])
         block_size, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = hash_tokens
         cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(cache, config, block_size, hash_tokens)
@@ -255,7 +304,7 @@ class Engine:
             native.worker = Worker(rank)
             native.tables = [[(group, 1) for group in kind.blocks] for kind in self.model.kinds]
         for rank, sibling in enumerate(self.siblings):
-            sibling.content = self.content[rank]
+            sibling.content = self.content[rank][0]
         self.aggregator = KVOutputAggregator(self.ranks)
         self.hasher = get_request_block_hasher(hash_tokens, sha256)
         self.side = self.ours(self.scheduler.connector).scheduler
@@ -342,10 +391,13 @@ class Engine:
             connector.handle_preemptions(meta)
             self.check_busy(rank)
             connector.bind_connector_metadata(meta)
+            for copied in output.kv_cache_block_copies or ():
+                for part in self.content[rank]:
+                    part[copied.dst_block_id][:] = part[copied.src_block_id]
             if output.has_sync_kv_loads:
                 connector.start_load_kv(None)
             for tables, tokens, start, end in work:
-                self.compute(self.content[rank], tables, tokens, start, end)
+                self.compute(rank, tables, tokens, start, end)
             if not output.has_sync_kv_loads:
                 connector.start_load_kv(None)
             connector.wait_for_save()
@@ -407,14 +459,23 @@ class Engine:
             work.append((tables, tokens, start, start + count))
         return work, sampled
 
-    def compute(self, content, tables, tokens, start, end):
+    def place(self, rank, group, at):
+        """Of a token: its block's place in the table and its slot in it; None: another rank has it."""
+        if group.dealt_to == 1:
+            return at // group.block_tokens, at % group.block_tokens
+        block, in_block = divmod(at, group.tokens)
+        runs, in_run = divmod(in_block, self.interleave)
+        turn, owner = divmod(runs, group.dealt_to)
+        return (block, turn * self.interleave + in_run) if owner == rank % group.dealt_to else None
+
+    def compute(self, rank, tables, tokens, start, end):
         tokens = tokens[:end]
         right = kv_of(tokens)
         is_right = True
         for number, group in enumerate(self.groups):
             if group.is_draft or not start:
                 continue
-            held, wanted = self.attended(content, tables[number], number, group, start, right)
+            held, wanted = self.attended(rank, tables[number], number, group, start, right)
             is_right &= held == wanted
             check(
                 held == wanted or self.failures or self.sibling_failures or self.is_off or None in tokens[:start],
@@ -431,26 +492,35 @@ class Engine:
         for number, group in enumerate(self.groups):
             size, table = group.block_tokens, tables[number]
             if group.word == "state":
-                row = (number, right[end - 1]) if good == end else GARBAGE
-                content[table[(end - 1) // size]][:] = [row]
+                row = (number, 0, right[end - 1]) if good == end else GARBAGE
+                self.content[rank][0][table[(end - 1) // size]][:] = [row]
                 continue
-            for at in range(start, end):
-                slots = content[table[at // size]]
-                if len(slots) != size:
-                    slots[:] = [GARBAGE] * size
-                slots[at % size] = (number, right[at]) if at < good else GARBAGE
+            for part in range(group.parts):
+                for at in range(start, end):
+                    if (place := self.place(rank, group, at)) is not None:
+                        row = (number, part, right[at]) if at < good else GARBAGE
+                        self.write(rank, part, table[place[0]], size, place[1], row)
 
-    def attended(self, content, table, number, group, start, right):
-        """What a group's layers read before they compute token `start`, and what it should be."""
+    def write(self, rank, part, block, size, slot, row):
+        slots = self.content[rank][part][block]
+        if len(slots) != size:
+            slots[:] = [GARBAGE] * size
+        slots[slot] = row
+
+    def attended(self, rank, table, number, group, start, right):
+        """What a group's layers read on this rank before they compute token `start`, and what it should be."""
         size = group.block_tokens
         if group.word == "state":
-            return content[table[(start - 1) // size]], [(number, right[start - 1])]
-        first = first_token(group.word, group.span, start)
-        held = []
-        for at in range(first, start):
-            slots = content[table[at // size]]
-            held.append(slots[at % size] if table[at // size] and len(slots) == size else GARBAGE)
-        return held, [(number, row) for row in right[first:start]]
+            return self.content[rank][0][table[(start - 1) // size]], [(number, 0, right[start - 1])]
+        held, wanted = [], []
+        for at in range(first_token(group.word, group.span, start), start):
+            if (place := self.place(rank, group, at)) is None:
+                continue
+            for part in range(group.parts):
+                slots = self.content[rank][part][table[place[0]]]
+                held.append(slots[place[1]] if table[place[0]] and len(slots) == size else GARBAGE)
+                wanted.append((number, part, right[at]))
+        return held, wanted
 
     def check_busy(self, rank):
         """Blocks that any copy uses are nobody else's."""

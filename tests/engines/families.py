@@ -223,6 +223,13 @@ FAMILIES = {
 }
 
 
+# On a CPU vLLM runs stages only where each of them has attention.
+FAMILIES["lfm2_stages"] = {**FAMILIES["lfm2"], "layer_types": ["conv", "full_attention"] * 2}
+FAMILIES["nemotron_h_stages"] = {
+    **FAMILIES["nemotron_h"],
+    "hybrid_override_pattern": "M-*M-*",
+    "layers_block_type": ["mamba", "mlp", "attention"] * 2,
+}
 FAMILIES["deepseek_mtp"] = {
     **FAMILIES["deepseek_v3"],
     "layers_add": 0.1,

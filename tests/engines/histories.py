@@ -27,11 +27,13 @@ PROMPT_TOKENS = ()
 
 
 class History(Engine):
+    DEALT = 0.3
+    """Share of the histories with ranks that have some of the tokens each, where vLLM can deal them."""
     SIBLINGS = (None, "sync", "sync", "async")
     MODELS = (
         *("plain",) * 6,
         *("windows", "windows", "two windows", "chunked", "states", "states", "states and windows"),
-        *("windows alone", "states alone", "drafts", "windows and drafts"),
+        *("windows alone", "states alone", "drafts", "windows and drafts", "latents", "latents"),
     )
 
     def __init__(self, seed, says=lambda *_: None, module_path=None):
@@ -39,13 +41,19 @@ class History(Engine):
         self.says = says
         self.numbers = random.Random(seed)
         self.choose()
-        self.content = [[[GARBAGE] * self.block_tokens for _ in range(self.blocks)] for _ in range(self.ranks)]
+        parts = max(group.parts for group in self.groups)
+        self.content = [
+            [[[GARBAGE] * self.block_tokens for _ in range(self.blocks)] for _ in range(parts)]
+            for _ in range(self.ranks)
+        ]
         self.gateway, self.of_chunk, self.published_by = set(), {}, {}
-        self.model = model_of(self.groups, self.chunk_tokens, self.eagle)
+        # Of these kvgate's own description of what vLLM makes is taken.
+        is_described = (self.dealt_to > 1 or parts > 1) and not any(group.is_draft for group in self.groups)
+        self.model = None if is_described else model_of(self.groups, self.chunk_tokens, self.eagle)
         self.epochs, self.siblings, self.known = [b""], [], set()
         self.truth, self.rejected = {}, {}
         self.names = 0
-        self.space = self.model.spaces[0]
+        self.space = self.model.spaces[0] if self.model else None
         self.in_flight = []
         self.freed, self.told = set(), set()
         self.has_reset = False
@@ -58,10 +66,11 @@ class History(Engine):
         self.ranks = numbers.choice((1, 1, 2))
         self.block_tokens = numbers.choice((1, 2, 4))
         self.choose_model()
-        is_plain = self.groups == [Group("full", 0, self.block_tokens)]
-        self.chunk_tokens = math.lcm(*(group.block_tokens for group in self.groups)) * numbers.choice((1, 2, 3))
+        self.deal_tokens()
+        is_plain = len(self.groups) == 1 and self.groups[0].word == "full"
+        self.chunk_tokens = math.lcm(*(group.tokens for group in self.groups)) * numbers.choice((1, 2, 3))
         self.layerwise = is_plain and not self.is_async and numbers.random() < 0.25
-        self.sibling = numbers.choice(self.SIBLINGS) if is_plain else None
+        self.sibling = numbers.choice(self.SIBLINGS) if self.groups == [Group("full", 0, self.block_tokens)] else None
         self.sibling_delivers, self.sends = numbers.random() < 0.3, numbers.random() < 0.3
         self.failures = numbers.choice((0, 0.2, 0.5))
         self.sibling_failures = numbers.choice((0, 0.2))
@@ -72,7 +81,7 @@ class History(Engine):
         self.drafts = 0 if any(group.word == "state" for group in self.groups) else numbers.choice((0, 0, 1, 3))
         self.eagle = self.drafts > 0 and any(group.is_draft for group in self.groups)
         self.role = numbers.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"))
-        needed = sum(-(-MOST_TOKENS // group.block_tokens) for group in self.groups)
+        needed = sum(-(-MOST_TOKENS // group.tokens) for group in self.groups)
         self.blocks = needed + numbers.choice((0, 2, 4, needed // 2)) + 4 * len(self.groups)
         self.policy = numbers.choice(("fcfs", "fcfs", "priority"))
         self.seats = numbers.choice((2, 4))
@@ -80,6 +89,22 @@ class History(Engine):
         # vLLM itself asserts that what it pads with drafts is below it.
         self.long_prefill = numbers.choice((0, 0, max(3, self.drafts + 1), 6))
         self.throws = numbers.random() < 0.1
+
+    def deal_tokens(self):
+        """Decode context parallel: each rank has some tokens of each block. vLLM deals no windows."""
+        numbers, self.dealt_to, self.interleave = self.numbers, 1, 1
+        if any(group.word in ("window", "chunked") for group in self.groups) or numbers.random() > self.DEALT:
+            return
+        self.dealt_to = numbers.choice((2, 2, 3))
+        self.interleave = numbers.choice([run for run in (1, 2, 4) if self.block_tokens % run == 0])
+        self.ranks = self.dealt_to * numbers.choice((1, 1, 2))
+        self.groups = [
+            # A draft may run without, and a state is on each rank.
+            group._replace(dealt_to=self.dealt_to)
+            if group.word == "full" and not (group.is_draft and numbers.random() < 0.5)
+            else group
+            for group in self.groups
+        ]
 
     def choose_model(self):
         """Its KV cache groups, as vLLM would deal them."""
@@ -89,6 +114,8 @@ class History(Engine):
         match numbers.choice(self.MODELS):
             case "plain":
                 pass
+            case "latents":
+                full = full._replace(parts=2)
             case "windows":
                 other = numbers.choice((1, 2)) * size
                 others = [Group("window", window, other)] * numbers.choice((1, 2))
@@ -291,7 +318,7 @@ class History(Engine):
         for request in waiting:
             held = sum(map(len, self.scheduler.kv_cache_manager.get_block_ids(request.request_id)))
             is_loaded = request.status == RequestStatus.WAITING and request.num_computed_tokens > 0
-            needed = sum(-(-request.num_tokens // group.block_tokens) for group in self.groups)
+            needed = sum(-(-request.num_tokens // group.tokens) for group in self.groups)
             if is_loaded and needed - held > free:
                 self.says("vLLM is stuck, abort", request.request_id)
                 self.keep_truth()
@@ -339,6 +366,7 @@ class Overtaken(History):
         self.is_async = self.layerwise = self.throws = False
         self.sibling, self.failures, self.sibling_failures = None, 0, 0
         self.drafts, self.ranks, self.role = 0, 1, "kv_both"
+        self.dealt_to = self.interleave = 1
         self.block_tokens, self.chunk_tokens, self.blocks, self.groups, self.eagle = (
             2,
             4,

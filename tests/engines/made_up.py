@@ -3,9 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import torch
 from kvgate import Space
 from kvgate.vllm.kinds import Kind
 from kvgate.vllm.model import Model
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
 CHUNK, BLOCK = 8, 4
 
@@ -20,7 +23,7 @@ def kind(word="full", span=0, blocks=None, is_draft=False, chunk_tokens=CHUNK):
         "draft": "eagle" if is_draft else "",
         "planes": [{"name": "kv", "layer": 0, "heads": 1, "row_bytes": 32}],
     }
-    return Kind(Space(json.dumps(space)), word, span, is_draft, blocks or {0: BLOCK}, (), (), ())
+    return Kind(Space(json.dumps(space)), word, span, is_draft, blocks or {0: BLOCK}, (), ())
 
 
 def model(*kinds, chunk_tokens=CHUNK, drops_last=False):
@@ -28,6 +31,30 @@ def model(*kinds, chunk_tokens=CHUNK, drops_last=False):
     kinds = kinds or (kind(),)
     sizes = {group: size for one in kinds for group, size in one.blocks.items()}
     return Model(kinds, chunk_tokens, max(sizes.values()), min(sizes.values()), drops_last, len(sizes))
+
+
+def deepseek_v32(block_tokens):
+    """The specs that vLLM makes of two of its layers."""
+    cache = SimpleNamespace(block_size=block_tokens)
+    config = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(dtype=torch.bfloat16))
+    latent = SimpleNamespace(
+        kv_cache_dtype="fp8_ds_mla",
+        head_size=576,
+        sliding_window=None,
+        indexer=object(),
+        non_causal_multi_token_decode=False,
+        topk_buffer_width=None,
+    )
+    keys = SimpleNamespace(head_dim=128 + 4, dtype=torch.uint8, cache_config=cache)
+    latent, keys = (
+        MLAAttention.get_kv_cache_spec(latent, config),
+        DeepseekV32IndexerCache.get_kv_cache_spec(keys, config),
+    )
+    return {
+        f"model.layers.{layer}.self_attn.{part}": spec
+        for layer in range(2)
+        for part, spec in (("attn", latent), ("indexer.k_cache", keys))
+    }
 
 
 def request(name="r", tokens=range(20), **more):

@@ -1,15 +1,19 @@
-"""Between an engine and its gateway, or a gateway and S3: python proxy.py LISTEN TARGET [--delay SECONDS] [--kill PID]
+"""Between an engine and its gateway, or a gateway and S3: python proxy.py LISTEN TARGET [--delay SECONDS] [--kill PID] [--relent]
 
 LISTEN and TARGET are paths of unix sockets, or host:port. --delay: each answer comes so late. --kill: the first load is told
-of one chunk, then this process is killed and everything is cut."""
+of one chunk, then this process is killed and everything is cut. --relent: slots are told with another generation than they
+have, as if they had become another chunk's."""
 
 import argparse
 import asyncio
 import contextlib
 import os
+import re
 import signal
 
 READ = 1 << 16
+GENERATION = re.compile(rb'("generation":\d*)(\d)')
+"""Its last digit."""
 
 
 async def main(arguments):
@@ -58,6 +62,8 @@ async def answers(reader, writer, arguments, loads):
             await writer.drain()
             os.kill(arguments.kill, signal.SIGKILL)
             os._exit(0)
+        if arguments.relent:
+            block = GENERATION.sub(lambda told: told[1] + bytes([told[2][0] ^ 1]), block)
         writer.write(block)
         await writer.drain()
     writer.close()
@@ -69,4 +75,5 @@ if __name__ == "__main__":
     parser.add_argument("target")
     parser.add_argument("--delay", type=float, default=0)
     parser.add_argument("--kill", type=int, default=0)
+    parser.add_argument("--relent", action="store_true")
     asyncio.run(main(parser.parse_args()))

@@ -4,7 +4,8 @@ import torch
 from kvgate.sglang import KvGateStorage
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -43,7 +44,15 @@ def storage(socket, pools, **named):
 
 
 def mha(
-    layout, page=PAGE, pages=PAGES, layers=LAYERS, heads=HEADS, head_dim=HEAD_DIM, v_head_dim=None, dtype=torch.bfloat16
+    layout,
+    page=PAGE,
+    pages=PAGES,
+    layers=LAYERS,
+    heads=HEADS,
+    head_dim=HEAD_DIM,
+    v_head_dim=None,
+    dtype=torch.bfloat16,
+    allocator="default",
 ):
     size = page * pages
     device = MHATokenToKVPool(
@@ -69,10 +78,11 @@ def mha(
         device_capacity_tokens=size,
         start_layer=0,
         end_layer=layers,
+        allocator_type=allocator,
     )
 
 
-def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16):
+def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16, allocator="default"):
     size = page * pages
     device = MLATokenToKVPool(
         size=size,
@@ -84,6 +94,31 @@ def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16):
         device="cpu",
         enable_memory_saver=False,
     )
+    return latents(device, layout, allocator)
+
+
+def dsa(layout, layers=LAYERS):
+    """The pools of DeepSeek V3.2: latents, and the index of them."""
+    size = PAGE * PAGES
+    device = DSATokenToKVPool(
+        size=size,
+        page_size=PAGE,
+        kv_lora_rank=32,
+        dtype=torch.bfloat16,
+        qk_rope_head_dim=16,
+        layer_num=layers,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=48,
+        index_buf_size=size,
+    )
+    anchor = latents(device, layout)
+    return anchor, DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), anchor, pin_memory=False)
+
+
+def latents(device, layout, allocator="default"):
+    size, page, layers = device.size, device.page_size, device.layer_num
     return MLATokenToKVPoolHost(
         device._mla_buffer_info(),
         1.0,
@@ -96,6 +131,7 @@ def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16):
         start_layer=0,
         end_layer=layers,
         target_layer_num=layers,
+        allocator_type=allocator,
     )
 
 
@@ -113,7 +149,7 @@ def bytes_of(pool, slot):
 
 
 def buffers(pool):
-    kept = pool.kv_buffer
+    kept = pool.index_k_with_scale_buffer if isinstance(pool, DSAIndexerPoolHost) else pool.kv_buffer
     return list(kept) if isinstance(kept, list | tuple) else [kept]
 
 

@@ -2,6 +2,7 @@
 histories.py."""
 
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -136,12 +137,18 @@ class Part:
                 table = table[start // size : -(-end // size)] if start < end else []
             yield table
 
+    @property
+    def part(self):
+        """Which of the kinds of KV that are in the same blocks."""
+        others = world.model.kinds[: self.number]
+        return sum(not self.kind.blocks.keys().isdisjoint(other.blocks) for other in others)
+
     def rows(self, chunk, group):
-        """What is to be in a group's blocks of one of its chunks."""
+        """What is to be in a group's blocks of one of its chunks, on all ranks."""
         kv = world.kv_of_chunk(chunk)
         if self.kind.word == "state":
-            return [(group, kv[-1])]
-        return [(group, slot) for slot in kv]
+            return [(group, self.part, kv[-1])]
+        return [(group, self.part, slot) for slot in kv]
 
 
 class Worker:
@@ -202,8 +209,8 @@ class Worker:
                 for group, table in part.tables.items():
                     blocks = len(table) // len(part.chunks)
                     own = table[index * blocks : (index + 1) * blocks]
-                    held = [slot for block in own for slot in self.content[block]]
-                    right = part.rows(chunk, group)
+                    held = [slot for block in own for slot in self.content[part.part][block]]
+                    right = [row for at, row in enumerate(part.rows(chunk, group)) if self.place(part, group, at)]
                     # Drafts may be computed from drafts' KV that was not there.
                     check(
                         held == right or part.kind.is_draft,
@@ -231,7 +238,6 @@ class Worker:
     def bring(self, job):
         broken = world.numbers.choice(job.parts) if self.fails() else None
         for part in job.parts:
-            size = lambda group, part=part: 1 if part.kind.word == "state" else part.kind.blocks[group]  # noqa: E731
             rows_of_chunk = 1 if part.kind.word == "state" else world.chunk_tokens
             first = min(start for (start, _), _ in part.tables.values())
             last = max(end for (_, end), _ in part.tables.values())
@@ -239,9 +245,10 @@ class Worker:
             for group, ((start, end), table) in part.tables.items():
                 rows = [row for chunk in part.chunks for row in part.rows(chunk, group)]
                 for token in range(start, end):
-                    self.write(
-                        table[token // size(group)], size(group), token, rows[token] if token < some else GARBAGE
-                    )
+                    if (place := self.place(part, group, token)) is not None:
+                        size = 1 if part.kind.word == "state" else world.groups[group].block_tokens
+                        row = rows[token] if token < some else GARBAGE
+                        world.write(self.rank, part.part, table[place[0]], size, place[1], row)
             missing = [at for at in range(len(part.chunks)) if (at + 1) * rows_of_chunk > some < last]
             # Tokens of the first missing chunk before `some` have come, which nobody knows.
             if part.kind.is_draft:
@@ -252,11 +259,9 @@ class Worker:
     def fails(self):
         return world.numbers.random() < world.failures
 
-    def write(self, block, size, token, row):
-        slots = self.content[block]
-        if len(slots) != size:
-            slots[:] = [GARBAGE] * size
-        slots[token % size] = row
+    def place(self, part, group, at):
+        """Of a row, in blocks as long as the kind's."""
+        return (at, 0) if part.kind.word == "state" else world.place(self.rank, world.groups[group], at)
 
     def take_back(self, jobs):
         for name in jobs:
@@ -364,7 +369,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
             some = world.numbers.randrange(start // size, end // size) * size
             self.failed.update(table[some // size : -(-end // size)])
         for token in range(start, end):
-            row = (0, kv[token]) if token < some else GARBAGE
+            row = (0, 0, kv[token]) if token < some else GARBAGE
             self.content[table[token // size]][token % size] = row
 
     def go_on(self):
@@ -408,6 +413,9 @@ def stand_in():
     connector_module.items_have_digests = lambda *_: True
     connector_module.needs_whole_prompts = lambda *_: False
     worker_module.Worker = Worker
+    worker_module.get_dcp_group = lambda: SimpleNamespace(
+        rank_in_group=world.config.parallel_config.rank % world.dealt_to
+    )
     VllmConfig.use_v2_model_runner = property(lambda self: False)
 
 

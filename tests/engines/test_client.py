@@ -17,6 +17,7 @@ import threading
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import kvgate
 import numpy as np
@@ -272,6 +273,44 @@ class MistakesTest(Case):
         self.assertIn("absent", loaded.reason)
 
 
+class RoomTest(unittest.TestCase):
+    def test_a_prompt_larger_than_the_room_is_stored_whole(self):
+        kv = self.large(chunks=24)
+        tokens = range(kv.shape[2])
+        with kvgate.connect(self.node().socket) as gateway:
+            stored = gateway.store_from(self.space, tokens, kv, deadline=60)
+            self.assertEqual((stored.tokens, stored.refused_chunks, stored.reason), (len(tokens), 0, None))
+            out = np.zeros_like(kv)
+            hit = gateway.lookup(self.space, tokens, deadline=10)
+            self.assertEqual(gateway.load_into(hit, out), kvgate.Loaded(len(tokens), None))
+            np.testing.assert_array_equal(out, kv)
+
+    def test_without_s3_it_waits_until_its_deadline(self):
+        kv = self.large(chunks=12)
+        with kvgate.connect(self.node(["--endpoint", "http://127.0.0.1:9", "--bucket", "none"]).socket) as gateway:
+            stored = gateway.store_from(self.space, range(kv.shape[2]), kv, deadline=1)
+            self.assertEqual((stored.tokens // 64 + stored.refused_chunks, stored.reason), (12, None))
+            self.assertGreater(stored.refused_chunks, 4)
+            self.assertGreater(stored.new_chunks, 4)
+
+    space = kvgate.space(model="large", revision="1", dtype="float16", layers=8, heads=8, head_dim=128, chunk_tokens=64)
+    """Chunks of 2 MiB."""
+
+    def large(self, chunks):
+        kv = np.zeros((8, 2, chunks * 64, 8, 128), np.float16)
+        kv[:] = np.arange(chunks * 64, dtype=np.float16)[:, None, None]
+        return kv
+
+    def node(self, s3=None):
+        """A gateway with room for 16 MiB that S3 has not."""
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-client-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        with mock.patch.dict(os.environ, KVGATE__STORE__WRITE_BEHIND="16MiB"):
+            node = Gateway(folder.name, s3=s3).start()
+        self.addCleanup(node.end)
+        return node
+
+
 class LivesTest(unittest.TestCase):
     """A gateway that goes and comes."""
 
@@ -352,7 +391,9 @@ kv, tokens = computed(1), list(range(TOKENS))
 gateway.store_from(space(), tokens, kv)
 hit = gateway.lookup(space(), tokens)
 hang({self.node.pid()})
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+# Also when somebody presses it again while it waits.
+for after in (0.2, 0.4, 0.6):
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
 out = np.zeros_like(kv)
 before = sys.getrefcount(out)
 try:

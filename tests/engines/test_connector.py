@@ -25,7 +25,7 @@ from kvgate.vllm.settings import Settings
 from kvgate.vllm.stats import KvGateStats
 from kvgate.vllm.versions import LACKING, REQUIRED, check
 from kvgate.vllm.worker import axes_of, kernel_blocks, own_heads
-from made_up import Pool, model, request
+from made_up import Pool, kind, model, request
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 API = Path(__file__).with_name("connector_api.json")
@@ -427,10 +427,11 @@ class RunningRequest(unittest.TestCase):
     """A request of 20 tokens in blocks of 4 and chunks of 8, of which the first chunk is there, on two ranks."""
 
     layerwise = False
+    kinds = ()
 
     def setUp(self):
         settings = Settings.read({"socket": "/nowhere/sock", "layerwise": self.layerwise})
-        self.scheduler = SchedulerSide(model(), settings, ranks=2)
+        self.scheduler = SchedulerSide(model(*self.kinds), settings, ranks=2)
         self.pool = Pool()
         self.scheduler.blocks.bind(self.pool)
         self.blocks = {}
@@ -554,6 +555,33 @@ class StoreTest(RunningRequest):
 
     def test_no_token_is_dropped_for_a_store(self):
         self.assertFalse(KvGateConnector.requires_kv_delivery.fget(None))
+
+
+class FailedWindowTest(RunningRequest):
+    """The store of a window's chunk failed."""
+
+    kinds = (kind("window", 6),)
+
+    def failed(self):
+        self.report_store(self.new("r", tokens=20), set())
+
+    def test_the_next_step_stores_it_once_more(self):
+        self.failed()
+        meta = self.new("r", tokens=20)
+        self.assertEqual(self.tables(meta), {"r": [12, 13]})
+        self.assertEqual(self.new("r", tokens=20).stores, [], "it is under way")
+        self.report_store(meta, set())
+        self.assertEqual(self.new("r", tokens=20).stores, [], "two failures are enough")
+
+    def test_not_where_vllm_has_given_its_blocks_to_others(self):
+        self.failed()
+        self.blocks["r"][2] = 0
+        self.assertEqual(self.new("r", tokens=20).stores, [])
+
+    def test_not_before_it_is_computed_again(self):
+        self.failed()
+        self.assertEqual(self.new("r", tokens=12).stores, [])
+        self.assertEqual(self.tables(self.new("r", tokens=16)), {"r": [12, 13]})
 
 
 class SiblingTest(RunningRequest):

@@ -7,6 +7,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+from kvgate._native import PanicException
 from kvgate.vllm import KvGateConnector
 from kvgate.vllm.blocks import Blocks
 from kvgate.vllm.guard import Owed
@@ -88,9 +89,10 @@ class SchedulerTest(unittest.TestCase):
             self.assertEqual(one.get_num_new_matched_tokens(request("other"), 0), (0, False))
 
     def test_a_load_that_vllm_counts_on_is_told_as_lost(self):
-        for broken in ("allocated", "step"):
+        # A panic of the extension is no `Exception`.
+        for broken, error in (("allocated", KeyError), ("step", KeyError), ("step", PanicException)):
             self.setUp()
-            getattr(self.side, broken).side_effect = KeyError("anything")
+            getattr(self.side, broken).side_effect = error("anything")
             with self.assertLogs("kvgate.vllm.connector", "ERROR"):
                 self.promise()
                 meta = self.connector.build_connector_meta(None)

@@ -14,6 +14,7 @@ from unittest import mock
 import histories
 import stand_ins
 from histories import History, Overtaken
+from kvgate.vllm import model
 from kvgate.vllm.blocks import Blocks, Kept
 from kvgate.vllm.connector import KvGateConnector
 from kvgate.vllm.scheduler import SchedulerSide
@@ -189,6 +190,26 @@ class PlantedTest(unittest.TestCase):
 
         with mock.patch.object(SchedulerSide, "load_part", planted):
             self.finds("computed from is wrong")
+
+    def test_latents_that_are_loaded_without_what_chooses_among_them(self):
+        load_part = SchedulerSide.load_part
+
+        def planted(self, index, *told):
+            return load_part(self, index, *told) if index == 0 else None
+
+        with (
+            mock.patch.object(SchedulerSide, "load_part", planted),
+            mock.patch.object(History, "MODELS", ("latents",)),
+        ):
+            self.finds("computed from is wrong")
+
+    def test_blocks_of_one_rank_where_tokens_are_dealt_to_several(self):
+        with (
+            mock.patch.object(model, "block_tokens", lambda spec, parallel: spec.block_size),
+            mock.patch.object(History, "MODELS", ("plain",)),
+            mock.patch.object(History, "DEALT", 1),
+        ):
+            self.finds("names blocks|Error")
 
     def test_failed_loads_that_are_asked_for_again_at_once(self):
         note = SchedulerSide.note_failure

@@ -16,6 +16,7 @@ from test_families import AMX, HAS_AMX
 # The CPU's rotary_embedding computes something else for queries of three dimensions.
 # On a CPU vLLM runs stages only with its warm-up.
 PP2 = {"pipeline_parallel_size": 2, "enforce_eager": False}
+TP2 = {"tensor_parallel_size": 2}
 LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 # The CPU's Mamba2 scan gives no states from inside a step: steps have to end where a state is kept.
 MAMBA2 = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
@@ -172,23 +173,32 @@ if os.environ.get("KVGATE_TEST_FULL"):
 
 
 class RanksCase(KindsCase):
-    PROMPTS = tuple(prompt(seed, 1000) for seed in (1, 2))
-
-    def writes_and_reads(self, family, reused, writer, reader, **engine):
-        plain = self.alive(family, self.PROMPTS, **engine)
-        first = self.alive(family, self.PROMPTS, self.kv, **engine, **writer)
+    def writes_and_reads(self, family, reused, writer, reader, more=232, **engine):
+        """`more`: tokens of the prompts behind what is reused."""
+        prompts = [prompt(seed, reused + more) for seed in (1, 2)]
+        plain = self.alive(family, prompts, **engine)
+        first = self.alive(family, prompts, self.kv, **engine, **writer)
         self.assertEqual((first["external"], first["tokens"]), (0, plain["tokens"]))
         self.anew()
-        second = self.alive(family, self.PROMPTS, self.kv, **engine, **reader)
+        second = self.alive(family, prompts, self.kv, **engine, **reader)
         self.assertEqual((second["external"], second["tokens"]), (2 * reused, plain["tokens"]))
+
+    def states(self, family, reused, writer, reader, **engine):
+        """A wrong state shows close behind the snapshot only."""
+        self.writes_and_reads(family, reused, writer, reader, more=2, **engine)
 
 
 class RanksTest(RanksCase):
     def test_two_ranks_write_windows_and_one_reads(self):
-        self.writes_and_reads("gemma3", 768, {"tensor_parallel_size": 2}, {})
+        self.writes_and_reads("gemma3", 768, TP2, {})
         self.assertEqual(
             {kind: len(paths) for kind, paths in self.gateway.kinds().items()}, {"full": 6, "window 128": 6}
         )
+
+    def test_two_ranks_write_states_and_one_reads(self):
+        self.states("lfm2", 896, TP2, {}, **LFM2)
+        # Of each prompt one snapshot, which is an object of both ranks.
+        self.assertEqual({kind: len(paths) for kind, paths in self.gateway.kinds().items()}, {"full": 14, "state": 2})
 
     def test_two_stages_write_and_one_reads(self):
         self.writes_and_reads("gemma3", 768, PP2, {})
@@ -198,14 +208,43 @@ if os.environ.get("KVGATE_TEST_FULL"):
 
     class MoreRanksTest(RanksCase):
         def test_one_writes_windows_and_two_ranks_read(self):
-            self.writes_and_reads("gemma3", 768, {}, {"tensor_parallel_size": 2})
+            self.writes_and_reads("gemma3", 768, {}, TP2)
 
         def test_two_ranks_write_and_read_states(self):
-            both = {"tensor_parallel_size": 2}
-            self.writes_and_reads("lfm2", 896, both, both, **LFM2)
+            self.states("lfm2", 896, TP2, TP2, **LFM2)
+
+        def test_one_writes_states_and_two_ranks_read(self):
+            self.states("lfm2", 896, {}, TP2, **LFM2)
+
+        def test_two_ranks_write_states_with_a_group_that_both_have(self):
+            self.states("granite_hybrid", 768, TP2, {}, **MAMBA2)
+
+        def test_two_ranks_read_states_with_a_group_that_both_have(self):
+            self.states("granite_hybrid", 768, {}, TP2, **MAMBA2)
+
+        def test_two_ranks_write_states_with_a_group_for_each(self):
+            self.states("nemotron_h", 768, TP2, {}, **MAMBA2)
+
+        def test_two_ranks_read_states_with_a_group_for_each(self):
+            self.states("nemotron_h", 768, {}, TP2, **MAMBA2)
+
+        def test_two_ranks_write_states_of_a_delta_net(self):
+            self.states("qwen3_next", 768, TP2, {}, dtype="bfloat16")
+
+        def test_two_ranks_read_states_of_a_delta_net(self):
+            self.states("qwen3_next", 768, {}, TP2, dtype="bfloat16")
 
         def test_one_writes_and_two_stages_read(self):
             self.writes_and_reads("gemma3", 768, {}, PP2)
+
+        def test_two_stages_write_states_and_one_reads(self):
+            self.states("lfm2_stages", 896, PP2, {}, **LFM2)
+
+        def test_one_writes_states_and_two_stages_read(self):
+            self.states("lfm2_stages", 896, {}, PP2, **LFM2)
+
+        def test_two_stages_write_states_with_heads_and_one_reads(self):
+            self.states("nemotron_h_stages", 768, PP2, {}, **MAMBA2)
 
         def test_stages_whose_layers_overlap_are_refused(self):
             """vLLM numbers Falcon-H1's states after all of its attention."""

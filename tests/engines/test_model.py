@@ -178,6 +178,46 @@ class RankTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, told):
                 space(config)
 
+    def test_tokens_that_are_dealt_to_ranks_are_of_the_same_spaces(self):
+        """A block is that of all ranks together, but where each rank has all of it."""
+        for ranks in (2, 4):
+            config = dealt(ranks)
+            model = described(config, caches(num_kv_heads=1))
+            self.assertEqual([one.id for one in model.spaces], ids(engine(), caches(num_kv_heads=1)))
+            self.assertEqual((model.kinds[0].blocks, model.alignment), ({0: 16 * ranks}, 16 * ranks))
+            self.assertEqual(
+                [one.id for one in described(config, deepseek_v32()).spaces], ids(engine(), deepseek_v32())
+            )
+        model = described(dealt(3), caches())
+        self.assertEqual((model.chunk_tokens, model.chunk_tokens % 48), (288, 0))
+        self.assertRaisesRegex(ValueError, "chunk_tokens to 288", described, dealt(3), caches(), chunk_tokens=256)
+        # A state is on each rank as a whole, and a draft that runs without.
+        full, state = described(dealt(2), qwen3_next(tp=2)).kinds
+        self.assertEqual((set(full.blocks.values()), set(state.blocks.values())), ({1088}, {544}))
+        with_draft = grouped((spec(), attention(0, 1)), (spec(dcp_sharded=False), attention(4)))
+        model = described(with_drafts(dealt(2)), with_draft)
+        self.assertEqual([kind.blocks for kind in model.kinds], [{0: 32}, {1: 16}])
+
+    def test_tokens_that_can_not_be_dealt(self):
+        name = "decode_context_parallel_size 2"
+        for kv_caches, told in (
+            (gemma3(), f"windows.*{name}"),
+            (caches(ChunkedLocalAttentionSpec, attention_chunk_size=512), f"chunked.*{name}"),
+            (deepseek_v32(head_size=68), f"packed together.*{name}"),
+        ):
+            self.assertRaisesRegex(ValueError, told, described, dealt(2), kv_caches)
+        described(dealt(2, 8))
+        self.assertRaisesRegex(ValueError, "cp_kv_cache_interleave_size 32", described, dealt(2, 32))
+        with (
+            mock.patch.object(type(current_platform), "is_cpu", lambda self: True),
+            mock.patch("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "vec"),
+        ):
+            self.assertRaisesRegex(ValueError, name, described, dealt(2))
+        # Ranks that split a prefill have all of its KV.
+        config = engine()
+        config.parallel_config.prefill_context_parallel_size = 2
+        self.assertEqual([one.id for one in described(config, gemma3()).spaces], ids(engine(), gemma3()))
+
     def test_slots_of_their_own_for_k_and_v(self):
         with self.assertRaisesRegex(ValueError, "--attention-backend"):
             space(engine(), caches(num_head_slots=2))
@@ -532,13 +572,13 @@ def uniform(of_layer, block_size):
     return grouped((UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=of_layer), list(of_layer)))
 
 
-def deepseek_v32():
+def deepseek_v32(head_size=132, block_size=64):
     """A latent, and the cache that sparse attention chooses tokens by."""
-    mla = {"block_size": 64, "num_kv_heads": 1}
+    mla = {"block_size": block_size, "num_kv_heads": 1}
     latent = spec(MLAAttentionSpec, **mla, head_size=576)
-    indexer = spec(MLAAttentionSpec, **mla, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    indexer = spec(MLAAttentionSpec, **mla, head_size=head_size, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
     keys = attention(0, 1, part="self_attn.indexer.k_cache")
-    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, 64)
+    return uniform({**dict.fromkeys(attention(0, 1), latent), **dict.fromkeys(keys, indexer)}, block_size)
 
 
 def with_drafts(config, method="eagle3", layers=4, **draft):
@@ -553,6 +593,14 @@ def with_drafts(config, method="eagle3", layers=4, **draft):
     return config
 
 
+def dealt(ranks, interleave=1):
+    """Decode context parallel."""
+    config = with_ranks(ranks, heads=1)
+    config.parallel_config.decode_context_parallel_size = ranks
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    return config
+
+
 def with_ranks(ranks, heads=8):
     config = engine(get_total_num_kv_heads=lambda: heads)
     config.parallel_config.tensor_parallel_size = ranks
@@ -563,6 +611,11 @@ def told(one):
     """What a space says of its kind: and of each plane the layer, the heads and the bytes of a row."""
     planes = [(plane["layer"], plane["heads"], plane["row_bytes"]) for plane in one["planes"]]
     return one["kind"], one["draft"], one["dtype"], planes
+
+
+def planes_of(kind):
+    """Of this rank: their indices in the space, and their heads."""
+    return [(index, plane.heads) for planes in kind.planes for index, plane in planes.items()]
 
 
 class KindsTest(unittest.TestCase):
@@ -583,7 +636,7 @@ class KindsTest(unittest.TestCase):
         self.assertEqual((full.blocks, window.blocks), ({5: 16}, dict.fromkeys(range(5), 16)))
         # Of the planes in the space's order.
         self.assertEqual([layer.group for layer in window.layers], [0, 1, 2, 3, 4] * 2)
-        self.assertEqual((window.planes, window.heads), (tuple(range(10)), (8,) * 10))
+        self.assertEqual(planes_of(window), [(plane, 8) for plane in range(10)])
 
     def test_windows_of_another_length_are_another_space(self):
         two = grouped(
@@ -608,21 +661,26 @@ class KindsTest(unittest.TestCase):
     def test_states_of_several_groups_are_one_space(self):
         for dealt in (1, 2, 3):
             full, state = spaces(engine(), qwen3_next(dealt=dealt))
-            row = 3 * 8192 * 2 + 32 * 128 * 128 * 4
-            self.assertEqual(told(state), ("state", "", "bytes", [(layer, 1, row) for layer in (0, 1, 2, 4, 5, 6)]))
+            # Queries, keys and values of the convolution, and the state.
+            of_layer = [(16, 3 * 128 * 2), (16, 3 * 128 * 2), (32, 3 * 128 * 2), (32, 128 * 128 * 4)]
+            planes = [(layer, *plane) for layer in (0, 1, 2, 4, 5, 6) for plane in of_layer]
+            self.assertEqual(told(state), ("state", "", "bytes", planes))
             self.assertEqual(told(full)[0], "full")
             self.assertEqual(
                 state["extra"]["states"], "GDN_ATTN [3, 8192] torch.bfloat16, [32, 128, 128] torch.float32"
             )
 
-    def test_a_state_has_a_share_for_each_rank(self):
-        (full, state), (full2, state2) = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks)) for ranks in (1, 2))
-        self.assertEqual(full, full2)
+    def test_ranks_of_any_number_share_states(self):
+        alone, *more = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks)) for ranks in (1, 2, 4))
+        self.assertEqual(more, [alone] * 2)
+
+    def test_a_state_that_is_not_known_to_be_cut_has_a_share_for_each_rank(self):
+        kind = SimpleNamespace(name="SOME_OTHER")
+        state, state2 = (spaces(with_ranks(ranks, heads=2), qwen3_next(ranks, mamba_type=kind))[1] for ranks in (1, 2))
         self.assertEqual(
             [(plane["heads"], 2 * plane["row_bytes"]) for plane in state2["planes"]],
             [(2, plane["row_bytes"]) for plane in state["planes"]],
         )
-        self.assertNotEqual(*(ids(with_ranks(ranks), qwen3_next(ranks))[1] for ranks in (1, 2)))
         replicated = spaces(with_ranks(2), qwen3_next(2, tp_replicated=True))[1]
         self.assertEqual({plane["heads"] for plane in replicated["planes"]}, {1})
 
@@ -644,7 +702,9 @@ class KindsTest(unittest.TestCase):
         )
         falcon = grouped((spec(block_size=256), attention(0, 1)), (state, attention(0, 1, part="mamba")))
         full, state = spaces(engine(), falcon)
-        self.assertEqual([[plane["layer"] for plane in one["planes"]] for one in (full, state)], [[0, 1], [0, 1]])
+        self.assertEqual(
+            [sorted({plane["layer"] for plane in one["planes"]}) for one in (full, state)], [[0, 1], [0, 1]]
+        )
         self.assertEqual((full["kind"], state["kind"]), ("full", "state"))
 
     def test_a_latent_and_what_chooses_tokens_by_are_two_spaces(self):
@@ -656,6 +716,23 @@ class KindsTest(unittest.TestCase):
         # One block table for both.
         self.assertEqual([kind.blocks for kind in model.kinds], [{0: 64}] * 2)
         self.assertTrue(model.loads_in_part)
+
+    def test_an_indexer_s_blocks_of_another_layout_are_another_space(self):
+        """Where its keys and scales can't be told apart, whole blocks are kept as they are."""
+        plain = ids(engine(), deepseek_v32())
+        self.assertEqual(ids(engine(), deepseek_v32(block_size=128)), plain)
+        self.assertEqual(described(engine(), deepseek_v32()).kinds[1].row_parts, (128, 4))
+        self.assertEqual(described(engine(), deepseek_v32()).kinds[0].row_parts, ())
+        fp4 = engine()
+        fp4.attention_config = SimpleNamespace(indexer_kv_dtype="mxfp4")
+        found = {plain[1], ids(fp4, deepseek_v32())[1], ids(fp4, deepseek_v32(block_size=128))[1]}
+        self.assertEqual(described(fp4, deepseek_v32()).kinds[1].row_parts, ())
+        with mock.patch.object(type(current_platform), "is_rocm", lambda self: True):
+            found |= {ids(engine(), deepseek_v32(block_size=size))[1] for size in (64, 128)}
+        self.assertEqual(len(found), 5)
+
+    def test_what_is_kept_once_for_several_tokens(self):
+        self.assertRaisesRegex(ValueError, "several tokens", described, engine(), caches(tokens_per_state=4))
 
     def test_rows_of_different_width_are_one_space(self):
         of_layer = {name: spec(head_size=size) for name, size in zip(attention(0, 1), (128, 256), strict=True)}
@@ -729,7 +806,7 @@ class ToldTest(unittest.TestCase):
         settings = Settings.read({"socket": "/nowhere/sock"})
         ((first,), (second,)) = (describe(config, stage, settings, layers).kinds for stage in stages)
         self.assertEqual(first.space.id, second.space.id)
-        self.assertEqual((first.planes, second.planes), ((0, 1), (2, 3)))
+        self.assertEqual((planes_of(first), planes_of(second)), ([(0, 8), (1, 8)], [(2, 8), (3, 8)]))
         self.assertEqual([first.space.id], ids(engine(), grouped((spec(), attention(0, 1, 2, 3)))))
 
 

@@ -5,15 +5,15 @@ python tests/engines/test_offloading.py     in an environment with vLLM and the 
 
 import json
 import os
-import shutil
 import signal
+import tempfile
 import unittest
 from pathlib import Path
 
 import families
 import offloading
-from case import PROMPTS, EngineCase
-from gateway import Gateway
+import tiny_model
+from case import EngineCase, damage
 from kvgate.vllm.tier import KvGateTier
 from lives import prompt
 
@@ -22,6 +22,10 @@ offloading.pretend()
 # Two blocks of 128 tokens are a page; of 1000 tokens, three pages are full.
 PAGE = 256
 REUSED = 2 * 3 * PAGE
+# Two for each thing that happens while a second engine lives.
+LOADED, DAMAGED, HUNG, GONE = (
+    [{"prompt_token_ids": prompt(seed, 1000)} for seed in (first, first + 1)] for first in (1, 3, 5, 7)
+)
 
 
 def settle(llm):
@@ -37,61 +41,55 @@ def spaces(gateway):
 
 
 class OffloadingTest(EngineCase):
-    full = None
-
     @classmethod
     def setUpClass(cls):
-        """What an engine has stored on S3: once for all tests."""
-        super().setUpClass()
-        cls.full = Path(cls.models.name, "objects")
-        gateway = Gateway(cls.models.name, "first", ["--embedded", cls.full])
-        try:
-            tokens = cls.fill(gateway, PROMPTS)
-        finally:
-            gateway.end()
-        if tokens != cls.plain["tokens"]:
-            raise AssertionError("vLLM answers otherwise when it offloads")
+        EngineCase.models = tempfile.TemporaryDirectory()
+        os.environ["XDG_CACHE_HOME"] = cls.models.name + "/cache"
+        EngineCase.model = tiny_model.make(cls.models.name + "/tiny")
+        EngineCase.plain = cls.alive(LOADED + DAMAGED + HUNG + GONE)
 
-    def setUp(self):
-        super().setUp()
-        shutil.copytree(self.full, self.gateway.folder / "objects")
+    def fill(self, prompts, *others, **engine):
+        """An engine that stores these prompts, then the others. The tokens of all, and the objects of the first ones."""
 
-    @classmethod
-    def fill(cls, gateway, prompts, **engine):
         def act(llm, generate):
             tokens, _ = generate(prompts)
             settle(llm)
-            return tokens
+            self.gateway.flush()
+            objects = [str(path) for path in self.gateway.objects()]
+            for more in others:
+                tokens += generate(more)[0]
+            settle(llm)
+            return tokens, objects
 
-        gateway.start()
-        result = cls.alive([], offloading.offloading(gateway.socket), act=act, **engine)
-        gateway.flush()
+        self.gateway.start()
+        result = self.alive([], self.kv(), act=act, **engine)
+        self.gateway.flush()
+        # Nothing is left in its memory.
+        self.gateway.kill()
         return result["act"]
 
     def kv(self, **tier):
         return offloading.offloading(self.gateway.socket, **tier)
 
-    def test_a_new_engine_loads_what_another_stored(self):
-        self.assertEqual(len(self.gateway.objects()), 6)
+    def test_a_second_engine_loads_what_another_stored_whatever_stops(self):
+        """Damaged objects, a gateway that hangs, and one that is gone: it goes on, and computes."""
+        plain = self.plain["tokens"]
+        tokens, damaged = self.fill(DAMAGED, LOADED, HUNG, GONE)
+        self.assertEqual(tokens, plain[2:4] + plain[:2] + plain[4:], "vLLM answers otherwise when it offloads")
+        self.assertEqual((len(damaged), len(self.gateway.objects())), (6, 24))
         (space,) = spaces(self.gateway)
         self.assertEqual((space["dtype"], space["hash"], space["chunk_tokens"]), ("pages", "vllm-sha256", PAGE))
-        self.gateway.start()
-        self.loads(self.kv(), REUSED)
-
-    def test_damaged_objects_are_computed(self):
-        self.damage()
-        self.gateway.start()
-        self.computes(self.kv())
-
-    def test_without_a_gateway_all_is_computed(self):
-        self.computes(self.kv())
-
-    def test_a_gateway_that_hangs_does_not_hold_up_the_scheduler(self):
+        damage(map(Path, damaged))
         self.gateway.start()
         process = self.gateway.pid()
         steps = {"all": 0, "storing": 0}
 
         def act(llm, generate):
+            def answers(prompts):
+                before = external(llm)
+                tokens, _ = generate(prompts)
+                return tokens, external(llm) - before
+
             on_schedule_end = KvGateTier.on_schedule_end
 
             def counted(tier, context):
@@ -99,29 +97,41 @@ class OffloadingTest(EngineCase):
                 steps["storing"] += bool(tier.jobs)
                 return on_schedule_end(tier, context)
 
+            found = [answers(LOADED), answers(DAMAGED)]
+            settle(llm)
             KvGateTier.on_schedule_end = counted
             os.kill(process, signal.SIGSTOP)
             try:
-                tokens, _ = generate(PROMPTS)
+                found.append(answers(HUNG))
             finally:
                 os.kill(process, signal.SIGCONT)
-            return tokens, steps
+            self.gateway.kill()
+            return [*found, answers(GONE)], steps
 
-        kv = self.kv(lookup_deadline_ms=50, store_deadline_ms=60_000, patience_ms=60_000)
-        tokens, steps = self.alive([], kv, act=act)["act"]
-        self.assertEqual(tokens, self.plain["tokens"])
+        kv = self.kv(store_deadline_ms=60_000, patience_ms=60_000)
+        found, steps = self.alive([], kv, act=act)["act"]
+        expected = [[plain[:2], REUSED], [plain[2:4], 0], [plain[4:6], 0], [plain[6:], 0]]
+        for what, one, other in zip(("loaded", "damaged", "hangs", "gone"), found, expected, strict=True):
+            with self.subTest(what):
+                self.assertEqual(one, other)
         # All answers came while pages waited for the gateway.
         self.assertGreater(steps["storing"], 10, steps)
 
     def test_windows_too(self):
         model = families.make(f"{self.models.name}/gemma3", "gemma3")
         prompts = [{"prompt_token_ids": prompt(seed, 1000)} for seed in (11, 12)]
-        plain = self.alive(prompts, model=model)["tokens"]
-        self.assertEqual(self.fill(self.gateway, prompts, model=model), plain)
+        # The first one computes all of it.
+        plain, _ = self.fill(prompts, model=model)
         # vLLM deals its six layers into a group each.
         self.assertEqual(len({space["extra"]["group"] for space in spaces(self.gateway)}), 6)
+        self.gateway.start()
         second = self.alive(prompts, self.kv(), model=model)
         self.assertEqual((second["external"], second["tokens"]), (REUSED, plain))
+
+
+def external(llm):
+    """Tokens that came from below vLLM's own cache so far."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
 
 
 if __name__ == "__main__":

@@ -146,6 +146,33 @@ class FullAttentionTest(LifeCase):
             self.assertEqual(second.generate(prompts), (plain, [REUSED]))
 
 
+class RanksTest(LifeCase):
+    def test_two_ranks_are_one_engine(self):
+        """Each has its own heads, in one object for both, which an engine of one rank loads too."""
+        self.model = tiny_model.make(self.folder / "tiny")
+        prompts = PROMPTS[:2]
+        # A core each: left alone, SGLang wants a NUMA node for each rank.
+        cores = sorted(os.sched_getaffinity(0))
+        cores = "|".join(str(cores[rank % len(cores)]) for rank in range(2))
+        changed = mock.patch.dict(os.environ, SGLANG_CPU_OMP_THREADS_BIND=cores)
+        changed.start()
+        self.addCleanup(changed.stop)
+        with self.life("plain", tp_size=2) as plain:
+            plain = plain.generate(prompts)[0]
+        self.gateway.start()
+        storage = kvgate(self.gateway.socket)
+        pages = len(prompts) * (REUSED // PAGE)
+        with self.life("first", storage, tp_size=2) as first:
+            self.assertEqual(first.generate(prompts), (plain, [0, 0]))
+            self.stored(pages)
+        self.assertEqual({kind: len(files) for kind, files in self.gateway.kinds().items()}, {"full": pages})
+        self.forgotten()
+        for ranks in (2, 1):
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores.split("|")[:ranks])
+            with self.subTest(ranks=ranks), self.life(f"{ranks} ranks", storage, tp_size=ranks) as second:
+                self.assertEqual(second.generate(prompts), (plain, [REUSED] * 2))
+
+
 class WindowTest(LifeCase):
     def test_windows_are_loaded_at_their_end_only(self):
         """Three layers of four have a window of two pages."""

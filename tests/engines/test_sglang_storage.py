@@ -11,14 +11,33 @@ import time
 import unittest
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import cpu_hicache  # noqa: F401
 import torch
-from gateway import Gateway
+from gateway import Gateway, Proxy
+from kvgate._native import PanicException
 from kvgate.sglang import KvGateStorage
+from kvgate.sglang.identity import Engine, refuse_long_rope
+from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang_pools import MHA_LAYOUTS, MLA_LAYOUTS, PAGE, PAGES, bytes_of, config, fill, mamba, mha, mla, storage, wipe
+from sglang_pools import (
+    MHA_LAYOUTS,
+    MLA_LAYOUTS,
+    PAGE,
+    PAGES,
+    bytes_of,
+    config,
+    dsa,
+    fill,
+    mamba,
+    mha,
+    mla,
+    storage,
+    wipe,
+)
 
 SHORT = {"deadline_ms": 900, "patience_ms": 300, "lookup_deadline_ms": 200}
 """Time limits for tests in which the gateway does not answer."""
@@ -114,6 +133,91 @@ def rows(pool, page):
         "page_head": lambda half: half[page].permute(2, 1, 0, 3),
     }
     return [orders[pool.layout](half).contiguous().view(torch.uint8) for half in halves]
+
+
+class SidePoolsTest(StorageCase):
+    """What goes with the KV of a page: the index of DeepSeek V3.2, and a draft model's KV (EAGLE, MTP)."""
+
+    def backend(self, pools, **named):
+        def drafts(settings):
+            server = SimpleNamespace(speculative_algorithm="EAGLE", speculative_draft_model_path=None)
+            return Engine(settings, server)
+
+        with mock.patch("kvgate.sglang.storage.of_server", drafts):
+            return storage(self.socket(), pools, draft_revision="d1", **named)
+
+    def pools(self, layout, is_mla):
+        if not is_mla:
+            return {PoolName.KV: mha(layout), PoolName.DRAFT: mha(layout, layers=1)}
+        (kv, index), (draft, draft_index) = dsa(layout), dsa(layout, layers=1)
+        return {
+            PoolName.KV: kv,
+            PoolName.INDEXER: index,
+            PoolName.DRAFT: draft,
+            PoolName.DRAFT_INDEXER: draft_index,
+        }
+
+    def transfers(self, pools, chain, pages):
+        return [
+            PoolTransfer(name, slots(pages), keys=chain, hit_policy=PoolHitPolicy.ALL_PAGES)
+            for name in pools
+            if name is not PoolName.KV
+        ]
+
+    def test_they_come_back_with_it(self):
+        cases = [*((layout, False) for layout in MHA_LAYOUTS), *((layout, True) for layout in MLA_LAYOUTS)]
+        for layout, is_mla in cases:
+            with self.subTest(layout, is_mla=is_mla):
+                named = {"is_mla": is_mla, "revision": f"{layout} {is_mla}"}
+                chain, pools = keys(repr(named), 4), self.pools(layout, is_mla)
+                for seed, pool in enumerate(pools.values()):
+                    fill(pool, seed)
+                before = {
+                    name: [bytes_of(pool, page * PAGE).clone() for page in range(4)] for name, pool in pools.items()
+                }
+                first = self.backend(pools, **named)
+                wanted = self.transfers(pools, chain, range(4))
+                # SGLang stores the side pools first. Without KV they are no hit.
+                self.assertEqual(first.batch_set_v2(wanted), {transfer.name: [True] * 4 for transfer in wanted})
+                self.assertEqual(first.batch_exists_v2(chain, wanted).kv_hit_pages, 0)
+                self.assertEqual(first.batch_set_v1(chain, slots(range(4))), [True] * 4)
+                pools = self.pools(layout, is_mla)
+                second = self.backend(pools, **named)
+                wanted = self.transfers(pools, chain, range(8, 12))
+                self.assertEqual(second.batch_exists_v2(chain, wanted).kv_hit_pages, 4)
+                self.assertEqual(second.batch_get_v1(chain, slots(range(8, 12))), [True] * 4)
+                self.assertEqual(second.batch_get_v2(wanted), {transfer.name: [True] * 4 for transfer in wanted})
+                for name, pool in pools.items():
+                    for page, expected in enumerate(before[name]):
+                        self.assertTrue(torch.equal(bytes_of(pool, (8 + page) * PAGE), expected), (name, page))
+
+    def test_a_hit_is_as_long_as_the_shortest_of_them(self):
+        pools, chain = self.pools("page_first", is_mla=True), keys("short", 4)
+        backend = self.backend(pools, is_mla=True)
+        backend.batch_set_v1(chain, slots(range(4)))
+        whole = self.transfers(pools, chain, range(4))
+        for transfer in whole:
+            pages = 2 if transfer.name is PoolName.INDEXER else 4
+            backend.batch_set_v2([replace(transfer, keys=chain[:pages], host_indices=slots(range(pages)))])
+        found = backend.batch_exists_v2(chain, whole)
+        self.assertEqual((found.kv_hit_pages, found.restorable_prefix_pages), (2, [1, 2]))
+
+
+class SharedMemoryTest(StorageCase):
+    def test_pools_that_sglang_keeps_in_a_file(self):
+        """Its `"allocator": "shm"`: KV goes the same way as into any other pool."""
+        for make in (mha, mla):
+            with self.subTest(make.__name__):
+                pool, chain = make("page_first_direct", allocator="shm"), keys(make.__name__, 2)
+                self.assertIsNotNone(pool.fd)
+                fill(pool, 1)
+                before = [bytes_of(pool, page * PAGE).clone() for page in (0, 1)]
+                backend = storage(self.socket(), {PoolName.KV: pool}, is_mla=make is mla, allocator="shm")
+                self.assertEqual(backend.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+                wipe(pool)
+                self.assertEqual(backend.batch_get_v1(chain, slots([5, 4])), [True] * 2)
+                for page, expected in zip((5, 4), before, strict=True):
+                    self.assertTrue(torch.equal(bytes_of(pool, page * PAGE), expected))
 
 
 class RanksTest(StorageCase):
@@ -218,6 +322,42 @@ class SpaceTest(StorageCase):
         with self.assertRaisesRegex(ValueError, "less than 10000"):
             KvGateStorage(config(self.socket(), deadline_ms=20000))
 
+    def test_longrope_depends_on_what_else_is_computed_and_is_refused(self):
+        short, long = 16, 64
+        rope = get_rope(
+            8,
+            rotary_dim=8,
+            max_position=long,
+            base=10000,
+            rope_scaling={
+                "rope_type": "longrope",
+                "original_max_position_embeddings": short,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+            },
+        )
+        key = torch.ones(3, 8)
+        alone, beside = (
+            rope.forward(torch.tensor([1, 2, other]), key.clone(), key.clone())[1][:2] for other in (3, short + 1)
+        )
+        # The reason to refuse it. Where SGLang mends this, kvgate need not.
+        self.assertFalse(torch.equal(alone, beside))
+
+        def model(tokens, **named):
+            text = SimpleNamespace(**{"max_position_embeddings": long, "rope_scaling": None, **named})
+            return SimpleNamespace(context_len=tokens, hf_text_config=text)
+
+        scaling = {"rope_type": "longrope", "original_max_position_embeddings": short}
+        for named in (
+            {"rope_scaling": scaling},
+            {"rope_parameters": {"full_attention": scaling}},
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": short},
+        ):
+            with self.assertRaisesRegex(ValueError, f"--context-length {short}"):
+                refuse_long_rope(model(long, **named))
+            refuse_long_rope(model(short, **named))
+        refuse_long_rope(model(long, rope_scaling={"rope_type": "yarn", "factor": 2.0}))
+
 
 class TroubleTest(StorageCase):
     def pools(self):
@@ -277,6 +417,32 @@ class TroubleTest(StorageCase):
         self.assertEqual((answers["get_v1"], answers["get_v2"]["swa"]), ([True] * 3, [True] * 2))
         backend.close()
         self.nothing(self.every_call(backend))
+
+    def test_a_page_whose_slot_became_another_chunk_s_is_none(self):
+        """What was copied then may be of both."""
+        pool, chain = mha("page_first"), keys("relent", 3)
+        fill(pool, 5)
+        backend = storage(self.socket(), {PoolName.KV: pool})
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1, 2])), [True] * 3)
+        between = self.socket().with_name("between.sock")
+        proxy = Proxy(between, self.socket(), "--relent")
+        self.addCleanup(proxy.end)
+        second = storage(between, {PoolName.KV: pool})
+        self.assertEqual(second.batch_exists(chain), 3)
+        with self.assertLogs("kvgate.sglang.guard", "WARNING") as told:
+            self.assertEqual(second.batch_get_v1(chain, slots([10, 11, 12])), [False] * 3)
+        self.assertIn("another chunk's", told.output[0])
+        # The slots were given back all the same: they can be lent again.
+        self.assertEqual(backend.batch_get_v1(chain, slots([10, 11, 12])), [True] * 3)
+
+    def test_a_bug_of_the_extension_ends_no_thread_of_sglang(self):
+        backend = storage(self.socket(), self.pools(), window_tokens=128)
+        with mock.patch.object(backend, "pages") as pages:
+            for call in (pages.lookup, pages.load, pages.store):
+                call.side_effect = PanicException("index out of bounds")
+            with self.assertLogs("kvgate.sglang.guard", "WARNING") as told:
+                self.nothing(self.every_call(backend))
+        self.assertIn("PanicException: index out of bounds", told.output[0])
 
     def test_wrong_arguments_are_answered_for_each_page(self):
         backend = storage(self.socket(), self.pools(), window_tokens=128)

@@ -146,6 +146,17 @@ class WindowTest(StoresCase):
         self.state.found = [1, 1]
         self.assertEqual(self.windows(16, [NULL, 31, 32, 33]), [(WINDOW, [1], {1: [32, 33]})])
 
+    def test_what_did_not_get_there_is_stored_once_more_while_its_blocks_are_there(self):
+        self.windows(24, [30, 31, 32, 33, 34, 35])
+        self.blocks.freed({self.store.job: 1})
+        self.state.failed = {WINDOW: {0, 2, 3}}
+        # The window has left the first chunk's blocks behind, and the last one is not full.
+        self.assertEqual(self.windows(25, [NULL, NULL, NULL, 33, 34, 35, 36]), [(WINDOW, [2], {1: [34, 35]})])
+        self.assertEqual(self.state.failed, {WINDOW: {3}})
+        self.blocks.freed({self.store.job: 1})
+        self.blocks.drop("r")
+        self.assertEqual(self.pool.held(), {})
+
     def test_what_is_in_doubt_is_kept(self):
         self.assertEqual(self.windows(8, [30, 31], sure=0), [])
         self.assertEqual(self.pool.held(), {30: 1, 31: 1})

@@ -15,14 +15,16 @@ import uuid
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 from case import damage
 from gateway import Gateway
 from kvgate import Space
+from kvgate._native import PanicException
 from kvgate.vllm import pages
 from kvgate.vllm.tier import KvGateTier
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
@@ -61,7 +63,8 @@ def content(key):
 class Life:
     """An engine's scheduler, as far as its tiers see it."""
 
-    def __init__(self, socket, events=False, count=COUNT, **keys):
+    def __init__(self, socket, events=False, count=COUNT, example=False, **keys):
+        """`example`: with vLLM's own example of a tier, and not kvgate's."""
         self.region = SharedOffloadRegion(uuid.uuid4().hex, count, None, PAGE, PAGE)
         self.primary = CPUPrimaryTierOffloadingManager(count, self.region)
         spec = SimpleNamespace(
@@ -70,6 +73,7 @@ class Life:
         )
         config = {"type": "KvGateTier", "module_path": "kvgate.vllm.tier", "socket": str(socket)}
         config |= {"lookup_deadline_ms": 5000, "enable_kv_events": events, **keys}
+        config = {"type": "example"} if example else config
         with mock.patch.object(pages, "describe", lambda *_: list(GROUPS)):
             self.tier = SecondaryTierFactory.create_secondary_tier(config, self.primary.get_kv_memoryview(), spec)
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
@@ -388,7 +392,9 @@ class ResetTest(TierCase):
 
 class BugTest(TierCase):
     def test_an_error_of_ours_turns_the_tier_off_and_vllm_goes_on(self):
-        for place in ("by_group", "note", "collect", "take_answers"):
+        errors = dict.fromkeys(("by_group", "note", "take_answers"), RuntimeError)
+        # A panic of the extension is no `Exception`.
+        for place, error in {**errors, "collect": PanicException}.items():
             with self.subTest(place):
                 keys = [key(number) for number in range(4)]
                 self.gateway.start()
@@ -396,7 +402,7 @@ class BugTest(TierCase):
                 # It may be under way by then.
                 life.store([key(50)])
                 with (
-                    mock.patch.object(KvGateTier, place, side_effect=RuntimeError("a bug")),
+                    mock.patch.object(KvGateTier, place, side_effect=error("a bug")),
                     self.assertLogs("kvgate.vllm.tier", "ERROR"),
                 ):
                     life.found(keys)
@@ -410,6 +416,65 @@ class BugTest(TierCase):
                 self.assertTrue(life.free())
                 life.manager.reset_cache()
                 self.gateway.end()
+
+
+class ContractTest(TierCase):
+    """What vLLM's interface (`SecondaryTierManager`) says of every tier: so of its own example too. The wheel has no tests of
+    vLLM's for tiers."""
+
+    def each(self):
+        self.gateway.start()
+        for example in (True, False):
+            with self.subTest(example=example):
+                life = self.life(example=example)
+                yield life.tier, life.request([key(number) for number in range(8)])
+
+    def ended(self, tier, jobs):
+        """The results of so many jobs, by their numbers. There are no others."""
+        results, deadline = [], time.monotonic() + SECONDS_MAX
+        while len(results) < jobs and time.monotonic() < deadline:
+            results += tier.get_finished_jobs()
+            tier.on_schedule_end(ScheduleEndContext((), ()))
+        for _ in range(20):
+            results += tier.get_finished_jobs()
+            time.sleep(0.005)
+        self.assertEqual(len(results), jobs)
+        return {result.job_id: result for result in results}
+
+    def looked_up(self, tier, one, context):
+        deadline = time.monotonic() + SECONDS_MAX
+        while (answer := tier.lookup(one, context)) in WAITING and time.monotonic() < deadline:
+            tier.on_schedule_end(ScheduleEndContext((), ()))
+            time.sleep(0.005)
+        return answer
+
+    def job(self, number, numbers, context, is_promotion=False):
+        keys = [key(at) for at in numbers]
+        return TransferJob(number, keys, np.array(list(numbers)), is_promotion, context)
+
+    def test_each_job_ends_once_and_its_pages_are_there(self):
+        for tier, context in self.each():
+            tier.submit_store(self.job(1, range(4), context))
+            tier.submit_store(self.job(2, range(2, 6), context))
+            results = self.ended(tier, 2)
+            self.assertEqual({number: result.success for number, result in results.items()}, {1: True, 2: True})
+            answers = [self.looked_up(tier, key(number), context) for number in (0, 5, 7)]
+            self.assertEqual(answers, [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS])
+            tier.submit_load(self.job(3, range(6), context, is_promotion=True))
+            tier.submit_load(self.job(4, (5, 7), context, is_promotion=True))
+            results = self.ended(tier, 2)
+            self.assertTrue(results[3].success)
+            self.assertFalse(results[4].success)
+            self.assertLessEqual(set(results[4].successful_keys or ()), {key(5)})
+            tier.on_request_finished(context)
+
+    def test_when_drained_all_results_are_there(self):
+        for tier, context in self.each():
+            for number in range(5):
+                tier.submit_store(self.job(number, (number,), context))
+            tier.drain_jobs()
+            self.assertEqual(sorted(result.job_id for result in tier.get_finished_jobs()), list(range(5)))
+            self.assertEqual(list(tier.get_finished_jobs()), [])
 
 
 class InterfaceTest(unittest.TestCase):

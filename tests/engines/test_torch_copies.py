@@ -4,9 +4,11 @@ python tests/engines/test_torch_copies.py     in an environment with the wheel a
 """
 
 import json
+import os
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 import foreign_device
 import torch
@@ -36,9 +38,11 @@ class Watched(TorchCopies):
 
     def __init__(self, tensors):
         super().__init__(tensors)
-        self.said, self.fails = [], False
+        self.said, self.fails, self.fails_to_mark = [], False, False
 
     def mark(self):
+        if self.fails_to_mark:
+            raise RuntimeError("the device has no more events")
         mark = super().mark()
         self.said.append("marked")
         return Watch(self.said, mark)
@@ -68,19 +72,23 @@ class Watch:
 class Rank:
     """A worker whose tensors are on the device: each layer [blocks, heads, block tokens, K and V], in an order of its own."""
 
-    def __init__(self, gateway, instance, block_tokens, rank=0, ranks=1):
-        self.block_tokens, heads = block_tokens, HEADS // ranks
+    def __init__(self, gateway, instance, block_tokens, rank=0, ranks=1, tokens=None):
+        """`tokens`: those of a chunk that it has, of all heads; else it has some heads of all tokens."""
+        self.block_tokens, heads = block_tokens, HEADS if tokens else HEADS // ranks
+        self.chunk = CHUNK // (tokens["size"] if tokens else 1)
         shape = (heads, BLOCKS, block_tokens, 2 * DIM)
         self.layers = [torch.zeros(shape, dtype=torch.float16).to(FOREIGN).transpose(0, 1) for _ in range(LAYERS)]
-        own = (rank * heads, (rank + 1) * heads)
+        own = (0, heads) if tokens else (rank * heads, (rank + 1) * heads)
         attach = {"instance": instance, "rank": rank, "world_size": ranks}
-        if ranks > 1:
+        if tokens:
+            attach["tokens"] = tokens
+        elif ranks > 1:
             attach["tp"] = [rank, ranks]
         tensors = [describe(tensor, "BHNC", plane, own) for plane, tensor in enumerate(self.layers)]
         settings = {
             "socket": str(gateway.socket),
             "attach": attach,
-            "kinds": [{"groups": [tensors], "is_draft": False}],
+            "kinds": [{"groups": [tensors], "tokens": [tokens], "is_draft": False}],
             "device": None,
             "load_deadline_ms": 10_000,
             "store_deadline_ms": 10_000,
@@ -93,9 +101,9 @@ class Rank:
 
     def table(self, chunks):
         return [
-            (chunk * (CHUNK // self.block_tokens) + at) * 5 % BLOCKS
+            (chunk * (self.chunk // self.block_tokens) + at) * 5 % BLOCKS
             for chunk in range(chunks)
-            for at in range(CHUNK // self.block_tokens)
+            for at in range(self.chunk // self.block_tokens)
         ]
 
     def rows(self, chunks):
@@ -117,8 +125,18 @@ class Rank:
         return lambda: self.ended(self.worker.stored)
 
     def load(self, prompt, chunks, tokens):
+        return self.begin_load(prompt, chunks, tokens)()
+
+    def begin_load(self, prompt, chunks, tokens):
         self.worker.load("load", [(0, prompt.hashes(0, chunks), [(tokens, self.table(chunks))])])
-        return self.ended(self.worker.loaded)
+        return lambda: self.ended(self.worker.loaded)
+
+    def attached(self):
+        deadline = time.monotonic() + 20
+        while not self.worker.is_attached():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.01)
 
     def ended(self, poll):
         deadline = time.monotonic() + 20
@@ -130,6 +148,14 @@ class Rank:
 
 
 class DeviceTest(unittest.TestCase):
+    def gateway(self, **settings):
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-foreign-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        with mock.patch.dict(os.environ, settings):
+            gateway = Gateway(folder.name).start()
+        self.addCleanup(gateway.end)
+        return gateway
+
     def test_each_layout_of_engines(self):
         for device in (FOREIGN, torch.device("cpu")):
             for name, axes in torch_check.LAYOUTS.items():
@@ -141,19 +167,14 @@ class DeviceTest(unittest.TestCase):
         self.assertEqual(needed, [False, torch.version.hip is not None, True, True, True])
 
     def test_two_ranks_store_and_one_loads(self):
-        folder = tempfile.TemporaryDirectory(prefix="kvgate-foreign-", ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        gateway = Gateway(folder.name).start()
-        self.addCleanup(gateway.end)
+        gateway = self.gateway()
         prompt = Prompt(SPACE)
         prompt.extend(range(CHUNK * 3))
         rows = torch.randn(LAYERS, HEADS, CHUNK * 3, 2 * DIM, generator=torch.Generator().manual_seed(1)).half()
         ranks = [Rank(gateway, "writer", 4, rank, 2) for rank in range(2)]
-        deadline = time.monotonic() + 20
         # Until both are attached nobody knows who writes what.
-        while not all(rank.worker.is_attached() for rank in ranks):
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.01)
+        for rank in ranks:
+            rank.attached()
         for rank, heads in zip(ranks, rows.split(HEADS // 2, dim=1), strict=True):
             rank.fill(3, heads)
         for stored in [rank.store(prompt, 3) for rank in ranks]:
@@ -186,6 +207,106 @@ class DeviceTest(unittest.TestCase):
         stored = reader.store(prompt, 4)()
         self.assertEqual((stored.stored, stored.error), (1, None))
         reader.worker.close()
+
+    def test_ranks_that_have_some_of_the_tokens_each(self):
+        """Decode context parallel: each copies its own rows and no others, and writes none of the other's into the object."""
+        gateway = self.gateway()
+        prompt = Prompt(SPACE)
+        prompt.extend(range(CHUNK * 3))
+        rows = torch.randn(LAYERS, HEADS, CHUNK * 3, 2 * DIM, generator=torch.Generator().manual_seed(2)).half()
+        runs = [rows.unflatten(2, (-1, 2, 2))[:, :, :, rank].flatten(2, 3) for rank in range(2)]
+
+        def dealt(rank):
+            return {"rank": rank, "size": 2, "interleave": 2}
+
+        ranks = [Rank(gateway, "writer", 4, rank, 2, dealt(rank)) for rank in range(2)]
+        for rank in ranks:
+            rank.attached()
+        for rank, own in zip(ranks, runs, strict=True):
+            rank.fill(3, own)
+        for stored in [rank.store(prompt, 3) for rank in ranks]:
+            stored = stored()
+            self.assertEqual((stored.stored, stored.refused, stored.error), (3, 0, None))
+        whole = Rank(gateway, "whole", 4)
+        self.assertEqual(whole.load(prompt, 3, (0, CHUNK * 3)).missing, [])
+        self.assertTrue(torch.equal(whole.rows(3), rows))
+
+        readers = [Rank(gateway, "reader", 2, rank, 2, dealt(rank)) for rank in range(2)]
+        for rank in readers:
+            rank.attached()
+        loads = [rank.begin_load(prompt, 3, (4, CHUNK * 3)) for rank in readers]
+        for reader, load, own in zip(readers, loads, runs, strict=True):
+            self.assertEqual(load().missing, [])
+            self.assertTrue(torch.equal(reader.rows(3)[:, :, 2:], own[:, :, 2:]))
+            self.assertFalse(reader.rows(3)[:, :, :2].any())
+        for rank in (*ranks, whole, *readers):
+            rank.worker.close()
+
+    def test_a_rank_that_can_not_mark_its_stream_holds_up_no_other(self):
+        """The others' window is full until it has had what is in it, or has said that it takes no part."""
+        gateway = self.gateway(KVGATE__LOAD__WINDOW="1MiB", KVGATE__LOAD__JOIN_GRACE="1h")
+        prompt, chunks = Prompt(SPACE), 200
+        prompt.extend(range(CHUNK * chunks))
+        writer = Rank(gateway, "writer", 4)
+        writer.attached()
+        self.assertEqual(writer.store(prompt, chunks)().stored, chunks)
+        ranks = [Rank(gateway, "reader", 4, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            rank.attached()
+        ranks[1].copies.fails_to_mark = True
+        failed = ranks[1].load(prompt, chunks, (0, CHUNK * chunks))
+        self.assertEqual(len(failed.missing), chunks)
+        self.assertIn("no more events", failed.error)
+        loaded = ranks[0].load(prompt, chunks, (0, CHUNK * chunks))
+        self.assertEqual((loaded.missing, loaded.error), ([], None))
+        for rank in (writer, *ranks):
+            rank.worker.close()
+
+    def test_a_load_that_fails_half_way_leaves_nothing_under_way(self):
+        copies, arguments = self.one_plane_each()
+        second = copies.views
+        copies.views = mock.Mock(
+            side_effect=[second(*self.first_view(copies, arguments)), RuntimeError("out of order")]
+        )
+        with self.assertRaisesRegex(RuntimeError, "out of order"):
+            copies.load(*arguments)
+        # What the first plane's copy began was waited for.
+        self.assertEqual(copies.said, ["marked", "waited"])
+
+    def test_without_memory_for_its_buffers_a_copy_fails_and_the_next_one_has_both(self):
+        copies, arguments = self.one_plane_each()
+        length = arguments[1]
+        empty = torch.empty
+
+        def full(*sizes, **named):
+            if named.get("device") == FOREIGN:
+                raise RuntimeError("no memory is left")
+            return empty(*sizes, **named)
+
+        with mock.patch.object(torch, "empty", full), self.assertRaisesRegex(RuntimeError, "no memory"):
+            copies.load(*arguments)
+        copies.load(*arguments)
+        self.assertEqual([len(buffer) for buffer in copies.buffers(length)], [length] * 2)
+        for layer, plane in zip(self.layers, self.payload, strict=True):
+            self.assertTrue(torch.equal(layer.cpu()[3], plane))
+
+    def one_plane_each(self):
+        """Two layers of one block each [blocks, heads, block tokens, K and V], and what a load of a chunk into block 3 is given."""
+        shape = (BLOCKS, HEADS, CHUNK, 2 * DIM)
+        self.layers = [torch.zeros(shape, dtype=torch.float16).to(FOREIGN) for _ in range(LAYERS)]
+        self.payload = torch.randn((LAYERS, *shape[1:]), generator=torch.Generator().manual_seed(2)).half()
+        row = 2 * DIM * 2
+        plane = HEADS * CHUNK * row
+        parts = [
+            ((at * plane, row, CHUNK * row, HEADS, row), (layer.data_ptr(), plane, row, CHUNK * row))
+            for at, layer in enumerate(self.layers)
+        ]
+        spans, sizes = [(0, CHUNK, 3, 0)], (CHUNK, BLOCKS, CHUNK)
+        return Watched(self.layers), (self.payload.data_ptr(), LAYERS * plane, parts, spans, sizes, None)
+
+    def first_view(self, copies, arguments):
+        _, length, parts, _, sizes, _ = arguments
+        return parts[0], copies.buffers(length)[1], sizes
 
 
 if __name__ == "__main__":

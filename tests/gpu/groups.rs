@@ -11,6 +11,7 @@ use kvgate::engine::copy::{
     CopyJob, CpuCopier, CpuOptions, CudaCopier, EngineStream, PagedCache, SlotMapping, Target, Tensor,
 };
 use kvgate::format::Space;
+use kvgate::protocol::TokenShare;
 
 use crate::mock::{CHILD, Mock, SEEDS, drain, fails_in_child};
 use crate::stage::{CHUNK_TOKENS, options, peek};
@@ -26,6 +27,8 @@ struct Group {
     space: Space,
     tensors: Vec<Tensor>,
     block_tokens: u32,
+    /// Of each chunk.
+    tokens: TokenShare,
     pages: CudaSlice<u8>,
 }
 
@@ -91,6 +94,7 @@ impl Groups {
                 space: space.clone(),
                 tensors,
                 block_tokens,
+                tokens: TokenShare::ALL,
                 pages: engine.clone_htod(&vec![0xCD; bytes]).unwrap(),
             }
         };
@@ -185,7 +189,8 @@ impl Group {
             address: base + tensor.address,
             ..tensor.clone()
         };
-        PagedCache::new(&self.space, &self.tensors.iter().map(at).collect::<Vec<_>>()).unwrap()
+        let cache = PagedCache::new(&self.space, &self.tensors.iter().map(at).collect::<Vec<_>>()).unwrap();
+        cache.with_tokens(self.tokens).unwrap()
     }
 
     /// Chunk `nth`'s blocks, apart from those of its neighbours.
@@ -335,6 +340,65 @@ fn goes_one_after_the_other(mut all: Groups) {
     std::mem::forget((loads, all));
 }
 
+/// Ranks that have some of the tokens each write one object, through staging or straight, and read it.
+#[test]
+fn tokens_that_are_dealt_are_right_lazy_and_permuted() {
+    for seed in SEEDS {
+        for (direct_bytes, heads) in [(usize::MAX, (1, 3)), (usize::MAX, (1, 2)), (200, (1, 2))] {
+            let _mock = Mock::start(seed);
+            let mut all = Groups::new(direct_bytes);
+            let (mut object, mut images) = (vec![0xEE; all.full.layout().object_len()], Vec::new());
+            let mut slot = all.slot(&all.full, |bytes| bytes.fill(0xEE));
+            for rank in 0..2 {
+                let group = &mut all.groups[rank];
+                group.copier = None;
+                (_, group.tensors) = tensors(&all.full, &[0, 2, 5], heads, 8);
+                group.block_tokens = 8;
+                group.tokens = TokenShare {
+                    rank: rank as u32,
+                    size: 2,
+                    interleave: 4,
+                };
+                let cache = all.groups[rank].cache(all.base(rank));
+                // SAFETY: arena and pages are gone after the copier.
+                let copier = unsafe { CudaCopier::on(&all.lanes, cache) }.unwrap();
+                assert_eq!(copier.is_direct(), direct_bytes == 200);
+                copier.pin(&copier.register(all.arena.clone())).unwrap();
+                all.groups[rank].copier = Some(copier);
+            }
+            let mut computed = all.compute(seed);
+            let mark = all.mark();
+            for (rank, image) in computed.iter_mut().enumerate().take(2) {
+                let job = all.groups[rank].job(0);
+                let shared = Shared(&raw mut *slot);
+                let stored = all.copier(rank).store(shared, &job, Some(&mark)).unwrap();
+                let _ = stored.wait().unwrap();
+                object = all.groups[rank]
+                    .twin(image)
+                    .store(object, &job)
+                    .unwrap()
+                    .wait()
+                    .unwrap();
+            }
+            assert!(*slot == *object, "heads {heads:?}");
+            // Other blocks.
+            for (rank, image) in computed.iter_mut().enumerate().take(2) {
+                let job = all.groups[rank].job(1);
+                let loaded = all.copier(rank).load(object.clone(), &job, Some(&mark)).unwrap();
+                let _ = loaded.wait().unwrap();
+                let twin = all.groups[rank].twin(image);
+                let _ = twin.load(object.clone(), &job).unwrap().wait().unwrap();
+                images.push(image.clone());
+            }
+            drain();
+            for (rank, image) in images.iter().enumerate() {
+                assert!(all.peek(rank) == *image, "rank {rank}, heads {heads:?}");
+            }
+            std::mem::forget((slot, all));
+        }
+    }
+}
+
 #[test]
 fn groups_of_one_worker_are_right_lazy_and_permuted() {
     for seed in SEEDS {
@@ -415,6 +479,7 @@ fn buffers_grow_for_a_larger_share() {
             space: large.clone(),
             tensors,
             block_tokens: 1,
+            tokens: TokenShare::ALL,
             pages: all.engine.clone_htod(&vec![0xCD; bytes]).unwrap(),
         };
         let base = group.pages.device_ptr(&all.engine).0;

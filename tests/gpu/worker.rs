@@ -15,8 +15,7 @@ use kvgate::engine::rank::{
 };
 use kvgate::node::Node;
 use kvgate::node::daemon::Daemon;
-use kvgate::protocol::AttachRequest;
-use kvgate::protocol::Order;
+use kvgate::protocol::{AttachRequest, Order, Share, TokenShare};
 use tokio::runtime::Runtime;
 
 use crate::mock::Mock;
@@ -65,7 +64,12 @@ impl Rank {
         let home = tempfile::tempdir().unwrap();
         let (node, client) = serve(&home).await;
         let whole = stage.cache(stage.base());
-        let groups = cuts.windows(2).map(|cut| whole.only([(cut[0]..cut[1], 0..4)]));
+        let share = |cut: &[usize]| Share {
+            planes: (cut[0], cut[1]),
+            heads: (0, 4),
+            tokens: TokenShare::ALL,
+        };
+        let groups = cuts.windows(2).map(|cut| whole.only(&[share(cut)]));
         let kind = KindPages {
             space: stage.space.clone(),
             is_draft: false,

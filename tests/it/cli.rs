@@ -136,6 +136,43 @@ impl Stored {
 }
 
 #[tokio::test]
+async fn replay_tells_hits_by_policy_and_names_a_damaged_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let (trace, plot) = (folder.path().join("trace.jsonl"), folder.path().join("hits.svg"));
+    let line = |at: u32, ids: &str| {
+        format!(r#"{{"timestamp": {at}, "input_length": 1024, "output_length": 9, "hash_ids": [{ids}]}}"#)
+    };
+    let good = [line(0, "1, 2"), line(500, "1, 3"), line(900, "1, 2")].join("\n");
+    std::fs::write(&trace, &good).unwrap();
+    let (path, svg) = (trace.to_str().unwrap(), plot.to_str().unwrap());
+    let json = say(&["replay", path, "--blocks", "2,1k", "--svg", svg, "--json"])
+        .await
+        .exits(0)
+        .json();
+    assert_eq!(
+        (json["prompts"].as_u64(), json["blocks"].as_u64()),
+        (Some(3), Some(6))
+    );
+    assert_eq!(json["infinite_hits_percent"], 50.0);
+    assert_eq!(json["sizes"][1]["hits_percent"]["reuse"], 50.0);
+    assert_eq!(json["costs"][0]["puts"], 3);
+    assert!(std::fs::read_to_string(&plot).unwrap().starts_with("<svg"));
+    say(&["replay", path, "--policy", "lru"])
+        .await
+        .exits(0)
+        .says(&["lru", "bound", "$ / 1000 prompts"]);
+    std::fs::write(&trace, format!("{good}\n{{}}\n")).unwrap();
+    say(&["replay", path])
+        .await
+        .exits(2)
+        .says(&["line 4", "timestamp"]);
+    say(&["replay", path, "--policy", "mru"])
+        .await
+        .exits(2)
+        .says(&["reuse, lru"]);
+}
+
+#[tokio::test]
 async fn size_calculates_what_is_published() {
     let json = say(&["size", "--model", "qwen3-32b", "--tp", "16", "--json"])
         .await
@@ -297,6 +334,21 @@ async fn bad_input_is_status_2_and_says_what_to_type() {
     ] {
         say(args).await.exits(0);
     }
+}
+
+#[tokio::test]
+async fn completions_and_manual_pages_know_every_command() {
+    let home = TempDir::new().unwrap();
+    let folder = home.path().join("man1");
+    let bash = say(&["completions", "bash"]).await.exits(0).out;
+    say(&["man", folder.to_str().unwrap()]).await.exits(0);
+    for command in ["serve", "health", "config-check", "completions"] {
+        assert!(bash.contains(command.split('-').next().unwrap()), "{command}");
+        let page = folder.join(format!("kvgate-{command}.1"));
+        assert!(page.is_file(), "{}", page.display());
+    }
+    say(&["man", "/proc/kvgate"]).await.exits(2);
+    say(&["completions", "csh"]).await.exits(2);
 }
 
 #[tokio::test]

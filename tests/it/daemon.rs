@@ -5,7 +5,9 @@ use std::time::Duration;
 use kvgate::engine::client::{ApiSession, ClientError, LoadLines};
 use kvgate::format::Space;
 use kvgate::protocol::Order;
-use kvgate::protocol::{CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy};
+use kvgate::protocol::{
+    CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy, TokenShare,
+};
 
 use crate::support::daemon::{
     Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write,
@@ -130,6 +132,11 @@ async fn a_chunk_is_published_when_all_of_its_owners_have_committed() {
 
     let one = reserve().await.unwrap();
     assert_eq!(one.own[0].heads, (0, 2));
+    assert_eq!(
+        reserve().await.unwrap().chunks,
+        [skip("pending")],
+        "another call of the same rank does not write there too"
+    );
     let two = second.reserve(&space, chunks(&prompt)).await.unwrap();
     assert_eq!(
         (two.own[0].heads, &two.chunks),
@@ -595,6 +602,23 @@ async fn a_refused_attach_tells_why() {
             .await,
             "bad_rank"
         );
+    }
+    // Its other rank has all tokens of its heads.
+    let share = |rank, interleave| TokenShare {
+        rank,
+        size: 2,
+        interleave,
+    };
+    assert_eq!(
+        attach(base.clone(), &|r| {
+            (r.rank, r.world_size, r.tp) = (1, 2, Some((1, 2)));
+            r.tokens = share(1, 16);
+        })
+        .await,
+        "bad_rank"
+    );
+    for tokens in [share(2, 1), share(0, 0)] {
+        assert_eq!(attach(base.clone(), &|r| r.tokens = tokens).await, "bad_request");
     }
     assert_eq!(attach(base.clone(), &|r| r.world_size = 2).await, "bad_request");
     assert_eq!(attach(base.clone(), &|r| r.world_size = 0).await, "bad_request");

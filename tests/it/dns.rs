@@ -405,7 +405,11 @@ async fn truncated_and_no_tcp() {
 #[tokio::test]
 async fn by_tcp_alone_an_answer_that_was_cut_in_silence_is_never_seen() {
     let server = DnsServer::start(|question| {
-        let addresses: &[u8] = if question.tcp { &[1, 2, 3, 4, 5] } else { &[1, 2, 3] };
+        let addresses: &[u8] = if question.tcp {
+            &[1, 2, 3, 4, 5]
+        } else {
+            &[1, 2, 3]
+        };
         only_a(addresses, 60)(question)
     })
     .await;

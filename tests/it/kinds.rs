@@ -7,13 +7,13 @@ use std::time::Duration;
 use futures::future::join_all;
 use kvgate::engine::client::{Client, DaemonAddress};
 use kvgate::engine::rank::{Hold, LoadJob, LoadProgress, WantedChunk, WantedKind, WorkerError};
-use kvgate::protocol::{LookupRequest, Order};
+use kvgate::protocol::{LookupRequest, Order, TokenShare};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
 use crate::support::daemon::{Serving, Site, eventually, id};
 use crate::support::fixture::Prompt;
-use crate::support::ranks::{ALONE, DealtKind, Place, TestRank, space_of};
+use crate::support::ranks::{ALONE, DealtKind, Place, TestRank, space_of, space_with};
 
 const CHUNKS: usize = 4;
 const FULL: usize = 0;
@@ -22,8 +22,8 @@ const STATE: usize = 2;
 const DRAFT: usize = 3;
 
 /// A model of twelve layers: full attention, two groups of windows with blocks of other sizes, states and a draft's layer.
-/// `state_heads`: the size of the tensor parallelism that the states are cut for.
-fn writers_model(state_heads: u32) -> Vec<DealtKind> {
+/// Of a state's convolution all ranks have a part.
+fn writers_model() -> Vec<DealtKind> {
     let kind = |members: &str, layers: &[u32], heads, row_bytes, groups| DealtKind {
         space: space_of(members, layers, heads, row_bytes),
         groups,
@@ -36,13 +36,17 @@ fn writers_model(state_heads: u32) -> Vec<DealtKind> {
         32,
         vec![(vec![0, 2, 4], 8), (vec![1, 3], 4)],
     );
-    let state = kind(
-        r#""kind": "state""#,
-        &[2, 6],
-        state_heads,
-        999,
-        vec![(vec![0], 1), (vec![1], 1)],
-    );
+    let of_state = |layer| {
+        [
+            ("conv.x", layer, 4, 99),
+            ("conv.b", layer, 1, 33),
+            ("state", layer, 4, 999),
+        ]
+    };
+    let state = DealtKind {
+        space: space_with(r#""kind": "state""#, &[of_state(2), of_state(6)].concat()),
+        groups: vec![(vec![0, 1, 2], 1), (vec![3, 4, 5], 1)],
+    };
     let draft = kind(
         r#""kind": "full", "draft": "test/draft""#,
         &[10],
@@ -54,12 +58,12 @@ fn writers_model(state_heads: u32) -> Vec<DealtKind> {
 }
 
 /// The same model, as another engine deals its layers.
-fn readers_model(state_heads: u32) -> Vec<DealtKind> {
-    let mut kinds = writers_model(state_heads);
+fn readers_model() -> Vec<DealtKind> {
+    let mut kinds = writers_model();
     let groups = [
         vec![(vec![2, 0], 4), (vec![1], 8)],
         vec![(vec![4], 16), (vec![0, 1, 3], 2), (vec![2], 8)],
-        vec![(vec![1, 0], 1)],
+        vec![(vec![4, 3, 5, 1, 0, 2], 1)],
         vec![(vec![0], 2)],
     ];
     for (kind, groups) in kinds.iter_mut().zip(groups) {
@@ -73,7 +77,7 @@ fn tensor_parallel(size: u32) -> Vec<Place> {
         rank,
         world_size: size,
         tp: (size > 1).then_some((rank, size)),
-        layers: None,
+        ..ALONE
     };
     (0..size).map(place).collect()
 }
@@ -83,10 +87,39 @@ fn stages() -> Vec<Place> {
     let place = |(rank, layers)| Place {
         rank,
         world_size: 2,
-        tp: None,
         layers: Some(layers),
+        ..ALONE
     };
     [(0, (0, 7)), (1, (7, 11))].map(place).to_vec()
+}
+
+/// Ranks of which neighbours have the same heads: each prompt's tokens are dealt to `size` of them (decode context parallel).
+fn dealt(tp_size: u32, size: u32, interleave: u32) -> Vec<Place> {
+    let mut places = tensor_parallel(tp_size);
+    for place in &mut places {
+        place.tokens = TokenShare {
+            rank: place.rank % size,
+            size,
+            interleave,
+        };
+    }
+    places
+}
+
+/// Ranks that split a prompt's prefill: `decode` of them have a share of its tokens each, or all have all of them.
+fn prefill(size: u32, decode: u32, interleave: u32) -> Vec<Place> {
+    let place = |rank| Place {
+        rank,
+        world_size: size,
+        tp: Some((0, 1)),
+        tokens: TokenShare {
+            rank: rank % decode,
+            size: decode,
+            interleave,
+        },
+        ..ALONE
+    };
+    (0..size).map(place).collect()
 }
 
 fn engine(serving: &Serving, name: &str, places: &[Place], kinds: &[DealtKind]) -> Vec<TestRank> {
@@ -142,39 +175,26 @@ async fn store(ranks: &mut [TestRank], prompt: &Prompt, kinds: &[(usize, Vec<usi
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_one_engine_stores_another_loads_into_groups_of_its_own() {
     type Engine = Vec<Place>;
-    // Tensor parallelism of the writer and of the reader; a state is for readers that are cut as its writer was.
-    let cases: [(&str, Engine, Engine, u32, bool); 6] = [
-        ("tp 1 to 1", tensor_parallel(1), tensor_parallel(1), 1, true),
-        ("tp 2 to 2", tensor_parallel(2), tensor_parallel(2), 2, true),
-        ("tp 1 to 2", tensor_parallel(1), tensor_parallel(2), 1, false),
-        ("tp 2 to 1", tensor_parallel(2), tensor_parallel(1), 2, false),
-        ("stages to one", stages(), tensor_parallel(1), 1, true),
-        ("one to stages", tensor_parallel(1), stages(), 1, true),
+    let cases: [(&str, Engine, Engine); 7] = [
+        ("tp 1 to 1", tensor_parallel(1), tensor_parallel(1)),
+        ("tp 2 to 2", tensor_parallel(2), tensor_parallel(2)),
+        ("tp 1 to 2", tensor_parallel(1), tensor_parallel(2)),
+        ("tp 2 to 1", tensor_parallel(2), tensor_parallel(1)),
+        ("tp 4 to 2", tensor_parallel(4), tensor_parallel(2)),
+        ("stages to one", stages(), tensor_parallel(1)),
+        ("one to stages", tensor_parallel(1), stages()),
     ];
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
-    for (name, writer, reader, state_heads, with_states) in cases {
-        let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
-        let mut writers = engine(
-            &serving,
-            &format!("writer {name}"),
-            &writer,
-            &writers_model(state_heads),
-        );
+    for (name, writer, reader) in cases {
+        let prompt = Prompt::of(writers_model()[FULL].space.clone(), CHUNKS);
+        let mut writers = engine(&serving, &format!("writer {name}"), &writer, &writers_model());
         store(&mut writers, &prompt, &computed()).await;
         for order in [Order::Chunk, Order::Layer] {
             let instance = format!("reader {name} {order:?}");
-            let readers_heads = if with_states {
-                state_heads
-            } else {
-                reader.len() as u32
-            };
-            let mut readers = engine(&serving, &instance, &reader, &readers_model(readers_heads));
-            let mut wanted = needed();
-            if !with_states {
-                wanted.retain(|(kind, _)| *kind != STATE);
-            }
+            let mut readers = engine(&serving, &instance, &reader, &readers_model());
+            let wanted = needed();
             for rank in &readers {
                 rank.worker.session().await.unwrap();
             }
@@ -185,7 +205,7 @@ async fn what_one_engine_stores_another_loads_into_groups_of_its_own() {
                 assert_eq!(failed, [], "{instance}");
             }
             for rank in &mut readers {
-                for (kind, chunks) in wanted.iter().filter(|(kind, _)| with_states || *kind != STATE) {
+                for (kind, chunks) in &wanted {
                     for chunk in 0..CHUNKS {
                         let expected = (rank.has(*kind) && chunks.contains(&chunk)).then_some(true);
                         let is_right = rank.is_right(*kind, chunk, &(0..u32::MAX));
@@ -198,20 +218,128 @@ async fn what_one_engine_stores_another_loads_into_groups_of_its_own() {
     }
 }
 
+/// What ranks store that have a share of the tokens each is what one rank has, and the other way round.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_that_are_dealt_to_ranks_are_one_object() {
+    // GQA, whose two heads are on several ranks each, MLA's latents, a state of four heads, and a draft that is not dealt.
+    let kind = |members: &str, layers: &[u32], heads, row_bytes, block_tokens| DealtKind {
+        space: space_of(members, layers, heads, row_bytes),
+        groups: vec![((0..layers.len()).collect(), block_tokens)],
+    };
+    let model = |state_heads| {
+        vec![
+            kind(r#""kind": "full""#, &[0, 4], 2, 64, 4),
+            kind(r#""kind": "full", "extra": {"of": "mla"}"#, &[1, 5], 1, 24, 4),
+            kind(r#""kind": "state""#, &[2], state_heads, 999, 1),
+            kind(r#""kind": "full", "draft": "test/draft""#, &[10], 2, 16, 4),
+        ]
+    };
+    let all_chunks = all(0..CHUNKS);
+    let everything: Vec<(usize, Vec<usize>)> = vec![
+        (0, all_chunks.clone()),
+        (1, all_chunks.clone()),
+        (STATE, vec![1, 3]),
+        (DRAFT, all_chunks),
+    ];
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let cases: [(&str, Vec<Place>); 9] = [
+        ("none", tensor_parallel(1)),
+        ("4 over 2, one by one", dealt(4, 2, 1)),
+        ("4 over 2, two by two", dealt(4, 2, 2)),
+        ("4 over 2, block by block", dealt(4, 2, 4)),
+        ("8 over 4, each head on all", dealt(8, 4, 1)),
+        ("8 over 2, copies of both", dealt(8, 2, 4)),
+        ("prefill alone", prefill(2, 1, 1)),
+        ("prefill and decode", prefill(2, 2, 2)),
+        ("prefill over 4, decode over 4", prefill(4, 4, 1)),
+    ];
+    for (writer, places) in &cases {
+        let prompt = Prompt::of(model(1)[FULL].space.clone(), CHUNKS);
+        let heads_of = |places: &[Place]| places[0].tp.map_or(1, |(_, size)| size);
+        let mut writers = engine(
+            &serving,
+            &format!("writer {writer}"),
+            places,
+            &model(heads_of(places)),
+        );
+        store(&mut writers, &prompt, &everything).await;
+        for (reader, places_of_reader) in &cases {
+            let instance = format!("{writer} to {reader}");
+            let mut readers = engine(
+                &serving,
+                &instance,
+                places_of_reader,
+                &model(heads_of(places_of_reader)),
+            );
+            let mut wanted = everything.clone();
+            // States are for readers that are cut as their writer was.
+            wanted.retain(|(kind, _)| *kind != STATE || heads_of(places) == heads_of(places_of_reader));
+            for rank in &readers {
+                rank.worker.session().await.unwrap();
+            }
+            let loads = readers
+                .iter()
+                .map(|rank| rank.load(&prompt, "load", Order::Chunk, &wanted, 0..u32::MAX));
+            for failed in join_all(loads).await {
+                assert_eq!(failed, [], "{instance}");
+            }
+            for rank in &mut readers {
+                for (kind, chunks) in &wanted {
+                    for &chunk in chunks {
+                        let is_right = rank.is_right(*kind, chunk, &(0..u32::MAX));
+                        assert_eq!(is_right, Some(true), "{instance}, kind {kind}, chunk {chunk}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A rank writes its own tokens, and the rows of a load that are wanted, and no others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_load_s_rows_each_rank_writes_its_own() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let model = vec![DealtKind {
+        space: space_of(r#""kind": "full""#, &[0], 1, 64),
+        groups: vec![(vec![0], 4)],
+    }];
+    let prompt = Prompt::of(model[FULL].space.clone(), 2);
+    let mut writers = engine(&serving, "writer", &dealt(2, 2, 2), &model);
+    store(&mut writers, &prompt, &[(FULL, all(0..2))]).await;
+    let mut readers = engine(&serving, "reader", &dealt(2, 2, 1), &model);
+    for rank in &readers {
+        rank.worker.session().await.unwrap();
+    }
+    let wanted = [(FULL, vec![1])];
+    let loads = readers
+        .iter()
+        .map(|rank| rank.load(&prompt, "load", Order::Chunk, &wanted, 5..14));
+    for failed in join_all(loads).await {
+        assert_eq!(failed, []);
+    }
+    for rank in &mut readers {
+        assert_eq!(rank.is_right(FULL, 1, &(5..14)), Some(true));
+    }
+}
+
 /// Local blocks may end inside of a chunk: then the rest of its rows is written, in all groups.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_the_rows_that_are_wanted_are_written() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
-    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
+    let prompt = Prompt::of(writers_model()[FULL].space.clone(), CHUNKS);
     store(
-        &mut engine(&serving, "writer", &[ALONE], &writers_model(1)),
+        &mut engine(&serving, "writer", &[ALONE], &writers_model()),
         &prompt,
         &computed(),
     )
     .await;
-    let mut readers = engine(&serving, "reader", &[ALONE], &readers_model(1));
+    let mut readers = engine(&serving, "reader", &[ALONE], &readers_model());
     let wanted = [(FULL, vec![1]), (WINDOW, vec![1])];
     let failed = readers[0]
         .load(&prompt, "load", Order::Chunk, &wanted, 5..14)
@@ -240,7 +368,7 @@ fn walk(folder: PathBuf) -> Vec<PathBuf> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn damage_and_misses_of_one_kind_leave_the_others_alone() {
     let site = Site::new().await;
-    let model = writers_model(1);
+    let model = writers_model();
     let prompt = Prompt::of(model[FULL].space.clone(), CHUNKS);
     let serving = site.serve(&[]).await;
     serving.ready().await;
@@ -263,7 +391,7 @@ async fn damage_and_misses_of_one_kind_leave_the_others_alone() {
         let serving = site.serve(&[]).await;
         serving.ready().await;
         for order in [Order::Chunk, Order::Layer] {
-            let mut readers = engine(&serving, &format!("{order:?}"), &[ALONE], &readers_model(1));
+            let mut readers = engine(&serving, &format!("{order:?}"), &[ALONE], &readers_model());
             let failed = readers[0]
                 .load(&prompt, "load", order, &needed(), 0..u32::MAX)
                 .await;
@@ -294,8 +422,8 @@ async fn pages_that_were_taken_back_are_not_stored_in_any_kind() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
-    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
-    let mut ranks = engine(&serving, "writer", &[ALONE], &writers_model(1));
+    let prompt = Prompt::of(writers_model()[FULL].space.clone(), CHUNKS);
+    let mut ranks = engine(&serving, "writer", &[ALONE], &writers_model());
     let hold = Hold::default();
     hold.end();
     let stored = ranks[0].store_held(&prompt, &computed(), &hold).await;
@@ -311,11 +439,11 @@ async fn jobs_that_do_not_fit_the_worker_are_refused() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
-    let prompt = Prompt::of(writers_model(1)[FULL].space.clone(), CHUNKS);
-    let model = writers_model(1);
+    let prompt = Prompt::of(writers_model()[FULL].space.clone(), CHUNKS);
+    let model = writers_model();
     let whole = engine(&serving, "whole", &[ALONE], &model);
     let only_full = TestRank::new(&serving.client, "full", ALONE, &model[..1]);
-    let other_groups = engine(&serving, "other", &[ALONE], &readers_model(1));
+    let other_groups = engine(&serving, "other", &[ALONE], &readers_model());
     for (rank, of) in [(&only_full, WINDOW), (&other_groups[0], FULL)] {
         let computed = whole[0].computed(&prompt, of, &[0]);
         let refused = rank.store_of(&[computed], &Hold::default()).await.unwrap_err();
@@ -383,7 +511,7 @@ async fn good_chunks_are_committed_though_the_others_can_not_be_given_up() {
     let serving = site.serve(&[]).await;
     serving.ready().await;
     let client = cut(&serving, &site, "/v1/store/abort", false);
-    let model = writers_model(1);
+    let model = writers_model();
     let prompt = Prompt::of(model[FULL].space.clone(), 3);
     let mut rank = TestRank::new(&client, "writer", ALONE, &model);
     rank.compute(FULL, &[0, 1, 2]);
@@ -407,12 +535,12 @@ async fn a_load_whose_answer_is_lost_is_released() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;
     serving.ready().await;
-    let model = writers_model(1);
+    let model = writers_model();
     let prompt = Prompt::of(model[FULL].space.clone(), CHUNKS);
     let writers = &mut engine(&serving, "writer", &[ALONE], &model);
     store(writers, &prompt, &computed()).await;
     let client = cut(&serving, &site, "/v1/load", true);
-    let reader = TestRank::new(&client, "reader", ALONE, &readers_model(1));
+    let reader = TestRank::new(&client, "reader", ALONE, &readers_model());
     let wanted = [(FULL, all(0..CHUNKS))];
     let failed = reader
         .load(&prompt, "load", Order::Chunk, &wanted, 0..u32::MAX)
@@ -429,7 +557,7 @@ async fn a_rank_that_can_not_take_part_in_a_load_says_so() {
         .serve(&[("load.window", "1MiB"), ("load.join_grace", "1h")])
         .await;
     serving.ready().await;
-    let model = writers_model(2);
+    let model = writers_model();
     // More than the window has room for: the rest comes once all ranks have had those before.
     let all = [(FULL, all(0..90))];
     let prompt = Prompt::of(model[FULL].space.clone(), 90);

@@ -569,7 +569,11 @@ async fn the_command_line_asks_a_daemon() {
     assert_eq!((&found["prefix"], &found["mask"]), (&1.into(), &"01".into()));
     let args = ["prefetch", "--space", &space, "--hashes", &hashes];
     say(&args).await.exits(0).says(&["1 chunk"]);
+    say(&["health"]).await.exits(0).says(&["ok"]);
+    say(&["health", "--ready"]).await.exits(0).says(&["ready"]);
     drop(daemon);
+    let nobody = home.place.say(&["health", "--socket", "/tmp/nobody.sock"]).await;
+    nobody.exits(1).says(&["Is `kvgate serve` running"]);
     let nobody = home.place.say(&["flush", "--socket", "/tmp/nobody.sock"]).await;
     nobody.exits(2).says(&["kvgate serve"]);
 }

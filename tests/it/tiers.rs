@@ -630,7 +630,7 @@ async fn lookup_kinds(client: &Client, prompts: &[Prompt; 3], pin: bool, prefetc
 /// No policy of its own: what no boundary needs any more is not touched any more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn chunks_of_a_window_far_behind_leave_first() {
-    for policy in ["lru", "sieve", "s3fifo"] {
+    for policy in ["reuse", "lru", "sieve", "s3fifo"] {
         let site = Site::new().await;
         let settings = [("memory.policy", policy), ("store.write_behind", "4MiB")];
         let serving = site.serve(&settings).await;

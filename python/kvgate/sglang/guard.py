@@ -4,6 +4,8 @@ import functools
 import logging
 import time
 
+from kvgate._native import PanicException
+
 logger = logging.getLogger(__name__)
 
 TOLD_SECONDS = 30
@@ -35,7 +37,7 @@ def guarded(instead):
         def safe(storage, *arguments, **named):
             try:
                 return call(storage, *arguments, **named)
-            except Exception as error:
+            except (Exception, PanicException) as error:
                 storage.troubles.tell(f"{call.__name__} failed", f"{type(error).__name__}: {error}")
                 return instead(storage, *arguments, **named)
 

@@ -146,7 +146,9 @@ def of_server(settings):
     except ValueError:
         return Engine(settings)
     refuse(server)
-    return Engine(settings, server, process_model_config())
+    config = process_model_config()
+    refuse_long_rope(config)
+    return Engine(settings, server, config)
 
 
 def refuse(server):
@@ -157,6 +159,24 @@ def refuse(server):
             f"kvgate: the {ranks} tensor-parallel ranks of an engine must be on one node, and share its gateway: with --nnodes "
             f"{nodes} set --pp-size to a multiple of it, or run an engine on each node"
         )
+
+
+def refuse_long_rope(config):
+    """LongRoPE has two sets of factors. SGLang takes the long ones for all tokens that it computes at once, as soon as one of
+    them is beyond the length that the model was first trained for. So the KV of the same tokens depends on other requests."""
+    text = config.hf_text_config
+    for rope in (getattr(text, "rope_scaling", None), getattr(text, "rope_parameters", None)):
+        for one in (rope, *rope.values()) if isinstance(rope, dict) else ():
+            if not isinstance(one, dict) or "longrope" not in (one.get("rope_type"), one.get("type")):
+                continue
+            tokens = one.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", text.max_position_embeddings
+            )
+            if config.context_len > tokens:
+                raise ValueError(
+                    f"kvgate can't reuse KV of LongRoPE beyond {tokens} tokens: SGLang computes a prompt's KV in another way "
+                    f"while a longer one runs beside it. Set --context-length {tokens}, or run this model without kvgate"
+                )
 
 
 def pinned(path, asked, resolved, key):

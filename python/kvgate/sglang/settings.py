@@ -40,6 +40,12 @@ class Settings:
     """Time that pages which a lookup found stay in the gateway's memory."""
     store_bytes: int = 64 << 20
     """Bytes of the pages that are handed over at a time."""
+    release_pages: int = 8
+    """Loaded pages whose room in the gateway is given back at a time."""
+    retry_ms: int = 20
+    """Time after which a store asks again, where the gateway had no room for it."""
+    parents_max: int = 65_536
+    """Pages of which this process remembers which one comes before."""
     breaker_timeouts: int = 3
     """Answers in a row that came too late, after which the gateway is left alone for `breaker_pause_ms`."""
     breaker_pause_ms: int = 10_000

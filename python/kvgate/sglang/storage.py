@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 ROOT = bytes(32)
 """In place of the hash of a page that SGLang does not name."""
-PARENTS_MAX = 1 << 16
-"""Pages whose predecessors are remembered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +57,8 @@ class KvGateStorage(HiCacheStorage):
         self.pools: dict[PoolName, Pool] = {}
         self.troubles = Troubles()
         self.figures = Figures()
-        self.parents = Parents()
         settings = self.settings
+        self.parents = Parents(settings.parents_max)
         self.pages = Pages(
             json.dumps(
                 {
@@ -78,6 +76,8 @@ class KvGateStorage(HiCacheStorage):
                     "lookup_strategy": settings.lookup_strategy,
                     "pin_ms": settings.pin_ms,
                     "store_bytes": settings.store_bytes,
+                    "release_pages": settings.release_pages,
+                    "retry_ms": settings.retry_ms,
                     "breaker_timeouts": settings.breaker_timeouts,
                     "breaker_pause_ms": settings.breaker_pause_ms,
                 }
@@ -239,7 +239,8 @@ class KvGateStorage(HiCacheStorage):
 class Parents:
     """The page before each of the latest pages, as far as SGLang has told: a store may begin anywhere in a prompt."""
 
-    def __init__(self):
+    def __init__(self, pages_max):
+        self.pages_max = pages_max
         self.before = collections.OrderedDict()
         self.lock = threading.Lock()
 
@@ -251,7 +252,7 @@ class Parents:
                 if parent is not None:
                     self.before[key] = parent
                 parent = key
-            while len(self.before) > PARENTS_MAX:
+            while len(self.before) > self.pages_max:
                 self.before.popitem(last=False)
 
     def of(self, key):

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from kvgate.vllm import gateway
 from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
-from kvgate.vllm.kinds import AllLayers, layers_of
+from kvgate.vllm.kinds import AllLayers, context_ranks, layers_of
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe, layer_number, needs_whole_prompts
 from kvgate.vllm.scheduler import SchedulerSide
@@ -51,7 +51,7 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
                 settings=settings,
                 is_consumer=config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
                 is_producer=config.is_kv_producer,
-                ranks=parallel.tensor_parallel_size * stages,
+                ranks=parallel.tensor_parallel_size * context_ranks(parallel)[0] * stages,
                 has_events=events is not None and events.enable_kv_cache_events,
                 items_have_digests=items_have_digests(vllm_config),
                 has_priorities=vllm_config.scheduler_config.policy == "priority",

@@ -4,6 +4,7 @@ import functools
 
 from vllm.logger import init_logger
 
+from kvgate._native import PanicException
 from kvgate.vllm.metadata import StepMetadata
 
 logger = init_logger(__name__)
@@ -18,7 +19,7 @@ def guarded(instead=lambda connector, *_, **__: None):
             if not connector.is_off:
                 try:
                     return hook(connector, *arguments, **named)
-                except Exception as error:
+                except (Exception, PanicException) as error:
                     connector._turn_off(f"{hook.__name__} threw {type(error).__name__}: {error}")
             return instead(connector, *arguments, **named)
 

@@ -35,6 +35,26 @@ class EngineLayer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """A part of a state's rows in a rank's page: the same of the next head comes right behind it."""
+
+    offset: int
+    """In the page: of the rank's first head."""
+    row_offset: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    name: str
+    heads: int
+    """Of all ranks together."""
+    row_bytes: int
+    runs: tuple[Run, ...] = ()
+    """Of a state. Where attention's rows lie its tensors say."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Kind:
     space: Space
     word: str
@@ -44,13 +64,13 @@ class Kind:
     is_draft: bool
     """The layers of a draft model: without its KV fewer drafts are accepted, and nothing is wrong."""
     blocks: dict[int, int]
-    """Tokens of a block, by each KV cache group that has layers of this kind."""
+    """Tokens of a block on all ranks together, by each KV cache group that has layers of this kind."""
     layers: tuple[EngineLayer, ...]
     """Those of this rank."""
-    planes: tuple[int, ...]
-    """For each of these layers the index of its plane in the space."""
-    heads: tuple[int, ...]
-    """Of each plane, of all ranks together."""
+    planes: tuple[dict[int, Plane], ...]
+    """Of each of these layers, by their index in the space."""
+    row_parts: tuple[int, ...] = ()
+    """Bytes of the parts of a token's row, where a block has one part of all its tokens after the other."""
 
     def first_token(self, tokens):
         """Of those that the token after these attends to, or that its state was made from."""
@@ -81,6 +101,10 @@ def kind_of(spec):
         )
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise ValueError("kvgate reuses causal attention only: here a prompt's end changes what comes before it")
+    if type(spec) is not MambaSpec and getattr(spec, "tokens_per_state", 1) != 1:
+        raise ValueError(
+            "kvgate can't reuse KV that is kept once for several tokens (GLM-5.3) yet: run this model without kvgate"
+        )
     match type(spec):
         # With the hybrid manager off, layers with a window are among these: vLLM keeps all of their blocks, and a token's KV
         # does not depend on how long later tokens attend to it.
@@ -100,6 +124,17 @@ def kind_of(spec):
             return "state", 0
     name = type(spec).__name__
     raise ValueError(f"kvgate can't reuse {REFUSED.get(name, name)} yet: run this model without kvgate")
+
+
+def context_ranks(parallel):
+    """Ranks that split a prompt's prefill, each of which has all of its KV then; and those that its tokens are dealt to."""
+    return getattr(parallel, "prefill_context_parallel_size", 1), getattr(parallel, "decode_context_parallel_size", 1)
+
+
+def block_tokens(spec, parallel):
+    """Of a block on all ranks together: those that a prompt's tokens are dealt to have the same number for it. A state, and a
+    draft that is not dealt, are on each rank as a whole."""
+    return spec.block_size * (context_ranks(parallel)[1] if spec.dcp_sharded else 1)
 
 
 def kind_json(word, span):

@@ -14,8 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 from kvgate import Space
+from kvgate.vllm import states
 from kvgate.vllm.identity import architecture, extra, fitting, revision
-from kvgate.vllm.kinds import Kind, kind_json, kind_of, layers_of
+from kvgate.vllm.kinds import Kind, Plane, block_tokens, context_ranks, kind_json, kind_of, layers_of
 
 logger = init_logger(__name__)
 
@@ -90,14 +91,12 @@ def describe(vllm_config, kv_cache_config, settings, layers=None):
             "give it --no-async-scheduling, or leave layerwise out"
         )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"kvgate can't be used with {name} {getattr(parallel, name)} yet: set it to 1")
     refuse_ranks_apart(parallel)
     refuse_what_has_kv_of_its_own(vllm_config)
     refuse_what_is_no_function_of_its_prefix(vllm_config)
     own = {layer.name for layer in layers_of(kv_cache_config)}
     layers = list(layers or layers_of(kv_cache_config))
+    refuse_tokens_that_can_not_be_dealt(vllm_config, layers)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1 and any(
         is_draft(vllm_config, layer)
         and layer_number(layer.name) < vllm_config.model_config.hf_text_config.num_hidden_layers
@@ -113,9 +112,9 @@ def describe(vllm_config, kv_cache_config, settings, layers=None):
             "with layerwise vLLM could not be told of a load of this model that failed, as it has windows, states or several "
             "KV cache groups: leave layerwise out"
         )
-    block_tokens = {layer.group: layer.spec.block_size for layer in layers}
+    sizes = {layer.group: block_tokens(layer.spec, parallel) for layer in layers}
     has_states = any(isinstance(layer.spec, MambaSpec) for layer in layers)
-    chunk_tokens = chunk_tokens_of(settings, math.lcm(*block_tokens.values()), has_states)
+    chunk_tokens = chunk_tokens_of(settings, math.lcm(*sizes.values()), has_states)
     # The model's own first, and of these the whole prefix, which the others are looked for within.
     in_order = sorted(of_kinds.items(), key=lambda entry: (entry[0][1], entry[0][0] != "full", str(entry[0])))
     kinds = tuple(
@@ -127,8 +126,8 @@ def describe(vllm_config, kv_cache_config, settings, layers=None):
     return Model(
         kinds,
         chunk_tokens,
-        getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or math.lcm(*block_tokens.values()),
-        getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*block_tokens.values()),
+        getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or math.lcm(*sizes.values()),
+        getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*sizes.values()),
         speculative is not None and speculative.use_eagle_block_drop(),
         groups,
     )
@@ -197,8 +196,16 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         )
         return None
     numbers = [layer_number(layer.name) for layer in layers]
-    names = [f"kv{numbers[:at].count(number) or ''}" for at, number in enumerate(numbers)]
-    all_heads = tuple(heads(vllm_config, layer, draft) for layer in layers)
+    written, planes = [], []
+    for at, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
+        # Of several layers with the same number.
+        again = numbers[:at].count(number) or ""
+        of_layer = planes_of(vllm_config, layer, draft)
+        planes.append(dict(enumerate(of_layer, len(written))))
+        for plane in of_layer:
+            written.append(
+                {"name": f"{plane.name}{again}", "layer": number, "heads": plane.heads, "row_bytes": plane.row_bytes}
+            )
     space = {
         "model": settings.model or architecture(vllm_config.model_config),
         "revision": settings.revision or revision(vllm_config),
@@ -208,20 +215,17 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         "kind": kind_json(word, span),
         "draft": draft,
         "extra": {**extra(vllm_config), **content(vllm_config, layers)},
-        "planes": [
-            {"name": name, "layer": number, "heads": of, "row_bytes": layer.spec.state_content_size_bytes}
-            for name, number, of, layer in zip(names, numbers, all_heads, layers, strict=True)
-        ],
+        "planes": written,
     }
     return Kind(
         Space(json.dumps(space)),
         word,
         span,
         bool(draft),
-        {layer.group: layer.spec.block_size for layer in layers},
+        {layer.group: block_tokens(layer.spec, vllm_config.parallel_config) for layer in layers},
         tuple(layer for layer in layers if layer.name in own),
-        tuple(plane for plane, layer in enumerate(layers) if layer.name in own),
-        all_heads,
+        tuple(of_layer for layer, of_layer in zip(layers, planes, strict=True) if layer.name in own),
+        indexer_parts(vllm_config, layers[0].spec),
     )
 
 
@@ -238,11 +242,20 @@ def draft_identity(vllm_config, settings):
     return f"{speculative.method} {architecture(own)} {pinned}"
 
 
-def heads(vllm_config, layer, is_draft):
-    """Heads of all ranks together. A state is one rank's share each."""
+def planes_of(vllm_config, layer, is_draft):
+    """Of all ranks together."""
     spec, ranks = layer.spec, vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MambaSpec):
-        return 1 if getattr(spec, "tp_replicated", False) else ranks
+        return states.planes(spec, ranks, state_cut(vllm_config, spec))
+    return (Plane("kv", heads(vllm_config, spec, ranks, is_draft), spec.state_content_size_bytes),)
+
+
+def state_cut(vllm_config, spec):
+    parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_text_config
+    return states.cut(spec, parallel.tensor_parallel_size, config, 0 if conv_layout() == "DS" else 1)
+
+
+def heads(vllm_config, spec, ranks, is_draft):
     if isinstance(spec, MLAAttentionSpec):
         return 1
     if ranks == 1 or spec.num_kv_heads > 1:
@@ -256,11 +269,11 @@ def content(vllm_config, layers):
     """What the bytes of these layers mean, beyond their dtype."""
     spec = layers[0].spec
     if isinstance(spec, MambaSpec):
-        states = sorted({state_layout(layer.spec) for layer in layers})
+        found = sorted({states.layout(layer.spec, state_cut(vllm_config, layer.spec)) for layer in layers})
         # A CPU's kernels read and write some states the other way round, in the same shape.
         memory = "cpu" if current_platform.is_cpu() else "gpu"
-        return {"states": fitting("; ".join(states)), "convolution": conv_layout(), "state_memory": memory}
-    return {"cache_role": "indexer"} if is_indexer(spec) else cpu_layout(vllm_config, spec)
+        return {"states": fitting("; ".join(found)), "convolution": conv_layout(), "state_memory": memory}
+    return indexer_content(vllm_config, spec) if is_indexer(spec) else cpu_layout(vllm_config, spec)
 
 
 def is_indexer(spec):
@@ -268,11 +281,29 @@ def is_indexer(spec):
     return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
 
 
-def state_layout(spec):
-    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
-    return (
-        f"{kind} {', '.join(f'{list(shape)} {dtype}' for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))}"
-    )
+def indexer_parts(vllm_config, spec):
+    """On CUDA a block has the keys of all its tokens, then a scale of four bytes for each 128 of them. Nothing: it is no
+    indexer's, or a layout that kvgate does not know."""
+    scales = spec.head_size // 33 if is_indexer(spec) else 0
+    keys = spec.head_size - scales if scales else 0
+    is_known = keys and scales * 128 == keys * 4 and not indexer_dtype(vllm_config) and not current_platform.is_rocm()
+    return (keys, scales) if is_known else ()
+
+
+def indexer_dtype(vllm_config):
+    """Of the keys, where it is not vLLM's usual one: the bytes are as many."""
+    told = getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", None)
+    return "" if told in (None, "auto", "fp8") else told
+
+
+def indexer_content(vllm_config, spec):
+    role = {"cache_role": "indexer"}
+    if parts := indexer_parts(vllm_config, spec):
+        return {**role, "indexer_rows": f"keys {parts[0]}, scales {parts[1]}"}
+    # Whole blocks of a layout that is as the kernels like it.
+    device, dtype = current_platform.device_type, indexer_dtype(vllm_config) or "fp8"
+    device = "rocm" if current_platform.is_rocm() else device
+    return {**role, "indexer_blocks": f"{device}, {dtype}, {spec.block_size} tokens a block"}
 
 
 def conv_layout():
@@ -313,13 +344,36 @@ def refuse_ranks_apart(parallel):
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         raise ValueError("kvgate can't be used yet by an engine whose ranks are on several nodes: set --nnodes to 1")
     if (
-        parallel.tensor_parallel_size > 1
+        parallel.tensor_parallel_size * context_ranks(parallel)[0] > 1
         and getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     ):
         raise ValueError(
             "kvgate can't be used with distributed_executor_backend external_launcher and several ranks: each has a scheduler "
             "of its own, and what they load would come at different times"
         )
+
+
+def refuse_tokens_that_can_not_be_dealt(vllm_config, layers):
+    """With decode context parallelism each rank has some of a block's tokens, each of which has to be found by itself."""
+    parallel = vllm_config.parallel_config
+    name, ranks = "decode_context_parallel_size", context_ranks(parallel)[1]
+    if ranks == 1:
+        return
+    interleave = parallel.cp_kv_cache_interleave_size
+    for spec in (layer.spec for layer in layers if layer.spec.dcp_sharded):
+        word, _ = kind_of(spec)
+        if word != "full":
+            what = "windows" if word == "window" else "chunked attention"
+            raise ValueError(f"vLLM can't deal the tokens of {what} to several ranks: set {name} {ranks} to 1")
+        if spec.block_size % interleave:
+            raise ValueError(
+                f"with {name} {ranks} vLLM's blocks of {spec.block_size} tokens must be a multiple of "
+                f"cp_kv_cache_interleave_size {interleave}: set it to 1"
+            )
+        if cpu_layout(vllm_config, spec) or (is_indexer(spec) and not indexer_parts(vllm_config, spec)):
+            raise ValueError(
+                f"kvgate can't take KV apart whose tokens are packed together here: set {name} {ranks} to 1"
+            )
 
 
 def refuse_what_has_kv_of_its_own(vllm_config):

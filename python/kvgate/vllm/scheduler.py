@@ -37,6 +37,10 @@ class RequestState:
     full."""
     snapshots: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     """By kind of state: the chunks whose snapshots are in the hands of a store."""
+    failed: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    """By kind of window: chunks whose store failed, until they are handed to another."""
+    failed_once: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Kind and chunk of all of them: none is handed a third time."""
     full_blocks: int = -1
     """Of vLLM's smallest, when it was looked at last."""
     taken: int = 0
@@ -357,7 +361,12 @@ class SchedulerSide:
             for kind, found, handed in zip(self.model.kinds, state.found, state.handed, strict=True)
             if kind.word != "state" and (state.has_drafts or not kind.is_draft)
         )
-        if not has_new and not offers and (self.model.is_full or full_blocks == state.full_blocks):
+        if (
+            not has_new
+            and not offers
+            and not any(state.failed.values())
+            and (self.model.is_full or full_blocks == state.full_blocks)
+        ):
             return
         state.full_blocks = full_blocks
         table = block_state.get_block_ids(state.request.request_id)
@@ -427,7 +436,7 @@ class SchedulerSide:
 
     def stored(self, store):
         """What is not there ends the run that lookups can find: it is stored again before what follows it. A window's chunk is
-        not: vLLM may have given its blocks to others. The next request that computes it stores it."""
+        stored once more, if vLLM still has its blocks in the next step. Else the next request that computes it stores it."""
         if self.events is not None and store.events:
             self.events.add(event for at, event in enumerate(store.events) if (0, at) in store.there)
         state = self.requests.get(store.request)
@@ -438,6 +447,10 @@ class SchedulerSide:
             missing = [chunk for chunk in chunks if chunk not in there]
             if missing and self.model.kinds[kind].word == "full":
                 state.found[kind] = min(state.found[kind], missing[0])
+            elif self.model.kinds[kind].word in ("window", "chunked"):
+                new = {chunk for chunk in missing if (kind, chunk) not in state.failed_once}
+                state.failed.setdefault(kind, set()).update(new)
+                state.failed_once.update((kind, chunk) for chunk in new)
             if kind in state.snapshots:
                 state.snapshots[kind].difference_update(missing)
             if kind == 0 and state.lost in there:

@@ -9,7 +9,9 @@ COPIES = ("auto", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class SharedSettings:
+    """The keys that mean the same for the connector and for the tier."""
+
     socket: str = ""
     """The gateway's unix socket; without it KVGATE__API__SOCKET, then /run/kvgate/kvgate.sock."""
     socket_owner: int = 0
@@ -18,12 +20,6 @@ class Settings:
     """Arguments of `kvgate serve`. A gateway is started with them when none answers on the node; empty: never."""
     serve_log: str = ""
     """The log file of a gateway that was started; without it `<socket>.log`."""
-    chunk_tokens: int = 0
-    """Tokens of a chunk; a multiple of vLLM's block sizes. Without it the least multiple that is 256 or more, or 64 or more for
-    models with states."""
-    state_every: int = 4096
-    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored. The snapshot at a prompt's end is
-    always stored."""
     model: str = ""
     """The model's name in the space; without it the architecture's."""
     revision: str = ""
@@ -31,29 +27,15 @@ class Settings:
     draft_revision: str = ""
     """The name that pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
     tenant: str = ""
-    load_policy: str = "auto"
-    """`auto`: a load that would take longer than computing is left; `always`: every chunk that is there is loaded."""
-    copies: str = "auto"
-    """`auto`: kvgate's own copies on CPUs and with CUDA, torch's on other devices; `torch`: torch's everywhere."""
-    layerwise: bool = False
-    """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
-    allow_failed_requests: bool = False
-    """kv_load_failure_policy may be `fail`: a load that fails then fails its request."""
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50
     """Time that a request that could be admitted waits for its lookup. The lookup began when the request came. Chunks that
     it has not answered by then count as absent."""
-    lookup_again_ms: int = 5_000
-    """Time after which a request at the head of the queue is looked up again. Less than `pin_ms`."""
-    lookups_ahead: int = 16
-    """Requests at the head of the queue that are looked up again."""
     lookups_at_once: int = 256
     """Lookups under way, each with a connection of its own; more wait for one to end."""
     load_deadline_ms: int = 30_000
     """Time after which chunks that were not loaded are computed."""
-    adapter_deadline_ms: int = 5_000
-    """Time after which a LoRA adapter whose files were not read is unknown. Its requests reuse nothing until they were."""
     store_deadline_ms: int = 1_000
     """Time for the gateway to make room for a store. Then it gets nothing, and the blocks are vLLM's again."""
     patience_ms: int = 10_000
@@ -63,6 +45,30 @@ class Settings:
     breaker_timeouts: int = 3
     """Answers in a row that came too late, after which the gateway is left alone for `breaker_pause_ms`."""
     breaker_pause_ms: int = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(SharedSettings):
+    chunk_tokens: int = 0
+    """Tokens of a chunk; a multiple of vLLM's block sizes. Without it the least multiple that is 256 or more, or 64 or more for
+    models with states."""
+    state_every: int = 4096
+    """Tokens between the snapshots of a state (Mamba, linear attention) that are stored. The snapshot at a prompt's end is
+    always stored."""
+    load_policy: str = "auto"
+    """`auto`: a load that would take longer than computing is left; `always`: every chunk that is there is loaded."""
+    copies: str = "auto"
+    """`auto`: kvgate's own copies on CPUs and with CUDA, torch's on other devices; `torch`: torch's everywhere."""
+    layerwise: bool = False
+    """Loads layer by layer while the step computes, instead of between steps. CUDA graphs are piecewise then."""
+    allow_failed_requests: bool = False
+    """kv_load_failure_policy may be `fail`: a load that fails then fails its request."""
+    lookup_again_ms: int = 5_000
+    """Time after which a request at the head of the queue is looked up again. Less than `pin_ms`."""
+    lookups_ahead: int = 16
+    """Requests at the head of the queue that are looked up again."""
+    adapter_deadline_ms: int = 5_000
+    """Time after which a LoRA adapter whose files were not read is unknown. Its requests reuse nothing until they were."""
 
     @classmethod
     def read(cls, extra):
@@ -81,29 +87,11 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class TierSettings:
-    """The keys of kvgate in `secondary_tiers`. Those that `Settings` has mean the same."""
+class TierSettings(SharedSettings):
+    """The keys of kvgate in `secondary_tiers`."""
 
-    socket: str = ""
-    socket_owner: int = 0
-    serve: str = ""
-    serve_log: str = ""
-    model: str = ""
-    revision: str = ""
-    draft_revision: str = ""
-    tenant: str = ""
-    fixed_weights: bool = False
     adapters_by_path: bool = False
     """The path of a LoRA adapter pins its weights, on every node and at any time: vLLM's hashes have no more of it."""
-    lookup_deadline_ms: int = 50
-    """Time that a request that could be admitted waits for its lookups. What is not answered by then counts as absent."""
-    lookups_at_once: int = 256
-    load_deadline_ms: int = 30_000
-    store_deadline_ms: int = 1_000
-    patience_ms: int = 10_000
-    pin_ms: int = 30_000
-    breaker_timeouts: int = 3
-    breaker_pause_ms: int = 10_000
     jobs_at_once: int = 256
     """Loads and stores under way. One more fails at once: what it would have loaded is computed."""
     store_share: int = 25

@@ -90,7 +90,7 @@ class Stores:
         for group, size in kind.blocks.items():
             first = state.found[index] * chunk_tokens // size
             self.blocks.keep(request, (index, group), first, table[group], end // size)
-        chunks, tables = [], {group: [] for group in kind.blocks}
+        chunks, tables = self.once_more(state, index, kind, full, table)
         for chunk in range(state.found[index], full):
             taken = {
                 group: self.blocks.take(
@@ -107,6 +107,24 @@ class Stores:
                 tables[group].extend(blocks)
         state.found[index] = max(state.found[index], full)
         state.handed[index] = state.found[index]
+        return chunks, tables
+
+    def once_more(self, state, index, kind, full, table):
+        """Chunks whose store failed, where the window has not left their blocks behind."""
+        chunk_tokens, failed = self.model.chunk_tokens, state.failed.get(index, set())
+        chunks, tables = [], {group: [] for group in kind.blocks}
+        for chunk in sorted(chunk for chunk in failed if chunk < full):
+            failed.discard(chunk)
+            blocks = {
+                group: table[group][chunk * chunk_tokens // size : (chunk + 1) * chunk_tokens // size]
+                for group, size in kind.blocks.items()
+            }
+            if any(NULL in of_group for of_group in blocks.values()):
+                continue
+            chunks.append(chunk)
+            for group, of_group in blocks.items():
+                self.blocks.touch(of_group)
+                tables[group].extend(of_group)
         return chunks, tables
 
     def snapshot(self, state, index, kind, full, offers):

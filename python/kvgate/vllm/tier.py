@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvgate import PageLookups, Worker
+from kvgate._native import PanicException
 from kvgate.vllm import gateway, pages
 from kvgate.vllm.guard import guarded
 from kvgate.vllm.settings import TierSettings
@@ -292,10 +293,10 @@ class KvGateTier(SecondaryTierManager):
         """When this returns nothing touches vLLM's memory. What was under way has failed, unless it was just done."""
         if self.worker is None:
             return
-        self.worker.close()
         try:
+            self.worker.close()
             self.collect()
-        except Exception as error:
+        except (Exception, PanicException) as error:
             logger.error("kvgate: the outcome of some jobs is lost: %s", error)
         for job in list(self.jobs.values()):
             self.end(job, False)

@@ -3,11 +3,13 @@
 import json
 import time
 
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.logger import init_logger
 
 from kvgate import Worker
 from kvgate.tensors import describe
 from kvgate.torch_copies import TorchCopies, are_needed
+from kvgate.vllm.kinds import context_ranks
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import layer_number
 from kvgate.vllm.stats import KvGateStats
@@ -19,9 +21,18 @@ class WorkerSide:
     def __init__(self, model, settings, parallel, instance):
         self.model, self.settings = model, settings
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        self.attach = {"instance": instance, "rank": parallel.rank % (ranks * stages), "world_size": ranks * stages}
-        if ranks > 1:
+        splitting, dealt_to = context_ranks(parallel)
+        all_ranks = ranks * splitting * stages
+        self.attach = {"instance": instance, "rank": parallel.rank % all_ranks, "world_size": all_ranks}
+        if all_ranks > stages:
+            # Ranks that split a prefill have all of its KV.
             self.attach["tp"] = [parallel.rank % ranks, ranks]
+        if dealt_to > 1:
+            self.attach["tokens"] = {
+                "rank": get_dcp_group().rank_in_group,
+                "size": dealt_to,
+                "interleave": parallel.cp_kv_cache_interleave_size,
+            }
         if stages > 1:
             own = [layer_number(layer.name) for kind in model.kinds for layer in kind.layers]
             self.attach["layers"] = [min(own), max(own) + 1]
@@ -52,12 +63,20 @@ class WorkerSide:
         kinds = []
         self.tables = []
         for kind in self.model.kinds:
-            of_tables = {}
-            for plane, layer in zip(kind.planes, kind.layers, strict=True):
-                split, tensor = self.tensor(kind, plane, layer, kv_caches[layer.name])
-                of_tables.setdefault((layer.group, split), []).append(tensor)
+            of_tables, dealt = {}, {}
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
+                split, tensors = self.tensors(kind, layer, planes, kv_caches[layer.name])
+                of_tables.setdefault((layer.group, split), []).extend(tensors)
+                dealt[layer.group, split] = layer.spec.dcp_sharded
             self.tables.append(list(of_tables))
-            kinds.append({"groups": list(of_tables.values()), "is_draft": kind.is_draft})
+            tokens = self.attach.get("tokens")
+            kinds.append(
+                {
+                    "groups": list(of_tables.values()),
+                    "tokens": [tokens if dealt[table] else None for table in of_tables],
+                    "is_draft": kind.is_draft,
+                }
+            )
         copies = None
         if self.settings.copies == "torch" or are_needed(device):
             copies = TorchCopies(list(kv_caches.values()))
@@ -75,17 +94,27 @@ class WorkerSide:
             settings[name] = getattr(self.settings, name)
         self.worker = Worker(json.dumps(settings), self.model.spaces, copies)
 
-    def tensor(self, kind, plane, layer, tensor):
+    def tensors(self, kind, layer, planes, tensor):
         """As `kvgate` describes tensors: by the meaning of their axes; and into how many blocks one of vLLM's is split."""
-        block_tokens = 1 if kind.word == "state" else layer.spec.block_size
+        is_state = kind.word == "state"
+        block_tokens = 1 if is_state else layer.spec.block_size
         axes, split = axes_of(tensor.shape, block_tokens)
-        if axes is None:
+        if axes is None or (is_state and tensor.shape[1:] != (1, 1, layer.spec.state_content_size_bytes)):
             raise ValueError(
                 f"kvgate does not know KV tensors of shape {tuple(tensor.shape)} with blocks of {block_tokens} tokens "
                 f"({layer.name}): run without kvgate, and report it"
             )
-        heads = own_heads(kind.heads[plane], *self.attach.get("tp", (0, 1)))
-        return split, describe(tensor, axes, plane, heads if "H" in axes else None)
+        tensors = []
+        for index, plane in planes.items():
+            heads = own_heads(plane.heads, *self.attach.get("tp", (0, 1)))
+            if is_state:
+                tensors.extend(state_tensors(tensor, index, plane, heads))
+            elif kind.row_parts:
+                for offset, part in parts_of(tensor.select(1, 0) if "H" in axes else tensor, kind.row_parts):
+                    tensors.append(describe(part, "BNC", index, row_offset=offset))
+            else:
+                tensors.append(describe(tensor, axes, index, heads if "H" in axes else None))
+        return split, tensors
 
     def unregister(self):
         """Before the memory goes; what is under way ends first."""
@@ -147,9 +176,9 @@ class WorkerSide:
         if self.worker is None or not self.loads:
             return
         for number, kind in enumerate(self.model.kinds):
-            for plane, layer in enumerate(kind.layers):
+            for layer, planes in zip(kind.layers, kind.planes, strict=True):
                 if layer.name == name:
-                    self.worker.wait_layer(number, kind.planes[plane])
+                    self.worker.wait_layer(number, max(planes))
 
     def wait_layers(self):
         if self.worker is not None and self.loads:
@@ -281,6 +310,25 @@ class WorkerSide:
 def kernel_blocks(blocks, split):
     """The kernels' blocks of vLLM's."""
     return blocks if split == 1 else [block * split + at for block in blocks for at in range(split)]
+
+
+def parts_of(blocks, widths):
+    """Of `blocks`, which are [block, token, byte], the parts of rows, with the bytes before each in a row: a block has one part
+    of all its tokens after the other."""
+    count, tokens, _ = blocks.shape
+    of_row = 0
+    for width in widths:
+        first = blocks.storage_offset() + of_row * tokens
+        yield of_row, blocks.as_strided((count, tokens, width), (blocks.stride(0), width, 1), first)
+        of_row += width
+
+
+def state_tensors(tensor, index, plane, heads):
+    """Of a state's plane: the rank's heads in all pages, for each run."""
+    count = heads[1] - heads[0]
+    for run in plane.runs:
+        part = tensor[:, :, 0, run.offset : run.offset + count * run.bytes].unflatten(-1, (count, run.bytes))
+        yield describe(part, "BNHC", index, heads, run.row_offset)
 
 
 def own_heads(total, rank, ranks):

@@ -112,6 +112,7 @@ pub async fn boundary(
             *looked = Some(Looked { local, inferred });
         }
     }
+    tiers.looked_up(chunks, at);
     let needed = kinds.spaces.iter().zip(looked.into_iter().flatten());
     let needed = needed.map(|(space, looked)| looked.run(0, space.needed(at)));
     let drafts = kinds

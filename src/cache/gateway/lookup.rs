@@ -44,7 +44,9 @@ pub async fn lookup(
     strategy: Strategy,
     deadline: Instant,
 ) -> Lookup {
-    look(tiers, space, chunks, strategy, deadline).await.0
+    let (lookup, _) = look(tiers, space, chunks, strategy, deadline).await;
+    tiers.looked_up(chunks, lookup.prefix);
+    lookup
 }
 
 /// Also returns the tier of this node that has each chunk, which is looked up once.

@@ -85,7 +85,8 @@ pub async fn open_store(
         bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
         prefix: KeyPrefix::new(&config.s3.prefix).as_str().to_owned(),
         region: config.s3.region.clone(),
-        path_style: config.s3.path_style,
+        // AWS promises the bucket in the host name alone; other servers often lack the name for it.
+        path_style: config.s3.path_style.unwrap_or(config.s3.endpoint.is_some()),
         ca_file: config.s3.ca_file.clone(),
         connect_timeout: config.s3.connect_timeout,
         read_timeout: config.s3.read_timeout,

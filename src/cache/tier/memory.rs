@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use self::state::{Going, MemoryState, ReaderHold, Resident, is_pinned};
 use super::percent_of;
+use super::prompts::Prompts;
 use crate::arena::{Arena, Slot};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
@@ -41,6 +42,7 @@ pub struct Memory {
     bytes_max: u64,
     arena: Arena,
     state: Mutex<MemoryState>,
+    prompts: Prompts,
 }
 
 /// See [`Memory::share`].
@@ -92,6 +94,7 @@ impl Memory {
             bytes_max: percent_of(arena.size() as u64, options.watermark_percent),
             arena: arena.clone(),
             state: Mutex::default(),
+            prompts: Prompts::default(),
         });
         let weak = Arc::downgrade(&memory);
         arena.on_pressure(move |before| weak.upgrade().is_some_and(|memory| memory.evict_one(before)));
@@ -111,6 +114,11 @@ impl Memory {
                 found(i);
             }
         }
+    }
+
+    /// A prompt was looked up, and so many of its leading chunks were there: the policy learns of it with their uses.
+    pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
+        self.prompts.looked_up(chunks, there);
     }
 
     pub fn has(&self, key: &ChunkId) -> bool {
@@ -139,7 +147,7 @@ impl Memory {
         stats.hits += 1;
         resident.accesses = resident.accesses.saturating_add(1);
         if let Some(tenant) = tenants.get_mut(&resident.tenant) {
-            tenant.queue.hit(key);
+            tenant.queue.hit(key, self.prompts.access(&key.1));
         }
         // One whose header is still to be written is due the next time.
         let is_whole = matches!(resident.held, ReaderHold::Object(_));
@@ -192,7 +200,7 @@ impl Memory {
         }
         let tenant = state.tenant(space.tenant(), self.options.policy);
         if let Some(of) = state.tenants.get_mut(&tenant) {
-            of.queue.insert(key);
+            of.queue.insert(key, self.prompts.access(&key.1));
             of.bytes += bytes;
         }
         state.stats.inserted += 1;

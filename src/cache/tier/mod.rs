@@ -6,6 +6,7 @@
 pub mod disk;
 mod memory;
 pub mod policy;
+mod prompts;
 mod removals;
 
 pub use disk::{

@@ -203,6 +203,16 @@ fn values_that_do_not_go_together() {
 }
 
 #[test]
+fn a_bucket_that_needs_another_authentication_is_refused() {
+    for (name, why) in [
+        ("kv--use1-az4--x-s3", "name a general purpose bucket"),
+        ("kv-ab12--op-s3", "which S3 reserves"),
+    ] {
+        assert_problems(load_env(&[("KVGATE__S3__BUCKET", name)]), &[("s3.bucket", why)]);
+    }
+}
+
+#[test]
 fn limits_are_inclusive() {
     let size = |value| {
         load_env(&[

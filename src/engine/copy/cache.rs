@@ -7,6 +7,7 @@ use super::error::{CopyError, LayoutError};
 use super::overlap::{self, Extent};
 use super::tensor::{Axes, Tensor};
 use crate::format::Space;
+use crate::protocol::{Share, TokenShare};
 
 /// An engine's KV memory, as far as it has a space's planes: checked once, when the engine attaches.
 #[derive(Debug, Clone)]
@@ -16,6 +17,8 @@ pub struct PagedCache {
     parts: Vec<PlanePart>,
     blocks: u32,
     block_tokens: u32,
+    /// Those of each chunk that it has, one after the other in its blocks.
+    tokens: TokenShare,
 }
 
 /// The place of a plane's rows, or of its K or V where those are apart. A run is at `address + block * block_stride
@@ -78,6 +81,7 @@ impl PagedCache {
             parts,
             blocks,
             block_tokens,
+            tokens: TokenShare::ALL,
         };
         cache.check_rows(&mut problems);
         if problems.is_empty() {
@@ -89,19 +93,41 @@ impl PagedCache {
         }
     }
 
-    /// The same memory, but only a rank's own share: of planes `planes`, heads `heads`; both half-open.
+    /// The same memory of an engine that deals each prompt's tokens over its ranks: it has these alone, side by side.
+    pub fn with_tokens(mut self, tokens: TokenShare) -> Result<Self, LayoutError> {
+        let chunk_tokens = self.space.chunk_rows();
+        if !tokens.is_valid() || !tokens.deals(chunk_tokens) {
+            return Err(LayoutError(vec![format!(
+                "chunks of {chunk_tokens} tokens can't be dealt to {} ranks in runs of {}: take a multiple of {}",
+                tokens.size,
+                tokens.interleave,
+                tokens.round()
+            )]));
+        }
+        self.tokens = tokens;
+        Ok(self)
+    }
+
+    /// The same memory, but only a rank's own share.
     #[must_use]
-    pub fn only(&self, shares: impl IntoIterator<Item = (Range<usize>, Range<u32>)>) -> Self {
-        let narrow = |(planes, heads): (Range<usize>, Range<u32>)| {
+    pub fn only(&self, shares: &[Share]) -> Self {
+        let narrow = |share: &Share| {
+            let (planes, heads) = (share.planes.0..share.planes.1, share.heads.0..share.heads.1);
             let of_share = self.parts.iter().filter(move |part| planes.contains(&part.plane));
             of_share.filter_map(move |part| part.with_heads(&heads))
         };
-        let mut parts: Vec<PlanePart> = shares.into_iter().flat_map(narrow).collect();
+        let mut parts: Vec<PlanePart> = shares.iter().flat_map(narrow).collect();
         parts.sort_by_key(|part| (part.plane, part.heads.0, part.row_offset));
         Self {
             parts,
+            tokens: shares.first().map_or(self.tokens, |share| share.tokens),
             ..self.clone()
         }
+    }
+
+    /// Those of each chunk that it has.
+    pub fn tokens(&self) -> TokenShare {
+        self.tokens
     }
 
     pub fn space(&self) -> &Space {

@@ -228,7 +228,7 @@ impl CopyJob {
 
     /// As for a load; a store must also leave nothing out.
     pub(super) fn check_store(&self, cache: &PagedCache, bytes: usize) -> Result<Range<usize>, CopyError> {
-        let chunk_tokens = cache.space().chunk_rows();
+        let chunk_tokens = cache.tokens().count(cache.space().chunk_rows());
         if self.spans.tokens() != chunk_tokens {
             return Err(CopyError::Tokens {
                 tokens: self.spans.tokens(),

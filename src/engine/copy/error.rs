@@ -18,6 +18,10 @@ pub enum MappingError {
         block_tokens: u32,
         token: u64,
     },
+    #[error(
+        "a chunk whose tokens are dealt to several ranks begins at a multiple of {round} in the block table, not at token {token}"
+    )]
+    FirstToken { token: u64, round: u64 },
     #[error("{tokens} tokens need as many slots, not {slots}")]
     Slots { tokens: usize, slots: usize },
     #[error("block {block} is not in a cache of {blocks} blocks")]
@@ -42,7 +46,9 @@ pub enum CopyError {
     Mapping(#[from] MappingError),
     #[error("the spans are of another cache")]
     OtherCache,
-    #[error("a store needs all {chunk_tokens} tokens of a chunk, and {tokens} of them are somewhere")]
+    #[error(
+        "a store needs all {chunk_tokens} tokens of a chunk that this rank has, and {tokens} of them are somewhere"
+    )]
     Tokens { tokens: u32, chunk_tokens: u32 },
     #[error("the engine's framework could not copy: {0}")]
     Framework(String),

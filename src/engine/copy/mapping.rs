@@ -5,11 +5,13 @@ use std::ops::Range;
 
 use super::cache::PagedCache;
 use super::error::MappingError;
+use crate::protocol::TokenShare;
 
 /// The places of a chunk's tokens in an engine's memory.
 #[derive(Debug, Clone, Copy)]
 pub enum SlotMapping<'a> {
-    /// The sequence's block table, and the chunk's first token in it: chunks need not begin where blocks do.
+    /// The sequence's block table, and the chunk's first token in it: chunks need not begin where blocks do. Where the
+    /// cache has a share of the tokens, these alone fill the blocks.
     Blocks { table: &'a [u32], first_token: u64 },
     /// For each copied token `block * block_tokens + token in the block`; negative: nowhere, which only a load may
     /// have.
@@ -42,6 +44,7 @@ pub(super) struct Geometry {
     pub chunk_tokens: u32,
     pub blocks: u32,
     pub block_tokens: u32,
+    pub tokens: TokenShare,
 }
 
 impl Spans {
@@ -56,6 +59,27 @@ impl Spans {
 
     pub(super) fn geometry(&self) -> Geometry {
         self.of
+    }
+
+    /// Those of them that are in this share of the chunk's tokens, for a cache with [`only`](PagedCache::only) the share.
+    #[must_use]
+    pub fn only(&self, tokens: TokenShare) -> Self {
+        let within = |span: &Span| {
+            let span = *span;
+            let runs = tokens.runs(span.token..span.token + span.tokens);
+            runs.map(move |run| Span {
+                token: run.start,
+                tokens: run.end - run.start,
+                block: span.block,
+                offset: span.offset + (run.start - span.token),
+            })
+        };
+        let spans: Vec<Span> = self.spans.iter().flat_map(within).collect();
+        Self {
+            tokens: spans.iter().map(|span| span.tokens).sum(),
+            spans,
+            of: Geometry { tokens, ..self.of },
+        }
     }
 
     fn check_distinct(&self) -> Result<(), MappingError> {
@@ -100,6 +124,7 @@ impl PagedCache {
             chunk_tokens: self.space().chunk_rows(),
             blocks: self.blocks(),
             block_tokens: self.block_tokens(),
+            tokens: self.tokens(),
         }
     }
 
@@ -109,11 +134,32 @@ impl PagedCache {
         first_token: u64,
         tokens: Range<u32>,
     ) -> Result<Vec<Span>, MappingError> {
-        let block_tokens = self.block_tokens();
+        let share = self.tokens();
+        if !share.is_all() && !first_token.is_multiple_of(share.round()) {
+            return Err(MappingError::FirstToken {
+                token: first_token,
+                round: share.round(),
+            });
+        }
         let mut spans = Vec::new();
-        let mut token = tokens.start;
-        while token < tokens.end {
-            let at = first_token.saturating_add(token.into());
+        for run in share.runs(tokens) {
+            self.add_spans_of_run(table, first_token, run, &mut spans)?;
+        }
+        Ok(spans)
+    }
+
+    /// The spans of neighbours that are all in the cache.
+    fn add_spans_of_run(
+        &self,
+        table: &[u32],
+        first_token: u64,
+        run: Range<u32>,
+        spans: &mut Vec<Span>,
+    ) -> Result<(), MappingError> {
+        let (block_tokens, share) = (self.block_tokens(), self.tokens());
+        let mut token = run.start;
+        while token < run.end {
+            let at = share.before(first_token.saturating_add(token.into()));
             let index = usize::try_from(at / u64::from(block_tokens)).ok();
             let block = index.and_then(|index| table.get(index)).copied();
             let block = block.ok_or(MappingError::TableTooShort {
@@ -125,14 +171,14 @@ impl PagedCache {
             let offset = (at % u64::from(block_tokens)) as u32;
             let span = Span {
                 token,
-                tokens: (block_tokens - offset).min(tokens.end - token),
+                tokens: (block_tokens - offset).min(run.end - token),
                 block: self.check_block(block.into())?,
                 offset,
             };
             token += span.tokens;
             spans.push(span);
         }
-        Ok(spans)
+        Ok(())
     }
 
     fn spans_of_slots(&self, slots: &[i64], tokens: Range<u32>) -> Result<Vec<Span>, MappingError> {

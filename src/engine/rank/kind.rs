@@ -19,7 +19,7 @@ pub struct KindPages {
 /// Makes a copier of (some of) a group's memory.
 pub(super) type MakeCopier = Box<dyn Fn(PagedCache) -> Result<Copier, CopyError> + Send + Sync>;
 
-pub(super) struct Kind {
+pub(super) struct RankKind {
     pub space: Space,
     pub is_draft: bool,
     /// Copiers of all that the rank has, one for each group.
@@ -31,7 +31,7 @@ pub(super) struct Kind {
 /// Copiers of a rank's own share, each with its group; groups of which it owns nothing are left out.
 pub(super) type OwnCopiers = Vec<(usize, Arc<Copier>)>;
 
-impl Kind {
+impl RankKind {
     pub fn new(pages: KindPages, make: &MakeCopier) -> Result<Self, CopyError> {
         let groups = pages.groups.into_iter().map(|cache| make(cache).map(Arc::new));
         Ok(Self {
@@ -50,10 +50,7 @@ impl Kind {
         }
         let mut copiers = OwnCopiers::new();
         for (group, copier) in self.groups.iter().enumerate() {
-            let ranges = own
-                .iter()
-                .map(|share| (share.planes.0..share.planes.1, share.heads.0..share.heads.1));
-            let cache = copier.cache().only(ranges);
+            let cache = copier.cache().only(own);
             if !cache.parts().is_empty() {
                 copiers.push((group, Arc::new(make(cache)?)));
             }
@@ -69,6 +66,7 @@ mod tests {
 
     use super::*;
     use crate::engine::copy::{CpuCopier, CpuOptions, Tensor};
+    use crate::protocol::TokenShare;
 
     #[test]
     fn copiers_are_made_once_for_each_share_that_the_node_names() {
@@ -106,10 +104,11 @@ mod tests {
             is_draft: false,
             groups,
         };
-        let kind = Kind::new(pages, &make).unwrap();
+        let kind = RankKind::new(pages, &make).unwrap();
         let heads = |heads| Share {
             planes: (0, 1),
             heads,
+            tokens: TokenShare::ALL,
         };
         // One rank is gone, and the other ones have its heads from then on.
         for (share, so_far) in [(heads((0, 1)), 2), (heads((0, 2)), 3)] {

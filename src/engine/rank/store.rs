@@ -58,12 +58,12 @@ pub struct Stored {
 /// How long a store needs the engine's pages.
 #[derive(Default)]
 pub struct Hold {
-    state: Mutex<Pages>,
+    state: Mutex<PagesState>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-enum Pages {
+enum PagesState {
     /// No page is read yet.
     #[default]
     Wanted,
@@ -185,7 +185,7 @@ impl Worker {
             for (group, copier) in &copiers {
                 let job = CopyJob {
                     planes: 0..layout.planes(),
-                    spans: slots.computed.chunks[index].spans[*group].clone(),
+                    spans: slots.computed.chunks[index].spans[*group].only(copier.cache().tokens()),
                     at: layout.header_len(),
                 };
                 match session.arena.slot(offset, layout.payload_len()) {
@@ -340,41 +340,41 @@ impl Gathered {
 
 impl Hold {
     pub fn is_free(&self) -> bool {
-        *self.lock() == Pages::Free
+        *self.lock() == PagesState::Free
     }
 
     /// Gives the engine its pages back: copies that have not begun never will; blocks for those under way.
     pub fn end(&self) {
         self.give_up();
         let mut pages = self.lock();
-        while *pages != Pages::Free {
+        while *pages != PagesState::Free {
             pages = self.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     fn give_up(&self) {
         let mut pages = self.lock();
-        if *pages == Pages::Wanted {
-            *pages = Pages::Free;
+        if *pages == PagesState::Wanted {
+            *pages = PagesState::Free;
         }
     }
 
     /// Begins to copy. False if the engine has its pages back.
     fn begin(&self) -> bool {
         let mut pages = self.lock();
-        let is_wanted = *pages == Pages::Wanted;
+        let is_wanted = *pages == PagesState::Wanted;
         if is_wanted {
-            *pages = Pages::Copying;
+            *pages = PagesState::Copying;
         }
         is_wanted
     }
 
     fn free(&self) {
-        *self.lock() = Pages::Free;
+        *self.lock() = PagesState::Free;
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Pages> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, PagesState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

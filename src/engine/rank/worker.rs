@@ -6,7 +6,7 @@ use tokio::sync::{OnceCell, watch};
 use tokio::task::JoinError;
 
 use super::breaker::LookupBreaker;
-use super::kind::{Kind, KindPages, MakeCopier};
+use super::kind::{KindPages, MakeCopier, RankKind};
 use super::pinning::{Pinning, Registered};
 use crate::arena::AttachedError;
 use crate::engine::client::{ApiSession, Client, ClientError, Engine};
@@ -18,7 +18,7 @@ use crate::protocol::AttachRequest;
 pub struct Worker {
     engine: Arc<Engine>,
     declared: OnceCell<()>,
-    pub(super) kinds: Vec<Kind>,
+    pub(super) kinds: Vec<RankKind>,
     /// Makes the copiers of all kinds and groups.
     pub(super) make: MakeCopier,
     pinning: Pinning,
@@ -76,7 +76,7 @@ impl Worker {
         breaker: LookupBreaker,
     ) -> Result<Self, CopyError> {
         let make: MakeCopier = Box::new(make);
-        let kinds = kinds.into_iter().map(|pages| Kind::new(pages, &make));
+        let kinds = kinds.into_iter().map(|pages| RankKind::new(pages, &make));
         Ok(Self {
             engine,
             declared: OnceCell::new(),

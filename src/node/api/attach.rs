@@ -68,6 +68,7 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, ApiProblem
         world_size,
         layers,
         tp,
+        tokens,
     } = request;
     if !(1..=INSTANCE_BYTES_MAX).contains(&instance.len()) {
         return Err(ApiProblem::bad(format!(
@@ -83,16 +84,21 @@ fn checked(request: AttachRequest, caller: &Caller) -> Result<Attach, ApiProblem
     if tp.is_some_and(|(rank, size)| rank >= size) {
         return Err(ApiProblem::bad("`tp` is [rank, size] with rank < size"));
     }
-    if world_size > 1 && layers.is_none() && tp.is_none() {
+    if !tokens.is_valid() {
         return Err(ApiProblem::bad(
-            "with several ranks, say what this one has: `tp`, `layers` or both (`tp`: [0, 1] where every rank has everything)",
+            "`tokens` is {rank, size, interleave} with rank < size and interleave of 1 at least",
+        ));
+    }
+    if world_size > 1 && layers.is_none() && tp.is_none() && tokens.is_all() {
+        return Err(ApiProblem::bad(
+            "with several ranks, say what this one has by `tp`, `layers` and `tokens` (`tp`: [0, 1] where every rank has everything)",
         ));
     }
     Ok(Attach {
         instance,
         rank,
         world_size,
-        has: Has { layers, tp },
+        has: Has { layers, tp, tokens },
         process,
     })
 }

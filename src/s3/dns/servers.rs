@@ -56,7 +56,9 @@ impl NameServers {
         configs.extend(options.servers.iter().map(|&address| at(address)));
         if options.tcp {
             for config in &mut configs {
-                config.connections.retain(|connection| matches!(connection.protocol, ProtocolConfig::Tcp));
+                config
+                    .connections
+                    .retain(|connection| matches!(connection.protocol, ProtocolConfig::Tcp));
             }
         }
         hickory.timeout = options.timeout;

@@ -404,7 +404,12 @@ impl ObjectStore for S3 {
         let operation = Operation::Bucket;
         Box::pin(
             self.call(operation, &self.bucket, deadline, move |route| async move {
-                let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(&self.prefix).max_keys(1);
+                let request = self
+                    .client
+                    .list_objects_v2()
+                    .bucket(&self.bucket)
+                    .prefix(&self.prefix)
+                    .max_keys(1);
                 let request = by(route, request.customize()).send();
                 self.answer(operation, &self.bucket, request).await.map(drop)
             }),

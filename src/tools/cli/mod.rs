@@ -6,11 +6,13 @@
 mod args;
 mod bench;
 mod bucket;
+mod completions;
 mod config;
 mod demo;
 mod error;
 mod flush;
 mod gpu;
+mod health;
 mod input;
 mod logging;
 mod lookup;
@@ -21,6 +23,7 @@ mod picture;
 mod prefetch;
 mod progress;
 mod prompt;
+mod replay;
 mod rm;
 mod serve;
 mod size;
@@ -30,7 +33,7 @@ mod verify;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use error::CliError;
 use output::Out;
@@ -62,6 +65,7 @@ Exit status: 0 done, 1 failed, 2 usage or configuration.";
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(serve::ServeArgs),
+    Health(health::HealthArgs),
     Flush(flush::FlushArgs),
     Prefetch(prefetch::PrefetchArgs),
     Demo(demo::DemoCommand),
@@ -72,10 +76,13 @@ enum Command {
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
+    Replay(replay::ReplayArgs),
     #[command(subcommand)]
     Gpu(gpu::GpuCommand),
     #[command(subcommand)]
     Config(config::ConfigCommand),
+    Completions(completions::CompletionsArgs),
+    Man(completions::ManArgs),
 }
 
 /// The whole program.
@@ -122,6 +129,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
     let verbose = cli.verbose;
     match cli.command {
         Command::Serve(args) => serve::run(args, verbose, out).await,
+        Command::Health(args) => health::run(args, out).await,
         Command::Flush(args) => flush::run(args, verbose, out).await,
         Command::Prefetch(args) => prefetch::run(args, verbose, out).await,
         Command::Demo(args) => demo::run(args, verbose).await,
@@ -132,8 +140,11 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
+        Command::Replay(args) => replay::run(&args, out),
         Command::Gpu(command) => gpu::run(command, verbose, out).await,
         Command::Config(command) => config::run(command, out),
+        Command::Completions(args) => completions::run(&args, Cli::command(), out),
+        Command::Man(args) => completions::man(&args, Cli::command()),
     }
 }
 

@@ -143,7 +143,7 @@ impl DemoReport {
             DemoKind {
                 kind: space.kind(),
                 space: space.key().to_string(),
-                layers: space.planes().len(),
+                layers: space.layout().layers(),
                 heads: plane.map_or(0, |plane| plane.heads),
                 row_bytes: plane.map_or(0, |plane| plane.row_bytes),
                 chunk_bytes: space.layout().payload_len(),

@@ -125,7 +125,10 @@ impl DemoReport {
 /// One line about a kind.
 fn announced(kind: &DemoKind) -> String {
     let row = match kind.kind {
-        Kind::State => format!("{:.1} KiB a snapshot", f64::from(kind.row_bytes) / 1024.0),
+        Kind::State => format!(
+            "{:.1} KiB a snapshot",
+            kind.chunk_bytes as f64 / kind.layers.max(1) as f64 / 1024.0
+        ),
         _ => format!("{} KV heads x {} bytes a token", kind.heads, kind.row_bytes),
     };
     format!(

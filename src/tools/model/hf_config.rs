@@ -22,7 +22,7 @@ pub struct KvKind {
     /// Whether sparse attention chooses tokens by it.
     pub is_indexer: bool,
     pub dtype: DType,
-    /// One a layer. A state's row is all of the layer's state.
+    /// One a layer; of a state one for each part of it, as vLLM's connector has them.
     pub planes: Vec<Plane>,
 }
 
@@ -39,11 +39,11 @@ impl HfModel {
         for (layer, kept) in config.layers()?.into_iter().enumerate() {
             let layer = u32::try_from(layer).map_err(|_| "too many layers".to_owned())?;
             for kind in kept {
-                let plane = match kind {
-                    Kind::State => plane("kv", layer, 1, config.state_bytes(dtype)?)?,
-                    _ => config.attention(layer, kind, dtype)?,
+                let planes = match kind {
+                    Kind::State => config.state(layer, dtype)?,
+                    _ => vec![config.attention(layer, kind, dtype)?],
                 };
-                kinds.entry((kind, false)).or_default().push(plane);
+                kinds.entry((kind, false)).or_default().extend(planes);
                 if kind != Kind::State
                     && let Some(indexer) = config.indexer(layer)?
                 {
@@ -268,18 +268,26 @@ impl Config<'_> {
         of_layer.transpose()
     }
 
-    /// Bytes of one layer's state: the last inputs of its convolution, and its recurrent state.
-    fn state_bytes(&self, dtype: DType) -> Result<u64, String> {
+    /// One layer's state: the last inputs of its convolution, by their parts, and its recurrent state.
+    fn state(&self, layer: u32, dtype: DType) -> Result<Vec<Plane>, String> {
         let size = u64::from(dtype.size());
         let names = ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"];
         let recurrent = names.iter().find_map(|name| dtype_of(self.text(name)?));
         let recurrent = u64::from(recurrent.unwrap_or(dtype).size());
+        let planes = |kernel: u64, parts: &[(&str, u64, u64)], of_head: (u64, u64)| {
+            let conv = parts.iter().map(|&(name, heads, channels)| {
+                plane(name, layer, heads, (kernel.max(1) - 1) * channels * size)
+            });
+            let (heads, bytes) = of_head;
+            conv.chain([plane("state", layer, heads, bytes)]).collect()
+        };
         if let Some(linear) = self.0.get("linear_attn_config") {
             let linear = Config(linear);
             let (heads, dim) = (linear.number(&["num_heads"])?, linear.number(&["head_dim"])?);
             let kernel = linear.number(&["short_conv_kernel_size"])?;
-            // Queries, keys and values; the recurrent state is fp32.
-            return Ok(3 * (kernel.max(1) - 1) * heads * dim * size + heads * dim * dim * 4);
+            let parts = ["conv.q", "conv.k", "conv.v"].map(|name| (name, heads, dim));
+            // The recurrent state is fp32.
+            return planes(kernel, &parts, (heads, dim * dim * 4));
         }
         if let Some(values) = self.maybe(&["linear_num_value_heads"]) {
             let (keys, key) = (
@@ -288,8 +296,12 @@ impl Config<'_> {
             );
             let value = self.number(&["linear_value_head_dim"])?;
             let kernel = self.number(&["linear_conv_kernel_dim"])?;
-            let conv = (kernel.max(1) - 1) * (2 * keys * key + values * value);
-            return Ok(conv * size + values * value * key * recurrent);
+            let parts = [
+                ("conv.q", keys, key),
+                ("conv.k", keys, key),
+                ("conv.v", values, value),
+            ];
+            return planes(kernel, &parts, (values, value * key * recurrent));
         }
         if let Some(heads) = self.maybe(&["mamba_n_heads", "mamba_num_heads"]) {
             let dim = match self.maybe(&["mamba_d_head", "mamba_head_dim"]) {
@@ -301,11 +313,19 @@ impl Config<'_> {
             let state = self.number(&["mamba_d_state", "ssm_state_size"])?;
             let groups = self.number(&["mamba_n_groups", "n_groups"])?;
             let kernel = self.number(&["mamba_d_conv", "conv_kernel"])?;
-            let conv = (kernel.max(1) - 1) * (heads * dim + 2 * groups * state);
-            return Ok(conv * size + heads * dim * state * recurrent);
+            let parts = [
+                ("conv.x", heads, dim),
+                ("conv.b", groups, state),
+                ("conv.c", groups, state),
+            ];
+            return planes(kernel, &parts, (heads, dim * state * recurrent));
         }
         let kernel = self.number(&["conv_L_cache"])?;
-        Ok((kernel.max(1) - 1) * self.number(&["conv_dim", "hidden_size"])? * size)
+        let channels = self.number(&["conv_dim", "hidden_size"])?;
+        // Channels have no heads: they are dealt into up to 64.
+        let heads = 1 << channels.trailing_zeros().min(6);
+        let row = (kernel.max(1) - 1) * (channels / heads) * size;
+        Ok(vec![plane("conv", layer, heads, row)?])
     }
 }
 

@@ -306,8 +306,14 @@ pub fn write(
             let bytes = layout.plane(plane);
             let head = bytes.len() / prompt.space.planes()[plane].heads as usize;
             let start = bytes.start - layout.header_len();
-            let run = start + share.heads.0 as usize * head..start + share.heads.1 as usize * head;
-            session.arena.copy_in(offset + run.start, &payload[run]).unwrap();
+            let row = prompt.space.planes()[plane].row_bytes as usize;
+            for at in share.heads.0 as usize..share.heads.1 as usize {
+                for tokens in share.tokens.runs(0..prompt.space.chunk_rows()) {
+                    let run = start + at * head + tokens.start as usize * row
+                        ..start + at * head + tokens.end as usize * row;
+                    session.arena.copy_in(offset + run.start, &payload[run]).unwrap();
+                }
+            }
         }
     }
     SlotName { slot, generation }

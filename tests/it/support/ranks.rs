@@ -11,7 +11,7 @@ use kvgate::engine::rank::{
     WantedChunk, WantedKind, Worker, WorkerError,
 };
 use kvgate::format::Space;
-use kvgate::protocol::{AttachRequest, Order};
+use kvgate::protocol::{AttachRequest, Order, TokenShare};
 
 use super::fixture::Prompt;
 
@@ -21,10 +21,19 @@ const POISON: u8 = 0xA5;
 
 /// A space of this kind, one plane a layer; `kind` and `draft` as JSON members.
 pub fn space_of(members: &str, layers: &[u32], heads: u32, row_bytes: u32) -> Space {
-    let plane = |layer: &u32| {
-        format!(r#"{{"name": "kv", "layer": {layer}, "heads": {heads}, "row_bytes": {row_bytes}}}"#)
+    let planes: Vec<_> = layers
+        .iter()
+        .map(|&layer| ("kv", layer, heads, row_bytes))
+        .collect();
+    space_with(members, &planes)
+}
+
+/// The same with these planes: name, layer, heads and bytes of a row.
+pub fn space_with(members: &str, planes: &[(&str, u32, u32, u32)]) -> Space {
+    let plane = |(name, layer, heads, row_bytes): &(&str, u32, u32, u32)| {
+        format!(r#"{{"name": "{name}", "layer": {layer}, "heads": {heads}, "row_bytes": {row_bytes}}}"#)
     };
-    let planes: Vec<String> = layers.iter().map(plane).collect();
+    let planes: Vec<String> = planes.iter().map(plane).collect();
     Space::from_json(&format!(
         r#"{{"model": "test/kinds", "revision": "1", "dtype": "int8", "chunk_tokens": {CHUNK_TOKENS}, {members},
             "planes": [{}]}}"#,
@@ -50,6 +59,7 @@ pub struct Place {
     pub world_size: u32,
     pub tp: Option<(u32, u32)>,
     pub layers: Option<(u32, u32)>,
+    pub tokens: TokenShare,
 }
 
 pub const ALONE: Place = Place {
@@ -57,6 +67,7 @@ pub const ALONE: Place = Place {
     world_size: 1,
     tp: None,
     layers: None,
+    tokens: TokenShare::ALL,
 };
 
 /// A rank with memory of its own.
@@ -71,13 +82,20 @@ struct RankKind {
     groups: Vec<Group>,
 }
 
-/// Tensors `[block][head][token][row]`, one for each plane that the rank has.
+/// Tensors `[block][head][token][row]`, one for each plane that the rank has. Of each chunk it has `tokens`.
 struct Group {
-    planes: Vec<usize>,
-    heads: Range<u32>,
+    planes: Vec<Plane>,
     block_tokens: u32,
+    tokens: TokenShare,
     cache: PagedCache,
-    memory: Vec<Vec<u8>>,
+}
+
+struct Plane {
+    /// Index in the space.
+    index: usize,
+    /// Those of the rank.
+    heads: Range<u32>,
+    memory: Vec<u8>,
 }
 
 impl Place {
@@ -113,6 +131,7 @@ impl TestRank {
             world_size: place.world_size,
             layers: place.layers,
             tp: place.tp,
+            tokens: place.tokens,
         };
         let breaker = LookupBreaker::new(3, Duration::from_secs(1));
         let worker = Worker::new(client, attach, pages.collect(), make, breaker).unwrap();
@@ -275,39 +294,27 @@ impl RankKind {
 
 impl Group {
     fn new(space: &Space, planes: Vec<usize>, block_tokens: u32, place: Place) -> Self {
-        let of_first = &space.planes()[planes[0]];
-        let heads = place.heads(of_first.heads);
-        let (count, row) = (u64::from(heads.end - heads.start), u64::from(of_first.row_bytes));
-        // As in vLLM, where a page is padded to that of other layers.
-        let page = count * u64::from(block_tokens) * row + 32;
-        let memory: Vec<Vec<u8>> = planes
-            .iter()
-            .map(|_| vec![POISON; (page * u64::from(BLOCKS)) as usize])
-            .collect();
-        let tensors = memory.iter().zip(&planes).map(|(memory, &plane)| Tensor {
-            address: memory.as_ptr() as u64,
-            bytes: memory.len() as u64,
-            axes: "BHNC".into(),
-            shape: vec![BLOCKS.into(), count, block_tokens.into(), row],
-            strides: vec![page, u64::from(block_tokens) * row, row, 1],
-            element_bytes: 1,
-            planes: vec![plane],
-            heads: Some((heads.start, heads.end)),
-            row_offset: 0,
-        });
-        let cache = PagedCache::new(space, &tensors.collect::<Vec<_>>()).unwrap();
+        let (planes, tensors): (Vec<Plane>, Vec<Tensor>) = planes
+            .into_iter()
+            .map(|index| Plane::new(space, index, block_tokens, place))
+            .unzip();
+        // Each rank has all of a state, and of a draft whose engine does not deal it.
+        let is_dealt = space.chunk_rows() > 1 && space.draft().is_empty();
+        let tokens = if is_dealt { place.tokens } else { TokenShare::ALL };
         Self {
             planes,
-            heads,
             block_tokens,
-            cache,
-            memory,
+            tokens,
+            cache: PagedCache::new(space, &tensors)
+                .unwrap()
+                .with_tokens(tokens)
+                .unwrap(),
         }
     }
 
     /// Blocks of a chunk, scattered over the memory.
     fn table(&self, space: &Space, chunk: usize) -> Vec<u32> {
-        let count = space.chunk_rows().div_ceil(self.block_tokens);
+        let count = self.tokens.count(space.chunk_rows()).div_ceil(self.block_tokens);
         let block = |at| (chunk as u32 * count + at) * 31 % BLOCKS;
         (0..count).map(block).collect()
     }
@@ -315,28 +322,57 @@ impl Group {
     /// Calls with plane, head, row in the chunk and the row's bytes: the slow twin of a copy.
     fn each_row(&mut self, space: &Space, chunk: usize, mut each: impl FnMut(usize, u32, u32, &mut [u8])) {
         let table = self.table(space, chunk);
-        for (&plane, memory) in self.planes.iter().zip(&mut self.memory) {
-            let row_bytes = space.planes()[plane].row_bytes as usize;
-            let page = memory.len() / BLOCKS as usize;
-            for head in self.heads.clone() {
-                for row in 0..space.chunk_rows() {
-                    let block = table[(row / self.block_tokens) as usize] as usize;
-                    let in_block = (head - self.heads.start) * self.block_tokens + row % self.block_tokens;
+        let TokenShare {
+            rank,
+            size,
+            interleave,
+        } = self.tokens;
+        let is_own = |row: &u32| row / interleave % size == rank;
+        for plane in &mut self.planes {
+            let row_bytes = space.planes()[plane.index].row_bytes as usize;
+            let page = plane.memory.len() / BLOCKS as usize;
+            for head in plane.heads.clone() {
+                for (nth, row) in (0..).zip((0..space.chunk_rows()).filter(is_own)) {
+                    let block = table[(nth / self.block_tokens) as usize] as usize;
+                    let in_block = (head - plane.heads.start) * self.block_tokens + nth % self.block_tokens;
                     let at = block * page + in_block as usize * row_bytes;
-                    each(plane, head, row, &mut memory[at..at + row_bytes]);
+                    each(plane.index, head, row, &mut plane.memory[at..at + row_bytes]);
                 }
             }
         }
     }
 }
 
+impl Plane {
+    fn new(space: &Space, index: usize, block_tokens: u32, place: Place) -> (Self, Tensor) {
+        let of = &space.planes()[index];
+        let heads = place.heads(of.heads);
+        let (count, row) = (u64::from(heads.end - heads.start), u64::from(of.row_bytes));
+        // As in vLLM, where a page is padded to that of other layers.
+        let page = count * u64::from(block_tokens) * row + 32;
+        let memory = vec![POISON; (page * u64::from(BLOCKS)) as usize];
+        let tensor = Tensor {
+            address: memory.as_ptr() as u64,
+            bytes: memory.len() as u64,
+            axes: "BHNC".into(),
+            shape: vec![BLOCKS.into(), count, block_tokens.into(), row],
+            strides: vec![page, u64::from(block_tokens) * row, row, 1],
+            element_bytes: 1,
+            planes: vec![index],
+            heads: Some((heads.start, heads.end)),
+            row_offset: 0,
+        };
+        let plane = Self { index, heads, memory };
+        (plane, tensor)
+    }
+}
+
 /// What the model computes for a row: no other row has the same.
 fn row_of(space: &Space, plane: usize, head: u32, chunk: usize, row: u32) -> Vec<u8> {
-    let of = &space.planes()[plane];
-    let mut bytes = vec![0; of.row_bytes as usize];
+    let mut bytes = vec![0; space.planes()[plane].row_bytes as usize];
     blake3::Hasher::new()
         .update(space.id().to_string().as_bytes())
-        .update(format!("{} {head} {chunk} {row}", of.layer).as_bytes())
+        .update(format!("{plane} {head} {chunk} {row}").as_bytes())
         .finalize_xof()
         .fill(&mut bytes);
     bytes

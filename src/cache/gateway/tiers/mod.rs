@@ -19,7 +19,7 @@ use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
 use crate::cache::tier::{Below, Disk, DiskStats, Memory, MemoryOptions, MemoryStats, Unsent};
-use crate::format::ChunkId;
+use crate::format::{ChunkHash, ChunkId};
 use crate::protocol::{EvictionPolicy, Flushed, Tier, WhenFull};
 
 /// The settings of a node's tiers and of the ways between them.
@@ -133,6 +133,14 @@ impl Tiers {
     /// Whether the disk may be asked, and has the chunk.
     pub fn is_on_disk(&self, key: &ChunkId, now: Instant) -> bool {
         self.options.memory_flow.asks_lower && self.disk().is_some_and(|disk| disk.has(key, now))
+    }
+
+    /// A prompt was looked up, and so many of its leading chunks were there: what leaves a tier first depends on it.
+    pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
+        self.memory.looked_up(chunks, there);
+        if let Some(disk) = self.disk() {
+            disk.looked_up(chunks, there);
+        }
     }
 
     /// Keeps a chunk that was asked for at `since`, as far as there is room.

@@ -55,6 +55,11 @@ impl Disk {
         open(options).map(Self)
     }
 
+    /// A prompt was looked up, and so many of its leading chunks were there: the policy learns of it with their uses.
+    pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
+        self.0.index.looked_up(chunks, there);
+    }
+
     /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.
     pub fn has(&self, key: &ChunkId, now: Instant) -> bool {
         self.0.index.has(key, now)

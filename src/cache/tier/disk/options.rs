@@ -39,7 +39,7 @@ impl Default for DiskOptions {
             paths: Vec::new(),
             size_bytes: 100 << 30,
             watermark_percent: 95,
-            policy: EvictionPolicy::Lru,
+            policy: EvictionPolicy::Reuse,
             ttl: None,
             failures: 3,
             timeout: Duration::from_secs(30),

@@ -4,6 +4,9 @@
 /// A node's place in [`Nodes`].
 pub(super) type At = u32;
 
+/// The number of no prompt.
+pub(super) const NO_REQUEST: u32 = 0;
+
 /// No node.
 const NONE: At = At::MAX;
 
@@ -18,10 +21,14 @@ struct Node<K> {
     key: K,
     older: At,
     newer: At,
+    /// When it was last used, in the clock of its tier.
+    used_ms: u64,
+    /// The prompt that used it last; [`NO_REQUEST`] if that is not known.
+    request: u32,
     /// The policy's count of uses; at most a few.
     uses: u8,
-    /// Which of the policy's lists it is in, for one that has two.
-    is_main: bool,
+    /// Which of the policy's lists it is in, for one that has several.
+    list: u8,
 }
 
 /// Some of the nodes, in order.
@@ -45,8 +52,10 @@ impl<K: Copy> Nodes<K> {
             key,
             older: NONE,
             newer: NONE,
+            used_ms: 0,
+            request: NO_REQUEST,
             uses: 0,
-            is_main: false,
+            list: 0,
         };
         if self.free == NONE {
             let at = At::try_from(self.nodes.len()).ok().filter(|&at| at != NONE);
@@ -75,6 +84,11 @@ impl<K> Nodes<K> {
         self.nodes.len() - std::iter::successors(first, next).count()
     }
 
+    /// Places of nodes, in use or free.
+    pub fn places(&self) -> usize {
+        self.nodes.len()
+    }
+
     pub fn key(&self, at: At) -> &K {
         &self.nodes[at as usize].key
     }
@@ -92,12 +106,25 @@ impl<K> Nodes<K> {
         self.nodes[at as usize].uses = uses;
     }
 
-    pub fn is_main(&self, at: At) -> bool {
-        self.nodes[at as usize].is_main
+    pub fn list(&self, at: At) -> u8 {
+        self.nodes[at as usize].list
     }
 
-    pub fn set_main(&mut self, at: At) {
-        self.nodes[at as usize].is_main = true;
+    pub fn set_list(&mut self, at: At, list: u8) {
+        self.nodes[at as usize].list = list;
+    }
+
+    pub fn used_ms(&self, at: At) -> u64 {
+        self.nodes[at as usize].used_ms
+    }
+
+    pub fn request(&self, at: At) -> u32 {
+        self.nodes[at as usize].request
+    }
+
+    pub fn set_used(&mut self, at: At, used_ms: u64, request: u32) {
+        let node = &mut self.nodes[at as usize];
+        (node.used_ms, node.request) = (used_ms, request);
     }
 }
 
@@ -118,6 +145,10 @@ impl List {
         Some(self.oldest).filter(|&at| at != NONE)
     }
 
+    pub fn newest(&self) -> Option<At> {
+        Some(self.newest).filter(|&at| at != NONE)
+    }
+
     /// Puts in a node that is in no list.
     pub fn push<K>(&mut self, nodes: &mut Nodes<K>, at: At) {
         let node = &mut nodes.nodes[at as usize];
@@ -127,6 +158,18 @@ impl List {
             newest => nodes.nodes[newest as usize].newer = at,
         }
         self.newest = at;
+        self.len += 1;
+    }
+
+    /// Puts in a node that is in no list, as the next older one of `newer`, which is in this list.
+    pub fn push_older<K>(&mut self, nodes: &mut Nodes<K>, at: At, newer: At) {
+        let older = std::mem::replace(&mut nodes.nodes[newer as usize].older, at);
+        let node = &mut nodes.nodes[at as usize];
+        (node.older, node.newer) = (older, newer);
+        match older {
+            NONE => self.oldest = at,
+            older => nodes.nodes[older as usize].newer = at,
+        }
         self.len += 1;
     }
 

@@ -1,24 +1,25 @@
 //! Least recently used.
 
-use super::Order;
-use super::list::{At, List, Nodes};
+use super::list::{At, Nodes};
+use super::recency::Recency;
+use super::{Access, Order};
 
-/// Least recently used: a use makes a key the newest.
-pub(super) struct Lru(List);
+/// Least recently used: a use makes a key the newest, and of one prompt's keys the last ones are the oldest.
+pub(super) struct Lru(Recency);
 
 impl Lru {
     pub fn new() -> Self {
-        Self(List::new())
+        Self(Recency::new())
     }
 }
 
 impl<K> Order<K> for Lru {
-    fn insert(&mut self, nodes: &mut Nodes<K>, at: At) {
-        self.0.push(nodes, at);
+    fn insert(&mut self, nodes: &mut Nodes<K>, at: At, access: Access) {
+        self.0.push(nodes, at, access);
     }
 
-    fn hit(&mut self, nodes: &mut Nodes<K>, at: At) {
-        self.0.renew(nodes, at);
+    fn hit(&mut self, nodes: &mut Nodes<K>, at: At, access: Access) {
+        self.0.renew(nodes, at, access);
     }
 
     fn remove(&mut self, nodes: &mut Nodes<K>, at: At) {
@@ -26,23 +27,15 @@ impl<K> Order<K> for Lru {
     }
 
     fn evict(&mut self, nodes: &mut Nodes<K>, may_go: &mut dyn FnMut(&K) -> bool) -> Option<At> {
-        evict_oldest(&mut self.0, nodes, may_go)
-    }
-}
-
-/// Removes the oldest that may go; those that may not become the newest, so each is asked for once.
-pub(super) fn evict_oldest<K>(
-    list: &mut List,
-    nodes: &mut Nodes<K>,
-    may_go: &mut dyn FnMut(&K) -> bool,
-) -> Option<At> {
-    for _ in 0..list.len() {
-        let at = list.oldest()?;
-        if may_go(nodes.key(at)) {
-            list.remove(nodes, at);
-            return Some(at);
+        for _ in 0..self.0.len() {
+            let at = self.0.oldest()?;
+            if may_go(nodes.key(at)) {
+                self.0.remove(nodes, at);
+                return Some(at);
+            }
+            // Each is asked for once.
+            self.0.refused(nodes, at);
         }
-        list.renew(nodes, at);
+        None
     }
-    None
 }

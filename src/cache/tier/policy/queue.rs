@@ -1,6 +1,6 @@
 //! The keys of a tier, with the policy that says who leaves first.
 
-use super::Order;
+use super::{Access, Order};
 use crate::protocol::EvictionPolicy;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -11,6 +11,7 @@ use foldhash::fast::RandomState;
 use super::fifo::Fifo;
 use super::list::{At, Nodes};
 use super::lru::Lru;
+use super::reuse::Reuse;
 use super::s3fifo::S3Fifo;
 use super::sieve::Sieve;
 
@@ -28,6 +29,7 @@ impl<K: Copy + Eq + Hash> Queue<K> {
             EvictionPolicy::Fifo => Box::new(Fifo::new()),
             EvictionPolicy::Sieve => Box::new(Sieve::new()),
             EvictionPolicy::S3Fifo => Box::new(S3Fifo::new()),
+            EvictionPolicy::Reuse => Box::new(Reuse::new()),
         };
         Self {
             places: HashMap::default(),
@@ -37,20 +39,29 @@ impl<K: Copy + Eq + Hash> Queue<K> {
     }
 
     /// Puts in a new key; one that is in is hit.
-    pub fn insert(&mut self, key: K) {
+    pub fn insert(&mut self, key: K, access: Access) {
         match self.places.entry(key) {
-            Entry::Occupied(place) => self.order.hit(&mut self.nodes, *place.get()),
+            Entry::Occupied(place) => self.order.hit(&mut self.nodes, *place.get(), access),
             Entry::Vacant(place) => {
                 let at = *place.insert(self.nodes.add(key));
-                self.order.insert(&mut self.nodes, at);
+                self.order.insert(&mut self.nodes, at, access);
             }
         }
     }
 
+    pub fn has(&self, key: &K) -> bool {
+        self.places.contains_key(key)
+    }
+
+    /// The chance that a new key with this access is used again; none if the policy does not know.
+    pub fn chance(&self, access: Access) -> Option<f64> {
+        self.order.chance(access)
+    }
+
     /// The key was used. One that is not in is ignored.
-    pub fn hit(&mut self, key: &K) {
+    pub fn hit(&mut self, key: &K, access: Access) {
         if let Some(&at) = self.places.get(key) {
-            self.order.hit(&mut self.nodes, at);
+            self.order.hit(&mut self.nodes, at, access);
         }
     }
 

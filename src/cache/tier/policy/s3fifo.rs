@@ -11,12 +11,14 @@ use std::hash::{BuildHasher, Hash};
 
 use foldhash::fast::RandomState;
 
-use super::Order;
 use super::ghost::Ghost;
 use super::list::{At, List, Nodes};
+use super::{Access, Order};
 
 /// The small queue has one key in ten.
 const SMALL_SHARE: usize = 10;
+/// The number of the main queue among the lists.
+const MAIN: u8 = 1;
 /// Uses are counted in two bits.
 const USES_MAX: u8 = 3;
 /// Uses that bring a key from the small queue to the main one.
@@ -98,13 +100,13 @@ impl S3Fifo {
 
     fn push_main<K>(&mut self, nodes: &mut Nodes<K>, at: At) {
         nodes.set_uses(at, 0);
-        nodes.set_main(at);
+        nodes.set_list(at, MAIN);
         self.main.push(nodes, at);
     }
 }
 
 impl<K: Hash> Order<K> for S3Fifo {
-    fn insert(&mut self, nodes: &mut Nodes<K>, at: At) {
+    fn insert(&mut self, nodes: &mut Nodes<K>, at: At, _access: Access) {
         let fingerprint = self.fingerprint(nodes.key(at));
         if self.ghost.take(fingerprint) {
             self.push_main(nodes, at);
@@ -113,15 +115,15 @@ impl<K: Hash> Order<K> for S3Fifo {
         }
     }
 
-    fn hit(&mut self, nodes: &mut Nodes<K>, at: At) {
+    fn hit(&mut self, nodes: &mut Nodes<K>, at: At, _access: Access) {
         let uses = nodes.uses(at);
         nodes.set_uses(at, USES_MAX.min(uses + 1));
     }
 
     fn remove(&mut self, nodes: &mut Nodes<K>, at: At) {
-        match nodes.is_main(at) {
-            true => self.main.remove(nodes, at),
-            false => self.small.remove(nodes, at),
+        match nodes.list(at) {
+            MAIN => self.main.remove(nodes, at),
+            _ => self.small.remove(nodes, at),
         }
     }
 

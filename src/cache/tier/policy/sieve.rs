@@ -4,8 +4,8 @@
 //! are set and takes the first key whose bit is not. So what was used since the hand last came by stays where it is, and
 //! the hand soon works among the newest, which keeps a scan from pushing out what was there before.
 
-use super::Order;
 use super::list::{At, List, Nodes};
+use super::{Access, Order};
 
 pub(super) struct Sieve {
     list: List,
@@ -23,11 +23,11 @@ impl Sieve {
 }
 
 impl<K> Order<K> for Sieve {
-    fn insert(&mut self, nodes: &mut Nodes<K>, at: At) {
+    fn insert(&mut self, nodes: &mut Nodes<K>, at: At, _access: Access) {
         self.list.push(nodes, at);
     }
 
-    fn hit(&mut self, nodes: &mut Nodes<K>, at: At) {
+    fn hit(&mut self, nodes: &mut Nodes<K>, at: At, _access: Access) {
         nodes.set_uses(at, 1);
     }
 

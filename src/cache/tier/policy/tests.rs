@@ -56,7 +56,7 @@ impl Twin {
         let uses_max = match self.policy {
             EvictionPolicy::S3Fifo => 3,
             EvictionPolicy::Sieve => 1,
-            EvictionPolicy::Lru | EvictionPolicy::Fifo => 0,
+            EvictionPolicy::Lru | EvictionPolicy::Fifo | EvictionPolicy::Reuse => 0,
         };
         for node in self.small.iter_mut().chain(&mut self.main) {
             if node.0 == key {
@@ -94,7 +94,7 @@ impl Twin {
 
     fn search(&mut self, held: &BTreeSet<u8>) -> Option<u8> {
         match self.policy {
-            EvictionPolicy::Lru | EvictionPolicy::Fifo => {
+            EvictionPolicy::Lru | EvictionPolicy::Fifo | EvictionPolicy::Reuse => {
                 let goes = self.main.iter().position(|node| !held.contains(&node.0));
                 self.main.rotate_left(goes.unwrap_or(0));
                 goes.map(|_| self.main.remove(0).0)
@@ -191,11 +191,11 @@ proptest! {
             for act in &acts {
                 match *act {
                     Act::Insert(key) => {
-                        queue.insert(key);
+                        queue.insert(key, Access::default());
                         twin.insert(key);
                     }
                     Act::Hit(key) => {
-                        queue.hit(&key);
+                        queue.hit(&key, Access::default());
                         twin.hit(key);
                     }
                     Act::Remove(key) => {
@@ -219,9 +219,96 @@ proptest! {
     }
 }
 
+/// A history of prompts: each has a document's chunks up to some depth.
+fn prompts() -> impl Strategy<Value = Vec<(u8, u8, u16)>> {
+    prop::collection::vec((0_u8..12, 1_u8..9, 0_u16..3000), 1..300)
+}
+
+/// Replays it with room for so many keys. Returns what left, in order.
+fn gone(policy: EvictionPolicy, history: &[(u8, u8, u16)], most: usize, held: Option<u8>) -> Vec<u32> {
+    let (mut queue, mut gone, mut at_ms) = (Queue::new(policy), Vec::new(), 0);
+    for (number, (document, depth, later_ms)) in history.iter().enumerate() {
+        at_ms += 20_000 + u64::from(*later_ms);
+        let request = u32::try_from(number).unwrap() + 1;
+        for chunk in 0..u32::from(*depth) {
+            let access = Access {
+                at_ms,
+                request,
+                added: u32::from(*depth),
+            };
+            queue.insert(u32::from(*document) * 100 + chunk, access);
+            while queue.len() > most {
+                match queue.evict(|key| held != Some(u8::try_from(key / 100).unwrap())) {
+                    Some(key) => gone.push(key),
+                    None => break,
+                }
+            }
+        }
+    }
+    gone
+}
+
+/// The plainest LRU with the last chunks of a prompt first.
+fn gone_from_twin(history: &[(u8, u8, u16)], most: usize) -> Vec<u32> {
+    let (mut here, mut gone) = (Vec::<(usize, u32, u32)>::new(), Vec::new());
+    for (number, (document, depth, ..)) in history.iter().enumerate() {
+        for chunk in 0..u32::from(*depth) {
+            let key = u32::from(*document) * 100 + chunk;
+            here.retain(|node| node.2 != key);
+            here.push((number, u32::MAX - chunk, key));
+            here.sort_unstable();
+            if here.len() > most {
+                gone.push(here.remove(0).2);
+            }
+        }
+    }
+    gone
+}
+
+proptest! {
+    #[test]
+    fn the_last_chunks_of_the_oldest_prompt_leave_first(history in prompts(), most in 1_usize..60) {
+        prop_assert_eq!(gone(EvictionPolicy::Lru, &history, most, None), gone_from_twin(&history, most));
+    }
+
+    #[test]
+    fn reuse_gives_the_same_order_each_time_and_spares_what_is_held(history in prompts(), most in 1_usize..60) {
+        let first = gone(EvictionPolicy::Reuse, &history, most, Some(3));
+        prop_assert!(first.iter().all(|key| key / 100 != 3));
+        prop_assert_eq!(gone(EvictionPolicy::Reuse, &history, most, Some(3)), first);
+    }
+
+    #[test]
+    fn reuse_has_each_key_once_and_lets_all_go(acts in prop::collection::vec(act(), 1..400)) {
+        let (mut queue, mut here, mut held) = (Queue::new(EvictionPolicy::Reuse), BTreeSet::new(), BTreeSet::new());
+        for (number, act) in acts.iter().enumerate() {
+            let access = Access { at_ms: 100 * number as u64, request: u32::try_from(number / 7).unwrap(), added: 3 };
+            match *act {
+                Act::Insert(key) => {
+                    queue.insert(key, access);
+                    here.insert(key);
+                }
+                Act::Hit(key) => queue.hit(&key, access),
+                Act::Remove(key) => prop_assert_eq!(queue.remove(&key), here.remove(&key)),
+                Act::Hold(key) => drop(held.insert(key)),
+                Act::LetGo(key) => drop(held.remove(&key)),
+                Act::Evict => match queue.evict(|key| !held.contains(key)) {
+                    Some(key) => prop_assert!(here.remove(&key) && !held.contains(&key)),
+                    None => prop_assert!(here.is_subset(&held)),
+                },
+            }
+            prop_assert_eq!(queue.len(), here.len());
+        }
+        let mut rest: Vec<u8> = std::iter::from_fn(|| queue.evict(|_| true)).collect();
+        rest.sort_unstable();
+        prop_assert!(rest.iter().eq(&here), "{rest:?}");
+        prop_assert!(queue.is_empty() && queue.nodes_in_use() == 0);
+    }
+}
+
 /// Keeps at most `most` keys.
 fn insert_within(queue: &mut Queue<u32>, key: u32, most: usize) {
-    queue.insert(key);
+    queue.insert(key, Access::default());
     while queue.len() > most {
         queue.evict(|_| true);
     }
@@ -252,9 +339,9 @@ fn a_scan_flushes_lru_but_neither_sieve_nor_s3fifo() {
 #[test]
 fn s3fifo_keeps_a_key_that_comes_back_soon() {
     let mut queue = Queue::new(EvictionPolicy::S3Fifo);
-    (0..100).for_each(|key| queue.insert(key));
+    (0..100).for_each(|key| queue.insert(key, Access::default()));
     assert_eq!(queue.evict(|_| true), Some(0));
-    queue.insert(0);
+    queue.insert(0, Access::default());
     let gone: Vec<u32> = (0..99).filter_map(|_| queue.evict(|_| true)).collect();
     assert_eq!(gone.len(), 99);
     assert!(!gone[..80].contains(&0), "its ghost told that it is wanted");
@@ -262,9 +349,9 @@ fn s3fifo_keeps_a_key_that_comes_back_soon() {
 
 #[test]
 fn those_in_use_are_passed_over_and_not_asked_for_again() {
-    for policy in POLICIES {
+    for policy in POLICIES.into_iter().chain([EvictionPolicy::Reuse]) {
         let mut queue = Queue::new(policy);
-        (0..1000_u32).for_each(|key| queue.insert(key));
+        (0..1000_u32).for_each(|key| queue.insert(key, Access::default()));
         let mut asked = 0;
         let mut evict = |queue: &mut Queue<u32>| {
             queue.evict(|key| {

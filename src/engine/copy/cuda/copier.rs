@@ -12,7 +12,7 @@ use super::kernel::{Params, PartRow, Way};
 use super::lane::{Lane, RingSize};
 use super::lanes::{LaneSet, Lanes};
 use super::pinned::{Mapped, Pinned};
-use super::shares::{Piece, Shares};
+use super::shares::{KernelShares, Piece};
 use crate::engine::copy::cache::PagedCache;
 use crate::engine::copy::copier::{CopyJob, EngineStream, Pending};
 use crate::engine::copy::error::CopyError;
@@ -23,7 +23,7 @@ use crate::engine::copy::region::Region;
 /// Copies by a GPU.
 pub struct CudaCopier {
     cache: PagedCache,
-    shares: Shares,
+    shares: KernelShares,
     /// `shares.rows`, on the device; None: DMAs go straight to the pages.
     table: Option<CudaSlice<PartRow>>,
     /// Other copiers may use them, too.
@@ -76,7 +76,7 @@ impl CudaCopier {
     /// As for [`new`](Self::new).
     pub unsafe fn on(lanes: &Lanes, cache: PagedCache) -> Result<Self, CudaError> {
         let (gpu, options) = (&lanes.gpu, lanes.options);
-        let shares = Shares::new(&cache)?;
+        let shares = KernelShares::new(&cache)?;
         let is_direct = has_long_runs(&cache, options.direct_bytes);
         let set = lanes.set((!is_direct).then(|| RingSize {
             buffers: options.staging_buffers,
@@ -308,9 +308,15 @@ fn upload(gpu: &Gpu, rows: &[PartRow]) -> Result<CudaSlice<PartRow>, CudaError> 
 /// or none: a stream that touches pages waits for the engine, and DMAs into staging buffers don't, so a copy of both sorts
 /// would need streams of both.
 fn has_long_runs(cache: &PagedCache, direct_bytes: usize) -> bool {
+    let tokens = cache.tokens();
+    let run = if tokens.is_all() {
+        u32::MAX
+    } else {
+        tokens.interleave
+    };
     let block = Span {
         token: 0,
-        tokens: cache.block_tokens().min(cache.space().chunk_rows()),
+        tokens: cache.block_tokens().min(cache.space().chunk_rows()).min(run),
         block: 0,
         offset: 0,
     };

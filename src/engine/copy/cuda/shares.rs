@@ -6,13 +6,16 @@ use super::dma::PinnedBlock;
 use super::gpu::CudaError;
 use super::kernel::{PartRow, tiles};
 use crate::engine::copy::cache::PagedCache;
+use crate::protocol::TokenShare;
 
-/// This rank's share of one plane: heads that are side by side in the object, so one run of bytes.
+/// This rank's share of one plane: heads that are side by side in the object, so one run of bytes. Of these the rank may
+/// have some tokens only.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneRun {
     /// Offset in the object.
     pub object: usize,
     pub bytes: usize,
+    pub row_bytes: usize,
     /// Offset in the shares of all planes one after the other, each at a multiple of [`ALIGN`].
     pub offset: usize,
     /// Parts of the cache.
@@ -20,11 +23,12 @@ pub(super) struct PlaneRun {
 }
 
 /// All shares of a cache, and its parts as the kernel reads them.
-pub(super) struct Shares {
+pub(super) struct KernelShares {
     pub all: Vec<PlaneRun>,
     pub rows: Vec<PartRow>,
     /// Bytes of an access.
     pub unit: u32,
+    tokens: TokenShare,
 }
 
 /// Neighbouring shares that are copied together.
@@ -38,7 +42,7 @@ pub(super) struct Piece {
 /// Alignment in staging, so that rows can be read 16 bytes at a time after any share.
 const ALIGN: usize = 16;
 
-impl Shares {
+impl KernelShares {
     pub fn new(cache: &PagedCache) -> Result<Self, CudaError> {
         let (space, parts) = (cache.space(), cache.parts());
         let chunk_tokens = space.chunk_rows();
@@ -46,6 +50,7 @@ impl Shares {
             all: Vec::new(),
             rows: Vec::with_capacity(parts.len()),
             unit: 16,
+            tokens: cache.tokens(),
         };
         let (mut first, mut offset) = (0, 0_usize);
         for of_share in parts.chunk_by(|one, other| (one.plane, one.heads) == (other.plane, other.heads)) {
@@ -66,6 +71,7 @@ impl Shares {
             shares.all.push(PlaneRun {
                 object: space.layout().plane(plane).start + heads.0 as usize * of_head,
                 bytes,
+                row_bytes: row_bytes as usize,
                 offset,
                 parts: first..first + of_share.len(),
             });
@@ -111,6 +117,10 @@ impl Shares {
         for share in shares {
             let host = host + share.object - at;
             let device = staging + (share.offset - start) as u64;
+            if !self.tokens.is_all() {
+                blocks.push(share.runs(self.tokens, host, device));
+                continue;
+            }
             let taken = blocks
                 .last_mut()
                 .is_some_and(|last| last.take_row(host, device, share.bytes));
@@ -132,6 +142,24 @@ impl Shares {
     pub fn tiles(&self, parts: &Range<usize>, span_tokens: u32) -> u32 {
         let of = |row: &PartRow| row.units(span_tokens, self.unit).map_or(0, tiles);
         self.rows[parts.clone()].iter().map(of).max().unwrap_or_default()
+    }
+}
+
+impl PlaneRun {
+    /// Its runs of tokens: the bytes between them are other ranks'. Each head has as many, so they are at one distance
+    /// over all heads.
+    fn runs(&self, tokens: TokenShare, host: usize, device: u64) -> PinnedBlock {
+        let run = tokens.interleave as usize * self.row_bytes;
+        let pitch = tokens.size as usize * run;
+        let first = tokens.rank as usize * run;
+        PinnedBlock {
+            host: host + first,
+            host_pitch: pitch,
+            device: device + first as u64,
+            device_pitch: pitch,
+            row_bytes: run,
+            rows: self.bytes / pitch,
+        }
     }
 }
 

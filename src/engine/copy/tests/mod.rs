@@ -9,6 +9,7 @@ use super::cache::PlanePart;
 use super::known::{KNOWN, Pages};
 use super::*;
 use crate::format::{Plane, Space};
+use crate::protocol::{Share, TokenShare};
 
 mod refusals;
 
@@ -695,7 +696,17 @@ fn a_rank_stores_only_what_it_owns() {
     let mut engine = known_engine(&space, KNOWN[1], &pages);
     engine.memory.fill(7);
     // Two heads of the first plane, another of the second.
-    let own = engine.cache().only([(0..1, 0..1), (0..1, 3..4), (1..2, 2..3)]);
+    let share = |planes, heads| Share {
+        planes,
+        heads,
+        tokens: TokenShare::ALL,
+    };
+    let own = [
+        share((0, 1), (0, 1)),
+        share((0, 1), (3, 4)),
+        share((1, 2), (2, 3)),
+    ];
+    let own = engine.cache().only(&own);
     let places = Places::Blocks {
         table: vec![1],
         first_token: 0,

@@ -85,9 +85,23 @@ impl Worker {
         let Err(error) = self.get_ready(&session, load).await else {
             return Ok(session);
         };
-        let known = load.kinds.iter().filter(|wanted| wanted.kind < self.kinds.len());
-        join_all(known.map(|wanted| self.decline(&session, load, wanted))).await;
+        self.decline_kinds(&session, load).await;
         Err(error)
+    }
+
+    /// Leaves a load that this rank can't begin, so that the other ranks need not wait for it.
+    pub async fn decline_load(&self, load: LoadJob<'_>, progress: &Arc<LoadProgress>) {
+        let _ends = progress.ends_with_this();
+        match self.attached().await {
+            Ok(session) => self.decline_kinds(&session, &load).await,
+            // Without a session it takes no part anyway.
+            Err(error) => tracing::debug!(%error, load_id = load.id, "a load could not be declined"),
+        }
+    }
+
+    async fn decline_kinds(&self, session: &ApiSession, load: &LoadJob<'_>) {
+        let known = load.kinds.iter().filter(|wanted| wanted.kind < self.kinds.len());
+        join_all(known.map(|wanted| self.decline(session, load, wanted))).await;
     }
 
     async fn get_ready(&self, session: &Arc<ApiSession>, load: &LoadJob<'_>) -> Result<(), WorkerError> {

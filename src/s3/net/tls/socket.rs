@@ -17,7 +17,7 @@ pub(super) struct Socket {
     half: OwnedReadHalf,
     /// While Some, the system is asked, not tokio, for as many reads.
     pub reads_now: Option<usize>,
-    pub records: Records,
+    pub records: RecordEnds,
 }
 
 impl Socket {
@@ -25,7 +25,7 @@ impl Socket {
         Self {
             half,
             reads_now: None,
-            records: Records::default(),
+            records: RecordEnds::default(),
         }
     }
 
@@ -62,7 +62,7 @@ impl AsyncRead for Socket {
 
 /// Where the records of a stream end. rustls does not tell whether it holds a part of one.
 #[derive(Default)]
-pub(super) struct Records {
+pub(super) struct RecordEnds {
     head_len: usize,
     /// The last two bytes of the head, once it is whole.
     len: u16,
@@ -70,7 +70,7 @@ pub(super) struct Records {
     left: usize,
 }
 
-impl Records {
+impl RecordEnds {
     fn follow(&mut self, mut bytes: &[u8]) {
         while let [byte, rest @ ..] = bytes {
             if self.left > 0 {

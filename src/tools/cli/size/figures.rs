@@ -163,7 +163,7 @@ impl KindSizes {
             "kind": space.kind(),
             "is_indexer": self.is_indexer(),
             "dtype": space.dtype().name(),
-            "layers": space.planes().len(),
+            "layers": layout.layers(),
             "kv_heads": self.heads(),
             "token_bytes": by_token,
             "snapshot_bytes": self.is_state().then(|| space.row_bytes()),
@@ -183,7 +183,7 @@ impl KindSizes {
         };
         let mut cells = vec![
             self.name(),
-            space.planes().len().to_string(),
+            layout.layers().to_string(),
             heads,
             space.dtype().name().to_owned(),
             token,
@@ -236,12 +236,12 @@ impl Context {
 fn rank_bytes(kind: Kind, plane: &Plane, tp: u32) -> Result<u64, CliError> {
     let heads = plane.heads;
     let row = u64::from(plane.row_bytes);
-    if kind == Kind::State {
-        Ok(row.div_ceil(u64::from(tp)))
-    } else if heads.is_multiple_of(tp) {
+    if heads.is_multiple_of(tp) {
         Ok(u64::from(heads / tp) * row)
     } else if tp.is_multiple_of(heads) {
         Ok(row)
+    } else if kind == Kind::State {
+        Ok((u64::from(heads) * row).div_ceil(u64::from(tp)))
     } else {
         Err(CliError::usage(format!(
             "{heads} KV heads can't be shared by --tp {tp} ranks: give a divisor or a multiple of {heads}"

@@ -1,12 +1,15 @@
 //! Each family of models by a shortened `config.json`: what its layers keep.
 
+use std::collections::BTreeSet;
+
 use super::*;
 
 /// Kind, layers, and bytes a token or a snapshot.
 fn groups(config: &Value) -> Vec<(Kind, usize, u64)> {
     let group = |kv: &KvKind| {
         let bytes = kv.planes.iter().map(|plane| plane.bytes(1)).sum();
-        (kv.kind, kv.planes.len(), bytes)
+        let layers: BTreeSet<u32> = kv.planes.iter().map(|plane| plane.layer).collect();
+        (kv.kind, layers.len(), bytes)
     };
     let model = HfModel::of(config, None).unwrap();
     model.kinds.iter().map(group).collect()
@@ -126,6 +129,57 @@ fn states_are_as_large_as_vllms() {
         "mamba_n_groups": 1, "mamba_d_conv": 4,
     }));
     assert_eq!(groups(&falcon), [full(2, 2048), state(2, 2 * 138_752)]);
+}
+
+/// As the connector has them, so that objects are as long as told: `tests/engines/test_states.py`.
+#[test]
+fn each_part_of_a_state_is_a_plane() {
+    let planes = |config: Value| {
+        let model = HfModel::of(&config, None).unwrap();
+        let state = model.kinds.into_iter().find(|kv| kv.kind == Kind::State);
+        let planes = state.unwrap().planes.into_iter();
+        planes
+            .map(|plane| (plane.name, plane.heads, plane.row_bytes))
+            .collect::<Vec<_>>()
+    };
+    let told = |planes: &[(&str, u32, u32)]| {
+        let told = planes
+            .iter()
+            .map(|&(name, heads, row)| (name.to_owned(), heads, row));
+        told.collect::<Vec<_>>()
+    };
+    let granite = json!({
+        "model_type": "granitemoehybrid", "num_hidden_layers": 1, "layer_types": ["mamba"], "mamba_n_heads": 8,
+        "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_d_conv": 4, "torch_dtype": "bfloat16",
+    });
+    assert_eq!(
+        planes(granite),
+        told(&[
+            ("conv.x", 8, 3 * 64 * 2),
+            ("conv.b", 1, 3 * 32 * 2),
+            ("conv.c", 1, 3 * 32 * 2),
+            ("state", 8, 64 * 32 * 2)
+        ])
+    );
+    let qwen3_next = json!({
+        "model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+    });
+    let of_keys = 3 * 64 * 2;
+    assert_eq!(
+        planes(qwen3_next),
+        told(&[
+            ("conv.q", 2, of_keys),
+            ("conv.k", 2, of_keys),
+            ("conv.v", 4, 3 * 32 * 2),
+            ("state", 4, 64 * 32 * 4)
+        ])
+    );
+    let lfm2 = json!({
+        "model_type": "lfm2", "num_hidden_layers": 1, "layer_types": ["conv"], "conv_L_cache": 3, "conv_dim": 2048,
+    });
+    assert_eq!(planes(lfm2), told(&[("conv", 64, 2 * 32 * 2)]));
 }
 
 #[test]

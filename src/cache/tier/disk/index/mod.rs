@@ -18,7 +18,7 @@ mod tenants;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -30,7 +30,8 @@ use tokio::time::Instant;
 use super::fault::DiskFault;
 use super::options::DiskOptions;
 use super::stats::{PathStats, Unsent};
-use crate::format::ChunkId;
+use crate::cache::tier::prompts::Prompts;
+use crate::format::{ChunkHash, ChunkId};
 
 use reservation::file_bytes;
 pub(super) use reservation::{Placed, WriteReservation};
@@ -48,6 +49,7 @@ pub(super) struct Index {
     /// Which disks are not taken out.
     works: Vec<AtomicBool>,
     state: Mutex<IndexState>,
+    prompts: Arc<Prompts>,
     /// Something in `IndexState::leaving` has left, or in `IndexState::writing` is over.
     ended: Notify,
 }
@@ -88,6 +90,7 @@ impl IndexEntry {
 impl Index {
     pub fn new(options: &DiskOptions, paths: Vec<PathBuf>) -> Self {
         let shelf = |path| Shelf::new(path, options);
+        let prompts = Arc::<Prompts>::default();
         Self {
             limits: Limits {
                 disk_bytes: options.watermark_bytes(),
@@ -100,9 +103,16 @@ impl Index {
             state: Mutex::new(IndexState::new(
                 paths.into_iter().map(shelf).collect(),
                 options.tenant_bytes.map(|_| options.policy),
+                Arc::clone(&prompts),
             )),
+            prompts,
             ended: Notify::new(),
         }
+    }
+
+    /// A prompt was looked up, and so many of its leading chunks were there.
+    pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
+        self.prompts.looked_up(chunks, there);
     }
 
     /// Whether it is there, on a disk that works.
@@ -368,10 +378,11 @@ impl Index {
         if dirty {
             state.soil(&key, entry.disk);
         }
+        let access = self.prompts.access(&key.1);
         let shelf = &mut state.disks[entry.disk];
-        shelf.queue.insert(key);
+        shelf.queue.insert(key, access);
         shelf.chunks += 1;
-        state.tenants.insert(entry.tenant, key);
+        state.tenants.insert(entry.tenant, key, access);
         if let Some(expires) = entry.expires {
             state.expiry.push(expires, key, entry.serial);
         }

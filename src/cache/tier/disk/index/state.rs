@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use foldhash::fast::RandomState;
 
@@ -9,6 +10,7 @@ use super::IndexEntry;
 use super::expiry::Expiry;
 use super::shelf::Shelf;
 use super::tenants::Tenants;
+use crate::cache::tier::prompts::Prompts;
 use crate::cache::tier::removals::Removals;
 use crate::format::ChunkId;
 use crate::protocol::EvictionPolicy;
@@ -30,12 +32,13 @@ pub(super) struct IndexState {
     pub unsent: KeyMap<usize>,
     pub expiry: Expiry,
     pub removals: Removals,
+    pub prompts: Arc<Prompts>,
     serials: u64,
 }
 
 impl IndexState {
     /// `tenant_policy`: if tenants are limited.
-    pub fn new(disks: Vec<Shelf>, tenant_policy: Option<EvictionPolicy>) -> Self {
+    pub fn new(disks: Vec<Shelf>, tenant_policy: Option<EvictionPolicy>, prompts: Arc<Prompts>) -> Self {
         Self {
             disks,
             tenants: Tenants::new(tenant_policy),
@@ -45,6 +48,7 @@ impl IndexState {
             unsent: KeyMap::default(),
             expiry: Expiry::default(),
             removals: Removals::default(),
+            prompts,
             serials: 0,
         }
     }
@@ -55,8 +59,9 @@ impl IndexState {
     }
 
     pub fn hit(&mut self, key: &ChunkId, entry: &IndexEntry) {
-        self.disks[entry.disk].queue.hit(key);
-        self.tenants.hit(entry.tenant, key);
+        let access = self.prompts.access(&key.1);
+        self.disks[entry.disk].queue.hit(key, access);
+        self.tenants.hit(entry.tenant, key, access);
     }
 
     pub fn pin(&mut self, key: &ChunkId) {

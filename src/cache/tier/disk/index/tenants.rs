@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::cache::tier::policy::Queue;
+use crate::cache::tier::policy::{Access, Queue};
 use crate::format::ChunkId;
 use crate::protocol::EvictionPolicy;
 
@@ -61,15 +61,15 @@ impl Tenants {
     }
 
     /// Puts in a chunk whose bytes were taken.
-    pub fn insert(&mut self, number: usize, key: ChunkId) {
+    pub fn insert(&mut self, number: usize, key: ChunkId, access: Access) {
         if let Some(queue) = &mut self.tenants[number].queue {
-            queue.insert(key);
+            queue.insert(key, access);
         }
     }
 
-    pub fn hit(&mut self, number: usize, key: &ChunkId) {
+    pub fn hit(&mut self, number: usize, key: &ChunkId, access: Access) {
         if let Some(queue) = &mut self.tenants[number].queue {
-            queue.hit(key);
+            queue.hit(key, access);
         }
     }
 

@@ -1,0 +1,305 @@
+//! `kvgate replay`: a recorded trace through the eviction policies, in simulation. It needs no server.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::json;
+
+use crate::config::units::ByteSize;
+use crate::protocol::{EvictionPolicy, Strategy};
+use crate::tools::cli::error::CliError;
+use crate::tools::cli::input;
+use crate::tools::cli::output::{Out, bytes};
+use crate::tools::replay::{Cost, CostSettings, Curve, S3Plan, Trace, best, cost, infinite, simulate, svg};
+
+/// Simulates how much of a recorded trace each eviction policy would hit; asks no server.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate replay conversation_trace.jsonl
+  kvgate replay qwen_traceA_blksz_16.jsonl --blocks 10k,100k --policy reuse,lru
+  kvgate replay trace.jsonl --token-bytes 320KiB --svg hits.svg
+  kvgate replay trace.jsonl --json
+
+Each line is a prompt, as Mooncake's traces have them (timestamp in ms, input_length,
+output_length, hash_ids; blocks of 512 tokens) or Qwen-Bailian's (chat_id as well;
+seconds; blocks of 16 tokens).")]
+pub struct ReplayArgs {
+    /// The trace, or - for the standard input.
+    #[arg(value_name = "TRACE")]
+    trace: String,
+    /// Sizes of the memory in blocks, such as 2000 or 10k.
+    #[arg(long, value_name = "BLOCKS,..", value_delimiter = ',', value_parser = blocks, default_value = "2k,5k,10k,20k,50k")]
+    blocks: Vec<usize>,
+    /// Policies; all of them if not given.
+    #[arg(long, value_name = "POLICY,..", value_delimiter = ',', value_parser = policy)]
+    policy: Vec<EvictionPolicy>,
+    /// Tokens in a block, if not those of the trace's format.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
+    block_tokens: Option<u64>,
+    /// KV of one token, for bytes and money; kvgate size tells it.
+    #[arg(long, value_name = "BYTES", default_value = "64KiB", value_parser = size)]
+    token_bytes: ByteSize,
+    /// Blocks in memory, for requests and money.
+    #[arg(long, value_name = "BLOCKS", value_parser = blocks, default_value = "10k")]
+    cost_blocks: usize,
+    /// Chances in a hundred that a new block must have to be stored, each a line of the costs.
+    #[arg(long, value_name = "PERCENT,..", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(0..=100), default_value = "0,20,30,40")]
+    admit: Vec<u8>,
+    /// Dollars for a thousand PUTs.
+    #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0.005")]
+    price_put: f64,
+    /// Dollars for a thousand GETs or HEADs.
+    #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0.0004")]
+    price_get: f64,
+    /// Dollars for a GiB that is read.
+    #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0")]
+    price_read: f64,
+    /// Where the prices are from, and of which day; it is only printed.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "AWS S3 Standard, us-east-1, noted 2026-11-25; check them"
+    )]
+    prices_of: String,
+    /// Also writes a plot of the hits.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Bytes of a trace at most.
+const TRACE_MAX: ByteSize = ByteSize(4 << 30);
+/// Positions that a search asks for in one round: the default of `[lookup] probes`.
+const PROBES: usize = 15;
+
+fn blocks(text: &str) -> Result<usize, String> {
+    let lower = text.to_ascii_lowercase();
+    let (digits, factor) = match lower.strip_suffix('k') {
+        Some(digits) => (digits, 1000),
+        None => match lower.strip_suffix('m') {
+            Some(digits) => (digits, 1_000_000),
+            None => (lower.as_str(), 1),
+        },
+    };
+    let number = digits
+        .parse::<usize>()
+        .ok()
+        .and_then(|number| number.checked_mul(factor));
+    number
+        .filter(|number| (1..=1_000_000_000).contains(number))
+        .ok_or_else(|| "give a number of blocks from 1 to 1000m, such as 2000 or 10k".to_owned())
+}
+
+fn policy(text: &str) -> Result<EvictionPolicy, String> {
+    let known = EvictionPolicy::WORDS.iter().find(|(word, _)| *word == text);
+    known.map(|(_, policy)| *policy).ok_or_else(|| {
+        let words: Vec<&str> = EvictionPolicy::WORDS.iter().map(|(word, _)| *word).collect();
+        format!("give one of {}", words.join(", "))
+    })
+}
+
+fn size(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    match size.bytes() {
+        1..=0x4000_0000 => Ok(size),
+        _ => Err("give a size from 1B to 1GiB, such as 64KiB".to_owned()),
+    }
+}
+
+fn dollars(text: &str) -> Result<f64, String> {
+    let price = text.parse::<f64>().ok();
+    price
+        .filter(|price| (0.0..1e6).contains(price))
+        .ok_or_else(|| "give a price in dollars, such as 0.005".to_owned())
+}
+
+/// The hits at one size, by name, in a hundred.
+struct AtSize {
+    blocks: usize,
+    percents: Vec<(&'static str, f64)>,
+}
+
+pub fn run(args: &ReplayArgs, out: &mut Out) -> Result<(), CliError> {
+    let text = input::read(&args.trace, TRACE_MAX)?;
+    let trace = Trace::parse(&text, args.block_tokens)
+        .map_err(|error| CliError::usage(format!("{}: {error}", args.trace)))?;
+    let everything = infinite(&trace.prompts).percent();
+    let sizes: Vec<AtSize> = args
+        .blocks
+        .iter()
+        .map(|&blocks| args.at_size(&trace, blocks))
+        .collect();
+    let costs = args.costs(&trace);
+    if let Some(path) = &args.svg {
+        let title = format!("hits in % of {} blocks, by policy and size", trace.blocks());
+        std::fs::write(path, svg(&title, &curves(&sizes, everything)))
+            .map_err(|error| CliError::usage(format!("can't write {}: {error}", path.display())))?;
+    }
+    if args.json {
+        return out.json(&args.report(&trace, everything, &sizes, &costs));
+    }
+    out.line(format_args!(
+        "{} prompts, {} full blocks of {} tokens ({}). Hits are blocks of leading runs, in % of all.\n",
+        trace.prompts.len(),
+        trace.blocks(),
+        trace.block_tokens,
+        trace.format
+    ))?;
+    show_sizes(out, &sizes, everything)?;
+    args.show_costs(out, &trace, &costs)
+}
+
+fn show_sizes(out: &mut Out, sizes: &[AtSize], everything: f64) -> Result<(), CliError> {
+    let columns: Vec<String> = sizes.iter().map(|size| format!(">{}", size.blocks)).collect();
+    let headings: Vec<&str> = ["policy \\ blocks"]
+        .into_iter()
+        .chain(columns.iter().map(String::as_str))
+        .collect();
+    let names = sizes
+        .iter()
+        .take(1)
+        .flat_map(|size| size.percents.iter().map(|(name, _)| *name));
+    let rows: Vec<Vec<String>> = names
+        .enumerate()
+        .map(|(row, name)| {
+            let cells = sizes.iter().map(|size| format!("{:.2}", size.percents[row].1));
+            std::iter::once(name.to_owned()).chain(cells).collect()
+        })
+        .collect();
+    out.table(&headings, &rows)?;
+    out.line(format_args!(
+        "\ninfinite: {everything:.2}. greedy: the future is known. bound: the same, blocks behind a gap counted too;\n\
+         no policy can have more.\n"
+    ))
+}
+
+fn curves(sizes: &[AtSize], everything: f64) -> Vec<Curve> {
+    let names = sizes
+        .iter()
+        .take(1)
+        .flat_map(|size| size.percents.iter().map(|(name, _)| *name));
+    let of_row = |(row, name): (usize, &'static str)| Curve {
+        name: name.to_owned(),
+        points: sizes
+            .iter()
+            .map(|size| (size.blocks, size.percents[row].1))
+            .collect(),
+    };
+    let mut curves: Vec<Curve> = names.enumerate().map(of_row).collect();
+    curves.push(Curve {
+        name: "infinite".to_owned(),
+        points: sizes.iter().map(|size| (size.blocks, everything)).collect(),
+    });
+    curves
+}
+
+impl ReplayArgs {
+    fn at_size(&self, trace: &Trace, blocks: usize) -> AtSize {
+        let all = || EvictionPolicy::WORDS.iter().map(|(_, policy)| *policy).collect();
+        let policies: Vec<EvictionPolicy> = if self.policy.is_empty() {
+            all()
+        } else {
+            self.policy.clone()
+        };
+        let of = |policy: EvictionPolicy| (policy.word(), simulate(&trace.prompts, policy, blocks).percent());
+        let mut percents: Vec<(&'static str, f64)> = policies.into_iter().map(of).collect();
+        let best = best(&trace.prompts, blocks);
+        percents.push(("greedy", best.greedy.percent()));
+        percents.push(("bound", best.bound.percent()));
+        AtSize { blocks, percents }
+    }
+
+    fn costs(&self, trace: &Trace) -> Vec<Cost> {
+        let settings = CostSettings {
+            block_bytes: self.token_bytes.bytes().saturating_mul(trace.block_tokens),
+            put: self.price_put,
+            get: self.price_get,
+            read_gib: self.price_read,
+            probes: PROBES,
+        };
+        let plan = |strategy, memory_blocks, percent: u8| S3Plan {
+            strategy,
+            memory_blocks,
+            admit_chance: f64::from(percent) / 100.0,
+        };
+        let mut plans = vec![
+            plan(Strategy::Exact, 0, 0),
+            plan(Strategy::Prefix, 0, 0),
+            plan(Strategy::Exact, self.cost_blocks, 0),
+        ];
+        plans.extend(
+            self.admit
+                .iter()
+                .map(|&percent| plan(Strategy::Prefix, self.cost_blocks, percent)),
+        );
+        plans
+            .into_iter()
+            .map(|plan| cost(trace, plan, &settings))
+            .collect()
+    }
+
+    fn show_costs(&self, out: &mut Out, trace: &Trace, costs: &[Cost]) -> Result<(), CliError> {
+        let (prompts, asked) = (trace.prompts.len() as f64, trace.blocks().max(1) as f64);
+        let row = |cost: &Cost| {
+            let plan = cost.plan;
+            vec![
+                plan.strategy.to_string(),
+                plan.memory_blocks.to_string(),
+                format!("{:.0}", 100.0 * plan.admit_chance),
+                format!("{:.2}", cost.heads as f64 / prompts),
+                format!("{:.2}", cost.gets as f64 / prompts),
+                format!("{:.2}", cost.puts as f64 / prompts),
+                bytes(cost.read_bytes),
+                bytes(cost.written_bytes),
+                format!("{:.2}", 100.0 * cost.hits as f64 / asked),
+                format!("{:.4}", 1000.0 * cost.dollars / prompts),
+            ]
+        };
+        let rows: Vec<Vec<String>> = costs.iter().map(row).collect();
+        let headings = [
+            "lookup",
+            ">memory",
+            ">admit %",
+            ">HEAD",
+            ">GET",
+            ">PUT",
+            ">read",
+            ">written",
+            ">hits %",
+            ">$ / 1000 prompts",
+        ];
+        out.line("S3 requests a prompt, nothing remembered of what exists; bytes of the whole trace:\n")?;
+        out.table(&headings, &rows)?;
+        out.line(format_args!(
+            "\nPrices: {}. PUT ${} and GET ${} a thousand, ${} a GiB read; {} a token.",
+            self.prices_of, self.price_put, self.price_get, self.price_read, self.token_bytes
+        ))
+    }
+
+    fn report(&self, trace: &Trace, everything: f64, sizes: &[AtSize], costs: &[Cost]) -> serde_json::Value {
+        let size = |size: &AtSize| {
+            let percents: serde_json::Map<String, serde_json::Value> = size
+                .percents
+                .iter()
+                .map(|(name, percent)| ((*name).to_owned(), json!(percent)))
+                .collect();
+            json!({ "blocks": size.blocks, "hits_percent": percents })
+        };
+        let sizes: Vec<serde_json::Value> = sizes.iter().map(size).collect();
+        json!({
+            "trace": self.trace,
+            "format": trace.format,
+            "prompts": trace.prompts.len(),
+            "blocks": trace.blocks(),
+            "block_tokens": trace.block_tokens,
+            "infinite_hits_percent": everything,
+            "sizes": sizes,
+            "token_bytes": self.token_bytes.bytes(),
+            "prices_of": self.prices_of,
+            "costs": costs,
+        })
+    }
+}
