@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import boto3
+
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("KVGATE_TEST_CACHE", Path.home() / ".cache/kvgate-tests"))
 KVGATE = Path(os.environ.get("KVGATE_TEST_BIN", ROOT / "target/debug/kvgate")).resolve()
@@ -51,6 +53,16 @@ class Ceph:
         if check and done.returncode:
             raise AssertionError(f"{shlex.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done
+
+    def s3(self, address, keys=None):
+        """By a gateway; `keys`: as radosgw-admin tells them, not set: the lab's own user's."""
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://{address}:{PORT}",
+            aws_access_key_id=keys["access_key"] if keys else self.environment["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=keys["secret_key"] if keys else self.environment["AWS_SECRET_ACCESS_KEY"],
+            region_name="default",
+        )
 
     def rgw(self, action, address):
         self.run(ROOT / "ceph/rgw.sh", action, address)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import unittest
 
-import boto3
 from botocore.exceptions import ClientError
 from lab import KVGATE, PORT, ROOT, Ceph, until
 
@@ -47,7 +46,7 @@ class Cephs(unittest.TestCase):
 
     def program(self, name, *arguments, status=0, address=ADDRESS):
         words = f"--endpoint http://{address}:{PORT} --engines engines --size 1 --min-size 1".split()
-        for flag, value in (("--max-size", "64MiB"), ("--max-objects", "1000"), ("--days", "3000")):
+        for flag, value in (("--max-size", "256MiB"), ("--max-objects", "1000"), ("--days", "3000")):
             if flag not in arguments:
                 words += [flag, value]
         done = self.ceph.run(sys.executable, "-B", ROOT / "ceph" / name, *words, *arguments, check=False)
@@ -64,14 +63,7 @@ class Cephs(unittest.TestCase):
         return json.loads(self.admin("user", "info", f"--uid={user}"))["keys"][0]
 
     def s3(self, user):
-        keys = self.keys(user)
-        return boto3.client(
-            "s3",
-            endpoint_url=f"http://127.0.0.22:{PORT}",
-            aws_access_key_id=keys["access_key"],
-            aws_secret_access_key=keys["secret_key"],
-            region_name="default",
-        )
+        return self.ceph.s3("127.0.0.22", self.keys(user))
 
     def kvgate(self, user, *command, check=True):
         keys = self.keys(user)
@@ -162,7 +154,7 @@ class Cephs(unittest.TestCase):
 
     def kvgate_works(self):
         """With each role's keys; with the first shape of the policy its HEADs told nothing."""
-        model = "--model deepseek-v3 --tokens 1024 --conversations 1".split()
+        model = ["--model", "deepseek-v3", "--tokens", "1024", "--conversations", "1"]
         self.kvgate("engines", "demo", *model, "--keep")
         listed = json.loads(self.kvgate("kvgate-reader", "ls", "--json").stdout)["spaces"]
         self.assertEqual(len(listed), 1)
@@ -231,7 +223,7 @@ class Cephs(unittest.TestCase):
         for words in (
             "MISSING user engines: has no keys",
             "MISSING user kvgate-reader: may administrate: buckets",
-            "MISSING quota: 67108864 bytes and 5 objects, not 67108864 and 1000",
+            "MISSING quota: 268435456 bytes and 5 objects, not 268435456 and 1000",
             "MISSING bucket kvgate: belongs to denied",
         ):
             self.assertIn(words, red)
@@ -263,6 +255,8 @@ class Cephs(unittest.TestCase):
         self.assertEqual(until(refused), "QuotaExceeded")
         self.assertLessEqual(refused.count, 2)
         engines.get_object(Bucket="kvgate", Key="kvgate/a")
+        told = self.kvgate("engines", "demo", *["--model", "deepseek-v3", "--tokens", "512"], check=False)
+        self.assertIn("the quota is used up", told.stderr)
 
     def old_chunks_go_and_others_stay(self):
         owner = self.s3("kvgate-owner")

@@ -58,6 +58,8 @@ pub enum ErrorKind {
     /// Another conditional write is under way: 409.
     Conflict,
     Denied,
+    /// The bucket or its owner has as much as it may.
+    Quota,
     /// No credentials, or the server does not accept them.
     Credentials,
     /// 429 or 503.
@@ -108,6 +110,7 @@ impl ErrorKind {
                 "the bucket does not exist: create it, or give another with --bucket ([s3] bucket)"
             }
             Self::Denied => "access denied: the credentials may not do this; check the bucket's policy",
+            Self::Quota => "the quota is used up: raise it, or remove chunks (kvgate rm, a lifecycle rule)",
             Self::Credentials => {
                 "the credentials are missing or not accepted: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             }
@@ -300,6 +303,8 @@ fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3
             ),
         ) => ErrorKind::Credentials,
         (400, Some("BadDigest" | "XAmzContentChecksumMismatch")) => ErrorKind::Checksum,
+        // RGW's, and MinIO's.
+        (400 | 403, Some("QuotaExceeded" | "XMinioAdminBucketQuotaExceeded")) => ErrorKind::Quota,
         (401 | 403, _) => ErrorKind::Denied,
         (416, _) => ErrorKind::Length {
             expected: 0,
