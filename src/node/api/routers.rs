@@ -171,13 +171,12 @@ fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
         .filter(|tenant| *tenant != DEFAULT_TENANT)
         .unwrap_or_default();
     let names = [&request.model, &request.model_name];
-    let is_meant = |space: &Space| match &named {
-        Some(named) => named.model_id() == space.model_id(),
-        None => {
-            let of_tenant =
-                space.tenant() == tenant || (tenant.is_empty() && space.tenant() == DEFAULT_TENANT);
-            of_tenant && names.into_iter().flatten().all(|name| name == space.model())
+    let is_meant = |space: &Space| {
+        if let Some(named) = &named {
+            return named.model_id() == space.model_id();
         }
+        let of_tenant = space.tenant() == tenant || (tenant.is_empty() && space.tenant() == DEFAULT_TENANT);
+        of_tenant && names.into_iter().flatten().all(|name| name == space.model())
     };
     let mut meant = api.node.spaces();
     meant.retain(|space| space.draft().is_empty() && is_meant(space));
