@@ -140,8 +140,10 @@ def main():
     parser.add_argument("--kvgate", type=Path, default=ROOT / "target/release/kvgate")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results")
     told = parser.parse_args()
-    # Room for all that is in flight, and no sharding but the bench's own.
-    ceph = Ceph(3, [ADDRESS], KVGATE_CEPH_STORE="bluestore", KVGATE_CEPH_SIZE=str(8 * 2**30))
+    # What is overwritten and deleted goes at once: the file has no room for two hours of it.
+    gc = "rgw gc obj min wait = 1\nrgw gc processor period = 5"
+    size = str(12 * 2**30)
+    ceph = Ceph(3, [ADDRESS], KVGATE_CEPH_STORE="bluestore", KVGATE_CEPH_SIZE=size, KVGATE_CEPH_RGW_EXTRA=gc)
     try:
         bench = Bench(ceph, told.kvgate.resolve(), told.rounds)
         resident = list(memory(bench))

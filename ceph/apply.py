@@ -8,7 +8,7 @@ It may be run again at any time: a second run finds nothing to do. It removes no
 Status: 0 done, or nothing to do, or a dry run; 1 something is still missing; 2 a step failed, those after it were not done.
 """
 
-from wanted import Cluster, Failure, end, items, options
+from wanted import Cluster, ClusterError, end, items, options
 
 
 def main():
@@ -28,7 +28,7 @@ def main():
         print(f"{'making ' if really else 'MISSING'} {item.name}: {problem}")
         try:
             item.mend()
-        except Failure as failure:
+        except ClusterError as failure:
             if really and item.name not in ("the cluster's health", "gateways"):
                 raise
             print(f"    do: {failure}")
@@ -42,8 +42,10 @@ def main():
         print(f"STILL MISSING {line}")
     if not left:
         print(f"{changed} made" if changed else "nothing to do")
-        print(f"kvgate: --endpoint {chosen.endpoint} --bucket {chosen.bucket} --prefix {chosen.prefix}, and the keys of")
-        print(f"    {chosen.shell} radosgw-admin user info --uid={chosen.engines}".replace("     ", "    "))
+        print(
+            f"kvgate: --endpoint {chosen.endpoint} --bucket {chosen.bucket} --prefix {chosen.prefix}, and the keys that"
+        )
+        print(f"    {' '.join([*cluster.shell, 'radosgw-admin'])} user info --uid={chosen.engines}   says")
     return 1 if left else 0
 
 

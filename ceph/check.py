@@ -8,7 +8,7 @@ Status: 0 all is there, 1 something is missing or differs, 2 something can't be 
 
 import sys
 
-from wanted import Cluster, Failure, end, items, options
+from wanted import Cluster, ClusterError, end, items, options
 
 
 def main():
@@ -17,7 +17,7 @@ def main():
     for item in items(cluster):
         try:
             problem = item.problem()
-        except Failure as failure:
+        except ClusterError as failure:
             failed += 1
             print(f"?       {item.name}: {failure}")
             continue
@@ -28,7 +28,7 @@ def main():
         print(f"MISSING {item.name}: {problem}")
         try:
             item.mend()
-        except Failure as failure:
+        except ClusterError as failure:
             print(f"    do: {failure}")
     if failed:
         print(f"{failed} could not be looked at, {missing} missing", file=sys.stderr)

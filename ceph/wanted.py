@@ -29,7 +29,7 @@ UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2
 RULE = "kvgate-chunks-expire"
 
 
-class Failure(Exception):
+class ClusterError(Exception):
     """Something can't be looked at or changed: a sentence that says what to do."""
 
 
@@ -92,20 +92,22 @@ class Cluster:
         self.shell = shlex.split(chosen.shell)
         for program in [self.shell[0]] if self.shell else ["ceph", "radosgw-admin"]:
             if shutil.which(program) is None:
-                raise Failure(f'{program} is not here: install ceph-common, or use --shell "cephadm shell --"')
+                raise ClusterError(f'{program} is not here: install ceph-common, or use --shell "cephadm shell --"')
 
     def run(self, *command):
-        """Its standard output. A Failure has what it said."""
+        """Its standard output. The error has what it said."""
         command = [*self.shell, *map(str, command)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired as error:
-            raise Failure(f"{shlex.join(command)}: no answer in 300 s; is the cluster up (ceph -s)?") from error
+            raise ClusterError(f"{shlex.join(command)}: no answer in 300 s; is the cluster up (ceph -s)?") from error
         if done.returncode:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["it said nothing"]
             # radosgw-admin may say more after its error.
-            error = next((line for line in reversed(said) if re.search("error|fail|could not", line, re.IGNORECASE)), said[-1])
-            raise Failure(f"{shlex.join(command)}: {error}")
+            error = next(
+                (line for line in reversed(said) if re.search("error|fail|could not", line, re.IGNORECASE)), said[-1]
+            )
+            raise ClusterError(f"{shlex.join(command)}: {error}")
         return done.stdout
 
     def ask(self, *command):
@@ -125,14 +127,14 @@ class Cluster:
             try:
                 call()
             except Exception as error:
-                raise Failure(f"{words}: {error}") from error
+                raise ClusterError(f"{words}: {error}") from error
         print(f"    {'done' if self.really else 'do'}: {words}")
 
     def user(self, uid):
         """As radosgw-admin tells of it; None: there is none."""
         try:
             return self.ask("radosgw-admin", "user", "info", f"--uid={uid}")
-        except Failure as failure:
+        except ClusterError as failure:
             if "no user info saved" in str(failure):
                 return None
             raise
@@ -141,7 +143,7 @@ class Cluster:
         """None: there is none."""
         try:
             return self.ask("radosgw-admin", "bucket", "stats", f"--bucket={self.chosen.bucket}")
-        except Failure as failure:
+        except ClusterError as failure:
             if re.search(r"No such file|could not get bucket info|failure: \(2002\)", str(failure)):
                 return None
             raise
@@ -159,7 +161,7 @@ class Cluster:
             import boto3
             from botocore.config import Config
         except ImportError as error:
-            raise Failure("boto3 is not here: apt-get install python3-boto3, or pip install boto3") from error
+            raise ClusterError("boto3 is not here: apt-get install python3-boto3, or pip install boto3") from error
         owner = self.user(self.chosen.owner)
         if owner is None or not owner["keys"]:
             return None
@@ -188,7 +190,7 @@ class Health:
         return "HEALTH_ERR: " + "; ".join(said)
 
     def mend(self):
-        raise Failure("`ceph health detail` says what to do; this program can't")
+        raise ClusterError("`ceph health detail` says what to do; this program can't")
 
 
 class Pool:
@@ -212,7 +214,11 @@ class Pool:
         if pool.get("pg_num_target", pool["pg_num"]) < self.pg_num:
             yield "pg_num", self.pg_num, f"{pool['pg_num']} placement groups, not {self.pg_num}"
         if pool["pg_autoscale_mode"] != "off":
-            yield "pg_autoscale_mode", "off", f"pg_autoscale_mode is {pool['pg_autoscale_mode']}: it would split under load"
+            yield (
+                "pg_autoscale_mode",
+                "off",
+                f"pg_autoscale_mode is {pool['pg_autoscale_mode']}: it would split under load",
+            )
         # A pool with erasure codes has its own sizes.
         if pool["type"] == 1 and pool["size"] != chosen.size:
             yield "size", chosen.size, f"{pool['size']} replicas, not {chosen.size}"
@@ -254,7 +260,9 @@ class Service:
     def problem(self):
         # Without a manager `ceph orch` would wait for one.
         if not self.cluster.ask("ceph", "mgr", "stat")["available"]:
-            raise Failure("no manager is active, so cephadm can't be asked: start one (ceph -s), or leave out --spec")
+            raise ClusterError(
+                "no manager is active, so cephadm can't be asked: start one (ceph -s), or leave out --spec"
+            )
         found = self.cluster.ask("ceph", "orch", "ls", f"--service_name={self.service}")
         if not isinstance(found, list) or not found:
             return "cephadm does not know it"
@@ -296,7 +304,9 @@ class User:
         if user["suspended"]:
             self.cluster.change(*admin, "enable", uid)
         if not user["keys"]:
-            self.cluster.change("radosgw-admin", "key", "create", uid, "--key-type=s3", "--gen-access-key", "--gen-secret")
+            self.cluster.change(
+                "radosgw-admin", "key", "create", uid, "--key-type=s3", "--gen-access-key", "--gen-secret"
+            )
         if buckets and user["max_buckets"] != self.max_buckets:
             self.cluster.change(*admin, "modify", uid, *buckets)
         if buckets and user["caps"]:
@@ -320,9 +330,7 @@ class Quota:
         if not quota["enabled"]:
             return "is off: the bucket may fill the cluster"
         if (quota["max_size"], quota["max_objects"]) != (chosen.max_size, chosen.max_objects):
-            return (
-                f"{quota['max_size']} bytes and {quota['max_objects']} objects, not {chosen.max_size} and {chosen.max_objects}"
-            )
+            return f"{quota['max_size']} bytes and {quota['max_objects']} objects, not {chosen.max_size} and {chosen.max_objects}"
         return None
 
     def mend(self):
@@ -368,7 +376,7 @@ class Gateways:
             raise OSError(f"it answers {status[1].decode('latin-1') if len(status) > 1 else 'nothing'}")
 
     def mend(self):
-        raise Failure("start these gateways (ceph orch ps --daemon-type rgw), or take them out of the name")
+        raise ClusterError("start these gateways (ceph orch ps --daemon-type rgw), or take them out of the name")
 
 
 class Bucket:
@@ -387,12 +395,13 @@ class Bucket:
     def mend(self):
         chosen = self.cluster.chosen
         if self.cluster.bucket() is not None:
-            raise Failure(
+            raise ClusterError(
                 "another user owns it, so nothing was changed. Give it over by `radosgw-admin bucket link"
                 f" --bucket={chosen.bucket} --uid={chosen.owner}`, or name another --bucket or --owner"
             )
         self.cluster.change_s3(
-            f"create bucket {chosen.bucket} as {chosen.owner}", lambda: self.cluster.s3().create_bucket(Bucket=chosen.bucket)
+            f"create bucket {chosen.bucket} as {chosen.owner}",
+            lambda: self.cluster.s3().create_bucket(Bucket=chosen.bucket),
         )
 
 
@@ -436,9 +445,9 @@ class OnBucket:
         except ClientError as error:
             if error.response["Error"]["Code"] == self.absent:
                 return None
-            raise Failure(f"{self.name}: {error}") from error
+            raise ClusterError(f"{self.name}: {error}") from error
         except BotoCoreError as error:
-            raise Failure(f"{self.name}: {error}; is a gateway up at {chosen.endpoint}?") from error
+            raise ClusterError(f"{self.name}: {error}; is a gateway up at {chosen.endpoint}?") from error
 
     def problem(self):
         found = self.look()
@@ -507,7 +516,8 @@ class Policy(OnBucket):
         others = [one for one in (found or {}).get("Statement", []) if one.get("Sid") not in names]
         policy = json.dumps({"Version": "2012-10-17", "Statement": [*others, *wanted]})
         self.cluster.change_s3(
-            f"put bucket policy {policy}", lambda: self.cluster.s3().put_bucket_policy(Bucket=chosen.bucket, Policy=policy)
+            f"put bucket policy {policy}",
+            lambda: self.cluster.s3().put_bucket_policy(Bucket=chosen.bucket, Policy=policy),
         )
 
 
@@ -548,7 +558,7 @@ def services(cluster):
         try:
             text = Path(path).read_text()
         except OSError as error:
-            raise Failure(f"--spec {path}: {error.strerror}") from error
+            raise ClusterError(f"--spec {path}: {error.strerror}") from error
         for document in re.split(r"^---\s*$", text, flags=re.MULTILINE):
             fields = dict(re.findall(r"^(service_type|service_id):\s*(\S+)", document, re.MULTILINE))
             if len(fields) == 2:
@@ -576,9 +586,9 @@ def items(cluster):
 
 
 def end(main):
-    """Runs it; a Failure becomes a line and status 2."""
+    """Runs it; a ClusterError becomes a line and status 2."""
     try:
         sys.exit(main())
-    except Failure as failure:
+    except ClusterError as failure:
         print(f"FAILED: {failure}", file=sys.stderr)
         sys.exit(2)
