@@ -22,6 +22,7 @@ use kvgate::node::daemon::{Daemon, Ended, StartError};
 use kvgate::protocol::Order;
 use kvgate::protocol::Strategy;
 use kvgate::protocol::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
+use twox_hash::XxHash3_64;
 
 mod saving;
 
@@ -112,10 +113,13 @@ async fn measure(bed: &Bed, rounds: usize) -> Result<Vec<Row>, Failure> {
             "",
         ),
         row("floor: as many bytes as the load's", ""),
+        row("/query of 4096 known blocks, as JSON tokens", "≤ 5 ms"),
+        row("/check_blocks of 4096 known blocks, as hashes", "≤ 5 ms"),
     ];
     let mut peer = Peer::new()?;
     for round in 0..rounds {
         engine.lookups(&mut rows, &mut peer).await?;
+        engine.routers(&mut rows).await?;
         let hash = engine.hashes[round * 7 % CHUNKS];
         engine.loads(&mut rows, &mut peer, hash).await?;
     }
@@ -271,6 +275,29 @@ impl Engine<'_> {
         let by_socket = self.client.lookup_hashes(&self.name, &self.hashes, query).await?;
         rows[1].times.push(began.elapsed());
         assert!(found.prefix == CHUNKS && by_socket.prefix == CHUNKS);
+        Ok(())
+    }
+
+    /// What routers ask; the first question tells the node what the hashes of the second mean.
+    async fn routers(&self, rows: &mut [Row]) -> Result<(), Failure> {
+        let tokens: Vec<u32> = (0..).take(CHUNKS * 16).collect();
+        let query = serde_json::json!({
+            "model": "kvgate/bench", "token_ids": tokens, "block_size": 16, "cache_salt": "api", "instance_id": "bench",
+        });
+        let seed = 1337_u64.wrapping_add(XxHash3_64::oneshot_with_seed(1, b"api"));
+        let local = tokens.chunks_exact(16).map(|block| {
+            let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
+            XxHash3_64::oneshot_with_seed(seed, &bytes)
+        });
+        let check = serde_json::json!({"block_hashes": local.collect::<Vec<u64>>()});
+        let began = Instant::now();
+        let answer: serde_json::Value = self.client.post("/query", &query).await?;
+        rows[6].times.push(began.elapsed());
+        assert_eq!(answer["default"]["bench"]["longest_matched"], CHUNKS * 16);
+        let began = Instant::now();
+        let answer: serde_json::Value = self.client.post("/check_blocks", &check).await?;
+        rows[7].times.push(began.elapsed());
+        assert_eq!(answer["ranges"], serde_json::json!([[0, CHUNKS]]));
         Ok(())
     }
 

@@ -19,7 +19,7 @@ mod status;
 mod store;
 mod unwritten;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -198,6 +198,19 @@ impl Node {
             return false;
         };
         self.0.spaces.remove(&oldest).is_some()
+    }
+
+    /// All spaces that are declared.
+    pub fn spaces(&self) -> Vec<Space> {
+        let declared = self.0.spaces.iter();
+        declared.map(|declared| declared.space.clone()).collect()
+    }
+
+    /// The engines that are attached, each once, in order.
+    pub fn instances(&self) -> Vec<String> {
+        let sessions = self.0.sessions.iter();
+        let names: BTreeSet<String> = sessions.map(|session| session.instance.clone()).collect();
+        names.into_iter().collect()
     }
 
     pub fn space(&self, key: SpaceKey) -> Result<Space, NodeError> {

@@ -15,9 +15,12 @@ use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, ReservedChunk, SlotName};
 
 /// Every call that reads or changes what is cached, and those of sessions.
-const CALLS: [(&str, &str); 9] = [
+const CALLS: [(&str, &str); 12] = [
     ("PUT", "/v1/spaces"),
     ("POST", "/v1/lookup"),
+    ("POST", "/v1/prefix"),
+    ("POST", "/query"),
+    ("POST", "/check_blocks"),
     ("POST", "/v1/prefetch"),
     ("POST", "/v1/pin"),
     ("POST", "/v1/unpin"),

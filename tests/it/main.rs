@@ -27,6 +27,7 @@ mod orders;
 mod outage;
 mod processes;
 mod protocol;
+mod routers;
 mod secrets;
 mod shared_loads;
 mod support;

@@ -291,7 +291,8 @@ impl Client {
             .map(drop)
     }
 
-    pub(crate) async fn post<T: DeserializeOwned>(
+    /// A call by its path, JSON both ways.
+    pub async fn post<T: DeserializeOwned>(
         &self,
         path: &str,
         request: &impl Serialize,

@@ -48,11 +48,7 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let strategy = request.strategy.map_or(options.strategy, Into::into);
     let kinds = ModelKinds::named(api, space, &request)?;
     // Each hash is asked for in each space.
-    api.check_count(
-        hashes
-            .len()
-            .saturating_mul(kinds.spaces.len() + kinds.drafts.len()),
-    )?;
+    api.check_count(hashes.len().saturating_mul(kinds.count()))?;
     let found = kinds.lookup(api, &hashes, strategy, deadline).await;
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
@@ -69,7 +65,7 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
 }
 
 /// The kinds of KV that a lookup is about: one space, or several of one model.
-struct ModelKinds {
+pub(super) struct ModelKinds {
     spaces: Vec<Space>,
     drafts: Vec<Space>,
     state_every: usize,
@@ -77,7 +73,7 @@ struct ModelKinds {
 }
 
 /// Spaces of a lookup, at most: models have a handful of kinds.
-const KINDS_MAX: usize = 16;
+pub(super) const KINDS_MAX: usize = 16;
 
 impl ModelKinds {
     fn named(api: &Api, space: Space, request: &LookupRequest) -> Result<Self, ApiProblem> {
@@ -114,7 +110,26 @@ impl ModelKinds {
         })
     }
 
-    async fn lookup(
+    /// All spaces of a model. One at least.
+    pub fn whole(spaces: Vec<Space>) -> Self {
+        Self {
+            spaces,
+            drafts: Vec::new(),
+            state_every: 0,
+            lookahead: 0,
+        }
+    }
+
+    /// The space that an answer's masks are about.
+    pub fn first(&self) -> &Space {
+        &self.spaces[0]
+    }
+
+    pub fn count(&self) -> usize {
+        self.spaces.len() + self.drafts.len()
+    }
+
+    pub async fn lookup(
         &self,
         api: &Api,
         hashes: &[ChunkHash],
@@ -331,7 +346,11 @@ fn tokens_of(body: &[u8]) -> Result<Vec<u32>, ApiProblem> {
     }
 }
 
-fn chunks(api: &Api, space: &Space, request: &LookupRequest) -> Result<Vec<ChunkHash>, ApiProblem> {
+pub(super) fn chunks(
+    api: &Api,
+    space: &Space,
+    request: &LookupRequest,
+) -> Result<Vec<ChunkHash>, ApiProblem> {
     match (&request.hashes, &request.tokens) {
         (Some(hashes), None) if request.salt.is_none() && request.adapter.is_none() => Ok(hashes.clone()),
         (Some(_), None) => Err(ApiProblem::bad(

@@ -12,6 +12,7 @@
 mod admin;
 mod attach;
 mod body;
+mod bound_blocks;
 mod callers;
 mod chunk;
 mod connections;
@@ -21,6 +22,7 @@ mod lookup;
 mod metrics;
 mod page;
 mod problem;
+mod routers;
 mod routes;
 mod server;
 mod spaces;
@@ -28,7 +30,7 @@ mod store;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use hyper::StatusCode;
@@ -36,6 +38,7 @@ use hyper::StatusCode;
 pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
+use self::bound_blocks::BoundBlocks;
 use self::connections::Connections;
 use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
@@ -67,6 +70,8 @@ pub struct Api {
     connections: Arc<Connections>,
     /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
+    /// What routers' block hashes mean; at most twice `hashes_max` chunks.
+    bound: Mutex<BoundBlocks>,
     token: RwLock<Option<String>>,
     reload: Reload,
 }
@@ -90,6 +95,7 @@ impl Api {
             node,
             connections: Connections::new(options.connections_max),
             chunks: Credit::new(options.chunk_bytes),
+            bound: Mutex::new(BoundBlocks::new(options.hashes_max)),
             options,
             token: RwLock::new(None),
             reload,

@@ -8,7 +8,9 @@ use hyper::{Request, StatusCode};
 
 use super::body::{Reply, problem};
 use super::problem::ApiProblem;
-use super::{Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, spaces, store};
+use super::{
+    Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, routers, spaces, store,
+};
 
 /// Serves one request; every failure becomes a problem in the answer.
 pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) -> Reply {
@@ -48,6 +50,9 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
         ["v1", "spaces"] => spaces::declare(api, request).await,
         ["v1", "attach"] => attach::attach(api, caller, request).await,
         ["v1", "lookup"] => lookup::lookup(api, request).await,
+        ["v1", "prefix"] => routers::prefix(api, request).await,
+        ["query"] => routers::query(api, request).await,
+        ["check_blocks"] => routers::check_blocks(api, request).await,
         ["v1", "load"] => load::load(api, caller, request).await,
         ["v1", "release"] => load::release(api, caller, request).await,
         ["v1", "store", "reserve"] => store::reserve(api, caller, request).await,
@@ -77,9 +82,11 @@ fn methods(segments: &[&str]) -> Option<&'static str> {
         ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => Some("GET, HEAD"),
         [
             "v1",
-            "attach" | "lookup" | "load" | "release" | "prefetch" | "pin" | "unpin" | "flush" | "reload",
+            "attach" | "lookup" | "prefix" | "load" | "release" | "prefetch" | "pin" | "unpin" | "flush"
+            | "reload",
         ]
-        | ["v1", "store", "reserve" | "commit" | "abort"] => Some("POST"),
+        | ["v1", "store", "reserve" | "commit" | "abort"]
+        | ["query" | "check_blocks"] => Some("POST"),
         _ => None,
     }
 }

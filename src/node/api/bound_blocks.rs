@@ -1,0 +1,153 @@
+//! Which chunk a router's block hashes mean.
+//!
+//! Dynamo names a block by XXH3-64 of its tokens, with a seed that has the LoRA and the salt in it. It can't be turned
+//! back. So a call that tells tokens leaves behind, for the last block of each chunk, the hash of all block hashes up to
+//! it, and the chunk. Bounded: two generations, of which the older one goes when the younger is full.
+
+use std::collections::HashMap;
+use std::mem;
+
+use twox_hash::XxHash3_64;
+
+use crate::format::{ChunkHash, ModelId};
+
+const SEED: u64 = 1337;
+
+/// Dynamo's hash of a block's tokens.
+pub struct LocalHasher {
+    seed: u64,
+}
+
+impl LocalHasher {
+    pub fn new(lora_name: &str, cache_salt: &str) -> Self {
+        let part = |text: &str, seed| match text {
+            "" => 0,
+            text => XxHash3_64::oneshot_with_seed(seed, text.as_bytes()),
+        };
+        let seed = SEED.wrapping_add(part(lora_name, 0));
+        Self {
+            seed: seed.wrapping_add(part(cache_salt, 1)),
+        }
+    }
+
+    pub fn block(&self, tokens: &[u32]) -> u64 {
+        let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        XxHash3_64::oneshot_with_seed(self.seed, &bytes)
+    }
+}
+
+/// For each block, the hash of all up to it.
+pub fn chained(local: impl Iterator<Item = u64>) -> impl Iterator<Item = u64> {
+    let mut parent = None;
+    local.map(move |local| {
+        let hash = match parent {
+            None => local,
+            Some(parent) => {
+                let pair = [u64::to_le_bytes(parent), local.to_le_bytes()];
+                XxHash3_64::oneshot_with_seed(SEED, pair.as_flattened())
+            }
+        };
+        parent = Some(hash);
+        hash
+    })
+}
+
+/// A chunk, and how many blocks it has.
+type Bound = (ChunkHash, usize);
+
+/// See the [module](self).
+pub struct BoundBlocks {
+    younger: HashMap<(ModelId, u64), Bound>,
+    older: HashMap<(ModelId, u64), Bound>,
+    /// Chunks of a generation.
+    most: usize,
+}
+
+impl BoundBlocks {
+    pub fn new(most: usize) -> Self {
+        Self {
+            younger: HashMap::new(),
+            older: HashMap::new(),
+            most: most.max(1),
+        }
+    }
+
+    /// `chained` are the blocks of these chunks, equally many in each.
+    pub fn bind(&mut self, model: ModelId, chained: &[u64], chunks: &[ChunkHash]) {
+        let Some(blocks) = chained.len().checked_div(chunks.len()) else {
+            return;
+        };
+        for (last, chunk) in chained.iter().skip(blocks - 1).step_by(blocks).zip(chunks) {
+            if self.younger.len() >= self.most {
+                self.older = mem::take(&mut self.younger);
+            }
+            self.younger.insert((model, *last), (*chunk, blocks));
+        }
+    }
+
+    /// The chunks of leading blocks, as far as they are known, and how many blocks each has.
+    pub fn chunks(&self, model: ModelId, local: &[u64]) -> (Vec<ChunkHash>, usize) {
+        let chained: Vec<u64> = chained(local.iter().copied()).collect();
+        let bound = |hash: &u64| {
+            let key = (model, *hash);
+            self.younger.get(&key).or_else(|| self.older.get(&key))
+        };
+        let first = chained.iter().enumerate().find_map(|(i, hash)| {
+            let (_, blocks) = bound(hash)?;
+            (i + 1 == *blocks).then_some(*blocks)
+        });
+        let Some(blocks) = first else {
+            return (Vec::new(), 1);
+        };
+        let ends = chained.iter().skip(blocks - 1).step_by(blocks);
+        let known = ends.map_while(|hash| bound(hash).filter(|bound| bound.1 == blocks));
+        (known.map(|(chunk, _)| *chunk).collect(), blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(n: u8) -> ChunkHash {
+        ChunkHash([n; 32])
+    }
+
+    #[test]
+    fn hashes_are_of_tokens_and_what_else_decides_the_kv() {
+        let plain = LocalHasher::new("", "").block(&[1, 2, 3]);
+        let bytes = [1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0];
+        assert_eq!(plain, XxHash3_64::oneshot_with_seed(1337, &bytes));
+        for (lora, salt) in [("a", ""), ("", "a"), ("a", "a")] {
+            assert_ne!(LocalHasher::new(lora, salt).block(&[1, 2, 3]), plain);
+        }
+    }
+
+    #[test]
+    fn blocks_are_known_behind_the_same_blocks_of_the_same_model_only() {
+        let mut bound = BoundBlocks::new(100);
+        let (model, other) = (ModelId([1; 32]), ModelId([2; 32]));
+        let local = [10, 11, 12, 13, 14, 15];
+        let all: Vec<u64> = chained(local.into_iter()).collect();
+        let chunks = [chunk(1), chunk(2), chunk(3)];
+        bound.bind(model, &all, &chunks);
+        assert_eq!(bound.chunks(model, &local), (chunks.to_vec(), 2));
+        assert_eq!(bound.chunks(model, &local[..5]).0, chunks[..2]);
+        assert_eq!(bound.chunks(model, &[10, 11, 12, 99, 14, 15]).0, chunks[..1]);
+        assert!(bound.chunks(model, &local[2..]).0.is_empty());
+        assert!(bound.chunks(other, &local).0.is_empty());
+        bound.bind(model, &[], &[]);
+    }
+
+    #[test]
+    fn the_oldest_go_first() {
+        let mut bound = BoundBlocks::new(2);
+        let model = ModelId([1; 32]);
+        for n in 0..5 {
+            bound.bind(model, &[u64::from(n)], &[chunk(n)]);
+        }
+        let known = |n: u8| !bound.chunks(model, &[u64::from(n)]).0.is_empty();
+        assert_eq!([0, 1, 2, 3, 4].map(known), [false, false, true, true, true]);
+        assert!(bound.younger.len() + bound.older.len() <= 4);
+    }
+}
