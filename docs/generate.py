@@ -67,6 +67,10 @@ ADVANCED = {
 # The metrics by the second word of their names.
 GROUPS = {
     "node": "The node and its engines",
+    "lookup": "Lookups",
+    "load": "Loads",
+    "store": "Stores",
+    "wait": "Queues",
     "arena": "The arena",
     "memory": "Memory",
     "behind": "The write-behind",
@@ -225,7 +229,9 @@ def families(text):
             found[name] = {"kind": kind, "help": helps[name], "labels": set()}
         elif line:
             name = re.match(r"[a-z0-9_]+", line)[0]
-            found[name]["labels"] |= set(re.findall(r'[{,]([a-z_]+)="', line))
+            # A histogram's lines have a suffix, and its bounds are no label of its.
+            name = name if name in found else name.rpartition("_")[0]
+            found[name]["labels"] |= set(re.findall(r'[{,]([a-z_]+)="', line)) - {"le"}
     return found
 
 
