@@ -207,7 +207,7 @@ def values_schema(shown, schema):
 def value_schema(accepts):
     """The JSON type of a key. Ranges are the program's to check."""
     if accepts.startswith("true or false"):
-        return {"type": "boolean"}
+        return {"enum": [True, False, ""]} if "empty" in accepts else {"type": "boolean"}
     if words := re.fullmatch("one of ([a-z0-9, ]+)", accepts):
         return {"enum": words[1].split(", ")}
     if accepts.startswith("a whole number"):
