@@ -67,6 +67,10 @@ ADVANCED = {
 # The metrics by the second word of their names.
 GROUPS = {
     "node": "The node and its engines",
+    "lookup": "Lookups",
+    "load": "Loads",
+    "store": "Stores",
+    "wait": "Queues",
     "arena": "The arena",
     "memory": "Memory",
     "behind": "The write-behind",
@@ -203,7 +207,7 @@ def values_schema(shown, schema):
 def value_schema(accepts):
     """The JSON type of a key. Ranges are the program's to check."""
     if accepts.startswith("true or false"):
-        return {"type": "boolean"}
+        return {"enum": [True, False, ""]} if "empty" in accepts else {"type": "boolean"}
     if words := re.fullmatch("one of ([a-z0-9, ]+)", accepts):
         return {"enum": words[1].split(", ")}
     if accepts.startswith("a whole number"):
@@ -225,7 +229,9 @@ def families(text):
             found[name] = {"kind": kind, "help": helps[name], "labels": set()}
         elif line:
             name = re.match(r"[a-z0-9_]+", line)[0]
-            found[name]["labels"] |= set(re.findall(r'[{,]([a-z_]+)="', line))
+            # A histogram's lines have a suffix, and its bounds are no label of its.
+            name = name if name in found else name.rpartition("_")[0]
+            found[name]["labels"] |= set(re.findall(r'[{,]([a-z_]+)="', line)) - {"le"}
     return found
 
 

@@ -37,10 +37,11 @@ LAYERS = {
     "arena": ["format"],
     "protocol": ["format"],
     "config": ["format", "protocol"],
+    "metrics": [],
     "s3/dns": [],
-    "s3/fanout": [],
-    "s3/net": ["arena", "s3/dns", "s3/fanout"],
-    "s3/object": ["format", "protocol", "s3/dns", "s3/fanout", "s3/net"],
+    "s3/fanout": ["metrics"],
+    "s3/net": ["arena", "metrics", "s3/dns", "s3/fanout"],
+    "s3/object": ["format", "metrics", "protocol", "s3/dns", "s3/fanout", "s3/net"],
     "cache/episode": [],
     "cache/existence": ["format", "s3", "cache/episode"],
     "cache/recent": ["format"],
@@ -57,7 +58,7 @@ LAYERS = {
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [
-        *("arena", "cache/recent", "cache/tier", "format", "protocol"),
+        *("arena", "cache/recent", "cache/tier", "format", "metrics", "protocol"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "miss", "task", "warnings")),
     ],
     "cache/gateway/fetch": [
@@ -81,11 +82,11 @@ LAYERS = {
     ],
     # The face: all public methods, and nothing that the rooms use.
     "cache/gateway": [
-        *("arena", "cache/existence", "config", "format", "protocol", "s3"),
+        *("arena", "cache/existence", "config", "format", "metrics", "protocol", "s3"),
         *(f"cache/gateway/{room}" for room in GATEWAY),
     ],
     "node": ["arena", "cache", "format", "protocol", "s3"],
-    "node/api": ["arena", "cache", "config", "format", "node", "protocol", "s3"],
+    "node/api": ["arena", "cache", "config", "format", "metrics", "node", "protocol", "s3"],
     "node/daemon": ["arena", "cache", "config", "node", "node/api", "s3"],
     "engine/client": ["arena", "format", "protocol"],
     "engine/copy": ["arena", "config", "format", "protocol"],

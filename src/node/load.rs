@@ -38,6 +38,7 @@ pub struct Lent {
     pub offset: usize,
     /// Half-open.
     pub planes: (usize, usize),
+    pub bytes: usize,
     pub tier: Tier,
 }
 
@@ -208,6 +209,7 @@ impl Node {
             generation: payload.generation(),
             offset: payload.offset(),
             planes: (planes.start, planes.end),
+            bytes: payload.len(),
             tier: chunk.tier(),
         };
         let slot = (lent.slot, lent.generation);

@@ -21,6 +21,7 @@ mod faults;
 mod hostile;
 mod kinds;
 mod lookups;
+mod metrics;
 mod on_the_way;
 mod operations;
 mod orders;

@@ -45,6 +45,25 @@ pub enum Miss {
 }
 
 impl Miss {
+    /// All that [`code`](Self::code) may say.
+    pub const CODES: &'static [&'static str] = &[
+        "absent",
+        "wrong_length",
+        "bad_header",
+        "foreign_space",
+        "foreign_chunk",
+        "unreadable",
+        "bad_digest",
+        "quarantined",
+        "replaced",
+        "arena_too_small",
+        "arena_full",
+        "not_released",
+        "joined_late",
+        "run_ended",
+        "unknown",
+    ];
+
     /// A stable word for the reason.
     pub fn code(&self) -> &'static str {
         match self {

@@ -55,9 +55,10 @@ use crate::arena::Arena;
 use crate::cache::existence::Known;
 use crate::config::Config;
 use crate::format::{ChunkHash, Space};
+use crate::metrics::Times;
 use crate::protocol::{Flushed, Strategy};
 use crate::s3::fanout::EndpointState;
-use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts};
+use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts, RequestTimes};
 
 /// See the [module](self). Cheap to clone; clones share everything.
 #[derive(Clone)]
@@ -261,6 +262,28 @@ impl Gateway {
     /// HTTP requests sent so far.
     pub fn requests(&self) -> RequestCounts {
         self.0.bucket.store.requests()
+    }
+
+    /// Of each kind of request, the times until its answer or its failure.
+    pub fn request_times(&self) -> RequestTimes {
+        self.0.bucket.store.request_times()
+    }
+
+    /// Of each queue of a load its word and the waits in it.
+    pub fn waits(&self) -> [(&'static str, Times); 5] {
+        let times = &self.0.times;
+        [
+            ("credit", times.credit.read()),
+            ("flight", times.flight.read()),
+            ("arena", times.arena.read()),
+            ("turn", times.turn.read()),
+            ("window", self.0.bucket.store.window_waits()),
+        ]
+    }
+
+    /// From a commit until the lowest tier has the chunk.
+    pub fn behind_times(&self) -> Times {
+        self.0.times.behind.read()
     }
 
     /// The state of the server's endpoints.

@@ -47,7 +47,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
         deadline: Instant::now() + limited(request.deadline_ms, api.options.load_deadline),
         declines: request.declines,
     };
-    let mut pump = Pump::new(api.node.load(&session, call)?);
+    let mut pump = Pump::new(api, api.node.load(&session, call)?);
     // Chunks in memory are ready without waiting; often these are all.
     if pump.ready() {
         let text = std::mem::take(&mut pump.lines);
@@ -67,14 +67,18 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
 
 /// A load's outcomes on their way into lines.
 struct Pump {
+    api: Arc<Api>,
+    began: std::time::Instant,
     load: EngineLoad,
     lines: Vec<u8>,
     loaded: usize,
 }
 
 impl Pump {
-    fn new(load: EngineLoad) -> Self {
+    fn new(api: &Arc<Api>, load: EngineLoad) -> Self {
         Self {
+            api: Arc::clone(api),
+            began: std::time::Instant::now(),
             load,
             lines: Vec::new(),
             loaded: 0,
@@ -95,12 +99,23 @@ impl Pump {
 
     /// Writes an outcome as a line. True after the last line.
     fn push(&mut self, next: Option<(usize, Result<Lent, Miss>)>) -> bool {
+        let figures = &self.api.figures;
         let Some((i, outcome)) = next else {
+            figures.load.since(self.began);
             let (end, loaded, order) = (true, self.loaded, self.load.order());
             push_line(&mut self.lines, &LoadLine::End { end, loaded, order });
             return true;
         };
-        self.loaded += usize::from(outcome.is_ok());
+        match &outcome {
+            Ok(lent) => {
+                if self.loaded == 0 {
+                    figures.load_first.since(self.began);
+                }
+                self.loaded += 1;
+                figures.loaded(lent);
+            }
+            Err(miss) => figures.missed_chunks.add(miss.code(), 1),
+        }
         push_line(&mut self.lines, &line(i, outcome));
         false
     }

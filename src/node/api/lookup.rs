@@ -49,7 +49,9 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     let kinds = ModelKinds::named(api, space, &request)?;
     // Each hash is asked for in each space.
     api.check_count(hashes.len().saturating_mul(kinds.count()))?;
-    let found = kinds.lookup(api, &hashes, strategy, deadline).await;
+    let found = kinds.lookup(api, &hashes, strategy, deadline);
+    let found = api.figures.lookup.of(found).await;
+    api.figures.looked_up(&found.first);
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
         kinds.pin(api, &hashes, &found, until);

@@ -8,6 +8,9 @@ use hyper::StatusCode;
 
 use super::Api;
 use super::body::{Reply, bytes};
+use super::figures::Figures;
+use crate::cache::gateway::Gateway;
+use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::Status;
 use crate::s3::fanout::BreakerPhase;
 
@@ -31,6 +34,36 @@ impl Text {
         let _ = writeln!(self.0, "{name} {value}");
     }
 
+    /// A line for each word, all there from the start.
+    fn counts(&mut self, name: &str, help: &str, label: &str, counts: &Counts) {
+        self.head(name, "counter", help);
+        for (word, count) in counts.read() {
+            let _ = writeln!(self.0, "{name}{{{label}=\"{word}\"}} {count}");
+        }
+    }
+
+    /// Times, in seconds. `of`: each with its label, or one without.
+    fn times<'a>(&mut self, name: &str, help: &str, of: impl IntoIterator<Item = (Label<'a>, Times)>) {
+        self.head(name, "histogram", help);
+        for (label, times) in of {
+            let (label, alone) = match label {
+                Some((name, word)) => (format!("{name}=\"{word}\","), format!("{{{name}=\"{word}\"}}")),
+                None => (String::new(), String::new()),
+            };
+            let mut count = 0;
+            let bounds = BOUNDS_US.iter().map(|us| seconds(*us)).chain(["+Inf".to_owned()]);
+            for (bound, bucket) in bounds.zip(times.buckets) {
+                count += bucket;
+                let _ = writeln!(self.0, "{name}_bucket{{{label}le=\"{bound}\"}} {count}");
+            }
+            let _ = writeln!(
+                self.0,
+                "{name}_sum{alone} {}\n{name}_count{alone} {count}",
+                seconds(times.sum_us)
+            );
+        }
+    }
+
     /// One line for each label's value.
     fn lines(&mut self, name: &str, kind: &str, help: &str, label: &str, lines: &[(String, u64)]) {
         self.head(name, kind, help);
@@ -39,6 +72,14 @@ impl Text {
             let _ = writeln!(self.0, "{name}{{{label}=\"{of}\"}} {value}");
         }
     }
+}
+
+/// The name and the word of a label, or none.
+type Label<'a> = Option<(&'a str, &'a str)>;
+
+fn seconds(us: u64) -> String {
+    let text = format!("{}.{:06}", us / 1_000_000, us % 1_000_000);
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// Reads one figure of a part.
@@ -60,6 +101,8 @@ fn each<'a, T>(
 pub fn metrics(api: &Arc<Api>) -> Reply {
     let mut text = Text::default();
     node(&mut text, &api.node.status());
+    engines(&mut text, &api.figures);
+    waits(&mut text, api.node.gateway());
     text.gauge(
         "kvgate_api_connections",
         "Connections now.",
@@ -76,6 +119,85 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
         api.connections.closed_idle(),
     );
     bytes(StatusCode::OK, "text/plain; version=0.0.4", Bytes::from(text.0))
+}
+
+/// What engines asked for and got.
+fn engines(text: &mut Text, figures: &Figures) {
+    let one = |times: &crate::metrics::Histogram| [(None, times.read())];
+    text.times(
+        "kvgate_lookup_seconds",
+        "Lookups, until the answer.",
+        one(&figures.lookup),
+    );
+    text.counts(
+        "kvgate_lookup_chunks_total",
+        "Chunks of lookups, by where they were found: in memory, on disk, on S3, nowhere (absent), or not known by the \
+         deadline (unknown). Of a model with several kinds of KV, those of the first full kind.",
+        "found",
+        &figures.lookup_chunks,
+    );
+    text.times(
+        "kvgate_load_first_seconds",
+        "Loads, until the first chunk may be read.",
+        one(&figures.load_first),
+    );
+    text.times(
+        "kvgate_load_seconds",
+        "Loads, until their end.",
+        one(&figures.load),
+    );
+    text.counts(
+        "kvgate_load_chunks_total",
+        "Chunks that engines loaded, by the tier that they came from. Each rank counts.",
+        "tier",
+        &figures.loaded_chunks,
+    );
+    text.counts(
+        "kvgate_load_bytes_total",
+        "Their bytes.",
+        "tier",
+        &figures.loaded_bytes,
+    );
+    text.counts(
+        "kvgate_load_misses_total",
+        "Chunks that loads did not get, by reason: docs/API.md has their meaning.",
+        "reason",
+        &figures.missed_chunks,
+    );
+    text.counts(
+        "kvgate_store_chunks_total",
+        "Chunks that engines wanted to store, by the answer: a slot (reserved), present, pending, full, other_rank.",
+        "answer",
+        &figures.reserved_chunks,
+    );
+    text.counts(
+        "kvgate_store_commits_total",
+        "Commits of slots: the chunk is a hit from then on (published), another rank's share is still to come (share), refused.",
+        "outcome",
+        &figures.committed_chunks,
+    );
+}
+
+/// Where time goes.
+fn waits(text: &mut Text, gateway: &Gateway) {
+    let by = |label| move |(word, times)| (Some((label, word)), times);
+    text.times(
+        "kvgate_wait_seconds",
+        "Waits of loads, by queue: for credit ([load] window, engine_share), for another load's fetch (flight), for room in \
+         the arena, for the turn of a GET ([load] in_flight), for room at an endpoint (window, also of stores). Where there \
+         is no queue to wait in, credit, flight and window note nothing.",
+        gateway.waits().into_iter().map(by("queue")),
+    );
+    text.times(
+        "kvgate_behind_seconds",
+        "From a chunk's commit until the lowest tier has it, or it was given up.",
+        [(None, gateway.behind_times())],
+    );
+    text.times(
+        "kvgate_s3_request_seconds",
+        "Requests to S3 until their answer or failure, with the wait for window and connection. Each attempt counts.",
+        gateway.request_times().into_iter().map(by("kind")),
+    );
 }
 
 fn node(text: &mut Text, status: &Status) {

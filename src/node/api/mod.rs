@@ -16,6 +16,7 @@ mod bound_blocks;
 mod callers;
 mod chunk;
 mod connections;
+mod figures;
 mod impatient;
 mod load;
 mod lookup;
@@ -40,6 +41,7 @@ pub use server::{ListenError, Listening, Server};
 
 use self::bound_blocks::BoundBlocks;
 use self::connections::Connections;
+use self::figures::Figures;
 use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
 use crate::protocol::Strategy;
@@ -68,6 +70,7 @@ pub struct Api {
     pub node: Node,
     pub options: ApiOptions,
     connections: Arc<Connections>,
+    figures: Figures,
     /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
     /// What routers' block hashes mean; at most twice `hashes_max` chunks.
@@ -94,6 +97,7 @@ impl Api {
         let api = Self {
             node,
             connections: Connections::new(options.connections_max),
+            figures: Figures::default(),
             chunks: Credit::new(options.chunk_bytes),
             bound: Mutex::new(BoundBlocks::new(options.hashes_max)),
             options,

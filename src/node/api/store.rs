@@ -56,9 +56,11 @@ pub async fn reserve(
         ReserveOutcome::Skip(skip) => skipped(skip.word()),
         ReserveOutcome::OtherRank => skipped("other_rank"),
     });
+    let chunks: Vec<ReservedChunk> = chunks.collect();
+    chunks.iter().for_each(|chunk| api.figures.reserved(chunk));
     Ok(json(&ReserveAnswer {
         own: reserved.shares,
-        chunks: chunks.collect(),
+        chunks,
         ranks_missing: reserved.ranks_missing,
     }))
 }
@@ -76,7 +78,14 @@ pub async fn commit(
     request: Request<Incoming>,
 ) -> Result<Reply, ApiProblem> {
     each(api, caller, request, |session, slot| {
-        api.node.commit(session, slot)
+        let committed = api.node.commit(session, slot);
+        let word = match &committed {
+            Ok(true) => "published",
+            Ok(false) => "share",
+            Err(_) => "refused",
+        };
+        api.figures.committed_chunks.add(word, 1);
+        committed
     })
     .await
 }

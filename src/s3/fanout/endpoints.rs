@@ -17,6 +17,7 @@ use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
 use super::state::EndpointState;
 use super::window::WindowOptions;
+use crate::metrics::{Histogram, Times};
 
 /// Limits of each endpoint.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +51,7 @@ pub struct Endpoints<T>(Arc<Shared<T>>);
 struct Shared<T> {
     options: EndpointOptions,
     set: Mutex<Set<T>>,
+    waits: Histogram,
 }
 
 struct Set<T> {
@@ -84,6 +86,7 @@ impl<T> Endpoints<T> {
         Self(Arc::new(Shared {
             options,
             set: Mutex::new(set),
+            waits: Histogram::default(),
         }))
     }
 
@@ -134,7 +137,12 @@ impl<T> Endpoints<T> {
                 permit,
             }
         };
-        waiting.granted().await
+        self.0.waits.of(waiting.granted()).await
+    }
+
+    /// Of the requests that had to wait for room.
+    pub fn waits(&self) -> Times {
+        self.0.waits.read()
     }
 
     /// The same for a hedge: another endpoint that has room now, or none. It does not queue: what it is for has

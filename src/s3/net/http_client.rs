@@ -24,6 +24,7 @@ use super::host::{Host, ServerAddress};
 use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{NetCounters, Traffic, add};
+use crate::metrics::Times;
 use crate::s3::dns::Resolver;
 use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
@@ -76,6 +77,11 @@ impl NetClient {
     /// Bytes that the endpoints of an origin may have in flight.
     pub fn window_bytes(&self, origin: &Origin) -> usize {
         self.host(origin).endpoints().window_bytes()
+    }
+
+    /// Of requests that had to wait for room at the endpoints of an origin.
+    pub fn window_waits(&self, origin: &Origin) -> Times {
+        self.host(origin).endpoints().waits()
     }
 
     pub fn endpoints(&self, origin: &Origin) -> Vec<EndpointState> {

@@ -35,6 +35,19 @@ impl Operation {
         Self::Bucket,
     ];
 
+    /// As figures name it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Head => "head",
+            Self::Attributes => "attributes",
+            Self::Get => "get",
+            Self::Put => "put",
+            Self::List => "list",
+            Self::Delete => "delete",
+            Self::Bucket => "bucket",
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Self::Head => "HEAD",

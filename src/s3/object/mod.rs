@@ -21,6 +21,6 @@ pub use client::{S3ClientError, S3Options};
 pub use error::{ErrorKind, ObjectError, Operation};
 pub use s3::S3;
 pub use store::{
-    Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, Result,
-    StoreFuture, Version,
+    Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, RequestTimes,
+    Result, StoreFuture, Version,
 };

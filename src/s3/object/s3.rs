@@ -23,8 +23,9 @@ use super::error::{ErrorKind, ObjectError, Operation};
 use super::reads::{AnswerHead, Read, ReadError, Reads};
 use super::store::{
     CallCounters, Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
-    Result, StoreFuture, Version,
+    RequestTimes, Result, StoreFuture, Version,
 };
+use crate::metrics::Times;
 use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
 use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted};
 
@@ -97,7 +98,8 @@ impl S3 {
         }
         self.counters.add(operation);
         let limit = now + self.request_timeout;
-        match tokio::time::timeout_at(limit.min(deadline), request).await {
+        let ended = tokio::time::timeout_at(limit.min(deadline), request);
+        match self.counters.times_of(operation).of(ended).await {
             Ok(result) => result,
             Err(_) if limit < deadline => Err(ObjectError::new(
                 operation,
@@ -454,6 +456,14 @@ impl ObjectStore for S3 {
 
     fn requests(&self) -> RequestCounts {
         self.counters.read()
+    }
+
+    fn request_times(&self) -> RequestTimes {
+        self.counters.times()
+    }
+
+    fn window_waits(&self) -> Times {
+        self.reads.window_waits()
     }
 
     fn traffic(&self) -> Traffic {

@@ -11,6 +11,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
+use crate::metrics::{Histogram, Times};
 use crate::s3::fanout::EndpointState;
 use crate::s3::net::{Landing, Traffic};
 
@@ -133,6 +134,16 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// Requests sent so far.
     fn requests(&self) -> RequestCounts;
 
+    /// Of each kind of request, the times until its answer or its failure; none where nobody takes them.
+    fn request_times(&self) -> RequestTimes {
+        RequestTimes::new()
+    }
+
+    /// Waits for room at an endpoint, of the requests that had to.
+    fn window_waits(&self) -> Times {
+        Times::default()
+    }
+
     /// The bytes that the connections carried so far.
     fn traffic(&self) -> Traffic;
 
@@ -179,17 +190,32 @@ impl RequestCounts {
     }
 }
 
+/// By the kind's word, as in [`RequestCounts`].
+pub type RequestTimes = Vec<(&'static str, Times)>;
+
 /// Counts requests, by kind.
 #[derive(Debug, Default)]
-pub(super) struct CallCounters([AtomicU64; Operation::ALL.len()]);
+pub(super) struct CallCounters {
+    counts: [AtomicU64; Operation::ALL.len()],
+    times: [Histogram; Operation::ALL.len()],
+}
 
 impl CallCounters {
     pub fn add(&self, operation: Operation) {
-        self.0[operation as usize].fetch_add(1, Ordering::Relaxed);
+        self.counts[operation as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn times_of(&self, operation: Operation) -> &Histogram {
+        &self.times[operation as usize]
+    }
+
+    pub fn times(&self) -> RequestTimes {
+        let times = |operation: Operation| (operation.word(), self.times_of(operation).read());
+        Operation::ALL.map(times).to_vec()
     }
 
     pub fn read(&self) -> RequestCounts {
-        let count = |operation: Operation| self.0[operation as usize].load(Ordering::Relaxed);
+        let count = |operation: Operation| self.counts[operation as usize].load(Ordering::Relaxed);
         RequestCounts {
             head: count(Operation::Head),
             attributes: count(Operation::Attributes),

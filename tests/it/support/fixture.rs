@@ -33,6 +33,7 @@ pub fn space() -> Space {
 }
 
 /// A prompt of `n` chunks that no other test has.
+#[derive(Clone)]
 pub struct Prompt {
     pub space: Space,
     pub root: ChunkHash,

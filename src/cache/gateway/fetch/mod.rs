@@ -100,7 +100,12 @@ impl ChunkFetch {
         kind: DigestKind,
         waiting: Waiting,
     ) -> Result<(Version, Turn), ObjectError> {
-        let Ok(turn) = tokio::time::timeout_at(self.deadline, waiting).await else {
+        let turn = self
+            .tiers
+            .times
+            .turn
+            .of(tokio::time::timeout_at(self.deadline, waiting));
+        let Ok(turn) = turn.await else {
             return Err(self.error(ErrorKind::Deadline, "waiting for its turn"));
         };
         let get = GetRange {

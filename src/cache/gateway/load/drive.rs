@@ -146,7 +146,8 @@ impl Drive {
             Poll::Ready(spent) => spent,
             Poll::Pending => {
                 self.ticket = None;
-                let spent = tokio::time::timeout_at(self.deadline, spend).await;
+                let spent = tokio::time::timeout_at(self.deadline, spend);
+                let spent = self.tiers.times.credit.of(spent).await;
                 spent.map_err(|_| Miss::NotReleased)?
             }
         };
@@ -277,7 +278,8 @@ impl Drive {
             };
             ticket.reserve_unless_stuck(object_bytes).await
         };
-        let slot = tokio::time::timeout_at(self.deadline, slot).await;
+        let slot = tokio::time::timeout_at(self.deadline, slot);
+        let slot = self.tiers.times.arena.of(slot).await;
         slot.ok().flatten().ok_or(Miss::ArenaFull)
     }
 
@@ -297,7 +299,8 @@ impl Drive {
         let (tiers, space, chunk) = (Arc::clone(&self.tiers), self.space.clone(), self.chunks[index]);
         let deadline = self.deadline;
         async move {
-            match tokio::time::timeout_at(deadline, flight.outcome()).await {
+            let outcome = tokio::time::timeout_at(deadline, flight.outcome());
+            match tiers.times.flight.of(outcome).await {
                 // The deadline may have been another load's.
                 Ok(Some(Err(Miss::Unknown(error)))) if error.kind == ErrorKind::Deadline => {
                     if Instant::now() >= deadline {

@@ -84,6 +84,7 @@ async fn dispatch(tiers: Arc<Tiers>) {
         let of = Arc::clone(&tiers);
         let task = tokio::spawn(async move {
             let outcome = lower(&of, chunk, &mut job, permits).await;
+            of.times.behind.observe(job.since.elapsed());
             drop(job);
             of.behind.ends(number, &outcome);
         });

@@ -20,6 +20,7 @@ use super::warnings::DiskWarnings;
 use crate::arena::Arena;
 use crate::cache::tier::{Below, Disk, DiskStats, Memory, MemoryOptions, MemoryStats, Unsent};
 use crate::format::{ChunkHash, ChunkId};
+use crate::metrics::Histogram;
 use crate::protocol::{EvictionPolicy, Flushed, Tier, WhenFull};
 
 /// The settings of a node's tiers and of the ways between them.
@@ -76,6 +77,21 @@ pub struct TierStats {
     pub write_behind: BehindStats,
 }
 
+/// How long chunks wait, and for what: the queues of ARCHITECTURE.md.
+#[derive(Debug, Default)]
+pub struct TierTimes {
+    /// A load for credit. Where there is enough nothing is noted, here and below.
+    pub credit: Histogram,
+    /// A load for the arena's ticket and a slot.
+    pub arena: Histogram,
+    /// A load for another load's fetch of the same chunk.
+    pub flight: Histogram,
+    /// A section for its turn.
+    pub turn: Histogram,
+    /// A chunk from its commit until the lowest tier has it.
+    pub behind: Histogram,
+}
+
 /// Which lookups and stores go past a tier.
 #[derive(Debug, Clone, Copy)]
 pub struct Flow {
@@ -103,6 +119,7 @@ pub struct Tiers {
     pub behind: Arc<Behind>,
     pub options: TierOptions,
     pub disk_warnings: DiskWarnings,
+    pub times: TierTimes,
     promote_kib: Arc<Semaphore>,
 }
 
@@ -114,6 +131,7 @@ impl Tiers {
             arriving: Arc::default(),
             behind: Arc::new(Behind::new(options.behind)),
             disk_warnings: DiskWarnings::new(bucket.options.log_repeat),
+            times: TierTimes::default(),
             promote_kib: Arc::new(Semaphore::new(kib(options.promote_bytes_max) as usize)),
             bucket,
             options,

@@ -1,0 +1,114 @@
+//! What is counted and timed on the way of a chunk: atomics that `/metrics` reads. A count is one relaxed add, a time two.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Upper bounds of the buckets, in microseconds: from a hit in memory to a load that gives up.
+pub const BOUNDS_US: [u64; 18] = [
+    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 5_000_000, 10_000_000, 30_000_000,
+];
+
+/// Times, by bucket.
+#[derive(Debug, Default)]
+pub struct Histogram {
+    /// The last one has what is above all bounds.
+    buckets: [AtomicU64; BOUNDS_US.len() + 1],
+    sum_us: AtomicU64,
+}
+
+/// What a [`Histogram`] had at one time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    pub buckets: [u64; BOUNDS_US.len() + 1],
+    pub sum_us: u64,
+}
+
+impl Histogram {
+    pub fn observe(&self, time: Duration) {
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let bucket = BOUNDS_US.partition_point(|bound| *bound < us);
+        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        self.sum_us.fetch_add(us, Ordering::Relaxed);
+    }
+
+    pub fn since(&self, began: Instant) {
+        self.observe(began.elapsed());
+    }
+
+    /// Of a future that is awaited; nothing, if it is dropped before its end.
+    pub async fn of<T>(&self, future: impl Future<Output = T>) -> T {
+        let began = Instant::now();
+        let result = future.await;
+        self.since(began);
+        result
+    }
+
+    pub fn read(&self) -> Times {
+        Times {
+            buckets: std::array::from_fn(|bucket| self.buckets[bucket].load(Ordering::Relaxed)),
+            sum_us: self.sum_us.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Times {
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+}
+
+/// A count for each of a few words that are known from the start: no series appears late.
+#[derive(Debug)]
+pub struct Counts {
+    words: &'static [&'static str],
+    counts: Box<[AtomicU64]>,
+}
+
+impl Counts {
+    pub fn new(words: &'static [&'static str]) -> Self {
+        Self {
+            words,
+            counts: words.iter().map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// A word that is not among them is the last one's.
+    pub fn add(&self, word: &str, count: u64) {
+        let at = self.words.iter().position(|one| *one == word);
+        if let Some(counter) = self.counts.get(at.unwrap_or(self.words.len().saturating_sub(1))) {
+            counter.fetch_add(count, Ordering::Relaxed);
+        }
+    }
+
+    pub fn read(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed));
+        self.words.iter().copied().zip(counts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() {
+        let histogram = Histogram::default();
+        for us in [0, 50, 51, 30_000_000, 30_000_001] {
+            histogram.observe(Duration::from_micros(us));
+        }
+        let times = histogram.read();
+        assert_eq!(times.buckets[..3], [2, 1, 0]);
+        assert_eq!(times.buckets[BOUNDS_US.len() - 1..], [1, 1]);
+        assert_eq!((times.count(), times.sum_us), (5, 60_000_102));
+    }
+
+    #[test]
+    fn a_word_that_is_not_known_counts_as_the_last_one() {
+        let counts = Counts::new(&["a", "other"]);
+        for (word, count) in [("a", 2), ("b", 1), ("other", 1)] {
+            counts.add(word, count);
+        }
+        assert_eq!(counts.read().collect::<Vec<_>>(), [("a", 2), ("other", 2)]);
+    }
+}
