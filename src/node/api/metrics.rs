@@ -12,7 +12,7 @@ use super::figures::Figures;
 use crate::cache::gateway::Gateway;
 use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::Status;
-use crate::s3::fanout::BreakerPhase;
+use crate::s3::fanout::{BreakerPhase, EndpointState};
 
 /// Collects the text.
 #[derive(Default)]
@@ -425,6 +425,7 @@ fn s3(text: &mut Text, status: &Status) {
         "Chunks that are known to exist or not.",
         s3.existence_entries as u64,
     );
+    ended(text, &s3.endpoints);
     let mut of = each(text, "address", &s3.endpoints, |one| one.address.to_string());
     of(
         "kvgate_endpoint_up",
@@ -477,4 +478,33 @@ fn s3(text: &mut Text, status: &Status) {
         "Bytes of bodies.",
         &|one| one.totals.bytes,
     );
+}
+
+/// One line for each address and way to end, from 0: a rate sees the first failure.
+fn ended(text: &mut Text, endpoints: &[EndpointState]) {
+    let name = "kvgate_endpoint_ended_total";
+    text.head(
+        name,
+        "counter",
+        "Requests by how they ended: ok, refused (4xx), throttled (429 or 503), failed (other 5xx), lost (no \
+         connection or a broken one), timed_out, given_up (not waited for any more).",
+    );
+    for one in endpoints {
+        let (address, totals) = (one.address, &one.totals);
+        let ways = [
+            ("ok", totals.ok),
+            ("refused", totals.refused),
+            ("throttled", totals.throttled),
+            ("failed", totals.failed),
+            ("lost", totals.lost),
+            ("timed_out", totals.timed_out),
+            ("given_up", totals.given_up),
+        ];
+        for (outcome, count) in ways {
+            let _ = writeln!(
+                text.0,
+                "{name}{{address=\"{address}\",outcome=\"{outcome}\"}} {count}"
+            );
+        }
+    }
 }
