@@ -6,7 +6,7 @@
 - The rendered configuration by the real `kvgate config check`, and by a real daemon: as the rendered user, with a
   read-only root and no capabilities (bubblewrap), the rendered arguments, environment and paths, and a real S3 server.
 - Values that are wrong or of old are refused, with the key's name.
-- Alert rules and the dashboard by promtool; each alert has its heading in docs/ALERTS.md.
+- Metrics, alert rules and the dashboard by promtool; each alert has its heading in docs/ALERTS.md.
 
 Needs: tests/servers/install.sh python helm; KVGATE_TEST_BIN names the program.
 """
@@ -569,6 +569,17 @@ sys.stdin.read()
         self.assertEqual(process.wait(30), 0, log.read_text())
         self.assertIn("everything committed is stored", log.read_text())
         self.assertFalse((self.shared / "arena").exists())
+
+    def test_prometheus_takes_its_metrics_without_a_complaint(self):
+        process, log = self.start()
+        until(
+            lambda: self.get("/metrics") == 200 and b"kvgate_endpoint_up{" in self.body,
+            process,
+            log,
+        )
+        self.assertIn(b"kvgate_disk_up{", self.body)
+        done = subprocess.run(["promtool", "check", "metrics"], input=self.body, capture_output=True)
+        self.assertEqual((done.returncode, done.stdout + done.stderr), (0, b""))
 
     def test_an_engine_in_another_pods_pid_namespace_is_watched_from_the_nodes(self):
         _, log = self.start()
