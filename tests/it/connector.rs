@@ -65,6 +65,22 @@ const ONE_THREAD: CpuOptions = CpuOptions {
     bytes_per_thread: 1 << 30,
 };
 
+/// Pages of vLLM with room for so many chunks, and the memory that they lie in.
+fn plain_pages(space: &Space, chunks: usize) -> (Vec<u8>, PagedCache) {
+    let pages = Pages {
+        blocks: chunks as u32,
+        block_tokens: space.chunk_tokens(),
+        heads: None,
+        element_bytes: 2,
+    };
+    let (bytes, mut tensors) = KNOWN[0].tensors(space, &pages);
+    let memory = vec![0_u8; bytes as usize];
+    let at = |tensor: &mut Tensor| tensor.address += memory.as_ptr() as u64;
+    tensors.iter_mut().for_each(at);
+    let cache = PagedCache::new(space, &tensors).unwrap();
+    (memory, cache)
+}
+
 /// A rank with one kind of KV, whose layers are one group.
 fn plain_worker(client: &Client, attach: AttachRequest, space: &Space, cache: &PagedCache) -> Worker {
     let kind = KindPages {
@@ -93,17 +109,7 @@ async fn chunks_of_a_load_are_released_together() {
         store(&serving.client, &engine, &prompt).await;
         serving.flush().await;
 
-        let pages = Pages {
-            blocks: CHUNKS as u32,
-            block_tokens: prompt.space.chunk_tokens(),
-            heads: None,
-            element_bytes: 2,
-        };
-        let (bytes, mut tensors) = KNOWN[0].tensors(&prompt.space, &pages);
-        let memory = vec![0_u8; bytes as usize];
-        let at = |tensor: &mut Tensor| tensor.address += memory.as_ptr() as u64;
-        tensors.iter_mut().for_each(at);
-        let cache = PagedCache::new(&prompt.space, &tensors).unwrap();
+        let (memory, cache) = plain_pages(&prompt.space, CHUNKS);
         let table: Vec<u32> = (0..CHUNKS as u32).collect();
         let wanted = |(i, hash): (usize, &kvgate::format::ChunkHash)| WantedChunk {
             hash: *hash,
@@ -195,4 +201,28 @@ async fn without_its_other_rank_nothing_is_there() {
         ..Stored::default()
     };
     assert_eq!(worker.store(store, &Hold::default()).await.unwrap(), [refused]);
+}
+
+/// While idle engines kept it mapped, a new daemon found no room for its own arena beside it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_lets_go_of_the_arena_of_a_daemon_that_is_gone() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let path = serving.config.arena.path.clone().unwrap().display().to_string();
+    let are_mapped = || {
+        std::fs::read_to_string("/proc/self/maps")
+            .unwrap()
+            .matches(&path)
+            .count()
+    };
+    let space = Prompt::new(1).space;
+    let (_memory, cache) = plain_pages(&space, 1);
+    let worker = plain_worker(&serving.client, alone("one"), &space, &cache);
+    drop(worker.session().await.unwrap());
+    // The daemon's, which is in this process, and the engine's.
+    assert_eq!(are_mapped(), 2);
+    serving.end().await;
+    eventually(|| are_mapped() == 0).await;
+    assert!(worker.session().await.is_err());
 }

@@ -17,7 +17,7 @@ use crate::protocol::{AttachRequest, SpaceInfo};
 pub struct Engine {
     client: Client,
     request: AttachRequest,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 #[derive(Default)]
@@ -32,7 +32,7 @@ impl Client {
         Engine {
             client: self.clone(),
             request,
-            state: Mutex::default(),
+            state: Arc::default(),
         }
     }
 }
@@ -50,6 +50,15 @@ impl Engine {
             self.client.declare(space).await?;
         }
         state.session = Some(Arc::clone(&session));
+        // The old arena goes with it: while this process has that mapped, a new daemon may find no room for its own.
+        let (ended, of) = (session.ended(), Arc::downgrade(&self.state));
+        tokio::spawn(async move {
+            ended.await;
+            if let Some(state) = of.upgrade() {
+                let mut state = state.lock().await;
+                state.session.take_if(|session| session.is_over());
+            }
+        });
         Ok(session)
     }
 

@@ -1,12 +1,12 @@
 //! A load's outcomes, read line by line as the daemon sends them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::{Buf, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::de::DeserializeOwned;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::connection::ApiConnection;
@@ -72,7 +72,7 @@ pub struct LoadLines {
     /// By then a live node has ended the load.
     pub(super) until: Option<Instant>,
     /// The session's flag.
-    pub(super) over: Arc<AtomicBool>,
+    pub(super) over: Arc<watch::Sender<bool>>,
 }
 
 impl LoadLines {
@@ -84,7 +84,7 @@ impl LoadLines {
         let line = tokio::time::timeout_at(until, self.next_line()).await;
         line.unwrap_or_else(|_| {
             // Slots that were lent to a lost answer end with the session.
-            self.over.store(true, Ordering::Relaxed);
+            self.over.send_replace(true);
             Err(ClientError::Late(self.client.0.patience))
         })
     }

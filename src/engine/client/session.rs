@@ -2,10 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hyper::Method;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -23,7 +23,7 @@ pub struct ApiSession {
     client: Client,
     pub name: String,
     pub arena: Arc<AttachedArena>,
-    over: Arc<AtomicBool>,
+    over: Arc<watch::Sender<bool>>,
     stream: JoinHandle<()>,
 }
 
@@ -44,14 +44,14 @@ impl Client {
             .as_deref()
             .ok_or_else(|| ClientError::Answer("the arena has no file".into()))?;
         let arena = Arc::new(AttachedArena::map(Path::new(path), boot_id)?);
-        let over: Arc<AtomicBool> = Arc::default();
+        let over: Arc<watch::Sender<bool>> = Arc::default();
         let ends = Arc::clone(&over);
         let stream = tokio::spawn(async move {
             // Events such as revocations: the calls report them too.
             while let Ok(Some(event)) = lines.next::<serde_json::Value>().await {
                 tracing::debug!(%event, "told by the node");
             }
-            ends.store(true, Ordering::Relaxed);
+            ends.send_replace(true);
         });
         Ok(ApiSession {
             client: self.clone(),
@@ -73,7 +73,16 @@ impl Client {
 impl ApiSession {
     /// True when the node is gone or has ended the session: attach again, as [`Engine`](super::Engine) does.
     pub fn is_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
+        *self.over.borrow()
+    }
+
+    /// Until the session is over.
+    pub fn ended(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut over = self.over.subscribe();
+        async move {
+            // An error: the session was dropped.
+            let _ = over.wait_for(|over| *over).await;
+        }
     }
 
     /// Loads chunks into slots. The request's session is filled in. Without a deadline the node's own holds.
@@ -143,7 +152,7 @@ impl ApiSession {
             _ => false,
         };
         if is_over {
-            self.over.store(true, Ordering::Relaxed);
+            self.over.send_replace(true);
         }
         answer
     }

@@ -10,7 +10,7 @@ use crate::engine::copy::cuda::Pinned;
 /// The arena's registration with the GPU: anew for each life of the daemon, in the background. Nothing is copied
 /// meanwhile, since a copy must not begin in registered memory and end in unregistered memory.
 #[derive(Default)]
-pub(super) struct Pinning(Mutex<Option<Life>>);
+pub(super) struct Pinning(Arc<Mutex<Option<Life>>>);
 
 struct Life {
     session: Arc<ApiSession>,
@@ -35,6 +35,16 @@ impl Pinning {
         *life = Some(Life {
             session: Arc::clone(session),
             registered: Arc::clone(&registered),
+        });
+        let (ended, of) = (session.ended(), Arc::downgrade(&self.0));
+        tokio::spawn(async move {
+            ended.await;
+            let over = of.upgrade().and_then(|life| {
+                let mut life = life.lock().unwrap_or_else(PoisonError::into_inner);
+                life.take_if(|life| life.session.is_over())
+            });
+            // To unregister takes a while: not on this thread, and without the lock.
+            tokio::task::spawn_blocking(move || drop(over));
         });
         let Some(copier) = copier.filter(|copier| copier.registers()) else {
             return Ok(registered.get_or_init(|| None).clone());
