@@ -12,6 +12,9 @@ use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, OFlags};
 use super::alloc::ArenaOptions;
 
 const HUGE_PAGE: usize = 2 << 20;
+/// File systems in memory, by linux/magic.h.
+const TMPFS: i64 = 0x0102_1994;
+const HUGETLBFS: i64 = 0x9584_58f6;
 
 /// The arena can't be made.
 #[derive(Debug, thiserror::Error)]
@@ -119,6 +122,12 @@ impl Mapping {
             .open(path)
             .map_err(file)?;
         lock(&handle).map_err(file)?;
+        if !is_in_memory(&handle) {
+            tracing::warn!(
+                path = %path.display(),
+                "the arena is not on tmpfs, so the kernel writes it to a disk: give [arena] path in /dev/shm"
+            );
+        }
         if options.mode != 0 {
             // Not by `open`, which the umask would cut.
             let mode = Permissions::from_mode(options.mode);
@@ -157,6 +166,14 @@ impl Mapping {
             tracing::warn!(%error, "can't lock the arena in memory, going on unlocked: raise ulimit -l (LimitMEMLOCK)");
         }
         Ok(map)
+    }
+}
+
+/// True where the file system can't be asked.
+pub(super) fn is_in_memory(file: &File) -> bool {
+    match rustix::fs::fstatfs(file) {
+        Ok(system) => [TMPFS, HUGETLBFS].contains(&system.f_type),
+        Err(_) => true,
     }
 }
 

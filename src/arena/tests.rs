@@ -369,3 +369,11 @@ fn a_path_of_the_arena_that_is_no_file_is_refused() {
     }
     assert_eq!(std::fs::read(&others).unwrap(), b"another's");
 }
+
+#[test]
+fn an_arena_on_a_disk_is_told_from_one_in_memory() {
+    for (path, expected) in [("/dev/shm", true), ("/proc/self", false)] {
+        let folder = std::fs::File::open(path).unwrap();
+        assert_eq!(super::mapping::is_in_memory(&folder), expected, "{path}");
+    }
+}

@@ -213,9 +213,22 @@ class Refused(unittest.TestCase):
             ("credentials.environment=true", "credentials.existingSecret"),
             ("prepare.enabled=false", "tokenSecret"),
             ("hostNetwork=true,networkPolicy.enabled=true", "hostNetwork"),
+            ("extraEnv[0].name=KVGATE__ARENA__SIZE,extraEnv[0].value=1GiB", "KVGATE__ARENA__SIZE"),
         ):
             with self.subTest(settings):
                 self.assertIn(words, self.refused("--set", settings))
+
+    def test_folders_that_the_node_needs_are_not_given_away(self):
+        for settings, folder in (
+            ("config.arena.path=/dev/shm/arena", "/dev/shm/kvgate"),
+            ("config.arena.path=/arena", "/kvgate"),
+            ("config.api.socket=/run/kvgate.sock", "/run/kvgate"),
+            ("sharedFolder=/dev/shm/", "/dev/shm/kvgate"),
+            ("hugePages=true,config.arena.path=/dev/hugepages/arena", "/dev/hugepages/kvgate"),
+            ("config.disk.paths=/mnt/nvme0\\,/mnt", "/mnt/kvgate"),
+        ):
+            with self.subTest(settings):
+                self.assertIn(f"such as {folder}\n", self.refused("--set", settings) + "\n")
 
 
 class Pod(unittest.TestCase):
@@ -295,6 +308,35 @@ class Pod(unittest.TestCase):
         environment = gateway("--values", VALUES / "environment.yaml")
         self.assertEqual(environment["envFrom"], [{"secretRef": {"name": "kvgate-s3"}}])
         self.assertNotIn("env", environment)
+
+    def test_shared_folders_of_the_node_stay_as_they_are(self):
+        (prepare,) = pod_of(render("--set", "tokenSecret=t"))["initContainers"]
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o1777)
+            done = subprocess.run([*prepare["command"], folder], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, done)
+            self.assertIn(f"{folder} is a folder for all users", done.stderr)
+            self.assertEqual(os.stat(folder).st_mode & 0o7777, 0o1777)
+
+    def test_the_policy_of_the_network_lets_the_gateway_reach_its_s3(self):
+        def ports(settings):
+            policy = of_kind(render("--set", f"networkPolicy.enabled=true,{settings}"), "NetworkPolicy")
+            return [port["port"] for port in policy["spec"]["egress"][2]["ports"]]
+
+        usual = [80, 443, 7480, 8080, 9000]
+        for endpoint, expected in (
+            ("http://rgw.example:8000", [*usual, 8000]),
+            ("https://rgw.example", usual),
+            ("http://[fd00::1]:7481/", [*usual, 7481]),
+            ("", usual),
+        ):
+            self.assertEqual(ports(f"config.s3.endpoint={endpoint}"), expected, endpoint)
+        only = "networkPolicy.s3.ports={9999}"
+        self.assertEqual(ports(f"{only},config.s3.endpoint=https://rgw.example"), [9999, 443])
+        extra = "networkPolicy.extraEgress[0].to[0].ipBlock.cidr=169.254.169.254/32"
+        policy = of_kind(render("--set", f"networkPolicy.enabled=true,{extra}"), "NetworkPolicy")
+        validate(policy)
+        self.assertEqual(policy["spec"]["egress"][3], {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]})
 
 
 class Examples(unittest.TestCase):

@@ -96,6 +96,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- regexFind "[0-9]+$" $listen -}}
 {{- end -}}
 
+{{/* The port of config.s3.endpoint. Empty without an endpoint. */}}
+{{- define "kvgate.s3Port" -}}
+{{- $endpoint := default "" .Values.config.s3.endpoint -}}
+{{- if $endpoint -}}
+{{- $url := urlParse $endpoint -}}
+{{- regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The node's folders that the gateway's container mounts: name, path on the node, path in the container. */}}
 {{- define "kvgate.folders" -}}
 {{- $config := include "kvgate.config" . | fromYaml -}}
@@ -109,6 +118,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- range $i, $path := splitList "," (default "" $config.disk.paths) | compact -}}
 {{- $path = trim $path -}}
 {{- $folders = append $folders (dict "name" (printf "disk-%d" $i) "host" $path "at" $path "type" "Directory") -}}
+{{- end -}}
+{{- end -}}
+{{- $system := list "/" "/bin" "/boot" "/dev" "/dev/hugepages" "/dev/shm" "/etc" "/home" "/lib" "/media" "/mnt" "/opt" "/proc" "/root" "/run" "/sbin" "/srv" "/sys" "/tmp" "/usr" "/var" "/var/lib" "/var/run" "/var/tmp" -}}
+{{- range $folders -}}
+{{- range list (clean .host) (clean .at) -}}
+{{- if has . $system -}}
+{{- fail (printf "%s is for the whole node, and the gateway would take it for itself: name a folder in it, such as %s/kvgate" . (trimSuffix "/" .)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- dict "folders" $folders | toJson -}}
