@@ -91,6 +91,7 @@ LAYERS = {
     "engine/client": ["arena", "format", "protocol"],
     "engine/copy": ["arena", "config", "format", "protocol"],
     "engine/rank": ["arena", "engine/client", "engine/copy", "format", "protocol"],
+    "engine/follower": ["engine/client", "format", "protocol"],
     "engine/direct": ["engine/client", "engine/copy", "engine/rank", "format", "protocol"],
     "embedded": [],
     "tools": ["arena", "cache", "config", "embedded", "engine", "format", "node", "protocol", "s3"],

@@ -4,13 +4,14 @@
 gateway: `kvgate serve`.
 """
 
-from kvgate._native import Copier, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
+from kvgate._native import Copier, Events, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
 from kvgate.client import AsyncGateway, Gateway, Hit, Loaded, Stored, connect, space
 
 __version__ = version()
 __all__ = [
     "AsyncGateway",
     "Copier",
+    "Events",
     "Gateway",
     "Hit",
     "KvGateError",

@@ -159,6 +159,29 @@ class Lookups:
     def forget(self, request: str) -> None:
         """Forgets the request, and ends its question."""
 
+class Events:
+    """What the node's memory and disks hold of an engine's chunks, for the engine's own KV events. All calls return at once."""
+
+    def __init__(self, socket: str, space: Space, scheme: str, socket_owner: int | None = None) -> None:
+        """`scheme`: engines with the same hash blocks alike, and understand each other's events."""
+
+    def bind(
+        self,
+        hashes: bytes,
+        parent: bytes | None,
+        tokens: bytes,
+        events: Sequence[str],
+        block_size: int | None = None,
+        lora_name: str = "",
+        cache_salt: str = "",
+    ) -> None:
+        """Chunks of one prompt that follow each other, which the node has or is about to have. `hashes`: 32 bytes each;
+        `parent`: the hash of the chunk before, None at the prompt's start; `tokens`: 4 bytes each, in the machine's order;
+        `events`: what else to say of each chunk when it comes or leaves. `block_size`: tokens of a router's block."""
+
+    def take(self, most: int) -> list[tuple[str, bool, bytes, str]]:
+        """At most `most` chunks that came or left since the last call: tier (`memory`, `disk`), whether it came, tokens, event."""
+
 class PageLookups:
     """Lookups of an engine's own pages, by hashes that it brings. All calls return at once."""
 

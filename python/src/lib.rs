@@ -8,6 +8,7 @@
 
 mod copier;
 mod error;
+mod events;
 mod gateway;
 mod lookups;
 mod page_lookups;
@@ -28,6 +29,8 @@ mod _native {
     use super::copier::PyCopier;
     #[pymodule_export]
     use super::error::KvGateError;
+    #[pymodule_export]
+    use super::events::Events;
     #[pymodule_export]
     use super::gateway::{Call, Session};
     #[pymodule_export]

@@ -267,6 +267,18 @@ sections! {
         pin_size: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
     }
 
+    /// What routers are told of memory and disks, by the engines' own KV events.
+    events: Events {
+        /// Chunks that have events, of all engines; beyond that the oldest have none any more. 0: there are no events.
+        chunks: u32 = "65536", Between(0, 10_000_000);
+        /// Removals that an engine can be behind; then it reads what is there anew.
+        removals: u32 = "65536", Between(1, 10_000_000);
+        /// Bytes that an engine may say of a chunk beside its tokens.
+        note_size: ByteSize = "16KiB", Between(ByteSize(KIB), ByteSize(MIB));
+        /// Longest time that a call waits for an event.
+        wait: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
+    }
+
     /// How engines and people reach `kvgate serve`.
     api: Api {
         /// Unix socket to listen on.

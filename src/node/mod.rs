@@ -405,6 +405,7 @@ impl Node {
     /// Refuses new work from here on; attached sessions are told.
     pub fn drain(&self) {
         self.0.draining.store(true, Ordering::Relaxed);
+        self.0.gateway.events().wake();
         for session in &self.0.sessions {
             session.tell(SessionEvent::Draining);
         }
@@ -418,6 +419,10 @@ impl Node {
             (false, false) => Some("S3 has not answered yet"),
             (false, true) => None,
         }
+    }
+
+    pub fn is_draining(&self) -> bool {
+        self.0.draining.load(Ordering::Relaxed)
     }
 
     fn takes_work(&self) -> Result<(), NodeError> {

@@ -320,6 +320,91 @@ pub struct ChunksRequest {
     pub ms: Option<u64>,
 }
 
+/// Body of `POST /v1/bind`: chunks of one prompt, parents first, as an engine's own events name them.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BindRequest {
+    pub space: String,
+    /// Engines with the same hash blocks alike.
+    pub scheme: String,
+    pub chunks: Vec<BoundChunk>,
+    /// Tokens of a router's block; not given: no router asks for these chunks by its own hashes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_size: Option<usize>,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub lora_name: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub cache_salt: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BoundChunk {
+    pub hash: ChunkHash,
+    /// None: it is the prompt's first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<ChunkHash>,
+    pub tokens: Vec<u32>,
+    /// What else the engine's events say of it. The gateway does not read it.
+    pub event: String,
+}
+
+/// Body of `POST /v1/events`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EventsRequest {
+    pub space: String,
+    pub scheme: String,
+    /// Of the answer before; not given: from what is there now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cursor: Option<String>,
+    /// How long to wait for an event where there is none.
+    #[serde(default)]
+    pub wait_ms: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EventsAnswer {
+    pub cursor: String,
+    /// The cursor was of an earlier daemon, or too old: the events are of what is there now, and all else is gone.
+    #[serde(rename = "lost")]
+    pub is_lost: bool,
+    /// There are no more for now.
+    #[serde(rename = "end")]
+    pub is_end: bool,
+    pub events: Vec<KvEvent>,
+}
+
+/// A chunk came into a tier, or left it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvEvent {
+    pub hash: ChunkHash,
+    pub tier: Tier,
+    /// None: it left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stored: Option<BoundChunk>,
+}
+
+impl KvEvent {
+    #[must_use]
+    pub fn stored(tier: Tier, bound: &BoundChunk) -> Self {
+        Self {
+            hash: bound.hash,
+            tier,
+            stored: Some(bound.clone()),
+        }
+    }
+
+    #[must_use]
+    pub fn removed(tier: Tier, hash: ChunkHash) -> Self {
+        Self {
+            hash,
+            tier,
+            stored: None,
+        }
+    }
+}
+
 /// The number of chunks of a call.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Count {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::cache::gateway::{AfterMiss, BehindOptions, DiskTier, Flow, Gateway, LoadSpec, TierOptions};
-use kvgate::cache::tier::{Disk, DiskOptions, MemoryOptions};
+use kvgate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use kvgate::protocol::EvictionPolicy;
 use kvgate::protocol::{Order, WhenFull};
 use kvgate::s3::object::{Capabilities, ObjectStore};
@@ -44,6 +44,10 @@ fn tiers(disk: Option<Disk>) -> TierOptions {
         promote_bytes_max: 1 << 20,
         load_deadline: Duration::from_secs(60),
         shares_loads: true,
+        events: EventOptions {
+            chunks_max: 0,
+            removals_max: 0,
+        },
     }
 }
 

@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from kvgate.vllm import gateway
+from kvgate.vllm.events import Events
 from kvgate.vllm.guard import Owed, guarded
 from kvgate.vllm.identity import items_have_digests
 from kvgate.vllm.kinds import AllLayers, context_ranks, layers_of
@@ -52,7 +53,13 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
                 is_consumer=config.is_kv_consumer and not needs_whole_prompts(vllm_config.model_config),
                 is_producer=config.is_kv_producer,
                 ranks=parallel.tensor_parallel_size * context_ranks(parallel)[0] * stages,
-                has_events=events is not None and events.enable_kv_cache_events,
+                events=functools.partial(
+                    Events,
+                    algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+                    groups=kv_cache_config.kv_cache_groups,
+                )
+                if events is not None and events.enable_kv_cache_events
+                else None,
                 items_have_digests=items_have_digests(vllm_config),
                 has_priorities=vllm_config.scheduler_config.policy == "priority",
             )
@@ -91,14 +98,14 @@ class KvGateConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool):
         self.pool = gpu_block_pool
         if self.scheduler is not None:
-            self.scheduler.blocks.bind(gpu_block_pool)
+            self.scheduler.bind_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata):
         """vLLM calls it before the first request. Beside a connector with metadata of its own it is that one's."""
         told = next((told for told in metadata.values() if isinstance(told, AllLayers)), None)
         if told is not None:
             self.scheduler = self.begin_scheduler(self.describe(told.layers))
-            self.scheduler.blocks.bind(self.pool)
+            self.scheduler.bind_pool(self.pool)
         elif self.scheduler is None:
             raise ValueError(
                 "within MultiConnector kvgate comes first where pipeline_parallel_size is more than 1: the scheduler has to be "

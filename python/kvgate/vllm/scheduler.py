@@ -13,7 +13,6 @@ from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
 from kvgate.vllm.blocks import NULL, Blocks
 from kvgate.vllm.doubts import Doubts
-from kvgate.vllm.events import Events
 from kvgate.vllm.metadata import Load, LoadPart, StepMetadata, request_of
 from kvgate.vllm.rates import LoadOrCompute
 from kvgate.vllm.stats import MISSES, KvGateStats
@@ -76,7 +75,7 @@ class SchedulerSide:
         is_consumer=True,
         is_producer=True,
         ranks=1,
-        has_events=False,
+        events=None,
         items_have_digests=True,
         has_priorities=False,
     ):
@@ -103,7 +102,7 @@ class SchedulerSide:
         self.items_have_digests = items_have_digests
         self.is_layerwise, self.has_fixed_weights = settings.layerwise, settings.fixed_weights
         self.load_or_compute = LoadOrCompute() if settings.load_policy == "auto" else None
-        self.events = Events(model.hash_tokens, self.chunk_tokens) if has_events else None
+        self.events = events(model, settings) if events is not None else None
         self.adapters = Adapters(settings.adapter_deadline_ms)
         self.stats = KvGateStats()
         self.epoch = b""
@@ -128,6 +127,11 @@ class SchedulerSide:
         """The group whose blocks say what is in doubt."""
         self.doubts = Doubts(model.kinds[0].blocks[self.main], ranks)
         self.has_priorities = has_priorities
+
+    def bind_pool(self, pool):
+        self.blocks.bind(pool)
+        if self.events is not None:
+            self.events.bind_pool(pool)
 
     # ---- what there is
 
@@ -399,6 +403,7 @@ class SchedulerSide:
             if state.ranks_ended == self.ranks:
                 if self.load_or_compute is not None:
                     self.load_or_compute.loaded(job, self.loaded_tokens(state), state.load_seconds)
+                self.bind_loaded(state)
                 if state.lost is None:
                     self.note_snapshots(state)
                 state.load = None
@@ -430,6 +435,14 @@ class SchedulerSide:
             if self.model.kinds[part.kind].word == "state":
                 state.snapshots.setdefault(part.kind, set()).add(part.first_chunk)
 
+    def bind_loaded(self, state):
+        """They are in the node's memory now, perhaps from S3."""
+        if self.events is not None:
+            start, tokens = state.load_tokens[0], self.loaded_tokens(state)
+            chunks = range(start // self.chunk_tokens, (start + tokens) // self.chunk_tokens)
+            notes = [self.events.note(state.request, state.prompt, chunk) for chunk in chunks]
+            self.events.bind(state.request, state.prompt, notes)
+
     def loaded_tokens(self, state):
         start, end = state.load_tokens
         return max(0, min(end, end if state.lost is None else state.lost * self.chunk_tokens) - start)
@@ -437,8 +450,8 @@ class SchedulerSide:
     def stored(self, store):
         """What is not there ends the run that lookups can find: it is stored again before what follows it. A window's chunk is
         stored once more, if vLLM still has its blocks in the next step. Else the next request that computes it stores it."""
-        if self.events is not None and store.events:
-            self.events.add(event for at, event in enumerate(store.events) if (0, at) in store.there)
+        if store.notes:
+            self.events.bind(*store.of, [note for at, note in enumerate(store.notes) if (0, at) in store.there])
         state = self.requests.get(store.request)
         if state is None:
             return

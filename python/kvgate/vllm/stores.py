@@ -17,8 +17,10 @@ class OpenStore:
     """The kind and the chunks of each."""
     there: set[tuple[int, int]]
     """Kind, and place among its chunks, of those that are there for all ranks that have ended it."""
-    events: list[object]
-    """For each chunk of the first kind."""
+    notes: list[object]
+    """For each chunk of the first kind: what its events tell."""
+    of: tuple[object, object]
+    """The request and its prompt."""
     ranks: int = 0
     """That have ended it."""
 
@@ -59,7 +61,8 @@ class Stores:
             request,
             [(part.kind, part.chunks) for part in parts],
             {(part.kind, at) for part in parts for at in range(len(part.chunks))},
-            [self.events.stored(state.request, chunk) if self.events else None for chunk in first],
+            [self.events.note(state.request, state.prompt, chunk) for chunk in first] if self.events else [],
+            (state.request, state.prompt),
         )
         return Store(job, request, parts)
 

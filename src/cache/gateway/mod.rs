@@ -53,10 +53,11 @@ use self::tiers::Tiers;
 pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, TierOptions, TierStats};
 use crate::arena::Arena;
 use crate::cache::existence::Known;
+use crate::cache::tier::KvEvents;
 use crate::config::Config;
 use crate::format::{ChunkHash, Space};
 use crate::metrics::Times;
-use crate::protocol::{Flushed, Strategy};
+use crate::protocol::{BoundChunk, Flushed, Strategy};
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts, RequestTimes};
 
@@ -155,6 +156,16 @@ impl Gateway {
 
     pub fn unpin(&self, space: &Space, chunks: &[ChunkHash]) -> usize {
         self.0.memory.unpin(space.key(), chunks)
+    }
+
+    /// An engine says what its own events tell of chunks, parents first: those that are in memory or on disks have
+    /// events from now on.
+    pub fn bind(&self, space: &Space, scheme: &str, chunks: Vec<BoundChunk>) {
+        self.0.bind(space.key(), scheme, chunks);
+    }
+
+    pub fn events(&self) -> &KvEvents {
+        &self.0.events
     }
 }
 

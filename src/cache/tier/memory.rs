@@ -17,10 +17,12 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use self::state::{Going, MemoryState, ReaderHold, Resident, is_pinned};
+use super::events::KvEvents;
 use super::percent_of;
 use super::prompts::Prompts;
 use crate::arena::{Arena, Slot};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::protocol::Tier;
 
 /// The tier's limits.
 #[derive(Debug, Clone, Copy)]
@@ -99,6 +101,21 @@ impl Memory {
         let weak = Arc::downgrade(&memory);
         arena.on_pressure(move |before| weak.upgrade().is_some_and(|memory| memory.evict_one(before)));
         memory
+    }
+
+    /// Tells them of what comes and goes from now on.
+    pub fn tell(&self, events: &Arc<KvEvents>) {
+        self.lock().events = Some(Arc::clone(events));
+    }
+
+    /// Tells of those that are here.
+    pub fn tell_present(&self, space: SpaceKey, chunks: &[ChunkHash]) {
+        let state = self.lock();
+        for key in chunks.iter().map(|chunk| (space, *chunk)) {
+            if let Some(events) = state.events.as_ref().filter(|_| state.chunks.contains_key(&key)) {
+                events.stored(&key, Tier::Memory);
+            }
+        }
     }
 
     /// Calls `found` with the position of each chunk that is here. Is no access.
@@ -217,6 +234,9 @@ impl Memory {
         state.stats.bytes += bytes as u64;
         state.stats.dirty_bytes += resident.dirty_bytes();
         state.chunks.insert(key, resident);
+        if let Some(events) = &state.events {
+            events.stored(&key, Tier::Memory);
+        }
         while state.stats.bytes > self.bytes_max {
             let Some(held) = state.evict(Going::any(now)) else {
                 break;

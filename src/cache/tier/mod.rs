@@ -4,6 +4,7 @@
 //! were verified before they came there; chunks from a disk are still to be verified.
 
 pub mod disk;
+mod events;
 mod memory;
 pub mod policy;
 mod prompts;
@@ -12,6 +13,7 @@ mod removals;
 pub use disk::{
     Backlog, Below, Disk, DiskError, DiskOptions, DiskState, DiskStats, PathStats, Unsent, Wrote,
 };
+pub use events::{EventOptions, KvEvents};
 pub use memory::{Memory, MemoryHit, MemoryOptions, MemoryStats, TenantShare};
 
 /// `percent` hundredths of `bytes`, without overflow.

@@ -34,7 +34,8 @@ use crate::arena::AttachedError;
 use crate::format::{ChunkHash, Mask, Space};
 use crate::protocol::Flushed;
 use crate::protocol::{
-    ChunksRequest, Count, FLUSH_MAX, FlushRequest, LookupAnswer, LookupRequest, Problem, SpaceInfo,
+    BindRequest, ChunksRequest, Count, EventsAnswer, EventsRequest, FLUSH_MAX, FlushRequest, LookupAnswer,
+    LookupRequest, Problem, SpaceInfo,
 };
 
 /// The address of a kvgate daemon.
@@ -256,6 +257,17 @@ impl Client {
             ms,
         };
         self.post(path, &request).await
+    }
+
+    /// Says what the engine's own events tell of chunks.
+    pub async fn bind(&self, request: &BindRequest) -> Result<Count, ClientError> {
+        self.post("/v1/bind", request).await
+    }
+
+    /// Which of these chunks came into the node's memory and onto its disks, or left them.
+    pub async fn events(&self, request: &EventsRequest) -> Result<EventsAnswer, ClientError> {
+        let given = Duration::from_millis(request.wait_ms);
+        self.post_for(given, "/v1/events", request).await
     }
 
     /// Waits until all committed chunks are stored. Refused with code `not_flushed` when the time is over, and with

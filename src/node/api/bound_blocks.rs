@@ -30,15 +30,19 @@ impl LocalHasher {
         }
     }
 
-    pub fn block(&self, tokens: &[u32]) -> u64 {
+    /// Of each block of so many tokens.
+    pub fn blocks(&self, tokens: &[u32], size: usize) -> Vec<u64> {
+        tokens.chunks_exact(size).map(|block| self.block(block)).collect()
+    }
+
+    fn block(&self, tokens: &[u32]) -> u64 {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
         XxHash3_64::oneshot_with_seed(self.seed, &bytes)
     }
 }
 
-/// For each block, the hash of all up to it.
-pub fn chained(local: impl Iterator<Item = u64>) -> impl Iterator<Item = u64> {
-    let mut parent = None;
+/// For each block, the hash of all up to it. `parent` is that of the block before; None: there is none.
+pub fn chained(mut parent: Option<u64>, local: impl Iterator<Item = u64>) -> impl Iterator<Item = u64> {
     local.map(move |local| {
         let hash = match parent {
             None => local,
@@ -55,10 +59,18 @@ pub fn chained(local: impl Iterator<Item = u64>) -> impl Iterator<Item = u64> {
 /// A chunk, and how many blocks it has.
 type Bound = (ChunkHash, usize);
 
+#[derive(Default)]
+struct Generation {
+    /// By the hash of all blocks up to the chunk's end.
+    chunks: HashMap<(ModelId, u64), Bound>,
+    /// And back, for the chunk that follows.
+    ends: HashMap<(ModelId, ChunkHash), u64>,
+}
+
 /// See the [module](self).
 pub struct BoundBlocks {
-    younger: HashMap<(ModelId, u64), Bound>,
-    older: HashMap<(ModelId, u64), Bound>,
+    younger: Generation,
+    older: Generation,
     /// Chunks of a generation.
     most: usize,
 }
@@ -66,31 +78,47 @@ pub struct BoundBlocks {
 impl BoundBlocks {
     pub fn new(most: usize) -> Self {
         Self {
-            younger: HashMap::new(),
-            older: HashMap::new(),
+            younger: Generation::default(),
+            older: Generation::default(),
             most: most.max(1),
         }
     }
 
-    /// `chained` are the blocks of these chunks, equally many in each.
-    pub fn bind(&mut self, model: ModelId, chained: &[u64], chunks: &[ChunkHash]) {
-        let Some(blocks) = chained.len().checked_div(chunks.len()) else {
+    /// `local` are the blocks of these chunks, equally many in each. They follow `parent`; None: they are the prompt's
+    /// first. Those that follow one that is not known are not bound.
+    pub fn bind(&mut self, model: ModelId, parent: Option<ChunkHash>, local: &[u64], chunks: &[ChunkHash]) {
+        let end = |of: ChunkHash| {
+            let key = (model, of);
+            self.younger
+                .ends
+                .get(&key)
+                .or_else(|| self.older.ends.get(&key))
+                .copied()
+        };
+        let end = parent.map(end);
+        let blocks = local.len().checked_div(chunks.len()).filter(|blocks| *blocks > 0);
+        let (Some(blocks), false) = (blocks, end == Some(None)) else {
             return;
         };
+        let chained: Vec<u64> = chained(end.flatten(), local.iter().copied()).collect();
         for (last, chunk) in chained.iter().skip(blocks - 1).step_by(blocks).zip(chunks) {
-            if self.younger.len() >= self.most {
+            if self.younger.chunks.len() >= self.most {
                 self.older = mem::take(&mut self.younger);
             }
-            self.younger.insert((model, *last), (*chunk, blocks));
+            self.younger.chunks.insert((model, *last), (*chunk, blocks));
+            self.younger.ends.insert((model, *chunk), *last);
         }
     }
 
     /// The chunks of leading blocks, as far as they are known, and how many blocks each has.
     pub fn chunks(&self, model: ModelId, local: &[u64]) -> (Vec<ChunkHash>, usize) {
-        let chained: Vec<u64> = chained(local.iter().copied()).collect();
+        let chained: Vec<u64> = chained(None, local.iter().copied()).collect();
         let bound = |hash: &u64| {
             let key = (model, *hash);
-            self.younger.get(&key).or_else(|| self.older.get(&key))
+            self.younger
+                .chunks
+                .get(&key)
+                .or_else(|| self.older.chunks.get(&key))
         };
         let first = chained.iter().enumerate().find_map(|(i, hash)| {
             let (_, blocks) = bound(hash)?;
@@ -128,15 +156,31 @@ mod tests {
         let mut bound = BoundBlocks::new(100);
         let (model, other) = (ModelId([1; 32]), ModelId([2; 32]));
         let local = [10, 11, 12, 13, 14, 15];
-        let all: Vec<u64> = chained(local.into_iter()).collect();
         let chunks = [chunk(1), chunk(2), chunk(3)];
-        bound.bind(model, &all, &chunks);
+        bound.bind(model, None, &local, &chunks);
         assert_eq!(bound.chunks(model, &local), (chunks.to_vec(), 2));
         assert_eq!(bound.chunks(model, &local[..5]).0, chunks[..2]);
         assert_eq!(bound.chunks(model, &[10, 11, 12, 99, 14, 15]).0, chunks[..1]);
         assert!(bound.chunks(model, &local[2..]).0.is_empty());
         assert!(bound.chunks(other, &local).0.is_empty());
-        bound.bind(model, &[], &[]);
+        bound.bind(model, None, &[], &[]);
+    }
+
+    #[test]
+    fn chunks_that_follow_a_known_one_are_known_as_if_they_came_with_it() {
+        let (model, local) = (ModelId([1; 32]), [10, 11, 12, 13, 14, 15]);
+        let mut bound = BoundBlocks::new(100);
+        bound.bind(model, Some(chunk(1)), &local[2..4], &[chunk(2)]);
+        assert!(
+            bound.chunks(model, &local[2..4]).0.is_empty(),
+            "its parent is not known"
+        );
+        bound.bind(model, None, &local[..2], &[chunk(1)]);
+        bound.bind(model, Some(chunk(1)), &local[2..], &[chunk(2), chunk(3)]);
+        assert_eq!(
+            bound.chunks(model, &local),
+            (vec![chunk(1), chunk(2), chunk(3)], 2)
+        );
     }
 
     #[test]
@@ -144,10 +188,10 @@ mod tests {
         let mut bound = BoundBlocks::new(2);
         let model = ModelId([1; 32]);
         for n in 0..5 {
-            bound.bind(model, &[u64::from(n)], &[chunk(n)]);
+            bound.bind(model, None, &[u64::from(n)], &[chunk(n)]);
         }
         let known = |n: u8| !bound.chunks(model, &[u64::from(n)]).0.is_empty();
         assert_eq!([0, 1, 2, 3, 4].map(known), [false, false, true, true, true]);
-        assert!(bound.younger.len() + bound.older.len() <= 4);
+        assert!(bound.younger.chunks.len() + bound.older.chunks.len() <= 4);
     }
 }

@@ -16,6 +16,7 @@ mod bound_blocks;
 mod callers;
 mod chunk;
 mod connections;
+mod events;
 mod figures;
 mod impatient;
 mod load;
@@ -63,6 +64,10 @@ pub struct ApiOptions {
     pub token_file: Option<PathBuf>,
     /// Names that calls by TCP may be made to, besides the address itself.
     pub hosts: Vec<String>,
+    /// Bytes that an engine may say of a chunk beside its tokens.
+    pub note_bytes: usize,
+    /// The longest that a call waits for an event.
+    pub event_wait: Duration,
 }
 
 /// State that all connections share.

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::body::{Reply, json as reply};
-use super::bound_blocks::{LocalHasher, chained};
+use super::bound_blocks::LocalHasher;
 use super::lookup::{KINDS_MAX, ModelKinds, chunks, limited};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
@@ -259,12 +259,9 @@ impl Found {
             let hasher = LocalHasher::new(&text(&request.lora_name), &text(&request.cache_salt));
             let whole = hashes.len() * chunk_tokens;
             let tokens = asked.tokens.as_deref().unwrap_or_default();
-            let local = tokens[..whole]
-                .chunks_exact(size)
-                .map(|block| hasher.block(block));
-            let chained: Vec<u64> = chained(local).collect();
+            let local = hasher.blocks(&tokens[..whole], size);
             let mut bound = api.bound.lock().unwrap_or_else(PoisonError::into_inner);
-            bound.bind(space.model_id(), &chained, &hashes);
+            bound.bind(space.model_id(), None, &local, &hashes);
         }
         Self::new(api, kinds, &hashes, request).await
     }

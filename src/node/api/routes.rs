@@ -9,7 +9,7 @@ use hyper::{Request, StatusCode};
 use super::body::{Reply, problem};
 use super::problem::ApiProblem;
 use super::{
-    Api, Caller, admin, attach, callers, chunk, load, lookup, metrics, page, routers, spaces, store,
+    Api, Caller, admin, attach, callers, chunk, events, load, lookup, metrics, page, routers, spaces, store,
 };
 
 /// Serves one request; every failure becomes a problem in the answer.
@@ -58,6 +58,8 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
         ["v1", "store", "reserve"] => store::reserve(api, caller, request).await,
         ["v1", "store", "commit"] => store::commit(api, caller, request).await,
         ["v1", "store", "abort"] => store::abort(api, caller, request).await,
+        ["v1", "bind"] => events::bind(api, request).await,
+        ["v1", "events"] => events::events(api, request).await,
         ["v1", "prefetch"] => admin::prefetch(api, request).await,
         ["v1", "pin"] => admin::pin(api, request).await,
         ["v1", "unpin"] => admin::unpin(api, request).await,
@@ -82,8 +84,8 @@ fn methods(segments: &[&str]) -> Option<&'static str> {
         ["v1", "status" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => Some("GET, HEAD"),
         [
             "v1",
-            "attach" | "lookup" | "prefix" | "load" | "release" | "prefetch" | "pin" | "unpin" | "flush"
-            | "reload",
+            "attach" | "bind" | "events" | "lookup" | "prefix" | "load" | "release" | "prefetch" | "pin"
+            | "unpin" | "flush" | "reload",
         ]
         | ["v1", "store", "reserve" | "commit" | "abort"]
         | ["query" | "check_blocks"] => Some("POST"),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::arena::ArenaOptions;
 use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions};
-use crate::cache::tier::{Disk, DiskOptions, MemoryOptions};
+use crate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
 use crate::node::NodeOptions;
@@ -53,6 +53,10 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
         promote_bytes_max: bytes(config.store.in_flight),
         load_deadline: config.load.deadline,
         shares_loads: true,
+        events: EventOptions {
+            chunks_max: config.events.chunks as usize,
+            removals_max: config.events.removals as usize,
+        },
     }
 }
 
@@ -109,6 +113,8 @@ pub fn api(config: &Config) -> ApiOptions {
         chunk_bytes: bytes(config.load.window),
         token_file: config.api.token_file.clone(),
         hosts: config.api.hosts.clone(),
+        note_bytes: bytes(config.events.note_size),
+        event_wait: config.events.wait,
     }
 }
 

@@ -18,10 +18,12 @@ use super::chunk::LoadedChunk;
 use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
-use crate::cache::tier::{Below, Disk, DiskStats, Memory, MemoryOptions, MemoryStats, Unsent};
-use crate::format::{ChunkHash, ChunkId};
+use crate::cache::tier::{
+    Below, Disk, DiskStats, EventOptions, KvEvents, Memory, MemoryOptions, MemoryStats, Unsent,
+};
+use crate::format::{ChunkHash, ChunkId, SpaceKey};
 use crate::metrics::Histogram;
-use crate::protocol::{EvictionPolicy, Flushed, Tier, WhenFull};
+use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
 
 /// The settings of a node's tiers and of the ways between them.
 #[derive(Clone)]
@@ -36,6 +38,7 @@ pub struct TierOptions {
     pub load_deadline: Duration,
     /// Loads of the same chunk read it once.
     pub shares_loads: bool,
+    pub events: EventOptions,
 }
 
 impl TierOptions {
@@ -65,6 +68,10 @@ impl TierOptions {
             promote_bytes_max: 0,
             load_deadline: Duration::ZERO,
             shares_loads: false,
+            events: EventOptions {
+                chunks_max: 0,
+                removals_max: 0,
+            },
         }
     }
 }
@@ -120,13 +127,20 @@ pub struct Tiers {
     pub options: TierOptions,
     pub disk_warnings: DiskWarnings,
     pub times: TierTimes,
+    pub events: Arc<KvEvents>,
     promote_kib: Arc<Semaphore>,
 }
 
 impl Tiers {
     pub fn new(arena: Arena, bucket: Arc<Bucket>, options: TierOptions) -> Arc<Self> {
+        let (memory, events) = (Memory::new(&arena, options.memory), KvEvents::new(options.events));
+        memory.tell(&events);
+        if let Some(tier) = &options.disk {
+            tier.disk.tell(&events);
+        }
         Arc::new(Self {
-            memory: Memory::new(&arena, options.memory),
+            memory,
+            events,
             arena,
             arriving: Arc::default(),
             behind: Arc::new(Behind::new(options.behind)),
@@ -159,6 +173,17 @@ impl Tiers {
         if let Some(disk) = self.disk() {
             disk.looked_up(chunks, there);
         }
+    }
+
+    /// An engine says what its events tell of chunks, parents first: those that are here have events from now on.
+    pub fn bind(&self, space: SpaceKey, scheme: &str, chunks: Vec<BoundChunk>) {
+        let hashes: Vec<ChunkHash> = chunks.iter().map(|chunk| chunk.hash).collect();
+        self.events.bind(space, scheme, chunks);
+        self.memory.tell_present(space, &hashes);
+        if let Some(disk) = self.disk() {
+            disk.tell_present(space, &hashes);
+        }
+        self.events.settle(space, scheme, &hashes);
     }
 
     /// Keeps a chunk that was asked for at `since`, as far as there is room.

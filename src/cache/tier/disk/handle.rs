@@ -15,6 +15,7 @@ use super::options::DiskOptions;
 use super::shared::DiskShared;
 use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
+use crate::cache::tier::events::KvEvents;
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 
 /// The disk tier; see the [module](super). Cheap to clone.
@@ -58,6 +59,16 @@ impl Disk {
     /// A prompt was looked up, and so many of its leading chunks were there: the policy learns of it with their uses.
     pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
         self.0.index.looked_up(chunks, there);
+    }
+
+    /// Tells them of what comes and goes from now on.
+    pub fn tell(&self, events: &Arc<KvEvents>) {
+        self.0.index.tell(events);
+    }
+
+    /// Tells of those that are here.
+    pub fn tell_present(&self, space: SpaceKey, chunks: &[ChunkHash]) {
+        self.0.index.tell_present(space, chunks);
     }
 
     /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.

@@ -8,10 +8,11 @@ use tokio::time::Instant;
 
 use super::{MemoryHit, MemoryStats};
 use crate::arena::Slot;
+use crate::cache::tier::events::KvEvents;
 use crate::cache::tier::policy::Queue;
 use crate::cache::tier::removals::Removals;
 use crate::format::{ChunkId, Space};
-use crate::protocol::EvictionPolicy;
+use crate::protocol::{EvictionPolicy, Tier};
 
 #[derive(Default)]
 pub(super) struct MemoryState {
@@ -21,6 +22,7 @@ pub(super) struct MemoryState {
     pub pins: Pins,
     pub removals: Removals,
     pub stats: MemoryStats,
+    pub events: Option<Arc<KvEvents>>,
 }
 
 pub(super) struct Tenant {
@@ -143,6 +145,9 @@ impl MemoryState {
 
     pub fn take(&mut self, key: &ChunkId) -> Option<Resident> {
         let resident = self.chunks.remove(key)?;
+        if let Some(events) = &self.events {
+            events.removed(key, Tier::Memory);
+        }
         self.pins.remove(key);
         self.stats.bytes -= resident.bytes as u64;
         self.stats.dirty_bytes -= resident.dirty_bytes();

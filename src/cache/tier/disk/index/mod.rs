@@ -18,7 +18,7 @@ mod tenants;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -30,8 +30,10 @@ use tokio::time::Instant;
 use super::fault::DiskFault;
 use super::options::DiskOptions;
 use super::stats::{PathStats, Unsent};
+use crate::cache::tier::events::KvEvents;
 use crate::cache::tier::prompts::Prompts;
-use crate::format::{ChunkHash, ChunkId};
+use crate::format::{ChunkHash, ChunkId, SpaceKey};
+use crate::protocol::Tier;
 
 use reservation::file_bytes;
 pub(super) use reservation::{Placed, WriteReservation};
@@ -50,6 +52,7 @@ pub(super) struct Index {
     works: Vec<AtomicBool>,
     state: Mutex<IndexState>,
     prompts: Arc<Prompts>,
+    events: OnceLock<Arc<KvEvents>>,
     /// Something in `IndexState::leaving` has left, or in `IndexState::writing` is over.
     ended: Notify,
 }
@@ -106,6 +109,7 @@ impl Index {
                 Arc::clone(&prompts),
             )),
             prompts,
+            events: OnceLock::new(),
             ended: Notify::new(),
         }
     }
@@ -113,6 +117,24 @@ impl Index {
     /// A prompt was looked up, and so many of its leading chunks were there.
     pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
         self.prompts.looked_up(chunks, there);
+    }
+
+    /// Tells them of what comes and goes from now on.
+    pub fn tell(&self, events: &Arc<KvEvents>) {
+        // Once, by the node that the disk is of.
+        let _ = self.events.set(Arc::clone(events));
+    }
+
+    /// Tells of those that are here.
+    pub fn tell_present(&self, space: SpaceKey, chunks: &[ChunkHash]) {
+        let (Some(events), _state) = (self.events.get(), self.lock()) else {
+            return;
+        };
+        for key in chunks.iter().map(|chunk| (space, *chunk)) {
+            if self.entry(&key).is_some() {
+                events.stored(&key, Tier::Disk);
+            }
+        }
     }
 
     /// Whether it is there, on a disk that works.
@@ -365,6 +387,9 @@ impl Index {
 
     fn drop_entry(&self, state: &mut IndexState, key: &ChunkId) -> Option<IndexEntry> {
         let (_, entry) = self.entries.remove(key)?;
+        if let Some(events) = self.events.get() {
+            events.removed(key, Tier::Disk);
+        }
         let shelf = &mut state.disks[entry.disk];
         shelf.queue.remove(key);
         shelf.bytes -= entry.bytes;
@@ -387,6 +412,9 @@ impl Index {
             state.expiry.push(expires, key, entry.serial);
         }
         self.entries.insert(key, entry);
+        if let Some(events) = self.events.get() {
+            events.stored(&key, Tier::Disk);
+        }
     }
 
     #[cfg(test)]
