@@ -187,6 +187,7 @@ engine_tests() {
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
         test_plugin test_connector test_lookups test_model test_states test_adapters test_guard test_blocks test_stores test_pages \
         test_tier test_dealt
+    tests "KV events" "$env/bin/python" -W ignore -B tests/engines/test_events.py
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \

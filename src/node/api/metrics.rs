@@ -118,6 +118,17 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
         "Connections closed because there were too many and they did nothing.",
         api.connections.closed_idle(),
     );
+    let (chunks, removals) = api.node.gateway().events().counts();
+    text.gauge(
+        "kvgate_events_chunks",
+        "Chunks of memory and disks whose coming and leaving engines publish.",
+        chunks as u64,
+    );
+    text.gauge(
+        "kvgate_events_removals",
+        "Chunks that left and that engines can still read of.",
+        removals as u64,
+    );
     bytes(StatusCode::OK, "text/plain; version=0.0.4", Bytes::from(text.0))
 }
 
