@@ -44,6 +44,7 @@ SECTIONS = {
     "load": "From S3 into slots.",
     "store": "From slots into S3.",
     "copy": "Between slots and the pages of engines. The connectors read this section, and `kvgate gpu`.",
+    "events": "What routers are told of memory and disks, by the engines' own KV events.",
     "api": "How engines and people reach `kvgate serve`.",
     "log": "The daemon's log.",
 }
@@ -60,6 +61,7 @@ ADVANCED = {
     "load": "in_flight layer_part_size window join_grace prefetches",
     "store": "deadline in_flight retry_max commit_timeout",
     "copy": "thread_size piece_size staging_buffers thread_blocks direct_size pin_size",
+    "events": "chunks removals note_size wait",
     "api": "connections sessions spaces body_max hashes_max timeout grace stalled",
     "log": "repeat",
 }
@@ -78,6 +80,7 @@ GROUPS = {
     "s3": "S3",
     "existence": "Known existence",
     "endpoint": "The addresses of S3",
+    "events": "KV events",
     "api": "The API",
 }
 
