@@ -18,9 +18,8 @@ use super::chunk::LoadedChunk;
 use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
-use crate::cache::tier::{
-    Below, Disk, DiskStats, EventOptions, KvEvents, Memory, MemoryOptions, MemoryStats, Unsent,
-};
+pub use crate::cache::tier::KvEvents;
+use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
 use crate::metrics::Histogram;
 use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
