@@ -249,7 +249,8 @@ def report(args, replay, figures, simulation):
     (at_size,) = simulation["sizes"]
     percent = 100 * replay.in_memory / replay.asked
     everywhere = 100 * replay.there / replay.asked
-    expected, infinite = at_size["hits_percent"]["reuse"], simulation["infinite_hits_percent"]
+    expected, lru = (at_size["hits_percent"][policy] for policy in ("reuse", "lru"))
+    infinite = simulation["infinite_hits_percent"]
     quarter = max(1, len(replay.resident) // 4)
     flat = [
         statistics.median(part) / 2**20 for part in (replay.resident[quarter : 2 * quarter], replay.resident[-quarter:])
