@@ -262,7 +262,7 @@ def report(args, replay, figures, simulation):
         ("seconds, requests that began more than 1 s late", f"{replay.seconds:.0f}, {late}"),
         ("blocks in memory at the fullest", replay.chunks),
         ("hits in memory, %", f"{percent:.2f}"),
-        ("the same in simulation: `reuse`, `lru`", f"{expected:.2f}, {at_size['hits_percent']['lru']:.2f}"),
+        ("the same in simulation: `reuse`, `lru`", f"{expected:.2f}, {lru:.2f}"),
         ("hits in memory and on S3, %", f"{everywhere:.2f}"),
         ("the same in simulation", f"{infinite:.2f}"),
         ("blocks loaded and compared", replay.loaded),
