@@ -79,6 +79,7 @@ GROUPS = {
     "disk": "Local disks",
     "s3": "S3",
     "existence": "Known existence",
+    "dns": "The name of S3",
     "endpoint": "The addresses of S3",
     "events": "KV events",
     "api": "The API",

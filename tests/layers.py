@@ -45,7 +45,7 @@ LAYERS = {
     "cache/episode": [],
     "cache/existence": ["format", "s3", "cache/episode"],
     "cache/recent": ["format"],
-    "cache/tier": ["arena", "format", "protocol", "cache/recent"],
+    "cache/tier": ["arena", "format", "metrics", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
     "cache/gateway/task": [],
     "cache/gateway/warnings": ["cache/episode"],

@@ -8,6 +8,7 @@ use super::Node;
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
 use crate::format::Kind;
+use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
 
@@ -39,6 +40,7 @@ pub struct S3Status {
     pub answered: bool,
     pub capabilities: Capabilities,
     pub requests: RequestCounts,
+    pub names: Vec<NameState>,
     pub endpoints: Vec<EndpointState>,
     /// The chunks that are known to exist or not.
     pub existence_entries: usize,
@@ -131,6 +133,7 @@ impl Node {
                 answered: self.0.s3_answered.load(Ordering::Relaxed),
                 capabilities: gateway.capabilities(),
                 requests: gateway.requests(),
+                names: gateway.names(),
                 endpoints: gateway.endpoints(),
                 existence_entries: gateway.existence_entries(),
             },

@@ -47,13 +47,23 @@ async fn until(told: &mut watch::Receiver<Resolved>, wanted: impl FnMut(&Resolve
 /// Good and with exactly these addresses.
 async fn until_at(told: &mut watch::Receiver<Resolved>, addresses: &[SocketAddr]) {
     let wanted = |resolved: &Resolved| *resolved.addresses == *addresses && resolved.error.is_none();
-    until(told, wanted).await;
+    let resolved = until(told, wanted).await;
+    assert!(
+        resolved
+            .answered
+            .is_some_and(|answered| answered.elapsed() < Duration::from_mins(1))
+    );
 }
 
 /// An error with the name and these words; and the addresses beside it.
 async fn until_error(told: &mut watch::Receiver<Resolved>, words: &str) -> Vec<SocketAddr> {
     let said = |error: &str| error.contains(words) && error.contains(".kvgate.test");
     let resolved = until(told, |resolved| resolved.error.as_deref().is_some_and(said)).await;
+    assert_eq!(
+        resolved.answered.is_some(),
+        !resolved.addresses.is_empty(),
+        "the last good answer's"
+    );
     resolved.addresses.to_vec()
 }
 

@@ -160,3 +160,49 @@ async fn buckets_are_cumulative() {
     );
     assert!(text.contains("kvgate_behind_seconds_bucket{le=\"0.00005\"} 0\n"));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn waits_for_a_connection_and_for_a_disk_are_timed() {
+    let site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let settings = [("disk.paths", disk.to_str().unwrap()), ("disk.depth", "1")];
+    let one = site.store_with(|options| options.connections_max = 1).await;
+    let (stored, asked) = (Prompt::new(12), Prompt::new(12));
+    let serving = site.serve_over(one, &settings).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let before = read(&serving).await;
+    store(&serving.client, &engine, &stored).await;
+    serving
+        .client
+        .lookup_space(&asked.space, &asked.hashes, "strategy=exact")
+        .await
+        .unwrap();
+    serving.flush().await;
+    let after = read(&serving).await;
+    let waits = grown(&before, &after, "kvgate_wait_seconds_count");
+    let queues: Vec<&str> = waits.iter().map(|(queue, _)| queue.as_str()).collect();
+    for queue in ["{queue=\"connection\"}", "{queue=\"disk\"}"] {
+        assert!(queues.contains(&queue), "{waits:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_name_of_s3_is_told() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let lines = read(&serving).await;
+    let of = |metric: &str| {
+        let series: Vec<_> = lines
+            .iter()
+            .filter(|(name, _)| name.starts_with(metric))
+            .collect();
+        assert_eq!(series.len(), 1, "{series:?}");
+        assert!(series[0].0.contains("{name=\"127.0.0.1:"));
+        *series[0].1
+    };
+    let figures = ["addresses", "age_seconds", "failing"].map(|of| format!("kvgate_dns_{of}"));
+    assert_eq!(figures.each_ref().map(|metric| of(metric)), [1.0, 0.0, 0.0]);
+}

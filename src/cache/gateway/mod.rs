@@ -57,6 +57,7 @@ use crate::config::Config;
 use crate::format::{ChunkHash, Space};
 use crate::metrics::Times;
 use crate::protocol::{BoundChunk, Flushed, Strategy};
+use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts, RequestTimes};
 
@@ -280,20 +281,27 @@ impl Gateway {
     }
 
     /// Of each queue of a load its word and the waits in it.
-    pub fn waits(&self) -> [(&'static str, Times); 5] {
-        let times = &self.0.times;
+    pub fn waits(&self) -> [(&'static str, Times); 7] {
+        let (times, store) = (&self.0.times, &self.0.bucket.store);
         [
             ("credit", times.credit.read()),
             ("flight", times.flight.read()),
             ("arena", times.arena.read()),
             ("turn", times.turn.read()),
-            ("window", self.0.bucket.store.window_waits()),
+            ("window", store.window_waits()),
+            ("connection", store.connection_waits()),
+            ("disk", self.0.disk_waits()),
         ]
     }
 
     /// From a commit until the lowest tier has the chunk.
     pub fn behind_times(&self) -> Times {
         self.0.times.behind.read()
+    }
+
+    /// The names that the server's endpoints come from.
+    pub fn names(&self) -> Vec<NameState> {
+        self.0.bucket.store.names()
     }
 
     /// The state of the server's endpoints.

@@ -12,6 +12,7 @@ use super::figures::Figures;
 use crate::cache::gateway::Gateway;
 use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::Status;
+use crate::s3::dns::NameState;
 use crate::s3::fanout::{BreakerPhase, EndpointState};
 
 /// Collects the text.
@@ -195,8 +196,9 @@ fn waits(text: &mut Text, gateway: &Gateway) {
     text.times(
         "kvgate_wait_seconds",
         "Waits of loads, by queue: for credit ([load] window, engine_share), for another load's fetch (flight), for room in \
-         the arena, for the turn of a GET ([load] in_flight), for room at an endpoint (window, also of stores). Where there \
-         is no queue to wait in, credit, flight and window note nothing.",
+         the arena, for the turn of a GET ([load] in_flight), for room at an endpoint (window) and a connection ([s3] \
+         connections), both also of stores, for a disk's turn ([disk] depth). Where there is no queue to wait in, only arena \
+         and turn note something.",
         gateway.waits().into_iter().map(by("queue")),
     );
     text.times(
@@ -436,6 +438,7 @@ fn s3(text: &mut Text, status: &Status) {
         "Chunks that are known to exist or not.",
         s3.existence_entries as u64,
     );
+    names(text, &s3.names);
     ended(text, &s3.endpoints);
     let mut of = each(text, "address", &s3.endpoints, |one| one.address.to_string());
     of(
@@ -488,6 +491,29 @@ fn s3(text: &mut Text, status: &Status) {
         "counter",
         "Bytes of bodies.",
         &|one| one.totals.bytes,
+    );
+}
+
+/// What DNS says.
+fn names(text: &mut Text, names: &[NameState]) {
+    let mut of = each(text, "name", names, |one| one.name.clone());
+    of(
+        "kvgate_dns_addresses",
+        "gauge",
+        "Addresses of S3 by its name; the last good answer's.",
+        &|one| one.addresses as u64,
+    );
+    of(
+        "kvgate_dns_age_seconds",
+        "gauge",
+        "Since the last good answer of DNS; 0 before it, and for an address that needs no DNS.",
+        &|one| one.age_seconds.unwrap_or(0),
+    );
+    of(
+        "kvgate_dns_failing",
+        "gauge",
+        "1 if the last lookup of the name failed.",
+        &|one| u64::from(one.error.is_some()),
     );
 }
 

@@ -18,4 +18,4 @@ mod lookup;
 mod servers;
 mod watch;
 
-pub use watch::{AddressSource, DnsOptions, Resolved, Resolver};
+pub use watch::{AddressSource, DnsOptions, NameState, Resolved, Resolver};

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use tokio::sync::watch;
 
 use super::error::DnsError;
@@ -47,11 +48,35 @@ pub struct Resolver {
 /// The state of an [`AddressSource`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resolved {
+    /// The time of the last good answer. It changes without notice. None before it, and for an address that needs no DNS.
+    pub answered: Option<Instant>,
     /// Sorted, without duplicates. The last good answer: kept while DNS fails. Empty until there was one.
     pub addresses: Arc<[SocketAddr]>,
     /// Why the last lookup failed: a sentence with the name and what to check. None after a good one, and before the
     /// first ended.
     pub error: Option<Arc<str>>,
+}
+
+/// A name and its addresses, for operators.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NameState {
+    pub name: String,
+    pub addresses: usize,
+    /// Since the last good answer. None before it, and for an address that needs no DNS.
+    pub age_seconds: Option<u64>,
+    /// Why the last lookup failed.
+    pub error: Option<String>,
+}
+
+impl NameState {
+    pub fn new(name: &AddressSource, resolved: &Resolved) -> Self {
+        Self {
+            name: name.to_string(),
+            addresses: resolved.addresses.len(),
+            age_seconds: resolved.answered.map(|answered| answered.elapsed().as_secs()),
+            error: resolved.error.as_deref().map(str::to_owned),
+        }
+    }
 }
 
 impl Resolver {
@@ -70,6 +95,7 @@ impl Resolver {
         let (tell, told) = watch::channel(Resolved::default());
         if let Some(address) = source.literal() {
             tell.send_replace(Resolved {
+                answered: None,
                 addresses: [address].into(),
                 error: None,
             });
@@ -141,19 +167,25 @@ impl Refresh {
                     tracing::debug!(source = %self.source, "one family could not be resolved: {failure}");
                 }
                 Resolved {
+                    answered: Some(Instant::now()),
                     addresses: found.addresses.into(),
                     error: None,
                 }
             }
             Err(error) => Resolved {
+                answered: last.answered,
                 addresses: Arc::clone(&last.addresses),
                 error: Some(error.to_string().into()),
             },
         };
-        if next != last {
+        let has_changed = next.addresses != last.addresses || next.error != last.error;
+        if has_changed {
             self.log(&last, &next);
-            self.tell.send_replace(next);
         }
+        self.tell.send_if_modified(|told| {
+            *told = next;
+            has_changed
+        });
     }
 
     fn log(&self, last: &Resolved, next: &Resolved) {

@@ -13,7 +13,8 @@ use super::error::NetError;
 use super::http_client::NetOptions;
 use super::pool::{Origin, Pool};
 use super::stats::NetCounters;
-use crate::s3::dns::{AddressSource, Resolved};
+use crate::metrics::{Histogram, Times};
+use crate::s3::dns::{AddressSource, NameState, Resolved};
 use crate::s3::fanout::{Class, Endpoints, Permit, Route, Start};
 
 /// Connections that are idle for too long are closed after at most this part of the time more.
@@ -31,6 +32,9 @@ pub(super) struct Host {
     origin: Origin,
     endpoints: Endpoints<Pool>,
     in_use: Semaphore,
+    /// For a request that has an endpoint, until it may have a connection.
+    turns: Histogram,
+    names: Vec<(AddressSource, watch::Receiver<Resolved>)>,
     /// Why there are no addresses.
     trouble: Arc<Mutex<Option<Arc<str>>>>,
     follower: AbortHandle,
@@ -41,11 +45,13 @@ impl Host {
     pub fn new(origin: Origin, options: &Arc<NetOptions>, counters: &Arc<NetCounters>) -> Self {
         let endpoints = Endpoints::new(options.endpoints);
         let trouble = Arc::default();
+        let watched = places(&origin, options).into_iter().map(|place| {
+            let told = options.dns.watch(&place.source);
+            ((place.server_name, told.clone()), (place.source, told))
+        });
+        let (watched, names) = watched.unzip();
         let follow = Follow {
-            watched: places(&origin, options)
-                .into_iter()
-                .map(|place| (place.server_name, options.dns.watch(&place.source)))
-                .collect(),
+            watched,
             fixed: Vec::new(),
             endpoints: endpoints.clone(),
             tls: origin.tls,
@@ -59,6 +65,8 @@ impl Host {
             origin,
             endpoints,
             in_use: Semaphore::new(options.connections_max),
+            turns: Histogram::default(),
+            names,
             trouble,
             follower,
         }
@@ -66,6 +74,19 @@ impl Host {
 
     pub fn endpoints(&self) -> &Endpoints<Pool> {
         &self.endpoints
+    }
+
+    /// Waits for a connection, of the requests that had to.
+    pub fn turns(&self) -> Times {
+        self.turns.read()
+    }
+
+    /// The names that the endpoints come from.
+    pub fn names(&self) -> Vec<NameState> {
+        let names = self.names.iter();
+        names
+            .map(|(name, told)| NameState::new(name, &told.borrow()))
+            .collect()
     }
 
     /// An endpoint for a request that moves `bytes` of body. `limit` is for the time until the name is resolved.
@@ -102,7 +123,7 @@ impl Host {
             return Some(turn);
         }
         permit.waits(route);
-        let turn = self.in_use.acquire().await.ok();
+        let turn = self.turns.of(self.in_use.acquire()).await.ok();
         permit.goes(route);
         turn
     }

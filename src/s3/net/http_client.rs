@@ -25,7 +25,7 @@ use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{NetCounters, Traffic, add};
 use crate::metrics::Times;
-use crate::s3::dns::Resolver;
+use crate::s3::dns::{NameState, Resolver};
 use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
 /// The most bytes that are read of a refusal. S3's have some hundred.
@@ -82,6 +82,16 @@ impl NetClient {
     /// Of requests that had to wait for room at the endpoints of an origin.
     pub fn window_waits(&self, origin: &Origin) -> Times {
         self.host(origin).endpoints().waits()
+    }
+
+    /// Of requests that had to wait for a connection to an origin.
+    pub fn connection_waits(&self, origin: &Origin) -> Times {
+        self.host(origin).turns()
+    }
+
+    /// The names that the endpoints of an origin come from.
+    pub fn names(&self, origin: &Origin) -> Vec<NameState> {
+        self.host(origin).names()
     }
 
     pub fn endpoints(&self, origin: &Origin) -> Vec<EndpointState> {

@@ -36,6 +36,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use super::client::{S3ClientError, S3Options};
 use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
 use crate::metrics::Times;
+use crate::s3::dns::NameState;
 use crate::s3::fanout::{EndpointState, Hedge, Route};
 use crate::s3::net::{LandingCell, NetClient, NetError, Origin, Outgoing, Url, head_of};
 
@@ -188,6 +189,14 @@ impl Reads {
 
     pub fn window_waits(&self) -> Times {
         self.http.window_waits(&self.bucket.origin)
+    }
+
+    pub fn connection_waits(&self) -> Times {
+        self.http.connection_waits(&self.bucket.origin)
+    }
+
+    pub fn names(&self) -> Vec<NameState> {
+        self.http.names(&self.bucket.origin)
     }
 
     pub fn window_bytes(&self) -> usize {

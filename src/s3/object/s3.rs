@@ -26,6 +26,7 @@ use super::store::{
     RequestTimes, Result, StoreFuture, Version,
 };
 use crate::metrics::Times;
+use crate::s3::dns::NameState;
 use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
 use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted};
 
@@ -464,6 +465,14 @@ impl ObjectStore for S3 {
 
     fn window_waits(&self) -> Times {
         self.reads.window_waits()
+    }
+
+    fn connection_waits(&self) -> Times {
+        self.reads.connection_waits()
+    }
+
+    fn names(&self) -> Vec<NameState> {
+        self.reads.names()
     }
 
     fn traffic(&self) -> Traffic {

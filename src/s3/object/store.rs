@@ -12,6 +12,7 @@ use tokio::time::Instant;
 
 use super::error::{ObjectError, Operation};
 use crate::metrics::{Histogram, Times};
+use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
 use crate::s3::net::{Landing, Traffic};
 
@@ -142,6 +143,16 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// Waits for room at an endpoint, of the requests that had to.
     fn window_waits(&self) -> Times {
         Times::default()
+    }
+
+    /// Waits for a connection, of the requests that had to.
+    fn connection_waits(&self) -> Times {
+        Times::default()
+    }
+
+    /// The names that the endpoints come from, if there are any.
+    fn names(&self) -> Vec<NameState> {
+        Vec::new()
     }
 
     /// The bytes that the connections carried so far.

@@ -12,7 +12,7 @@ use kvgate::node::daemon::{Daemon, Ended, StartError};
 use kvgate::protocol::Order;
 use kvgate::protocol::Share;
 use kvgate::protocol::{AttachRequest, LoadLine, LoadRequest, ReserveChunk, ReservedChunk, SlotName};
-use kvgate::s3::object::ObjectStore;
+use kvgate::s3::object::{ObjectStore, S3Options};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -92,16 +92,21 @@ impl Site {
     }
 
     pub async fn store(&self) -> Arc<dyn ObjectStore> {
+        self.store_with(|_| {}).await
+    }
+
+    pub async fn store_with(&self, change: impl FnOnce(&mut S3Options)) -> Arc<dyn ObjectStore> {
         let credentials = aws_credential_types::Credentials::from_keys(
             kvgate_key(self.s3.as_ref()),
             kvgate_secret(self.s3.as_ref()),
             None,
         );
-        backends::open(&kvgate::s3::object::S3Options {
+        let mut options = S3Options {
             credentials: Some(credentials),
             ..backends::options(&self.endpoint)
-        })
-        .await
+        };
+        change(&mut options);
+        backends::open(&options).await
     }
 
     /// Puts a prompt on the tiers below memory, by a daemon that is gone afterwards.

@@ -21,7 +21,7 @@ use crate::arena::Arena;
 pub use crate::cache::tier::KvEvents;
 use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
-use crate::metrics::Histogram;
+use crate::metrics::{Histogram, Times};
 use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
 
 /// The settings of a node's tiers and of the ways between them.
@@ -159,6 +159,11 @@ impl Tiers {
 
     pub fn disk(&self) -> Option<&Disk> {
         self.options.disk.as_ref().map(|tier| &tier.disk)
+    }
+
+    /// For a disk's turn, of the reads and writes that had to wait.
+    pub fn disk_waits(&self) -> Times {
+        self.disk().map(Disk::waits).unwrap_or_default()
     }
 
     /// Whether the disk may be asked, and has the chunk.

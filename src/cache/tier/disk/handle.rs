@@ -17,6 +17,7 @@ use super::stats::{Backlog, DiskStats, Unsent};
 use crate::arena::{Slot, SlotMut};
 use crate::cache::tier::events::KvEvents;
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::metrics::Times;
 
 /// The disk tier; see the [module](super). Cheap to clone.
 ///
@@ -69,6 +70,11 @@ impl Disk {
     /// Tells of those that are here.
     pub fn tell_present(&self, space: SpaceKey, chunks: &[ChunkHash]) {
         self.0.index.tell_present(space, chunks);
+    }
+
+    /// Waits for a disk's turn, of the reads and writes that had to.
+    pub fn waits(&self) -> Times {
+        self.0.turns.read()
     }
 
     /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.

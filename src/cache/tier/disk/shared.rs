@@ -16,6 +16,7 @@ use super::index::{Gone, Index, IndexEntry, WriteReservation};
 use super::options::DiskOptions;
 use super::stats::{Backlog, DiskStats, PathStats};
 use crate::format::{ChunkId, Space, SpaceKey};
+use crate::metrics::Histogram;
 
 /// Chunks past their time that one write removes at most: it adds one, so they don't pile up, and it isn't held up.
 const EXPIRED_PER_WRITE: usize = 16;
@@ -29,6 +30,8 @@ pub(super) struct DiskShared {
     /// Their file systems at start.
     pub devices: Vec<u64>,
     pub options: DiskOptions,
+    /// For the right to use a disk.
+    pub turns: Histogram,
     /// Disks that were not usable at the start.
     unusable: Vec<PathStats>,
     /// Found when a disk was read, and dirty.
@@ -65,6 +68,7 @@ impl DiskShared {
             devices: folders.iter().map(|folder| folder.device).collect(),
             paths: folders.iter().map(|folder| folder.path().to_owned()).collect(),
             options: options.clone(),
+            turns: Histogram::default(),
             unusable,
             backlog: Mutex::new(backlog),
             backlog_comes: Notify::new(),
@@ -148,7 +152,11 @@ impl DiskShared {
             let one = self.disks[disk].read().unwrap_or_else(PoisonError::into_inner);
             one.as_ref().map(|one| Arc::clone(&one.depth))
         };
-        let turn = depth.ok_or(DiskError::Out)?.acquire_owned().await;
+        let depth = depth.ok_or(DiskError::Out)?;
+        if let Ok(turn) = Arc::clone(&depth).try_acquire_owned() {
+            return Ok(turn);
+        }
+        let turn = self.turns.of(depth.acquire_owned()).await;
         turn.map_err(|_| DiskError::Out)
     }
 
