@@ -104,6 +104,7 @@ class SchedulerTest(unittest.TestCase):
         pool = Pool()
         pool.take(1, 2, 3)
         self.side.blocks = blocks = Blocks(1)
+        self.side.bind_pool = blocks.bind
         self.connector.bind_gpu_block_pool(pool)
         blocks.copy("told", [1], [])
         self.connector.build_connector_meta(None)
