@@ -197,7 +197,7 @@ def odd_figures(replay, figures):
     expected = {
         "kvgate_lookup_chunks_total": replay.asked,
         "kvgate_load_chunks_total": replay.loaded,
-        'kvgate_store_chunks_total{answer="stored"}': replay.new,
+        'kvgate_store_commits_total{outcome="published"}': replay.new,
         "kvgate_load_misses_total": 0,
         "kvgate_behind_dropped_total": 0,
         "kvgate_behind_waiting_chunks": 0,
@@ -271,7 +271,9 @@ def report(args, replay, figures, simulation):
         ("figures of the daemon that do not fit", odd or "none"),
     ]
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    command = " ".join(["bench/replay.py", *(word for word in sys.argv[1:] if word != "--save")])
+    command = f"bench/replay.py --speed {args.speed:g} --chunks {args.chunks}"
+    command += f" --trace {args.trace.name}" if args.trace else ""
+    command += f" --requests {args.requests}" if args.requests else ""
     lines = [
         "# A trace against a real daemon and a real Ceph",
         "",
