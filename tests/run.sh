@@ -187,6 +187,7 @@ engine_tests() {
     tests "the connector's parts" env -C tests/engines "$env/bin/python" -B -m unittest -v \
         test_plugin test_connector test_lookups test_model test_states test_adapters test_guard test_blocks test_stores test_pages \
         test_tier test_dealt
+    page_tests "$env/bin/python"
     tests "KV events" "$env/bin/python" -W ignore -B tests/engines/test_events.py
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
@@ -201,6 +202,12 @@ engine_tests() {
     tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
     sglang_tests
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
+}
+
+# page_tests PYTHON : the engine's.
+page_tests() {
+    check "install a browser" tests/servers/install.sh page || return 0
+    KVGATE_TEST_PYTHON=$1 KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate tests "the status page" "$VENV/bin/python" -B tests/page.py
 }
 
 # release_build PART... : of what a release has for this machine.

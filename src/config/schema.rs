@@ -309,6 +309,8 @@ sections! {
         grace: Duration = "5s", Time { min_ms: 0, max_ms: 3_600_000 };
         /// Time without a call after which an engine counts as hanging: no load waits for the slots that it holds.
         stalled: Duration = "5s", Time { min_ms: 100, max_ms: 3_600_000 };
+        /// Time that the status page and `kvgate top` look back.
+        history: Duration = "1h", Time { min_ms: 60_000, max_ms: 86_400_000 };
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
     }

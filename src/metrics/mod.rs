@@ -56,6 +56,32 @@ impl Times {
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
+
+    /// What came after `before`, of the same histogram.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            buckets: std::array::from_fn(|bucket| {
+                self.buckets[bucket].saturating_sub(before.buckets[bucket])
+            }),
+            sum_us: self.sum_us.saturating_sub(before.sum_us),
+        }
+    }
+
+    /// In seconds, as exact as the buckets are; None: there is no time. Beyond the last bound it is that bound.
+    pub fn quantile(&self, share: f64) -> Option<f64> {
+        let wanted = share * self.count() as f64;
+        let mut below = 0.0;
+        for (bucket, count) in self.buckets.iter().map(|count| *count as f64).enumerate() {
+            if count > 0.0 && below + count >= wanted {
+                let bound = |at: usize| BOUNDS_US[at.min(BOUNDS_US.len() - 1)] as f64 / 1e6;
+                let low = bucket.checked_sub(1).map_or(0.0, bound);
+                return Some(low + (bound(bucket) - low) * ((wanted - below) / count).clamp(0.0, 1.0));
+            }
+            below += count;
+        }
+        None
+    }
 }
 
 /// A count for each of a few words that are known from the start: no series appears late.
@@ -101,6 +127,22 @@ mod tests {
         assert_eq!(times.buckets[..3], [2, 1, 0]);
         assert_eq!(times.buckets[BOUNDS_US.len() - 1..], [1, 1]);
         assert_eq!((times.count(), times.sum_us), (5, 60_000_102));
+    }
+
+    #[test]
+    fn a_quantile_lies_in_its_bucket() {
+        let histogram = Histogram::default();
+        assert_eq!(histogram.read().quantile(0.5), None);
+        for us in [40, 60, 80, 40_000_000] {
+            histogram.observe(Duration::from_micros(us));
+        }
+        let times = histogram.read();
+        let of = |share| times.quantile(share).unwrap();
+        assert!(of(0.1) < 50e-6 && (50e-6..100e-6).contains(&of(0.5)));
+        assert_eq!(of(0.99), 30.0);
+        histogram.observe(Duration::from_millis(2));
+        let later = histogram.read().since(&times);
+        assert_eq!((later.count(), later.sum_us), (1, 2000));
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod session;
 mod shared_load;
 mod status;
 mod store;
+mod trouble;
 mod unwritten;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -35,6 +36,7 @@ pub use owners::Has;
 pub use session::{Attach, Session, SessionEvent};
 pub use status::Status;
 pub use store::{Reservations, ReserveOutcome, ToStore};
+pub use trouble::Trouble;
 
 pub use peer_process::Process;
 

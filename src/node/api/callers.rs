@@ -57,6 +57,7 @@ fn is_public(request: &Request<Incoming>) -> bool {
     let paths = [
         "/",
         "/v1/status",
+        "/v1/history",
         "/metrics",
         "/healthz",
         "/readyz",

@@ -18,6 +18,7 @@ mod chunk;
 mod connections;
 mod events;
 mod figures;
+mod history;
 mod impatient;
 mod load;
 mod lookup;
@@ -37,12 +38,14 @@ use std::time::Duration;
 
 use hyper::StatusCode;
 
+pub use history::run as keep_history;
 pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
 use self::bound_blocks::BoundBlocks;
 use self::connections::Connections;
 use self::figures::Figures;
+use self::history::History;
 use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
 use crate::protocol::Strategy;
@@ -68,6 +71,8 @@ pub struct ApiOptions {
     pub note_bytes: usize,
     /// The longest that a call waits for an event.
     pub event_wait: Duration,
+    /// The time that the history has.
+    pub history: Duration,
 }
 
 /// State that all connections share.
@@ -76,6 +81,7 @@ pub struct Api {
     pub options: ApiOptions,
     connections: Arc<Connections>,
     figures: Figures,
+    history: History,
     /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
     /// What routers' block hashes mean; at most twice `hashes_max` chunks.
@@ -103,6 +109,7 @@ impl Api {
             node,
             connections: Connections::new(options.connections_max),
             figures: Figures::default(),
+            history: History::new(options.history),
             chunks: Credit::new(options.chunk_bytes),
             bound: Mutex::new(BoundBlocks::new(options.hashes_max)),
             options,

@@ -2,19 +2,30 @@
 
 use bytes::Bytes;
 use hyper::StatusCode;
+use hyper::header::{CONTENT_SECURITY_POLICY, HeaderValue, X_CONTENT_TYPE_OPTIONS};
 
 use super::body::{JSON, Reply, bytes};
 
 const PAGE: &str = include_str!("page.html");
 const OPENAPI: &str = include_str!("../../../docs/openapi.json");
 
-/// `GET /`: reads `/v1/status` once a second.
+/// The page asks nobody but this node, and nobody shows it as part of another page.
+const POLICY: HeaderValue = HeaderValue::from_static(
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; \
+     base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+);
+
+/// `GET /`: reads `/v1/status` every two seconds and `/v1/history` every ten.
 pub fn page() -> Reply {
-    bytes(
+    let mut page = bytes(
         StatusCode::OK,
         "text/html; charset=utf-8",
         Bytes::from_static(PAGE.as_bytes()),
-    )
+    );
+    let headers = page.headers_mut();
+    headers.insert(CONTENT_SECURITY_POLICY, POLICY);
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    page
 }
 
 /// `GET /v1/openapi.json`.

@@ -21,7 +21,7 @@ use crate::cache::gateway::{Gateway, GatewayOptions};
 use crate::cache::tier::{Disk, DiskError};
 use crate::config::Config;
 use crate::node::Node;
-use crate::node::api::{Api, ListenError, Reload, Server};
+use crate::node::api::{Api, ListenError, Reload, Server, keep_history};
 use crate::s3::object::{Capabilities, ObjectStore};
 
 /// Why the daemon can't start.
@@ -114,6 +114,7 @@ impl Daemon {
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
+        let history = tokio::spawn(keep_history(Arc::clone(&api)));
         let backlog = tokio::spawn(node.gateway().send_backlog());
         let disks = tokio::spawn({
             let gateway = node.gateway().clone();
@@ -143,6 +144,7 @@ impl Daemon {
         reach.abort();
         watchdog.abort();
         expire.abort();
+        history.abort();
         Ok(Ended { dropped })
     }
 }

@@ -115,6 +115,7 @@ pub fn api(config: &Config) -> ApiOptions {
         hosts: config.api.hosts.clone(),
         note_bytes: bytes(config.events.note_size),
         event_wait: config.events.wait,
+        history: config.api.history,
     }
 }
 

@@ -266,12 +266,13 @@ impl<T> Member<T> {
                 self.breaker.failed(probe, now);
                 return None;
             }
+            // "Not implemented" is what the probe of capabilities may hear from a server that is well.
+            400..500 | 501 => self.totals.refused += 1,
             500.. => {
                 self.totals.failed += 1;
                 self.breaker.failed(probe, now);
                 return None;
             }
-            400.. => self.totals.refused += 1,
             _ => self.totals.ok += 1,
         }
         self.breaker.succeeded();

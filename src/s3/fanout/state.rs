@@ -29,7 +29,7 @@ pub struct EndpointState {
 pub struct Requests {
     /// 2xx and 3xx.
     pub ok: u64,
-    /// 4xx: it works, and said no.
+    /// 4xx, and 501: it works, and said no.
     pub refused: u64,
     /// 429 and 503.
     pub throttled: u64,

@@ -28,6 +28,7 @@ mod rm;
 mod serve;
 mod size;
 mod stat;
+mod top;
 mod verify;
 
 use std::ffi::OsString;
@@ -73,6 +74,7 @@ enum Command {
     Lookup(lookup::LookupArgs),
     Ls(ls::LsArgs),
     Stat(stat::StatArgs),
+    Top(top::TopArgs),
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
@@ -137,6 +139,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Lookup(args) => lookup::run(args, verbose, out).await,
         Command::Ls(args) => ls::run(args, verbose, out).await,
         Command::Stat(args) => stat::run(args, verbose, out).await,
+        Command::Top(args) => top::run(args, out).await,
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),

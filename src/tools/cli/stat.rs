@@ -90,6 +90,15 @@ async fn of_node(args: &StatArgs, config: &Config, out: &mut Out) -> Result<(), 
     let size = |path: &str| bytes(of(path).as_u64().unwrap_or(0));
     out.field("kvgate", of("/version").as_str().unwrap_or_default())?;
     out.field("ready", of("/not_ready").as_str().unwrap_or("yes"))?;
+    for trouble in of("/troubles").as_array().into_iter().flatten() {
+        let word = |name: &str| trouble[name].as_str().unwrap_or_default().to_owned();
+        let name = if trouble["is_bad"] == true {
+            "broken"
+        } else {
+            "look"
+        };
+        out.field(name, format_args!("{}. {}", word("what"), word("todo")))?;
+    }
     out.field(
         "arena",
         format_args!("{} of {}", size("/arena/used_bytes"), size("/arena/size_bytes")),

@@ -1,0 +1,123 @@
+//! What is wrong with a node, and what to do: for the status page, `kvgate stat` and `kvgate top`. `docs/ALERTS.md` has
+//! what Prometheus tells.
+
+use serde::Serialize;
+
+use super::status::Status;
+use crate::cache::tier::DiskState;
+use crate::s3::fanout::BreakerPhase;
+
+/// Something that somebody should look at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Trouble {
+    /// The node does not do its work. Else it does, and something is not as it should be.
+    pub is_bad: bool,
+    pub what: String,
+    /// What to type or set next.
+    pub todo: String,
+}
+
+fn bad(what: impl Into<String>, todo: impl Into<String>) -> Trouble {
+    Trouble {
+        is_bad: true,
+        what: what.into(),
+        todo: todo.into(),
+    }
+}
+
+fn odd(what: impl Into<String>, todo: impl Into<String>) -> Trouble {
+    Trouble {
+        is_bad: false,
+        ..bad(what, todo)
+    }
+}
+
+/// The worst first.
+pub(super) fn troubles(status: &Status, write_behind_max: u64) -> Vec<Trouble> {
+    let mut troubles = Vec::new();
+    if !status.s3.answered {
+        let todo = "The log has S3's own words: keys, bucket, name or certificate. `kvgate config check` looks at the file, \
+                    `kvgate bench lookup` with the same settings tries the server.";
+        troubles.push(bad("S3 has not answered since the start", todo));
+    }
+    addresses(status, &mut troubles);
+    names(status, &mut troubles);
+    disks(status, &mut troubles);
+    behind(status, write_behind_max, &mut troubles);
+    troubles.sort_by_key(|trouble| !trouble.is_bad);
+    troubles
+}
+
+fn addresses(status: &Status, troubles: &mut Vec<Trouble>) {
+    let endpoints = &status.s3.endpoints;
+    let open = endpoints.iter().filter(|one| one.breaker != BreakerPhase::Closed);
+    let open: Vec<String> = open.map(|one| one.address.to_string()).collect();
+    if open.is_empty() {
+        return;
+    }
+    let todo = "Look at S3 and the network between: `kvgate bench lookup` with the same settings tries it. Addresses come back by themselves.";
+    if open.len() == endpoints.len() {
+        let what = "All addresses of S3 fail: the node serves what its memory and disks have";
+        troubles.push(bad(what, todo));
+    } else {
+        let what = format!(
+            "{} of {} addresses of S3 are left alone: {}",
+            open.len(),
+            endpoints.len(),
+            open.join(", ")
+        );
+        troubles.push(odd(what, todo));
+    }
+}
+
+fn names(status: &Status, troubles: &mut Vec<Trouble>) {
+    for name in &status.s3.names {
+        if let Some(error) = &name.error {
+            let what = format!("{} can't be resolved: {error}", name.name);
+            let todo = "Look at DNS: `dig` the name, and [dns] servers. The last good addresses stay in use.";
+            troubles.push(match name.addresses {
+                0 => bad(what, todo),
+                _ => odd(what, todo),
+            });
+        }
+    }
+}
+
+fn disks(status: &Status, troubles: &mut Vec<Trouble>) {
+    for disk in status.tiers.disk.iter().flat_map(|disk| &disk.disks) {
+        if let DiskState::Failed(why) = &disk.state {
+            let what = format!("the disk {} was taken out: {why}", disk.path.display());
+            let todo = "Repair or replace it: kvgate tries it again every [disk] retry, and reads it anew.";
+            troubles.push(bad(what, todo));
+        }
+    }
+}
+
+fn behind(status: &Status, write_behind_max: u64, troubles: &mut Vec<Trouble>) {
+    let behind = &status.tiers.write_behind;
+    if behind.lost > 0 {
+        let what = format!(
+            "{} chunks were lost: their only file could not be read",
+            behind.lost
+        );
+        troubles.push(bad(
+            what,
+            "Look at the disk, and at its folder `lost`. Engines compute them again.",
+        ));
+    }
+    if behind.dropped > behind.lost {
+        let what = format!(
+            "{} chunks were given up and are not on S3",
+            behind.dropped - behind.lost
+        );
+        let todo =
+            "Raise [store] write_behind, or set [store] when_full = \"refuse\". Engines compute them again.";
+        troubles.push(odd(what, todo));
+    }
+    let used = behind.waiting_bytes + behind.reserved_bytes;
+    if write_behind_max > 0 && used.saturating_mul(10) >= write_behind_max.saturating_mul(9) {
+        let what = "New chunks find no room: those before wait for S3 or a disk";
+        let todo = "Look at the latency of S3 below. If it is as usual, raise [store] write_behind and [store] in_flight.";
+        troubles.push(odd(what, todo));
+    }
+}
