@@ -201,7 +201,9 @@ class UsedTest(Case):
         charts = page.locator("#charts svg")
         self.assertEqual(charts.count(), 4)
         self.assertRegex(charts.nth(0).get_attribute("aria-label"), r"memory: now .*/s, at most [1-9]")
-        self.assertRegex(charts.nth(2).get_attribute("aria-label"), r"lookup: now ([\d.]+ (µs|ms|s)|–), at most [1-9]")
+        self.assertRegex(
+            charts.nth(2).get_attribute("aria-label"), r"lookup: now ([\d.]+ (µs|ms|s)|\u2013), at most [1-9]"
+        )
         self.assertIn("L", charts.nth(3).locator("path").first.get_attribute("d"), "a line of two rows at least")
         self.assertIn("Qwen/Qwen3-8B", page.locator("#spaces").inner_text())
         self.assertIn("python-", page.locator("#sessions").inner_text())
