@@ -16,12 +16,12 @@ use crate::format::{ChunkHash, Space};
 use crate::protocol::{BindRequest, BoundChunk, EventsAnswer, EventsRequest, Tier};
 
 /// Time that the node waits for an event before it answers that there is none.
-const WAIT: Duration = Duration::from_secs(5);
+const WAIT: Duration = Duration::from_secs(2);
 /// Between two questions: events of a busy node come together.
 const PAUSE: Duration = Duration::from_millis(50);
 /// After a call that failed.
 const AGAIN: Duration = Duration::from_millis(500);
-/// Time without an answer after which nothing is there.
+/// Time for an answer, and after the last one, after which nothing is there.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Chunks that wait to be bound; beyond that the oldest have no events.
 const BINDS_MAX: usize = 8192;
@@ -75,7 +75,8 @@ pub struct Change {
 impl Follower {
     pub fn new(client: Client, space: Space, scheme: String) -> Self {
         Self(Arc::new(Following {
-            client,
+            // One that hangs is as good as gone.
+            client: client.with_patience(PATIENCE),
             space,
             scheme,
             state: Mutex::default(),
@@ -150,9 +151,14 @@ impl Following {
             let _ = tokio::time::timeout(WAIT, self.is_asked.notified()).await;
             return;
         };
-        if let Err(error) = self.bind(&request).await {
-            // A chunk that is not bound has no events; nothing is wrong by that.
-            tracing::debug!(%error, "chunks were not bound");
+        let Err(error) = self.bind(&request).await else {
+            return;
+        };
+        tracing::debug!(%error, "chunks were not bound");
+        // Refused ones have no events; nothing is wrong by that.
+        if !matches!(error, ClientError::Refused(_)) {
+            self.lock().ask_first(request);
+            tokio::time::sleep(AGAIN).await;
         }
     }
 
@@ -215,7 +221,7 @@ impl Following {
 struct Reader {
     /// None: it begins.
     cursor: Option<String>,
-    silent_since: Option<Instant>,
+    answered: Option<Instant>,
 }
 
 impl Reader {
@@ -224,8 +230,10 @@ impl Reader {
             Ok(()) => PAUSE,
             Err(error) => {
                 tracing::debug!(%error, "no events");
-                let since = *self.silent_since.get_or_insert_with(Instant::now);
-                if since.elapsed() >= PATIENCE {
+                if self
+                    .answered
+                    .is_none_or(|answered| answered.elapsed() >= PATIENCE)
+                {
                     self.cursor = None;
                     following.lock().withdraw();
                 }
@@ -240,7 +248,7 @@ impl Reader {
             return self.read_all(following).await;
         }
         let answer = following.events(self.cursor.as_deref()).await?;
-        self.silent_since = None;
+        self.answered = Some(Instant::now());
         if answer.is_lost {
             self.cursor = None;
             return Ok(());
@@ -257,7 +265,7 @@ impl Reader {
         let mut cursor = None;
         loop {
             let answer = following.events(cursor.as_deref()).await?;
-            self.silent_since = None;
+            self.answered = Some(Instant::now());
             if answer.is_lost {
                 return Ok(());
             }
@@ -277,6 +285,15 @@ impl Reader {
 impl Followed {
     fn ask(&mut self, request: BindRequest) {
         self.to_bind.push_back(request);
+        self.drop_the_oldest();
+    }
+
+    fn ask_first(&mut self, request: BindRequest) {
+        self.to_bind.push_front(request);
+        self.drop_the_oldest();
+    }
+
+    fn drop_the_oldest(&mut self) {
         let mut waiting: usize = self.to_bind.iter().map(|request| request.chunks.len()).sum();
         while waiting > BINDS_MAX
             && let Some(oldest) = self.to_bind.pop_front()

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -16,8 +16,9 @@ use crate::support::daemon::{all, alone, eventually, id, load, load_request, sto
 use crate::support::fixture::Prompt;
 use crate::support::program::Place;
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
-use kvgate::protocol::LoadRequest;
+use kvgate::engine::follower::Follower;
 use kvgate::protocol::Order;
+use kvgate::protocol::{BoundChunk, LoadRequest};
 
 /// A daemon's place: its S3 server, which outlives it, its socket and disk.
 struct Home {
@@ -522,6 +523,45 @@ async fn a_daemon_that_hangs_hung_its_engines() {
         all("memory", 6)
     );
     until(async || leases(&daemon).await == 0).await;
+}
+
+/// Routers sent prompts to it for as long as it hung.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_daemon_that_hangs_has_is_withdrawn_and_comes_back() {
+    let home = Home::new().await;
+    let daemon = home.serve(&[]).await;
+    let prompt = Prompt::new(3);
+    let engine = daemon.client.attach(&alone("one")).await.unwrap();
+    store(&daemon.client, &engine, &prompt).await;
+    let follower = Follower::new(daemon.client.clone(), prompt.space.clone(), "blocks".to_owned());
+    let _task = tokio::spawn(follower.follow());
+    let bound = prompt.hashes.iter().map(|hash| BoundChunk {
+        hash: *hash,
+        parent: None,
+        tokens: vec![0; prompt.space.chunk_tokens() as usize],
+        event: String::new(),
+    });
+    follower.bind(bound.collect(), None, "", "");
+    // In memory and on the disk.
+    let come = async |is_stored| {
+        let seen = Mutex::new(0);
+        until(async || {
+            let changes = follower.take(9);
+            assert!(
+                changes.iter().all(|change| change.is_stored == is_stored),
+                "{changes:?}"
+            );
+            let mut seen = seen.lock().unwrap();
+            *seen += changes.len();
+            *seen == 6
+        })
+        .await;
+    };
+    come(true).await;
+    signal(&daemon.child, Signal::STOP);
+    come(false).await;
+    signal(&daemon.child, Signal::CONT);
+    come(true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
