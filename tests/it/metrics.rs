@@ -189,6 +189,28 @@ async fn waits_for_a_connection_and_for_a_disk_are_timed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_tenant_s_share_is_told() {
+    let site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let serving = site.serve(&[("disk.paths", disk.to_str().unwrap())]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(3);
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let lines = read(&serving).await;
+    for tier in ["memory", "disk"] {
+        let name = format!(
+            "kvgate_{tier}_tenant_bytes{{tenant=\"{}\"}}",
+            prompt.space.tenant()
+        );
+        let least = (3 * prompt.space.layout().object_len()) as f64;
+        assert!(lines[&name] >= least, "{name}: {}", lines[&name]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_name_of_s3_is_told() {
     let site = Site::new().await;
     let serving = site.serve(&[]).await;

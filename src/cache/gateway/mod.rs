@@ -299,6 +299,11 @@ impl Gateway {
         self.0.options.behind.bytes_max
     }
 
+    /// Bytes that each tenant has in memory, and on disks.
+    pub fn tenants(&self) -> [Vec<(String, u64)>; 2] {
+        self.0.tenants()
+    }
+
     /// From a commit until the lowest tier has the chunk.
     pub fn behind_times(&self) -> Times {
         self.0.times.behind.read()

@@ -386,6 +386,15 @@ impl Memory {
         }
     }
 
+    /// What each tenant has here.
+    pub fn tenants(&self) -> Vec<(String, u64)> {
+        let state = self.lock();
+        let tenants = state.tenants.iter();
+        tenants
+            .map(|(name, of)| (name.to_string(), of.bytes as u64))
+            .collect()
+    }
+
     fn is_expired(&self, resident: &Resident, now: Instant) -> bool {
         !resident.dirty && self.options.ttl.is_some_and(|ttl| now - resident.since >= ttl)
     }

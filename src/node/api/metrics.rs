@@ -104,6 +104,7 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
     node(&mut text, &api.node.status());
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
+    tenants(&mut text, api.node.gateway());
     text.gauge(
         "kvgate_api_connections",
         "Connections now.",
@@ -131,6 +132,28 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
         removals as u64,
     );
     bytes(StatusCode::OK, "text/plain; version=0.0.4", Bytes::from(text.0))
+}
+
+/// Series of each metric about tenants; the others are one.
+const TENANTS_MAX: usize = 20;
+
+/// What each tenant has, those with the most.
+fn tenants(text: &mut Text, gateway: &Gateway) {
+    let [memory, disk] = gateway.tenants().map(largest);
+    let help = "Bytes that a tenant has in memory: the 20 with the most, and all others together.";
+    text.lines("kvgate_memory_tenant_bytes", "gauge", help, "tenant", &memory);
+    let help = "Bytes that a tenant has on disks: the 20 with the most, and all others together.";
+    text.lines("kvgate_disk_tenant_bytes", "gauge", help, "tenant", &disk);
+}
+
+fn largest(mut tenants: Vec<(String, u64)>) -> Vec<(String, u64)> {
+    tenants.sort_by(|one, other| (other.1, &one.0).cmp(&(one.1, &other.0)));
+    let others = tenants.split_off(tenants.len().min(TENANTS_MAX));
+    if !others.is_empty() {
+        let bytes = others.iter().map(|(_, bytes)| bytes).sum();
+        tenants.push(("(others)".to_owned(), bytes));
+    }
+    tenants
 }
 
 /// What engines asked for and got.
@@ -543,5 +566,19 @@ fn ended(text: &mut Text, endpoints: &[EndpointState]) {
                 "{name}{{address=\"{address}\",outcome=\"{outcome}\"}} {count}"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_series_of_tenants_are_bounded() {
+        let named = |number: u64| (format!("t{number}"), number);
+        assert_eq!(largest(vec![named(1), named(2)]), [named(2), named(1)]);
+        let many = largest((0..50).map(named).collect());
+        assert_eq!((many.len(), &many[0]), (TENANTS_MAX + 1, &named(49)));
+        assert_eq!(many[TENANTS_MAX], ("(others)".to_owned(), (0..30).sum()));
     }
 }

@@ -161,6 +161,14 @@ impl Tiers {
         self.options.disk.as_ref().map(|tier| &tier.disk)
     }
 
+    /// What each tenant has in memory, and on disks.
+    pub fn tenants(&self) -> [Vec<(String, u64)>; 2] {
+        [
+            self.memory.tenants(),
+            self.disk().map(Disk::tenants).unwrap_or_default(),
+        ]
+    }
+
     /// For a disk's turn, of the reads and writes that had to wait.
     pub fn disk_waits(&self) -> Times {
         self.disk().map(Disk::waits).unwrap_or_default()

@@ -258,6 +258,11 @@ impl Disk {
         self.0.stats()
     }
 
+    /// What each tenant has, on all disks.
+    pub fn tenants(&self) -> Vec<(String, u64)> {
+        self.0.index.tenants()
+    }
+
     /// Removes the files of what is out of the index, even if this is dropped.
     async fn leave(&self, gone: impl IntoIterator<Item = Gone>) {
         let mut leaving = self.0.leave(gone);

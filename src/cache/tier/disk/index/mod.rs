@@ -353,6 +353,11 @@ impl Index {
         self.lock().disks.iter().map(Shelf::stats).collect()
     }
 
+    /// What each tenant has, on all disks.
+    pub fn tenants(&self) -> Vec<(String, u64)> {
+        self.lock().tenants.all().collect()
+    }
+
     /// Takes out the next of a disk.
     fn evict_of_disk(&self, state: &mut IndexState, disk: usize) -> Option<Gone> {
         let pins = &state.pins;

@@ -52,6 +52,12 @@ impl Tenants {
         self.tenants[number].bytes
     }
 
+    /// With their names.
+    pub fn all(&self) -> impl Iterator<Item = (String, u64)> {
+        let numbers = self.numbers.iter();
+        numbers.map(|(name, number)| (name.to_string(), self.bytes(*number)))
+    }
+
     pub fn take_bytes(&mut self, number: usize, bytes: u64) {
         self.tenants[number].bytes += bytes;
     }
