@@ -62,7 +62,7 @@ ADVANCED = {
     "store": "deadline in_flight retry_max commit_timeout",
     "copy": "thread_size piece_size staging_buffers thread_blocks direct_size pin_size",
     "events": "chunks removals note_size wait",
-    "api": "connections sessions spaces body_max hashes_max timeout grace stalled history",
+    "api": "connections sessions spaces body_max hashes_max timeout grace stalled history traces",
     "log": "repeat",
 }
 

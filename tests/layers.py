@@ -47,7 +47,7 @@ LAYERS = {
     "cache/recent": ["format"],
     "cache/tier": ["arena", "format", "metrics", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
-    "cache/gateway/task": [],
+    "cache/gateway/task": ["metrics"],
     "cache/gateway/warnings": ["cache/episode"],
     "cache/gateway/miss": ["format", "s3/object"],
     "cache/gateway/options": ["arena", "cache/existence", "config", "format", "s3"],
@@ -62,7 +62,7 @@ LAYERS = {
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "miss", "task", "warnings")),
     ],
     "cache/gateway/fetch": [
-        *("arena", "cache/existence", "cache/tier", "format", "protocol", "s3/net", "s3/object"),
+        *("arena", "cache/existence", "cache/tier", "format", "metrics", "protocol", "s3/net", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "miss", "task", "tiers")),
     ],
     "cache/gateway/lower": [
@@ -74,7 +74,7 @@ LAYERS = {
         *(f"cache/gateway/{room}" for room in ("credit", "lower", "slot", "tiers")),
     ],
     "cache/gateway/load": [
-        *("arena", "format", "protocol", "s3/object"),
+        *("arena", "format", "metrics", "protocol", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "fetch", "lower", "miss", "task", "tiers")),
     ],
     "cache/gateway/lookup": [

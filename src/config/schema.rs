@@ -311,6 +311,8 @@ sections! {
         stalled: Duration = "5s", Time { min_ms: 100, max_ms: 3_600_000 };
         /// Time that the status page and `kvgate top` look back.
         history: Duration = "1h", Time { min_ms: 60_000, max_ms: 86_400_000 };
+        /// Loads that `kvgate trace` can show, the latest ones; 0: none.
+        traces: u32 = "200", Between(0, 100_000);
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
     }

@@ -1,5 +1,7 @@
 //! What is counted and timed on the way of a chunk: atomics that `/metrics` reads. A count is one relaxed add, a time two.
 
+pub mod trace;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 

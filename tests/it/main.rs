@@ -34,6 +34,7 @@ mod secrets;
 mod shared_loads;
 mod support;
 mod tiers;
+mod traces;
 mod unsent;
 mod vectors;
 mod wire;

@@ -1,15 +1,17 @@
-//! A tokio task that ends when its handle is dropped.
+//! A tokio task that ends when its handle is dropped, and is a part of the load that started it.
 
 use std::future::Future;
 
 use tokio::task::JoinHandle;
+
+use crate::metrics::trace;
 
 /// The handle of a task that ends with it.
 pub struct Task<T>(JoinHandle<T>);
 
 impl<T: Send + 'static> Task<T> {
     pub fn spawn(future: impl Future<Output = T> + Send + 'static) -> Self {
-        Self(tokio::spawn(future))
+        Self(tokio::spawn(trace::carry(future)))
     }
 
     /// Waits for the result; None if the task panicked or was ended.

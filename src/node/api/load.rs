@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::body::{JSON_LINES, JsonLines, Reply, json, lines, push_line};
 use super::lookup::limited;
 use super::problem::ApiProblem;
+use super::traces::TracedLoad;
 use super::{Api, Caller, body, callers, spaces};
 use crate::cache::gateway::{AfterMiss, Miss};
 use crate::node::{EngineLoad, Lent, LoadCall};
@@ -47,7 +48,15 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
         deadline: Instant::now() + limited(request.deadline_ms, api.options.load_deadline),
         declines: request.declines,
     };
-    let mut pump = Pump::new(api, api.node.load(&session, call)?);
+    let traced = api
+        .traces
+        .begin(&call.load_id, &session, call.space.model(), call.chunks.len());
+    let load = || api.node.load(&session, call);
+    let load = match &traced {
+        Some(traced) => traced.trace.run(load)?,
+        None => load()?,
+    };
+    let mut pump = Pump::new(api, load, traced);
     // Chunks in memory are ready without waiting; often these are all.
     if pump.ready() {
         let text = std::mem::take(&mut pump.lines);
@@ -70,16 +79,18 @@ struct Pump {
     api: Arc<Api>,
     began: std::time::Instant,
     load: EngineLoad,
+    traced: Option<Arc<TracedLoad>>,
     lines: Vec<u8>,
     loaded: usize,
 }
 
 impl Pump {
-    fn new(api: &Arc<Api>, load: EngineLoad) -> Self {
+    fn new(api: &Arc<Api>, load: EngineLoad, traced: Option<Arc<TracedLoad>>) -> Self {
         Self {
             api: Arc::clone(api),
             began: std::time::Instant::now(),
             load,
+            traced,
             lines: Vec::new(),
             loaded: 0,
         }
@@ -102,6 +113,7 @@ impl Pump {
         let figures = &self.api.figures;
         let Some((i, outcome)) = next else {
             figures.load.since(self.began);
+            self.traced.iter().for_each(|traced| traced.ended());
             let (end, loaded, order) = (true, self.loaded, self.load.order());
             push_line(&mut self.lines, &LoadLine::End { end, loaded, order });
             return true;
@@ -113,8 +125,12 @@ impl Pump {
                 }
                 self.loaded += 1;
                 figures.loaded(lent);
+                self.traced.iter().for_each(|traced| traced.came(i, lent));
             }
-            Err(miss) => figures.missed_chunks.add(miss.code(), 1),
+            Err(miss) => {
+                figures.missed_chunks.add(miss.code(), 1);
+                self.traced.iter().for_each(|traced| traced.missed(i, miss));
+            }
         }
         push_line(&mut self.lines, &line(i, outcome));
         false

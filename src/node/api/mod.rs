@@ -30,6 +30,7 @@ mod routes;
 mod server;
 mod spaces;
 mod store;
+mod traces;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -46,6 +47,7 @@ use self::bound_blocks::BoundBlocks;
 use self::connections::Connections;
 use self::figures::Figures;
 use self::history::History;
+use self::traces::Traces;
 use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
 use crate::protocol::Strategy;
@@ -73,6 +75,8 @@ pub struct ApiOptions {
     pub event_wait: Duration,
     /// The time that the history has.
     pub history: Duration,
+    /// Loads whose traces are kept.
+    pub traces_max: usize,
 }
 
 /// State that all connections share.
@@ -82,6 +86,7 @@ pub struct Api {
     connections: Arc<Connections>,
     figures: Figures,
     history: History,
+    traces: Traces,
     /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
     /// What routers' block hashes mean; at most twice `hashes_max` chunks.
@@ -110,6 +115,7 @@ impl Api {
             connections: Connections::new(options.connections_max),
             figures: Figures::default(),
             history: History::new(options.history),
+            traces: Traces::new(options.traces_max),
             chunks: Credit::new(options.chunk_bytes),
             bound: Mutex::new(BoundBlocks::new(options.hashes_max)),
             options,

@@ -10,7 +10,7 @@ use super::body::{Reply, problem};
 use super::problem::ApiProblem;
 use super::{
     Api, Caller, admin, attach, callers, chunk, events, history, load, lookup, metrics, page, routers,
-    spaces, store,
+    spaces, store, traces,
 };
 
 /// Serves one request; every failure becomes a problem in the answer.
@@ -69,6 +69,7 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
         ["v1", "chunks", space, hash] => chunk::serve(api, space, hash, request).await,
         ["v1", "status"] => Ok(admin::status(api)),
         ["v1", "history"] => Ok(history::history(api)),
+        ["v1", "traces"] => traces::traces(api, &request),
         ["v1", "openapi.json"] => Ok(page::openapi()),
         ["metrics"] => Ok(metrics::metrics(api)),
         ["healthz"] => Ok(admin::healthz()),
@@ -83,9 +84,8 @@ fn methods(segments: &[&str]) -> Option<&'static str> {
     match segments {
         ["v1", "spaces"] => Some("PUT"),
         ["v1", "chunks", _, _] => Some("GET, HEAD, DELETE"),
-        ["v1", "status" | "history" | "openapi.json"] | ["metrics" | "healthz" | "readyz" | ""] => {
-            Some("GET, HEAD")
-        }
+        ["v1", "status" | "history" | "traces" | "openapi.json"]
+        | ["metrics" | "healthz" | "readyz" | ""] => Some("GET, HEAD"),
         [
             "v1",
             "attach" | "bind" | "events" | "lookup" | "prefix" | "load" | "release" | "prefetch" | "pin"

@@ -116,6 +116,7 @@ pub fn api(config: &Config) -> ApiOptions {
         note_bytes: bytes(config.events.note_size),
         event_wait: config.events.wait,
         history: config.api.history,
+        traces_max: config.api.traces as usize,
     }
 }
 

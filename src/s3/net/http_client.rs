@@ -25,6 +25,7 @@ use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{NetCounters, Traffic, add};
 use crate::metrics::Times;
+use crate::metrics::trace::{self, OpenSpan};
 use crate::s3::dns::{NameState, Resolver};
 use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
 
@@ -144,11 +145,20 @@ impl NetClient {
             false => Class::Store,
         };
         let bytes = outgoing.body.len() + cell.map_or(0, LandingCell::len);
+        let mut span = trace::begin("request");
         let mut permit = host.permit(class, bytes, route, connect_timeout).await?;
         let _turn = host.turn(&mut permit, route).await;
+        trace::mark(&mut span, "sent");
         let sent = self
-            .send_over(&mut permit, outgoing, cell, route, connect_timeout)
+            .send_over(&mut permit, outgoing, cell, route, connect_timeout, &mut span)
             .await;
+        trace::end(span, || {
+            let address = permit.payload().address();
+            match &sent {
+                Ok((head, _)) => format!("{address}: {}", head.status),
+                Err(error) => format!("{address}: {error}"),
+            }
+        });
         match outcome(&sent) {
             Some(outcome) => permit.end(outcome),
             None => drop(permit),
@@ -163,9 +173,11 @@ impl NetClient {
         cell: Option<&LandingCell>,
         route: &Route,
         connect_timeout: Duration,
+        span: &mut Option<OpenSpan>,
     ) -> Result<(ResponseHead, Bytes), NetError> {
         let pool = Arc::clone(permit.payload());
         let (mut connection, head) = self.exchange(&pool, outgoing, connect_timeout).await?;
+        trace::mark(span, "answered");
         permit.answered(outgoing.body.len());
         let body = if let Some(cell) = cell.filter(|_| head.is_success()) {
             self.land(&mut connection, &head, cell, route, permit).await?;

@@ -35,6 +35,10 @@ pub(super) struct Pool {
 }
 
 impl Pool {
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     pub fn new(
         address: SocketAddr,
         tls: Option<String>,

@@ -29,6 +29,7 @@ mod serve;
 mod size;
 mod stat;
 mod top;
+mod trace;
 mod verify;
 
 use std::ffi::OsString;
@@ -75,6 +76,7 @@ enum Command {
     Ls(ls::LsArgs),
     Stat(stat::StatArgs),
     Top(top::TopArgs),
+    Trace(trace::TraceArgs),
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
     Size(size::SizeArgs),
@@ -140,6 +142,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Ls(args) => ls::run(args, verbose, out).await,
         Command::Stat(args) => stat::run(args, verbose, out).await,
         Command::Top(args) => top::run(args, out).await,
+        Command::Trace(args) => trace::run(args, out).await,
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Size(args) => size::run(&args, out),

@@ -7,6 +7,7 @@ use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::tier::{Disk, DiskError, Unsent};
 use crate::format::{ChunkHash, Header, HeaderError, Space};
+use crate::metrics::trace;
 use crate::protocol::Tier;
 
 /// The reason why a file is not this chunk.
@@ -82,11 +83,16 @@ async fn read_once(
     chunk: &ChunkHash,
     slot: SlotMut,
 ) -> Result<SlotMut, (Option<SlotMut>, Unread)> {
-    let slot = match disk.read(space, chunk, slot).await {
+    let mut span = trace::begin("disk");
+    let read = disk.read(space, chunk, slot).await;
+    trace::mark(&mut span, "read");
+    let slot = match read {
         (Some(slot), Ok(())) => slot,
         (slot, read) => return Err((slot, Unread::Disk(read.err().unwrap_or(DiskError::Absent)))),
     };
-    match verify(space, chunk, &slot).await {
+    let verified = verify(space, chunk, &slot).await;
+    trace::end(span, || chunk.to_string().chars().take(12).collect::<String>());
+    match verified {
         Ok(()) => Ok(slot),
         Err(bad) => Err((Some(slot), Unread::Bad(bad))),
     }

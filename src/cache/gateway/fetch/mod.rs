@@ -18,6 +18,7 @@ use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
 use crate::format::{ChunkHash, ChunkId, DigestKind, Section, Space};
+use crate::metrics::trace;
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
@@ -100,6 +101,7 @@ impl ChunkFetch {
         kind: DigestKind,
         waiting: Waiting,
     ) -> Result<(Version, Turn), ObjectError> {
+        let mut span = trace::begin("GET");
         let turn = self
             .tiers
             .times
@@ -108,6 +110,7 @@ impl ChunkFetch {
         let Ok(turn) = turn.await else {
             return Err(self.error(ErrorKind::Deadline, "waiting for its turn"));
         };
+        trace::mark(&mut span, "turn");
         let get = GetRange {
             key: &self.key,
             range: part.bytes(),
@@ -121,6 +124,13 @@ impl ChunkFetch {
         };
         let (landing, meta) = self.bucket().store.get(get, landing, self.deadline).await;
         part.slot = landing.slot;
+        trace::end(span, || {
+            let (bytes, chunk) = (part.bytes(), self.named());
+            match &meta {
+                Ok(_) => format!("{chunk} bytes {} to {}", bytes.start, bytes.end),
+                Err(error) => format!("{chunk} bytes {} to {}: {error}", bytes.start, bytes.end),
+            }
+        });
         Ok((meta?.version, turn))
     }
 
@@ -195,6 +205,11 @@ impl ChunkFetch {
 
     pub fn error(&self, kind: ErrorKind, detail: &str) -> ObjectError {
         ObjectError::new(Operation::Get, &self.key, kind, detail)
+    }
+
+    /// The beginning of its hash, for people.
+    fn named(&self) -> String {
+        self.chunk.to_string().chars().take(12).collect()
     }
 
     fn bucket(&self) -> &Bucket {

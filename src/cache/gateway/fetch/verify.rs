@@ -7,6 +7,7 @@ use super::{ChunkFetch, Part};
 use crate::cache::existence::Known;
 use crate::cache::gateway::miss::Miss;
 use crate::format::{DigestKind, Header, HeaderError};
+use crate::metrics::trace;
 use crate::s3::object::Version;
 
 /// The facts that the first section tells of the whole object.
@@ -61,7 +62,9 @@ impl ChunkFetch {
         let kind = head.header.digest_kind;
         let bad = |part: &Part| part.digests.bad_plane(&part.slot, kind, &head.header.digests);
         let mut version = head.version.clone();
+        let span = trace::begin("verify");
         let mut plane = bad(part);
+        trace::end(span, || self.named());
         if plane.is_some()
             && let Some(same) = self.again(part, &version, kind).await?
         {

@@ -22,6 +22,7 @@ use crate::cache::gateway::miss::Miss;
 use crate::cache::gateway::task::Task;
 use crate::cache::gateway::tiers::{Announcement, Flight, Tiers};
 use crate::format::{ChunkHash, Section, Space};
+use crate::metrics::trace;
 use crate::s3::object::ErrorKind;
 
 /// A load under way.
@@ -147,7 +148,9 @@ impl Drive {
             Poll::Pending => {
                 self.ticket = None;
                 let spent = tokio::time::timeout_at(self.deadline, spend);
+                let span = trace::begin("credit");
                 let spent = self.tiers.times.credit.of(spent).await;
+                trace::end(span, || format!("for {chunks} chunks"));
                 spent.map_err(|_| Miss::NotReleased)?
             }
         };
@@ -278,8 +281,10 @@ impl Drive {
             };
             ticket.reserve_unless_stuck(object_bytes).await
         };
+        let span = trace::begin("slot");
         let slot = tokio::time::timeout_at(self.deadline, slot);
         let slot = self.tiers.times.arena.of(slot).await;
+        trace::end(span, || format!("{object_bytes} bytes of the arena"));
         slot.ok().flatten().ok_or(Miss::ArenaFull)
     }
 
@@ -299,8 +304,11 @@ impl Drive {
         let (tiers, space, chunk) = (Arc::clone(&self.tiers), self.space.clone(), self.chunks[index]);
         let deadline = self.deadline;
         async move {
+            let span = trace::begin("flight");
             let outcome = tokio::time::timeout_at(deadline, flight.outcome());
-            match tiers.times.flight.of(outcome).await {
+            let outcome = tiers.times.flight.of(outcome).await;
+            trace::end(span, || format!("chunk {index}, brought by this load or another"));
+            match outcome {
                 // The deadline may have been another load's.
                 Ok(Some(Err(Miss::Unknown(error)))) if error.kind == ErrorKind::Deadline => {
                     if Instant::now() >= deadline {
