@@ -36,7 +36,7 @@ impl Events {
         let client = Client::new(DaemonAddress::Unix(socket)).trusting(socket_owner);
         Self {
             chunk_tokens: space.0.chunk_tokens() as usize,
-            follower: Follower::new(client, space.0.clone(), scheme),
+            follower: Follower::new(&client, space.0.clone(), scheme),
             task: Mutex::default(),
         }
     }

@@ -73,7 +73,7 @@ pub struct Change {
 }
 
 impl Follower {
-    pub fn new(client: Client, space: Space, scheme: String) -> Self {
+    pub fn new(client: &Client, space: Space, scheme: String) -> Self {
         Self(Arc::new(Following {
             // One that hangs is as good as gone.
             client: client.with_patience(PATIENCE),

@@ -195,7 +195,7 @@ async fn routers_can_ask_for_bound_chunks_by_their_own_hashes() {
 }
 
 fn followed(serving: &Serving, prompt: &Prompt) -> (Follower, tokio::task::JoinHandle<()>) {
-    let follower = Follower::new(serving.client.clone(), prompt.space.clone(), SCHEME.to_owned());
+    let follower = Follower::new(&serving.client, prompt.space.clone(), SCHEME.to_owned());
     let task = tokio::spawn(follower.follow());
     (follower, task)
 }

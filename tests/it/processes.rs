@@ -533,7 +533,7 @@ async fn what_a_daemon_that_hangs_has_is_withdrawn_and_comes_back() {
     let prompt = Prompt::new(3);
     let engine = daemon.client.attach(&alone("one")).await.unwrap();
     store(&daemon.client, &engine, &prompt).await;
-    let follower = Follower::new(daemon.client.clone(), prompt.space.clone(), "blocks".to_owned());
+    let follower = Follower::new(&daemon.client, prompt.space.clone(), "blocks".to_owned());
     let _task = tokio::spawn(follower.follow());
     let bound = prompt.hashes.iter().map(|hash| BoundChunk {
         hash: *hash,

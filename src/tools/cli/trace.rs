@@ -1,5 +1,7 @@
 //! `kvgate trace`: the latest loads of a node, and where the time of one went.
 
+use std::fmt::Write;
+
 use clap::Args;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
@@ -123,21 +125,21 @@ fn row(span: &Value, end: u64) -> Vec<String> {
     let of = |name: &str| span[name].as_u64().unwrap_or(0);
     let (from, to) = (of("start_us"), of("end_us"));
     let marks = span["marks"].as_array().into_iter().flatten();
-    let marks: String = marks
-        .map(|mark| {
-            format!(
-                "; {} at {}",
-                text(&mark[0]),
-                seconds(mark[1].as_u64().unwrap_or(0))
-            )
-        })
-        .collect();
+    let mut about = text(&span["detail"]).to_owned();
+    for mark in marks {
+        let _ = write!(
+            about,
+            "; {} at {}",
+            text(&mark[0]),
+            seconds(mark[1].as_u64().unwrap_or(0))
+        );
+    }
     vec![
         seconds(from),
         seconds(to.saturating_sub(from)),
         text(&span["name"]).to_owned(),
         bar(from, to, end),
-        format!("{}{marks}", text(&span["detail"])),
+        about,
     ]
 }
 
