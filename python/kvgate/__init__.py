@@ -4,14 +4,14 @@
 gateway: `kvgate serve`.
 """
 
-from kvgate._native import Copier, Events, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
+from kvgate._native import Copier, Follower, KvGateError, Lookups, PageLookups, Prompt, Space, Worker, version
 from kvgate.client import AsyncGateway, Gateway, Hit, Loaded, Stored, connect, space
 
 __version__ = version()
 __all__ = [
     "AsyncGateway",
     "Copier",
-    "Events",
+    "Follower",
     "Gateway",
     "Hit",
     "KvGateError",

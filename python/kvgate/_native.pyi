@@ -159,7 +159,7 @@ class Lookups:
     def forget(self, request: str) -> None:
         """Forgets the request, and ends its question."""
 
-class Events:
+class Follower:
     """What the node's memory and disks hold of an engine's chunks, for the engine's own KV events. All calls return at once."""
 
     def __init__(self, socket: str, space: Space, scheme: str, socket_owner: int | None = None) -> None:

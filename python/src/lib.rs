@@ -8,7 +8,7 @@
 
 mod copier;
 mod error;
-mod events;
+mod follower;
 mod gateway;
 mod lookups;
 mod page_lookups;
@@ -30,7 +30,7 @@ mod _native {
     #[pymodule_export]
     use super::error::KvGateError;
     #[pymodule_export]
-    use super::events::Events;
+    use super::follower::PyFollower;
     #[pymodule_export]
     use super::gateway::{Call, Session};
     #[pymodule_export]

@@ -66,7 +66,7 @@ struct KnownChunk {
 
 /// A chunk came into a tier, or left it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
+pub struct TierChange {
     pub tier: Tier,
     pub is_stored: bool,
     pub chunk: Arc<BoundChunk>,
@@ -113,7 +113,7 @@ impl Follower {
     }
 
     /// At most so many changes since the last call.
-    pub fn take(&self, most: usize) -> Vec<Change> {
+    pub fn take(&self, most: usize) -> Vec<TierChange> {
         self.0.lock().take(most)
     }
 
@@ -137,7 +137,7 @@ async fn bind_while_there(following: Weak<Following>) {
 }
 
 async fn read_while_there(following: Weak<Following>) {
-    let mut reader = Reader::default();
+    let mut reader = LogReader::default();
     while let Some(following) = following.upgrade() {
         reader.read(&following).await;
     }
@@ -218,13 +218,13 @@ impl Following {
 
 /// The task's place in the node's log.
 #[derive(Default)]
-struct Reader {
+struct LogReader {
     /// None: it begins.
     cursor: Option<String>,
     answered: Option<Instant>,
 }
 
-impl Reader {
+impl LogReader {
     async fn read(&mut self, following: &Following) {
         let pause = match self.read_on(following).await {
             Ok(()) => PAUSE,
@@ -357,7 +357,7 @@ impl Followed {
         }
     }
 
-    fn take(&mut self, most: usize) -> Vec<Change> {
+    fn take(&mut self, most: usize) -> Vec<TierChange> {
         let mut changes = Vec::new();
         while changes.len() < most
             && let Some(hash) = self.changed.pop_front()
@@ -369,7 +369,7 @@ impl Followed {
             for (place, tier) in TIERS.into_iter().enumerate() {
                 if known.here[place] != known.told[place] {
                     known.told[place] = known.here[place];
-                    changes.push(Change {
+                    changes.push(TierChange {
                         tier,
                         is_stored: known.here[place],
                         chunk: Arc::clone(&known.bound),

@@ -1,7 +1,7 @@
 //! Where the time of one load goes, for `kvgate trace`: spans that the parts of the way leave behind.
 //!
-//! A load's tasks carry its [`Trace`] along. Who does a part of the work [`begin`]s a span and ends it. In a task without a
-//! trace that is one look at a task-local value.
+//! A load's tasks carry its [`LoadTrace`] along. Who does a part of the work [`begin`]s a span and ends it. In a task
+//! without a trace that is one look at a task-local value.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -12,20 +12,20 @@ use futures::future::Either;
 use serde::Serialize;
 
 tokio::task_local! {
-    static CURRENT: Arc<Trace>;
+    static CURRENT: Arc<LoadTrace>;
 }
 
 /// The spans of one load.
 #[derive(Debug)]
-pub struct Trace {
+pub struct LoadTrace {
     began: Instant,
     spans_max: usize,
-    spans: Mutex<Vec<Span>>,
+    spans: Mutex<Vec<TraceSpan>>,
 }
 
 /// Times are microseconds since the load's start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Span {
+pub struct TraceSpan {
     pub name: &'static str,
     pub detail: String,
     pub start_us: u64,
@@ -38,13 +38,13 @@ pub struct Span {
 /// A span that has not ended. Dropped, it leaves nothing.
 #[derive(Debug)]
 pub struct OpenSpan {
-    trace: Arc<Trace>,
+    trace: Arc<LoadTrace>,
     name: &'static str,
     began: Instant,
     marks: Vec<(&'static str, Instant)>,
 }
 
-impl Trace {
+impl LoadTrace {
     /// Keeps at most so many spans, the first ones.
     pub fn new(spans_max: usize) -> Arc<Self> {
         Arc::new(Self {
@@ -63,7 +63,7 @@ impl Trace {
         self.began.elapsed()
     }
 
-    pub fn spans(&self) -> Vec<Span> {
+    pub fn spans(&self) -> Vec<TraceSpan> {
         self.lock().clone()
     }
 
@@ -87,7 +87,7 @@ impl Trace {
         };
         let mut spans = self.lock();
         if spans.len() < self.spans_max {
-            spans.push(Span {
+            spans.push(TraceSpan {
                 name,
                 detail: detail.to_string(),
                 start_us: since(began),
@@ -97,7 +97,7 @@ impl Trace {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Span>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<TraceSpan>> {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -143,8 +143,8 @@ mod tests {
     #[tokio::test]
     async fn spans_are_of_the_load_whose_task_they_are_in() {
         assert!(begin("nobody's").is_none());
-        let (one, other) = (Trace::new(9), Trace::new(9));
-        let task = |trace: &Arc<Trace>| {
+        let (one, other) = (LoadTrace::new(9), LoadTrace::new(9));
+        let task = |trace: &Arc<LoadTrace>| {
             trace.run(|| {
                 tokio::spawn(carry(async {
                     let mut span = begin("part");
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn only_the_first_spans_are_kept() {
-        let trace = Trace::new(2);
+        let trace = LoadTrace::new(2);
         for number in 0..5 {
             trace.note("n", number);
         }

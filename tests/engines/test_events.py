@@ -251,7 +251,7 @@ class EventTest(EventsCase):
             prompt = kvgate.Prompt(SPACE)
             prompt.extend(tokens)
             bytes_of = np.asarray(tokens, np.uint32).tobytes()
-            engine.events.following.bind(prompt.hashes(0, 1), None, bytes_of, [nonsense])
+            engine.events.follower.bind(prompt.hashes(0, 1), None, bytes_of, [nonsense])
         time.sleep(0.5)
         self.assertEqual(engine.step(), 0)
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvgate::engine::client::ClientError;
-use kvgate::engine::follower::{Change, Follower};
+use kvgate::engine::follower::{Follower, TierChange};
 use kvgate::protocol::{BindRequest, BoundChunk, EventsAnswer, EventsRequest, Tier};
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
@@ -201,7 +201,7 @@ fn followed(serving: &Serving, prompt: &Prompt) -> (Follower, tokio::task::JoinH
 }
 
 async fn changes(follower: &Follower, count: usize) -> Vec<(Tier, bool)> {
-    let all = RefCell::new(Vec::<Change>::new());
+    let all = RefCell::new(Vec::<TierChange>::new());
     eventually(|| {
         all.borrow_mut().extend(follower.take(1));
         all.borrow().len() >= count

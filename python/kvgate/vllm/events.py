@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvgate import Events as Following
+from kvgate import Follower
 
 logger = init_logger(__name__)
 
@@ -56,23 +56,23 @@ class Events:
         }
         self.lookahead_tokens = 0
         self.decoder = msgspec.msgpack.Decoder(BlockStored)
-        self._following = None
+        self._follower = None
 
     def bind_pool(self, pool):
         """vLLM's hash of a block may take tokens after it."""
         self.lookahead_tokens = getattr(pool, "num_hash_lookahead_tokens", 0)
 
     @property
-    def following(self):
+    def follower(self):
         # vLLM seeds its hashes after it has made the connector.
-        if self._following is None:
+        if self._follower is None:
             seed = kv_cache_utils.NONE_HASH.hex()[:16]
             form = "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes"
             words = ["vllm", self.algorithm, seed, self.block_tokens, form, self.lookahead_tokens, self.group]
-            self._following = Following(
+            self._follower = Follower(
                 self.settings.socket, self.model.spaces[0], " ".join(map(str, words)), self.settings.socket_owner
             )
-        return self._following
+        return self._follower
 
     def note(self, request, prompt, chunk):
         """Of a chunk whose tokens are known. None: vLLM has no hashes of its own for its blocks."""
@@ -118,7 +118,7 @@ class Events:
         block_size = None if getattr(request, "mm_features", None) else self.block_tokens
         for _, run in runs:
             run = [note for _, note in run]
-            self.following.bind(
+            self.follower.bind(
                 b"".join(note.hash for note in run),
                 prompt.parent(run[0].chunk) if run[0].chunk else None,
                 b"".join(note.tokens for note in run),
@@ -130,7 +130,7 @@ class Events:
 
     def take(self):
         """vLLM's events since the last step."""
-        events = (self.event(*change) for change in self.following.take(EVENTS_A_STEP))
+        events = (self.event(*change) for change in self.follower.take(EVENTS_A_STEP))
         return [event for event in events if event is not None]
 
     def event(self, tier, is_stored, tokens, told):

@@ -46,7 +46,7 @@ pub struct KvEvents {
 struct EventState {
     /// Of the latest record of any stream.
     number: u64,
-    streams: HashMap<SpaceKey, HashMap<String, Stream>, RandomState>,
+    streams: HashMap<SpaceKey, HashMap<String, EventStream>, RandomState>,
     /// In all streams.
     chunks: usize,
     /// The latest record when a stream was forgotten. One of the same name begins after it.
@@ -54,7 +54,7 @@ struct EventState {
 }
 
 #[derive(Default)]
-struct Stream {
+struct EventStream {
     chunks: HashMap<ChunkHash, Announced, RandomState>,
     /// By number: of each chunk and tier the latest.
     stored: BTreeMap<u64, (Tier, Arc<BoundChunk>)>,
@@ -134,9 +134,9 @@ impl KvEvents {
             ..
         } = &mut *state;
         let schemes = streams.entry(space).or_default();
-        let stream = schemes.entry(scheme.to_owned()).or_insert_with(|| Stream {
+        let stream = schemes.entry(scheme.to_owned()).or_insert_with(|| EventStream {
             floor: *floor,
-            ..Stream::default()
+            ..EventStream::default()
         });
         for chunk in chunks {
             let hash = chunk.hash;
@@ -299,7 +299,7 @@ impl KvEvents {
     }
 }
 
-impl Stream {
+impl EventStream {
     /// The chunk whose record is the oldest.
     fn oldest(&self) -> Option<ChunkHash> {
         self.stored.first_key_value().map(|(_, (_, bound))| bound.hash)

@@ -27,7 +27,7 @@ fn answer(events: impl IntoIterator<Item = (u8, Tier, bool)>) -> EventsAnswer {
 
 fn taken(followed: &mut Followed, most: usize) -> Vec<(u8, Tier, bool)> {
     let changes = followed.take(most).into_iter();
-    let of = |change: Change| (change.chunk.hash.0[0], change.tier, change.is_stored);
+    let of = |change: TierChange| (change.chunk.hash.0[0], change.tier, change.is_stored);
     changes.map(of).collect()
 }
 

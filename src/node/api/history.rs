@@ -50,18 +50,18 @@ const COLUMNS: [&str; 20] = [
 #[derive(Debug)]
 pub struct History {
     rows_max: usize,
-    rows: Mutex<Rows>,
+    rows: Mutex<HistoryRows>,
 }
 
 #[derive(Debug, Default)]
-struct Rows {
-    rows: VecDeque<Row>,
+struct HistoryRows {
+    rows: VecDeque<HistoryRow>,
     misses: VecDeque<MissedChunks>,
-    before: Option<(Instant, Totals)>,
+    before: Option<(Instant, HistoryTotals)>,
 }
 
 #[derive(Debug, Clone)]
-struct Row {
+struct HistoryRow {
     at_ms: u64,
     /// None: nothing happened that has such a figure.
     values: [Option<f32>; COLUMNS.len()],
@@ -77,7 +77,7 @@ struct MissedChunks {
 
 /// Counters at one time.
 #[derive(Debug, Clone, Default)]
-struct Totals {
+struct HistoryTotals {
     loaded_bytes: [u64; 3],
     found: [u64; 3],
     asked: u64,
@@ -91,7 +91,7 @@ struct Totals {
 
 /// Figures that go up and down.
 #[derive(Debug, Clone, Copy, Default)]
-struct Levels {
+struct HistoryLevels {
     memory: u64,
     disk: u64,
     arena: u64,
@@ -108,13 +108,13 @@ impl History {
         }
     }
 
-    fn add(&self, now: Instant, at_ms: u64, totals: Totals, levels: Levels) {
+    fn add(&self, now: Instant, at_ms: u64, totals: HistoryTotals, levels: HistoryLevels) {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((then, before)) = rows.before.take() {
             let seconds = (now - then).as_secs_f64().max(0.001);
             let missed = totals.missed_since(&before);
             let sum = missed.iter().map(|(_, chunks)| chunks).sum();
-            rows.rows.push_back(Row {
+            rows.rows.push_back(HistoryRow {
                 at_ms,
                 values: values(&totals, &before, levels, seconds, sum),
             });
@@ -152,7 +152,7 @@ impl History {
     }
 }
 
-impl Totals {
+impl HistoryTotals {
     fn read(figures: &Figures, gateway: &Gateway) -> Self {
         let of = |counts: &crate::metrics::Counts, word: &str| {
             counts
@@ -189,9 +189,9 @@ impl Totals {
 
 #[expect(clippy::cast_possible_truncation, reason = "for a picture")]
 fn values(
-    now: &Totals,
-    before: &Totals,
-    levels: Levels,
+    now: &HistoryTotals,
+    before: &HistoryTotals,
+    levels: HistoryLevels,
     seconds: f64,
     missed: u64,
 ) -> [Option<f32>; COLUMNS.len()] {
@@ -235,7 +235,7 @@ pub async fn run(api: Arc<Api>) {
         let Some(api) = api.upgrade() else { return };
         let gateway = api.node.gateway();
         let tiers = gateway.tier_stats();
-        let levels = Levels {
+        let levels = HistoryLevels {
             memory: tiers.memory.bytes,
             disk: tiers
                 .disk
@@ -245,8 +245,12 @@ pub async fn run(api: Arc<Api>) {
         };
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let at_ms = u64::try_from(at.as_millis()).unwrap_or(u64::MAX);
-        api.history
-            .add(Instant::now(), at_ms, Totals::read(&api.figures, gateway), levels);
+        api.history.add(
+            Instant::now(),
+            at_ms,
+            HistoryTotals::read(&api.figures, gateway),
+            levels,
+        );
     }
 }
 
@@ -259,18 +263,18 @@ pub fn history(api: &Api) -> Reply {
 mod tests {
     use super::*;
 
-    fn totals(loaded: u64, misses: u64) -> Totals {
-        Totals {
+    fn totals(loaded: u64, misses: u64) -> HistoryTotals {
+        HistoryTotals {
             loaded_bytes: [loaded, 0, 0],
             misses: vec![("absent", misses), ("bad_digest", 0)],
-            ..Totals::default()
+            ..HistoryTotals::default()
         }
     }
 
-    fn levels(memory: u64) -> Levels {
-        Levels {
+    fn levels(memory: u64) -> HistoryLevels {
+        HistoryLevels {
             memory,
-            ..Levels::default()
+            ..HistoryLevels::default()
         }
     }
 

@@ -14,7 +14,7 @@ use super::Api;
 use super::body::{self, Reply};
 use super::problem::ApiProblem;
 use crate::cache::gateway::Miss;
-use crate::metrics::trace::Trace;
+use crate::metrics::trace::LoadTrace;
 use crate::node::{Lent, Session};
 use crate::protocol::Tier;
 
@@ -31,18 +31,18 @@ pub struct Traces {
 /// One load, under way or over.
 #[derive(Debug)]
 pub struct TracedLoad {
-    pub trace: Arc<Trace>,
+    pub trace: Arc<LoadTrace>,
     load: String,
     instance: String,
     rank: u32,
     model: String,
     chunks: usize,
     at_ms: u64,
-    outcome: Mutex<Outcome>,
+    outcome: Mutex<TracedOutcome>,
 }
 
 #[derive(Debug, Clone, Default, Serialize)]
-struct Outcome {
+struct TracedOutcome {
     /// None: it is under way.
     seconds: Option<f64>,
     /// Chunks, or groups of layers, by tier.
@@ -71,7 +71,7 @@ impl Traces {
         }
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let traced = Arc::new(TracedLoad {
-            trace: Trace::new(SPANS_MAX),
+            trace: LoadTrace::new(SPANS_MAX),
             load: load.to_owned(),
             instance: session.instance.clone(),
             rank: session.rank,
@@ -117,7 +117,7 @@ impl TracedLoad {
         self.outcome().seconds = Some(self.trace.elapsed().as_secs_f64());
     }
 
-    fn outcome(&self) -> std::sync::MutexGuard<'_, Outcome> {
+    fn outcome(&self) -> std::sync::MutexGuard<'_, TracedOutcome> {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -16,8 +16,8 @@ use crate::lookups::split;
 use crate::runtime::runtime;
 use crate::space::PySpace;
 
-#[pyclass(frozen, module = "kvgate._native")]
-pub struct Events {
+#[pyclass(frozen, name = "Follower", module = "kvgate._native")]
+pub struct PyFollower {
     follower: Follower,
     chunk_tokens: usize,
     /// The process that it runs in: a child's runtime has no tasks of its parent's.
@@ -29,7 +29,7 @@ pub struct Events {
 type PyChange<'py> = (&'static str, bool, Bound<'py, PyBytes>, String);
 
 #[pymethods]
-impl Events {
+impl PyFollower {
     #[new]
     #[pyo3(signature = (socket, space, scheme, socket_owner=None))]
     fn new(socket: PathBuf, space: &PySpace, scheme: String, socket_owner: Option<u32>) -> Self {
@@ -95,7 +95,7 @@ impl Events {
     }
 }
 
-impl Events {
+impl PyFollower {
     /// Follows the node, unless it does so already.
     fn run(&self) -> PyResult<()> {
         let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,7 +108,7 @@ impl Events {
     }
 }
 
-impl Drop for Events {
+impl Drop for PyFollower {
     fn drop(&mut self) {
         let task = self.task.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, follow)) = task.take() {
