@@ -85,11 +85,12 @@ impl LoadTrace {
             let time = at.saturating_duration_since(self.began);
             u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
         };
+        let detail = detail.to_string();
         let mut spans = self.lock();
         if spans.len() < self.spans_max {
             spans.push(TraceSpan {
                 name,
-                detail: detail.to_string(),
+                detail,
                 start_us: since(began),
                 end_us: since(ended),
                 marks: marks.iter().map(|(name, at)| (*name, since(*at))).collect(),

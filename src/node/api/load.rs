@@ -84,6 +84,12 @@ struct Pump {
     loaded: usize,
 }
 
+impl Drop for Pump {
+    fn drop(&mut self) {
+        self.traced.iter().for_each(|traced| traced.ended());
+    }
+}
+
 impl Pump {
     fn new(api: &Arc<Api>, load: EngineLoad, traced: Option<Arc<TracedLoad>>) -> Self {
         Self {

@@ -113,8 +113,10 @@ impl TracedLoad {
         self.trace.note("missed", format_args!("chunk {i}: {miss}"));
     }
 
+    /// Counts once: whoever hangs up ends it, too.
     pub fn ended(&self) {
-        self.outcome().seconds = Some(self.trace.elapsed().as_secs_f64());
+        let seconds = self.trace.elapsed().as_secs_f64();
+        self.outcome().seconds.get_or_insert(seconds);
     }
 
     fn outcome(&self) -> std::sync::MutexGuard<'_, TracedOutcome> {
