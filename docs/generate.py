@@ -46,6 +46,7 @@ SECTIONS = {
     "copy": "Between slots and the pages of engines. The connectors read this section, and `kvgate gpu`.",
     "events": "What routers are told of memory and disks, by the engines' own KV events.",
     "api": "How engines and people reach `kvgate serve`.",
+    "otlp": "Traces for OpenTelemetry.",
     "log": "The daemon's log.",
 }
 
@@ -62,7 +63,8 @@ ADVANCED = {
     "store": "deadline in_flight retry_max commit_timeout",
     "copy": "thread_size piece_size staging_buffers thread_blocks direct_size pin_size",
     "events": "chunks removals note_size wait",
-    "api": "connections sessions spaces body_max hashes_max timeout grace stalled history traces",
+    "api": "connections sessions spaces body_max hashes_max timeout grace stalled history traces trace_spans",
+    "otlp": "queue timeout",
     "log": "repeat",
 }
 
@@ -83,6 +85,7 @@ GROUPS = {
     "endpoint": "The addresses of S3",
     "events": "KV events",
     "api": "The API",
+    "otlp": "Traces for OpenTelemetry",
 }
 
 # ---------------------------------------------------------------- what the program says

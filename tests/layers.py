@@ -43,7 +43,7 @@ LAYERS = {
     "s3/net": ["arena", "metrics", "s3/dns", "s3/fanout"],
     "s3/object": ["format", "metrics", "protocol", "s3/dns", "s3/fanout", "s3/net"],
     "cache/episode": [],
-    "cache/existence": ["format", "s3", "cache/episode"],
+    "cache/existence": ["format", "metrics", "s3", "cache/episode"],
     "cache/recent": ["format"],
     "cache/tier": ["arena", "format", "metrics", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
@@ -54,7 +54,7 @@ LAYERS = {
     "cache/gateway/slot": ["arena", "format"],
     "cache/gateway/chunk": ["arena", "cache/gateway/credit", "format", "protocol"],
     "cache/gateway/bucket": [
-        *("arena", "cache/existence", "format", "s3/object"),
+        *("arena", "cache/existence", "format", "metrics", "s3/object"),
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [
@@ -66,7 +66,7 @@ LAYERS = {
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "miss", "task", "tiers")),
     ],
     "cache/gateway/lower": [
-        *("arena", "cache/tier", "format", "protocol", "s3/object"),
+        *("arena", "cache/tier", "format", "metrics", "protocol", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "fetch", "tiers")),
     ],
     "cache/gateway/store": [

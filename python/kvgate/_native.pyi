@@ -123,9 +123,9 @@ class Lookups:
         between the snapshots that writers keep of a state. `lookahead`: chunks of the full kinds that must be there beyond
         the boundary."""
 
-    def ask(self, request: str, prompt: Prompt, most: int) -> None:
+    def ask(self, request: str, prompt: Prompt, most: int, traceparent: str | None = None) -> None:
         """Hashes the prompt and asks which of its first `most` chunks are there, in the background, until `patience_ms`. The
-        question takes the place of the request's earlier one."""
+        question takes the place of the request's earlier one. `traceparent`: the trace that it is a part of, as W3C has it."""
 
     def is_old(self, request: str) -> bool:
         """Whether to ask again although the request only waits in the queue: its answer is older than `again_ms`, or outdated."""
@@ -249,6 +249,7 @@ class Worker:
         kinds: Sequence[tuple[int, bytes, Sequence[tuple[tuple[int, int], Sequence[int]]]]],
         stream: int | None = None,
         by_layer: bool = False,
+        traceparent: str | None = None,
     ) -> None:
         """Begins to load chunks into blocks. `kinds`: (kind, hashes, tables), each kind once. Its hashes are of neighbouring
         chunks; there is a table for each of its groups: the rows to be written, half-open, counted from the first chunk's
@@ -266,6 +267,7 @@ class Worker:
         job: str,
         kinds: Sequence[tuple[int, bytes, bytes, Sequence[Sequence[int]]]],
         stream: int | None = None,
+        traceparent: str | None = None,
     ) -> None:
         """Begins to store chunks out of blocks. `kinds`: (kind, hashes, parents, tables), each kind once. Every chunk has a parent,
         so the chunks need not be neighbours; there is a table for each group: the blocks of chunk after chunk."""

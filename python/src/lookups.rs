@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::engine::client::{Client, ClientError, DaemonAddress, FoundChunks};
+use kvgate::engine::client::{Client, ClientError, DaemonAddress, FoundChunks, traced};
 use kvgate::engine::rank::LookupBreaker;
 use kvgate::format::{ChunkHash, Mask, Space};
 use pyo3::prelude::*;
@@ -157,7 +157,15 @@ impl Lookups {
 
     /// Asks about the first `most` chunks of a prompt, in place of the request's earlier question. The hashes are
     /// made off the caller's thread.
-    fn ask(&self, py: Python<'_>, request: String, prompt: &Prompt, most: usize) -> PyResult<()> {
+    #[pyo3(signature = (request, prompt, most, traceparent=None))]
+    fn ask(
+        &self,
+        py: Python<'_>,
+        request: String,
+        prompt: &Prompt,
+        most: usize,
+        traceparent: Option<String>,
+    ) -> PyResult<()> {
         let (chain, number) = (prompt.chain(), Number::default());
         let is_empty = most == 0 || prompt::lock(&chain).chunks() == 0;
         let is_asked = !is_empty && !self.asker.breaker.is_open();
@@ -176,7 +184,8 @@ impl Lookups {
         let (asker, questions, name) = (self.asker.clone(), Arc::clone(&self.questions), request.clone());
         let asked = async move {
             let change = |change: &dyn Fn(&mut Question)| with(&questions, &name, &number, change);
-            let in_time = tokio::time::timeout(asker.patience, asker.look(&chain, most, &change)).await;
+            let looks = traced(traceparent.as_deref(), asker.look(&chain, most, &change));
+            let in_time = tokio::time::timeout(asker.patience, looks).await;
             change(&|question| {
                 question.ended = Some(Instant::now());
                 if in_time.is_err() {

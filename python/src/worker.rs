@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvgate::engine::client::{Client, DaemonAddress};
+use kvgate::engine::client::{Client, DaemonAddress, traced};
 use kvgate::engine::copy::{EngineStream, Mark, PagedCache, SlotMapping, Spans, Tensor};
 use kvgate::engine::rank::{
     ComputedChunk, ComputedKind, Failed, Hold, KindPages, LoadJob, LoadProgress, LookupBreaker, StoreJob,
@@ -138,7 +138,7 @@ impl PyWorker {
         self.rank.is_attached()
     }
 
-    #[pyo3(signature = (job, kinds, stream=None, by_layer=false))]
+    #[pyo3(signature = (job, kinds, stream=None, by_layer=false, traceparent=None))]
     fn load(
         &self,
         py: Python<'_>,
@@ -146,6 +146,7 @@ impl PyWorker {
         kinds: Vec<LoadKind>,
         stream: Option<u64>,
         by_layer: bool,
+        traceparent: Option<String>,
     ) -> PyResult<()> {
         let mut wanted = Vec::with_capacity(kinds.len());
         let mut bytes = 0;
@@ -195,33 +196,38 @@ impl PyWorker {
             };
             let began = Instant::now();
             let begin = |state: &mut State| state.by_layer.extend(by_layer.then_some(waited));
-            self.spawn(work, begin, move |state, ended: Result<Vec<Failed>, String>| {
-                state.by_layer.retain(|(by_layer, _)| *by_layer != job);
-                // A chunk that may be missing is computed.
-                let (failed, error) = match ended {
-                    Ok(failed) => {
-                        // A draft's reason is of use where nothing else is missing.
-                        let first = failed
-                            .iter()
-                            .find(|failed| !kinds.is_draft(failed.kind))
-                            .or(failed.first());
-                        let reason = first.map(|failed| failed.reason.clone());
-                        let indices = failed.iter().map(|failed| (failed.kind, failed.index));
-                        (indices.collect(), reason)
-                    }
-                    Err(error) => (all, Some(error)),
-                };
-                let (drafts, missing): (Vec<_>, Vec<_>) =
-                    failed.into_iter().partition(|&(kind, _)| kinds.is_draft(kind));
-                state.loaded.push(Loaded {
-                    job,
-                    missing,
-                    missing_drafts: drafts.len(),
-                    bytes,
-                    seconds: began.elapsed().as_secs_f64(),
-                    error,
-                });
-            })
+            self.spawn(
+                traceparent,
+                work,
+                begin,
+                move |state, ended: Result<Vec<Failed>, String>| {
+                    state.by_layer.retain(|(by_layer, _)| *by_layer != job);
+                    // A chunk that may be missing is computed.
+                    let (failed, error) = match ended {
+                        Ok(failed) => {
+                            // A draft's reason is of use where nothing else is missing.
+                            let first = failed
+                                .iter()
+                                .find(|failed| !kinds.is_draft(failed.kind))
+                                .or(failed.first());
+                            let reason = first.map(|failed| failed.reason.clone());
+                            let indices = failed.iter().map(|failed| (failed.kind, failed.index));
+                            (indices.collect(), reason)
+                        }
+                        Err(error) => (all, Some(error)),
+                    };
+                    let (drafts, missing): (Vec<_>, Vec<_>) =
+                        failed.into_iter().partition(|&(kind, _)| kinds.is_draft(kind));
+                    state.loaded.push(Loaded {
+                        job,
+                        missing,
+                        missing_drafts: drafts.len(),
+                        bytes,
+                        seconds: began.elapsed().as_secs_f64(),
+                        error,
+                    });
+                },
+            )
         })
     }
 
@@ -244,8 +250,15 @@ impl PyWorker {
         });
     }
 
-    #[pyo3(signature = (job, kinds, stream=None))]
-    fn store(&self, py: Python<'_>, job: String, kinds: Vec<StoreKind>, stream: Option<u64>) -> PyResult<()> {
+    #[pyo3(signature = (job, kinds, stream=None, traceparent=None))]
+    fn store(
+        &self,
+        py: Python<'_>,
+        job: String,
+        kinds: Vec<StoreKind>,
+        stream: Option<u64>,
+        traceparent: Option<String>,
+    ) -> PyResult<()> {
         let mut computed = Vec::with_capacity(kinds.len());
         let mut chunk_bytes = HashMap::new();
         for (kind, hashes, parents, tables) in kinds {
@@ -270,7 +283,7 @@ impl PyWorker {
             };
             let began = Instant::now();
             let begin = |state: &mut State| state.holds.push(held);
-            self.spawn(work, begin, move |state, ended| {
+            self.spawn(traceparent, work, begin, move |state, ended| {
                 // A chunk that can't be stored is stored when it is computed next.
                 let (kinds, error) = match ended {
                     Ok(kinds) => {
@@ -411,6 +424,7 @@ impl PyWorker {
 
     fn spawn<T: Send + 'static>(
         &self,
+        traceparent: Option<String>,
         work: impl Future<Output = Result<T, WorkerError>> + Send + 'static,
         begin: impl FnOnce(&mut State),
         end: impl FnOnce(&mut State, Result<T, String>) + Send + 'static,
@@ -421,7 +435,7 @@ impl PyWorker {
         state.under_way += 1;
         begin(&mut state);
         drop(state);
-        let task = runtime.spawn(work);
+        let task = runtime.spawn(async move { traced(traceparent.as_deref(), work).await });
         runtime.spawn(async move {
             let ended = match task.await {
                 Ok(ended) => ended.map_err(|error| error.to_string()),

@@ -15,6 +15,12 @@ pub(super) const ENDPOINTS: Text<String> = Text {
     show: String::clone,
 };
 
+pub(super) const COLLECTOR: Text<String> = Text {
+    accepts: "http://host[:port] or https://host[:port], such as \"http://127.0.0.1:4318\"",
+    check: collector,
+    show: String::clone,
+};
+
 pub(super) const DNS_NAME: Text<String> = Text {
     accepts: "a DNS name, such as \"_s3._tcp.rgw.service.consul\"",
     check: dns_name,
@@ -233,6 +239,15 @@ fn endpoint(text: &str) -> Result<String, String> {
         return fault("has no valid host name or address");
     }
     Ok(format!("{scheme}://{authority}"))
+}
+
+fn collector(text: &str) -> Result<String, String> {
+    endpoint(text).map_err(|fault| match text.split_once("://") {
+        Some((_, rest)) if rest.contains('/') => {
+            "the collector has a path; /v1/traces is added to it".to_owned()
+        }
+        _ => fault.replace("the endpoint", "the collector"),
+    })
 }
 
 /// The host of a valid endpoint, or of the first of several; IPv6 in its brackets.

@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
 use super::names::{
-    ABSOLUTE_PATH, Address, BUCKET, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Mode, PREFIX, REGION,
-    Servers,
+    ABSOLUTE_PATH, Address, BUCKET, COLLECTOR, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Mode, PREFIX,
+    REGION, Servers,
 };
 use crate::config::units::{ByteSize, GIB, KIB, MIB, TIB};
 use crate::format::DigestKind;
@@ -313,8 +313,24 @@ sections! {
         history: Duration = "1h", Time { min_ms: 60_000, max_ms: 86_400_000 };
         /// Loads that `kvgate trace` can show, the latest ones; 0: none.
         traces: u32 = "200", Between(0, 100_000);
+        /// Spans that are kept of one call, the first ones; some 200 bytes each.
+        trace_spans: u32 = "500", Between(1, 100_000);
         /// Whether the node counts as ready before S3 has answered.
         degraded: bool = "false", Flag;
+    }
+
+    /// Traces for OpenTelemetry.
+    otlp: Otlp {
+        /// URL of the collector that spans are sent to, by OTLP over HTTP, such as http://127.0.0.1:4318; not set: none are.
+        endpoint: Option<String> = "", Optional(COLLECTOR);
+        /// Percent of the calls that are traced, of those whose caller has no trace of its own.
+        sample: u32 = "1", Between(0, 100);
+        /// PEM file with the certificate authorities to trust, besides the system's.
+        ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// Calls whose spans wait to be sent; those of further calls are dropped and counted.
+        queue: u32 = "256", Between(1, 65_536);
+        /// Time for one request to the collector.
+        timeout: Duration = "5s", Time { min_ms: 10, max_ms: 60_000 };
     }
 
     /// The log.

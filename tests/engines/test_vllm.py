@@ -3,11 +3,41 @@
 python tests/engines/test_vllm.py     in an environment with vLLM and the wheel (tests/run.sh makes one)
 """
 
+import functools
+import http.server
+import os
+import threading
 import unittest
+import unittest.mock
 
 import tiny_model
 from case import CHUNK, PROMPTS, REUSED, EngineCase
 from lives import life, prompt
+
+
+class Collector:
+    """Of OpenTelemetry; keeps what it is sent."""
+
+    def __init__(self):
+        self.bodies = bodies = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def end(self):
+        self.server.shutdown()
+        self.server.server_close()
 
 
 class VllmTest(EngineCase):
@@ -51,6 +81,27 @@ class VllmTest(EngineCase):
         self.assertEqual((result["external"], result["tokens"]), (0, self.plain["tokens"]))
         again = self.alive(salted, self.kv())
         self.assertEqual((again["external"], again["tokens"]), (REUSED, self.plain["tokens"]))
+
+    def test_the_gateway_joins_the_trace_of_a_request(self):
+        collector = Collector()
+        self.addCleanup(collector.end)
+        settings = {"KVGATE__OTLP__ENDPOINT": collector.endpoint, "KVGATE__OTLP__SAMPLE": "0"}
+        with unittest.mock.patch.dict(os.environ, settings):
+            self.gateway.start()
+        trace = os.urandom(16)
+        headers = {"traceparent": f"00-{trace.hex()}-{os.urandom(8).hex()}-01"}
+
+        def traced(llm, generate):
+            # As vLLM's server does with --otlp-traces-endpoint.
+            llm.llm_engine.add_request = functools.partial(llm.llm_engine.add_request, trace_headers=headers)
+
+        self.alive(PROMPTS[:1], self.kv(), act=traced)
+        self.gateway.flush()
+        self.assertEqual(self.alive(PROMPTS[:1], self.kv(), act=traced)["external"], REUSED // 2)
+        self.gateway.end()
+        for name in (b"store", b"lower", b"lookup", b"load"):
+            told = [body for body in collector.bodies if name in body and trace in body]
+            self.assertTrue(told, (name, len(collector.bodies)))
 
     def test_other_weights_are_another_model(self):
         self.stored()

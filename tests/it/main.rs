@@ -26,6 +26,7 @@ mod metrics;
 mod on_the_way;
 mod operations;
 mod orders;
+mod otlp;
 mod outage;
 mod processes;
 mod protocol;

@@ -52,10 +52,19 @@ async fn a_load_from_s3_shows_its_ranges_addresses_and_waits() {
             (4, gets.len())
         );
         for request in requests {
-            let detail = request["detail"].as_str().unwrap();
+            let about = &request["attributes"];
             assert!(
-                detail.starts_with("127.0.0.1:") && detail.contains(": 20"),
-                "{detail}"
+                about["address"].as_str().unwrap().starts_with("127.0.0.1:")
+                    && about["status"].as_str().unwrap().starts_with("20"),
+                "{about}"
+            );
+            // Each request is a part of a range's.
+            let get = gets.iter().find(|get| get["id"] == request["parent"]);
+            assert!(
+                get.unwrap()["attributes"]["range"]
+                    .as_str()
+                    .unwrap()
+                    .contains('-')
             );
             let [start, sent, answered, end] = [
                 &request["start_us"],

@@ -25,6 +25,7 @@ class Load:
     job: str
     request: str
     parts: list[LoadPart]
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass
@@ -48,6 +49,7 @@ class Store:
     job: str
     request: str
     parts: list[StorePart]
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass
@@ -100,6 +102,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     def __bool__(self):
         return bool(self.loaded or self.stored or self.freed or self.steps or self.is_off)
+
+
+def traceparent_of(request):
+    """The trace that the request is a part of. vLLM passes it on where it traces itself (--otlp-traces-endpoint)."""
+    return (getattr(request, "trace_headers", None) or {}).get("traceparent")
 
 
 def request_of(job):

@@ -13,7 +13,7 @@ from kvgate import Lookups, Prompt
 from kvgate.vllm.adapters import Adapters
 from kvgate.vllm.blocks import NULL, Blocks
 from kvgate.vllm.doubts import Doubts
-from kvgate.vllm.metadata import Load, LoadPart, StepMetadata, request_of
+from kvgate.vllm.metadata import Load, LoadPart, StepMetadata, request_of, traceparent_of
 from kvgate.vllm.rates import LoadOrCompute
 from kvgate.vllm.stats import MISSES, KvGateStats
 from kvgate.vllm.stores import Stores
@@ -149,7 +149,9 @@ class SchedulerSide:
         self.extend(state, state.request.num_tokens)
         state.worth_it = None
         self.waiting[state.request.request_id] = state
-        self.lookups.ask(state.request.request_id, state.prompt, self.most_chunks(state.request))
+        self.lookups.ask(
+            state.request.request_id, state.prompt, self.most_chunks(state.request), traceparent_of(state.request)
+        )
 
     def most_chunks(self, request):
         """Of a hit. A token is left to compute, and a window or a state is there only where a chunk ends."""
@@ -233,7 +235,9 @@ class SchedulerSide:
             self.load_part(index, kind, state.prompt, tables, start, end) for index, kind in enumerate(self.model.kinds)
         ]
         job = f"{request.request_id}#{next(self.jobs)}"
-        state.load = Load(job, request.request_id, [part for part in parts if part is not None])
+        state.load = Load(
+            job, request.request_id, [part for part in parts if part is not None], traceparent_of(request)
+        )
         if self.load_or_compute is not None:
             self.load_or_compute.load_begins(job)
         self.new_loads.append(state.load)

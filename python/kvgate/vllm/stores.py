@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 
 from kvgate.vllm.blocks import NULL
-from kvgate.vllm.metadata import Store, StorePart
+from kvgate.vllm.metadata import Store, StorePart, traceparent_of
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ class Stores:
             [self.events.note(state.request, state.prompt, chunk) for chunk in first] if self.events else [],
             (state.request, state.prompt),
         )
-        return Store(job, request, parts)
+        return Store(job, request, parts, traceparent_of(state.request))
 
     def part(self, state, index, chunks, tables):
         prompt = state.prompt

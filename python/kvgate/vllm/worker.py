@@ -137,7 +137,7 @@ class WorkerSide:
                 self.end(load, 0.0, is_whole=True)
                 continue
             try:
-                self.need_worker().load(load.job, self.load_parts(load), stream, by_layer)
+                self.need_worker().load(load.job, self.load_parts(load), stream, by_layer, load.traceparent)
             except Exception as error:
                 # It is computed.
                 logger.warning("kvgate: a load of %s could not be begun: %s", load.request, error)
@@ -188,7 +188,7 @@ class WorkerSide:
     def store(self, stores, stream):
         for store in stores:
             try:
-                self.need_worker().store(store.job, self.store_parts(store), stream)
+                self.need_worker().store(store.job, self.store_parts(store), stream, store.traceparent)
             except Exception as error:
                 logger.warning("kvgate: a store of %s could not be begun: %s", store.request, error)
                 self.report.stored[store.job] = (1, set())

@@ -11,7 +11,8 @@ use tokio::time::{Duration, Instant};
 use super::cache::{ExistenceCache, Known};
 use crate::cache::episode::Episode;
 use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space};
-use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectStore, Operation};
+use crate::metrics::trace;
+use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectMeta, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
 #[derive(Debug, Clone)]
@@ -92,11 +93,11 @@ impl Prober {
                 let object_len = space.layout().object_len() as u64;
                 let deadline = deadline.max(Instant::now() + inner.time_limit);
                 let key = key();
-                tokio::spawn(async move {
+                tokio::spawn(trace::carry(async move {
                     let answer = inner.ask_store(cache_key, &key, object_len, deadline).await;
                     inner.flights.remove(&cache_key);
                     tell.send_replace(Some(answer));
-                });
+                }));
                 (told, false)
             }
         };
@@ -125,15 +126,44 @@ impl Inner {
         object_len: u64,
         deadline: Instant,
     ) -> ProbeAnswer {
+        let mut span = trace::begin("probe");
         let Ok(Ok(_permit)) = tokio::time::timeout_at(deadline, self.permits.acquire()).await else {
             return unknown(key, ErrorKind::Deadline, "waiting for its turn");
         };
+        trace::mark(&mut span, "turn");
         let asked = Instant::now();
         let attributes = self.capabilities.get().is_some_and(|known| known.attributes);
-        let seen = match attributes {
-            true => self.store.attributes(key, deadline).await,
-            false => self.store.head(key, deadline).await,
+        let ask = async {
+            match attributes {
+                true => self.store.attributes(key, deadline).await,
+                false => self.store.head(key, deadline).await,
+            }
         };
+        let seen = trace::within(span.as_ref(), ask).await;
+        let answer = self.learn(seen, cache_key, key, object_len, asked);
+        trace::end(span, || {
+            let answer = match &answer {
+                ProbeAnswer::Present(_) => ("answer", "present".to_owned()),
+                ProbeAnswer::Absent => ("answer", "absent".to_owned()),
+                ProbeAnswer::Unknown(error) => ("error", error.to_string()),
+            };
+            vec![
+                ("chunk", cache_key.1.to_string().chars().take(12).collect()),
+                answer,
+            ]
+        });
+        answer
+    }
+
+    /// What an answer of S3 says, also to the cache.
+    fn learn(
+        &self,
+        seen: Result<ObjectMeta, ObjectError>,
+        cache_key: ChunkId,
+        key: &str,
+        object_len: u64,
+        asked: Instant,
+    ) -> ProbeAnswer {
         match seen {
             Ok(meta) if meta.len != object_len => {
                 let len = meta.len;

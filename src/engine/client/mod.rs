@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::future::Either;
 use http_body_util::Full;
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::{HeaderMap, Method, Request, StatusCode};
@@ -371,6 +372,9 @@ impl Client {
         if let Some(token) = &self.0.token {
             request = request.header(AUTHORIZATION, token);
         }
+        if let Ok(parent) = TRACEPARENT.try_with(Clone::clone) {
+            request = request.header("traceparent", parent);
+        }
         let request = request.body(Full::new(body));
         request.map_err(|error| ClientError::Answer(error.to_string()))
     }
@@ -398,6 +402,19 @@ impl Client {
 
     fn kept(&self) -> std::sync::MutexGuard<'_, Vec<ApiConnection>> {
         self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+tokio::task_local! {
+    static TRACEPARENT: HeaderValue;
+}
+
+/// The same future, whose calls are parts of the trace that `traceparent` names, as W3C has it. What is no header is
+/// left out: a trace is never worth a call.
+pub fn traced<F: Future>(traceparent: Option<&str>, calls: F) -> impl Future<Output = F::Output> {
+    match traceparent.and_then(|parent| HeaderValue::from_str(parent).ok()) {
+        Some(parent) => Either::Left(TRACEPARENT.scope(parent, calls)),
+        None => Either::Right(calls),
     }
 }
 

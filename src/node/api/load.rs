@@ -23,6 +23,7 @@ const TOGETHER: usize = 16 << 10;
 
 /// `POST /v1/load`: a line for each chunk, or group of layers, as soon as it may be read.
 pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
+    let sampled = api.sample("load", request.headers());
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: LoadRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;
@@ -48,9 +49,7 @@ pub async fn load(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -
         deadline: Instant::now() + limited(request.deadline_ms, api.options.load_deadline),
         declines: request.declines,
     };
-    let traced = api
-        .traces
-        .begin(&call.load_id, &session, call.space.model(), call.chunks.len());
+    let traced = api.traces.begin(&call, &session, sampled);
     let load = || api.node.load(&session, call);
     let load = match &traced {
         Some(traced) => traced.trace.run(load)?,

@@ -16,9 +16,11 @@ use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::cache::gateway::{Boundary, Kinds, NeededRun};
 use crate::format::{ChunkHash, ChunkHasher, Mask, Space, SpaceId};
+use crate::metrics::trace::{self, CallTrace};
 use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
 pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
+    let sampled = api.sample("lookup", request.headers());
     let is_binary = content_type(request.headers(), &CONTENT_TYPE, &[OCTETS]);
     let wants_binary = content_type(request.headers(), &ACCEPT, &[OCTETS]);
     let query = request.uri().query().unwrap_or_default().to_owned();
@@ -50,8 +52,22 @@ pub async fn lookup(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply,
     // Each hash is asked for in each space.
     api.check_count(hashes.len().saturating_mul(kinds.count()))?;
     let found = kinds.lookup(api, &hashes, strategy, deadline);
-    let found = api.figures.lookup.of(found).await;
+    let trace = sampled.map(|sampled| {
+        let about = vec![
+            ("model", kinds.first().model().to_owned()),
+            ("chunks", hashes.len().to_string()),
+        ];
+        CallTrace::new(options.spans_max, Some(sampled.export(about)))
+    });
+    let found = trace::part_of(trace.clone(), api.figures.lookup.of(found)).await;
     api.figures.looked_up(&found.first);
+    if let Some(trace) = trace {
+        trace.end(vec![
+            ("prefix", found.first.mask.prefix().to_string()),
+            ("boundary", found.chunks.to_string()),
+            ("unknown", found.first.unknown.count().to_string()),
+        ]);
+    }
     if let Some(ms) = request.pin_ms {
         let until = Instant::now() + Duration::from_millis(ms).min(api.node.options().pin_max);
         kinds.pin(api, &hashes, &found, until);

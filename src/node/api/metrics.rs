@@ -9,6 +9,7 @@ use hyper::StatusCode;
 use super::Api;
 use super::body::{Reply, bytes};
 use super::figures::Figures;
+use super::otlp::Otlp;
 use crate::cache::gateway::Gateway;
 use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::Status;
@@ -131,7 +132,22 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
         "Chunks that left and that engines can still read of.",
         removals as u64,
     );
+    otlp(&mut text, api.otlp.as_ref());
     bytes(StatusCode::OK, "text/plain; version=0.0.4", Bytes::from(text.0))
+}
+
+fn otlp(text: &mut Text, otlp: Option<&Otlp>) {
+    let none = [("sent", 0), ("dropped", 0), ("failed", 0)];
+    let lines = otlp
+        .map_or(none, Otlp::counts)
+        .map(|(outcome, count)| (outcome.to_owned(), count));
+    text.lines(
+        "kvgate_otlp_spans_total",
+        "counter",
+        "Spans for the collector: sent, dropped because too many waited, or failed because it did not take them.",
+        "outcome",
+        &lines,
+    );
 }
 
 /// Series of each metric about tenants; the others are one.

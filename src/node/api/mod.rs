@@ -23,6 +23,7 @@ mod impatient;
 mod load;
 mod lookup;
 mod metrics;
+mod otlp;
 mod page;
 mod problem;
 mod routers;
@@ -37,9 +38,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use hyper::StatusCode;
+use hyper::{HeaderMap, StatusCode};
 
 pub use history::run as keep_history;
+pub use otlp::OtlpOptions;
 pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
@@ -47,6 +49,7 @@ use self::bound_blocks::BoundBlocks;
 use self::connections::Connections;
 use self::figures::Figures;
 use self::history::History;
+use self::otlp::{Otlp, Sampled};
 use self::traces::Traces;
 use crate::cache::gateway::Credit;
 use crate::node::{Node, Process};
@@ -77,6 +80,10 @@ pub struct ApiOptions {
     pub history: Duration,
     /// Loads whose traces are kept.
     pub traces_max: usize,
+    /// Spans that are kept of a call.
+    pub spans_max: usize,
+    /// Where sampled calls' spans go.
+    pub otlp: Option<OtlpOptions>,
 }
 
 /// State that all connections share.
@@ -87,6 +94,7 @@ pub struct Api {
     figures: Figures,
     history: History,
     traces: Traces,
+    otlp: Option<Otlp>,
     /// Limits the slots of chunk reads, so that a slow reader takes no slots from engines.
     chunks: Credit,
     /// What routers' block hashes mean; at most twice `hashes_max` chunks.
@@ -115,7 +123,8 @@ impl Api {
             connections: Connections::new(options.connections_max),
             figures: Figures::default(),
             history: History::new(options.history),
-            traces: Traces::new(options.traces_max),
+            traces: Traces::new(options.traces_max, options.spans_max),
+            otlp: options.otlp.as_ref().map(Otlp::start).transpose()?,
             chunks: Credit::new(options.chunk_bytes),
             bound: Mutex::new(BoundBlocks::new(options.hashes_max)),
             options,
@@ -151,6 +160,18 @@ impl Api {
         }
         *self.token.write().unwrap_or_else(PoisonError::into_inner) = Some(text.to_owned());
         Ok(())
+    }
+
+    /// None: nobody wants this call's spans.
+    fn sample(&self, name: &'static str, headers: &HeaderMap) -> Option<Sampled> {
+        self.otlp.as_ref()?.sample(name, headers)
+    }
+
+    /// Sends the spans that wait, as far as the collector takes them in time.
+    pub async fn end_traces(&self, time: Duration) {
+        if let Some(otlp) = &self.otlp {
+            otlp.end(time).await;
+        }
     }
 
     fn token(&self) -> Option<String> {

@@ -6,8 +6,10 @@ use hyper::Request;
 use hyper::body::Incoming;
 
 use super::body::{Reply, json};
+use super::otlp::Sampled;
 use super::problem::ApiProblem;
-use super::{Api, Caller, body, callers, spaces};
+use super::{Api, Caller, body, callers, spaces, traces};
+use crate::metrics::trace::CallTrace;
 use crate::node::{NodeError, ReserveOutcome, SlotError, ToStore};
 use crate::protocol::{
     CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk,
@@ -77,7 +79,8 @@ pub async fn commit(
     caller: &Caller,
     request: Request<Incoming>,
 ) -> Result<Reply, ApiProblem> {
-    each(api, caller, request, |session, slot| {
+    let sampled = api.sample("store", request.headers());
+    each(api, caller, request, sampled, |session, slot| {
         let committed = api.node.commit(session, slot);
         let word = match &committed {
             Ok(true) => "published",
@@ -92,7 +95,7 @@ pub async fn commit(
 
 /// `POST /v1/store/abort`.
 pub async fn abort(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
-    each(api, caller, request, |session, slot| {
+    each(api, caller, request, None, |session, slot| {
         api.node.abort(session, slot).map(|()| false)
     })
     .await
@@ -102,23 +105,34 @@ async fn each(
     api: &Arc<Api>,
     caller: &Caller,
     request: Request<Incoming>,
+    sampled: Option<Sampled>,
     act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, SlotError>,
 ) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: CommitRequest = body::parse(&text)?;
     let session = callers::session(api, caller, &request.session)?;
     api.check_count(request.slots.len())?;
-    let slots = request
-        .slots
-        .iter()
-        .map(|slot| match act(&session, (slot.slot, slot.generation)) {
-            Ok(published) => CommitOutcome::Ok { published },
-            Err(error) => CommitOutcome::Refused {
-                code: NodeError::from(error).code().to_owned(),
-                detail: error.to_string(),
-            },
-        });
-    Ok(json(&CommitAnswer {
-        slots: slots.collect(),
-    }))
+    let each = || {
+        let slots = request
+            .slots
+            .iter()
+            .map(|slot| match act(&session, (slot.slot, slot.generation)) {
+                Ok(published) => CommitOutcome::Ok { published },
+                Err(error) => CommitOutcome::Refused {
+                    code: NodeError::from(error).code().to_owned(),
+                    detail: error.to_string(),
+                },
+            });
+        slots.collect()
+    };
+    let slots = match sampled {
+        None => each(),
+        Some(sampled) => {
+            let mut about = traces::about(&session);
+            about.push(("chunks", request.slots.len().to_string()));
+            // It ends when the last of its chunks has gone down, or was dropped.
+            CallTrace::new(api.options.spans_max, Some(sampled.export(about))).run(each)
+        }
+    };
+    Ok(json(&CommitAnswer { slots }))
 }

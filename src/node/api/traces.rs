@@ -12,26 +12,23 @@ use serde_json::{Value, json};
 
 use super::Api;
 use super::body::{self, Reply};
+use super::otlp::Sampled;
 use super::problem::ApiProblem;
 use crate::cache::gateway::Miss;
-use crate::metrics::trace::LoadTrace;
-use crate::node::{Lent, Session};
+use crate::metrics::trace::{Attribute, CallTrace};
+use crate::node::{Lent, LoadCall, Session};
 use crate::protocol::Tier;
 
-/// Spans of a load; a long prompt from S3 has more than anybody reads.
-const SPANS_MAX: usize = 500;
-
 /// See the [module](self).
-#[derive(Debug)]
 pub struct Traces {
     loads_max: usize,
+    spans_max: usize,
     loads: Mutex<VecDeque<Arc<TracedLoad>>>,
 }
 
 /// One load, under way or over.
-#[derive(Debug)]
 pub struct TracedLoad {
-    pub trace: Arc<LoadTrace>,
+    pub trace: Arc<CallTrace>,
     load: String,
     instance: String,
     rank: u32,
@@ -51,28 +48,38 @@ struct TracedOutcome {
 }
 
 impl Traces {
-    pub fn new(loads_max: usize) -> Self {
+    pub fn new(loads_max: usize, spans_max: usize) -> Self {
         Self {
             loads_max,
+            spans_max,
             loads: Mutex::default(),
         }
     }
 
-    /// None: no loads are kept.
+    /// None: nobody wants to know.
     pub fn begin(
         &self,
-        load: &str,
+        call: &LoadCall,
         session: &Session,
-        model: &str,
-        chunks: usize,
+        sampled: Option<Sampled>,
     ) -> Option<Arc<TracedLoad>> {
-        if self.loads_max == 0 {
+        if self.loads_max == 0 && sampled.is_none() {
             return None;
         }
+        let (load, model, chunks) = (&call.load_id, call.space.model(), call.chunks.len());
+        let export = sampled.map(|sampled| {
+            let mut about = about(session);
+            about.extend([
+                ("load", load.clone()),
+                ("model", model.to_owned()),
+                ("chunks", chunks.to_string()),
+            ]);
+            sampled.export(about)
+        });
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let traced = Arc::new(TracedLoad {
-            trace: LoadTrace::new(SPANS_MAX),
-            load: load.to_owned(),
+            trace: CallTrace::new(self.spans_max, export),
+            load: load.clone(),
             instance: session.instance.clone(),
             rank: session.rank,
             model: model.to_owned(),
@@ -81,10 +88,12 @@ impl Traces {
             outcome: Mutex::default(),
         });
         let mut loads = self.loads.lock().unwrap_or_else(PoisonError::into_inner);
-        if loads.len() >= self.loads_max {
-            loads.pop_front();
+        if self.loads_max > 0 {
+            if loads.len() >= self.loads_max {
+                loads.pop_front();
+            }
+            loads.push_back(Arc::clone(&traced));
         }
-        loads.push_back(Arc::clone(&traced));
         Some(traced)
     }
 
@@ -95,28 +104,54 @@ impl Traces {
     }
 }
 
+/// What is told of a session in its calls' traces.
+pub fn about(session: &Session) -> Vec<Attribute> {
+    vec![
+        ("instance", session.instance.clone()),
+        ("rank", session.rank.to_string()),
+    ]
+}
+
 impl TracedLoad {
     pub fn came(&self, i: usize, lent: &Lent) {
         *self.outcome().loaded.entry(lent.tier.word()).or_default() += 1;
         // Those in memory come at once, and a span each says nothing.
         if lent.tier != Tier::Memory {
             let (first, end) = lent.planes;
-            self.trace.note(
-                "came",
-                format_args!("chunk {i} from {}, planes {first} to {end}", lent.tier.word()),
-            );
+            let about = vec![
+                ("index", i.to_string()),
+                ("tier", lent.tier.word().to_owned()),
+                ("planes", format!("{first}-{}", end - 1)),
+            ];
+            self.trace.note("came", about);
         }
     }
 
     pub fn missed(&self, i: usize, miss: &Miss) {
         *self.outcome().missed.entry(miss.code()).or_default() += 1;
-        self.trace.note("missed", format_args!("chunk {i}: {miss}"));
+        let about = vec![
+            ("index", i.to_string()),
+            ("miss", miss.code().to_owned()),
+            ("error", miss.to_string()),
+        ];
+        self.trace.note("missed", about);
     }
 
     /// Counts once: whoever hangs up ends it, too.
     pub fn ended(&self) {
         let seconds = self.trace.elapsed().as_secs_f64();
-        self.outcome().seconds.get_or_insert(seconds);
+        let mut outcome = self.outcome();
+        outcome.seconds.get_or_insert(seconds);
+        let counts = |of: &BTreeMap<&'static str, u64>| {
+            let words: Vec<_> = of.iter().map(|(word, count)| format!("{count} {word}")).collect();
+            words.join(", ")
+        };
+        let about = vec![
+            ("loaded", counts(&outcome.loaded)),
+            ("missed", counts(&outcome.missed)),
+        ];
+        drop(outcome);
+        self.trace.end(about);
     }
 
     fn outcome(&self) -> std::sync::MutexGuard<'_, TracedOutcome> {
@@ -143,7 +178,9 @@ impl TracedLoad {
             "missed": outcome.missed,
         });
         if with_spans {
-            value["spans"] = json!(self.trace.spans());
+            let noted = self.trace.noted();
+            value["spans"] = json!(noted.spans);
+            value["spans_left_out"] = json!(noted.left_out);
         }
         value
     }

@@ -135,6 +135,7 @@ impl Daemon {
         let _ = serving.await;
         // Stores chunks that a rank had reserved before and committed in the last moment.
         node.flush(Instant::now() + CALLS_GRACE).await;
+        api.end_traces(CALLS_GRACE).await;
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();

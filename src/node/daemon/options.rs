@@ -8,7 +8,7 @@ use crate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
 use crate::node::NodeOptions;
-use crate::node::api::{ApiOptions, Listening};
+use crate::node::api::{ApiOptions, Listening, OtlpOptions};
 
 /// The arena's file if the configuration names none.
 const ARENA_PATH: &str = "/dev/shm/kvgate.arena";
@@ -117,6 +117,14 @@ pub fn api(config: &Config) -> ApiOptions {
         event_wait: config.events.wait,
         history: config.api.history,
         traces_max: config.api.traces as usize,
+        spans_max: config.api.trace_spans as usize,
+        otlp: config.otlp.endpoint.clone().map(|endpoint| OtlpOptions {
+            endpoint,
+            sample_percent: config.otlp.sample,
+            queue: config.otlp.queue as usize,
+            timeout: config.otlp.timeout,
+            ca_file: config.otlp.ca_file.clone(),
+        }),
     }
 }
 

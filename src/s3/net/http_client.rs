@@ -153,11 +153,11 @@ impl NetClient {
             .send_over(&mut permit, outgoing, cell, route, connect_timeout, &mut span)
             .await;
         trace::end(span, || {
-            let address = permit.payload().address();
-            match &sent {
-                Ok((head, _)) => format!("{address}: {}", head.status),
-                Err(error) => format!("{address}: {error}"),
-            }
+            let answer = match &sent {
+                Ok((head, _)) => ("status", head.status.to_string()),
+                Err(error) => ("error", error.to_string()),
+            };
+            vec![("address", permit.payload().address().to_string()), answer]
         });
         match outcome(&sent) {
             Some(outcome) => permit.end(outcome),

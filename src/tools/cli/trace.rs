@@ -118,14 +118,19 @@ fn show(load: &Value, out: &mut Out) -> Result<(), CliError> {
     let rows: Vec<_> = spans.iter().map(|span| row(span, end)).collect();
     out.line("")?;
     out.table(&[">from", ">took", "what", "", "about"], &rows)?;
+    if let Some(more @ 1..) = load["spans_left_out"].as_u64() {
+        out.line(format_args!("and {more} more than [api] trace_spans"))?;
+    }
     out.line("")
 }
 
 fn row(span: &Value, end: u64) -> Vec<String> {
     let of = |name: &str| span[name].as_u64().unwrap_or(0);
-    let (from, to) = (of("start_us"), of("end_us"));
+    let (from, to, is_part) = (of("start_us"), of("end_us"), of("parent") != 0);
     let marks = span["marks"].as_array().into_iter().flatten();
-    let mut about = text(&span["detail"]).to_owned();
+    let attributes = span["attributes"].as_object().into_iter().flatten();
+    let words = attributes.map(|(name, value)| format!("{name} {}", text(value)));
+    let mut about = words.collect::<Vec<_>>().join(", ");
     for mark in marks {
         let _ = write!(
             about,
@@ -137,7 +142,7 @@ fn row(span: &Value, end: u64) -> Vec<String> {
     vec![
         seconds(from),
         seconds(to.saturating_sub(from)),
-        text(&span["name"]).to_owned(),
+        format!("{}{}", if is_part { "  " } else { "" }, text(&span["name"])),
         bar(from, to, end),
         about,
     ]

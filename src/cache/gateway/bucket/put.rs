@@ -17,6 +17,7 @@ use crate::cache::existence::ProbeAnswer;
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
 use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
+use crate::metrics::trace;
 use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
 
 /// The outcome for a chunk.
@@ -29,6 +30,18 @@ pub enum StoreOutcome {
     /// This gateway is storing it already, for another caller.
     Pending,
     Failed(Arc<ObjectError>),
+}
+
+impl StoreOutcome {
+    /// For traces.
+    pub fn about(&self) -> trace::Attribute {
+        match self {
+            Self::Stored => ("outcome", "stored".to_owned()),
+            Self::Present => ("outcome", "present".to_owned()),
+            Self::Pending => ("outcome", "pending".to_owned()),
+            Self::Failed(error) => ("error", error.to_string()),
+        }
+    }
 }
 
 /// How long a space.json that was seen counts as present.
@@ -83,11 +96,11 @@ impl Bucket {
             return StoreOutcome::Pending;
         };
         let (bucket, space, key) = (Arc::clone(self), space.clone(), change.1);
-        let put = tokio::spawn(async move {
+        let put = tokio::spawn(trace::carry(async move {
             let _until_it_ends = (change, permits);
             let body = Bytes::from_owner(object);
             bucket.put(&space, chunk, body, deadline).await
-        });
+        }));
         if let Some(mut change) = self.changing.get_mut(&key) {
             *change = Some(put.abort_handle());
         }

@@ -86,12 +86,20 @@ async fn read_once(
     let mut span = trace::begin("disk");
     let read = disk.read(space, chunk, slot).await;
     trace::mark(&mut span, "read");
+    let named = || ("chunk", chunk.to_string().chars().take(12).collect());
     let slot = match read {
         (Some(slot), Ok(())) => slot,
-        (slot, read) => return Err((slot, Unread::Disk(read.err().unwrap_or(DiskError::Absent)))),
+        (slot, read) => {
+            let error = read.err().unwrap_or(DiskError::Absent);
+            trace::end(span, || vec![named(), ("error", error.to_string())]);
+            return Err((slot, Unread::Disk(error)));
+        }
     };
     let verified = verify(space, chunk, &slot).await;
-    trace::end(span, || chunk.to_string().chars().take(12).collect::<String>());
+    trace::end(span, || match &verified {
+        Ok(()) => vec![named()],
+        Err(bad) => vec![named(), ("error", bad.to_string())],
+    });
     match verified {
         Ok(()) => Ok(slot),
         Err(bad) => Err((Some(slot), Unread::Bad(bad))),

@@ -122,14 +122,15 @@ impl ChunkFetch {
             slot: part.slot.split_off(0),
             watch: Some(part.digests.watch(kind)),
         };
-        let (landing, meta) = self.bucket().store.get(get, landing, self.deadline).await;
+        let landed = self.bucket().store.get(get, landing, self.deadline);
+        let (landing, meta) = trace::within(span.as_ref(), landed).await;
         part.slot = landing.slot;
         trace::end(span, || {
-            let (bytes, chunk) = (part.bytes(), self.named());
-            match &meta {
-                Ok(_) => format!("{chunk} bytes {} to {}", bytes.start, bytes.end),
-                Err(error) => format!("{chunk} bytes {} to {}: {error}", bytes.start, bytes.end),
-            }
+            let bytes = part.bytes();
+            let range = format!("{}-{}", bytes.start, bytes.end - 1);
+            let mut about = vec![("chunk", self.named()), ("range", range)];
+            about.extend(meta.as_ref().err().map(|error| ("error", error.to_string())));
+            about
         });
         Ok((meta?.version, turn))
     }

@@ -64,7 +64,7 @@ impl ChunkFetch {
         let mut version = head.version.clone();
         let span = trace::begin("verify");
         let mut plane = bad(part);
-        trace::end(span, || self.named());
+        trace::end(span, || vec![("chunk", self.named())]);
         if plane.is_some()
             && let Some(same) = self.again(part, &version, kind).await?
         {

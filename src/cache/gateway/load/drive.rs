@@ -150,7 +150,7 @@ impl Drive {
                 let spent = tokio::time::timeout_at(self.deadline, spend);
                 let span = trace::begin("credit");
                 let spent = self.tiers.times.credit.of(spent).await;
-                trace::end(span, || format!("for {chunks} chunks"));
+                trace::end(span, || vec![("chunks", chunks.to_string())]);
                 spent.map_err(|_| Miss::NotReleased)?
             }
         };
@@ -284,7 +284,7 @@ impl Drive {
         let span = trace::begin("slot");
         let slot = tokio::time::timeout_at(self.deadline, slot);
         let slot = self.tiers.times.arena.of(slot).await;
-        trace::end(span, || format!("{object_bytes} bytes of the arena"));
+        trace::end(span, || vec![("bytes", object_bytes.to_string())]);
         slot.ok().flatten().ok_or(Miss::ArenaFull)
     }
 
@@ -307,7 +307,7 @@ impl Drive {
             let span = trace::begin("flight");
             let outcome = tokio::time::timeout_at(deadline, flight.outcome());
             let outcome = tiers.times.flight.of(outcome).await;
-            trace::end(span, || format!("chunk {index}, brought by this load or another"));
+            trace::end(span, || vec![("index", index.to_string())]);
             match outcome {
                 // The deadline may have been another load's.
                 Ok(Some(Err(Miss::Unknown(error)))) if error.kind == ErrorKind::Deadline => {

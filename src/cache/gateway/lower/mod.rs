@@ -16,6 +16,7 @@ use super::tiers::{Link, Room, Sealed, Tiers, WriteBehindJob};
 use crate::arena::Slot;
 use crate::cache::tier::{Below, Wrote};
 use crate::format::{ChunkHash, Space};
+use crate::metrics::trace::{self, OpenSpan};
 use crate::protocol::Tier;
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
@@ -83,7 +84,13 @@ async fn dispatch(tiers: Arc<Tiers>) {
         };
         let of = Arc::clone(&tiers);
         let task = tokio::spawn(async move {
-            let outcome = lower(&of, chunk, &mut job, permits).await;
+            trace::mark(&mut job.span, "turn");
+            let mut span = job.span.take();
+            let outcome = lower(&of, chunk, &mut job, permits, &mut span).await;
+            trace::end(span, || {
+                let chunk = chunk.to_string().chars().take(12).collect();
+                vec![("chunk", chunk), outcome.about()]
+            });
             of.times.behind.observe(job.since.elapsed());
             drop(job);
             of.behind.ends(number, &outcome);
@@ -98,6 +105,7 @@ async fn lower(
     chunk: ChunkHash,
     job: &mut WriteBehindJob,
     permits: Option<OwnedSemaphorePermit>,
+    span: &mut Option<OpenSpan>,
 ) -> StoreOutcome {
     let (space, bucket) = (&job.space, &tiers.bucket);
     let object = match &mut job.object {
@@ -107,9 +115,13 @@ async fn lower(
             Err(_) => return broken(bucket, space, &chunk, "its digests were not computed"),
         },
     };
+    trace::mark(span, "sealed");
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
     let written = write_to_disk(tiers, space, &chunk, &object, job.since, goes_lower).await;
+    if disk.is_some() {
+        trace::mark(span, "disk");
+    }
     if !goes_lower {
         return match written {
             true => {
@@ -124,9 +136,10 @@ async fn lower(
     let mut permits = permits;
     loop {
         let deadline = Instant::now() + options.deadline;
-        let outcome = bucket
-            .store_object(space, chunk, object.clone(), deadline, permits)
-            .await;
+        let put = trace::begin_part(span.as_ref(), "PUT");
+        let stored = bucket.store_object(space, chunk, object.clone(), deadline, permits);
+        let outcome = trace::within(put.as_ref(), stored).await;
+        trace::end(put, || vec![outcome.about()]);
         match outcome {
             StoreOutcome::Failed(error) => {
                 tiers.behind.failed();

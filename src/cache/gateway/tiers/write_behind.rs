@@ -22,6 +22,7 @@ use crate::cache::gateway::bucket::StoreOutcome;
 use crate::cache::recent::Recent;
 use crate::cache::tier::Memory;
 use crate::format::{ChunkHash, ChunkId, Kind, Space, SpaceKey};
+use crate::metrics::trace::{self, OpenSpan};
 use crate::protocol::{Flushed, WhenFull};
 use serde::Serialize;
 
@@ -81,6 +82,8 @@ pub struct WriteBehindJob {
     pub space: Space,
     pub object: Sealed,
     pub since: Instant,
+    /// From the commit to the tier below, in the trace of the call that committed the chunk.
+    pub span: Option<OpenSpan>,
     /// When the job ends or is dropped, the chunk may leave memory.
     _clean: Clean,
 }
@@ -487,6 +490,7 @@ impl WriteBehindJob {
             space: space.clone(),
             object,
             since: Instant::now(),
+            span: trace::begin("lower"),
             _clean: Clean(Arc::clone(memory), (space.key(), *chunk)),
         }
     }
