@@ -12,6 +12,8 @@
 # $KVGATE_TEST_SKIP_LOG, which counts it as skipped instead of passed.
 #
 # The last line is "N passed, N failed, N skipped". Failed counts failed tests, and failed steps without tests.
+# The parts of `beside` count for themselves, on purpose.
+# shellcheck disable=SC2030,SC2031
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -34,6 +36,7 @@ export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARG
 
 passed=0 failed=0 skipped=0
 failed_steps=() not_run=() servers_up=()
+STEP_LOG=$WORK/step.log
 
 # ---------------------------------------------------------------- steps
 
@@ -43,7 +46,7 @@ step() {
     shift
     printf '\n==> [%4d s] %s\n' "$SECONDS" "$name"
     # The lock's descriptor is closed, or a server that outlives us would keep it.
-    "$@" 9>&- 2>&1 | tee "$WORK/step.log" || status=$?
+    "$@" 9>&- 2>&1 | tee "$STEP_LOG" || status=$?
     if [ "$status" = 0 ]; then
         printf '    ok: %s, %d s\n' "$name" $((SECONDS - began))
     else
@@ -60,13 +63,44 @@ check() { step "$@" || failed=$((failed + 1)); }
 tests() {
     local status=0 ok bad ignored
     step "$@" || status=$?
-    read -r ok bad ignored < <(count_results <"$WORK/step.log")
+    read -r ok bad ignored < <(count_results <"$STEP_LOG")
     # A build that fails runs no test; and an empty run must not look like a good one.
     if [ "$bad" = 0 ] && { [ "$status" != 0 ] || [ "$ok" = 0 ]; }; then
         [ "$status" != 0 ] || { echo "    FAILED: $1: no test ran" && failed_steps+=("$1: no test ran"); }
         bad=1
     fi
     passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + ignored))
+}
+
+# beside PART... : functions with steps, side by side, each a process of its own; what they print and count comes after.
+beside() {
+    local part began=$SECONDS
+    for part in "$@"; do
+        (
+            passed=0 failed=0 skipped=0 failed_steps=() not_run=() STEP_LOG=$WORK/$part.step
+            "$part"
+            declare -p passed failed skipped failed_steps not_run >"$WORK/$part.end"
+        ) >"$WORK/$part.log" 2>&1 &
+    done
+    wait
+    for part in "$@"; do
+        cat "$WORK/$part.log"
+        take_over "$part"
+    done
+    printf '\n    side by side: %s, %d s\n' "$*" $((SECONDS - began))
+}
+
+# take_over PART : adds what it counted to what is counted here.
+take_over() {
+    local counted=("$passed" "$failed" "$skipped") steps=("${failed_steps[@]}") absent=("${not_run[@]}") end
+    if ! end=$(sed 's/^declare \(-[-a]*\) /declare -g \1 /' "$WORK/$1.end" 2>/dev/null); then
+        failed=$((failed + 1)) failed_steps+=("$1: it broke off")
+        return
+    fi
+    # Its values take the place of ours.
+    eval "$end"
+    passed=$((passed + counted[0])) failed=$((failed + counted[1])) skipped=$((skipped + counted[2]))
+    failed_steps=("${steps[@]}" "${failed_steps[@]}") not_run=("${absent[@]}" "${not_run[@]}")
 }
 
 # count_results : from a test program's output, the numbers "passed failed ignored".
@@ -188,20 +222,32 @@ engine_tests() {
         test_plugin test_connector test_lookups test_model test_states test_adapters test_guard test_blocks test_stores test_pages \
         test_tier test_dealt
     page_tests "$env/bin/python"
-    tests "KV events" "$env/bin/python" -W ignore -B tests/engines/test_events.py
-    tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
-    tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
-        PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B -m unittest -v \
-        test_plugin test_histories test_tier test_pages
-    tests "below vLLM's own offloading" "$env/bin/python" -B tests/engines/test_offloading.py
+    check "install SGLang" tests/servers/install.sh sglang
+    # Most of their time one core works: engines start.
+    beside lives_tests kinds_and_sglang_tests
+}
+
+# What one engine does after another.
+lives_tests() {
+    local env=$KVGATE_TEST_CACHE/vllm
     tests "vLLM" "$env/bin/python" -B tests/engines/test_vllm.py
     tests "vLLM's features" "$env/bin/python" -B tests/engines/test_features.py
     tests "vLLM and trouble" "$env/bin/python" -B tests/engines/test_trouble.py
     tests "models of other families in vLLM" "$env/bin/python" -B tests/engines/test_families.py
-    tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
-    sglang_tests
+    tests "below vLLM's own offloading" "$env/bin/python" -B tests/engines/test_offloading.py
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
+}
+
+kinds_and_sglang_tests() {
+    local env=$KVGATE_TEST_CACHE/vllm
+    tests "KV events" "$env/bin/python" -W ignore -B tests/engines/test_events.py
+    tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
+    tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
+        PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B -m unittest -v \
+        test_plugin test_histories test_tier test_pages
+    sglang_tests
+    tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
 }
 
 # page_tests PYTHON : the engine's.
@@ -232,7 +278,6 @@ release_tests() {
 
 # A real SGLang on a CPU, with the same wheel.
 sglang_tests() {
-    check "install SGLang" tests/servers/install.sh sglang || return 0
     local env=$KVGATE_TEST_CACHE/sglang
     check "install the wheel for SGLang" "$VENV/bin/uv" pip install --quiet --python "$env/bin/python" --no-deps --reinstall "$WORK"/wheels/*.whl
     tests "the backend for SGLang" "$env/bin/python" -W ignore -B tests/engines/test_sglang_storage.py

@@ -1,6 +1,7 @@
 //! Spans as a collector of OpenTelemetry gets them.
 
 use std::convert::Infallible;
+use std::fmt::Write;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -106,7 +107,10 @@ fn parent(span: &str, flags: &str) -> String {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
