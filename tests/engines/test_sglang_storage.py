@@ -22,6 +22,7 @@ from kvgate.sglang import KvGateStorage
 from kvgate.sglang.identity import Engine, refuse_long_rope
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang_pools import (
     MHA_LAYOUTS,
@@ -357,6 +358,79 @@ class SpaceTest(StorageCase):
                 refuse_long_rope(model(long, **named))
             refuse_long_rope(model(short, **named))
         refuse_long_rope(model(long, rope_scaling={"rope_type": "yarn", "factor": 2.0}))
+
+
+class FlushTest(StorageCase):
+    """SGLang clears its host pools when it flushes its cache, as it does after new weights."""
+
+    def flushed(self, pool):
+        HostPoolGroup([PoolEntry(PoolName.KV, pool, None, None, is_primary_index_anchor=True)]).clear()
+
+    def test_an_engine_has_what_it_stored_since_the_flush(self):
+        chain, pool = keys("flush", 3), mha("page_first")
+        fill(pool, 1)
+        backend = storage(self.socket(), {PoolName.KV: pool})
+        other = storage(self.socket(), {PoolName.KV: mha("page_first")}, instance="other")
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1, 2])), [True] * 3)
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 0)
+        self.assertEqual(backend.batch_get_v1(chain, slots([4, 5, 6])), [False] * 3)
+        fill(pool, 2)
+        before = bytes_of(pool, 0).clone()
+        self.assertEqual(backend.batch_set_v1(chain[:1], slots([0])), [True])
+        self.assertEqual((backend.batch_exists(chain), other.batch_exists(chain)), (1, 3))
+        wipe(pool)
+        self.assertEqual(backend.batch_get_v1(chain[:1], slots([7])), [True])
+        self.assertTrue(torch.equal(bytes_of(pool, 7 * PAGE), before))
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 0)
+
+    def test_fixed_weights_forget_nothing(self):
+        chain, pool = keys("fixed", 2), mha("page_first")
+        backend = storage(self.socket(), {PoolName.KV: pool}, fixed_weights=True)
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 2)
+
+    def test_a_name_of_before_finds_nothing_of_before(self):
+        """An engine with the same `instance` may have had other weights after its flush."""
+
+        def stored():
+            pool = mha("page_first")
+            backend = storage(self.socket(), {PoolName.KV: pool}, instance="mine")
+            self.flushed(pool)
+            return backend._hashes(keys("instance", 2))
+
+        self.assertNotEqual(stored(), stored())
+
+    def test_a_backend_that_comes_later_knows_of_the_flushes(self):
+        chain, pool = keys("later", 2), mha("page_first")
+        first = storage(self.socket(), {PoolName.KV: pool})
+        self.assertEqual(first.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        first.close()
+        self.assertEqual(storage(self.socket(), {PoolName.KV: pool}).batch_exists(chain), 2)
+        self.flushed(pool)
+        self.assertEqual(storage(self.socket(), {PoolName.KV: pool}).batch_exists(chain), 0)
+
+    def test_nobody_knows_what_was_before_an_attach_at_run_time(self):
+        chain = keys("attach", 2)
+        backend = storage(self.socket(), {PoolName.KV: mha("page_first")})
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        for named, found in (({}, 0), ({"revision": "1"}, 2), ({"fixed_weights": True}, 2)):
+            with self.subTest(named), mock.patch("kvgate.sglang.storage.of_server", running(**named)):
+                backend = storage(self.socket(), {PoolName.KV: mha("page_first")}, **named)
+                self.assertEqual(backend.batch_exists(chain), found)
+
+
+def running(revision=None, **_):
+    """The engine of a server that was started without kvgate. Its weights are digested, unless it is told which they are."""
+
+    def of_server(settings):
+        engine = Engine(replace(settings, revision=revision or ""), is_running=True)
+        engine.__dict__["revision"] = "1"
+        return engine
+
+    return of_server
 
 
 class TroubleTest(StorageCase):

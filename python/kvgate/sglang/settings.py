@@ -24,6 +24,8 @@ class Settings:
     draft_revision: str = ""
     """The name that pins the weights of a draft model; without it its commit, or a digest of its folder."""
     tenant: str = ""
+    fixed_weights: bool = False
+    """The weights never change while the engine runs: a flush of SGLang's cache forgets nothing."""
     instance: str = ""
     """A name that the tensor-parallel ranks of this engine share, and no other engine has; without it they agree on one."""
     window_tokens: int = 0

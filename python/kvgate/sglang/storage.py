@@ -5,6 +5,8 @@ on. Bytes are moved by the native `Pages`, with the GIL released."""
 
 import collections
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
 import threading
@@ -59,13 +61,15 @@ class KvGateStorage(HiCacheStorage):
         self.figures = Figures()
         settings = self.settings
         self.parents = Parents(settings.parents_max)
+        self.name = shared_name(self.ranks, settings.instance)
+        self.flushes = Flushes()
         self.pages = Pages(
             json.dumps(
                 {
                     "socket": settings.socket,
                     "socket_owner": settings.socket_owner or None,
                     "attach": {
-                        "instance": settings.instance or shared_name(self.ranks),
+                        "instance": settings.instance or self.name,
                         "rank": self.ranks.rank,
                         "world_size": self.ranks.size,
                         "tp": [self.ranks.rank, self.ranks.size],
@@ -89,6 +93,7 @@ class KvGateStorage(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host):
         super().register_mem_pool_host(mem_pool_host)
         self._add(PoolName.KV, mem_pool_host)
+        self.flushes = Flushes.of(mem_pool_host, self.engine)
 
     def register_mem_host_pool_v2(self, host_pool, host_pool_name):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -119,7 +124,7 @@ class KvGateStorage(HiCacheStorage):
     @guarded(lambda storage, *_, **__: 0)
     def batch_exists(self, keys, extra_info=None):
         self.parents.learn(keys, extra_info)
-        boundary, _ = self.pages.lookup([self.pools[PoolName.KV].number], hashes_of(keys)) if keys else (0, 0)
+        boundary, _ = self.pages.lookup([self.pools[PoolName.KV].number], self._hashes(keys)) if keys else (0, 0)
         return boundary
 
     @guarded(lambda storage, *_, **__: PoolTransferResult(0, {}, []))
@@ -129,7 +134,7 @@ class KvGateStorage(HiCacheStorage):
         if not keys or not all(self._can_look_up(transfer) for transfer in transfers):
             return PoolTransferResult(0, {}, [])
         names = dict.fromkeys([PoolName.KV, *(PoolName(transfer.name) for transfer in transfers)])
-        boundary, full = self.pages.lookup([self.pools[name].number for name in names], hashes_of(keys))
+        boundary, full = self.pages.lookup([self.pools[name].number for name in names], self._hashes(keys))
         # Below the boundary all pages of full kinds are there; of the others a window or a state at the boundary only.
         is_sparse = any(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES for transfer in transfers)
         restorable = [boundary] if is_sparse and boundary else list(range(1, boundary + 1))
@@ -187,7 +192,8 @@ class KvGateStorage(HiCacheStorage):
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
-        moved = self.pages.load(pool.number, hashes_of(keys), page_numbers(pool.host, keys, host_indices))
+        hashes = self._hashes(keys)
+        moved = self.pages.load(pool.number, hashes, page_numbers(pool.host, keys, host_indices))
         self.figures.loaded(moved)
         if moved.error:
             self.troubles.tell("pages were not loaded", moved.error)
@@ -198,8 +204,8 @@ class KvGateStorage(HiCacheStorage):
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
-        parents = b"".join(self.parents.of(key) for key in keys)
-        moved = self.pages.store(pool.number, hashes_of(keys), parents, page_numbers(pool.host, keys, host_indices))
+        hashes, parents = self._hashes(keys), self._hashes(map(self.parents.of, keys))
+        moved = self.pages.store(pool.number, hashes, parents, page_numbers(pool.host, keys, host_indices))
         self.figures.stored(moved)
         if moved.error:
             self.troubles.tell("pages were not stored", moved.error)
@@ -235,6 +241,42 @@ class KvGateStorage(HiCacheStorage):
         """Ends the sessions with the gateway. A call that comes later is answered as without one."""
         self.pages = None
 
+    def _hashes(self, keys):
+        """By which the gateway knows the pages of these keys. None: SGLang has not told which page it is."""
+        hashes = [ROOT if key is None else bytes.fromhex(key) for key in keys]
+        if self.flushes.count and not self.settings.fixed_weights:
+            own = f"{self.name} {self.flushes.count} ".encode()
+            hashes = [key if key == ROOT else hashlib.sha256(own + key).digest() for key in hashes]
+        return b"".join(hashes)
+
+
+@dataclasses.dataclass
+class Flushes:
+    """How often SGLang has flushed its cache, as it does after new weights. After a flush an engine finds only what it has stored
+    since.
+
+    SGLang tells no backend of a flush. But it clears every host pool, on each rank once, when no call is under way: so ranks
+    count the same without talking."""
+
+    count: int = 0
+
+    @classmethod
+    def of(cls, host, engine):
+        """Those of this pool; also while no backend is attached."""
+        if known := getattr(host, "kvgate_flushes", None):
+            return known
+        # Nobody has counted those before.
+        flushes = host.kvgate_flushes = cls(int(engine.is_running and not engine.settings.revision))
+        clear = host.clear
+
+        @functools.wraps(clear)
+        def counted():
+            clear()
+            flushes.count += 1
+
+        host.clear = counted
+        return flushes
+
 
 class Parents:
     """The page before each of the latest pages, as far as SGLang has told: a store may begin anywhere in a prompt."""
@@ -257,8 +299,7 @@ class Parents:
 
     def of(self, key):
         with self.lock:
-            parent = self.before.get(key)
-        return ROOT if parent is None else bytes.fromhex(parent)
+            return self.before.get(key)
 
 
 class Figures:
@@ -294,10 +335,6 @@ class Figures:
         )
 
 
-def hashes_of(keys):
-    return bytes.fromhex("".join(keys))
-
-
 def page_numbers(host, keys, host_indices):
     """The numbers of these pages in their pool."""
     rows = getattr(host, "page_size", 1) or 1
@@ -310,14 +347,20 @@ def page_numbers(host, keys, host_indices):
     return [slot // rows for slot in slots]
 
 
-def shared_name(ranks):
-    """A name for this engine that all ranks of the stage know, and no other engine has."""
+def shared_name(ranks, instance):
+    """A name for this engine that all ranks of the stage know, and no other engine has, not even an earlier one."""
     name = f"sglang {uuid.uuid4()}"
     if ranks.size == 1:
         return name
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    try:
+        parallel = get_parallel()
+        group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    except Exception:
+        if not instance:
+            raise
+        # Outside of an engine no rank knows it: after a flush they share nothing.
+        return name
     return group.broadcast_object(name)
