@@ -7,7 +7,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, Once, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress, Engine, LoadLines};
@@ -76,6 +76,7 @@ pub struct Pages {
     stores: Arc<Side>,
     /// A rank loads what it needs when it needs it: each is an engine of its own, for which no other rank is waited for.
     loads: Arc<Side>,
+    kept: Once,
     pools: Pools,
     copiers: Copiers,
     limits: Limits,
@@ -109,6 +110,20 @@ struct Side {
     declared: tokio::sync::Mutex<usize>,
 }
 
+/// Pages to ask for again, and what they wait for.
+struct Again {
+    pages: Vec<usize>,
+    missing: Missing,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum Missing {
+    #[error("the gateway had no room for it")]
+    Room,
+    #[error("not all ranks of this engine are attached to the gateway")]
+    Ranks,
+}
+
 /// A call that did not do all of its pages.
 #[derive(Debug, thiserror::Error)]
 enum PagesError {
@@ -125,7 +140,9 @@ enum PagesError {
     #[error("it took longer than {0:?}")]
     Late(Duration),
     #[error("{0}")]
-    Missing(String),
+    Refused(Missing),
+    #[error("{0}")]
+    Other(String),
 }
 
 #[pymethods]
@@ -156,10 +173,13 @@ impl Pages {
         Ok(pools.len() - 1)
     }
 
-    /// Begins to attach, so that all ranks are there when the first of them stores.
+    /// Attaches, now and to each later life of the gateway, so that all ranks are there when one of them stores: SGLang
+    /// has only one of them store what all of them have.
     fn attach(&self) -> PyResult<()> {
-        let (side, pools) = (Arc::clone(&self.stores), Arc::clone(&self.pools));
-        runtime()?.spawn(async move { side.session(&pools).await.map(drop) });
+        let (side, pools) = (Arc::downgrade(&self.stores), Arc::clone(&self.pools));
+        let (runtime, pause) = (runtime()?, self.limits.patience / 8);
+        self.kept
+            .call_once(|| drop(runtime.spawn(keep_attached(side, pools, pause))));
         Ok(())
     }
 
@@ -258,6 +278,7 @@ impl Pages {
             client,
             stores,
             loads,
+            kept: Once::new(),
             pools: Pools::default(),
             copiers: Copiers::new(None, None)?,
             limits: Limits {
@@ -287,7 +308,7 @@ impl Pages {
         if self.breaker.is_open() {
             return Err(PagesError::Paused);
         }
-        let runtime = runtime().map_err(|error| PagesError::Missing(error.to_string()))?;
+        let runtime = runtime().map_err(|error| PagesError::Other(error.to_string()))?;
         let deadline = self.limits.deadline;
         let ended = runtime.block_on(async { tokio::time::timeout(deadline, work).await });
         let ended = ended.unwrap_or(Err(PagesError::Late(deadline)));
@@ -394,18 +415,20 @@ impl Pages {
         let bytes = (pool.space.layout().payload_len() as u64).max(1);
         let at_once = usize::try_from(self.limits.store_bytes / bytes).map_or(1, |pages| pages.max(1));
         let mut left: Vec<usize> = (0..hashes.len()).collect();
+        let mut missing = Missing::Room;
         while !left.is_empty() {
             let session = self.stores.session(&self.pools).await?;
             // A reserve and a commit.
             if self.left(began) < self.limits.patience {
-                return Err(PagesError::Missing("the gateway had no room for it".into()));
+                return Err(PagesError::Refused(missing));
             }
             let now: Vec<usize> = left.drain(..at_once.min(left.len())).collect();
             let again = self
                 .store_some(&session, pool, (hashes, parents, spans), &now, moving)
                 .await?;
-            let is_stuck = again.len() == now.len();
-            left.splice(..0, again);
+            let is_stuck = again.pages.len() == now.len();
+            left.splice(..0, again.pages);
+            missing = again.missing;
             if is_stuck {
                 tokio::time::sleep(self.limits.retry).await;
             }
@@ -413,7 +436,7 @@ impl Pages {
         Ok(())
     }
 
-    /// Stores these of the pages. Returns those for which there was no room, or not all ranks.
+    /// Stores these of the pages.
     async fn store_some(
         &self,
         session: &Arc<ApiSession>,
@@ -421,7 +444,7 @@ impl Pages {
         (hashes, parents, spans): (&[ChunkHash], &[ChunkHash], &[Spans]),
         now: &[usize],
         moving: &mut Moving,
-    ) -> Result<Vec<usize>, PagesError> {
+    ) -> Result<Again, PagesError> {
         let chunks = now.iter().map(|&page| ReserveChunk {
             hash: hashes[page],
             parent: parents[page],
@@ -429,7 +452,13 @@ impl Pages {
         });
         let space = pool.space.id().to_string();
         let reserved = session.reserve(&space, chunks.collect()).await?;
-        let (mut again, mut filled) = (Vec::new(), Vec::new());
+        let (mut pages, mut filled) = (Vec::new(), Vec::new());
+        let is_incomplete = reserved.ranks_missing;
+        let missing = if is_incomplete {
+            Missing::Ranks
+        } else {
+            Missing::Room
+        };
         let mut taken = Reserved::new(session);
         for (&page, chunk) in now.iter().zip(reserved.chunks) {
             match chunk {
@@ -441,12 +470,12 @@ impl Pages {
                     taken.names.push(SlotName { slot, generation });
                     filled.push((page, offset));
                 }
-                ReservedChunk::Skip { skip } if skip == "full" || reserved.ranks_missing => again.push(page),
+                ReservedChunk::Skip { skip } if skip == "full" || is_incomplete => pages.push(page),
                 ReservedChunk::Skip { .. } => moving.done(page, 0),
             }
         }
         if filled.is_empty() {
-            return Ok(again);
+            return Ok(Again { pages, missing });
         }
         let copier = pool.own_copier(&reserved.own, &self.copiers)?;
         let layout = pool.space.layout();
@@ -469,7 +498,7 @@ impl Pages {
                 CommitOutcome::Refused { code, detail } => moving.miss(format!("{code}: {detail}")),
             }
         }
-        Ok(again)
+        Ok(Again { pages, missing })
     }
 }
 
@@ -480,6 +509,22 @@ async fn next(lines: &mut LoadLines, lent: &mut Lent<'_>) -> Result<Option<LoadL
     }
     lent.release().await?;
     Ok(lines.next().await?)
+}
+
+/// Until the rank has ended.
+async fn keep_attached(side: Weak<Side>, pools: Pools, pause: Duration) {
+    while let Some(side) = side.upgrade() {
+        let session = side.session(&pools).await;
+        drop(side);
+        match session {
+            Ok(session) => {
+                let ended = session.ended();
+                drop(session);
+                ended.await;
+            }
+            Err(_) => tokio::time::sleep(pause).await,
+        }
+    }
 }
 
 impl Side {
@@ -506,7 +551,7 @@ impl Pool {
     fn spans(&self, hashes: &[ChunkHash], pages: &[i64]) -> Result<Vec<Spans>, PagesError> {
         if pages.len() != hashes.len() {
             let (pages, hashes) = (pages.len(), hashes.len());
-            return Err(PagesError::Missing(format!("{pages} pages for {hashes} hashes")));
+            return Err(PagesError::Other(format!("{pages} pages for {hashes} hashes")));
         }
         let spans = pages.iter().map(|&page| {
             let table = [u32::try_from(page).unwrap_or(u32::MAX)];

@@ -262,6 +262,45 @@ class RanksTest(StorageCase):
                 self.assertTrue(torch.equal(x, y))
 
 
+class LatentRanksTest(StorageCase):
+    """Latents are the same on all ranks: SGLang has the first one store them, and the others never store."""
+
+    def rank(self, number):
+        pool = mla("page_first")
+        fill(pool, 1)
+        limits = {"deadline_ms": 3000, "patience_ms": 800, "lookup_deadline_ms": 400}
+        named = {"rank": number, "ranks": 2, "instance": "two", "is_mla": True, **limits}
+        return storage(self.socket(), {PoolName.KV: pool}, **named)
+
+    def stores(self, first, seed):
+        """Within a few calls: the other rank attaches in the background."""
+        chain, done, deadline = keys(seed, 2), [False], time.monotonic() + 20
+        while not all(done) and time.monotonic() < deadline:
+            done = first.batch_set_v1(chain, slots([0, 1]))
+        self.assertEqual(done, [True] * 2)
+        self.assertEqual(first.batch_exists(chain), 2)
+
+    def test_they_are_stored_again_when_the_gateway_comes_back(self):
+        first, second = self.rank(0), self.rank(1)
+        self.stores(first, "before")
+        self.gateway.kill()
+        self.gateway.start()
+        self.stores(first, "after")
+        self.assertEqual(second.batch_exists(keys("after", 2)), 2)
+
+    def test_they_are_stored_by_an_engine_that_was_there_first(self):
+        self.gateway.kill()
+        first, _second = self.rank(0), self.rank(1)
+        self.gateway.start()
+        self.stores(first, "later")
+
+    def test_a_rank_that_is_missing_is_named(self):
+        first = self.rank(0)
+        with self.assertLogs("kvgate.sglang.guard", "WARNING") as told:
+            self.assertEqual(first.batch_set_v1(keys("alone", 2), slots([0, 1])), [False] * 2)
+        self.assertIn("not all ranks of this engine are attached", told.output[0])
+
+
 def forked(*works):
     """The exit status of each, in a process of its own: 0 where it answers True."""
     processes = []
