@@ -360,14 +360,15 @@ class Pages:
         chunk. Returns its number."""
 
     def attach(self) -> None:
-        """Begins to attach, in the background: a store waits until all ranks are there."""
+        """Attaches in the background, to each life of the gateway: a store needs all ranks."""
 
     def lookup(self, pools: Sequence[int], hashes: bytes) -> tuple[int, int]:
         """Leading pages after which an engine can go on, as each of these pools has what it needs there; and leading pages that
         all pools of full kinds have. Raises KvGateError where the gateway can't tell."""
 
-    def load(self, pool: int, hashes: bytes, pages: Sequence[int]) -> Moved:
+    def load(self, pool: int, hashes: bytes, pages: Sequence[int], deadline_ms: int) -> Moved:
         """Copies chunks into pages of the pool, by their numbers. After the first that is missing none is loaded."""
 
-    def store(self, pool: int, hashes: bytes, parents: bytes, pages: Sequence[int]) -> Moved:
-        """Hands pages over. `parents`: the hash before each, or zeros. Waits for room in the gateway until the deadline."""
+    def store(self, pool: int, hashes: bytes, parents: bytes, pages: Sequence[int], deadline_ms: int) -> Moved:
+        """Hands pages over. `parents`: the hash before each, or zeros. Waits for room in the gateway, unless another store
+        has just waited in vain."""

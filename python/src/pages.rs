@@ -40,7 +40,7 @@ struct Settings {
     #[serde(default)]
     socket_owner: Option<u32>,
     attach: AttachRequest,
-    /// Of each load and store, with all that it waits for.
+    /// Of each lookup, with all that it waits for.
     deadline_ms: u64,
     /// Time that the gateway has for an answer of its own.
     patience_ms: u64,
@@ -87,7 +87,7 @@ pub struct Pages {
 type Pools = Arc<RwLock<Vec<Arc<Pool>>>>;
 
 struct Limits {
-    deadline: Duration,
+    deadline_ms: u64,
     patience: Duration,
     /// The query that is the same in all lookups.
     lookup: String,
@@ -108,6 +108,26 @@ struct Pool {
 struct Side {
     engine: Engine,
     declared: tokio::sync::Mutex<usize>,
+}
+
+/// The time of a call.
+#[derive(Clone, Copy)]
+struct Time {
+    began: Instant,
+    given: Duration,
+}
+
+impl Time {
+    fn new(ms: u64) -> Self {
+        Self {
+            began: Instant::now(),
+            given: Duration::from_millis(ms),
+        }
+    }
+
+    fn left(self) -> Duration {
+        self.given.saturating_sub(self.began.elapsed())
+    }
 }
 
 /// Pages to ask for again, and what they wait for.
@@ -137,6 +157,8 @@ enum PagesError {
     Arena(#[from] kvgate::arena::AttachedError),
     #[error("the gateway is left alone for a while: it did not answer in time")]
     Paused,
+    #[error("the calls before it took all the time")]
+    NoTime,
     #[error("it took longer than {0:?}")]
     Late(Duration),
     #[error("{0}")]
@@ -209,16 +231,25 @@ impl Pages {
             };
             Ok::<_, PagesError>(found?)
         };
-        let found = py.detach(|| self.run(look)).map_err(failed)?;
+        let time = Time::new(self.limits.deadline_ms);
+        let found = py.detach(|| self.run(time, look)).map_err(failed)?;
         Ok((found.boundary, found.full))
     }
 
-    fn load(&self, py: Python<'_>, pool: usize, hashes: PyBackedBytes, pages: Vec<i64>) -> PyResult<Moved> {
-        let (pool, hashes) = (self.pool(pool)?, split(&hashes)?);
+    /// `deadline_ms`: of the call, with all that it waits for.
+    fn load(
+        &self,
+        py: Python<'_>,
+        pool: usize,
+        hashes: PyBackedBytes,
+        pages: Vec<i64>,
+        deadline_ms: u64,
+    ) -> PyResult<Moved> {
+        let (pool, hashes, time) = (self.pool(pool)?, split(&hashes)?, Time::new(deadline_ms));
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
             let ended = match pool.spans(&hashes, &pages) {
-                Ok(spans) => self.run(self.load_pages(&pool, &hashes, &spans, &mut moving)),
+                Ok(spans) => self.run(time, self.load_pages(&pool, &hashes, &spans, time, &mut moving)),
                 Err(error) => Err(error),
             };
             moving.ended(ended)
@@ -232,7 +263,9 @@ impl Pages {
         hashes: PyBackedBytes,
         parents: PyBackedBytes,
         pages: Vec<i64>,
+        deadline_ms: u64,
     ) -> PyResult<Moved> {
+        let time = Time::new(deadline_ms);
         let (pool, hashes, parents) = (self.pool(pool)?, split(&hashes)?, split(&parents)?);
         if parents.len() != hashes.len() {
             return Err(failed("a store needs a parent for each page"));
@@ -240,7 +273,10 @@ impl Pages {
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
             let ended = match pool.spans(&hashes, &pages) {
-                Ok(spans) => self.run(self.store_pages(&pool, &hashes, &parents, &spans, &mut moving)),
+                Ok(spans) => {
+                    let pages = (&*hashes, &*parents, &*spans);
+                    self.run(time, self.store_pages(&pool, pages, time, &mut moving))
+                }
                 Err(error) => Err(error),
             };
             moving.ended(ended)
@@ -282,7 +318,7 @@ impl Pages {
             pools: Pools::default(),
             copiers: Copiers::new(None, None)?,
             limits: Limits {
-                deadline: millis(settings.deadline_ms),
+                deadline_ms: settings.deadline_ms,
                 patience,
                 lookup: format!(
                     "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
@@ -303,15 +339,18 @@ impl Pages {
         pool.ok_or_else(|| failed(format!("pool {number} of {}", pools.len())))
     }
 
-    /// Does the work on this thread, within the deadline.
-    fn run<T>(&self, work: impl Future<Output = Result<T, PagesError>>) -> Result<T, PagesError> {
+    /// Does the work on this thread, within its time.
+    fn run<T>(&self, time: Time, work: impl Future<Output = Result<T, PagesError>>) -> Result<T, PagesError> {
         if self.breaker.is_open() {
             return Err(PagesError::Paused);
         }
+        // The answer to the last call must come before the deadline, and its last line may take the patience longer.
+        if time.left() <= 2 * self.limits.patience {
+            return Err(PagesError::NoTime);
+        }
         let runtime = runtime().map_err(|error| PagesError::Other(error.to_string()))?;
-        let deadline = self.limits.deadline;
-        let ended = runtime.block_on(async { tokio::time::timeout(deadline, work).await });
-        let ended = ended.unwrap_or(Err(PagesError::Late(deadline)));
+        let ended = runtime.block_on(async { tokio::time::timeout(time.left(), work).await });
+        let ended = ended.unwrap_or(Err(PagesError::Late(time.given)));
         let is_late = matches!(
             ended,
             Err(PagesError::Late(_) | PagesError::Client(ClientError::Late(_)))
@@ -320,25 +359,18 @@ impl Pages {
         ended
     }
 
-    /// Time that is left for calls which began at `began`: the answer to the last one must come before the deadline.
-    fn left(&self, began: Instant) -> Duration {
-        let gone = began.elapsed() + self.limits.patience;
-        self.limits.deadline.saturating_sub(gone)
-    }
-
     async fn load_pages(
         &self,
         pool: &Pool,
         hashes: &[ChunkHash],
         spans: &[Spans],
+        time: Time,
         moving: &mut Moving,
     ) -> Result<(), PagesError> {
-        let began = Instant::now();
         let session = self.loads.session(&self.pools).await?;
-        // The answer's last line may take the gateway's patience longer.
-        let given = self.left(began).saturating_sub(self.limits.patience);
+        let given = time.left().saturating_sub(2 * self.limits.patience);
         if given.is_zero() {
-            return Err(PagesError::Late(self.limits.deadline));
+            return Err(PagesError::Late(time.given));
         }
         let number = self.loads_begun.fetch_add(1, Ordering::Relaxed);
         let request = LoadRequest {
@@ -406,21 +438,18 @@ impl Pages {
     async fn store_pages(
         &self,
         pool: &Pool,
-        hashes: &[ChunkHash],
-        parents: &[ChunkHash],
-        spans: &[Spans],
+        (hashes, parents, spans): (&[ChunkHash], &[ChunkHash], &[Spans]),
+        time: Time,
         moving: &mut Moving,
     ) -> Result<(), PagesError> {
-        let began = Instant::now();
         let bytes = (pool.space.layout().payload_len() as u64).max(1);
         let at_once = usize::try_from(self.limits.store_bytes / bytes).map_or(1, |pages| pages.max(1));
         let mut left: Vec<usize> = (0..hashes.len()).collect();
-        let mut missing = Missing::Room;
         while !left.is_empty() {
             let session = self.stores.session(&self.pools).await?;
             // A reserve and a commit.
-            if self.left(began) < self.limits.patience {
-                return Err(PagesError::Refused(missing));
+            if time.left() < 2 * self.limits.patience {
+                return Err(PagesError::Late(time.given));
             }
             let now: Vec<usize> = left.drain(..at_once.min(left.len())).collect();
             let again = self
@@ -428,10 +457,14 @@ impl Pages {
                 .await?;
             let is_stuck = again.pages.len() == now.len();
             left.splice(..0, again.pages);
-            missing = again.missing;
-            if is_stuck {
-                tokio::time::sleep(self.limits.retry).await;
+            if !is_stuck {
+                continue;
             }
+            let until = time.given.saturating_sub(2 * self.limits.patience);
+            if time.began.elapsed() + self.limits.retry >= until {
+                return Err(PagesError::Refused(again.missing));
+            }
+            tokio::time::sleep(self.limits.retry).await;
         }
         Ok(())
     }

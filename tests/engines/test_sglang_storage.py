@@ -6,6 +6,7 @@ python tests/engines/test_sglang_storage.py     in an environment with SGLang an
 import hashlib
 import os
 import signal
+import socket
 import tempfile
 import time
 import unittest
@@ -470,6 +471,71 @@ def running(revision=None, **_):
         return engine
 
     return of_server
+
+
+class SilentTest(StorageCase):
+    """An S3 that takes connections and never answers."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-sglang-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        silent = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.addCleanup(silent.close)
+        room = {"KVGATE__STORE__WRITE_BEHIND": "2MiB", "KVGATE__LOAD__RESERVE": "2MiB"}
+        keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+        changed = mock.patch.dict(os.environ, {**room, **keys})
+        changed.start()
+        self.addCleanup(changed.stop)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        s3 = ["--endpoint", endpoint, "--bucket", "bucket", "--arena-size", "32MiB"]
+        self.gateway = Gateway(folder.name, s3=s3)
+        self.addCleanup(self.gateway.kill)
+        self.gateway.start()
+
+    def took(self, call):
+        began = time.monotonic()
+        return call(), time.monotonic() - began
+
+    def test_what_goes_beside_kv_has_no_deadline_of_its_own(self):
+        """SGLang stops its threads in 10 s, and looks for that between two loads of all pools."""
+        limits = {"deadline_ms": 1500, "patience_ms": 250, "lookup_deadline_ms": 100}
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first"), PoolName.MAMBA: mamba()}
+        backend = storage(self.socket(), pools, window_tokens=128, **limits)
+        chain = keys("beside", 2)
+        sides = [
+            PoolTransfer(PoolName.SWA, slots([0, 1]), keys=chain, hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(PoolName.MAMBA, torch.tensor([1]), keys=chain[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        ]
+        nothing = {"swa": [False] * 2, "mamba": [False]}
+        with self.subTest("of their own"):
+            done, seconds = self.took(lambda: backend.batch_get_v2(sides))
+            self.assertEqual(done, nothing)
+            self.assertLess(seconds, 1.5)
+        with self.subTest("beside KV"):
+            load = lambda: (backend.batch_get_v1(chain, slots([0, 1])), backend.batch_get_v2(sides[:1]))  # noqa: E731
+            done, seconds = self.took(load)
+            self.assertEqual(done, ([False] * 2, {"swa": [False] * 2}))
+            self.assertLess(seconds, 1.5)
+
+
+class BesideTest(StorageCase):
+    def test_no_more_is_loaded_beside_kv_than_kv_has(self):
+        """Beyond that SGLang makes no use of it."""
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first")}
+        backend = storage(self.socket(), pools, window_tokens=128)
+        chain = keys("less", 4)
+
+        def beside(pages):
+            return [PoolTransfer(PoolName.SWA, slots(pages), keys=chain, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+
+        self.assertEqual(backend.batch_set_v2(beside(range(4))), {"swa": [True] * 4})
+        self.assertEqual(backend.batch_set_v1(chain[:2], slots([0, 1])), [True] * 2)
+        self.assertEqual(backend.batch_get_v1(chain, slots(range(8, 12))), [True] * 2 + [False] * 2)
+        self.assertEqual(backend.batch_get_v2(beside(range(8, 12))), {"swa": [True] * 2 + [False] * 2})
+        self.assertEqual(backend.batch_get_v1(chain[2:], slots([8, 9])), [False] * 2)
+        with mock.patch.object(backend, "pages", wraps=backend.pages) as pages:
+            backend.batch_get_v2([replace(beside([8, 9])[0], keys=chain[2:])])
+        pages.load.assert_not_called()
 
 
 class TroubleTest(StorageCase):

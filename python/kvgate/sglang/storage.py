@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 import uuid
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -33,6 +34,21 @@ class Pool:
     """In the native `Pages`."""
     host: object
     """SGLang's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The latest load of KV. What goes beside the same pages follows at once, and is a part of it: SGLang looks whether it is to
+    stop when both have ended."""
+
+    keys: list
+    until: float
+    """The time at which it has to end."""
+    pages: int
+    """Leading pages that came."""
+
+
+NO_BATCH = Batch([], 0.0, 0)
 
 
 def no_pages(storage, keys, *_, **__):
@@ -61,6 +77,7 @@ class KvGateStorage(HiCacheStorage):
         self.figures = Figures()
         settings = self.settings
         self.parents = Parents(settings.parents_max)
+        self.batch = NO_BATCH
         self.name = shared_name(self.ranks, settings.instance)
         self.flushes = Flushes()
         self.pages = Pages(
@@ -164,52 +181,67 @@ class KvGateStorage(HiCacheStorage):
 
     @guarded(no_pages)
     def batch_get_v1(self, keys, host_indices, extra_info=None):
-        return self._load(PoolName.KV, keys, host_indices)
+        until = self._until()
+        done = self._load(PoolName.KV, keys, host_indices, until)
+        self.batch = Batch(list(keys), until, done.index(False) if False in done else len(done))
+        return done
 
     @guarded(no_pages)
     def batch_set_v1(self, keys, host_indices, extra_info=None):
         self.parents.learn(keys, extra_info)
-        return self._store(PoolName.KV, keys, host_indices)
+        return self._store(PoolName.KV, keys, host_indices, self._until())
 
     @guarded(no_pool_pages)
     def batch_get_v2(self, transfers, extra_info=None):
-        return {
-            transfer.name: self._load(transfer.name, transfer.keys or [], transfer.host_indices)
-            for transfer in transfers
-        }
+        until, done = self._until(), {}
+        batch, self.batch = self.batch, NO_BATCH
+        for transfer in transfers:
+            keys = transfer.keys or []
+            # SGLang makes use of no more pages than KV has.
+            limits = (batch.until, batch.pages) if keys == batch.keys else (until, None)
+            done[transfer.name] = self._load(transfer.name, keys, transfer.host_indices, *limits)
+        return done
 
     @guarded(no_pool_pages)
     def batch_set_v2(self, transfers, extra_info=None):
-        done = {}
+        until, done = self._until(), {}
         for transfer in transfers:
             keys = transfer.keys or []
             self.parents.learn(keys, extra_info)
-            done[transfer.name] = self._store(transfer.name, keys, transfer.host_indices)
+            done[transfer.name] = self._store(transfer.name, keys, transfer.host_indices, until)
         return done
 
     @guarded(lambda storage, name, keys, *_: [False] * len(keys))
-    def _load(self, name, keys, host_indices):
+    def _load(self, name, keys, host_indices, until, pages=None):
+        """The first `pages` of them, all if None, until this time."""
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
-        hashes = self._hashes(keys)
-        moved = self.pages.load(pool.number, hashes, page_numbers(pool.host, keys, host_indices))
+        numbers = page_numbers(pool.host, keys, host_indices)[:pages]
+        if not numbers:
+            return [False] * len(keys)
+        moved = self.pages.load(pool.number, self._hashes(keys[:pages]), numbers, left_ms(until))
         self.figures.loaded(moved)
         if moved.error:
             self.troubles.tell("pages were not loaded", moved.error)
-        return moved.done
+        return moved.done + [False] * (len(keys) - len(numbers))
 
     @guarded(lambda storage, name, keys, *_: [False] * len(keys))
-    def _store(self, name, keys, host_indices):
+    def _store(self, name, keys, host_indices, until):
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
         hashes, parents = self._hashes(keys), self._hashes(map(self.parents.of, keys))
-        moved = self.pages.store(pool.number, hashes, parents, page_numbers(pool.host, keys, host_indices))
+        numbers = page_numbers(pool.host, keys, host_indices)
+        moved = self.pages.store(pool.number, hashes, parents, numbers, left_ms(until))
         self.figures.stored(moved)
         if moved.error:
             self.troubles.tell("pages were not stored", moved.error)
         return moved.done
+
+    def _until(self):
+        """The end of a call that begins now: SGLang may have to stop the thread that waits for it."""
+        return time.monotonic() + self.settings.deadline_ms / 1000
 
     # ---- the rest of SGLang's interface
 
@@ -333,6 +365,10 @@ class Figures:
             prefetch_bandwidth=[speed for _, speed in loads],
             backup_bandwidth=[speed for _, speed in stores],
         )
+
+
+def left_ms(until):
+    return max(0, round((until - time.monotonic()) * 1000))
 
 
 def page_numbers(host, keys, host_indices):
