@@ -6,7 +6,7 @@
 //! waited for beyond the deadline: this engine waits for its threads no longer than 10 s.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,8 @@ struct Settings {
     #[serde(default)]
     socket_owner: Option<u32>,
     attach: AttachRequest,
+    /// Time that a store waits for room in the gateway.
+    store_deadline_ms: u64,
     /// Of each lookup, with all that it waits for.
     deadline_ms: u64,
     /// Time that the gateway has for an answer of its own.
@@ -81,6 +83,8 @@ pub struct Pages {
     copiers: Copiers,
     limits: Limits,
     breaker: LookupBreaker,
+    /// A store waited for room in vain. Until one finds some again, each asks only once: SGLang has one thread for all.
+    is_full: AtomicBool,
     loads_begun: AtomicU64,
 }
 
@@ -91,6 +95,7 @@ struct Limits {
     patience: Duration,
     /// The query that is the same in all lookups.
     lookup: String,
+    store_deadline: Duration,
     store_bytes: u64,
     release_pages: usize,
     retry: Duration,
@@ -324,11 +329,13 @@ impl Pages {
                     "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
                     settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
                 ),
+                store_deadline: millis(settings.store_deadline_ms),
                 store_bytes: settings.store_bytes,
                 release_pages: settings.release_pages,
                 retry: millis(settings.retry_ms),
             },
             breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),
+            is_full: AtomicBool::default(),
             loads_begun: AtomicU64::default(),
         })
     }
@@ -460,8 +467,13 @@ impl Pages {
             if !is_stuck {
                 continue;
             }
-            let until = time.given.saturating_sub(2 * self.limits.patience);
+            let until = match again.missing {
+                _ if self.is_full.load(Ordering::Relaxed) => Duration::ZERO,
+                Missing::Room => self.limits.store_deadline,
+                Missing::Ranks => time.given.saturating_sub(2 * self.limits.patience),
+            };
             if time.began.elapsed() + self.limits.retry >= until {
+                self.is_full.store(true, Ordering::Relaxed);
                 return Err(PagesError::Refused(again.missing));
             }
             tokio::time::sleep(self.limits.retry).await;
@@ -510,6 +522,7 @@ impl Pages {
         if filled.is_empty() {
             return Ok(Again { pages, missing });
         }
+        self.is_full.store(false, Ordering::Relaxed);
         let copier = pool.own_copier(&reserved.own, &self.copiers)?;
         let layout = pool.space.layout();
         for &(page, offset) in &filled {

@@ -496,6 +496,26 @@ class SilentTest(StorageCase):
         began = time.monotonic()
         return call(), time.monotonic() - began
 
+    def test_a_gateway_without_room_is_waited_for_once(self):
+        """SGLang has one thread for the stores of all pools, and flushes nothing while one is under way."""
+        pool = mha("page_first", heads=16, head_dim=64)
+        backend = storage(self.socket(), {PoolName.KV: pool}, store_deadline_ms=1500)
+        number = 0
+        while all(backend.batch_set_v1(keys(f"room {number}", 2), slots([0, 1]))):
+            number += 1
+
+        def stores():
+            return [backend.batch_set_v1(keys(f"more {at}", 2), slots([0, 1])) for at in range(5)]
+
+        done, seconds = self.took(stores)
+        self.assertEqual(done, [[False] * 2] * 5)
+        # One that waits takes all that by itself.
+        self.assertLess(seconds, 1.5)
+        self.gateway.kill()
+        self.gateway.s3 = ["--embedded", self.gateway.folder / "objects"]
+        self.gateway.start()
+        self.assertEqual(backend.batch_set_v1(keys("again", 2), slots([0, 1])), [True] * 2)
+
     def test_what_goes_beside_kv_has_no_deadline_of_its_own(self):
         """SGLang stops its threads in 10 s, and looks for that between two loads of all pools."""
         limits = {"deadline_ms": 1500, "patience_ms": 250, "lookup_deadline_ms": 100}

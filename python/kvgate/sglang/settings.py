@@ -40,6 +40,8 @@ class Settings:
     """Time for any other answer of the gateway."""
     pin_ms: int = 30_000
     """Time that pages which a lookup found stay in the gateway's memory."""
+    store_deadline_ms: int = 1_000
+    """Time that a store waits for room in the gateway."""
     store_bytes: int = 64 << 20
     """Bytes of the pages that are handed over at a time."""
     release_pages: int = 8

@@ -92,6 +92,7 @@ class KvGateStorage(HiCacheStorage):
                         "tp": [self.ranks.rank, self.ranks.size],
                     },
                     "deadline_ms": settings.deadline_ms,
+                    "store_deadline_ms": settings.store_deadline_ms,
                     "patience_ms": settings.patience_ms,
                     "lookup_deadline_ms": settings.lookup_deadline_ms,
                     "lookup_strategy": settings.lookup_strategy,
