@@ -48,6 +48,8 @@ struct Settings {
     patience_ms: u64,
     /// Time that the gateway has to find out which chunks there are.
     lookup_deadline_ms: u64,
+    /// The same while S3 does not answer: its memory and disks do.
+    local_lookup_deadline_ms: u64,
     lookup_strategy: Strategy,
     pin_ms: u64,
     /// Bytes of pages that are reserved at a time.
@@ -83,6 +85,8 @@ pub struct Pages {
     copiers: Copiers,
     limits: Limits,
     breaker: LookupBreaker,
+    /// Of lookups for which S3 did not answer in time. SGLang makes one after the other.
+    s3: LookupBreaker,
     /// A store waited for room in vain. Until one finds some again, each asks only once: SGLang has one thread for all.
     is_full: AtomicBool,
     loads_begun: AtomicU64,
@@ -93,8 +97,10 @@ type Pools = Arc<RwLock<Vec<Arc<Pool>>>>;
 struct Limits {
     deadline_ms: u64,
     patience: Duration,
-    /// The query that is the same in all lookups.
+    /// The query that is the same in all lookups, but for its deadline.
     lookup: String,
+    lookup_deadline_ms: u64,
+    local_lookup_deadline_ms: u64,
     store_deadline: Duration,
     store_bytes: u64,
     release_pages: usize,
@@ -219,7 +225,12 @@ impl Pages {
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
         };
-        let mut query = self.limits.lookup.clone();
+        let is_local = self.s3.is_open();
+        let deadline_ms = match is_local {
+            true => self.limits.local_lookup_deadline_ms,
+            false => self.limits.lookup_deadline_ms,
+        };
+        let mut query = format!("{}&deadline_ms={deadline_ms}", self.limits.lookup);
         for space in others {
             query.push_str("&with=");
             query.push_str(space);
@@ -238,6 +249,10 @@ impl Pages {
         };
         let time = Time::new(self.limits.deadline_ms);
         let found = py.detach(|| self.run(time, look)).map_err(failed)?;
+        if !is_local {
+            let is_late = found.is_open && time.began.elapsed() >= Duration::from_millis(deadline_ms);
+            self.s3.note(!is_late);
+        }
         Ok((found.boundary, found.full))
     }
 
@@ -296,6 +311,7 @@ impl Pages {
         let client = Client::new(DaemonAddress::Unix(settings.socket))
             .trusting(settings.socket_owner)
             .with_patience(patience);
+        let breaker = || LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms));
         let attach = settings.attach;
         let side = |request| {
             Arc::new(Side {
@@ -326,15 +342,18 @@ impl Pages {
                 deadline_ms: settings.deadline_ms,
                 patience,
                 lookup: format!(
-                    "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
-                    settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
+                    "prefetch=true&strategy={}&pin_ms={}",
+                    settings.lookup_strategy, settings.pin_ms
                 ),
+                lookup_deadline_ms: settings.lookup_deadline_ms,
+                local_lookup_deadline_ms: settings.local_lookup_deadline_ms,
                 store_deadline: millis(settings.store_deadline_ms),
                 store_bytes: settings.store_bytes,
                 release_pages: settings.release_pages,
                 retry: millis(settings.retry_ms),
             },
-            breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),
+            breaker: breaker(),
+            s3: breaker(),
             is_full: AtomicBool::default(),
             loads_begun: AtomicU64::default(),
         })

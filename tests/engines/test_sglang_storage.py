@@ -516,6 +516,17 @@ class SilentTest(StorageCase):
         self.gateway.start()
         self.assertEqual(backend.batch_set_v1(keys("again", 2), slots([0, 1])), [True] * 2)
 
+    def test_lookups_do_not_wait_one_after_the_other(self):
+        chain = keys("silent", 4)
+        backend = storage(self.socket(), {PoolName.KV: mha("page_first")}, lookup_deadline_ms=500)
+        self.assertEqual(backend.batch_set_v1(chain[:2], slots([0, 1])), [True] * 2)
+        # After three of them it is known. What is in the gateway's memory is found all the time.
+        for number in range(3):
+            self.assertEqual(backend.batch_exists(chain[:2] + keys(f"first {number}", 2)), 2)
+        found, seconds = self.took(lambda: [backend.batch_exists(chain[:2] + keys(at, 2)) for at in range(10)])
+        self.assertEqual(found, [2] * 10)
+        self.assertLess(seconds, 5 * 0.5)
+
     def test_what_goes_beside_kv_has_no_deadline_of_its_own(self):
         """SGLang stops its threads in 10 s, and looks for that between two loads of all pools."""
         limits = {"deadline_ms": 1500, "patience_ms": 250, "lookup_deadline_ms": 100}

@@ -34,6 +34,8 @@ class Settings:
     """Time for a load or a store of up to 128 pages, with all that it waits for. Less than 10 s."""
     lookup_deadline_ms: int = 1_000
     """Time for a lookup. Pages of which the gateway does not know by then count as absent."""
+    local_lookup_deadline_ms: int = 20
+    """The same while S3 does not answer: the gateway's memory and disks do."""
     lookup_strategy: str = "prefix"
     """`prefix`: few requests, and pages that lie between others may be taken for present; `exact`: one for each page."""
     patience_ms: int = 2_000

@@ -95,6 +95,7 @@ class KvGateStorage(HiCacheStorage):
                     "store_deadline_ms": settings.store_deadline_ms,
                     "patience_ms": settings.patience_ms,
                     "lookup_deadline_ms": settings.lookup_deadline_ms,
+                    "local_lookup_deadline_ms": settings.local_lookup_deadline_ms,
                     "lookup_strategy": settings.lookup_strategy,
                     "pin_ms": settings.pin_ms,
                     "store_bytes": settings.store_bytes,
