@@ -21,6 +21,8 @@ from gateway import Gateway, Proxy
 from kvgate._native import PanicException
 from kvgate.sglang import KvGateStorage
 from kvgate.sglang.identity import Engine, refuse_long_rope
+from kvgate.sglang.pools import Ranks, describe
+from kvgate.sglang.settings import Settings
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
@@ -341,6 +343,28 @@ class SpaceTest(StorageCase):
             with self.subTest(what):
                 other = storage(self.socket(), {PoolName.KV: pool}, **extra)
                 self.assertEqual(other.batch_exists(chain), 0)
+
+    def test_layers_of_another_draft_in_the_same_pages_share_nothing(self):
+        """MTP: SGLang keeps them behind the model's own."""
+
+        def space(name, pool, draft):
+            server = SimpleNamespace(speculative_algorithm="EAGLE", speculative_draft_model_path="/draft")
+            settings = Settings(model="m", revision="r", draft_revision=draft)
+            return describe(name, pool, PAGE, Engine(settings, server), Ranks(0, 1))[0].id
+
+        (kv, index), (kv_alone, index_alone) = dsa("page_first", drafts=2), dsa("page_first")
+        for name, pool, alone in (
+            (PoolName.KV, mha("page_first", drafts=2), mha("page_first")),
+            (PoolName.KV, mla("page_first", drafts=2), mla("page_first")),
+            (PoolName.KV, kv, kv_alone),
+            (PoolName.INDEXER, index, index_alone),
+            (PoolName.MAMBA, mamba(drafts=2), mamba()),
+        ):
+            with self.subTest(type(pool).__name__):
+                self.assertNotEqual(space(name, pool, "1"), space(name, pool, "2"))
+                self.assertEqual(space(name, pool, "1"), space(name, pool, "1"))
+                # Without them the draft is nothing to the model's own KV.
+                self.assertEqual(space(name, alone, "1"), space(name, alone, "2"))
 
     def test_what_can_not_be_reused_is_refused_at_start(self):
         small = mha("page_first", page=16)
