@@ -1,6 +1,7 @@
 //! Whole calls over memory that each call names, for `kvgate.Gateway` (`python/kvgate/client.py`).
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,14 +22,16 @@ use crate::prompt::{self, Prompt};
 use crate::runtime::runtime;
 use crate::space::PySpace;
 
-/// One process's session with the node. Each call begins at once and calls `done`, which must not wait, when it has
-/// ended; it keeps `held` until then.
+/// One process's session with the node. Each call begins at once, and keeps `held` until it has ended.
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Session(Mutex<Option<Arc<Direct>>>);
 
-/// A call under way.
+/// A call. It is there before it begins: so it can be stopped whatever interrupts Python.
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Call {
+    /// Called when it has ended. It must not wait.
+    done: Py<PyAny>,
+    has_begun: AtomicBool,
     ended: Ended,
     stop: watch::Sender<bool>,
 }
@@ -58,9 +61,9 @@ impl Session {
         Ok(Self(Mutex::new(Some(Arc::new(direct)))))
     }
 
-    fn attach(&self, done: Py<PyAny>) -> PyResult<Call> {
+    fn attach(&self, call: &Bound<'_, Call>) -> PyResult<()> {
         let direct = self.direct()?;
-        begin((done, None), move |_| async move {
+        begin(call, None, move |_| async move {
             direct.attach().await?;
             Ok(Answer::Nothing)
         })
@@ -73,10 +76,10 @@ impl Session {
         deadline_ms: u64,
         pin_ms: u64,
         prefetch: bool,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space, chain) = (self.direct()?, space.0.clone(), prompt.chain());
-        begin((done, None), move |_| async move {
+        begin(call, None, move |_| async move {
             let hashes = prompt::lock(&chain).hashes().map_err(Failed::Prompt)?.to_vec();
             let (deadline, pin) = (Duration::from_millis(deadline_ms), Duration::from_millis(pin_ms));
             let found = direct.lookup(&space, &hashes, deadline, pin, prefetch).await?;
@@ -99,11 +102,11 @@ impl Session {
         slots: Option<Vec<i64>>,
         deadline_ms: u64,
         held: Py<PyAny>,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
-        begin((done, Some(held)), move |stop| async move {
+        begin(call, Some(held), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let loaded = direct.load(&space, &hashes, &memory, deadline, stopped(stop));
             let loaded = loaded.await?;
@@ -120,12 +123,12 @@ impl Session {
         slots: Option<Vec<i64>>,
         deadline_ms: u64,
         held: Py<PyAny>,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
         let parents = [split(&root)?, hashes.clone()].concat();
-        begin((done, Some(held)), move |stop| async move {
+        begin(call, Some(held), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let parents = &parents[..hashes.len()];
             let stored = direct.store(&space, &hashes, parents, &memory, deadline, stopped(stop));
@@ -139,9 +142,9 @@ impl Session {
         })
     }
 
-    fn flush(&self, deadline_ms: u64, done: Py<PyAny>) -> PyResult<Call> {
+    fn flush(&self, deadline_ms: u64, call: &Bound<'_, Call>) -> PyResult<()> {
         let direct = self.direct()?;
-        begin((done, None), move |_| async move {
+        begin(call, None, move |_| async move {
             direct.flush(Duration::from_millis(deadline_ms)).await?;
             Ok(Answer::Nothing)
         })
@@ -155,6 +158,21 @@ impl Session {
 
 #[pymethods]
 impl Call {
+    #[new]
+    fn new(done: Py<PyAny>) -> Self {
+        Self {
+            done,
+            has_begun: AtomicBool::default(),
+            ended: Ended::default(),
+            stop: watch::Sender::new(false),
+        }
+    }
+
+    #[getter]
+    fn has_begun(&self) -> bool {
+        self.has_begun.load(Ordering::Relaxed)
+    }
+
     /// Ends a load or a store early; the array is not touched after `done` was called.
     fn stop(&self) {
         self.stop.send_replace(true);
@@ -229,15 +247,21 @@ fn random() -> u64 {
 }
 
 fn begin<W>(
-    (done, held): (Py<PyAny>, Option<Py<PyAny>>),
+    call: &Bound<'_, Call>,
+    held: Option<Py<PyAny>>,
     work: impl FnOnce(watch::Receiver<bool>) -> W,
-) -> PyResult<Call>
+) -> PyResult<()>
 where
     W: Future<Output = Result<Answer, Failed>> + Send + 'static,
 {
-    let (stop, stopped) = watch::channel(false);
-    let (ended, runtime) = (Ended::default(), runtime()?);
-    let (told, work) = (Arc::clone(&ended), runtime.spawn(work(stopped)));
+    let (done, call, runtime) = (call.get().done.clone_ref(call.py()), call.get(), runtime()?);
+    if call.has_begun.swap(true, Ordering::Relaxed) {
+        return Err(failed("a Call is for one call"));
+    }
+    let (told, work) = (
+        Arc::clone(&call.ended),
+        runtime.spawn(work(call.stop.subscribe())),
+    );
     runtime.spawn(async move {
         let outcome = match work.await {
             Ok(outcome) => outcome.map_err(|error| error.to_string()),
@@ -256,5 +280,5 @@ where
             })
         });
     });
-    Ok(Call { ended, stop })
+    Ok(())
 }

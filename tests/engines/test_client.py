@@ -4,6 +4,7 @@ python tests/engines/test_client.py     in an environment with the wheel, numpy 
 """
 
 import asyncio
+import dataclasses
 import gc
 import http.client
 import json
@@ -406,6 +407,30 @@ finally:
 """
         said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         self.assertEqual((said.stdout.strip(), said.returncode), ("interrupted 0", 0), said.stderr)
+
+    def test_ctrl_c_while_a_call_begins(self):
+        gateway = kvgate.connect(self.node.socket, patience=1)
+        gateway.store_from(space(), self.tokens, self.kv)
+        hit, out = gateway.lookup(space(), self.tokens), np.zeros_like(self.kv)
+        self.hang()
+        before, made = sys.getrefcount(out), gateway._load_into
+
+        def interrupted(*arguments):
+            operation = made(*arguments)
+
+            def begin(call):
+                operation.begin(call)
+                # As if it came when the call had just begun.
+                raise KeyboardInterrupt
+
+            return dataclasses.replace(operation, begin=begin)
+
+        gateway._load_into = interrupted
+        with self.assertRaises(KeyboardInterrupt) as raised:
+            gateway.load_into(hit, out)
+        raised.exception.__traceback__ = None
+        del raised
+        self.assertEqual(sys.getrefcount(out), before, "the call still has the array")
 
     def test_asyncio(self):
         async def work():
