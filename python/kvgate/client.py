@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import numbers
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -414,9 +415,9 @@ def _prompt(space: Space, tokens: Tokens, salt: bytes, adapter: bytes) -> Prompt
     return prompt
 
 
-def _numbers(numbers: Sequence[int]) -> Sequence[int]:
+def _numbers(given: Sequence[int]) -> Sequence[int]:
     """Those of an array are not numbers of Python's."""
-    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _places(slots: Sequence[int] | None) -> Sequence[int] | None:
@@ -424,6 +425,6 @@ def _places(slots: Sequence[int] | None) -> Sequence[int] | None:
 
 
 def _ms(name: str, seconds: float) -> int:
-    if not 0 <= seconds < 1e9:
+    if not isinstance(seconds, numbers.Real) or not 0 <= seconds < 1e9:
         raise KvGateError(f"{name} is a number of seconds, not {seconds}")
     return round(seconds * 1000)

@@ -80,7 +80,7 @@ impl Session {
     ) -> PyResult<()> {
         let (direct, space, chain) = (self.direct()?, space.0.clone(), prompt.chain());
         begin(call, None, move |_| async move {
-            let hashes = prompt::lock(&chain).hashes().map_err(Failed::Prompt)?.to_vec();
+            let hashes = prompt::lock(&chain).hashes().map_err(Failed::Given)?.to_vec();
             let (deadline, pin) = (Duration::from_millis(deadline_ms), Duration::from_millis(pin_ms));
             let found = direct.lookup(&space, &hashes, deadline, pin, prefetch).await?;
             let is_in = |mask: &Mask, chunk| chunk < mask.len() && mask.get(chunk);
@@ -99,7 +99,7 @@ impl Session {
         space: &PySpace,
         hashes: PyBackedBytes,
         tensors: &str,
-        slots: Option<Vec<i64>>,
+        slots: Option<Bound<'_, PyAny>>,
         deadline_ms: u64,
         held: Py<PyAny>,
         call: &Bound<'_, Call>,
@@ -109,7 +109,12 @@ impl Session {
         begin(call, Some(held), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let loaded = direct.load(&space, &hashes, &memory, deadline, stopped(stop));
-            let loaded = loaded.await?;
+            let loaded = loaded.await.map_err(|error| match error {
+                DirectError::Room { room, tokens } => Failed::Given(format!(
+                    "kv has room for {room} tokens, and the hit has {tokens}: give hit.first({room})"
+                )),
+                error => error.into(),
+            })?;
             Ok(Answer::Loaded(loaded.chunks, loaded.reason))
         })
     }
@@ -120,7 +125,7 @@ impl Session {
         hashes: PyBackedBytes,
         root: PyBackedBytes,
         tensors: &str,
-        slots: Option<Vec<i64>>,
+        slots: Option<Bound<'_, PyAny>>,
         deadline_ms: u64,
         held: Py<PyAny>,
         call: &Bound<'_, Call>,
@@ -132,7 +137,12 @@ impl Session {
             let deadline = Duration::from_millis(deadline_ms);
             let parents = &parents[..hashes.len()];
             let stored = direct.store(&space, &hashes, parents, &memory, deadline, stopped(stop));
-            let stored = stored.await?;
+            let stored = stored.await.map_err(|error| match error {
+                DirectError::Room { room, tokens } => Failed::Given(format!(
+                    "kv has {room} tokens, and the whole chunks of the prompt {tokens}: give no more tokens than kv has"
+                )),
+                error => error.into(),
+            })?;
             Ok(Answer::Stored(
                 stored.chunks,
                 stored.new,
@@ -199,7 +209,7 @@ impl Call {
 /// Why a call failed.
 enum Failed {
     Call(DirectError),
-    Prompt(String),
+    Given(String),
 }
 
 impl From<DirectError> for Failed {
@@ -212,7 +222,7 @@ impl std::fmt::Display for Failed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Call(error) => error.fmt(f),
-            Self::Prompt(error) => error.fmt(f),
+            Self::Given(error) => error.fmt(f),
         }
     }
 }
@@ -235,7 +245,10 @@ async fn stopped(mut stop: watch::Receiver<bool>) {
     }
 }
 
-fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<DirectMemory> {
+fn memory(space: &Space, tensors: &str, slots: Option<Bound<'_, PyAny>>) -> PyResult<DirectMemory> {
+    let numbers = |slots: Bound<'_, PyAny>| slots.extract::<Vec<i64>>();
+    let slots = slots.map(numbers).transpose();
+    let slots = slots.map_err(|_| failed("slots are whole numbers, in one dimension: one for each token"))?;
     let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
     DirectMemory::new(space, &tensors, slots).map_err(failed)
 }
