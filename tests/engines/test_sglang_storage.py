@@ -304,6 +304,35 @@ class LatentRanksTest(StorageCase):
         self.assertIn("not all ranks of this engine are attached", told.output[0])
 
 
+class BoundariesTest(StorageCase):
+    def test_ranks_of_which_one_knows_less_load_what_both_have(self):
+        """Of windows, at which not every prefix ends."""
+        chain, limits = keys("boundaries", 6), {"window_tokens": 128}
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first")}
+        whole = storage(self.socket(), pools, **limits)
+
+        def window(pages):
+            named = [chain[page] for page in pages]
+            return PoolTransfer(PoolName.SWA, slots(pages), keys=named, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+        def rank(number):
+            pools = {PoolName.KV: mha("page_first", heads=2), PoolName.SWA: mha("page_first", heads=2)}
+            backend = storage(self.socket(), pools, rank=number, ranks=2, instance="two", **limits)
+            found = backend.batch_exists_v2(chain, [window([4, 5])])
+            return found.kv_hit_pages, found.restorable_prefix_pages
+
+        self.assertEqual(whole.batch_set_v1(chain[:5], slots(range(5))), [True] * 5)
+        self.assertEqual(whole.batch_set_v2([window([0, 1, 3, 4])]), {"swa": [True] * 4})
+        first = rank(0)
+        # Its last pages have come when the other rank asks.
+        self.assertEqual(whole.batch_set_v1(chain[5:], slots([5])), [True])
+        self.assertEqual(whole.batch_set_v2([window([5])]), {"swa": [True]})
+        second = rank(1)
+        self.assertEqual((first, second), ((5, [1, 2, 5]), (6, [2, 5, 6])))
+        alone = whole.batch_exists_v2(chain, [window([4, 5])])
+        self.assertEqual((alone.kv_hit_pages, alone.restorable_prefix_pages), (6, [6]))
+
+
 def forked(*works):
     """The exit status of each, in a process of its own: 0 where it answers True."""
     processes = []

@@ -38,6 +38,9 @@ class Settings:
     """The same while S3 does not answer: the gateway's memory and disks do."""
     lookup_strategy: str = "prefix"
     """`prefix`: few requests, and pages that lie between others may be taken for present; `exact`: one for each page."""
+    boundaries: int = 3
+    """Prefixes that several ranks offer each other for a model with windows or states, each found by a lookup: the longest that
+    all have is loaded."""
     patience_ms: int = 2_000
     """Time for any other answer of the gateway."""
     pin_ms: int = 30_000

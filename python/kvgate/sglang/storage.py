@@ -153,11 +153,26 @@ class KvGateStorage(HiCacheStorage):
         if not keys or not all(self._can_look_up(transfer) for transfer in transfers):
             return PoolTransferResult(0, {}, [])
         names = dict.fromkeys([PoolName.KV, *(PoolName(transfer.name) for transfer in transfers)])
-        boundary, full = self.pages.lookup([self.pools[name].number for name in names], self._hashes(keys))
-        # Below the boundary all pages of full kinds are there; of the others a window or a state at the boundary only.
-        is_sparse = any(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES for transfer in transfers)
-        restorable = [boundary] if is_sparse and boundary else list(range(1, boundary + 1))
+        numbers, hashes = [self.pools[name].number for name in names], self._hashes(keys)
+        boundary, full = self.pages.lookup(numbers, hashes)
+        restorable = range(1, boundary + 1)
+        if boundary and any(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES for transfer in transfers):
+            # Below the boundary all pages of full kinds are there, and windows or states at some of them.
+            restorable = self._boundaries(numbers, hashes, boundary)
+        restorable = list(restorable)
         return PoolTransferResult(boundary, {PoolName.KV: full} if full else {}, restorable)
+
+    def _boundaries(self, numbers, hashes, boundary):
+        """The last prefixes that can be loaded, up to this one. SGLang takes the longest that all ranks have, and a page that has
+        just come is known to some of them only."""
+        found = [boundary]
+        if self.ranks.size * self.ranks.stages > 1:
+            while found[0] > 1 and len(found) < self.settings.boundaries:
+                before, _ = self.pages.lookup(numbers, hashes[: 32 * (found[0] - 1)])
+                if not before:
+                    break
+                found.insert(0, before)
+        return found
 
     def _can_look_up(self, transfer):
         """Whether the space's kind wants the same pages as SGLang."""
