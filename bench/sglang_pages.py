@@ -53,7 +53,8 @@ class KvGate:
     def copies(self, keys, slots, page_bytes):
         pool = self.backend.pools[PoolName.KV]
         pages = [int(slot) // PAGE for slot in slots[::PAGE]]
-        moved = self.backend.pages.load(pool.number, bytes.fromhex("".join(keys)), pages)
+        deadline_ms = self.backend.settings.deadline_ms
+        moved = self.backend.pages.load(pool.number, bytes.fromhex("".join(keys)), pages, deadline_ms)
         return moved.bytes / (len(keys) * page_bytes)
 
     def cpu(self):

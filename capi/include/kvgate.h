@@ -122,7 +122,7 @@ kvgate_status kvgate_load(const kvgate_session *session, const kvgate_space *spa
 
 /* Stores the prompt's full chunks out of the memory, which may not change meanwhile. Then every lookup finds them, and S3
  * gets them in the background. Chunks for which there is no room wait for it, until deadline_ms. Those that found none are
- * no error; stored counts them. */
+ * no error: stored counts them. Nor are those that are missing for another reason: then kvgate_last_error() has it. */
 kvgate_status kvgate_store(const kvgate_session *session, const kvgate_space *space, const kvgate_prompt *prompt,
                            const kvgate_memory *memory, uint64_t deadline_ms, kvgate_stored *stored);
 

@@ -291,7 +291,12 @@ class Worker:
         """Waits until no job is under way. The engine's memory may go after this. Copies that have not begun are never made."""
 
 class Call(Generic[T]):
-    """A call of a `Session` under way."""
+    """A call of a `Session`. It is there before it begins, and for one call."""
+
+    has_begun: bool
+
+    def __init__(self, done: Callable[[], object]) -> None:
+        """`done` must not wait. It is called when the call has ended."""
 
     def stop(self) -> None:
         """Ends a load or a store early. It has ended, as always, when its `done` was called."""
@@ -300,14 +305,20 @@ class Call(Generic[T]):
         """The answer of an ended call. Raises its KvGateError."""
 
 class Session:
-    """The native side of `kvgate.Gateway`. Each call begins at once, on threads of its own; it calls `done`, which must not wait,
-    when it has ended, and keeps `held` until then."""
+    """The native side of `kvgate.Gateway`. Each call begins at once, on threads of its own, and keeps `held` until it has ended.
+    Its answer is the `Call`'s."""
 
     def __init__(self, socket: str, socket_owner: int | None, patience_ms: int) -> None: ...
-    def attach(self, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def attach(self, call: Call[tuple[()]]) -> None: ...
     def lookup(
-        self, space: Space, prompt: Prompt, deadline_ms: int, pin_ms: int, prefetch: bool, done: Callable[[], object]
-    ) -> Call[tuple[int, bool, bytes]]:
+        self,
+        space: Space,
+        prompt: Prompt,
+        deadline_ms: int,
+        pin_ms: int,
+        prefetch: bool,
+        call: Call[tuple[int, bool, bytes]],
+    ) -> None:
         """Leading chunks that are there, whether all could be told of, and the tier of each as in `Lookups.tiers`."""
 
     def load(
@@ -318,8 +329,8 @@ class Session:
         slots: Sequence[int] | None,
         deadline_ms: int,
         held: object,
-        done: Callable[[], object],
-    ) -> Call[tuple[int, str | None]]:
+        call: Call[tuple[int, str | None]],
+    ) -> None:
         """Leading chunks that are in the tensors, and why no more. `tensors`: JSON, described by their axes."""
 
     def store(
@@ -331,11 +342,11 @@ class Session:
         slots: Sequence[int] | None,
         deadline_ms: int,
         held: object,
-        done: Callable[[], object],
-    ) -> Call[tuple[int, int, int, str | None]]:
+        call: Call[tuple[int, int, int, str | None]],
+    ) -> None:
         """Leading chunks that are there, new ones, refused ones, and why others are not there. `root`: the first one's parent."""
 
-    def flush(self, deadline_ms: int, done: Callable[[], object]) -> Call[tuple[()]]: ...
+    def flush(self, deadline_ms: int, call: Call[tuple[()]]) -> None: ...
     def close(self) -> None:
         """Ends the session once the calls under way have ended."""
 
@@ -362,14 +373,15 @@ class Pages:
         chunk. Returns its number."""
 
     def attach(self) -> None:
-        """Begins to attach, in the background: a store waits until all ranks are there."""
+        """Attaches in the background, to each life of the gateway: a store needs all ranks."""
 
     def lookup(self, pools: Sequence[int], hashes: bytes) -> tuple[int, int]:
         """Leading pages after which an engine can go on, as each of these pools has what it needs there; and leading pages that
         all pools of full kinds have. Raises KvGateError where the gateway can't tell."""
 
-    def load(self, pool: int, hashes: bytes, pages: Sequence[int]) -> Moved:
+    def load(self, pool: int, hashes: bytes, pages: Sequence[int], deadline_ms: int) -> Moved:
         """Copies chunks into pages of the pool, by their numbers. After the first that is missing none is loaded."""
 
-    def store(self, pool: int, hashes: bytes, parents: bytes, pages: Sequence[int]) -> Moved:
-        """Hands pages over. `parents`: the hash before each, or zeros. Waits for room in the gateway until the deadline."""
+    def store(self, pool: int, hashes: bytes, parents: bytes, pages: Sequence[int], deadline_ms: int) -> Moved:
+        """Hands pages over. `parents`: the hash before each, or zeros. Waits for room in the gateway, unless another store
+        has just waited in vain."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import numbers
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -115,9 +116,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Operation(Generic[R, T]):
-    """A call: begins at once, tells that it has ended, and makes its result of the native one."""
+    """A call: begins at once, and makes its result of the native one."""
 
-    begin: Callable[[Callable[[], object]], Call[R]]
+    begin: Callable[[Call[R]], None]
     result: Callable[[R], T]
 
 
@@ -157,7 +158,7 @@ class _Operations:
             )
 
         return _Operation(
-            lambda done: self._session.lookup(space, prompt, deadline_ms, pin_ms, prefetch, done),
+            lambda call: self._session.lookup(space, prompt, deadline_ms, pin_ms, prefetch, call),
             result,
         )
 
@@ -167,8 +168,8 @@ class _Operations:
         tensors, held = tensors_of(kv, axes, writable=True)
         places, deadline_ms = _places(slots), _ms("deadline", deadline)
         return _Operation(
-            lambda done: self._session.load(
-                hit.space, hit.hashes, json.dumps(tensors), places, deadline_ms, held, done
+            lambda call: self._session.load(
+                hit.space, hit.hashes, json.dumps(tensors), places, deadline_ms, held, call
             ),
             lambda answer: Loaded(answer[0] * hit.space.chunk_tokens, answer[1]),
         )
@@ -189,13 +190,13 @@ class _Operations:
         places, deadline_ms = _places(slots), _ms("deadline", deadline)
         hashes, root = prompt.hashes(0, len(prompt)), prompt.parent(0)
         return _Operation(
-            lambda done: self._session.store(space, hashes, root, json.dumps(tensors), places, deadline_ms, held, done),
+            lambda call: self._session.store(space, hashes, root, json.dumps(tensors), places, deadline_ms, held, call),
             lambda answer: Stored(answer[0] * space.chunk_tokens, *answer[1:]),
         )
 
     def _flush(self, deadline: float) -> _Operation[tuple[()], None]:
         deadline_ms = _ms("deadline", deadline)
-        return _Operation(lambda done: self._session.flush(deadline_ms, done), lambda _: None)
+        return _Operation(lambda call: self._session.flush(deadline_ms, call), lambda _: None)
 
 
 class Gateway(_Operations):
@@ -371,13 +372,14 @@ def connect(
 
 def _wait(operation: _Operation[R, T]) -> T:
     ended = threading.Event()
-    call = operation.begin(ended.set)
+    call: Call[R] = Call(ended.set)
     try:
+        operation.begin(call)
         ended.wait()
     except BaseException:
         # Ctrl-C, also a second one: the array is the call's until it has ended.
         call.stop()
-        while not ended.is_set():
+        while call.has_begun and not ended.is_set():
             with contextlib.suppress(KeyboardInterrupt):
                 ended.wait()
         raise
@@ -386,7 +388,8 @@ def _wait(operation: _Operation[R, T]) -> T:
 
 async def _await(operation: _Operation[R, T]) -> T:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    call = operation.begin(lambda: loop.call_soon_threadsafe(ended.set))
+    call: Call[R] = Call(lambda: loop.call_soon_threadsafe(ended.set))
+    operation.begin(call)
     try:
         await ended.wait()
     except asyncio.CancelledError:
@@ -412,9 +415,9 @@ def _prompt(space: Space, tokens: Tokens, salt: bytes, adapter: bytes) -> Prompt
     return prompt
 
 
-def _numbers(numbers: Sequence[int]) -> Sequence[int]:
+def _numbers(given: Sequence[int]) -> Sequence[int]:
     """Those of an array are not numbers of Python's."""
-    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _places(slots: Sequence[int] | None) -> Sequence[int] | None:
@@ -422,6 +425,6 @@ def _places(slots: Sequence[int] | None) -> Sequence[int] | None:
 
 
 def _ms(name: str, seconds: float) -> int:
-    if not 0 <= seconds < 1e9:
+    if not isinstance(seconds, numbers.Real) or not 0 <= seconds < 1e9:
         raise KvGateError(f"{name} is a number of seconds, not {seconds}")
     return round(seconds * 1000)

@@ -1,6 +1,7 @@
 //! Whole calls over memory that each call names, for `kvgate.Gateway` (`python/kvgate/client.py`).
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,14 +22,16 @@ use crate::prompt::{self, Prompt};
 use crate::runtime::runtime;
 use crate::space::PySpace;
 
-/// One process's session with the node. Each call begins at once and calls `done`, which must not wait, when it has
-/// ended; it keeps `held` until then.
+/// One process's session with the node. Each call begins at once, and keeps `held` until it has ended.
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Session(Mutex<Option<Arc<Direct>>>);
 
-/// A call under way.
+/// A call. It is there before it begins: so it can be stopped whatever interrupts Python.
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Call {
+    /// Called when it has ended. It must not wait.
+    done: Py<PyAny>,
+    has_begun: AtomicBool,
     ended: Ended,
     stop: watch::Sender<bool>,
 }
@@ -58,9 +61,9 @@ impl Session {
         Ok(Self(Mutex::new(Some(Arc::new(direct)))))
     }
 
-    fn attach(&self, done: Py<PyAny>) -> PyResult<Call> {
+    fn attach(&self, call: &Bound<'_, Call>) -> PyResult<()> {
         let direct = self.direct()?;
-        begin((done, None), move |_| async move {
+        begin(call, None, move |_| async move {
             direct.attach().await?;
             Ok(Answer::Nothing)
         })
@@ -73,11 +76,11 @@ impl Session {
         deadline_ms: u64,
         pin_ms: u64,
         prefetch: bool,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space, chain) = (self.direct()?, space.0.clone(), prompt.chain());
-        begin((done, None), move |_| async move {
-            let hashes = prompt::lock(&chain).hashes().map_err(Failed::Prompt)?.to_vec();
+        begin(call, None, move |_| async move {
+            let hashes = prompt::lock(&chain).hashes().map_err(Failed::Given)?.to_vec();
             let (deadline, pin) = (Duration::from_millis(deadline_ms), Duration::from_millis(pin_ms));
             let found = direct.lookup(&space, &hashes, deadline, pin, prefetch).await?;
             let is_in = |mask: &Mask, chunk| chunk < mask.len() && mask.get(chunk);
@@ -96,17 +99,22 @@ impl Session {
         space: &PySpace,
         hashes: PyBackedBytes,
         tensors: &str,
-        slots: Option<Vec<i64>>,
+        slots: Option<Bound<'_, PyAny>>,
         deadline_ms: u64,
         held: Py<PyAny>,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
-        begin((done, Some(held)), move |stop| async move {
+        begin(call, Some(held), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let loaded = direct.load(&space, &hashes, &memory, deadline, stopped(stop));
-            let loaded = loaded.await?;
+            let loaded = loaded.await.map_err(|error| match error {
+                DirectError::Room { room, tokens } => Failed::Given(format!(
+                    "kv has room for {room} tokens, and the hit has {tokens}: give hit.first({room})"
+                )),
+                error => error.into(),
+            })?;
             Ok(Answer::Loaded(loaded.chunks, loaded.reason))
         })
     }
@@ -117,19 +125,24 @@ impl Session {
         hashes: PyBackedBytes,
         root: PyBackedBytes,
         tensors: &str,
-        slots: Option<Vec<i64>>,
+        slots: Option<Bound<'_, PyAny>>,
         deadline_ms: u64,
         held: Py<PyAny>,
-        done: Py<PyAny>,
-    ) -> PyResult<Call> {
+        call: &Bound<'_, Call>,
+    ) -> PyResult<()> {
         let (direct, space) = (self.direct()?, space.0.clone());
         let (hashes, memory) = (split(&hashes)?, memory(&space, tensors, slots)?);
         let parents = [split(&root)?, hashes.clone()].concat();
-        begin((done, Some(held)), move |stop| async move {
+        begin(call, Some(held), move |stop| async move {
             let deadline = Duration::from_millis(deadline_ms);
             let parents = &parents[..hashes.len()];
             let stored = direct.store(&space, &hashes, parents, &memory, deadline, stopped(stop));
-            let stored = stored.await?;
+            let stored = stored.await.map_err(|error| match error {
+                DirectError::Room { room, tokens } => Failed::Given(format!(
+                    "kv has {room} tokens, and the whole chunks of the prompt {tokens}: give no more tokens than kv has"
+                )),
+                error => error.into(),
+            })?;
             Ok(Answer::Stored(
                 stored.chunks,
                 stored.new,
@@ -139,9 +152,9 @@ impl Session {
         })
     }
 
-    fn flush(&self, deadline_ms: u64, done: Py<PyAny>) -> PyResult<Call> {
+    fn flush(&self, deadline_ms: u64, call: &Bound<'_, Call>) -> PyResult<()> {
         let direct = self.direct()?;
-        begin((done, None), move |_| async move {
+        begin(call, None, move |_| async move {
             direct.flush(Duration::from_millis(deadline_ms)).await?;
             Ok(Answer::Nothing)
         })
@@ -155,6 +168,21 @@ impl Session {
 
 #[pymethods]
 impl Call {
+    #[new]
+    fn new(done: Py<PyAny>) -> Self {
+        Self {
+            done,
+            has_begun: AtomicBool::default(),
+            ended: Ended::default(),
+            stop: watch::Sender::new(false),
+        }
+    }
+
+    #[getter]
+    fn has_begun(&self) -> bool {
+        self.has_begun.load(Ordering::Relaxed)
+    }
+
     /// Ends a load or a store early; the array is not touched after `done` was called.
     fn stop(&self) {
         self.stop.send_replace(true);
@@ -181,7 +209,7 @@ impl Call {
 /// Why a call failed.
 enum Failed {
     Call(DirectError),
-    Prompt(String),
+    Given(String),
 }
 
 impl From<DirectError> for Failed {
@@ -194,7 +222,7 @@ impl std::fmt::Display for Failed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Call(error) => error.fmt(f),
-            Self::Prompt(error) => error.fmt(f),
+            Self::Given(error) => error.fmt(f),
         }
     }
 }
@@ -217,7 +245,10 @@ async fn stopped(mut stop: watch::Receiver<bool>) {
     }
 }
 
-fn memory(space: &Space, tensors: &str, slots: Option<Vec<i64>>) -> PyResult<DirectMemory> {
+fn memory(space: &Space, tensors: &str, slots: Option<Bound<'_, PyAny>>) -> PyResult<DirectMemory> {
+    let numbers = |slots: Bound<'_, PyAny>| slots.extract::<Vec<i64>>();
+    let slots = slots.map(numbers).transpose();
+    let slots = slots.map_err(|_| failed("slots are whole numbers, in one dimension: one for each token"))?;
     let tensors: Vec<Tensor> = serde_json::from_str(tensors).map_err(failed)?;
     DirectMemory::new(space, &tensors, slots).map_err(failed)
 }
@@ -229,15 +260,21 @@ fn random() -> u64 {
 }
 
 fn begin<W>(
-    (done, held): (Py<PyAny>, Option<Py<PyAny>>),
+    call: &Bound<'_, Call>,
+    held: Option<Py<PyAny>>,
     work: impl FnOnce(watch::Receiver<bool>) -> W,
-) -> PyResult<Call>
+) -> PyResult<()>
 where
     W: Future<Output = Result<Answer, Failed>> + Send + 'static,
 {
-    let (stop, stopped) = watch::channel(false);
-    let (ended, runtime) = (Ended::default(), runtime()?);
-    let (told, work) = (Arc::clone(&ended), runtime.spawn(work(stopped)));
+    let (done, call, runtime) = (call.get().done.clone_ref(call.py()), call.get(), runtime()?);
+    if call.has_begun.swap(true, Ordering::Relaxed) {
+        return Err(failed("a Call is for one call"));
+    }
+    let (told, work) = (
+        Arc::clone(&call.ended),
+        runtime.spawn(work(call.stop.subscribe())),
+    );
     runtime.spawn(async move {
         let outcome = match work.await {
             Ok(outcome) => outcome.map_err(|error| error.to_string()),
@@ -256,5 +293,5 @@ where
             })
         });
     });
-    Ok(Call { ended, stop })
+    Ok(())
 }

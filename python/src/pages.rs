@@ -6,8 +6,8 @@
 //! waited for beyond the deadline: this engine waits for its threads no longer than 10 s.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{ApiSession, Client, ClientError, DaemonAddress, Engine, LoadLines};
@@ -40,12 +40,16 @@ struct Settings {
     #[serde(default)]
     socket_owner: Option<u32>,
     attach: AttachRequest,
-    /// Of each load and store, with all that it waits for.
+    /// Time that a store waits for room in the gateway.
+    store_deadline_ms: u64,
+    /// Of each lookup, with all that it waits for.
     deadline_ms: u64,
     /// Time that the gateway has for an answer of its own.
     patience_ms: u64,
     /// Time that the gateway has to find out which chunks there are.
     lookup_deadline_ms: u64,
+    /// The same while S3 does not answer: its memory and disks do.
+    local_lookup_deadline_ms: u64,
     lookup_strategy: Strategy,
     pin_ms: u64,
     /// Bytes of pages that are reserved at a time.
@@ -76,20 +80,28 @@ pub struct Pages {
     stores: Arc<Side>,
     /// A rank loads what it needs when it needs it: each is an engine of its own, for which no other rank is waited for.
     loads: Arc<Side>,
+    kept: Once,
     pools: Pools,
     copiers: Copiers,
     limits: Limits,
     breaker: LookupBreaker,
+    /// Of lookups for which S3 did not answer in time. SGLang makes one after the other.
+    s3: LookupBreaker,
+    /// A store waited for room in vain. Until one finds some again, each asks only once: SGLang has one thread for all.
+    is_full: AtomicBool,
     loads_begun: AtomicU64,
 }
 
 type Pools = Arc<RwLock<Vec<Arc<Pool>>>>;
 
 struct Limits {
-    deadline: Duration,
+    deadline_ms: u64,
     patience: Duration,
-    /// The query that is the same in all lookups.
+    /// The query that is the same in all lookups, but for its deadline.
     lookup: String,
+    lookup_deadline_ms: u64,
+    local_lookup_deadline_ms: u64,
+    store_deadline: Duration,
     store_bytes: u64,
     release_pages: usize,
     retry: Duration,
@@ -109,6 +121,40 @@ struct Side {
     declared: tokio::sync::Mutex<usize>,
 }
 
+/// The time of a call.
+#[derive(Clone, Copy)]
+struct Time {
+    began: Instant,
+    given: Duration,
+}
+
+impl Time {
+    fn new(ms: u64) -> Self {
+        Self {
+            began: Instant::now(),
+            given: Duration::from_millis(ms),
+        }
+    }
+
+    fn left(self) -> Duration {
+        self.given.saturating_sub(self.began.elapsed())
+    }
+}
+
+/// Pages to ask for again, and what they wait for.
+struct Again {
+    pages: Vec<usize>,
+    missing: Missing,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum Missing {
+    #[error("the gateway had no room for it")]
+    Room,
+    #[error("not all ranks of this engine are attached to the gateway")]
+    Ranks,
+}
+
 /// A call that did not do all of its pages.
 #[derive(Debug, thiserror::Error)]
 enum PagesError {
@@ -122,10 +168,14 @@ enum PagesError {
     Arena(#[from] kvgate::arena::AttachedError),
     #[error("the gateway is left alone for a while: it did not answer in time")]
     Paused,
+    #[error("the calls before it took all the time")]
+    NoTime,
     #[error("it took longer than {0:?}")]
     Late(Duration),
     #[error("{0}")]
-    Missing(String),
+    Refused(Missing),
+    #[error("{0}")]
+    Other(String),
 }
 
 #[pymethods]
@@ -156,10 +206,13 @@ impl Pages {
         Ok(pools.len() - 1)
     }
 
-    /// Begins to attach, so that all ranks are there when the first of them stores.
+    /// Attaches, now and to each later life of the gateway, so that all ranks are there when one of them stores: SGLang
+    /// has only one of them store what all of them have.
     fn attach(&self) -> PyResult<()> {
-        let (side, pools) = (Arc::clone(&self.stores), Arc::clone(&self.pools));
-        runtime()?.spawn(async move { side.session(&pools).await.map(drop) });
+        let (side, pools) = (Arc::downgrade(&self.stores), Arc::clone(&self.pools));
+        let (runtime, pause) = (runtime()?, self.limits.patience / 8);
+        self.kept
+            .call_once(|| drop(runtime.spawn(keep_attached(side, pools, pause))));
         Ok(())
     }
 
@@ -172,7 +225,12 @@ impl Pages {
         let Some((first, others)) = spaces.split_first() else {
             return Err(failed("a lookup is about one pool at least"));
         };
-        let mut query = self.limits.lookup.clone();
+        let is_local = self.s3.is_open();
+        let deadline_ms = match is_local {
+            true => self.limits.local_lookup_deadline_ms,
+            false => self.limits.lookup_deadline_ms,
+        };
+        let mut query = format!("{}&deadline_ms={deadline_ms}", self.limits.lookup);
         for space in others {
             query.push_str("&with=");
             query.push_str(space);
@@ -189,16 +247,29 @@ impl Pages {
             };
             Ok::<_, PagesError>(found?)
         };
-        let found = py.detach(|| self.run(look)).map_err(failed)?;
+        let time = Time::new(self.limits.deadline_ms);
+        let found = py.detach(|| self.run(time, look)).map_err(failed)?;
+        if !is_local {
+            let is_late = found.is_open && time.began.elapsed() >= Duration::from_millis(deadline_ms);
+            self.s3.note(!is_late);
+        }
         Ok((found.boundary, found.full))
     }
 
-    fn load(&self, py: Python<'_>, pool: usize, hashes: PyBackedBytes, pages: Vec<i64>) -> PyResult<Moved> {
-        let (pool, hashes) = (self.pool(pool)?, split(&hashes)?);
+    /// `deadline_ms`: of the call, with all that it waits for.
+    fn load(
+        &self,
+        py: Python<'_>,
+        pool: usize,
+        hashes: PyBackedBytes,
+        pages: Vec<i64>,
+        deadline_ms: u64,
+    ) -> PyResult<Moved> {
+        let (pool, hashes, time) = (self.pool(pool)?, split(&hashes)?, Time::new(deadline_ms));
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
             let ended = match pool.spans(&hashes, &pages) {
-                Ok(spans) => self.run(self.load_pages(&pool, &hashes, &spans, &mut moving)),
+                Ok(spans) => self.run(time, self.load_pages(&pool, &hashes, &spans, time, &mut moving)),
                 Err(error) => Err(error),
             };
             moving.ended(ended)
@@ -212,7 +283,9 @@ impl Pages {
         hashes: PyBackedBytes,
         parents: PyBackedBytes,
         pages: Vec<i64>,
+        deadline_ms: u64,
     ) -> PyResult<Moved> {
+        let time = Time::new(deadline_ms);
         let (pool, hashes, parents) = (self.pool(pool)?, split(&hashes)?, split(&parents)?);
         if parents.len() != hashes.len() {
             return Err(failed("a store needs a parent for each page"));
@@ -220,7 +293,10 @@ impl Pages {
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
             let ended = match pool.spans(&hashes, &pages) {
-                Ok(spans) => self.run(self.store_pages(&pool, &hashes, &parents, &spans, &mut moving)),
+                Ok(spans) => {
+                    let pages = (&*hashes, &*parents, &*spans);
+                    self.run(time, self.store_pages(&pool, pages, time, &mut moving))
+                }
                 Err(error) => Err(error),
             };
             moving.ended(ended)
@@ -235,6 +311,7 @@ impl Pages {
         let client = Client::new(DaemonAddress::Unix(settings.socket))
             .trusting(settings.socket_owner)
             .with_patience(patience);
+        let breaker = || LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms));
         let attach = settings.attach;
         let side = |request| {
             Arc::new(Side {
@@ -258,20 +335,26 @@ impl Pages {
             client,
             stores,
             loads,
+            kept: Once::new(),
             pools: Pools::default(),
             copiers: Copiers::new(None, None)?,
             limits: Limits {
-                deadline: millis(settings.deadline_ms),
+                deadline_ms: settings.deadline_ms,
                 patience,
                 lookup: format!(
-                    "prefetch=true&strategy={}&deadline_ms={}&pin_ms={}",
-                    settings.lookup_strategy, settings.lookup_deadline_ms, settings.pin_ms
+                    "prefetch=true&strategy={}&pin_ms={}",
+                    settings.lookup_strategy, settings.pin_ms
                 ),
+                lookup_deadline_ms: settings.lookup_deadline_ms,
+                local_lookup_deadline_ms: settings.local_lookup_deadline_ms,
+                store_deadline: millis(settings.store_deadline_ms),
                 store_bytes: settings.store_bytes,
                 release_pages: settings.release_pages,
                 retry: millis(settings.retry_ms),
             },
-            breaker: LookupBreaker::new(settings.breaker_timeouts, millis(settings.breaker_pause_ms)),
+            breaker: breaker(),
+            s3: breaker(),
+            is_full: AtomicBool::default(),
             loads_begun: AtomicU64::default(),
         })
     }
@@ -282,15 +365,18 @@ impl Pages {
         pool.ok_or_else(|| failed(format!("pool {number} of {}", pools.len())))
     }
 
-    /// Does the work on this thread, within the deadline.
-    fn run<T>(&self, work: impl Future<Output = Result<T, PagesError>>) -> Result<T, PagesError> {
+    /// Does the work on this thread, within its time.
+    fn run<T>(&self, time: Time, work: impl Future<Output = Result<T, PagesError>>) -> Result<T, PagesError> {
         if self.breaker.is_open() {
             return Err(PagesError::Paused);
         }
-        let runtime = runtime().map_err(|error| PagesError::Missing(error.to_string()))?;
-        let deadline = self.limits.deadline;
-        let ended = runtime.block_on(async { tokio::time::timeout(deadline, work).await });
-        let ended = ended.unwrap_or(Err(PagesError::Late(deadline)));
+        // The answer to the last call must come before the deadline, and its last line may take the patience longer.
+        if time.left() <= 2 * self.limits.patience {
+            return Err(PagesError::NoTime);
+        }
+        let runtime = runtime().map_err(|error| PagesError::Other(error.to_string()))?;
+        let ended = runtime.block_on(async { tokio::time::timeout(time.left(), work).await });
+        let ended = ended.unwrap_or(Err(PagesError::Late(time.given)));
         let is_late = matches!(
             ended,
             Err(PagesError::Late(_) | PagesError::Client(ClientError::Late(_)))
@@ -299,25 +385,18 @@ impl Pages {
         ended
     }
 
-    /// Time that is left for calls which began at `began`: the answer to the last one must come before the deadline.
-    fn left(&self, began: Instant) -> Duration {
-        let gone = began.elapsed() + self.limits.patience;
-        self.limits.deadline.saturating_sub(gone)
-    }
-
     async fn load_pages(
         &self,
         pool: &Pool,
         hashes: &[ChunkHash],
         spans: &[Spans],
+        time: Time,
         moving: &mut Moving,
     ) -> Result<(), PagesError> {
-        let began = Instant::now();
         let session = self.loads.session(&self.pools).await?;
-        // The answer's last line may take the gateway's patience longer.
-        let given = self.left(began).saturating_sub(self.limits.patience);
+        let given = time.left().saturating_sub(2 * self.limits.patience);
         if given.is_zero() {
-            return Err(PagesError::Late(self.limits.deadline));
+            return Err(PagesError::Late(time.given));
         }
         let number = self.loads_begun.fetch_add(1, Ordering::Relaxed);
         let request = LoadRequest {
@@ -385,35 +464,43 @@ impl Pages {
     async fn store_pages(
         &self,
         pool: &Pool,
-        hashes: &[ChunkHash],
-        parents: &[ChunkHash],
-        spans: &[Spans],
+        (hashes, parents, spans): (&[ChunkHash], &[ChunkHash], &[Spans]),
+        time: Time,
         moving: &mut Moving,
     ) -> Result<(), PagesError> {
-        let began = Instant::now();
         let bytes = (pool.space.layout().payload_len() as u64).max(1);
         let at_once = usize::try_from(self.limits.store_bytes / bytes).map_or(1, |pages| pages.max(1));
         let mut left: Vec<usize> = (0..hashes.len()).collect();
         while !left.is_empty() {
             let session = self.stores.session(&self.pools).await?;
             // A reserve and a commit.
-            if self.left(began) < self.limits.patience {
-                return Err(PagesError::Missing("the gateway had no room for it".into()));
+            if time.left() < 2 * self.limits.patience {
+                return Err(PagesError::Late(time.given));
             }
             let now: Vec<usize> = left.drain(..at_once.min(left.len())).collect();
             let again = self
                 .store_some(&session, pool, (hashes, parents, spans), &now, moving)
                 .await?;
-            let is_stuck = again.len() == now.len();
-            left.splice(..0, again);
-            if is_stuck {
-                tokio::time::sleep(self.limits.retry).await;
+            let is_stuck = again.pages.len() == now.len();
+            left.splice(..0, again.pages);
+            if !is_stuck {
+                continue;
             }
+            let until = match again.missing {
+                _ if self.is_full.load(Ordering::Relaxed) => Duration::ZERO,
+                Missing::Room => self.limits.store_deadline,
+                Missing::Ranks => time.given.saturating_sub(2 * self.limits.patience),
+            };
+            if time.began.elapsed() + self.limits.retry >= until {
+                self.is_full.store(true, Ordering::Relaxed);
+                return Err(PagesError::Refused(again.missing));
+            }
+            tokio::time::sleep(self.limits.retry).await;
         }
         Ok(())
     }
 
-    /// Stores these of the pages. Returns those for which there was no room, or not all ranks.
+    /// Stores these of the pages.
     async fn store_some(
         &self,
         session: &Arc<ApiSession>,
@@ -421,7 +508,7 @@ impl Pages {
         (hashes, parents, spans): (&[ChunkHash], &[ChunkHash], &[Spans]),
         now: &[usize],
         moving: &mut Moving,
-    ) -> Result<Vec<usize>, PagesError> {
+    ) -> Result<Again, PagesError> {
         let chunks = now.iter().map(|&page| ReserveChunk {
             hash: hashes[page],
             parent: parents[page],
@@ -429,7 +516,13 @@ impl Pages {
         });
         let space = pool.space.id().to_string();
         let reserved = session.reserve(&space, chunks.collect()).await?;
-        let (mut again, mut filled) = (Vec::new(), Vec::new());
+        let (mut pages, mut filled) = (Vec::new(), Vec::new());
+        let is_incomplete = reserved.ranks_missing;
+        let missing = if is_incomplete {
+            Missing::Ranks
+        } else {
+            Missing::Room
+        };
         let mut taken = Reserved::new(session);
         for (&page, chunk) in now.iter().zip(reserved.chunks) {
             match chunk {
@@ -441,13 +534,14 @@ impl Pages {
                     taken.names.push(SlotName { slot, generation });
                     filled.push((page, offset));
                 }
-                ReservedChunk::Skip { skip } if skip == "full" || reserved.ranks_missing => again.push(page),
+                ReservedChunk::Skip { skip } if skip == "full" || is_incomplete => pages.push(page),
                 ReservedChunk::Skip { .. } => moving.done(page, 0),
             }
         }
         if filled.is_empty() {
-            return Ok(again);
+            return Ok(Again { pages, missing });
         }
+        self.is_full.store(false, Ordering::Relaxed);
         let copier = pool.own_copier(&reserved.own, &self.copiers)?;
         let layout = pool.space.layout();
         for &(page, offset) in &filled {
@@ -469,7 +563,7 @@ impl Pages {
                 CommitOutcome::Refused { code, detail } => moving.miss(format!("{code}: {detail}")),
             }
         }
-        Ok(again)
+        Ok(Again { pages, missing })
     }
 }
 
@@ -480,6 +574,22 @@ async fn next(lines: &mut LoadLines, lent: &mut Lent<'_>) -> Result<Option<LoadL
     }
     lent.release().await?;
     Ok(lines.next().await?)
+}
+
+/// Until the rank has ended.
+async fn keep_attached(side: Weak<Side>, pools: Pools, pause: Duration) {
+    while let Some(side) = side.upgrade() {
+        let session = side.session(&pools).await;
+        drop(side);
+        match session {
+            Ok(session) => {
+                let ended = session.ended();
+                drop(session);
+                ended.await;
+            }
+            Err(_) => tokio::time::sleep(pause).await,
+        }
+    }
 }
 
 impl Side {
@@ -506,7 +616,7 @@ impl Pool {
     fn spans(&self, hashes: &[ChunkHash], pages: &[i64]) -> Result<Vec<Spans>, PagesError> {
         if pages.len() != hashes.len() {
             let (pages, hashes) = (pages.len(), hashes.len());
-            return Err(PagesError::Missing(format!("{pages} pages for {hashes} hashes")));
+            return Err(PagesError::Other(format!("{pages} pages for {hashes} hashes")));
         }
         let spans = pages.iter().map(|&page| {
             let table = [u32::try_from(page).unwrap_or(u32::MAX)];

@@ -73,8 +73,14 @@ impl Prompt {
     }
 
     #[pyo3(signature = (tokens, extras=Vec::new()))]
-    fn extend(&self, py: Python<'_>, tokens: Tokens, extras: Vec<(u64, Vec<u8>)>) -> PyResult<usize> {
-        let tokens = match tokens {
+    fn extend(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        extras: Vec<(u64, Vec<u8>)>,
+    ) -> PyResult<usize> {
+        let tokens = tokens.extract::<Tokens>();
+        let tokens = match tokens.map_err(|_| failed("tokens are whole numbers from 0, in one dimension"))? {
             Tokens::Numbers(numbers) => numbers,
             Tokens::Bytes(bytes) => {
                 let (tokens, odd) = bytes.as_bytes().as_chunks();

@@ -83,6 +83,10 @@ pub enum DirectError {
     Partial { plane: usize, layer: u32 },
     #[error("a space of the kind {0:?} is for engines: these calls are for KV of all tokens (kind \"full\")")]
     Kind(Kind),
+    #[error(
+        "the memory has room for {room} tokens, and the chunks have {tokens}: name fewer, or give more memory"
+    )]
+    Room { room: usize, tokens: usize },
     #[error("{places} places are named, and the chunks have {tokens} tokens: name one for each")]
     Places { places: usize, tokens: usize },
     #[error("each chunk needs a parent: there are {parents} for {hashes}")]
@@ -116,15 +120,14 @@ impl DirectMemory {
         let rows = self.cache.space().chunk_rows();
         let of_chunk = rows as usize;
         let table: Vec<u32> = (0..self.cache.blocks()).collect();
-        if let Some(slots) = self
-            .slots
-            .as_ref()
-            .filter(|slots| slots.len() < chunks * of_chunk)
-        {
-            return Err(DirectError::Places {
-                places: slots.len(),
-                tokens: chunks * of_chunk,
-            });
+        let (tokens, room) = (
+            chunks * of_chunk,
+            table.len() * self.cache.block_tokens() as usize,
+        );
+        match self.slots.as_ref().map(Vec::len) {
+            Some(places) if places < tokens => return Err(DirectError::Places { places, tokens }),
+            None if room < tokens => return Err(DirectError::Room { room, tokens }),
+            _ => {}
         }
         let place = |chunk: usize| {
             let mapping = match &self.slots {

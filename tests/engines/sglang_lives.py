@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
@@ -19,6 +20,7 @@ import sglang
 import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.server_args import ServerArgs
 
 PAGE = 64
@@ -113,6 +115,21 @@ class Life:
         answer = self.ask(prompts)
         return answer["tokens"], answer["stored"]
 
+    def update_weights(self, folder):
+        """Those of another folder, in the running engine."""
+        self.done({"update": str(folder)})
+
+    def flush(self):
+        """SGLang's cache, on the GPU and in its host pools."""
+        self.done({"flush": True})
+
+    def done(self, what):
+        """Asks until SGLang has nothing else to do: it refuses until then."""
+        deadline = time.monotonic() + 60
+        while not self.ask(what)["done"]:
+            assert time.monotonic() < deadline, f"SGLang does not {what}"
+            time.sleep(0.1)
+
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
@@ -145,7 +162,9 @@ def run(settings, flags, asks, answers):
         sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         for line in asks:
             asked, said = json.loads(line), {}
-            if asked != "started":
+            if isinstance(asked, dict):
+                said["done"] = changed(engine, asked)
+            elif asked != "started":
                 outputs = engine.generate(input_ids=asked, sampling_params=sampling)
                 details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
                 said["tokens"] = [output["output_ids"] for output in outputs]
@@ -160,6 +179,15 @@ def run(settings, flags, asks, answers):
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def changed(engine, asked):
+    """Whether SGLang has done it."""
+    if "update" in asked:
+        wanted = UpdateWeightFromDiskReqInput(model_path=asked["update"])
+        answer = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(wanted, None))
+        return answer[0]
+    return engine.flush_cache().success
 
 
 def told(flags):

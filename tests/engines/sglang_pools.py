@@ -53,22 +53,28 @@ def mha(
     v_head_dim=None,
     dtype=torch.bfloat16,
     allocator="default",
+    drafts=0,
 ):
+    """`drafts`: layers of a draft in the same pages, as for MTP."""
     size = page * pages
-    device = MHATokenToKVPool(
-        size=size,
-        page_size=page,
-        dtype=dtype,
-        head_num=heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+
+    def device(layers):
+        pool = MHATokenToKVPool(
+            size=size,
+            page_size=page,
+            dtype=dtype,
+            head_num=heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            layer_num=layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        return pool._mha_buffer_info()
+
     pool = AsymmetricMHATokenToKVPoolHost if v_head_dim else MHATokenToKVPoolHost
     return pool(
-        device._mha_buffer_info(),
+        device(layers),
         1.0,
         0,
         page,
@@ -79,45 +85,53 @@ def mha(
         start_layer=0,
         end_layer=layers,
         allocator_type=allocator,
+        draft_buffer_infos=tuple(device(1) for _ in range(drafts)),
     )
 
 
-def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16, allocator="default"):
+def mla(layout, page=PAGE, pages=PAGES, layers=LAYERS, rank=32, rope=16, allocator="default", drafts=0):
     size = page * pages
-    device = MLATokenToKVPool(
-        size=size,
-        page_size=page,
-        dtype=torch.bfloat16,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    return latents(device, layout, allocator)
+
+    def device(layers):
+        return MLATokenToKVPool(
+            size=size,
+            page_size=page,
+            dtype=torch.bfloat16,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            layer_num=layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+
+    return latents(device(layers), layout, allocator, [device(1) for _ in range(drafts)])
 
 
-def dsa(layout, layers=LAYERS):
+def dsa(layout, layers=LAYERS, drafts=0):
     """The pools of DeepSeek V3.2: latents, and the index of them."""
     size = PAGE * PAGES
-    device = DSATokenToKVPool(
-        size=size,
-        page_size=PAGE,
-        kv_lora_rank=32,
-        dtype=torch.bfloat16,
-        qk_rope_head_dim=16,
-        layer_num=layers,
-        device="cpu",
-        index_head_dim=128,
-        enable_memory_saver=False,
-        kv_cache_dim=48,
-        index_buf_size=size,
-    )
-    anchor = latents(device, layout)
-    return anchor, DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), anchor, pin_memory=False)
+
+    def device(layers):
+        return DSATokenToKVPool(
+            size=size,
+            page_size=PAGE,
+            kv_lora_rank=32,
+            dtype=torch.bfloat16,
+            qk_rope_head_dim=16,
+            layer_num=layers,
+            device="cpu",
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=48,
+            index_buf_size=size,
+        )
+
+    target, packed = device(layers), tuple(device(1) for _ in range(drafts))
+    anchor, index = latents(target, layout, drafts=packed), make_dsa_indexer_pool_decl(target)
+    return anchor, DSAIndexerPoolHost(index, anchor, packed_draft_device_pools=packed, pin_memory=False)
 
 
-def latents(device, layout, allocator="default"):
+def latents(device, layout, allocator="default", drafts=()):
     size, page, layers = device.size, device.page_size, device.layer_num
     return MLATokenToKVPoolHost(
         device._mla_buffer_info(),
@@ -132,15 +146,27 @@ def latents(device, layout, allocator="default"):
         end_layer=layers,
         target_layer_num=layers,
         allocator_type=allocator,
+        draft_buffer_infos=tuple(draft._mla_buffer_info() for draft in drafts),
     )
 
 
-def mamba(slots=PAGES, layers=2, temporal=(2, 3, 4), conv=(5, 2)):
-    def state(shape, dtype):
-        return torch.zeros((layers, slots, *shape), dtype=dtype)
+def mamba(slots=PAGES, layers=2, temporal=(2, 3, 4), conv=(5, 2), drafts=0):
+    def states(layers):
+        def state(shape, dtype):
+            return torch.zeros((layers, slots, *shape), dtype=dtype)
 
-    info = MambaStateBufferInfo(temporal=state(temporal, torch.float32), conv=[state(conv, torch.bfloat16)])
-    return MambaPoolHost(info, 1.0, 0, device_capacity=slots, pin_memory=False, device="cpu", layout="page_first")
+        return MambaStateBufferInfo(temporal=state(temporal, torch.float32), conv=[state(conv, torch.bfloat16)])
+
+    return MambaPoolHost(
+        states(layers),
+        1.0,
+        0,
+        device_capacity=slots,
+        pin_memory=False,
+        device="cpu",
+        layout="page_first",
+        mtp_draft_buffer_infos=[states(1) for _ in range(drafts)],
+    )
 
 
 def bytes_of(pool, slot):

@@ -4,6 +4,7 @@ python tests/engines/test_client.py     in an environment with the wheel, numpy 
 """
 
 import asyncio
+import dataclasses
 import gc
 import http.client
 import json
@@ -216,7 +217,8 @@ class MistakesTest(Case):
             ("layer 2", kv[:2]),
             ("32 bytes", kv[..., :4]),
             ("axis H has size 1", kv[:, :, :, :1]),
-            ("end before token", kv[:, :, :20]),
+            (r"kv has room for 20 tokens, and the hit has 32: give hit\.first\(20\)", kv[:, :, :20]),
+            (r"kv has room for 5 tokens, and the hit has 32: give hit\.first\(5\)", kv[:, :, :5]),
             ("plane 3", np.zeros((5, *kv.shape[1:]), np.float16)),
             ("1 dimensions", kv.reshape(-1)),
             ("runs backwards", kv[:, :, ::-1]),
@@ -237,11 +239,28 @@ class MistakesTest(Case):
         self.refused("two tokens", lambda: gateway.load_into(hit, pages, slots=[1] * FULL))
         self.refused("axes", lambda: gateway.load_into(hit, kv, axes="LKS"))
         self.refused("salt", lambda: gateway.lookup(space(), kvgate.Prompt(space()), salt=b"x"))
-        self.refused("deadline", lambda: gateway.lookup(space(), self.tokens, deadline=-1))
+        whole = "kv has 20 tokens, and the whole chunks of the prompt 32"
+        self.refused(whole, lambda: gateway.store_from(space(), self.tokens, kv[:, :, :20]))
+        for deadline in (-1, float("nan"), None, "1"):
+            self.refused("deadline is a number", lambda given=deadline: gateway.lookup(space(), [1], deadline=given))
         window = kvgate.Space(space().canonical_json.replace('"full"', '{"window":12}'))
         self.refused("Window", lambda: gateway.lookup(window, self.tokens))
         self.refused("Window", lambda: gateway.store_from(window, self.tokens, kv))
         self.refused("revision", lambda: space(revision="main"))
+
+    def test_tokens_and_slots_that_are_none(self):
+        kv, square = computed(1), np.zeros((2, FULL), np.int64)
+        for wrong in ([-1] * TOKENS, [1 << 32], square, np.zeros(TOKENS), "hello" * 10, [None], 7, None):
+            with self.subTest(wrong):
+                told = "tokens are whole numbers from 0, in one dimension"
+                self.refused(told, lambda given=wrong: self.gateway.lookup(space(), given))
+                self.refused(told, lambda given=wrong: self.gateway.store_from(space(), given, kv))
+        self.stored(kv)
+        hit, pages = self.hit(), np.zeros((LAYERS, 2, 16, 4, HEADS, HEAD_DIM), np.float16)
+        for wrong in (square, np.zeros(FULL), "hello" * 10):
+            with self.subTest(wrong):
+                told = "slots are whole numbers, in one dimension"
+                self.refused(told, lambda given=wrong: self.gateway.load_into(hit, pages, slots=given))
 
     def test_there_is_no_gateway(self):
         self.refused("kvgate serve", lambda: kvgate.connect("/nowhere/kvgate.sock"))
@@ -406,6 +425,30 @@ finally:
 """
         said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         self.assertEqual((said.stdout.strip(), said.returncode), ("interrupted 0", 0), said.stderr)
+
+    def test_ctrl_c_while_a_call_begins(self):
+        gateway = kvgate.connect(self.node.socket, patience=1)
+        gateway.store_from(space(), self.tokens, self.kv)
+        hit, out = gateway.lookup(space(), self.tokens), np.zeros_like(self.kv)
+        self.hang()
+        before, made = sys.getrefcount(out), gateway._load_into
+
+        def interrupted(*arguments):
+            operation = made(*arguments)
+
+            def begin(call):
+                operation.begin(call)
+                # As if it came when the call had just begun.
+                raise KeyboardInterrupt
+
+            return dataclasses.replace(operation, begin=begin)
+
+        gateway._load_into = interrupted
+        with self.assertRaises(KeyboardInterrupt) as raised:
+            gateway.load_into(hit, out)
+        raised.exception.__traceback__ = None
+        del raised
+        self.assertEqual(sys.getrefcount(out), before, "the call still has the array")
 
     def test_asyncio(self):
         async def work():

@@ -29,6 +29,7 @@ CPU_FLAGS = shlex.split(
     "--hicache-io-backend direct --hicache-mem-layout layer_first --hicache-storage-prefetch-policy wait_complete"
 )
 PROMPTS = [prompt(seed, TOKENS) for seed in range(5)]
+NEW = prompt(5, TOKENS)
 
 
 class LifeCase(unittest.TestCase):
@@ -111,10 +112,22 @@ class FullAttentionTest(LifeCase):
             tokens, stored = first.generate(PROMPTS)
             self.assertEqual((tokens, sum(stored)), (plain, 0))
             self.stored(len(PROMPTS) * (REUSED // PAGE))
+            with self.subTest("new weights load no KV of the old ones"):
+                first.update_weights(tiny_model.make(self.folder / "other", 77))
+                tokens, stored = first.generate([PROMPTS[0], NEW])
+                self.assertNotEqual(tokens[0], plain[0])
+                self.assertEqual(stored, [0, 0])
+                self.stored((len(PROMPTS) + 2) * (REUSED // PAGE))
         self.forgotten()
-        with self.life("second", storage) as second:
+        with self.life("second", kvgate(self.gateway.socket, fixed_weights=True)) as second:
             tokens, stored = second.generate(PROMPTS[:2])
             self.assertEqual((tokens, stored), (plain[:2], [REUSED] * 2))
+            with self.subTest("what the new weights have computed is no other engine's"):
+                self.assertEqual(second.generate([NEW])[1], [0])
+            with self.subTest("weights that never change are not forgotten"):
+                second.flush()
+                tokens, stored = second.generate(PROMPTS[:2])
+                self.assertEqual((tokens, stored), (plain[:2], [REUSED] * 2))
             with self.subTest("the gateway is killed"):
                 self.gateway.kill()
                 tokens, stored = second.generate(PROMPTS[2:3])
@@ -165,7 +178,11 @@ class RanksTest(LifeCase):
         with self.life("first", storage, tp_size=2) as first:
             self.assertEqual(first.generate(prompts), (plain, [0, 0]))
             self.stored(pages)
-        self.assertEqual({kind: len(files) for kind, files in self.gateway.kinds().items()}, {"full": pages})
+            self.assertEqual({kind: len(files) for kind, files in self.gateway.kinds().items()}, {"full": pages})
+            # Both know that there was one flush.
+            first.flush()
+            self.assertEqual(first.generate(prompts), (plain, [0, 0]))
+            self.stored(2 * pages)
         self.forgotten()
         for ranks in (2, 1):
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores.split("|")[:ranks])

@@ -6,6 +6,7 @@ python tests/engines/test_sglang_storage.py     in an environment with SGLang an
 import hashlib
 import os
 import signal
+import socket
 import tempfile
 import time
 import unittest
@@ -20,8 +21,11 @@ from gateway import Gateway, Proxy
 from kvgate._native import PanicException
 from kvgate.sglang import KvGateStorage
 from kvgate.sglang.identity import Engine, refuse_long_rope
+from kvgate.sglang.pools import Ranks, describe
+from kvgate.sglang.settings import Settings
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang_pools import (
     MHA_LAYOUTS,
@@ -261,6 +265,74 @@ class RanksTest(StorageCase):
                 self.assertTrue(torch.equal(x, y))
 
 
+class LatentRanksTest(StorageCase):
+    """Latents are the same on all ranks: SGLang has the first one store them, and the others never store."""
+
+    def rank(self, number):
+        pool = mla("page_first")
+        fill(pool, 1)
+        limits = {"deadline_ms": 3000, "patience_ms": 800, "lookup_deadline_ms": 400}
+        named = {"rank": number, "ranks": 2, "instance": "two", "is_mla": True, **limits}
+        return storage(self.socket(), {PoolName.KV: pool}, **named)
+
+    def stores(self, first, seed):
+        """Within a few calls: the other rank attaches in the background."""
+        chain, done, deadline = keys(seed, 2), [False], time.monotonic() + 20
+        while not all(done) and time.monotonic() < deadline:
+            done = first.batch_set_v1(chain, slots([0, 1]))
+        self.assertEqual(done, [True] * 2)
+        self.assertEqual(first.batch_exists(chain), 2)
+
+    def test_they_are_stored_again_when_the_gateway_comes_back(self):
+        first, second = self.rank(0), self.rank(1)
+        self.stores(first, "before")
+        self.gateway.kill()
+        self.gateway.start()
+        self.stores(first, "after")
+        self.assertEqual(second.batch_exists(keys("after", 2)), 2)
+
+    def test_they_are_stored_by_an_engine_that_was_there_first(self):
+        self.gateway.kill()
+        first, _second = self.rank(0), self.rank(1)
+        self.gateway.start()
+        self.stores(first, "later")
+
+    def test_a_rank_that_is_missing_is_named(self):
+        first = self.rank(0)
+        with self.assertLogs("kvgate.sglang.guard", "WARNING") as told:
+            self.assertEqual(first.batch_set_v1(keys("alone", 2), slots([0, 1])), [False] * 2)
+        self.assertIn("not all ranks of this engine are attached", told.output[0])
+
+
+class BoundariesTest(StorageCase):
+    def test_ranks_of_which_one_knows_less_load_what_both_have(self):
+        """Of windows, at which not every prefix ends."""
+        chain, limits = keys("boundaries", 6), {"window_tokens": 128}
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first")}
+        whole = storage(self.socket(), pools, **limits)
+
+        def window(pages):
+            named = [chain[page] for page in pages]
+            return PoolTransfer(PoolName.SWA, slots(pages), keys=named, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+        def rank(number):
+            pools = {PoolName.KV: mha("page_first", heads=2), PoolName.SWA: mha("page_first", heads=2)}
+            backend = storage(self.socket(), pools, rank=number, ranks=2, instance="two", **limits)
+            found = backend.batch_exists_v2(chain, [window([4, 5])])
+            return found.kv_hit_pages, found.restorable_prefix_pages
+
+        self.assertEqual(whole.batch_set_v1(chain[:5], slots(range(5))), [True] * 5)
+        self.assertEqual(whole.batch_set_v2([window([0, 1, 3, 4])]), {"swa": [True] * 4})
+        first = rank(0)
+        # Its last pages have come when the other rank asks.
+        self.assertEqual(whole.batch_set_v1(chain[5:], slots([5])), [True])
+        self.assertEqual(whole.batch_set_v2([window([5])]), {"swa": [True]})
+        second = rank(1)
+        self.assertEqual((first, second), ((5, [1, 2, 5]), (6, [2, 5, 6])))
+        alone = whole.batch_exists_v2(chain, [window([4, 5])])
+        self.assertEqual((alone.kv_hit_pages, alone.restorable_prefix_pages), (6, [6]))
+
+
 def forked(*works):
     """The exit status of each, in a process of its own: 0 where it answers True."""
     processes = []
@@ -300,6 +372,28 @@ class SpaceTest(StorageCase):
             with self.subTest(what):
                 other = storage(self.socket(), {PoolName.KV: pool}, **extra)
                 self.assertEqual(other.batch_exists(chain), 0)
+
+    def test_layers_of_another_draft_in_the_same_pages_share_nothing(self):
+        """MTP: SGLang keeps them behind the model's own."""
+
+        def space(name, pool, draft):
+            server = SimpleNamespace(speculative_algorithm="EAGLE", speculative_draft_model_path="/draft")
+            settings = Settings(model="m", revision="r", draft_revision=draft)
+            return describe(name, pool, PAGE, Engine(settings, server), Ranks(0, 1))[0].id
+
+        (kv, index), (kv_alone, index_alone) = dsa("page_first", drafts=2), dsa("page_first")
+        for name, pool, alone in (
+            (PoolName.KV, mha("page_first", drafts=2), mha("page_first")),
+            (PoolName.KV, mla("page_first", drafts=2), mla("page_first")),
+            (PoolName.KV, kv, kv_alone),
+            (PoolName.INDEXER, index, index_alone),
+            (PoolName.MAMBA, mamba(drafts=2), mamba()),
+        ):
+            with self.subTest(type(pool).__name__):
+                self.assertNotEqual(space(name, pool, "1"), space(name, pool, "2"))
+                self.assertEqual(space(name, pool, "1"), space(name, pool, "1"))
+                # Without them the draft is nothing to the model's own KV.
+                self.assertEqual(space(name, alone, "1"), space(name, alone, "2"))
 
     def test_what_can_not_be_reused_is_refused_at_start(self):
         small = mha("page_first", page=16)
@@ -357,6 +451,175 @@ class SpaceTest(StorageCase):
                 refuse_long_rope(model(long, **named))
             refuse_long_rope(model(short, **named))
         refuse_long_rope(model(long, rope_scaling={"rope_type": "yarn", "factor": 2.0}))
+
+
+class FlushTest(StorageCase):
+    """SGLang clears its host pools when it flushes its cache, as it does after new weights."""
+
+    def flushed(self, pool):
+        HostPoolGroup([PoolEntry(PoolName.KV, pool, None, None, is_primary_index_anchor=True)]).clear()
+
+    def test_an_engine_has_what_it_stored_since_the_flush(self):
+        chain, pool = keys("flush", 3), mha("page_first")
+        fill(pool, 1)
+        backend = storage(self.socket(), {PoolName.KV: pool})
+        other = storage(self.socket(), {PoolName.KV: mha("page_first")}, instance="other")
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1, 2])), [True] * 3)
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 0)
+        self.assertEqual(backend.batch_get_v1(chain, slots([4, 5, 6])), [False] * 3)
+        fill(pool, 2)
+        before = bytes_of(pool, 0).clone()
+        self.assertEqual(backend.batch_set_v1(chain[:1], slots([0])), [True])
+        self.assertEqual((backend.batch_exists(chain), other.batch_exists(chain)), (1, 3))
+        wipe(pool)
+        self.assertEqual(backend.batch_get_v1(chain[:1], slots([7])), [True])
+        self.assertTrue(torch.equal(bytes_of(pool, 7 * PAGE), before))
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 0)
+
+    def test_fixed_weights_forget_nothing(self):
+        chain, pool = keys("fixed", 2), mha("page_first")
+        backend = storage(self.socket(), {PoolName.KV: pool}, fixed_weights=True)
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        self.flushed(pool)
+        self.assertEqual(backend.batch_exists(chain), 2)
+
+    def test_a_name_of_before_finds_nothing_of_before(self):
+        """An engine with the same `instance` may have had other weights after its flush."""
+
+        def stored():
+            pool = mha("page_first")
+            backend = storage(self.socket(), {PoolName.KV: pool}, instance="mine")
+            self.flushed(pool)
+            return backend._hashes(keys("instance", 2))
+
+        self.assertNotEqual(stored(), stored())
+
+    def test_a_backend_that_comes_later_knows_of_the_flushes(self):
+        chain, pool = keys("later", 2), mha("page_first")
+        first = storage(self.socket(), {PoolName.KV: pool})
+        self.assertEqual(first.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        first.close()
+        self.assertEqual(storage(self.socket(), {PoolName.KV: pool}).batch_exists(chain), 2)
+        self.flushed(pool)
+        self.assertEqual(storage(self.socket(), {PoolName.KV: pool}).batch_exists(chain), 0)
+
+    def test_nobody_knows_what_was_before_an_attach_at_run_time(self):
+        chain = keys("attach", 2)
+        backend = storage(self.socket(), {PoolName.KV: mha("page_first")})
+        self.assertEqual(backend.batch_set_v1(chain, slots([0, 1])), [True] * 2)
+        for named, found in (({}, 0), ({"revision": "1"}, 2), ({"fixed_weights": True}, 2)):
+            with self.subTest(named), mock.patch("kvgate.sglang.storage.of_server", running(**named)):
+                backend = storage(self.socket(), {PoolName.KV: mha("page_first")}, **named)
+                self.assertEqual(backend.batch_exists(chain), found)
+
+
+def running(revision=None, **_):
+    """The engine of a server that was started without kvgate. Its weights are digested, unless it is told which they are."""
+
+    def of_server(settings):
+        engine = Engine(replace(settings, revision=revision or ""), is_running=True)
+        engine.__dict__["revision"] = "1"
+        return engine
+
+    return of_server
+
+
+class SilentTest(StorageCase):
+    """An S3 that takes connections and never answers."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="kvgate-sglang-", ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        silent = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.addCleanup(silent.close)
+        room = {"KVGATE__STORE__WRITE_BEHIND": "2MiB", "KVGATE__LOAD__RESERVE": "2MiB"}
+        keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+        changed = mock.patch.dict(os.environ, {**room, **keys})
+        changed.start()
+        self.addCleanup(changed.stop)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        s3 = ["--endpoint", endpoint, "--bucket", "bucket", "--arena-size", "32MiB"]
+        self.gateway = Gateway(folder.name, s3=s3)
+        self.addCleanup(self.gateway.kill)
+        self.gateway.start()
+
+    def took(self, call):
+        began = time.monotonic()
+        return call(), time.monotonic() - began
+
+    def test_a_gateway_without_room_is_waited_for_once(self):
+        """SGLang has one thread for the stores of all pools, and flushes nothing while one is under way."""
+        pool = mha("page_first", heads=16, head_dim=64)
+        backend = storage(self.socket(), {PoolName.KV: pool}, store_deadline_ms=1500)
+        number = 0
+        while all(backend.batch_set_v1(keys(f"room {number}", 2), slots([0, 1]))):
+            number += 1
+
+        def stores():
+            return [backend.batch_set_v1(keys(f"more {at}", 2), slots([0, 1])) for at in range(5)]
+
+        done, seconds = self.took(stores)
+        self.assertEqual(done, [[False] * 2] * 5)
+        # One that waits takes all that by itself.
+        self.assertLess(seconds, 1.5)
+        self.gateway.kill()
+        self.gateway.s3 = ["--embedded", self.gateway.folder / "objects"]
+        self.gateway.start()
+        self.assertEqual(backend.batch_set_v1(keys("again", 2), slots([0, 1])), [True] * 2)
+
+    def test_lookups_do_not_wait_one_after_the_other(self):
+        chain = keys("silent", 4)
+        backend = storage(self.socket(), {PoolName.KV: mha("page_first")}, lookup_deadline_ms=500)
+        self.assertEqual(backend.batch_set_v1(chain[:2], slots([0, 1])), [True] * 2)
+        # After three of them it is known. What is in the gateway's memory is found all the time.
+        for number in range(3):
+            self.assertEqual(backend.batch_exists(chain[:2] + keys(f"first {number}", 2)), 2)
+        found, seconds = self.took(lambda: [backend.batch_exists(chain[:2] + keys(at, 2)) for at in range(10)])
+        self.assertEqual(found, [2] * 10)
+        self.assertLess(seconds, 5 * 0.5)
+
+    def test_what_goes_beside_kv_has_no_deadline_of_its_own(self):
+        """SGLang stops its threads in 10 s, and looks for that between two loads of all pools."""
+        limits = {"deadline_ms": 1500, "patience_ms": 250, "lookup_deadline_ms": 100}
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first"), PoolName.MAMBA: mamba()}
+        backend = storage(self.socket(), pools, window_tokens=128, **limits)
+        chain = keys("beside", 2)
+        sides = [
+            PoolTransfer(PoolName.SWA, slots([0, 1]), keys=chain, hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(PoolName.MAMBA, torch.tensor([1]), keys=chain[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        ]
+        nothing = {"swa": [False] * 2, "mamba": [False]}
+        with self.subTest("of their own"):
+            done, seconds = self.took(lambda: backend.batch_get_v2(sides))
+            self.assertEqual(done, nothing)
+            self.assertLess(seconds, 1.5)
+        with self.subTest("beside KV"):
+            load = lambda: (backend.batch_get_v1(chain, slots([0, 1])), backend.batch_get_v2(sides[:1]))  # noqa: E731
+            done, seconds = self.took(load)
+            self.assertEqual(done, ([False] * 2, {"swa": [False] * 2}))
+            self.assertLess(seconds, 1.5)
+
+
+class BesideTest(StorageCase):
+    def test_no_more_is_loaded_beside_kv_than_kv_has(self):
+        """Beyond that SGLang makes no use of it."""
+        pools = {PoolName.KV: mha("page_first"), PoolName.SWA: mha("page_first")}
+        backend = storage(self.socket(), pools, window_tokens=128)
+        chain = keys("less", 4)
+
+        def beside(pages):
+            return [PoolTransfer(PoolName.SWA, slots(pages), keys=chain, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+
+        self.assertEqual(backend.batch_set_v2(beside(range(4))), {"swa": [True] * 4})
+        self.assertEqual(backend.batch_set_v1(chain[:2], slots([0, 1])), [True] * 2)
+        self.assertEqual(backend.batch_get_v1(chain, slots(range(8, 12))), [True] * 2 + [False] * 2)
+        self.assertEqual(backend.batch_get_v2(beside(range(8, 12))), {"swa": [True] * 2 + [False] * 2})
+        self.assertEqual(backend.batch_get_v1(chain[2:], slots([8, 9])), [False] * 2)
+        with mock.patch.object(backend, "pages", wraps=backend.pages) as pages:
+            backend.batch_get_v2([replace(beside([8, 9])[0], keys=chain[2:])])
+        pages.load.assert_not_called()
 
 
 class TroubleTest(StorageCase):

@@ -42,6 +42,8 @@ class Engine:
     server: object = None
     config: object = None
     """SGLang's `ModelConfig`."""
+    is_running: bool = False
+    """It was started without a storage backend: nobody knows what has become of its weights since."""
 
     @cached_property
     def model(self):
@@ -139,7 +141,7 @@ class Engine:
 
 def of_server(settings):
     """The engine of this process."""
-    from sglang.srt.runtime_context import get_server_args, process_model_config
+    from sglang.srt.runtime_context import get_memory, get_server_args, process_model_config
 
     try:
         server = get_server_args()
@@ -148,7 +150,7 @@ def of_server(settings):
     refuse(server)
     config = process_model_config()
     refuse_long_rope(config)
-    return Engine(settings, server, config)
+    return Engine(settings, server, config, is_running=get_memory().hicache_storage_backend is None)
 
 
 def refuse(server):

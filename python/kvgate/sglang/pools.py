@@ -87,7 +87,7 @@ def describe(name, pool, page_tokens, engine, ranks):
         "hash": "sglang-sha256",
         "kind": kind_of(name, page_tokens, engine),
         "draft": draft_of(engine, name) if name in DRAFTS else "",
-        "extra": {**engine.extra, **{key: fitting(value) for key, value in extra.items()}},
+        "extra": {**engine.extra, **{key: fitting(value) for key, value in (extra | packed(pool, engine)).items()}},
         "planes": planes,
     }
     if name is PoolName.SWA or name in INDEXERS:
@@ -134,7 +134,7 @@ def draft_of(engine, name):
 def mha(name, pool, engine, ranks):
     axes = axes_of(pool, MHA_AXES)
     is_draft = name is PoolName.DRAFT
-    extra = packed(pool, engine)
+    extra = {}
     # Nothing tells which ranks have the same heads of a draft: each is kept for itself.
     heads = pool.head_num * ranks.size if is_draft else engine.heads(pool.head_num, ranks.size, name is PoolName.SWA)
     if is_draft and ranks.size > 1:
@@ -218,7 +218,8 @@ def axes_of(pool, known):
 
 def packed(pool, engine):
     """MTP layers that SGLang keeps behind the model's own, in the same pages."""
-    drafts = pool.layer_num - pool.target_layer_num
+    is_states = isinstance(pool, MambaPoolHost)
+    drafts = len(pool.mtp_draft_buffer_infos) if is_states else pool.layer_num - pool.target_layer_num
     return {"drafts": f"{drafts} {engine.draft}"} if drafts else {}
 
 

@@ -24,6 +24,8 @@ class Settings:
     draft_revision: str = ""
     """The name that pins the weights of a draft model; without it its commit, or a digest of its folder."""
     tenant: str = ""
+    fixed_weights: bool = False
+    """The weights never change while the engine runs: a flush of SGLang's cache forgets nothing."""
     instance: str = ""
     """A name that the tensor-parallel ranks of this engine share, and no other engine has; without it they agree on one."""
     window_tokens: int = 0
@@ -32,12 +34,19 @@ class Settings:
     """Time for a load or a store of up to 128 pages, with all that it waits for. Less than 10 s."""
     lookup_deadline_ms: int = 1_000
     """Time for a lookup. Pages of which the gateway does not know by then count as absent."""
+    local_lookup_deadline_ms: int = 20
+    """The same while S3 does not answer: the gateway's memory and disks do."""
     lookup_strategy: str = "prefix"
     """`prefix`: few requests, and pages that lie between others may be taken for present; `exact`: one for each page."""
+    boundaries: int = 3
+    """Prefixes that several ranks offer each other for a model with windows or states, each found by a lookup: the longest that
+    all have is loaded."""
     patience_ms: int = 2_000
     """Time for any other answer of the gateway."""
     pin_ms: int = 30_000
     """Time that pages which a lookup found stay in the gateway's memory."""
+    store_deadline_ms: int = 1_000
+    """Time that a store waits for room in the gateway."""
     store_bytes: int = 64 << 20
     """Bytes of the pages that are handed over at a time."""
     release_pages: int = 8

@@ -5,9 +5,12 @@ on. Bytes are moved by the native `Pages`, with the GIL released."""
 
 import collections
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
 import threading
+import time
 import uuid
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -31,6 +34,21 @@ class Pool:
     """In the native `Pages`."""
     host: object
     """SGLang's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The latest load of KV. What goes beside the same pages follows at once, and is a part of it: SGLang looks whether it is to
+    stop when both have ended."""
+
+    keys: list
+    until: float
+    """The time at which it has to end."""
+    pages: int
+    """Leading pages that came."""
+
+
+NO_BATCH = Batch([], 0.0, 0)
 
 
 def no_pages(storage, keys, *_, **__):
@@ -59,20 +77,25 @@ class KvGateStorage(HiCacheStorage):
         self.figures = Figures()
         settings = self.settings
         self.parents = Parents(settings.parents_max)
+        self.batch = NO_BATCH
+        self.name = shared_name(self.ranks, settings.instance)
+        self.flushes = Flushes()
         self.pages = Pages(
             json.dumps(
                 {
                     "socket": settings.socket,
                     "socket_owner": settings.socket_owner or None,
                     "attach": {
-                        "instance": settings.instance or shared_name(self.ranks),
+                        "instance": settings.instance or self.name,
                         "rank": self.ranks.rank,
                         "world_size": self.ranks.size,
                         "tp": [self.ranks.rank, self.ranks.size],
                     },
                     "deadline_ms": settings.deadline_ms,
+                    "store_deadline_ms": settings.store_deadline_ms,
                     "patience_ms": settings.patience_ms,
                     "lookup_deadline_ms": settings.lookup_deadline_ms,
+                    "local_lookup_deadline_ms": settings.local_lookup_deadline_ms,
                     "lookup_strategy": settings.lookup_strategy,
                     "pin_ms": settings.pin_ms,
                     "store_bytes": settings.store_bytes,
@@ -89,6 +112,7 @@ class KvGateStorage(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host):
         super().register_mem_pool_host(mem_pool_host)
         self._add(PoolName.KV, mem_pool_host)
+        self.flushes = Flushes.of(mem_pool_host, self.engine)
 
     def register_mem_host_pool_v2(self, host_pool, host_pool_name):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -119,7 +143,7 @@ class KvGateStorage(HiCacheStorage):
     @guarded(lambda storage, *_, **__: 0)
     def batch_exists(self, keys, extra_info=None):
         self.parents.learn(keys, extra_info)
-        boundary, _ = self.pages.lookup([self.pools[PoolName.KV].number], hashes_of(keys)) if keys else (0, 0)
+        boundary, _ = self.pages.lookup([self.pools[PoolName.KV].number], self._hashes(keys)) if keys else (0, 0)
         return boundary
 
     @guarded(lambda storage, *_, **__: PoolTransferResult(0, {}, []))
@@ -129,11 +153,26 @@ class KvGateStorage(HiCacheStorage):
         if not keys or not all(self._can_look_up(transfer) for transfer in transfers):
             return PoolTransferResult(0, {}, [])
         names = dict.fromkeys([PoolName.KV, *(PoolName(transfer.name) for transfer in transfers)])
-        boundary, full = self.pages.lookup([self.pools[name].number for name in names], hashes_of(keys))
-        # Below the boundary all pages of full kinds are there; of the others a window or a state at the boundary only.
-        is_sparse = any(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES for transfer in transfers)
-        restorable = [boundary] if is_sparse and boundary else list(range(1, boundary + 1))
+        numbers, hashes = [self.pools[name].number for name in names], self._hashes(keys)
+        boundary, full = self.pages.lookup(numbers, hashes)
+        restorable = range(1, boundary + 1)
+        if boundary and any(transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES for transfer in transfers):
+            # Below the boundary all pages of full kinds are there, and windows or states at some of them.
+            restorable = self._boundaries(numbers, hashes, boundary)
+        restorable = list(restorable)
         return PoolTransferResult(boundary, {PoolName.KV: full} if full else {}, restorable)
+
+    def _boundaries(self, numbers, hashes, boundary):
+        """The last prefixes that can be loaded, up to this one. SGLang takes the longest that all ranks have, and a page that has
+        just come is known to some of them only."""
+        found = [boundary]
+        if self.ranks.size * self.ranks.stages > 1:
+            while found[0] > 1 and len(found) < self.settings.boundaries:
+                before, _ = self.pages.lookup(numbers, hashes[: 32 * (found[0] - 1)])
+                if not before:
+                    break
+                found.insert(0, before)
+        return found
 
     def _can_look_up(self, transfer):
         """Whether the space's kind wants the same pages as SGLang."""
@@ -159,51 +198,67 @@ class KvGateStorage(HiCacheStorage):
 
     @guarded(no_pages)
     def batch_get_v1(self, keys, host_indices, extra_info=None):
-        return self._load(PoolName.KV, keys, host_indices)
+        until = self._until()
+        done = self._load(PoolName.KV, keys, host_indices, until)
+        self.batch = Batch(list(keys), until, done.index(False) if False in done else len(done))
+        return done
 
     @guarded(no_pages)
     def batch_set_v1(self, keys, host_indices, extra_info=None):
         self.parents.learn(keys, extra_info)
-        return self._store(PoolName.KV, keys, host_indices)
+        return self._store(PoolName.KV, keys, host_indices, self._until())
 
     @guarded(no_pool_pages)
     def batch_get_v2(self, transfers, extra_info=None):
-        return {
-            transfer.name: self._load(transfer.name, transfer.keys or [], transfer.host_indices)
-            for transfer in transfers
-        }
+        until, done = self._until(), {}
+        batch, self.batch = self.batch, NO_BATCH
+        for transfer in transfers:
+            keys = transfer.keys or []
+            # SGLang makes use of no more pages than KV has.
+            limits = (batch.until, batch.pages) if keys == batch.keys else (until, None)
+            done[transfer.name] = self._load(transfer.name, keys, transfer.host_indices, *limits)
+        return done
 
     @guarded(no_pool_pages)
     def batch_set_v2(self, transfers, extra_info=None):
-        done = {}
+        until, done = self._until(), {}
         for transfer in transfers:
             keys = transfer.keys or []
             self.parents.learn(keys, extra_info)
-            done[transfer.name] = self._store(transfer.name, keys, transfer.host_indices)
+            done[transfer.name] = self._store(transfer.name, keys, transfer.host_indices, until)
         return done
 
     @guarded(lambda storage, name, keys, *_: [False] * len(keys))
-    def _load(self, name, keys, host_indices):
+    def _load(self, name, keys, host_indices, until, pages=None):
+        """The first `pages` of them, all if None, until this time."""
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
-        moved = self.pages.load(pool.number, hashes_of(keys), page_numbers(pool.host, keys, host_indices))
+        numbers = page_numbers(pool.host, keys, host_indices)[:pages]
+        if not numbers:
+            return [False] * len(keys)
+        moved = self.pages.load(pool.number, self._hashes(keys[:pages]), numbers, left_ms(until))
         self.figures.loaded(moved)
         if moved.error:
             self.troubles.tell("pages were not loaded", moved.error)
-        return moved.done
+        return moved.done + [False] * (len(keys) - len(numbers))
 
     @guarded(lambda storage, name, keys, *_: [False] * len(keys))
-    def _store(self, name, keys, host_indices):
+    def _store(self, name, keys, host_indices, until):
         pool = self.pools[PoolName(name)]
         if not keys:
             return []
-        parents = b"".join(self.parents.of(key) for key in keys)
-        moved = self.pages.store(pool.number, hashes_of(keys), parents, page_numbers(pool.host, keys, host_indices))
+        hashes, parents = self._hashes(keys), self._hashes(map(self.parents.of, keys))
+        numbers = page_numbers(pool.host, keys, host_indices)
+        moved = self.pages.store(pool.number, hashes, parents, numbers, left_ms(until))
         self.figures.stored(moved)
         if moved.error:
             self.troubles.tell("pages were not stored", moved.error)
         return moved.done
+
+    def _until(self):
+        """The end of a call that begins now: SGLang may have to stop the thread that waits for it."""
+        return time.monotonic() + self.settings.deadline_ms / 1000
 
     # ---- the rest of SGLang's interface
 
@@ -235,6 +290,42 @@ class KvGateStorage(HiCacheStorage):
         """Ends the sessions with the gateway. A call that comes later is answered as without one."""
         self.pages = None
 
+    def _hashes(self, keys):
+        """By which the gateway knows the pages of these keys. None: SGLang has not told which page it is."""
+        hashes = [ROOT if key is None else bytes.fromhex(key) for key in keys]
+        if self.flushes.count and not self.settings.fixed_weights:
+            own = f"{self.name} {self.flushes.count} ".encode()
+            hashes = [key if key == ROOT else hashlib.sha256(own + key).digest() for key in hashes]
+        return b"".join(hashes)
+
+
+@dataclasses.dataclass
+class Flushes:
+    """How often SGLang has flushed its cache, as it does after new weights. After a flush an engine finds only what it has stored
+    since.
+
+    SGLang tells no backend of a flush. But it clears every host pool, on each rank once, when no call is under way: so ranks
+    count the same without talking."""
+
+    count: int = 0
+
+    @classmethod
+    def of(cls, host, engine):
+        """Those of this pool; also while no backend is attached."""
+        if known := getattr(host, "kvgate_flushes", None):
+            return known
+        # Nobody has counted those before.
+        flushes = host.kvgate_flushes = cls(int(engine.is_running and not engine.settings.revision))
+        clear = host.clear
+
+        @functools.wraps(clear)
+        def counted():
+            clear()
+            flushes.count += 1
+
+        host.clear = counted
+        return flushes
+
 
 class Parents:
     """The page before each of the latest pages, as far as SGLang has told: a store may begin anywhere in a prompt."""
@@ -257,8 +348,7 @@ class Parents:
 
     def of(self, key):
         with self.lock:
-            parent = self.before.get(key)
-        return ROOT if parent is None else bytes.fromhex(parent)
+            return self.before.get(key)
 
 
 class Figures:
@@ -294,8 +384,8 @@ class Figures:
         )
 
 
-def hashes_of(keys):
-    return bytes.fromhex("".join(keys))
+def left_ms(until):
+    return max(0, round((until - time.monotonic()) * 1000))
 
 
 def page_numbers(host, keys, host_indices):
@@ -310,14 +400,20 @@ def page_numbers(host, keys, host_indices):
     return [slot // rows for slot in slots]
 
 
-def shared_name(ranks):
-    """A name for this engine that all ranks of the stage know, and no other engine has."""
+def shared_name(ranks, instance):
+    """A name for this engine that all ranks of the stage know, and no other engine has, not even an earlier one."""
     name = f"sglang {uuid.uuid4()}"
     if ranks.size == 1:
         return name
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    try:
+        parallel = get_parallel()
+        group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    except Exception:
+        if not instance:
+            raise
+        # Outside of an engine no rank knows it: after a flush they share nothing.
+        return name
     return group.broadcast_object(name)
