@@ -9,7 +9,7 @@ use hyper::StatusCode;
 use super::Api;
 use super::body::{Reply, bytes};
 use super::figures::Figures;
-use crate::cache::gateway::Gateway;
+use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::Status;
 use crate::s3::dns::NameState;
@@ -104,6 +104,7 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
     node(&mut text, &api.node.status());
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
+    refresh(&mut text, &api.node.gateway().refresh_stats());
     tenants(&mut text, api.node.gateway());
     text.gauge(
         "kvgate_api_connections",
@@ -355,6 +356,39 @@ fn behind(text: &mut Text, status: &Status) {
         "kvgate_behind_failed_attempts_total",
         "Attempts that failed, and were made again.",
         behind.failed_attempts,
+    );
+}
+
+fn refresh(text: &mut Text, stats: &RefreshStats) {
+    text.counter(
+        "kvgate_refresh_asked_total",
+        "Chunks in use whose age S3 was asked for.",
+        stats.asked,
+    );
+    text.counter(
+        "kvgate_refresh_chunks_total",
+        "Objects written anew in place, before a lifecycle rule takes them.",
+        stats.refreshed,
+    );
+    text.counter(
+        "kvgate_refresh_absent_total",
+        "Chunks in use that S3 does not have.",
+        stats.absent,
+    );
+    text.counter(
+        "kvgate_refresh_failed_total",
+        "Requests that failed.",
+        stats.failed,
+    );
+    text.counter(
+        "kvgate_refresh_dropped_total",
+        "Prefixes in use that found no room in [refresh] queue.",
+        stats.dropped,
+    );
+    text.gauge(
+        "kvgate_refresh_waiting_chunks",
+        "Chunks in use that wait for that.",
+        stats.waiting,
     );
 }
 

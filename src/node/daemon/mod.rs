@@ -120,6 +120,14 @@ impl Daemon {
             let gateway = node.gateway().clone();
             async move { gateway.retry_disks().await }
         });
+        let refresh = tokio::spawn({
+            let (gateway, options) = (node.gateway().clone(), options::refresh(&config));
+            async move {
+                if let Some(options) = options {
+                    gateway.refresh_used(options).await;
+                }
+            }
+        });
         if config.api.degraded {
             notify.tell("READY=1");
         }
@@ -138,6 +146,7 @@ impl Daemon {
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
+        refresh.abort();
         tell(dropped, kept, config.store.drain);
         // Tasks that still have the arena would keep its file.
         node.gateway().arena().unlink();
