@@ -10,6 +10,7 @@
 //! Not for requests: a lookup never lists. No printing here: `cli` does that.
 
 mod gc;
+mod lease;
 mod lifecycle;
 mod list;
 mod remove;
@@ -25,6 +26,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 pub use gc::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+pub use lease::Lease;
 pub use lifecycle::{Lifecycle, LifecycleError, LifecycleRule};
 pub use list::{Page, StoredChunk};
 pub use remove::Removed;

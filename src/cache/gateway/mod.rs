@@ -279,6 +279,11 @@ impl Gateway {
         self.0.bucket.capabilities()
     }
 
+    /// None before S3 has answered.
+    pub fn known_capabilities(&self) -> Option<Capabilities> {
+        self.0.bucket.known_capabilities()
+    }
+
     /// HTTP requests sent so far.
     pub fn requests(&self) -> RequestCounts {
         self.0.bucket.store.requests()

@@ -16,6 +16,8 @@
 //! that has it.
 
 mod parents;
+#[cfg(test)]
+mod tests;
 mod tree;
 
 use std::collections::{BTreeMap, HashMap};
@@ -99,6 +101,7 @@ pub struct Plan {
     pub by_space: Vec<(SpaceKey, Count)>,
     tree: Tree,
     spaces: Vec<Listed>,
+    groups: u32,
     /// In their order.
     nodes: Vec<usize>,
     /// Nothing stays, so the spaces' readable forms go as well.
@@ -187,6 +190,7 @@ impl Inventory {
         };
         let concerned = found.concerned(bounds);
         let tenants = found.group_tenants;
+        let groups = u32::try_from(tenants.len()).unwrap_or(u32::MAX);
         let mut tree = Tree::new(found.objects);
         let reads = |tree: &Tree, node| concerned.get(tree.group(node) as usize).copied().unwrap_or(false);
         self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
@@ -213,6 +217,7 @@ impl Inventory {
             by_space: by_space.into_iter().collect(),
             tree,
             spaces: found.spaces,
+            groups,
             nodes,
             is_whole: bounds.is_none(),
             rate: spec.rate.max(1),
@@ -229,10 +234,10 @@ impl Inventory {
         let mut collected = Collected::default();
         let mut stays = vec![false; plan.tree.nodes.len()];
         let batch_max = (plan.rate / BATCHES).clamp(1, BATCH_MAX) as usize;
-        let (mut nodes, started) = (plan.nodes.iter().copied().peekable(), Instant::now());
+        let (mut nodes, started, mut done) = (plan.nodes.iter().copied().peekable(), Instant::now(), 0);
         while nodes.peek().is_some() {
-            // After what was removed so far the rate allows the next batch.
-            let due = Duration::from_secs_f64(collected.removed.chunks as f64 / f64::from(plan.rate));
+            // After what was done so far the rate allows the next batch.
+            let due = Duration::from_secs_f64(done as f64 / f64::from(plan.rate));
             tokio::time::sleep_until(started + due).await;
             if !may_go_on() {
                 collected.stopped = true;
@@ -246,6 +251,7 @@ impl Inventory {
                 objects += plan.tree.nodes[node].objects.len();
                 batch.push(node);
             }
+            done += objects;
             self.remove_batch(plan, &batch, &mut stays, &mut collected)
                 .await?;
             step(Step::Removing(collected.removed, plan.planned.chunks));
@@ -441,14 +447,7 @@ impl Inventory {
 impl Plan {
     /// Whether the chunk was listed, so that its parent is worth keeping for the next run.
     pub fn has(&self, chunk: &ChunkHash) -> bool {
-        let groups = self
-            .spaces
-            .iter()
-            .map(|space| space.group)
-            .collect::<std::collections::BTreeSet<_>>();
-        groups
-            .into_iter()
-            .any(|group| self.tree.find(group, chunk).is_some())
+        (0..self.groups).any(|group| self.tree.find(group, chunk).is_some())
     }
 }
 

@@ -4,6 +4,7 @@
 //! answers. On SIGTERM or SIGINT it takes no new work, stores what is left within `[store] drain`, and reports the
 //! chunks that it dropped. SIGHUP reloads the settings that can be reloaded.
 
+mod gc;
 mod notify;
 mod options;
 
@@ -111,6 +112,7 @@ impl Daemon {
             store,
         } = self;
         let notify = Arc::new(Notify::from_env());
+        let gc = tokio::spawn(gc::collect(config.clone(), node.clone(), Arc::clone(&store)));
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
@@ -147,6 +149,7 @@ impl Daemon {
         backlog.abort();
         disks.abort();
         refresh.abort();
+        gc.abort();
         tell(dropped, kept, config.store.drain);
         // Tasks that still have the arena would keep its file.
         node.gateway().arena().unlink();

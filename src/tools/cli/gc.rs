@@ -117,7 +117,11 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
     };
     let plan = inventory.plan_gc(&spec, began, &mut parents, tell).await?;
     drop(progress);
-    parents.settle(|chunk| plan.has(chunk), args.yes.then_some(began))?;
+    let under_way = match args.yes {
+        true => Some(began),
+        false => parents.began(),
+    };
+    parents.settle(|chunk| plan.has(chunk), under_way)?;
     let collected = match args.yes {
         false => None,
         true => {

@@ -84,6 +84,10 @@ impl Bucket {
         self.capabilities.get().copied().unwrap_or_default()
     }
 
+    pub fn known_capabilities(&self) -> Option<Capabilities> {
+        self.capabilities.get().copied()
+    }
+
     /// Sets the server's capabilities; only the first call counts.
     pub fn found_capabilities(&self, capabilities: Capabilities) {
         // Set already.

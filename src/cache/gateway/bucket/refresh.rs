@@ -227,13 +227,14 @@ impl Worker<'_> {
         for chunk in chunks {
             let key = (space.key(), chunk);
             let known = self.bucket.refresh.lock().due(&key);
-            let own = match known.filter(|due| due.own > Instant::now()) {
+            let asked = Instant::now();
+            let own = match known.filter(|due| due.own > asked) {
                 Some(due) => due.own,
                 None => match self.object(&self.bucket.object_key(&key)).await {
                     Outcome::Due(own) => own,
                     Outcome::Absent => {
                         self.bucket.refresh.absent.fetch_add(1, Ordering::Relaxed);
-                        self.bucket.cache.learn(key, Known::Absent, Instant::now());
+                        self.bucket.cache.learn(key, Known::Absent, asked);
                         match space.kind().is_full() {
                             // Nobody finds what comes after it.
                             true => return true,
