@@ -13,10 +13,12 @@ use kvgate::protocol::Strategy;
 use kvgate::s3::object::ErrorKind;
 use serde_json::Value;
 use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tokio::time::Instant;
 
 use crate::support::backends::{Backend, on_backends};
+use crate::support::daemon;
 use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
 use crate::support::program::{Said, kvgate};
 
@@ -29,6 +31,7 @@ on_backends! {
     a_killed_gc_is_resumed_at_its_rate: rgw;
     a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
     chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
+    nodes_remove_nothing_where_none_can_lead: rclone;
     lifecycle_is_told_where_there_is_none: embedded, rclone;
     cold_chunks_expire_and_hot_ones_stay: rgw;
 }
@@ -619,4 +622,72 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
         .await
         .exits(0)
         .says(&["no rule of kvgate's"]);
+}
+
+/// No cron, and no harm when the leader goes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_node_of_a_fleet_removes_and_another_takes_over() {
+    let site = daemon::Site::new().await;
+    let store = site.store().await;
+    let (first, second) = (Prompt::new(20), Prompt::new(20));
+    site.store_by_another(&first, &[]).await;
+    let keys = KeyPrefix::new("");
+    let inventory = Inventory::new(Arc::clone(&store), keys.clone(), Duration::from_secs(10));
+    let there = async || {
+        let pages: Vec<_> = inventory.pages(None).collect().await;
+        let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);
+        chunks.map(|chunk| (chunk.hash, chunk.bytes)).collect::<Vec<_>>()
+    };
+    let bounded = async || {
+        for _ in 0..300 {
+            let there = there().await;
+            if there.iter().map(|(_, bytes)| bytes).sum::<u64>() <= 1 << 20 {
+                return there.into_iter().map(|(hash, _)| hash).collect::<HashSet<_>>();
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("nobody removes what is beyond the limit");
+    };
+    let gc = [("gc.size", "1MiB"), ("gc.every", "1s"), ("gc.lease", "2s")];
+    let leader = site.serve(&gc).await;
+    let there_then = bounded().await;
+    assert_eq!(prefix_of(&first, &there_then), 10, "1 MiB has room for ten");
+    assert!(store.head(&keys.own("gc-lease"), soon()).await.is_ok());
+
+    let socket = site.home.path().join("other.sock").display().to_string();
+    let other = site.serve(&[&gc[..], &[("api.socket", &socket)]].concat()).await;
+    leader.end().await;
+    site.store_by_another(&second, &[]).await;
+    let there_now = bounded().await;
+    assert_eq!(prefix_of(&second, &there_now), 10, "the newer prompt is left");
+    assert_eq!(prefix_of(&first, &there_now), 0);
+    other.end().await;
+}
+
+async fn nodes_remove_nothing_where_none_can_lead(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let (socket, arena) = (place.home.path().join("s.sock"), place.home.path().join("arena"));
+    let mut child = place
+        .command(&["serve", "--socket", socket.to_str().unwrap()])
+        .env("KVGATE__ARENA__PATH", arena)
+        .env("KVGATE__ARENA__SIZE", "32MiB")
+        .env("KVGATE__LOAD__RESERVE", "8MiB")
+        .env("KVGATE__STORE__WRITE_BEHIND", "8MiB")
+        .env("KVGATE__GC__SIZE", "1MiB")
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let told = async {
+        while let Some(line) = lines.next_line().await.unwrap() {
+            if line.contains("ignores conditional PUTs") {
+                return line;
+            }
+        }
+        panic!("it ended");
+    };
+    let line = tokio::time::timeout(Duration::from_secs(60), told)
+        .await
+        .expect("it says so");
+    assert!(line.contains("kvgate gc"), "{line}");
+    child.kill().await.unwrap();
 }
