@@ -257,8 +257,8 @@ sections! {
         rate: u32 = "50", Between(1, 10_000);
         /// Chunks that wait to be refreshed, at most; beyond that a use counts the next time.
         queue: u32 = "65536", Between(1, 10_000_000);
-        /// Chunks whose age on S3 is remembered, so that they are not asked for again.
-        known: u32 = "1048576", Between(1024, 100_000_000);
+        /// Chunks whose age on S3 is remembered, so that they are not asked for again; some 100 bytes each.
+        known: u32 = "262144", Between(1024, 100_000_000);
     }
 
     /// Removal from S3, by one node of those that have these settings. Without a limit none removes anything.

@@ -476,7 +476,7 @@ async fn chunks_in_use_are_refreshed_with_all_before_them(backend: &Backend) {
         modified(&cold, 1).await,
     ];
     tokio::time::sleep(Duration::from_millis(2100)).await;
-    // A node of its own, and a lookup of three chunks.
+    // A node of its own, and a lookup of the third chunk alone: an engine may have the first ones itself.
     let node = place.site.gateway();
     let refresh = tokio::spawn({
         let node = node.clone();
@@ -484,9 +484,9 @@ async fn chunks_in_use_are_refreshed_with_all_before_them(backend: &Backend) {
     });
     while node.refresh_stats().refreshed < 4 {
         let found = node
-            .lookup(&hot.space, &hot.hashes[..3], Strategy::Prefix, soon())
+            .lookup(&hot.space, &hot.hashes[2..3], Strategy::Prefix, soon())
             .await;
-        assert_eq!(found.prefix, 3);
+        assert_eq!(found.prefix, 1);
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     refresh.abort();
@@ -564,6 +564,10 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     });
     store_all(&place.gateway, &hot).await;
     store_all(&place.gateway, &cold).await;
+    let whole = place
+        .say(&["lifecycle", "apply", "--days", "6", "--prefix", ""])
+        .await;
+    whole.exits(2).says(&["--whole-bucket"]);
     let dry = place
         .json(&["lifecycle", "apply", "--days", "6", "--dry-run"])
         .await;

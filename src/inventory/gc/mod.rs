@@ -196,10 +196,9 @@ impl Inventory {
         self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
             .await?;
         tree.link(|chunk| parents.get(chunk));
-        let mut nodes = tree.choose(bounds, began, |group| {
+        let nodes = tree.choose(bounds, began, |group| {
             tenants.get(group as usize).copied().flatten()
         });
-        nodes.retain(|&node| reads(&tree, node));
         let mut by_space: BTreeMap<SpaceKey, Count> = BTreeMap::new();
         let mut planned = Count::default();
         for object in nodes

@@ -41,6 +41,9 @@ pub struct ApplyArgs {
     /// Days after which a chunk goes.
     #[arg(long, value_name = "DAYS", value_parser = clap::value_parser!(u32).range(1..=36_500))]
     days: u32,
+    /// Set the rule without a prefix, where it takes everything in the bucket, other programs' objects as well.
+    #[arg(long)]
+    whole_bucket: bool,
     /// Say what would change, and change nothing.
     #[arg(long)]
     dry_run: bool,
@@ -77,6 +80,7 @@ impl From<LifecycleError> for CliError {
 }
 
 pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let may_take_all = matches!(&command, LifecycleCommand::Apply(args) if args.whole_bucket);
     let (common, change, dry_run) = match command {
         LifecycleCommand::Show(args) => (args.common, None, false),
         LifecycleCommand::Apply(args) => (args.common, Some(Some(args.days)), args.dry_run),
@@ -84,6 +88,12 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
     };
     let config = common.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
+    if config.s3.prefix.is_empty() && matches!(change, Some(Some(_))) && !may_take_all {
+        return Err(CliError::usage(
+            "without a prefix the rule takes everything in the bucket, other programs' objects as well: give --prefix PREFIX \
+             ([s3] prefix), or --whole-bucket if that is meant",
+        ));
+    }
     let bucket = OpenBucket::open(config).await?;
     let before = bucket.inventory.lifecycle().await?;
     let after = match change.filter(|_| !dry_run) {

@@ -3,7 +3,8 @@
 //! A rule takes what was written longest ago, and the first chunks of a prompt are the oldest. A lookup that finds chunks,
 //! in whatever tier, uses the whole prefix. So the whole prefix waits here, and one task goes through it from the start:
 //! each chunk whose age on S3 is not known is asked for by HEAD, and one that is older than [`RefreshOptions::after`] is
-//! copied onto itself. From the start, because a prefix without its end is still of use; an end without its start is not.
+//! copied onto itself. A lookup may begin in the middle of a prompt (an engine has the rest): the headers of its first chunk
+//! and of those before it name their parents, up to one that S3 does not have. From the start, because a prefix without its end is still of use; an end without its start is not.
 //!
 //! What was found out is remembered for each chunk: when it is to be looked at again (`own`), and when that or any chunk
 //! before it is (`chain`). So a lookup asks for its last chunk alone, and the common case costs one look into a map.
@@ -23,7 +24,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::Bucket;
 use crate::cache::existence::Known;
-use crate::format::{ChunkHash, ChunkId, Space};
+use crate::format::{CHAIN_LEN, ChunkHash, ChunkId, Space, place_in_chain};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Time until a prefix is looked at again that waits here, or whose requests failed.
@@ -223,8 +224,14 @@ impl Worker<'_> {
                 Outcome::Useless => return false,
             }
         }
-        let mut chain = Instant::now() + self.options.after;
-        for chunk in chunks {
+        let (before, mut chain) = match (space.kind().is_full(), chunks.first()) {
+            (true, Some(first)) => match self.before(&space, *first).await {
+                Ok(before) => before,
+                Err(error) => return self.failed(&error),
+            },
+            _ => (Vec::new(), Instant::now() + self.options.after),
+        };
+        for chunk in before.into_iter().chain(chunks) {
             let key = (space.key(), chunk);
             let known = self.bucket.refresh.lock().due(&key);
             let asked = Instant::now();
@@ -241,11 +248,7 @@ impl Worker<'_> {
                             false => continue,
                         }
                     }
-                    Outcome::Failed(error) => {
-                        self.bucket.refresh.failed.fetch_add(1, Ordering::Relaxed);
-                        self.bucket.warnings.not_refreshed.tell(&error);
-                        return true;
-                    }
+                    Outcome::Failed(error) => return self.failed(&error),
                     Outcome::Useless => return false,
                 },
             };
@@ -253,6 +256,59 @@ impl Worker<'_> {
             self.learn(key, Due { own, chain });
         }
         true
+    }
+
+    /// The next use tries again.
+    fn failed(&self, error: &ObjectError) -> bool {
+        self.bucket.refresh.failed.fetch_add(1, Ordering::Relaxed);
+        self.bucket.warnings.not_refreshed.tell(error);
+        true
+    }
+
+    /// The chunks before this one: from the start, or from one on before which none is due until the time that is
+    /// returned.
+    async fn before(
+        &mut self,
+        space: &Space,
+        first: ChunkHash,
+    ) -> Result<(Vec<ChunkHash>, Instant), ObjectError> {
+        let (mut before, mut at) = (Vec::new(), first);
+        let mut chain = Instant::now() + self.options.after;
+        while before.len() < self.options.queue {
+            self.ticks.tick().await;
+            let now = Instant::now();
+            let key = (space.key(), at);
+            let name = self.bucket.object_key(&key);
+            let front = match self.bucket.store.read_front(&name, CHAIN_LEN, now + CALL).await {
+                Ok(front) => front,
+                Err(error) if error.kind == ErrorKind::NotFound => {
+                    // The root of a chain is no chunk. Other prompts have the same one.
+                    if at != first {
+                        let own = now + self.options.after;
+                        self.learn(key, Due { own, chain: own });
+                    }
+                    break;
+                }
+                Err(error) => return Err(error),
+            };
+            if at != first {
+                before.push(at);
+            }
+            let Some((_, parent)) = place_in_chain(&front) else {
+                break;
+            };
+            let known = self.bucket.refresh.lock().due(&(space.key(), parent));
+            if let Some(due) = known.filter(|due| due.chain > now) {
+                chain = due.chain;
+                break;
+            }
+            if parent == at {
+                break;
+            }
+            at = parent;
+        }
+        before.reverse();
+        Ok((before, chain))
     }
 
     async fn object(&mut self, key: &str) -> Outcome {
