@@ -7,7 +7,8 @@
 //!    A parent never changes, so [`Parents`] keeps what was read for the next run.
 //! 3. Order the [`Tree`], and choose.
 //! 4. Remove in batches, at a rate. Just before each batch every object in it is looked at again: one that was stored or
-//!    refreshed since it was listed stays, and with it all its ancestors.
+//!    refreshed since it was listed stays, and with it all its ancestors. No batch has a chunk and one that needs it: in
+//!    whatever order a server removes them, and wherever it stops, prefixes stay whole.
 //!
 //! A run begins when the server's clock has passed the second `began`. Nothing with a later `LastModified` goes, by the
 //! listing and by the second look. Two runs at once do no harm: they have the same order, and to remove what is gone is no
@@ -20,7 +21,7 @@ mod parents;
 mod tests;
 mod tree;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -233,8 +234,9 @@ impl Inventory {
         let mut collected = Collected::default();
         let mut stays = vec![false; plan.tree.nodes.len()];
         let batch_max = (plan.rate / BATCHES).clamp(1, BATCH_MAX) as usize;
-        let (mut nodes, started, mut done) = (plan.nodes.iter().copied().peekable(), Instant::now(), 0);
-        while nodes.peek().is_some() {
+        let mut nodes: VecDeque<usize> = plan.nodes.iter().copied().collect();
+        let (started, mut done) = (Instant::now(), 0);
+        while !nodes.is_empty() {
             // After what was done so far the rate allows the next batch.
             let due = Duration::from_secs_f64(done as f64 / f64::from(plan.rate));
             tokio::time::sleep_until(started + due).await;
@@ -242,15 +244,11 @@ impl Inventory {
                 collected.stopped = true;
                 break;
             }
-            let mut batch = Vec::new();
-            let mut objects = 0;
-            while objects < batch_max
-                && let Some(node) = nodes.next()
-            {
-                objects += plan.tree.nodes[node].objects.len();
-                batch.push(node);
-            }
-            done += objects;
+            let batch = plan.tree.batch(&mut nodes, batch_max);
+            done += batch
+                .iter()
+                .map(|&node| plan.tree.nodes[node].objects.len())
+                .sum::<usize>();
             self.remove_batch(plan, &batch, &mut stays, &mut collected)
                 .await?;
             step(Step::Removing(collected.removed, plan.planned.chunks));

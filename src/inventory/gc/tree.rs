@@ -7,10 +7,13 @@
 //! is whole prefixes. That is why a removal may end anywhere.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
 
 use crate::format::ChunkHash;
+
+/// Nodes that are looked through for a batch and left for the next one.
+const LATER_MAX: usize = 1000;
 
 /// A chunk's object, as it was listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -200,6 +203,27 @@ impl Tree {
         order
     }
 
+    /// Takes nodes for the next batch, of so many objects or a few more: the first ones, without any that another one of
+    /// the batch needs. Those stay in front.
+    pub fn batch(&self, nodes: &mut VecDeque<usize>, objects_max: usize) -> Vec<usize> {
+        let (mut batch, mut later, mut needed, mut objects) = (Vec::new(), Vec::new(), HashSet::new(), 0);
+        while objects < objects_max
+            && later.len() < LATER_MAX
+            && let Some(node) = nodes.pop_front()
+        {
+            match needed.contains(&node) {
+                true => later.push(node),
+                false => {
+                    objects += self.nodes[node].objects.len();
+                    batch.push(node);
+                }
+            }
+            needed.extend(self.nodes[node].parent);
+        }
+        later.into_iter().rev().for_each(|node| nodes.push_front(node));
+        batch
+    }
+
     /// The node and all of its ancestors.
     pub fn with_ancestors(&self, node: usize) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(Some(node), |&node| self.nodes[node].parent)
@@ -336,6 +360,7 @@ mod tests {
         fn any_start_of_the_order_leaves_whole_prefixes(
             nodes in prop::collection::vec((any::<prop::sample::Index>(), 0_i64..20, 1_u64..5), 1..60),
             (most, since, began) in (prop::option::of(0_u64..100), prop::option::of(0_i64..25), 0_i64..25),
+            batch in 1_usize..9,
         ) {
             // A parent comes before; the first has none, and some others.
             let nodes: Vec<_> = nodes.iter().enumerate().map(|(number, (parent, modified, bytes))| {
@@ -345,11 +370,15 @@ mod tests {
             let tree = tree(&nodes);
             let bounds = Bounds { bytes: most, tenant_bytes: None, unused_since: since };
             let mut left = vec![true; nodes.len()];
-            for number in numbers(&tree, &tree.choose(bounds, began, |_| None)) {
-                prop_assert!(nodes[number].1 <= began, "it was stored later");
-                left[number] = false;
-                for (child, (parent, ..)) in nodes.iter().enumerate() {
-                    prop_assert!(!left[child] || parent.is_none_or(|parent| left[parent]), "{child} lacks its parent");
+            let mut chosen: VecDeque<usize> = tree.choose(bounds, began, |_| None).into();
+            while !chosen.is_empty() {
+                // The other way round, as a server might.
+                for number in numbers(&tree, &tree.batch(&mut chosen, batch)).into_iter().rev() {
+                    prop_assert!(nodes[number].1 <= began, "it was stored later");
+                    left[number] = false;
+                    for (child, (parent, ..)) in nodes.iter().enumerate() {
+                        prop_assert!(!left[child] || parent.is_none_or(|parent| left[parent]), "{child} lacks its parent");
+                    }
                 }
             }
             let bytes = |which: &dyn Fn(usize) -> bool| -> u64 {

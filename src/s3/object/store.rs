@@ -156,7 +156,8 @@ pub trait ObjectStore: Send + Sync + 'static {
         lacks(Operation::Get, key, deadline)
     }
 
-    /// Copies the version with this ETag onto itself, so that it is as old as a new one. Its bytes and its ETag stay.
+    /// Copies the version with this ETag onto itself, so that it is as old as a new one. Its bytes and its ETag stay. A
+    /// server that ignores the condition (RGW 16) does the same to another version that has taken its place.
     fn copy_in_place<'a>(&'a self, key: &'a str, etag: &'a str, deadline: Instant) -> StoreFuture<'a, ()> {
         let _ = etag;
         lacks(Operation::Put, key, deadline)
