@@ -25,7 +25,7 @@ use crate::support::program::{Said, kvgate};
 on_backends! {
     usage_counts_by_space_model_tenant_and_age: embedded, rgw, minio;
     an_interrupted_usage_goes_on: embedded, rgw;
-    gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio, rclone;
+    gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio;
     gc_bounds_each_tenant_or_one: embedded;
     gc_takes_the_kinds_of_a_model_together: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;

@@ -86,12 +86,19 @@ impl S3 {
             let seen = Seen::default();
             let request = self.client.get_bucket_lifecycle_configuration();
             let request = by(route, request.bucket(&self.bucket).customize()).interceptor(seen.clone());
+            // rclone gives a listing.
+            let other = "it answers with something else";
+            let other = || ObjectError::new(operation, &self.bucket, ErrorKind::Unsupported, other);
             match request.send().await {
                 Err(error) if error.code() == Some("NoSuchLifecycleConfiguration") => Ok(None),
+                Err(error) if error.raw_response().is_some_and(|raw| raw.status().is_success()) => {
+                    Err(other())
+                }
                 answer => {
                     self.answer(operation, &self.bucket, async { answer }).await?;
-                    let odd = || ObjectError::new(operation, &self.bucket, ErrorKind::Protocol, "no XML");
-                    seen.take().body.ok_or_else(odd).map(Some)
+                    let body = seen.take().body;
+                    let body = body.filter(|body| body.contains("LifecycleConfiguration"));
+                    body.ok_or_else(other).map(Some)
                 }
             }
         })
