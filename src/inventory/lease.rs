@@ -1,7 +1,7 @@
 //! One leader among nodes that know only the bucket: an object that says who leads, written under conditions.
 //!
-//! - **Taking it.** Where there is none: PUT `If-None-Match: *`. Where there is one: whoever has seen the same version of it
-//!   for the whole term may replace it, by PUT `If-Match`. The time is measured by one's own clock from one's own first
+//! - **Taking it.** Where there is none: PUT `If-None-Match: *`. Where there is one: a node that has seen the same version of
+//!   it for the whole term may replace it, by PUT `If-Match`. The time is measured by one's own clock from one's own first
 //!   sight, so clocks need not agree.
 //! - **Keeping it.** The leader writes it anew three times a term, by `If-Match` on its own last version. If that fails,
 //!   or if no write was acknowledged for two thirds of a term, it leads no more. The time counts from before the

@@ -2,9 +2,9 @@
 //!
 //! A node is one hash of a model with its objects in all of the model's spaces: a window's or a state's chunk goes with the
 //! full one, never alone. A node was last *used* when the latest of its own objects was stored or refreshed, or of any of
-//! its descendants: whoever uses a chunk needs all before it. So no node is older than its descendants, and in the order
-//! (last used, deepest first) each node comes after all of them. Any start of that order may be removed, and what is left
-//! is whole prefixes. That is why a removal may end anywhere.
+//! its descendants: a use of a chunk needs all before it. So no node is older than its descendants, and in the order
+//! (last used, deepest first) each node comes after all of them. Any start of that order may be removed, and whole
+//! prefixes are left. That is why a removal may end anywhere.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -153,7 +153,7 @@ impl Tree {
         }
     }
 
-    /// The nodes in the order in which they may go. The same for everybody who sees the same bucket.
+    /// The nodes in the order in which they may go. Two that see the same bucket get the same order.
     pub fn order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.nodes.len()).collect();
         // Nodes are in order of group and hash.

@@ -28,9 +28,9 @@ Examples:
   kvgate gc --bucket kv --tenant acme --size 500GiB --yes   this one alone
   kvgate gc --bucket kv --revision 62bd457 --yes            all of an old revision
 
-What was not used for the longest time goes first, and of a prompt its last chunks first: what is left is whole prefixes,
-wherever it ends. A chunk counts as used when it, or one that needs it, was stored or refreshed ([refresh]). What is stored
-or refreshed while this runs stays. Without a limit all of what --space, --model, --revision or --tenant selects goes.")]
+Chunks that were not used for the longest time go first, and of a prompt its last chunks first: whole prefixes are left,
+wherever it ends. A chunk counts as used when it, or one that needs it, was stored or refreshed ([refresh]). Chunks that are
+stored or refreshed while this runs stay. Without a limit the whole selection goes (--space, --model, --revision, --tenant).")]
 pub struct GcArgs {
     /// Bytes that may stay.
     #[arg(long, value_name = "SIZE")]
@@ -38,7 +38,7 @@ pub struct GcArgs {
     /// Bytes of each tenant that may stay.
     #[arg(long, value_name = "SIZE")]
     tenant_size: Option<ByteSize>,
-    /// Remove what was not used for this time, such as 30d.
+    /// Remove chunks that were not used for this time, such as 30d.
     #[arg(long, value_name = "TIME", value_parser = duration)]
     unused: Option<Duration>,
     /// Only the model that this space is of, with all its kinds of KV (64 hex digits, or the first 32).
