@@ -86,6 +86,7 @@ GROUPS = {
     "dns": "The name of S3",
     "endpoint": "The addresses of S3",
     "refresh": "Chunks in use that are refreshed",
+    "gc": "Removal from S3",
     "events": "KV events",
     "api": "The API",
 }

@@ -669,6 +669,9 @@ async fn one_node_of_a_fleet_removes_and_another_takes_over() {
     assert_eq!(prefix_of(&first, &there_then), 10, "1 MiB has room for ten");
     assert!(store.head(&keys.own("gc-lease"), soon()).await.is_ok());
 
+    let gc_of = |node: &daemon::Serving| (node.node.gc().leads(), node.node.gc().removed());
+    assert_eq!(gc_of(&leader), (true, 10));
+
     let socket = site.home.path().join("other.sock").display().to_string();
     let other = site.serve(&[&gc[..], &[("api.socket", &socket)]].concat()).await;
     leader.end().await;
@@ -676,6 +679,7 @@ async fn one_node_of_a_fleet_removes_and_another_takes_over() {
     let there_now = bounded().await;
     assert_eq!(prefix_of(&second, &there_now), 10, "the newer prompt is left");
     assert_eq!(prefix_of(&first, &there_now), 0);
+    assert_eq!(gc_of(&other), (true, 20));
     other.end().await;
 }
 

@@ -11,7 +11,7 @@ use super::body::{Reply, bytes};
 use super::figures::Figures;
 use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::metrics::{BOUNDS_US, Counts, Times};
-use crate::node::Status;
+use crate::node::{GcStats, Status};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::{BreakerPhase, EndpointState};
 
@@ -105,6 +105,7 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
     refresh(&mut text, &api.node.gateway().refresh_stats());
+    gc(&mut text, api.node.gc());
     tenants(&mut text, api.node.gateway());
     text.gauge(
         "kvgate_api_connections",
@@ -389,6 +390,29 @@ fn refresh(text: &mut Text, stats: &RefreshStats) {
         "kvgate_refresh_waiting_chunks",
         "Chunks in use that wait for that.",
         stats.waiting,
+    );
+}
+
+fn gc(text: &mut Text, stats: &GcStats) {
+    text.gauge(
+        "kvgate_gc_leads",
+        "1 if this node removes from S3 what is beyond [gc].",
+        u64::from(stats.leads()),
+    );
+    text.counter(
+        "kvgate_gc_removed_total",
+        "Objects that this node has removed from S3.",
+        stats.removed(),
+    );
+    text.counter(
+        "kvgate_gc_removed_bytes_total",
+        "Their bytes.",
+        stats.removed_bytes(),
+    );
+    text.counter(
+        "kvgate_gc_failed_total",
+        "Runs that ended with an error.",
+        stats.failed(),
     );
 }
 

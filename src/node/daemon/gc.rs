@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use crate::cache::gateway::GatewayOptions;
 use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::inventory::{Collected, GcError, GcLimits, GcSpec, Inventory, Lease, Parents, Select, Step};
+use crate::inventory::{
+    Collected, Count, GcError, GcLimits, GcSpec, Inventory, Lease, Parents, Select, Step,
+};
 use crate::node::Node;
 use crate::s3::object::ObjectStore;
 
@@ -56,13 +58,13 @@ pub async fn collect(config: Config, node: Node, store: Arc<dyn ObjectStore>) {
     let (tell, until) = watch::channel(None);
     let inventory = Inventory::new(store, keys, config.s3.request_timeout);
     tokio::join!(
-        keep(lease, config.gc.lease, tell),
-        work(inventory, spec, config.gc.every, until)
+        keep(&node, lease, config.gc.lease, tell),
+        work(&node, inventory, spec, config.gc.every, until)
     );
 }
 
 /// Holds the lease whenever that is possible, and tells until when.
-async fn keep(mut lease: Lease, term: Duration, tell: watch::Sender<Option<Instant>>) {
+async fn keep(node: &Node, mut lease: Lease, term: Duration, tell: watch::Sender<Option<Instant>>) {
     loop {
         if let Err(error) = lease.hold().await {
             tracing::debug!(%error, "the lease for [gc]");
@@ -74,6 +76,7 @@ async fn keep(mut lease: Lease, term: Duration, tell: watch::Sender<Option<Insta
                 None => tracing::info!("another node may remove from S3 now"),
             }
         }
+        node.gc().set_leads(until.is_some());
         tell.send_replace(until);
         // Three times a term, and not all nodes at once.
         tokio::time::sleep(term.mul_f64(fastrand::f64().mul_add(0.05, 0.25))).await;
@@ -81,6 +84,7 @@ async fn keep(mut lease: Lease, term: Duration, tell: watch::Sender<Option<Insta
 }
 
 async fn work(
+    node: &Node,
     inventory: Inventory,
     spec: GcSpec,
     every: Duration,
@@ -96,7 +100,7 @@ async fn work(
             let _ = until.changed().await;
             continue;
         }
-        match once(&inventory, &spec, &mut parents, leads).await {
+        match once(&inventory, &spec, &mut parents, leads, node).await {
             Ok(done) if done.removed.chunks + done.kept > 0 => tracing::info!(
                 objects = done.removed.chunks,
                 bytes = done.removed.bytes,
@@ -105,7 +109,8 @@ async fn work(
             ),
             Ok(_) => {}
             Err(error) => {
-                tracing::warn!(%error, "[gc] removed nothing more; it tries again after [gc] every")
+                node.gc().add_failed();
+                tracing::warn!(%error, "[gc] removed nothing more; it tries again after [gc] every");
             }
         }
         tokio::time::sleep(every).await;
@@ -117,12 +122,20 @@ async fn once(
     spec: &GcSpec,
     parents: &mut Parents,
     leads: impl Fn() -> bool,
+    node: &Node,
 ) -> Result<Collected, GcError> {
     let began = inventory.begin_gc().await?;
-    let quiet = |_: Step| {};
-    let plan = inventory.plan_gc(spec, began, parents, quiet).await?;
+    let plan = inventory.plan_gc(spec, began, parents, |_| ()).await?;
     parents.settle(|chunk| plan.has(chunk), None)?;
-    inventory.remove_planned(&plan, leads, quiet).await
+    let mut before = Count::default();
+    let step = |step| {
+        if let Step::Removing(removed, _) = step {
+            let (objects, bytes) = (removed.chunks - before.chunks, removed.bytes - before.bytes);
+            node.gc().add_removed(objects, bytes);
+            before = removed;
+        }
+    };
+    inventory.remove_planned(&plan, leads, step).await
 }
 
 fn host() -> String {
