@@ -275,7 +275,7 @@ sections! {
         rate: u32 = "200", Between(1, 100_000);
         /// Time without a sign of life after which another node removes in the place of this one.
         lease: Duration = "1m", Time { min_ms: 1_000, max_ms: 86_400_000 };
-        /// Chunks that fit in the memory of the node that removes; each takes some 150 bytes.
+        /// Chunks that fit in the memory of the node that removes; each takes some 250 bytes.
         chunks: u32 = "4000000", Between(1000, 1_000_000_000);
     }
 

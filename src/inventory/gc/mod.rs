@@ -78,7 +78,7 @@ pub struct GcSpec {
     pub limits: GcLimits,
     /// Objects to remove a second, at most.
     pub rate: u32,
-    /// Chunks of the selection that fit in memory: some 150 bytes each.
+    /// Chunks of the selection that fit in memory: some 250 bytes each.
     pub chunks_max: usize,
 }
 
@@ -135,7 +135,7 @@ pub enum GcError {
     },
     #[error(
         "there are more than {0} chunks, which is what may be in memory: select fewer (--tenant, --model, --space), or \
-         raise --chunks-max ([gc] chunks); each takes some 150 bytes"
+         raise --chunks-max ([gc] chunks); each takes some 250 bytes"
     )]
     TooMany(usize),
     #[error(

@@ -59,7 +59,7 @@ pub struct GcArgs {
     /// File with what is known of the bucket: an interrupted run goes on from there, and the next one is faster.
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
-    /// Chunks that fit in memory; each takes some 150 bytes.
+    /// Chunks that fit in memory; each takes some 250 bytes.
     #[arg(long, value_name = "NUMBER", default_value_t = 4_000_000)]
     chunks_max: usize,
     /// Remove it. Otherwise nothing is removed.
