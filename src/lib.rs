@@ -15,6 +15,7 @@ pub mod config;
 pub mod embedded;
 pub mod engine;
 pub mod format;
+pub mod inventory;
 pub mod metrics;
 pub mod node;
 pub mod protocol;

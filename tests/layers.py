@@ -85,16 +85,17 @@ LAYERS = {
         *("arena", "cache/existence", "config", "format", "metrics", "protocol", "s3"),
         *(f"cache/gateway/{room}" for room in GATEWAY),
     ],
+    "inventory": ["arena", "cache", "format", "protocol", "s3"],
     "node": ["arena", "cache", "format", "protocol", "s3"],
     "node/api": ["arena", "cache", "config", "format", "metrics", "node", "protocol", "s3"],
-    "node/daemon": ["arena", "cache", "config", "node", "node/api", "s3"],
+    "node/daemon": ["arena", "cache", "config", "inventory", "node", "node/api", "s3"],
     "engine/client": ["arena", "format", "protocol"],
     "engine/copy": ["arena", "config", "format", "protocol"],
     "engine/rank": ["arena", "engine/client", "engine/copy", "format", "protocol"],
     "engine/follower": ["engine/client", "format", "protocol"],
     "engine/direct": ["engine/client", "engine/copy", "engine/rank", "format", "protocol"],
     "embedded": [],
-    "tools": ["arena", "cache", "config", "embedded", "engine", "format", "node", "protocol", "s3"],
+    "tools": ["arena", "cache", "config", "embedded", "engine", "format", "inventory", "node", "protocol", "s3"],
 }
 # They put the folders together.
 ROOTS = {"lib.rs", "main.rs"}

@@ -29,6 +29,8 @@ FUZZ_SECONDS=${KVGATE_TEST_FUZZ_SECONDS:-300}
 export KVGATE_TEST_CACHE
 # radosgw listens with TLS too, for the tests of it.
 export KVGATE_CEPH_SSL_PORT=${KVGATE_CEPH_SSL_PORT:-7443}
+# A day of its lifecycle rules lasts that many seconds.
+export KVGATE_CEPH_LC_DAY=${KVGATE_CEPH_LC_DAY:-2}
 export KVGATE_TEST_SKIP_LOG=$WORK/skips
 touch "$KVGATE_TEST_SKIP_LOG"
 # Release builds are tested for their results, not their speed: optimizing takes many minutes on two cores.

@@ -12,6 +12,8 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
         endpoints,
         load,
         api,
+        gc,
+        refresh,
         ..
     } = config;
     let mut problems = Vec::new();
@@ -51,6 +53,15 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
             load.in_flight, s3.part_size
         );
         problems.push(("load.in_flight", message));
+    }
+    if let Some(unused) = gc.unused
+        && refresh.after.is_none_or(|after| after >= unused)
+    {
+        let message = format!(
+            "{} is the time without a use, and S3 learns of a use by refresh.after: set that to less, such as half of it",
+            show_duration(unused)
+        );
+        problems.push(("gc.unused", message));
     }
     if let Some(listen) = api.listen
         && !listen.ip().is_loopback()

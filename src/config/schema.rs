@@ -249,6 +249,36 @@ sections! {
         drain: Duration = "30s", Time { min_ms: 0, max_ms: 3_600_000 };
     }
 
+    /// Chunks in use, written anew in place before a lifecycle rule takes them.
+    refresh: Refresh {
+        /// Age of a chunk on S3 from which its use refreshes it and all before it; less than the rule's days. Not set: never.
+        after: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 3650 * 86_400_000 });
+        /// Objects that one node asks S3 about a second for this, at most; as many copies at most.
+        rate: u32 = "50", Between(1, 10_000);
+        /// Chunks that wait to be refreshed, at most; beyond that a use counts the next time.
+        queue: u32 = "65536", Between(1, 10_000_000);
+        /// Chunks whose age on S3 is remembered, so that they are not asked for again; some 100 bytes each.
+        known: u32 = "262144", Between(1024, 100_000_000);
+    }
+
+    /// Removal from S3, by one node of those that have these settings. Without a limit none removes anything.
+    gc: Gc {
+        /// Bytes that may stay under the prefix; not set: no limit.
+        size: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(1024 * 1024 * TIB)));
+        /// Bytes that each tenant may have there; not set: no limit.
+        tenant_size: Option<ByteSize> = "", Optional(Between(ByteSize(MIB), ByteSize(1024 * 1024 * TIB)));
+        /// Time without a use after which chunks go; not set: no limit.
+        unused: Option<Duration> = "", Optional(Time { min_ms: 1_000, max_ms: 3650 * 86_400_000 });
+        /// Pause between two listings of the bucket.
+        every: Duration = "1h", Time { min_ms: 1_000, max_ms: 365 * 86_400_000 };
+        /// Objects to remove a second, at most.
+        rate: u32 = "200", Between(1, 100_000);
+        /// Time without a sign of life after which another node removes in the place of this one.
+        lease: Duration = "1m", Time { min_ms: 1_000, max_ms: 86_400_000 };
+        /// Chunks that fit in the memory of the node that removes; each takes some 250 bytes.
+        chunks: u32 = "4000000", Between(1000, 1_000_000_000);
+    }
+
     /// Between slots and the pages of engines: their connectors read this, and `kvgate gpu`.
     copy: Copies {
         /// Threads of one copy by the CPU.

@@ -19,10 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use s3s::dto::{
-    CreateBucketInput, CreateBucketOutput, DeleteBucketInput, DeleteBucketOutput, DeleteObjectInput,
-    DeleteObjectOutput, DeleteObjectsInput, DeleteObjectsOutput, GetObjectInput, GetObjectOutput,
-    HeadBucketInput, HeadBucketOutput, HeadObjectInput, HeadObjectOutput, ListObjectsV2Input,
-    ListObjectsV2Output, PutObjectInput, PutObjectOutput,
+    CopyObjectInput, CopyObjectOutput, CreateBucketInput, CreateBucketOutput, DeleteBucketInput,
+    DeleteBucketOutput, DeleteObjectInput, DeleteObjectOutput, DeleteObjectsInput, DeleteObjectsOutput,
+    GetObjectInput, GetObjectOutput, HeadBucketInput, HeadBucketOutput, HeadObjectInput, HeadObjectOutput,
+    ListObjectsV2Input, ListObjectsV2Output, PutObjectInput, PutObjectOutput,
 };
 use s3s::{S3, S3Error, S3Request, S3Response, S3Result, s3_error};
 use s3s_fs::FileSystem;
@@ -166,6 +166,7 @@ macro_rules! operations {
 }
 
 operations! {
+    copy_object: CopyObjectInput => CopyObjectOutput,
     create_bucket: CreateBucketInput => CreateBucketOutput,
     delete_bucket: DeleteBucketInput => DeleteBucketOutput,
     head_bucket: HeadBucketInput => HeadBucketOutput,

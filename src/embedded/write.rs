@@ -10,12 +10,13 @@ use std::sync::atomic::Ordering;
 
 use futures::StreamExt;
 use s3s::dto::{
-    DeleteObjectInput, DeleteObjectOutput, DeleteObjectsInput, DeleteObjectsOutput, DeletedObject,
-    ETagCondition, Error, PutObjectInput, PutObjectOutput,
+    CopyObjectInput, CopyObjectOutput, CopyObjectResult, CopySource, DeleteObjectInput, DeleteObjectOutput,
+    DeleteObjectsInput, DeleteObjectsOutput, DeletedObject, ETagCondition, Error, MetadataDirective,
+    PutObjectInput, PutObjectOutput, Timestamp,
 };
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
-use super::objects::{ObjectPath, Record};
+use super::objects::{ObjectPath, Record, internal};
 use super::store::{FolderStore, STAGING, UPLOADS, blocking};
 
 /// Conditions of a write.
@@ -109,6 +110,59 @@ impl FolderStore {
         });
         publish.await?;
         Ok(response)
+    }
+
+    pub(super) async fn copy_object(
+        &self,
+        req: S3Request<CopyObjectInput>,
+    ) -> S3Result<S3Response<CopyObjectOutput>> {
+        let input = req.input;
+        let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
+            return Err(s3_error!(NotImplemented, "copies are from a bucket"));
+        };
+        let (source, place) = (self.place(bucket, key)?, self.place(&input.bucket, &input.key)?);
+        let replaces = input.metadata_directive.as_ref().map(MetadataDirective::as_str)
+            == Some(MetadataDirective::REPLACE);
+        if !replaces && (**bucket == *input.bucket) && (**key == *input.key) {
+            return Err(s3_error!(
+                InvalidRequest,
+                "a copy onto itself must change something"
+            ));
+        }
+        let conditions = Conditions {
+            if_match: input.copy_source_if_match,
+            if_none_match: None,
+        };
+        let metadata = input.metadata;
+        let staged = Staged::new(&self.root, &self.next.fetch_add(1, Ordering::Relaxed).to_string());
+        let guard = self.lock(&input.bucket, &input.key).write_owned().await;
+        let copy = blocking(move || {
+            let _guard = guard;
+            conditions.check(&source)?;
+            let mut object = source.open()?.ok_or_else(|| s3_error!(NoSuchKey))?;
+            let mut copy = std::fs::File::create(&staged.data).map_err(internal)?;
+            std::io::copy(&mut object.file, &mut copy).map_err(internal)?;
+            let etag = object.etag();
+            let record = match replaces {
+                true => Record {
+                    metadata,
+                    ..object.record
+                },
+                false => object.record,
+            };
+            place.publish(&staged.data, record)?;
+            Ok(etag)
+        });
+        let etag = copy.await?;
+        let result = CopyObjectResult {
+            e_tag: Some(etag),
+            last_modified: Some(Timestamp::from(std::time::SystemTime::now())),
+            ..CopyObjectResult::default()
+        };
+        Ok(S3Response::new(CopyObjectOutput {
+            copy_object_result: Some(result),
+            ..CopyObjectOutput::default()
+        }))
     }
 
     /// All checks that can refuse an upload before its body is read.

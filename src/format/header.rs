@@ -24,6 +24,16 @@ pub const fn header_len(planes: usize) -> usize {
     (FIXED_LEN + planes * DIGEST_LEN + DIGEST_LEN).next_multiple_of(HEADER_ALIGN)
 }
 
+/// Bytes at the front of an object that tell its [place in the chain](place_in_chain).
+pub const CHAIN_LEN: usize = 112;
+
+/// The hashes of a chunk and of its parent, from the front of its object. None for what is no chunk of this format. The
+/// header's digest is not checked: that takes all of the header.
+pub fn place_in_chain(front: &[u8]) -> Option<(ChunkHash, ChunkHash)> {
+    let is_chunk = front.len() >= CHAIN_LEN && front[..8] == MAGIC && u32_at(front, 8) == FORMAT_VERSION;
+    is_chunk.then(|| (ChunkHash(array_at(front, 48)), ChunkHash(array_at(front, 80))))
+}
+
 /// The description in a chunk's object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
@@ -271,6 +281,7 @@ mod tests {
             let mut bytes = bytes_of(&header);
             prop_assert_eq!(bytes.len() % HEADER_ALIGN, 0);
             bytes.extend(after);
+            prop_assert_eq!(place_in_chain(&bytes), Some((header.chunk, header.parent)));
             prop_assert_eq!(Header::parse(&bytes), Ok(header));
         }
 

@@ -26,7 +26,7 @@ pub(crate) use digest::object_crc64;
 pub use digest::{DigestKind, Digester};
 pub use dtype::DType;
 pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, SpaceId, TenantSecret};
-pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len};
+pub use header::{CHAIN_LEN, FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len, place_in_chain};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
 pub use kind::Kind;

@@ -9,6 +9,7 @@
 pub mod api;
 pub mod daemon;
 mod error;
+mod gc_stats;
 pub mod ledger;
 mod load;
 pub mod owners;
@@ -30,6 +31,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::Instant;
 
 pub use error::NodeError;
+pub use gc_stats::GcStats;
 pub use ledger::{AttachError, SlotError};
 pub use load::{EngineLoad, Lent, LoadCall};
 pub use owners::Has;
@@ -96,6 +98,7 @@ struct Inner {
     running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
+    gc: GcStats,
     /// Warning: chunks that were not committed in time.
     late: Episode,
     /// Warning: commits of slots that were not written.
@@ -130,6 +133,7 @@ impl Node {
             prefetches_waiting: Arc::new(Semaphore::new(PREFETCHES_WAITING)),
             running: DashMap::new(),
             draining: AtomicBool::new(false),
+            gc: GcStats::default(),
             s3_answered: AtomicBool::new(false),
             late: Episode::new(
                 "chunks were not committed by all ranks within [store] commit_timeout, and are not stored",
@@ -402,6 +406,11 @@ impl Node {
     /// Notes that S3 answered, and its capabilities are known.
     pub fn s3_answered(&self) {
         self.0.s3_answered.store(true, Ordering::Relaxed);
+    }
+
+    /// What this node does for `[gc]`.
+    pub fn gc(&self) -> &GcStats {
+        &self.0.gc
     }
 
     /// Refuses new work from here on; attached sessions are told.

@@ -6,7 +6,6 @@
 //! | `bench`     | the speed of an S3 server, by kvgate's own requests                            |
 //! | `demo`      | the whole path of a KV cache, on one machine                                   |
 //! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
-//! | `inventory` | the content of a bucket: listing, checking, removing                           |
 //! | `model`     | the kinds of KV of a model, by its config.json or its name                       |
 //! | `replay`    | a trace through the eviction policies                                            |
 //! | `s3_server` | the configured S3 server, or one in this process                               |
@@ -15,7 +14,6 @@ pub mod bench;
 pub mod cli;
 pub mod demo;
 pub mod gpu_check;
-pub mod inventory;
 mod model;
 pub mod replay;
 mod s3_server;

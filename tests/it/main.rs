@@ -37,5 +37,6 @@ mod support;
 mod tiers;
 mod traces;
 mod unsent;
+mod upkeep;
 mod vectors;
 mod wire;

@@ -113,6 +113,9 @@ pub async fn boundary(
         }
     }
     tiers.looked_up(chunks, at);
+    for space in kinds.spaces {
+        tiers.bucket.refresh.used(space, &chunks[space.needed(at)]);
+    }
     let needed = kinds.spaces.iter().zip(looked.into_iter().flatten());
     let needed = needed.map(|(space, looked)| looked.run(0, space.needed(at)));
     let drafts = kinds
@@ -188,6 +191,7 @@ async fn draft(
             asks.prefix(states).await
         }
     };
+    tiers.bucket.refresh.used(space, &chunks[..found.prefix]);
     let inferred = found.inferred;
     Looked { local, inferred }.run(run.start, 0..found.prefix)
 }

@@ -40,7 +40,7 @@ use tokio::time::Instant;
 
 pub use self::boundary::{Boundary, Kinds, NeededRun};
 use self::bucket::Bucket;
-pub use self::bucket::StoreOutcome;
+pub use self::bucket::{RefreshOptions, RefreshStats, StoreOutcome};
 pub use self::chunk::LoadedChunk;
 pub use self::credit::Credit;
 pub use self::load::{AfterMiss, LoadSpec, LoadStream};
@@ -251,6 +251,15 @@ impl Gateway {
         }
     }
 
+    /// Refreshes the chunks on S3 that are used, for as long as the future is polled.
+    pub async fn refresh_used(&self, options: RefreshOptions) {
+        self.0.bucket.refresh_used(options).await;
+    }
+
+    pub fn refresh_stats(&self) -> RefreshStats {
+        self.0.bucket.refresh.stats()
+    }
+
     /// Forgets which chunks are known to exist; the next lookup asks S3 again.
     pub fn forget_existence(&self) {
         self.0.bucket.cache.forget_all();
@@ -268,6 +277,11 @@ impl Gateway {
     /// The server's capabilities, as far as they are known.
     pub fn capabilities(&self) -> Capabilities {
         self.0.bucket.capabilities()
+    }
+
+    /// None before S3 has answered.
+    pub fn known_capabilities(&self) -> Option<Capabilities> {
+        self.0.bucket.known_capabilities()
     }
 
     /// HTTP requests sent so far.

@@ -11,6 +11,8 @@ pub struct BucketWarnings {
     pub sent_again: Episode,
     /// Objects on S3 that are no chunks.
     pub damaged: Episode,
+    /// Chunks in use that may be taken by a lifecycle rule.
+    pub not_refreshed: Episode,
     /// Bytes from S3 that differed the first time.
     pub read_again: Episode,
 }
@@ -22,6 +24,7 @@ impl BucketWarnings {
             waits: of("chunks wait to be stored, and are tried again"),
             sent_again: of("bytes changed on their way to S3, and are sent again"),
             damaged: of("damaged chunks on S3"),
+            not_refreshed: of("chunks in use can't be refreshed on S3"),
             read_again: of("bytes from S3 don't match their digest, and are read again"),
         }
     }

@@ -48,7 +48,7 @@ fn many_problems_are_told_at_once() {
             ),
             (
                 "lookup.size",
-                "did you mean `size` in section `arena` or `size` in section `disk`?",
+                "did you mean `size` in section `arena` or `size` in section `disk` or `size` in section `gc`?",
             ),
             ("s3.retry_budget", "\"lots\" is not a whole number"),
             ("s3.region", "\"mars 1\" is not a region name"),

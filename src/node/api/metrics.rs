@@ -10,9 +10,9 @@ use super::Api;
 use super::body::{Reply, bytes};
 use super::figures::Figures;
 use super::otlp::Otlp;
-use crate::cache::gateway::Gateway;
+use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::metrics::{BOUNDS_US, Counts, Times};
-use crate::node::Status;
+use crate::node::{GcStats, Status};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::{BreakerPhase, EndpointState};
 
@@ -105,6 +105,8 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
     node(&mut text, &api.node.status());
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
+    refresh(&mut text, &api.node.gateway().refresh_stats());
+    gc(&mut text, api.node.gc());
     tenants(&mut text, api.node.gateway());
     text.gauge(
         "kvgate_api_connections",
@@ -371,6 +373,62 @@ fn behind(text: &mut Text, status: &Status) {
         "kvgate_behind_failed_attempts_total",
         "Attempts that failed, and were made again.",
         behind.failed_attempts,
+    );
+}
+
+fn refresh(text: &mut Text, stats: &RefreshStats) {
+    text.counter(
+        "kvgate_refresh_asked_total",
+        "Chunks in use whose age S3 was asked for.",
+        stats.asked,
+    );
+    text.counter(
+        "kvgate_refresh_chunks_total",
+        "Objects written anew in place, before a lifecycle rule takes them.",
+        stats.refreshed,
+    );
+    text.counter(
+        "kvgate_refresh_absent_total",
+        "Chunks in use that S3 does not have.",
+        stats.absent,
+    );
+    text.counter(
+        "kvgate_refresh_failed_total",
+        "Requests that failed.",
+        stats.failed,
+    );
+    text.counter(
+        "kvgate_refresh_dropped_total",
+        "Prefixes in use that found no room in [refresh] queue.",
+        stats.dropped,
+    );
+    text.gauge(
+        "kvgate_refresh_waiting_chunks",
+        "Chunks in use that wait for that.",
+        stats.waiting,
+    );
+}
+
+fn gc(text: &mut Text, stats: &GcStats) {
+    text.gauge(
+        "kvgate_gc_leads",
+        "1 if this node removes from S3 what is beyond [gc].",
+        u64::from(stats.leads()),
+    );
+    text.counter(
+        "kvgate_gc_removed_total",
+        "Objects that this node has removed from S3.",
+        stats.removed(),
+    );
+    text.counter(
+        "kvgate_gc_removed_bytes_total",
+        "Their bytes.",
+        stats.removed_bytes(),
+    );
+    text.counter(
+        "kvgate_gc_failed_total",
+        "Runs that ended with an error.",
+        stats.failed(),
     );
 }
 

@@ -4,6 +4,7 @@
 //! answers. On SIGTERM or SIGINT it takes no new work, stores what is left within `[store] drain`, and reports the
 //! chunks that it dropped. SIGHUP reloads the settings that can be reloaded.
 
+mod gc;
 mod notify;
 mod options;
 
@@ -111,6 +112,7 @@ impl Daemon {
             store,
         } = self;
         let notify = Arc::new(Notify::from_env());
+        let gc = tokio::spawn(gc::collect(config.clone(), node.clone(), Arc::clone(&store)));
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
@@ -119,6 +121,14 @@ impl Daemon {
         let disks = tokio::spawn({
             let gateway = node.gateway().clone();
             async move { gateway.retry_disks().await }
+        });
+        let refresh = tokio::spawn({
+            let (gateway, options) = (node.gateway().clone(), options::refresh(&config));
+            async move {
+                if let Some(options) = options {
+                    gateway.refresh_used(options).await;
+                }
+            }
         });
         if config.api.degraded {
             notify.tell("READY=1");
@@ -139,6 +149,8 @@ impl Daemon {
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
+        refresh.abort();
+        gc.abort();
         tell(dropped, kept, config.store.drain);
         // Tasks that still have the arena would keep its file.
         node.gateway().arena().unlink();

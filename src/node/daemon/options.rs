@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::arena::ArenaOptions;
-use crate::cache::gateway::{BehindOptions, DiskTier, Flow, TierOptions};
+use crate::cache::gateway::{BehindOptions, DiskTier, Flow, RefreshOptions, TierOptions};
 use crate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use crate::config::units::ByteSize;
 use crate::config::{self, Config};
@@ -58,6 +58,16 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
             removals_max: config.events.removals as usize,
         },
     }
+}
+
+/// None: nothing is refreshed.
+pub fn refresh(config: &Config) -> Option<RefreshOptions> {
+    Some(RefreshOptions {
+        after: config.refresh.after?,
+        rate: config.refresh.rate,
+        queue: config.refresh.queue as usize,
+        known: config.refresh.known as usize,
+    })
 }
 
 /// None: there are no disks.

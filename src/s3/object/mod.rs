@@ -15,6 +15,7 @@ mod reads;
 mod s3;
 mod sign;
 mod store;
+mod upkeep;
 
 pub use capabilities::Capabilities;
 pub use client::{S3ClientError, S3Options};

@@ -316,7 +316,7 @@ const ENCODED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'~')
     .remove(b'/');
 
-fn encode_key(key: &str) -> Cow<'_, str> {
+pub(super) fn encode_key(key: &str) -> Cow<'_, str> {
     utf8_percent_encode(key, ENCODED).into()
 }
 

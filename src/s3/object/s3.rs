@@ -32,12 +32,12 @@ use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted}
 
 /// One bucket over the AWS SDK.
 pub struct S3 {
-    client: Client,
+    pub(super) client: Client,
     reads: Reads,
     http: NetClient,
     attempts: Attempts,
-    bucket: String,
-    prefix: String,
+    pub(super) bucket: String,
+    pub(super) prefix: String,
     region: String,
     request_timeout: Duration,
     counters: CallCounters,
@@ -65,7 +65,7 @@ impl S3 {
     }
 
     /// Makes attempts at a call. Each is given the route to send its request by.
-    async fn call<T, F: Future<Output = Result<T>>>(
+    pub(super) async fn call<T, F: Future<Output = Result<T>>>(
         &self,
         operation: Operation,
         target: &str,
@@ -115,7 +115,7 @@ impl S3 {
 
 impl S3 {
     /// An answer of the SDK's, with errors as ours.
-    async fn answer<T, E>(
+    pub(super) async fn answer<T, E>(
         &self,
         operation: Operation,
         target: &str,
@@ -199,11 +199,14 @@ fn usable_etag(etag: &str) -> Option<&str> {
 }
 
 /// The request goes by this route.
-fn by<T, E, B>(route: Route, request: CustomizableOperation<T, E, B>) -> CustomizableOperation<T, E, B> {
+pub(super) fn by<T, E, B>(
+    route: Route,
+    request: CustomizableOperation<T, E, B>,
+) -> CustomizableOperation<T, E, B> {
     request.mutate_request(move |request| request.add_extension(route.clone()))
 }
 
-fn quoted(etag: &str) -> String {
+pub(super) fn quoted(etag: &str) -> String {
     format!("\"{etag}\"")
 }
 
@@ -347,40 +350,44 @@ impl ObjectStore for S3 {
         from: Option<&'a str>,
         deadline: Instant,
     ) -> StoreFuture<'a, ListPage> {
-        let operation = Operation::List;
-        Box::pin(self.call(operation, prefix, deadline, move |route| async move {
-            let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(prefix);
-            let request = request.set_continuation_token(from.map(Into::into));
-            let request = by(route, request.customize()).send();
-            let answer = self.answer(operation, prefix, request).await?;
-            // An unreadable answer must not look like an end, or like nothing.
-            let odd = |what| ObjectError::new(operation, prefix, ErrorKind::Protocol, what);
-            let next = match (answer.is_truncated, answer.next_continuation_token) {
-                (Some(true), None) => {
-                    return Err(odd("a page that is not the last, without a token for the next"));
-                }
-                (Some(true), token) => token,
-                _ => None,
-            };
-            let listed = |object: Object| {
-                Some(Listed {
-                    len: length(object.size())?,
-                    etag: object.e_tag().map(unquoted).unwrap_or_default().to_owned(),
-                    modified: object.last_modified().map_or(0, DateTime::secs),
-                    key: object.key?,
-                })
-            };
-            let objects: Option<Vec<Listed>> = answer
-                .contents
-                .unwrap_or_default()
-                .into_iter()
-                .map(listed)
-                .collect();
-            Ok(ListPage {
-                objects: objects.ok_or_else(|| odd("an entry without key or size"))?,
-                next,
-            })
-        }))
+        self.list_from(prefix, from, None, deadline)
+    }
+
+    fn list_after<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: &'a str,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        self.list_from(prefix, None, Some(after), deadline)
+    }
+
+    fn delete_matching<'a>(
+        &'a self,
+        objects: &'a [(String, String)],
+        deadline: Instant,
+    ) -> StoreFuture<'a, usize> {
+        Box::pin(self.delete_versions(objects, deadline))
+    }
+
+    fn read_front<'a>(&'a self, key: &'a str, bytes: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        Box::pin(self.front(key, bytes, deadline))
+    }
+
+    fn copy_in_place<'a>(&'a self, key: &'a str, etag: &'a str, deadline: Instant) -> StoreFuture<'a, ()> {
+        Box::pin(self.renew(key, etag, deadline))
+    }
+
+    fn server_time(&self, deadline: Instant) -> StoreFuture<'_, i64> {
+        Box::pin(self.clock(deadline))
+    }
+
+    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<String>> {
+        Box::pin(self.lifecycle_xml(deadline))
+    }
+
+    fn set_lifecycle<'a>(&'a self, xml: Option<&'a str>, deadline: Instant) -> StoreFuture<'a, ()> {
+        Box::pin(self.put_lifecycle(xml, deadline))
     }
 
     fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
@@ -481,6 +488,50 @@ impl ObjectStore for S3 {
 }
 
 impl S3 {
+    fn list_from<'a>(
+        &'a self,
+        prefix: &'a str,
+        token: Option<&'a str>,
+        after: Option<&'a str>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        let operation = Operation::List;
+        Box::pin(self.call(operation, prefix, deadline, move |route| async move {
+            let request = self.client.list_objects_v2().bucket(&self.bucket).prefix(prefix);
+            let request = request.set_continuation_token(token.map(Into::into));
+            let request = request.set_start_after(after.map(Into::into));
+            let request = by(route, request.customize()).send();
+            let answer = self.answer(operation, prefix, request).await?;
+            // An unreadable answer must not look like an end, or like nothing.
+            let odd = |what| ObjectError::new(operation, prefix, ErrorKind::Protocol, what);
+            let next = match (answer.is_truncated, answer.next_continuation_token) {
+                (Some(true), None) => {
+                    return Err(odd("a page that is not the last, without a token for the next"));
+                }
+                (Some(true), token) => token,
+                _ => None,
+            };
+            let listed = |object: Object| {
+                Some(Listed {
+                    len: length(object.size())?,
+                    etag: object.e_tag().map(unquoted).unwrap_or_default().to_owned(),
+                    modified: object.last_modified().map_or(0, DateTime::secs),
+                    key: object.key?,
+                })
+            };
+            let objects: Option<Vec<Listed>> = answer
+                .contents
+                .unwrap_or_default()
+                .into_iter()
+                .map(listed)
+                .collect();
+            Ok(ListPage {
+                objects: objects.ok_or_else(|| odd("an entry without key or size"))?,
+                next,
+            })
+        }))
+    }
+
     fn put_with<'a>(
         &'a self,
         key: &'a str,
@@ -511,7 +562,7 @@ impl S3 {
         }))
     }
 
-    async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
+    pub(super) async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
         let operation = Operation::Delete;
         self.call(operation, key, deadline, |route| async {
             let request = self.client.delete_object().bucket(&self.bucket).key(key);

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::error::{ObjectError, Operation};
+use super::error::{ErrorKind, ObjectError, Operation};
 use crate::metrics::{Histogram, Times};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
@@ -126,6 +126,59 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// Removes up to 1000 keys; those that aren't there count as removed.
     fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()>;
 
+    /// The same listing from the first key after `after` on: a place that outlives the server's own tokens.
+    fn list_after<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: &'a str,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ListPage> {
+        let _ = after;
+        lacks(Operation::List, prefix, deadline)
+    }
+
+    /// Removes up to 1000 objects, each only while it has its ETag where the server honours that, and whatever it has
+    /// where it does not. Objects that are not there count as removed. Answers how many were kept for their ETag.
+    fn delete_matching<'a>(
+        &'a self,
+        objects: &'a [(String, String)],
+        deadline: Instant,
+    ) -> StoreFuture<'a, usize> {
+        Box::pin(async move {
+            let keys: Vec<String> = objects.iter().map(|(key, _)| key.clone()).collect();
+            self.delete(&keys, deadline).await.map(|()| 0)
+        })
+    }
+
+    /// The first `bytes` of an object, or all of a shorter one.
+    fn read_front<'a>(&'a self, key: &'a str, bytes: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        let _ = bytes;
+        lacks(Operation::Get, key, deadline)
+    }
+
+    /// Copies the version with this ETag onto itself, so that it is as old as a new one. Its bytes and its ETag stay. A
+    /// server that ignores the condition (RGW 16) does the same to another version that has taken its place.
+    fn copy_in_place<'a>(&'a self, key: &'a str, etag: &'a str, deadline: Instant) -> StoreFuture<'a, ()> {
+        let _ = etag;
+        lacks(Operation::Put, key, deadline)
+    }
+
+    /// The server's clock, in seconds since 1970.
+    fn server_time(&self, deadline: Instant) -> StoreFuture<'_, i64> {
+        lacks(Operation::Bucket, "the server's clock", deadline)
+    }
+
+    /// The XML of the bucket's lifecycle rules, as the server gives it; None where there are none.
+    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<String>> {
+        lacks(Operation::Bucket, "lifecycle", deadline)
+    }
+
+    /// Replaces all lifecycle rules of the bucket by this XML; None removes them.
+    fn set_lifecycle<'a>(&'a self, xml: Option<&'a str>, deadline: Instant) -> StoreFuture<'a, ()> {
+        let _ = xml;
+        lacks(Operation::Bucket, "lifecycle", deadline)
+    }
+
     /// Fails with what is wrong with endpoint, bucket or credentials.
     fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()>;
 
@@ -167,6 +220,12 @@ pub trait ObjectStore: Send + Sync + 'static {
     fn window_bytes(&self) -> usize {
         usize::MAX
     }
+}
+
+/// The answer of a store that does not know the call.
+fn lacks<T: Send>(operation: Operation, target: &str, _deadline: Instant) -> StoreFuture<'_, T> {
+    let error = ObjectError::new(operation, target, ErrorKind::Unsupported, "");
+    Box::pin(async move { Err(error) })
 }
 
 /// HTTP requests by kind.

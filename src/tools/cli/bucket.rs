@@ -10,9 +10,9 @@ use crate::arena::{Arena, ArenaOptions};
 use crate::cache::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::config::Config;
 use crate::format::{KeyPrefix, Space, SpaceId};
+use crate::inventory::{Inventory, SpaceJson};
 use crate::protocol::ProbeMode;
 use crate::s3::object::{Capabilities, ObjectStore};
-use crate::tools::inventory::{Inventory, SpaceJson};
 
 /// The configured bucket, which exists.
 pub struct OpenBucket {
@@ -34,6 +34,17 @@ impl OpenBucket {
             config,
             store,
         })
+    }
+
+    /// Server, bucket and prefix, for a file that must not be used with others.
+    pub fn place(&self) -> String {
+        let s3 = &self.config.s3;
+        let endpoint = s3.endpoint.as_deref().unwrap_or("AWS");
+        format!(
+            "{endpoint} {} {}",
+            s3.bucket.as_deref().unwrap_or_default(),
+            s3.prefix
+        )
     }
 
     /// A gateway that only reads: it probes nothing, since that would write to the bucket, and its arena is its

@@ -12,7 +12,7 @@ use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
 use crate::format::{Kind, ModelId, SpaceKey};
-use crate::tools::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
+use crate::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
 
 /// Lists the spaces in the bucket, or the chunks of one.
 #[derive(Debug, Args)]

@@ -11,9 +11,11 @@ mod config;
 mod demo;
 mod error;
 mod flush;
+mod gc;
 mod gpu;
 mod health;
 mod input;
+mod lifecycle;
 mod logging;
 mod lookup;
 mod ls;
@@ -30,6 +32,7 @@ mod size;
 mod stat;
 mod top;
 mod trace;
+mod usage;
 mod verify;
 
 use std::ffi::OsString;
@@ -79,6 +82,10 @@ enum Command {
     Trace(trace::TraceArgs),
     Verify(verify::VerifyArgs),
     Rm(rm::RmArgs),
+    Usage(usage::UsageArgs),
+    Gc(gc::GcArgs),
+    #[command(subcommand)]
+    Lifecycle(lifecycle::LifecycleCommand),
     Size(size::SizeArgs),
     Replay(replay::ReplayArgs),
     #[command(subcommand)]
@@ -145,6 +152,9 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Trace(args) => trace::run(args, out).await,
         Command::Verify(args) => verify::run(args, verbose, out).await,
         Command::Rm(args) => rm::run(args, verbose, out).await,
+        Command::Usage(args) => usage::run(args, verbose, out).await,
+        Command::Gc(args) => gc::run(args, verbose, out).await,
+        Command::Lifecycle(command) => lifecycle::run(command, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
         Command::Replay(args) => replay::run(&args, out),
         Command::Gpu(command) => gpu::run(command, verbose, out).await,

@@ -1,4 +1,4 @@
-//! A lookup's answer as a picture of at most 64 signs, for a terminal.
+//! Pictures for a terminal: a lookup's answer in at most 64 signs, bars, and values over time.
 
 use crate::cache::gateway::Lookup;
 
@@ -29,6 +29,34 @@ fn sign(lookup: &Lookup, i: usize) -> char {
     }
 }
 
+/// The latest values, from nothing to the highest of them.
+pub fn spark(values: &[Option<f64>], width: usize) -> String {
+    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let latest = &values[values.len().saturating_sub(width)..];
+    let most = latest.iter().flatten().copied().fold(0.0, f64::max);
+    let bar = |value: &Option<f64>| match value {
+        Some(value) if most > 0.0 => BARS[rounded(value / most * 7.0).min(7)],
+        Some(_) => BARS[0],
+        None => ' ',
+    };
+    latest.iter().map(bar).collect()
+}
+
+/// A bar of at most `width` signs, as long as `part` is of `most`. Anything but nothing has a sign.
+pub fn bar(part: u64, most: u64, width: usize) -> String {
+    let signs = rounded(part as f64 / most.max(1) as f64 * width as f64);
+    "█".repeat(signs.max(usize::from(part > 0)).min(width))
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a figure that is not negative"
+)]
+fn rounded(value: f64) -> usize {
+    value.max(0.0).round() as usize
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -46,6 +74,14 @@ mod tests {
             asked: 0,
             error: None,
         }
+    }
+
+    #[test]
+    fn a_bar_shows_that_there_is_something() {
+        assert_eq!(bar(0, 10, 4), "");
+        assert_eq!(bar(1, 1000, 4), "█");
+        assert_eq!(bar(10, 10, 4), "████");
+        assert_eq!(spark(&[Some(0.0), None, Some(7.0)], 3), "▁ █");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::logging;
 use super::output::{Out, bytes, count};
 use super::progress::Progress;
 use crate::format::{ChunkHash, SpaceKey};
-use crate::tools::inventory::{Page, SpaceSummary};
+use crate::inventory::{Page, SpaceSummary};
 
 /// Removes a whole space, or some of its chunks.
 #[derive(Debug, Args)]
@@ -131,7 +131,7 @@ async fn whole(bucket: &OpenBucket, given: &SpaceRef, args: &RmArgs, out: &mut O
 
 fn name_of(space: &SpaceSummary) -> String {
     match &space.json {
-        crate::tools::inventory::SpaceJson::Good(known) => format!("({})", known.model()),
+        crate::inventory::SpaceJson::Good(known) => format!("({})", known.model()),
         json => format!("({})", json.code()),
     }
 }

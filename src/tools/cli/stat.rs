@@ -11,7 +11,7 @@ use super::node::{self, NodeArgs};
 use super::output::{Out, bytes, time};
 use crate::config::Config;
 use crate::format::{ChunkHash, Header, Key, KeyPrefix, Space, SpaceKey};
-use crate::tools::inventory::{ChunkStat, HeaderState, SpaceJson};
+use crate::inventory::{ChunkStat, HeaderState, SpaceJson};
 
 /// Shows one chunk: its object, and what its header says. `verify` checks its payload too.
 #[derive(Debug, Args)]

@@ -12,6 +12,7 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::node::{self, NodeArgs};
 use super::output::{Out, bytes, count};
+use super::picture::spark;
 use crate::engine::client::Client;
 
 /// Shows what a node does: throughput, hits by tier, latency, fill, addresses, engines, and what is wrong.
@@ -333,7 +334,7 @@ impl Frame<'_> {
         let room = self.width.saturating_sub(line.chars().count() + 2).min(60);
         match room {
             ..8 => line,
-            _ => format!("{line}  {:>room$}", picture(&self.column(column), room)),
+            _ => format!("{line}  {:>room$}", spark(&self.column(column), room)),
         }
     }
 
@@ -378,19 +379,6 @@ fn table<'a>(name: &str, rows: &'a [Value], line: impl Fn(&'a Value) -> String) 
         ));
     }
     lines
-}
-
-/// The latest values, from nothing to the highest of them.
-fn picture(values: &[Option<f64>], width: usize) -> String {
-    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    let latest = &values[values.len().saturating_sub(width)..];
-    let most = latest.iter().flatten().copied().fold(0.0, f64::max);
-    let bar = |value: &Option<f64>| match value {
-        Some(value) if most > 0.0 => BARS[usize::try_from(whole(value / most * 7.0)).unwrap_or(0).min(7)],
-        Some(_) => BARS[0],
-        None => ' ',
-    };
-    latest.iter().map(bar).collect()
 }
 
 /// The next whole number.

@@ -1,6 +1,8 @@
-//! S3, the lowest tier: the existence of its chunks, the turns of GETs and PUTs, and the PUTs themselves.
+//! S3, the lowest tier: the existence of its chunks, the turns of GETs and PUTs, the PUTs themselves, and chunks in use
+//! that are refreshed.
 
 mod put;
+mod refresh;
 mod turns;
 
 use std::sync::{Arc, OnceLock};
@@ -11,6 +13,8 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 pub use self::put::StoreOutcome;
+use self::refresh::Refresh;
+pub use self::refresh::{RefreshOptions, RefreshStats};
 pub use self::turns::{Turn, TurnPosition, Turns, Waiting};
 use super::credit::kib;
 use super::miss::Miss;
@@ -28,6 +32,7 @@ pub struct Bucket {
     pub prober: Prober,
     pub get_turns: Turns,
     pub warnings: BucketWarnings,
+    pub refresh: Refresh,
     capabilities: Arc<OnceLock<Capabilities>>,
     /// KiB that PUTs may have in flight together.
     put_kib: Arc<Semaphore>,
@@ -63,6 +68,7 @@ impl Bucket {
             put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
             changing: DashMap::new(),
             changed: Notify::new(),
+            refresh: Refresh::default(),
             spaces: DashMap::new(),
             store,
             warnings,
@@ -76,6 +82,10 @@ impl Bucket {
     /// The server's capabilities, as far as they are known.
     pub fn capabilities(&self) -> Capabilities {
         self.capabilities.get().copied().unwrap_or_default()
+    }
+
+    pub fn known_capabilities(&self) -> Option<Capabilities> {
+        self.capabilities.get().copied()
     }
 
     /// Sets the server's capabilities; only the first call counts.

@@ -10,13 +10,13 @@ use tokio::time::Instant;
 use crate::arena::SLOT_ALIGN;
 use crate::cache::gateway::Gateway;
 use crate::format::Space;
+use crate::inventory::{ObjectChecked, ObjectVerdict, SpaceJson, SpaceSummary};
 use crate::tools::cli::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use crate::tools::cli::bucket::OpenBucket;
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::logging;
 use crate::tools::cli::output::{Out, bytes, count};
 use crate::tools::cli::progress::Progress;
-use crate::tools::inventory::{ObjectChecked, ObjectVerdict, SpaceJson, SpaceSummary};
 use report::{ObjectProblem, Totals, VerifyReport};
 
 /// Reads every chunk and checks key, header and digests.

@@ -34,24 +34,50 @@ pub struct Page {
     /// Keys that kvgate did not write, and their bytes.
     pub foreign: u64,
     pub foreign_bytes: u64,
+    /// Its last key; a later listing may go on after it.
+    pub last: String,
+}
+
+/// Where the next page begins.
+enum Place {
+    Start,
+    Token(String),
+    After(String),
 }
 
 impl Inventory {
     /// All keys under the prefix, or only those of `space`.
     pub fn pages(&self, space: Option<SpaceKey>) -> impl Stream<Item = Result<Page, ObjectError>> + use<> {
-        let inventory = self.clone();
         let prefix = match space {
             Some(space) => self.keys.space(space),
             None => self.keys.as_str().to_owned(),
         };
-        try_unfold(Some(None::<String>), move |place| {
+        self.pages_from(prefix, Place::Start)
+    }
+
+    /// All keys under the prefix that come after this one.
+    pub fn pages_after(&self, key: String) -> impl Stream<Item = Result<Page, ObjectError>> + use<> {
+        self.pages_from(self.keys.as_str().to_owned(), Place::After(key))
+    }
+
+    fn pages_from(
+        &self,
+        prefix: String,
+        place: Place,
+    ) -> impl Stream<Item = Result<Page, ObjectError>> + use<> {
+        let inventory = self.clone();
+        try_unfold(Some(place), move |place| {
             let (inventory, prefix) = (inventory.clone(), prefix.clone());
             async move {
-                let Some(from) = place else { return Ok(None) };
-                let deadline = inventory.deadline();
-                let listed = inventory.store.list(&prefix, from.as_deref(), deadline).await?;
+                let (store, deadline) = (&inventory.store, inventory.deadline());
+                let listed = match place {
+                    None => return Ok(None),
+                    Some(Place::Start) => store.list(&prefix, None, deadline).await?,
+                    Some(Place::Token(token)) => store.list(&prefix, Some(&token), deadline).await?,
+                    Some(Place::After(key)) => store.list_after(&prefix, &key, deadline).await?,
+                };
                 let page = inventory.sort(listed.objects);
-                Ok(Some((page, listed.next.map(Some))))
+                Ok(Some((page, listed.next.map(Place::Token))))
             }
         })
     }
@@ -64,7 +90,13 @@ impl Inventory {
 
     fn sort(&self, objects: Vec<Listed>) -> Page {
         let own = self.keys.own("");
-        let mut page = Page::default();
+        let mut page = Page {
+            last: objects
+                .last()
+                .map(|object| object.key.clone())
+                .unwrap_or_default(),
+            ..Page::default()
+        };
         for object in objects {
             match self.keys.parse(&object.key) {
                 Some(Key::SpaceJson(space)) => page.spaces.push(space),

@@ -1,7 +1,7 @@
-//! The content of a bucket: its spaces and chunks, whether they are whole, and their removal.
+//! The content of a bucket: its spaces and chunks, whether they are whole, how much there is, and their removal.
 //!
-//! There is no index, so all of it comes from listing: a page of up to 1000 keys at a time, and nothing keeps more
-//! than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks
+//! There is no index, so all of it comes from listing: a page of up to 1000 keys at a time, and nothing but a removal
+//! down to a size (`gc`) keeps more than a page. Keys that kvgate did not write are counted and left alone. [`Inventory::verify`] loads chunks
 //! through the gateway, so a good chunk is exactly one that an engine would get.
 //!
 //! Removal is careful: a damaged chunk goes only while the object is still the one that was checked, and a space's
@@ -9,11 +9,15 @@
 //!
 //! Not for requests: a lookup never lists. No printing here: `cli` does that.
 
+mod gc;
+mod lease;
+mod lifecycle;
 mod list;
 mod remove;
 mod space_json;
 mod stat;
 mod summary;
+mod usage;
 mod verify;
 
 use std::sync::Arc;
@@ -21,11 +25,15 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+pub use gc::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+pub use lease::Lease;
+pub use lifecycle::{Lifecycle, LifecycleError, LifecycleRule};
 pub use list::{Page, StoredChunk};
 pub use remove::Removed;
 pub use space_json::SpaceJson;
 pub use stat::{ChunkStat, HeaderState};
 pub use summary::{SpaceSummary, Summary};
+pub use usage::{AGES, Count, DAYS, SpaceUsage, Usage, UsageError};
 pub use verify::{ObjectChecked, ObjectVerdict};
 
 use crate::format::KeyPrefix;

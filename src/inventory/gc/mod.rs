@@ -1,0 +1,523 @@
+//! Removal of what is least worth keeping: down to a size, or what was not used for a time, tails of prompts first.
+//!
+//! 1. List the bucket, and find out by the sizes and times listed whether anything must go.
+//! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. A listing does not have it,
+//!    and no order of a listing makes up for it: the heads of prompts are the oldest objects, so "the oldest first" takes
+//!    what all later chunks need. Reading the headers of the oldest only won't do, either: what follows them may be new.
+//!    A parent never changes, so [`Parents`] keeps what was read for the next run.
+//! 3. Order the [`Tree`], and choose.
+//! 4. Remove in batches, at a rate. Just before each batch every object in it is looked at again: one that was stored or
+//!    refreshed since it was listed stays, and with it all its ancestors. No batch has a chunk and one that needs it: in
+//!    whatever order a server removes them, and wherever it stops, prefixes stay whole.
+//!
+//! A run begins when the server's clock has passed the second `began`. Nothing with a later `LastModified` goes, by the
+//! listing and by the second look. Two runs at once do no harm: they have the same order, and to remove what is gone is no
+//! change. A run that ends anywhere leaves whole prefixes, but for one case: a chunk that is stored during the run after an
+//! ancestor of it was looked at for the last time. It is no hit until that ancestor is stored again, with the next prompt
+//! that has it.
+
+mod parents;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures::{StreamExt, TryStreamExt, pin_mut, stream};
+use serde::Serialize;
+use tokio::time::Instant;
+
+pub use self::parents::Parents;
+pub use self::tree::{Bounds, Object, Tree};
+use super::{Count, Inventory, SpaceJson};
+use crate::format::{CHAIN_LEN, ChunkHash, ModelId, SpaceKey, place_in_chain};
+use crate::s3::object::{ErrorKind, ObjectError};
+
+/// Requests at a time for headers, and for the second look.
+const REQUESTS: usize = 64;
+/// Objects of a batch at most; S3's own limit is 1000.
+const BATCH_MAX: u32 = 500;
+/// Batches a second, where the rate allows it.
+const BATCHES: u32 = 4;
+/// Pause between questions for the server's clock.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Which chunks a removal may take: those of all spaces that have all that is given.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Select {
+    /// The model that this space is of, with all its kinds of KV.
+    pub space: Option<SpaceKey>,
+    pub model: Option<String>,
+    pub revision: Option<String>,
+    pub tenant: Option<String>,
+}
+
+impl Select {
+    pub fn is_all(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// What may stay. Without any limit nothing of the selection does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GcLimits {
+    /// Bytes of the selection.
+    pub bytes: Option<u64>,
+    /// Bytes of each tenant.
+    pub tenant_bytes: Option<u64>,
+    /// Time since the last use: since a chunk, or one that needs it, was stored or refreshed.
+    pub unused: Option<Duration>,
+}
+
+#[derive(Debug, Clone)]
+pub struct GcSpec {
+    pub select: Select,
+    pub limits: GcLimits,
+    /// Objects to remove a second, at most.
+    pub rate: u32,
+    /// Chunks of the selection that fit in memory: some 250 bytes each.
+    pub chunks_max: usize,
+}
+
+/// What a removal is doing.
+#[derive(Debug, Clone, Copy)]
+pub enum Step {
+    Listing(Count),
+    /// Headers that were read, of those that must be.
+    Reading(usize, usize),
+    /// Objects that are gone, of those that shall be.
+    Removing(Count, u64),
+}
+
+/// What shall go.
+pub struct Plan {
+    pub began: i64,
+    /// Objects of the selection, and of what shall go of them.
+    pub found: Count,
+    pub planned: Count,
+    /// What shall go, by space.
+    pub by_space: Vec<(SpaceKey, Count)>,
+    tree: Tree,
+    spaces: Vec<Listed>,
+    groups: u32,
+    /// In their order.
+    nodes: Vec<usize>,
+    /// Nothing stays, so the spaces' readable forms go as well.
+    is_whole: bool,
+    rate: u32,
+}
+
+/// The result of a removal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Collected {
+    pub removed: Count,
+    /// Objects that stay because they, or others that need them, were stored or used since the listing.
+    pub kept: u64,
+    /// It was told to end before it was done.
+    pub stopped: bool,
+}
+
+/// Why nothing more is removed.
+#[derive(Debug, thiserror::Error)]
+pub enum GcError {
+    #[error(transparent)]
+    Object(#[from] ObjectError),
+    #[error("can't use {}: {cause}", path.display())]
+    File { path: PathBuf, cause: io::Error },
+    #[error("{} is of {found}, not of {wanted}: give another file with --resume, or remove this one", path.display())]
+    OtherPlace {
+        path: PathBuf,
+        found: String,
+        wanted: String,
+    },
+    #[error(
+        "there are more than {0} chunks, which is what may be in memory: select fewer (--tenant, --model, --space), or \
+         raise --chunks-max ([gc] chunks); each takes some 250 bytes"
+    )]
+    TooMany(usize),
+    #[error(
+        "no space in the bucket has all that was selected; `kvgate usage` shows models, revisions and tenants"
+    )]
+    NothingSelected,
+}
+
+/// A space that was listed.
+struct Listed {
+    key: SpaceKey,
+    group: u32,
+    tenant: Option<u32>,
+    is_extra: bool,
+}
+
+/// What is selected of the bucket.
+#[derive(Default)]
+struct Found {
+    spaces: Vec<Listed>,
+    objects: Vec<Object>,
+    count: Count,
+    by_tenant: HashMap<u32, u64>,
+    /// By group.
+    group_tenants: Vec<Option<u32>>,
+}
+
+impl Inventory {
+    /// Waits for the server's clock to pass the second in which this was called, and returns that second. What is
+    /// stored from now on is later.
+    pub async fn begin_gc(&self) -> Result<i64, GcError> {
+        let began = self.store.server_time(self.deadline()).await?;
+        while self.store.server_time(self.deadline()).await? <= began {
+            tokio::time::sleep(TICK).await;
+        }
+        Ok(began)
+    }
+
+    /// What shall go, of what was there at `began`. Changes nothing. Calls `step` now and then.
+    pub async fn plan_gc(
+        &self,
+        spec: &GcSpec,
+        began: i64,
+        parents: &mut Parents,
+        mut step: impl FnMut(Step),
+    ) -> Result<Plan, GcError> {
+        let found = self.select(spec, &mut step).await?;
+        let seconds = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
+        let bounds = Bounds {
+            bytes: spec.limits.bytes,
+            tenant_bytes: spec.limits.tenant_bytes,
+            unused_since: spec.limits.unused.map(|time| began.saturating_sub(seconds(time))),
+        };
+        let concerned = found.concerned(bounds);
+        let tenants = found.group_tenants;
+        let groups = u32::try_from(tenants.len()).unwrap_or(u32::MAX);
+        let mut tree = Tree::new(found.objects);
+        let reads = |tree: &Tree, node| concerned.get(tree.group(node) as usize).copied().unwrap_or(false);
+        self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
+            .await?;
+        tree.link(|chunk| parents.get(chunk));
+        let nodes = tree.choose(bounds, began, |group| {
+            tenants.get(group as usize).copied().flatten()
+        });
+        let mut by_space: BTreeMap<SpaceKey, Count> = BTreeMap::new();
+        let mut planned = Count::default();
+        for object in nodes
+            .iter()
+            .flat_map(|&node| &tree.objects[tree.nodes[node].objects.clone()])
+        {
+            planned.add(1, object.bytes);
+            let key = found.spaces[object.space as usize].key;
+            by_space.entry(key).or_default().add(1, object.bytes);
+        }
+        Ok(Plan {
+            began,
+            found: found.count,
+            planned,
+            by_space: by_space.into_iter().collect(),
+            tree,
+            spaces: found.spaces,
+            groups,
+            nodes,
+            is_whole: bounds.is_none(),
+            rate: spec.rate.max(1),
+        })
+    }
+
+    /// Removes what was planned, at the plan's rate. Before each batch it asks `may_go_on`. Calls `step` after each.
+    pub async fn remove_planned(
+        &self,
+        plan: &Plan,
+        mut may_go_on: impl FnMut() -> bool,
+        mut step: impl FnMut(Step),
+    ) -> Result<Collected, GcError> {
+        let mut collected = Collected::default();
+        let mut stays = vec![false; plan.tree.nodes.len()];
+        let batch_max = (plan.rate / BATCHES).clamp(1, BATCH_MAX) as usize;
+        let mut nodes: VecDeque<usize> = plan.nodes.iter().copied().collect();
+        let (started, mut done) = (Instant::now(), 0);
+        while !nodes.is_empty() {
+            // After what was done so far the rate allows the next batch.
+            let due = Duration::from_secs_f64(done as f64 / f64::from(plan.rate));
+            tokio::time::sleep_until(started + due).await;
+            if !may_go_on() {
+                collected.stopped = true;
+                break;
+            }
+            let batch = plan.tree.batch(&mut nodes, batch_max);
+            done += batch
+                .iter()
+                .map(|&node| plan.tree.nodes[node].objects.len())
+                .sum::<usize>();
+            self.remove_batch(plan, &batch, &mut stays, &mut collected)
+                .await?;
+            step(Step::Removing(collected.removed, plan.planned.chunks));
+        }
+        if plan.is_whole && !collected.stopped {
+            self.remove_empty_spaces(plan).await?;
+        }
+        Ok(collected)
+    }
+
+    /// Of the bucket, what is selected: objects and spaces, and how many bytes each tenant has.
+    async fn select(&self, spec: &GcSpec, step: &mut impl FnMut(Step)) -> Result<Found, GcError> {
+        let mut found = Found::default();
+        // The model of the space that was given, with all its kinds.
+        let wanted_model = match spec.select.space {
+            None => None,
+            Some(key) => match self.read_space(key).await? {
+                SpaceJson::Good(space) => Some(space.model_id()),
+                _ => None,
+            },
+        };
+        let (mut groups, mut tenants) = (HashMap::new(), HashMap::new());
+        let (mut unnamed, mut last) = (0_u64, None::<(SpaceKey, Option<u32>)>);
+        let pages = self.pages(None);
+        pin_mut!(pages);
+        while let Some(page) = pages.try_next().await? {
+            for chunk in page.chunks {
+                // Keys come space by space.
+                let index = match last {
+                    Some((space, index)) if space == chunk.space => index,
+                    _ => {
+                        let json = self.read_space(chunk.space).await?;
+                        let index = spec.select.takes(chunk.space, &json, wanted_model).then(|| {
+                            let (model, tenant) = match &json {
+                                SpaceJson::Good(space) => (Some(space.model_id()), Some(space.tenant())),
+                                _ => (None, None),
+                            };
+                            // A space that nobody can read is by itself.
+                            let model = model.map(Ok::<ModelId, u64>).unwrap_or_else(|| {
+                                unnamed += 1;
+                                Err(unnamed)
+                            });
+                            let next = groups.len();
+                            let group = *groups.entry(model).or_insert(next);
+                            let next = tenants.len();
+                            let tenant = tenant.map(|name| *tenants.entry(name.to_owned()).or_insert(next));
+                            found.add_space(chunk.space, group, tenant, &json)
+                        });
+                        last = Some((chunk.space, index));
+                        index
+                    }
+                };
+                let Some(index) = index else { continue };
+                if found.objects.len() >= spec.chunks_max {
+                    return Err(GcError::TooMany(spec.chunks_max));
+                }
+                found.add(index, chunk.hash, chunk.bytes, chunk.modified);
+            }
+            step(Step::Listing(found.count));
+        }
+        match found.spaces.is_empty() && !spec.select.is_all() {
+            true => Err(GcError::NothingSelected),
+            false => Ok(found),
+        }
+    }
+
+    /// Reads the parents that are not known yet.
+    async fn read_parents(
+        &self,
+        tree: &Tree,
+        spaces: &[Listed],
+        parents: &mut Parents,
+        reads: &impl Fn(&Tree, usize) -> bool,
+        step: &mut impl FnMut(Step),
+    ) -> Result<(), GcError> {
+        let unknown: Vec<usize> = (0..tree.nodes.len())
+            .filter(|&node| reads(tree, node) && parents.get(&tree.hash(node)).is_none())
+            .collect();
+        let total = unknown.len();
+        let read = |node: usize| {
+            // The first is of a window or a state where there is one: the smallest.
+            let object = &tree.objects[tree.nodes[node].objects.start];
+            let (hash, key) = (
+                object.hash,
+                self.keys.chunk(spaces[object.space as usize].key, &object.hash),
+            );
+            async move {
+                match self.store.read_front(&key, CHAIN_LEN, self.deadline()).await {
+                    Ok(front) => Ok(place_in_chain(&front).filter(|(chunk, _)| *chunk == hash)),
+                    // Gone since, or shorter than a header.
+                    Err(error) if matches!(error.kind, ErrorKind::NotFound | ErrorKind::Length { .. }) => {
+                        Ok(None)
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        let answers = stream::iter(unknown).map(read).buffer_unordered(REQUESTS);
+        pin_mut!(answers);
+        let mut done = 0;
+        while let Some(answer) = answers.try_next().await? {
+            if let Some((chunk, parent)) = answer {
+                parents.add(chunk, parent)?;
+            }
+            done += 1;
+            if done % 1000 == 0 {
+                parents.flush()?;
+                step(Step::Reading(done, total));
+            }
+        }
+        parents.flush()
+    }
+
+    /// Looks at each object again, and removes those that are still what was listed.
+    async fn remove_batch(
+        &self,
+        plan: &Plan,
+        batch: &[usize],
+        stays: &mut [bool],
+        collected: &mut Collected,
+    ) -> Result<(), GcError> {
+        let tree = &plan.tree;
+        let key_of = |object: &Object| {
+            self.keys
+                .chunk(plan.spaces[object.space as usize].key, &object.hash)
+        };
+        let look = |(node, index): (usize, usize)| {
+            let object = &tree.objects[index];
+            let key = key_of(object);
+            async move {
+                match self.store.head(&key, self.deadline()).await {
+                    Ok(meta) => {
+                        let same = meta.version.modified == object.modified && meta.len == object.bytes;
+                        let etag = meta.version.etag.to_string();
+                        Ok((node, index, Some((key, etag)).filter(|_| same), !same))
+                    }
+                    Err(error) if error.kind == ErrorKind::NotFound => Ok((node, index, None, false)),
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        let objects = batch
+            .iter()
+            .flat_map(|&node| tree.nodes[node].objects.clone().map(move |index| (node, index)));
+        let objects: Vec<_> = objects.filter(|(node, _)| !stays[*node]).collect();
+        let looked: Vec<_> = stream::iter(objects)
+            .map(look)
+            .buffered(REQUESTS)
+            .try_collect()
+            .await?;
+        for &(node, _, _, has_changed) in &looked {
+            if has_changed {
+                tree.with_ancestors(node).for_each(|node| stays[node] = true);
+            }
+        }
+        let kept = batch.iter().filter(|&&node| stays[node]);
+        collected.kept += kept
+            .map(|&node| tree.nodes[node].objects.len() as u64)
+            .sum::<u64>();
+        let mut gone = Vec::new();
+        let mut sum = Count::default();
+        for (node, index, object, _) in looked {
+            if let Some(object) = object.filter(|_| !stays[node]) {
+                sum.add(1, tree.objects[index].bytes);
+                gone.push(object);
+            }
+        }
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let refused = self.store.delete_matching(&gone, self.deadline()).await? as u64;
+        collected.kept += refused;
+        collected
+            .removed
+            .add(sum.chunks - refused.min(sum.chunks), sum.bytes);
+        Ok(())
+    }
+
+    /// Of spaces without a chunk the readable form goes, too.
+    async fn remove_empty_spaces(&self, plan: &Plan) -> Result<(), GcError> {
+        for space in &plan.spaces {
+            let pages = self.pages(Some(space.key));
+            pin_mut!(pages);
+            let first = pages.try_next().await?.unwrap_or_default();
+            if first.chunks.is_empty() && !first.spaces.is_empty() {
+                self.remove_space_json(space.key).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Whether the chunk was listed, so that its parent is worth keeping for the next run.
+    pub fn has(&self, chunk: &ChunkHash) -> bool {
+        (0..self.groups).any(|group| self.tree.find(group, chunk).is_some())
+    }
+}
+
+impl Select {
+    fn takes(&self, key: SpaceKey, json: &SpaceJson, wanted_model: Option<ModelId>) -> bool {
+        let space = match json {
+            SpaceJson::Good(space) => Some(space),
+            _ => None,
+        };
+        let same = |wanted: &Option<String>, is: Option<&str>| {
+            wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
+        };
+        let by_space = self.space.is_none_or(|wanted| {
+            wanted == key
+                || wanted_model.is_some_and(|model| space.map(|space| space.model_id()) == Some(model))
+        });
+        by_space
+            && same(&self.model, space.map(|space| space.model()))
+            && same(&self.revision, space.map(|space| space.revision()))
+            && same(&self.tenant, space.map(|space| space.tenant()))
+    }
+}
+
+impl Found {
+    fn add_space(&mut self, key: SpaceKey, group: usize, tenant: Option<usize>, json: &SpaceJson) -> u32 {
+        let number = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
+        let tenant = tenant.map(number);
+        if group == self.group_tenants.len() {
+            self.group_tenants.push(tenant);
+        }
+        let is_extra = match json {
+            SpaceJson::Good(space) => !space.kind().is_full() || !space.draft().is_empty(),
+            _ => false,
+        };
+        self.spaces.push(Listed {
+            key,
+            group: number(group),
+            tenant,
+            is_extra,
+        });
+        number(self.spaces.len() - 1)
+    }
+
+    fn add(&mut self, space: u32, hash: ChunkHash, bytes: u64, modified: i64) {
+        let of = &self.spaces[space as usize];
+        self.count.add(1, bytes);
+        if let Some(tenant) = of.tenant {
+            *self.by_tenant.entry(tenant).or_default() += bytes;
+        }
+        self.objects.push(Object {
+            group: of.group,
+            hash,
+            space,
+            is_extra: of.is_extra,
+            bytes,
+            modified,
+        });
+    }
+
+    /// By group, whether anything of it may have to go. Of the others no header is read.
+    fn concerned(&self, bounds: Bounds) -> Vec<bool> {
+        let is_over = bounds.is_none() || bounds.bytes.is_some_and(|most| self.count.bytes > most);
+        let mut concerned = vec![is_over; self.group_tenants.len()];
+        for (group, tenant) in self.group_tenants.iter().enumerate() {
+            let bytes = tenant.and_then(|tenant| self.by_tenant.get(&tenant));
+            concerned[group] |=
+                bytes.is_some_and(|bytes| bounds.tenant_bytes.is_some_and(|most| *bytes > most));
+        }
+        if let Some(since) = bounds.unused_since {
+            for object in self.objects.iter().filter(|object| object.modified < since) {
+                concerned[object.group as usize] = true;
+            }
+        }
+        concerned
+    }
+}

@@ -1,0 +1,271 @@
+//! The calls of a bucket's upkeep: removal of listed versions, copies in place, the server's clock, lifecycle rules.
+//!
+//! Lifecycle rules go as the server's own XML: the SDK's types would lose what they don't know of rules that others made.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aws_sdk_s3::error::ProvideErrorMetadata;
+use aws_sdk_s3::types::{Delete, MetadataDirective, ObjectIdentifier};
+use aws_smithy_runtime_api::box_error::BoxError;
+use aws_smithy_runtime_api::client::interceptors::context::{
+    AfterDeserializationInterceptorContextRef, BeforeTransmitInterceptorContextMut,
+};
+use aws_smithy_runtime_api::client::interceptors::{Intercept, dyn_dispatch_hint};
+use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
+use aws_smithy_types::DateTime;
+use aws_smithy_types::base64;
+use aws_smithy_types::body::SdkBody;
+use aws_smithy_types::config_bag::ConfigBag;
+use aws_smithy_types::date_time::Format;
+use bytes::Bytes;
+use md5::{Digest, Md5};
+use tokio::time::Instant;
+
+use super::error::{ErrorKind, ObjectError, Operation};
+use super::reads::encode_key;
+use super::s3::{S3, by, quoted};
+use super::store::Result;
+
+impl S3 {
+    pub(super) async fn front(&self, key: &str, bytes: usize, deadline: Instant) -> Result<Bytes> {
+        let operation = Operation::Get;
+        self.call(operation, key, deadline, |route| async move {
+            let request = self.client.get_object().bucket(&self.bucket).key(key);
+            let request = request.range(format!("bytes=0-{}", bytes.saturating_sub(1)));
+            let request = by(route, request.customize()).send();
+            let mut answer = self.answer(operation, key, request).await?;
+            // A server that gives the whole object all the same is left after the part that was asked for.
+            let mut front = Vec::with_capacity(bytes);
+            while front.len() < bytes
+                && let Some(part) = answer.body.next().await
+            {
+                let broken = |cause| ObjectError::new(operation, key, ErrorKind::Broken, format!("{cause}"));
+                front.extend_from_slice(&part.map_err(broken)?);
+            }
+            front.truncate(bytes);
+            Ok(front.into())
+        })
+        .await
+    }
+
+    pub(super) async fn renew(&self, key: &str, etag: &str, deadline: Instant) -> Result<()> {
+        let operation = Operation::Put;
+        let source = encode_key(&format!("{}/{key}", self.bucket)).into_owned();
+        let source = &source;
+        self.call(operation, key, deadline, |route| async move {
+            let request = self.client.copy_object().bucket(&self.bucket).key(key);
+            // Without this a server refuses a copy onto itself: nothing would change.
+            let request = request.metadata_directive(MetadataDirective::Replace);
+            let request = request.copy_source(source).copy_source_if_match(quoted(etag));
+            let request = by(route, request.customize()).send();
+            self.answer(operation, key, request).await.map(drop)
+        })
+        .await
+    }
+
+    pub(super) async fn clock(&self, deadline: Instant) -> Result<i64> {
+        let operation = Operation::Bucket;
+        self.call(operation, &self.bucket, deadline, |route| async move {
+            let seen = Seen::default();
+            let request = self.client.list_objects_v2().bucket(&self.bucket);
+            let request = request.prefix(&self.prefix).max_keys(1).customize();
+            let request = by(route, request).interceptor(seen.clone()).send();
+            self.answer(operation, &self.bucket, request).await?;
+            let date = seen.take().date;
+            let date = date.and_then(|date| DateTime::from_str(&date, Format::HttpDate).ok());
+            let missing = "no Date in the answer";
+            date.map(|date| date.secs())
+                .ok_or_else(|| ObjectError::new(operation, &self.bucket, ErrorKind::Protocol, missing))
+        })
+        .await
+    }
+
+    pub(super) async fn lifecycle_xml(&self, deadline: Instant) -> Result<Option<String>> {
+        let operation = Operation::Bucket;
+        self.call(operation, &self.bucket, deadline, |route| async move {
+            let seen = Seen::default();
+            let request = self.client.get_bucket_lifecycle_configuration();
+            let request = by(route, request.bucket(&self.bucket).customize()).interceptor(seen.clone());
+            // rclone gives a listing.
+            let other = "it answers with something else";
+            let other = || ObjectError::new(operation, &self.bucket, ErrorKind::Unsupported, other);
+            match request.send().await {
+                Err(error) if error.code() == Some("NoSuchLifecycleConfiguration") => Ok(None),
+                Err(error) if error.raw_response().is_some_and(|raw| raw.status().is_success()) => {
+                    Err(other())
+                }
+                answer => {
+                    self.answer(operation, &self.bucket, async { answer }).await?;
+                    let body = seen.take().body;
+                    let body = body.filter(|body| body.contains("LifecycleConfiguration"));
+                    body.ok_or_else(other).map(Some)
+                }
+            }
+        })
+        .await
+    }
+
+    pub(super) async fn put_lifecycle(&self, xml: Option<&str>, deadline: Instant) -> Result<()> {
+        let operation = Operation::Bucket;
+        self.call(operation, &self.bucket, deadline, |route| async move {
+            let Some(xml) = xml else {
+                let request = self.client.delete_bucket_lifecycle().bucket(&self.bucket);
+                let request = by(route, request.customize()).send();
+                return self.answer(operation, &self.bucket, request).await.map(drop);
+            };
+            let request = self.client.put_bucket_lifecycle_configuration();
+            let request = by(route, request.bucket(&self.bucket).customize());
+            let request = request.interceptor(Body(xml.to_owned())).send();
+            self.answer(operation, &self.bucket, request).await.map(drop)
+        })
+        .await
+    }
+
+    pub(super) async fn delete_versions(
+        &self,
+        objects: &[(String, String)],
+        deadline: Instant,
+    ) -> Result<usize> {
+        match self.delete_versions_at_once(objects, deadline).await {
+            // Some servers want a Content-MD5 that the SDK no longer sends, or don't know the call.
+            Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Unsupported) => {
+                let mut kept = 0;
+                for (key, etag) in objects {
+                    kept += usize::from(!self.delete_version(key, etag, deadline).await?);
+                }
+                Ok(kept)
+            }
+            result => result,
+        }
+    }
+
+    /// Returns whether it is gone.
+    async fn delete_version(&self, key: &str, etag: &str, deadline: Instant) -> Result<bool> {
+        let operation = Operation::Delete;
+        let deleted = self.call(operation, key, deadline, |route| async move {
+            let request = self.client.delete_object().bucket(&self.bucket).key(key);
+            let request = request.set_if_match((!etag.is_empty()).then(|| quoted(etag)));
+            let request = by(route, request.customize()).send();
+            self.answer(operation, key, request).await.map(drop)
+        });
+        match deleted.await {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind == ErrorKind::NotFound => Ok(true),
+            Err(error) if error.kind == ErrorKind::Changed => Ok(false),
+            // It does not know the condition.
+            Err(error) if error.kind == ErrorKind::Unsupported => {
+                self.delete_one(key, deadline).await.map(|()| true)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn delete_versions_at_once(
+        &self,
+        objects: &[(String, String)],
+        deadline: Instant,
+    ) -> Result<usize> {
+        let operation = Operation::Delete;
+        let refused = |detail: String| ObjectError::new(operation, &self.bucket, ErrorKind::Refused, detail);
+        let object = |(key, etag): &(String, String)| {
+            let etag = (!etag.is_empty()).then(|| quoted(etag));
+            ObjectIdentifier::builder().key(key).set_e_tag(etag).build()
+        };
+        let identifiers: Result<Vec<_>, _> = objects.iter().map(object).collect();
+        let identifiers = identifiers.map_err(|error| refused(error.to_string()))?;
+        let batch = Delete::builder()
+            .set_objects(Some(identifiers))
+            .quiet(true)
+            .build();
+        let batch = batch.map_err(|error| refused(error.to_string()))?;
+        let batch = &batch;
+        self.call(operation, &self.bucket, deadline, |route| async move {
+            let request = self.client.delete_objects().bucket(&self.bucket);
+            let request = by(route, request.delete(batch.clone()).customize()).send();
+            let answer = self.answer(operation, &self.bucket, request).await?;
+            let mut kept = 0;
+            for error in answer.errors() {
+                match error.code() {
+                    Some("NoSuchKey") => {}
+                    Some("PreconditionFailed") => kept += 1,
+                    code => {
+                        let kind = match code {
+                            Some("AccessDenied") => ErrorKind::Denied,
+                            _ => ErrorKind::Unavailable,
+                        };
+                        let detail =
+                            format!("{} of {} keys: {error:?}", answer.errors().len(), objects.len());
+                        return Err(ObjectError::new(operation, &self.bucket, kind, detail));
+                    }
+                }
+            }
+            Ok(kept)
+        })
+        .await
+    }
+}
+
+/// What the SDK's types leave out of an answer.
+#[derive(Debug, Clone, Default)]
+struct Seen(Arc<Mutex<Parts>>);
+
+#[derive(Debug, Default)]
+struct Parts {
+    date: Option<String>,
+    body: Option<String>,
+}
+
+impl Seen {
+    fn take(&self) -> Parts {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[dyn_dispatch_hint]
+impl Intercept for Seen {
+    fn name(&self) -> &'static str {
+        "Seen"
+    }
+
+    fn read_after_deserialization(
+        &self,
+        context: &AfterDeserializationInterceptorContextRef<'_>,
+        _components: &RuntimeComponents,
+        _config: &mut ConfigBag,
+    ) -> std::result::Result<(), BoxError> {
+        let answer = context.response();
+        let body = answer.body().bytes().map(<[u8]>::to_vec);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Parts {
+            date: answer.headers().get("date").map(ToOwned::to_owned),
+            body: body.and_then(|body| String::from_utf8(body).ok()),
+        };
+        Ok(())
+    }
+}
+
+/// A request's body in place of the SDK's, before the SDK calculates its checksum and signs it.
+#[derive(Debug)]
+struct Body(String);
+
+#[dyn_dispatch_hint]
+impl Intercept for Body {
+    fn name(&self) -> &'static str {
+        "Body"
+    }
+
+    fn modify_before_retry_loop(
+        &self,
+        context: &mut BeforeTransmitInterceptorContextMut<'_>,
+        _components: &RuntimeComponents,
+        _config: &mut ConfigBag,
+    ) -> std::result::Result<(), BoxError> {
+        let request = context.request_mut();
+        let headers = request.headers_mut();
+        headers.insert("content-type", "application/xml");
+        headers.insert("content-length", self.0.len().to_string());
+        // Older servers know no other checksum of it, and want one.
+        headers.insert("content-md5", base64::encode(Md5::digest(self.0.as_bytes())));
+        *request.body_mut() = SdkBody::from(self.0.as_str());
+        Ok(())
+    }
+}

@@ -1,0 +1,221 @@
+//! `kvgate gc`: removes the chunks that are least worth keeping, down to a size or by the time since their last use. Tells
+//! what would go, and removes it with `--yes`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::json;
+
+use super::args::ConnectArgs;
+use super::bucket::OpenBucket;
+use super::error::CliError;
+use super::logging;
+use super::output::{Out, bytes, count, time};
+use super::progress::Progress;
+use crate::config::units::{ByteSize, parse_duration};
+use crate::format::{SpaceId, SpaceKey};
+use crate::inventory::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+
+/// Removes the chunks that are least worth keeping: down to a size, or unused for a time.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  kvgate gc --bucket kv --size 10TiB                        what would go
+  kvgate gc --bucket kv --size 10TiB --yes --resume gc.log  killed? run it again, and it goes on
+  kvgate gc --bucket kv --unused 30d --yes --rate 100
+  kvgate gc --bucket kv --tenant-size 1TiB --yes            each tenant down to 1 TiB
+  kvgate gc --bucket kv --tenant acme --size 500GiB --yes   this one alone
+  kvgate gc --bucket kv --revision 62bd457 --yes            all of an old revision
+
+Chunks that were not used for the longest time go first, and of a prompt its last chunks first: whole prefixes are left,
+wherever it ends. A chunk counts as used when it, or one that needs it, was stored or refreshed ([refresh]). Chunks that are
+stored or refreshed while this runs stay. Without a limit the whole selection goes (--space, --model, --revision, --tenant).")]
+pub struct GcArgs {
+    /// Bytes that may stay.
+    #[arg(long, value_name = "SIZE")]
+    size: Option<ByteSize>,
+    /// Bytes of each tenant that may stay.
+    #[arg(long, value_name = "SIZE")]
+    tenant_size: Option<ByteSize>,
+    /// Remove chunks that were not used for this time, such as 30d.
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    unused: Option<Duration>,
+    /// Only the model that this space is of, with all its kinds of KV (64 hex digits, or the first 32).
+    #[arg(long, value_name = "ID", value_parser = space)]
+    space: Option<SpaceKey>,
+    /// Only this model, by the name that `kvgate ls` shows.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Only this revision of the weights.
+    #[arg(long, value_name = "REVISION")]
+    revision: Option<String>,
+    /// Only this tenant; '' for chunks without one.
+    #[arg(long, value_name = "NAME")]
+    tenant: Option<String>,
+    /// Objects to remove a second, at most.
+    #[arg(long, value_name = "NUMBER", default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
+    rate: u32,
+    /// File with what is known of the bucket: an interrupted run goes on from there, and the next one is faster.
+    #[arg(long, value_name = "FILE")]
+    resume: Option<PathBuf>,
+    /// Chunks that fit in memory; each takes some 250 bytes.
+    #[arg(long, value_name = "NUMBER", default_value_t = 4_000_000)]
+    chunks_max: usize,
+    /// Remove it. Otherwise nothing is removed.
+    #[arg(long, short)]
+    yes: bool,
+    /// Say what would be removed, and remove nothing: the same as without --yes.
+    #[arg(long, conflicts_with = "yes")]
+    dry_run: bool,
+    /// Report as JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    connect: ConnectArgs,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).map_err(|error| error.to_string())
+}
+
+fn space(text: &str) -> Result<SpaceKey, String> {
+    let whole = text.parse::<SpaceId>().ok().map(SpaceKey::from);
+    whole
+        .or_else(|| SpaceKey::from_hex(text))
+        .ok_or_else(|| "it is not 32 or 64 hex digits; `kvgate ls` lists the ids".into())
+}
+
+impl From<GcError> for CliError {
+    fn from(error: GcError) -> Self {
+        match error {
+            GcError::Object(error) => error.into(),
+            _ => Self::Usage(error.to_string()),
+        }
+    }
+}
+
+pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
+    let config = args.connect.load(Vec::new())?.config;
+    logging::init(&config.log, verbose);
+    let spec = args.spec()?;
+    let bucket = OpenBucket::open(config).await?;
+    let mut parents = match &args.resume {
+        Some(path) => Parents::open(path, &bucket.place())?,
+        None => Parents::default(),
+    };
+    let inventory = &bucket.inventory;
+    let began = match parents.began().filter(|_| args.yes) {
+        Some(began) => began,
+        None => inventory.begin_gc().await?,
+    };
+    let progress = Progress::spinner("listing");
+    let tell = |step| match step {
+        Step::Listing(found) => progress.seen("listing", found.chunks, found.bytes),
+        Step::Reading(done, total) => progress.say(format!("reading headers: {done} of {total}")),
+        Step::Removing(..) => {}
+    };
+    let plan = inventory.plan_gc(&spec, began, &mut parents, tell).await?;
+    drop(progress);
+    let under_way = match args.yes {
+        true => Some(began),
+        false => parents.began(),
+    };
+    parents.settle(|chunk| plan.has(chunk), under_way)?;
+    let collected = match args.yes {
+        false => None,
+        true => {
+            let progress = Progress::bar("removing", plan.planned.chunks);
+            let step = |step| {
+                if let Step::Removing(removed, _) = step {
+                    progress.set(removed.chunks, removed.bytes);
+                }
+            };
+            let collected = inventory.remove_planned(&plan, || true, step).await?;
+            drop(progress);
+            parents.settle(|_| true, None)?;
+            Some(collected)
+        }
+    };
+    match args.json {
+        true => args.json(&plan, collected, out),
+        false => args.text(&plan, collected, out),
+    }
+}
+
+impl GcArgs {
+    fn spec(&self) -> Result<GcSpec, CliError> {
+        let spec = GcSpec {
+            select: Select {
+                space: self.space,
+                model: self.model.clone(),
+                revision: self.revision.clone(),
+                tenant: self.tenant.clone(),
+            },
+            limits: GcLimits {
+                bytes: self.size.map(ByteSize::bytes),
+                tenant_bytes: self.tenant_size.map(ByteSize::bytes),
+                unused: self.unused,
+            },
+            rate: self.rate,
+            chunks_max: self.chunks_max,
+        };
+        if spec.select.is_all() && spec.limits == GcLimits::default() {
+            return Err(CliError::usage(
+                "what may stay? Give --size SIZE, --tenant-size SIZE or --unused TIME; or what shall go: --space ID, \
+                 --model NAME, --revision REVISION or --tenant NAME",
+            ));
+        }
+        Ok(spec)
+    }
+
+    fn json(&self, plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+        let space = |(key, count): &(SpaceKey, crate::inventory::Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
+        let removed = collected.map(|collected| collected.removed).unwrap_or_default();
+        out.json(&json!({
+            "dry_run": collected.is_none(),
+            "began": plan.began,
+            "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
+            "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
+            "spaces": plan.by_space.iter().map(space).collect::<Vec<_>>(),
+            "removed": { "objects": removed.chunks, "bytes": removed.bytes },
+            "kept": collected.map_or(0, |collected| collected.kept),
+        }))
+    }
+
+    fn text(&self, plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+        let what = |count: crate::inventory::Count| {
+            format!(
+                "{}, {}",
+                super::output::count(count.chunks, "object"),
+                bytes(count.bytes)
+            )
+        };
+        out.line(format_args!(
+            "found    {}, stored by {}",
+            what(plan.found),
+            time(plan.began)
+        ))?;
+        let Some(collected) = collected else {
+            out.line(format_args!("would go {}", what(plan.planned)))?;
+            if !plan.by_space.is_empty() {
+                let row = |(key, of): &(SpaceKey, crate::inventory::Count)| {
+                    vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)]
+                };
+                let rows: Vec<_> = plan.by_space.iter().map(row).collect();
+                out.line("")?;
+                out.table(&["space", ">objects", ">bytes"], &rows)?;
+                out.line("")?;
+            }
+            return out.line("nothing was removed: give --yes to remove it");
+        };
+        out.line(format_args!("removed  {}", what(collected.removed)))?;
+        match collected.kept {
+            0 => Ok(()),
+            kept => out.line(format_args!(
+                "stayed   {}: stored or used since, or needed by such",
+                count(kept, "object")
+            )),
+        }
+    }
+}

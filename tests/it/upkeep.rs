@@ -1,0 +1,712 @@
+//! The commands that count, bound and age a bucket, and chunks in use that are refreshed.
+
+use std::collections::HashSet;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt;
+use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
+use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use kvgate::inventory::{Inventory, Usage};
+use kvgate::protocol::Strategy;
+use kvgate::s3::object::ErrorKind;
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Command;
+use tokio::time::Instant;
+
+use crate::support::backends::{Backend, on_backends};
+use crate::support::daemon;
+use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
+use crate::support::program::{Said, kvgate};
+
+on_backends! {
+    usage_counts_by_space_model_tenant_and_age: embedded, rgw, minio;
+    an_interrupted_usage_goes_on: embedded, rgw;
+    gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio;
+    gc_bounds_each_tenant_or_one: embedded;
+    gc_takes_the_kinds_of_a_model_together: embedded;
+    a_killed_gc_is_resumed_at_its_rate: rgw;
+    a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
+    chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
+    nodes_remove_nothing_where_none_can_lead: rclone;
+    lifecycle_is_told_where_there_is_none: embedded, rclone;
+    cold_chunks_expire_and_hot_ones_stay: rgw;
+}
+
+const TOKENS: u32 = 16;
+
+fn tiny(model: &str, more: &str) -> Space {
+    let json = format!(
+        r#"{{"model": "{model}", "revision": "r1", "chunk_tokens": {TOKENS}, {more}
+            "mha": {{"layers": 1, "heads": 1, "head_dim": 8}}}}"#
+    );
+    Space::from_json(&json).unwrap()
+}
+
+/// A place of a test's own on a server, and the program there.
+struct Place<'a> {
+    backend: &'a Backend,
+    site: Site,
+    gateway: Gateway,
+    home: TempDir,
+}
+
+impl<'a> Place<'a> {
+    async fn new(backend: &'a Backend) -> Self {
+        let site = Site::new(backend.store().await).await;
+        let options = GatewayOptions {
+            put_bytes_max: 64 << 20,
+            ..site.options()
+        };
+        let gateway = Gateway::new(
+            Arc::clone(&site.store),
+            arena(64 << 20),
+            site.capabilities,
+            options,
+        );
+        Self {
+            backend,
+            site,
+            gateway,
+            home: TempDir::new().unwrap(),
+        }
+    }
+
+    fn prefix(&self) -> &str {
+        self.site.keys.as_str().trim_end_matches('/')
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = kvgate(self.home.path(), args);
+        command
+            .current_dir(self.home.path())
+            .envs(self.backend.credentials())
+            .env("KVGATE__S3__ENDPOINT", &self.backend.endpoints[0])
+            .env("KVGATE__S3__BUCKET", "kvgate-it")
+            .env("KVGATE__S3__PREFIX", self.prefix());
+        command
+    }
+
+    async fn say(&self, args: &[&str]) -> Said {
+        Said::new(self.command(args).output().await.unwrap())
+    }
+
+    async fn json(&self, args: &[&str]) -> Value {
+        self.say(&[args, &["--json"]].concat()).await.exits(0).json()
+    }
+
+    /// Stores what is not there yet of a prompt.
+    async fn store(&self, prompt: &Prompt) {
+        let store = |i: usize| async move {
+            let slot = loop {
+                match self.gateway.reserve(&prompt.space) {
+                    Ok(slot) => break slot,
+                    Err(_) => tokio::task::yield_now().await,
+                }
+            };
+            let (hash, parent) = (prompt.hashes[i], prompt.parent(i));
+            let outcome = self
+                .gateway
+                .write_through(FilledSlot { hash, parent, slot }, soon())
+                .await;
+            let is_there = matches!(
+                outcome,
+                StoreOutcome::Stored | StoreOutcome::Present | StoreOutcome::Pending
+            );
+            assert!(is_there, "{outcome:?}");
+        };
+        futures::stream::iter(0..prompt.hashes.len())
+            .for_each_concurrent(32, store)
+            .await;
+    }
+
+    /// All chunks that are there, in whatever space.
+    async fn there(&self) -> HashSet<ChunkHash> {
+        let inventory = self.inventory();
+        let pages: Vec<_> = inventory.pages(None).collect().await;
+        let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);
+        chunks.map(|chunk| chunk.hash).collect()
+    }
+
+    fn inventory(&self) -> Inventory {
+        let keys = KeyPrefix::new(self.prefix());
+        Inventory::new(Arc::clone(&self.site.store), keys, Duration::from_secs(60))
+    }
+}
+
+/// Prompts of `space` that begin alike: `head` chunks, then `tail` of their own.
+fn prompts(space: &Space, count: u32, head: u32, tail: u32) -> Vec<Prompt> {
+    let hasher = ChunkHasher::new(space, None).unwrap();
+    let salt = fastrand::u64(..).to_le_bytes();
+    let root = hasher.root(&salt, b"").unwrap();
+    let prompt = |number: u32| {
+        let mut tokens: Vec<u32> = (0..head * TOKENS).collect();
+        tokens.extend((0..tail * TOKENS).map(|token| number * 100_000 + token));
+        Prompt {
+            space: space.clone(),
+            root,
+            hashes: hasher.chain(&root, &tokens, &[]).unwrap(),
+        }
+    };
+    (1..=count).map(prompt).collect()
+}
+
+/// How many leading chunks of the prompt are there; none may be after the first that is not.
+#[track_caller]
+fn prefix_of(prompt: &Prompt, there: &HashSet<ChunkHash>) -> usize {
+    let is_there: Vec<bool> = prompt.hashes.iter().map(|hash| there.contains(hash)).collect();
+    let prefix = is_there.iter().take_while(|is| **is).count();
+    assert!(
+        !is_there[prefix..].contains(&true),
+        "a prompt with a hole: {is_there:?}"
+    );
+    prefix
+}
+
+async fn usage_counts_by_space_model_tenant_and_age(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let acme = tiny("m/one", r#""tenant": "acme","#);
+    let other = tiny("m/two", "");
+    for (space, chunks) in [(&acme, 3), (&other, 2)] {
+        place.store(&prompts(space, 1, 0, chunks)[0]).await;
+    }
+    let object = acme.layout().object_len() as u64;
+    let json = place.json(&["usage"]).await;
+    assert_eq!(
+        (&json["chunks"], &json["bytes"]),
+        (&5.into(), &(5 * object).into())
+    );
+    let row = |name: &str, key: &str, value: &str| {
+        let rows = json[name].as_array().unwrap();
+        rows.iter().find(|row| row[key] == value).cloned().unwrap()
+    };
+    assert_eq!(row("tenants", "tenant", "acme")["bytes"], 3 * object);
+    assert_eq!(row("models", "model", "m/two")["chunks"], 2);
+    assert_eq!(row("spaces", "space", &acme.key().to_string())["gets"], 3);
+    assert_eq!(row("ages", "age", "under 1 hour")["chunks"], 5);
+    assert_eq!(json["days"][0]["bytes"], 5 * object);
+    assert_eq!(json["growth_bytes_a_day"], 5 * object);
+    assert_eq!(json["requests"]["list"], 1);
+    let said = place.say(&["usage"]).await.exits(0);
+    said.says(&["5 chunks", "acme", "m/two", "█", "a day", "under 1 hour"]);
+}
+
+async fn an_interrupted_usage_goes_on(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let space = tiny("m/many", "");
+    let prompt = &prompts(&space, 1, 0, 2_300)[0];
+    place.store(prompt).await;
+    let file = place.home.path().join("usage.json");
+    let whole = place.json(&["usage"]).await;
+    // It dies within the second page.
+    let killed = tokio::spawn({
+        let (inventory, file) = (place.inventory(), file.clone());
+        let s3 = format!("{} kvgate-it {}", backend.endpoints[0], place.prefix());
+        async move {
+            let seen = |usage: &Usage| assert_eq!(usage.lists, 1, "killed");
+            let _ = inventory.usage(&s3, 1 << 20, Some(&file), seen).await;
+        }
+    });
+    killed.await.unwrap_err();
+    let json = place.json(&["usage", "--resume", "usage.json"]).await;
+    assert_eq!((&json["chunks"], &json["bytes"]), (&2300.into(), &whole["bytes"]));
+    assert_eq!(json["requests"]["list"], 3, "each page once");
+    assert_eq!(json["since"], Value::Null);
+    // The next one is compared with it.
+    place.store(&prompts(&space, 1, 0, 5)[0]).await;
+    let json = place.json(&["usage", "--resume", "usage.json"]).await;
+    assert_eq!(json["chunks"], 2305);
+    assert!(json["since"].is_i64(), "{json}");
+    let other = place
+        .say(&["usage", "--resume", "usage.json", "--prefix", "other"])
+        .await;
+    other.exits(2).says(&["--resume"]);
+}
+
+async fn gc_leaves_whole_prefixes_and_says_what_it_would_do(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let space = tiny("m/gc", "");
+    let object = space.layout().object_len() as u64;
+    let (old, new) = (prompts(&space, 2, 4, 4), prompts(&space, 1, 0, 6));
+    for prompt in &old {
+        place.store(prompt).await;
+    }
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&new[0]).await;
+    let size = (10 * object).to_string();
+    let gc = ["gc", "--size", &size];
+    let json = place.json(&gc).await;
+    assert_eq!(json["dry_run"], true);
+    assert_eq!(
+        (&json["planned"]["objects"], &json["removed"]["objects"]),
+        (&8.into(), &0.into())
+    );
+    assert_eq!(place.there().await.len(), 18);
+    place.say(&gc).await.exits(0).says(&["would go", "--yes"]);
+
+    let json = place.json(&[&gc[..], &["--yes"]].concat()).await;
+    assert_eq!(json["removed"]["objects"], 8);
+    let there = place.there().await;
+    assert_eq!(
+        (there.len(), prefix_of(&new[0], &there)),
+        (10, 6),
+        "the newest stays whole"
+    );
+    old.iter()
+        .for_each(|prompt| assert_eq!(prefix_of(prompt, &there), 4, "the common head is the last"));
+    // Nothing more must go.
+    assert_eq!(
+        place.json(&[&gc[..], &["--yes"]].concat()).await["planned"]["objects"],
+        0
+    );
+    assert_eq!(
+        place.json(&["gc", "--unused", "1h", "--yes"]).await["planned"]["objects"],
+        0
+    );
+    place.say(&["gc"]).await.exits(2).says(&["--size", "--unused"]);
+    place
+        .say(&["gc", "--model", "no/such"])
+        .await
+        .exits(2)
+        .says(&["kvgate usage"]);
+    // All of a revision, with its readable form.
+    let json = place.json(&["gc", "--revision", "r1", "--yes"]).await;
+    assert_eq!(json["removed"]["objects"], 10);
+    let left = place
+        .site
+        .store
+        .list(place.site.keys.as_str(), None, soon())
+        .await
+        .unwrap();
+    assert_eq!(left.objects, []);
+}
+
+async fn gc_bounds_each_tenant_or_one(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let spaces = ["acme", "beta"].map(|tenant| tiny("m/t", &format!(r#""tenant": "{tenant}","#)));
+    let object = spaces[0].layout().object_len() as u64;
+    let stored = [8, 3].map(|chunks| chunks).into_iter().zip(&spaces);
+    let stored: Vec<Prompt> = stored
+        .map(|(chunks, space)| prompts(space, 1, 0, chunks).remove(0))
+        .collect();
+    for prompt in &stored {
+        place.store(prompt).await;
+    }
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let left = async || {
+        let there = place.there().await;
+        [prefix_of(&stored[0], &there), prefix_of(&stored[1], &there)]
+    };
+    let size = |chunks: u64| (chunks * object).to_string();
+    place.json(&["gc", "--tenant-size", &size(5), "--yes"]).await;
+    assert_eq!(left().await, [5, 3], "only the one that has more gives");
+    place
+        .json(&["gc", "--tenant", "beta", "--size", &size(2), "--yes"])
+        .await;
+    assert_eq!(left().await, [5, 2]);
+    place.json(&["gc", "--tenant", "beta", "--yes"]).await;
+    assert_eq!(left().await, [5, 0]);
+}
+
+async fn gc_takes_the_kinds_of_a_model_together(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let full = tiny("m/kinds", "");
+    let window = tiny("m/kinds", r#""kind": {"window": 64},"#);
+    let prompt = prompts(&full, 1, 0, 6).remove(0);
+    place.store(&prompt).await;
+    // Only the last chunks of a window are stored.
+    let tail = Prompt {
+        space: window.clone(),
+        root: prompt.hashes[3],
+        hashes: prompt.hashes[4..].to_vec(),
+    };
+    place.store(&tail).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let objects = full.layout().object_len() as u64 * 8;
+    let json = place
+        .json(&["gc", "--size", &(objects - 1).to_string(), "--yes"])
+        .await;
+    assert_eq!(json["removed"]["objects"], 2, "the last chunk in both kinds");
+    let inventory = place.inventory();
+    for (space, chunks) in [(&full, 5), (&window, 1)] {
+        let pages: Vec<_> = inventory.pages(Some(space.key())).collect().await;
+        let left: Vec<_> = pages.into_iter().flat_map(|page| page.unwrap().chunks).collect();
+        assert_eq!(left.len(), chunks);
+        assert!(left.iter().all(|chunk| chunk.hash != prompt.hashes[5]));
+    }
+    // By the space of one kind all kinds of the model go.
+    let json = place
+        .json(&["gc", "--space", &window.key().to_string(), "--yes"])
+        .await;
+    assert_eq!(json["removed"]["objects"], 6);
+}
+
+async fn a_killed_gc_is_resumed_at_its_rate(backend: &Backend) {
+    // 20,000 of them take a minute to store.
+    let trees = if std::env::var_os("KVGATE_TEST_FULL").is_some() {
+        100
+    } else {
+        20
+    };
+    let place = Place::new(backend).await;
+    let space = tiny("m/rate", "");
+    let object = space.layout().object_len() as u64;
+    let mut stored = Vec::new();
+    for _ in 0..trees {
+        let tree = prompts(&space, 10, 10, 19);
+        for prompt in &tree {
+            place.store(prompt).await;
+        }
+        stored.extend(tree);
+    }
+    let total = trees * 200;
+    assert_eq!(place.there().await.len(), total);
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+
+    let (limit, rate) = (total / 2, 400);
+    let size = (limit as u64 * object).to_string();
+    let rate_text = rate.to_string();
+    let gc = [
+        "gc", "--size", &size, "--rate", &rate_text, "--resume", "gc.log", "--yes", "--json",
+    ];
+    let mut child = place.command(&gc).stdout(Stdio::null()).spawn().unwrap();
+    let mut left = total;
+    while left > total - total / 10 {
+        assert!(child.try_wait().unwrap().is_none(), "it is not done yet");
+        left = place.there().await.len();
+    }
+    child.kill().await.unwrap();
+    // The server may still be at the last batch, and a listing has several pages.
+    let mut there = place.there().await;
+    loop {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let now = place.there().await;
+        if std::mem::replace(&mut there, now.clone()) == now {
+            break;
+        }
+    }
+    let prefixes: Vec<usize> = stored.iter().map(|prompt| prefix_of(prompt, &there)).collect();
+    assert!(
+        there.len() > limit,
+        "it was killed in the middle: {}",
+        there.len()
+    );
+
+    // What is stored now is later than its beginning, and needs all before it.
+    let longest = (0..stored.len()).max_by_key(|&prompt| prefixes[prompt]).unwrap();
+    let mut late = stored[longest].clone();
+    late.hashes.truncate(prefixes[longest]);
+    let hasher = ChunkHasher::new(&space, None).unwrap();
+    let tokens: Vec<u32> = (0..3 * TOKENS).collect();
+    late.hashes
+        .extend(hasher.chain(late.hashes.last().unwrap(), &tokens, &[]).unwrap());
+    place.gateway.forget_existence();
+    place.store(&late).await;
+
+    let before = place.there().await.len();
+    let began = Instant::now();
+    let json = place.say(&gc).await.exits(0).json();
+    let removed = json["removed"]["objects"].as_u64().unwrap() as usize;
+    assert_eq!(before - removed, limit, "{json}");
+    let least = Duration::from_secs_f64((removed as f64 - f64::from(rate)) / f64::from(rate));
+    assert!(began.elapsed() >= least, "{removed} in {:?}", began.elapsed());
+    let there = place.there().await;
+    assert_eq!(there.len(), limit);
+    assert_eq!(
+        prefix_of(&late, &there),
+        late.hashes.len(),
+        "what was stored since stays, with all before it"
+    );
+    let usable: usize = stored
+        .iter()
+        .filter(|prompt| prefix_of(prompt, &there) > 0)
+        .count();
+    assert!(usable > 0, "prompts are left");
+}
+
+async fn a_copy_in_place_makes_an_object_new(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let prompt = Prompt::new(1);
+    store_all(&place.gateway, &prompt).await;
+    let (store, key) = (&place.site.store, place.site.key(&prompt, 0));
+    let before = (
+        store.head(&key, soon()).await.unwrap(),
+        place.site.read(&key).await,
+    );
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let etag = &before.0.version.etag;
+    store.copy_in_place(&key, etag, soon()).await.unwrap();
+    let after = (
+        store.head(&key, soon()).await.unwrap(),
+        place.site.read(&key).await,
+    );
+    assert!(after.0.version.modified > before.0.version.modified, "{after:?}");
+    assert_eq!((&after.0.version.etag, &after.1), (etag, &before.1));
+    // RGW 16 ignores the condition. A copy onto itself mixes no versions all the same.
+    if backend.name != "rgw" {
+        let wrong = store
+            .copy_in_place(&key, "0123456789abcdef0123456789abcdef", soon())
+            .await;
+        assert_eq!(wrong.unwrap_err().kind, ErrorKind::Changed);
+    }
+    let gone = store.copy_in_place("nothing/there", etag, soon()).await;
+    assert_eq!(gone.unwrap_err().kind, ErrorKind::NotFound);
+}
+
+fn refreshing(after: Duration) -> RefreshOptions {
+    RefreshOptions {
+        after,
+        rate: 1000,
+        queue: 1000,
+        known: 1000,
+    }
+}
+
+async fn chunks_in_use_are_refreshed_with_all_before_them(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let (hot, cold) = (Prompt::new(5), Prompt::new(2));
+    store_all(&place.gateway, &hot).await;
+    store_all(&place.gateway, &cold).await;
+    let modified = async |prompt: &Prompt, i: usize| {
+        let key = place.site.key(prompt, i);
+        place
+            .site
+            .store
+            .head(&key, soon())
+            .await
+            .unwrap()
+            .version
+            .modified
+    };
+    let before = [
+        modified(&hot, 0).await,
+        modified(&hot, 4).await,
+        modified(&cold, 1).await,
+    ];
+    tokio::time::sleep(Duration::from_millis(2100)).await;
+    // A node of its own, and a lookup of the third chunk alone: an engine may have the first ones itself.
+    let node = place.site.gateway();
+    let refresh = tokio::spawn({
+        let node = node.clone();
+        async move { node.refresh_used(refreshing(Duration::from_secs(2))).await }
+    });
+    while node.refresh_stats().refreshed < 4 {
+        let found = node
+            .lookup(&hot.space, &hot.hashes[2..3], Strategy::Prefix, soon())
+            .await;
+        assert_eq!(found.prefix, 1);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    refresh.abort();
+    for i in 0..3 {
+        assert!(modified(&hot, i).await > before[0], "chunk {i}");
+    }
+    assert_eq!(modified(&hot, 4).await, before[1], "nobody used it");
+    assert_eq!(modified(&cold, 1).await, before[2]);
+    let stats = node.refresh_stats();
+    assert_eq!(
+        (stats.refreshed, stats.failed),
+        (4, 0),
+        "space.json as well: {stats:?}"
+    );
+}
+
+async fn lifecycle_is_told_where_there_is_none(backend: &Backend) {
+    let place = Place::new(backend).await;
+    for args in [
+        &["lifecycle", "show"][..],
+        &["lifecycle", "apply", "--days", "3"],
+        &["lifecycle", "remove"],
+    ] {
+        place
+            .say(args)
+            .await
+            .exits(1)
+            .says(&["no lifecycle rules", "kvgate gc"]);
+    }
+}
+
+const FOREIGN: &str = r#"<Rule><ID>of another team</ID><Filter><And><Prefix>logs/</Prefix><Tag><Key>a</Key><Value>b</Value></Tag></And></Filter><Status>Enabled</Status><Expiration><Days>3000</Days></Expiration></Rule>"#;
+
+async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
+    let Ok(day) = std::env::var("KVGATE_TEST_RGW_LC_DAY") else {
+        panic!("a lifecycle day of this server lasts a day: start it with KVGATE_CEPH_LC_DAY=2");
+    };
+    let day = Duration::from_secs(day.parse().unwrap());
+    let place = Place::new(backend).await;
+    let store = &place.site.store;
+    let document = format!(
+        r#"<LifecycleConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{FOREIGN}</LifecycleConfiguration>"#
+    );
+    store.set_lifecycle(Some(&document), soon()).await.unwrap();
+    let foreign = async || {
+        let rules = place.json(&["lifecycle", "show"]).await["rules"]
+            .as_array()
+            .unwrap()
+            .clone();
+        rules
+            .into_iter()
+            .find(|rule| rule["id"] == "of another team")
+            .unwrap()
+    };
+    let was = foreign().await;
+    let text_of = async || {
+        let xml = store.lifecycle(soon()).await.unwrap().unwrap();
+        let rules: Vec<String> = xml.split("<Rule>").map(ToOwned::to_owned).collect();
+        rules
+            .into_iter()
+            .find(|rule| rule.contains("of another team"))
+            .unwrap()
+            .split("</Rule>")
+            .next()
+            .unwrap()
+            .to_owned()
+    };
+    let text = text_of().await;
+
+    let (hot, cold) = (Prompt::new(6), Prompt::new(6));
+    let node = place.site.gateway();
+    let refresh = tokio::spawn({
+        let node = node.clone();
+        async move { node.refresh_used(refreshing(2 * day)).await }
+    });
+    store_all(&place.gateway, &hot).await;
+    store_all(&place.gateway, &cold).await;
+    let whole = place
+        .say(&["lifecycle", "apply", "--days", "6", "--prefix", ""])
+        .await;
+    whole.exits(2).says(&["--whole-bucket"]);
+    let dry = place
+        .json(&["lifecycle", "apply", "--days", "6", "--dry-run"])
+        .await;
+    assert_eq!(
+        (&dry["changed"], dry["rules"].as_array().unwrap().len()),
+        (&false.into(), 1)
+    );
+    let said = place.say(&["lifecycle", "apply", "--days", "6"]).await.exits(0);
+    said.says(&["6 days", "of another team", "[refresh] after"]);
+    assert_eq!(
+        place.json(&["lifecycle", "apply", "--days", "6"]).await["changed"],
+        false
+    );
+
+    // Its last chunk is in use, its first ones are as old as the cold prompt's.
+    let until = Instant::now() + Duration::from_secs(120);
+    loop {
+        node.forget_existence();
+        let found = node
+            .lookup(&hot.space, &hot.hashes, Strategy::Exact, soon())
+            .await;
+        assert_eq!(
+            found.prefix,
+            6,
+            "a chunk in use is gone: {:?}",
+            node.refresh_stats()
+        );
+        let there = place.there().await;
+        if !cold.hashes.iter().any(|hash| there.contains(hash)) {
+            break;
+        }
+        assert!(Instant::now() < until, "cold chunks are still there");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert!(node.refresh_stats().refreshed >= 7, "{:?}", node.refresh_stats());
+    // Longer than a chunk lives without a use.
+    let until = Instant::now() + 8 * day;
+    while Instant::now() < until {
+        let found = node
+            .lookup(&hot.space, &hot.hashes, Strategy::Exact, soon())
+            .await;
+        assert_eq!(found.prefix, 6);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert_eq!(place.there().await.len(), 6);
+    refresh.abort();
+
+    assert_eq!((foreign().await, text_of().await), (was.clone(), text.clone()));
+    let said = place.say(&["lifecycle", "remove"]).await.exits(0);
+    said.says(&["chunks stay", "of another team"]);
+    assert_eq!((foreign().await, text_of().await), (was, text));
+    assert_eq!(place.json(&["lifecycle", "remove"]).await["changed"], false);
+    store.set_lifecycle(None, soon()).await.unwrap();
+    place
+        .say(&["lifecycle", "show"])
+        .await
+        .exits(0)
+        .says(&["no rule of kvgate's"]);
+}
+
+/// No cron, and no harm when the leader goes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_node_of_a_fleet_removes_and_another_takes_over() {
+    let site = daemon::Site::new().await;
+    let store = site.store().await;
+    let (first, second) = (Prompt::new(20), Prompt::new(20));
+    site.store_by_another(&first, &[]).await;
+    let keys = KeyPrefix::new("");
+    let inventory = Inventory::new(Arc::clone(&store), keys.clone(), Duration::from_secs(10));
+    let there = async || {
+        let pages: Vec<_> = inventory.pages(None).collect().await;
+        let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);
+        chunks.map(|chunk| (chunk.hash, chunk.bytes)).collect::<Vec<_>>()
+    };
+    let bounded = async || {
+        for _ in 0..300 {
+            let there = there().await;
+            if there.iter().map(|(_, bytes)| bytes).sum::<u64>() <= 1 << 20 {
+                return there.into_iter().map(|(hash, _)| hash).collect::<HashSet<_>>();
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("nobody removes what is beyond the limit");
+    };
+    let gc = [("gc.size", "1MiB"), ("gc.every", "1s"), ("gc.lease", "2s")];
+    let leader = site.serve(&gc).await;
+    let there_then = bounded().await;
+    assert_eq!(prefix_of(&first, &there_then), 10, "1 MiB has room for ten");
+    assert!(store.head(&keys.own("gc-lease"), soon()).await.is_ok());
+
+    let gc_of = |node: &daemon::Serving| (node.node.gc().leads(), node.node.gc().removed());
+    daemon::eventually(|| gc_of(&leader) == (true, 10)).await;
+
+    let socket = site.home.path().join("other.sock").display().to_string();
+    let other = site.serve(&[&gc[..], &[("api.socket", &socket)]].concat()).await;
+    leader.end().await;
+    site.store_by_another(&second, &[]).await;
+    let there_now = bounded().await;
+    assert_eq!(prefix_of(&second, &there_now), 10, "the newer prompt is left");
+    assert_eq!(prefix_of(&first, &there_now), 0);
+    daemon::eventually(|| gc_of(&other) == (true, 20)).await;
+    other.end().await;
+}
+
+async fn nodes_remove_nothing_where_none_can_lead(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let (socket, arena) = (place.home.path().join("s.sock"), place.home.path().join("arena"));
+    let mut child = place
+        .command(&["serve", "--socket", socket.to_str().unwrap()])
+        .env("KVGATE__ARENA__PATH", arena)
+        .env("KVGATE__ARENA__SIZE", "32MiB")
+        .env("KVGATE__LOAD__RESERVE", "8MiB")
+        .env("KVGATE__STORE__WRITE_BEHIND", "8MiB")
+        .env("KVGATE__GC__SIZE", "1MiB")
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let told = async {
+        while let Some(line) = lines.next_line().await.unwrap() {
+            if line.contains("ignores conditional PUTs") {
+                return line;
+            }
+        }
+        panic!("it ended");
+    };
+    let line = tokio::time::timeout(Duration::from_secs(60), told)
+        .await
+        .expect("it says so");
+    assert!(line.contains("kvgate gc"), "{line}");
+    child.kill().await.unwrap();
+}
