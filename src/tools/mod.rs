@@ -5,6 +5,7 @@
 //! | `cli`       | a file a command: arguments, progress, reports                                 |
 //! | `bench`     | the speed of an S3 server, by kvgate's own requests                            |
 //! | `demo`      | the whole path of a KV cache, on one machine                                   |
+//! | `doctor`    | all that a node needs, checked, with what to do                               |
 //! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
 //! | `inventory` | the content of a bucket: listing, checking, removing                           |
 //! | `model`     | the kinds of KV of a model, by its config.json or its name                       |
@@ -14,6 +15,7 @@
 pub mod bench;
 pub mod cli;
 pub mod demo;
+pub mod doctor;
 pub mod gpu_check;
 pub mod inventory;
 mod model;

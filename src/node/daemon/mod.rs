@@ -7,6 +7,8 @@
 mod notify;
 mod options;
 
+pub use options::{arena as arena_options, has_room};
+
 use std::sync::Arc;
 use std::time::Duration;
 

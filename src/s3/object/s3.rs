@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use aws_credential_types::provider::SharedCredentialsProvider;
 use aws_sdk_s3::Client;
 use aws_sdk_s3::client::customize::CustomizableOperation;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
@@ -32,11 +33,13 @@ use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted}
 
 /// One bucket over the AWS SDK.
 pub struct S3 {
-    client: Client,
-    reads: Reads,
-    http: NetClient,
+    pub(super) client: Client,
+    pub(super) reads: Reads,
+    pub(super) http: NetClient,
+    /// None: the chain is empty.
+    pub(super) credentials: Option<SharedCredentialsProvider>,
     attempts: Attempts,
-    bucket: String,
+    pub(super) bucket: String,
     prefix: String,
     region: String,
     request_timeout: Duration,
@@ -54,6 +57,7 @@ impl S3 {
             client: client::client(options, &shared),
             reads: Reads::new(options, http.clone(), shared.credentials_provider()).await?,
             http,
+            credentials: shared.credentials_provider(),
             attempts: Attempts::new(options.attempts),
             bucket: options.bucket.clone(),
             prefix: options.prefix.clone(),
@@ -65,7 +69,7 @@ impl S3 {
     }
 
     /// Makes attempts at a call. Each is given the route to send its request by.
-    async fn call<T, F: Future<Output = Result<T>>>(
+    pub(super) async fn call<T, F: Future<Output = Result<T>>>(
         &self,
         operation: Operation,
         target: &str,
@@ -115,7 +119,7 @@ impl S3 {
 
 impl S3 {
     /// An answer of the SDK's, with errors as ours.
-    async fn answer<T, E>(
+    pub(super) async fn answer<T, E>(
         &self,
         operation: Operation,
         target: &str,
@@ -134,7 +138,7 @@ impl S3 {
         answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, self.signs()))
     }
 
-    async fn send(&self, operation: Operation, read: Read) -> Result<AnswerHead> {
+    pub(super) async fn send(&self, operation: Operation, read: Read) -> Result<AnswerHead> {
         let key = &read.key;
         match self.reads.send(&read).await {
             Ok(answer) => {
@@ -199,11 +203,14 @@ fn usable_etag(etag: &str) -> Option<&str> {
 }
 
 /// The request goes by this route.
-fn by<T, E, B>(route: Route, request: CustomizableOperation<T, E, B>) -> CustomizableOperation<T, E, B> {
+pub(super) fn by<T, E, B>(
+    route: Route,
+    request: CustomizableOperation<T, E, B>,
+) -> CustomizableOperation<T, E, B> {
     request.mutate_request(move |request| request.add_extension(route.clone()))
 }
 
-fn quoted(etag: &str) -> String {
+pub(super) fn quoted(etag: &str) -> String {
     format!("\"{etag}\"")
 }
 
