@@ -78,7 +78,14 @@ impl S3 {
         let found = found.map_err(|error| {
             let causes =
                 std::iter::successors(Some(&error as &dyn std::error::Error), |error| error.source());
-            causes.last().map(ToString::to_string).unwrap_or_default()
+            let words = causes.last().map(ToString::to_string).unwrap_or_default();
+            // The others say of each source that it has none.
+            words
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .trim_end_matches(". Attempted:")
+                .to_owned()
         })?;
         Ok(found.access_key_id().to_owned())
     }

@@ -12,7 +12,7 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::logging;
 use super::node::NodeArgs;
-use super::output::{Out, tell};
+use super::output::{Out, count as count_of, tell};
 use crate::config::units::{ByteSize, MIB, parse_duration};
 use crate::config::{Config, LogLevel, Override};
 use crate::tools::doctor::{DoctorOptions, Finding, Part, Stop, Verdict, examine};
@@ -192,7 +192,8 @@ fn conclude(all: &[Finding], was_stopped: bool, json: bool, out: &mut Out) -> Re
             "stopped": was_stopped,
         }))?,
         false => out.line(format_args!(
-            "\n{ok} ok, {warnings} warnings, {failed} failed, {not_checked} not checked"
+            "\n{ok} ok, {}, {failed} failed, {not_checked} not checked",
+            count_of(warnings as u64, "warning")
         ))?,
     }
     match failed > 0 || was_stopped {

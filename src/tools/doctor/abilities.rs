@@ -16,6 +16,8 @@ use crate::s3::object::{
 
 /// Bytes of the object that ranges are tried on.
 const OBJECT_LEN: usize = 64 << 10;
+/// Written first, and probed last.
+const OBJECT: &str = "object";
 const RANGE_LEN: usize = 1 << 10;
 const OTHER_ETAG: &str = "00000000000000000000000000000000";
 
@@ -35,7 +37,7 @@ struct Readable {
 /// Tries to write, and to read: what was written, or else what is there.
 pub async fn rights(s3: &S3, config: &Config, own: &OwnObjects, limit: Duration) -> (Vec<Finding>, Rights) {
     let deadline = || Instant::now() + limit;
-    let key = own.key("object");
+    let key = own.key(OBJECT);
     let body: Vec<u8> = (0..OBJECT_LEN).map(|i| (i % 251) as u8).collect();
     let written = s3
         .put(&key, Bytes::from(body.clone()), Condition::Always, deadline())
@@ -190,7 +192,7 @@ pub async fn check(
         }
     }
     if rights.may_write {
-        let probed = Probed::of(s3, &own.key("probe"), true, Instant::now() + limit).await;
+        let probed = Probed::of(s3, &own.key(OBJECT), true, Instant::now() + limit).await;
         found.extend(probed_findings(probed, config.s3.probe));
     } else {
         for check in ["if_none_match", "if_match", "attributes", "checksum"] {

@@ -56,13 +56,18 @@ fn accepted(key: &str, options: &S3Options) -> Vec<Finding> {
         ),
         Finding::ok(
             "bucket",
-            format!(
-                "{} is there and can be listed under {:?}",
-                options.bucket, options.prefix
-            ),
+            format!("{} is there and can be listed {}", options.bucket, under(options)),
         ),
         Finding::ok("path_style", style),
     ]
+}
+
+/// The part of the bucket that is kvgate's.
+fn under(options: &S3Options) -> String {
+    match options.prefix.as_str() {
+        "" => "as a whole".to_owned(),
+        prefix => format!("under {prefix}"),
+    }
 }
 
 fn refused(key: &str, options: &S3Options, error: &ObjectError) -> (Vec<Finding>, Account) {
@@ -103,8 +108,9 @@ fn refused(key: &str, options: &S3Options, error: &ObjectError) -> (Vec<Finding>
         }
         ErrorKind::Denied => {
             let seen = format!(
-                "{} may not be listed under {:?} with {key}: {words}",
-                options.bucket, options.prefix
+                "{} may not be listed {} with {key}: {words}",
+                options.bucket,
+                under(options)
             );
             let advice = format!(
                 "Allow s3:ListBucket on {0}, and s3:GetObject, s3:PutObject, s3:DeleteObject on {0}/{1}*, to this user; or \

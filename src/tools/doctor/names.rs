@@ -21,7 +21,13 @@ pub struct Place {
 pub async fn check(s3: &S3, options: &S3Options) -> (Vec<Finding>, Vec<Place>) {
     let (mut found, mut places) = (Vec::new(), Vec::<Place>::new());
     for place in s3.places() {
-        let (findings, addresses) = one(&place.source, &options.dns).await;
+        let (mut findings, addresses) = one(&place.source, &options.dns).await;
+        let in_host = !options.path_style && options.endpoint.is_some();
+        if addresses.is_empty() && in_host {
+            for advice in findings.iter_mut().filter_map(|finding| finding.advice.as_mut()) {
+                *advice += ". The bucket is in the host name: a server without a wildcard name for buckets wants [s3] path_style = true";
+            }
+        }
         found.extend(findings);
         for address in addresses {
             if places.iter().all(|known| known.address != address) {
