@@ -102,15 +102,6 @@ impl Probed {
         let put = |when| store.put(key, Bytes::from_static(BODY), when, deadline);
         let if_none_match = kept(put(Condition::IfAbsent).await)?;
         let meta = store.head(key, deadline).await?;
-        let wrong = "00000000000000000000000000000000";
-        let mut if_match = kept(put(Condition::IfMatch(wrong)).await)?;
-        if if_match == Support::Honoured {
-            if_match = match kept(put(Condition::IfMatch(&meta.version.etag)).await)? {
-                Support::Ignored => Support::Honoured,
-                Support::Honoured => Support::Refused("the right ETag counts as a wrong one".into()),
-                refused => refused,
-            };
-        }
         let attributes = match attributes {
             false => Support::Ignored,
             true => match store.attributes(key, deadline).await {
@@ -122,6 +113,15 @@ impl Probed {
                 Err(error) => Support::Refused(error.detail().to_owned()),
             },
         };
+        let wrong = "00000000000000000000000000000000";
+        let mut if_match = kept(put(Condition::IfMatch(wrong)).await)?;
+        if if_match == Support::Honoured {
+            if_match = match kept(put(Condition::IfMatch(&meta.version.etag)).await)? {
+                Support::Ignored => Support::Honoured,
+                Support::Honoured => Support::Refused("the right ETag counts as a wrong one".into()),
+                refused => refused,
+            };
+        }
         Ok(Self {
             if_none_match,
             if_match,

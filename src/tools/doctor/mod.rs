@@ -309,7 +309,7 @@ fn late(check: &'static str, limit: Duration) -> Finding {
     Finding::failed(check, seen, advice)
 }
 
-/// No request waits longer than a check may take, and none is repeated for long.
+/// No request waits longer than a check may take.
 fn bounded(mut s3: S3Options, limit: Duration) -> S3Options {
     for timeout in [
         &mut s3.connect_timeout,
@@ -319,7 +319,6 @@ fn bounded(mut s3: S3Options, limit: Duration) -> S3Options {
     ] {
         *timeout = (*timeout).min(limit);
     }
-    s3.attempts.retries = s3.attempts.retries.min(2);
     s3
 }
 
