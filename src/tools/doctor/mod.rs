@@ -52,7 +52,7 @@ pub use finding::{Finding, Verdict};
 
 use self::account::Account;
 use self::own_objects::OwnObjects;
-use crate::cache::gateway::s3_options;
+use crate::cache::gateway::{OpenError, s3_options};
 use crate::config::units::show_duration;
 use crate::config::{Config, ConfigError, LoadedConfig};
 use crate::format::KeyPrefix;
@@ -164,20 +164,20 @@ pub async fn examine(
 /// The chain to the bucket, and back.
 async fn s3(config: &Config, options: &DoctorOptions, stop: &Stop, tell: &mut impl FnMut(Finding)) {
     let limit = options.timeout;
-    let s3_options = match s3_options(config) {
-        Ok(s3) => bounded(s3, limit),
-        Err(error) => {
-            return tell(Finding::failed_with(
-                "bucket",
-                &error.to_string().replacen(": ", "; ", 1),
-            ));
-        }
+    let connected = async {
+        let s3_options = bounded(s3_options(config)?, limit);
+        let s3 = S3::connect(&s3_options).await?;
+        Ok::<_, OpenError>((Arc::new(s3), s3_options))
     };
-    let s3 = match S3::connect(&s3_options).await {
-        Ok(s3) => Arc::new(s3),
+    let (s3, s3_options) = match connected.await {
+        Ok(connected) => connected,
         Err(error) => {
-            let advice = "Correct that key of [s3]: `kvgate config show` says where its value comes from";
-            return tell(Finding::failed("bucket", error.to_string(), advice));
+            let advice = match &error {
+                OpenError::NoBucket => "Give --bucket NAME, [s3] bucket or KVGATE__S3__BUCKET",
+                _ => "Correct that key of [s3]: `kvgate config show` says where its value comes from",
+            };
+            tell(Finding::failed("configuration", error.to_string(), advice));
+            return unreached(&["dns", "addresses", "clock"], "[s3] is not complete", tell);
         }
     };
     let no_time = |check| vec![late(check, limit)];
