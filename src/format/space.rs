@@ -220,6 +220,37 @@ impl Space {
         &self.0.fields.planes
     }
 
+    pub fn shard(&self) -> Shard {
+        self.0.fields.shard
+    }
+
+    /// Planes of the same shape together: `2 x layers 0 to 1: kv, 2 heads of 32 bytes`.
+    pub fn planes_in_words(&self) -> Vec<String> {
+        let mut shapes: Vec<(&Plane, u32, u32, usize)> = Vec::new();
+        for plane in self.planes() {
+            let is_alike = |of: &Plane| {
+                (&of.name, of.heads, of.row_bytes) == (&plane.name, plane.heads, plane.row_bytes)
+            };
+            match shapes.iter_mut().find(|(of, ..)| is_alike(of)) {
+                Some((_, first, last, count)) => {
+                    (*first, *last) = ((*first).min(plane.layer), (*last).max(plane.layer));
+                    *count += 1;
+                }
+                None => shapes.push((plane, plane.layer, plane.layer, 1)),
+            }
+        }
+        let words = |(plane, first, last, count): (&Plane, u32, u32, usize)| {
+            let Plane {
+                name,
+                heads,
+                row_bytes,
+                ..
+            } = plane;
+            format!("{count} x layers {first} to {last}: {name}, {heads} heads of {row_bytes} bytes")
+        };
+        shapes.into_iter().map(words).collect()
+    }
+
     /// Bytes of a row of all heads of all planes: what a token keeps, or a state's snapshot.
     pub fn row_bytes(&self) -> u64 {
         self.planes().iter().map(|plane| plane.bytes(1)).sum()

@@ -1,5 +1,6 @@
 //! The status of a node, for operators.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use serde::Serialize;
@@ -8,7 +9,7 @@ use super::Node;
 use super::trouble::{Trouble, troubles};
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
-use crate::format::Kind;
+use crate::format::{HashScheme, Kind, Shard};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
@@ -82,6 +83,14 @@ pub struct SpaceStatus {
     pub draft: String,
     pub chunk_tokens: u32,
     pub object_bytes: usize,
+    pub dtype: &'static str,
+    /// How chunks are named.
+    pub hash: HashScheme,
+    /// Planes of the same shape together, in words: `2 x layers 0 to 1: kv, 2 heads of 32 bytes`.
+    pub planes: Vec<String>,
+    pub shard: Shard,
+    /// What else the KV depends on.
+    pub extra: BTreeMap<String, String>,
 }
 
 impl Node {
@@ -114,6 +123,11 @@ impl Node {
                 draft: space.draft().to_owned(),
                 chunk_tokens: space.chunk_tokens(),
                 object_bytes: space.layout().object_len(),
+                dtype: space.dtype().name(),
+                hash: space.hash(),
+                planes: space.planes_in_words(),
+                shard: space.shard(),
+                extra: space.extra().clone(),
             });
         }
         // The kinds of KV of one model stand together.

@@ -36,8 +36,8 @@ fn odd(what: impl Into<String>, todo: impl Into<String>) -> Trouble {
 pub(super) fn troubles(status: &Status, write_behind_max: u64) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     if !status.s3.answered {
-        let todo = "The log has S3's own words: keys, bucket, name or certificate. `kvgate config check` looks at the file, \
-                    `kvgate bench lookup` with the same settings tries the server.";
+        let todo = "`kvgate doctor` with the same settings says which link is broken: name, address, certificate, clock, keys or \
+                    bucket. The log has S3's own words.";
         troubles.push(bad("S3 has not answered since the start", todo));
     }
     addresses(status, &mut troubles);

@@ -5,6 +5,7 @@
 //! | `cli`       | a file a command: arguments, progress, reports                                 |
 //! | `bench`     | the speed of an S3 server, by kvgate's own requests                            |
 //! | `demo`      | the whole path of a KV cache, on one machine                                   |
+//! | `doctor`    | all that a node needs, checked, with what to do                               |
 //! | `gpu_check` | correctness and speed of copies to and from a GPU                              |
 //! | `model`     | the kinds of KV of a model, by its config.json or its name                       |
 //! | `replay`    | a trace through the eviction policies                                            |
@@ -13,6 +14,7 @@
 pub mod bench;
 pub mod cli;
 pub mod demo;
+pub mod doctor;
 pub mod gpu_check;
 mod model;
 pub mod replay;

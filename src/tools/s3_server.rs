@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::cache::gateway::{OpenError, open_store};
 use crate::config::Config;
-use crate::s3::object::{ErrorKind, ObjectStore};
+use crate::s3::object::ObjectStore;
 
 #[cfg(feature = "embedded")]
 use crate::embedded::EmbeddedS3;
@@ -43,10 +43,7 @@ impl S3ServerError {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::NoServer => true,
-            Self::Open(OpenError::Object(error)) => matches!(
-                error.kind,
-                ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
-            ),
+            Self::Open(OpenError::Object(error)) => error.kind.is_setup(),
             Self::Open(error) => matches!(error, OpenError::NoBucket | OpenError::Client(_)),
             _ => false,
         }

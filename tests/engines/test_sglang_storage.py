@@ -4,20 +4,24 @@ python tests/engines/test_sglang_storage.py     in an environment with SGLang an
 """
 
 import hashlib
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import unittest
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import cpu_hicache  # noqa: F401
 import torch
-from gateway import Gateway, Proxy
+from gateway import KVGATE, Gateway, Proxy
 from kvgate._native import PanicException
 from kvgate.sglang import KvGateStorage
 from kvgate.sglang.identity import Engine, refuse_long_rope
@@ -737,6 +741,19 @@ class TroubleTest(StorageCase):
         self.gateway.flush()
         parents = {path.name: path.read_bytes()[80:112].hex() for path in self.gateway.objects()}
         self.assertEqual(parents, {chain[2]: chain[1], chain[3]: chain[2]})
+
+
+class DoctorTest(unittest.TestCase):
+    def test_the_doctor_finds_this_engine_and_loads_the_backend(self):
+        parts = ("s3", "transfer", "memory", "disks", "gpu", "api")
+        skipped = [word for part in parts for word in ("--skip", part)]
+        command = [KVGATE, "doctor", "--json", *skipped, "--timeout", "5m", "--python", sys.executable]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        # Another engine's remains in this environment are no failure.
+        findings = json.loads(said.stdout)["findings"]
+        (found,) = (one for one in findings if (one["check"], one["verdict"]) == ("engines", "ok"))
+        for words in (f"SGLang {metadata.version('sglang')}", "kvgate.sglang load"):
+            self.assertIn(words, found["seen"])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ python tests/engines/test_wheel.py     in an environment with the wheel
 
 import ctypes
 import json
+import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,7 +17,7 @@ from array import array
 from importlib import metadata
 from pathlib import Path
 
-from gateway import Gateway
+from gateway import KVGATE, Gateway
 from kvgate import KvGateError, Lookups, PageLookups, Prompt, Space, Worker
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())
@@ -36,6 +39,33 @@ class PackageTest(unittest.TestCase):
         (found,) = metadata.distribution("kvgate").entry_points.select(group="vllm.general_plugins")
         self.assertEqual((found.name, found.value), ("kvgate", "kvgate.plugin:register"))
         self.assertTrue(callable(found.load()))
+
+
+class DoctorTest(unittest.TestCase):
+    def test_the_doctor_finds_this_engine_and_loads_the_connector(self):
+        parts = ("s3", "transfer", "memory", "disks", "gpu", "api")
+        skipped = [word for part in parts for word in ("--skip", part)]
+        command = [KVGATE, "doctor", "--json", *skipped, "--timeout", "5m"]
+        said = subprocess.run([*command, "--python", sys.executable], capture_output=True, text=True, check=True)
+        (found,) = (finding for finding in json.loads(said.stdout)["findings"] if finding["check"] == "engines")
+        self.assertEqual(found["verdict"], "ok", found)
+        for words in ("vLLM 0.", f"kvgate {metadata.version('kvgate')}", "kvgate.vllm load"):
+            self.assertIn(words, found["seen"])
+
+        # What is left of an environment without the extension, or with another kvgate.
+        for broken in ("kvgate/__init__.py", "vllm/__init__.py"):
+            with tempfile.TemporaryDirectory() as folder:
+                module = Path(folder, broken)
+                module.parent.mkdir()
+                module.write_text("raise ImportError('broken by the test')\n")
+                said = subprocess.run(
+                    [*command, "--python", sys.executable],
+                    env={**os.environ, "PYTHONPATH": folder},
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual(said.returncode, 1, said)
+                self.assertIn("broken by the test", said.stdout)
 
 
 class PromptTest(unittest.TestCase):

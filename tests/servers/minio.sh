@@ -20,7 +20,7 @@ up() {
     check_free "$ADDR" "$PORT"
     # It must neither phone home for updates nor open its web console.
     start "$DIR" minio env MINIO_ROOT_USER=$ACCESS_KEY MINIO_ROOT_PASSWORD=$SECRET_KEY \
-        MINIO_UPDATE=off MINIO_BROWSER=off MINIO_CALLHOME_ENABLE=off \
+        MINIO_REGION=us-east-1 MINIO_UPDATE=off MINIO_BROWSER=off MINIO_CALLHOME_ENABLE=off \
         minio server --quiet --address "$ADDR:$PORT" "$DIR/data"
     ready "$DIR" minio "http://$ADDR:$PORT/minio/health/ready"
     {

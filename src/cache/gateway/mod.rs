@@ -46,7 +46,7 @@ pub use self::credit::Credit;
 pub use self::load::{AfterMiss, LoadSpec, LoadStream};
 pub use self::lookup::Lookup;
 pub use self::miss::Miss;
-pub use self::options::{GatewayOptions, OpenError, open_store};
+pub use self::options::{GatewayOptions, OpenError, open_store, s3_options};
 pub use self::slot::{ArenaFull, FilledSlot, StoreSlot};
 pub use self::store::{ReserveCall, Reserved, Skip};
 use self::tiers::Tiers;

@@ -80,7 +80,16 @@ pub async fn open_store(
     config: &Config,
     credentials: Option<Credentials>,
 ) -> Result<Arc<dyn ObjectStore>, OpenError> {
-    let s3 = S3::connect(&S3Options {
+    let options = S3Options {
+        credentials,
+        ..s3_options(config)?
+    };
+    Ok(Arc::new(S3::connect(&options).await?))
+}
+
+/// How the configured bucket is reached; credentials come from the AWS chain. Fails where no bucket is configured.
+pub fn s3_options(config: &Config) -> Result<S3Options, OpenError> {
+    Ok(S3Options {
         endpoint: config.s3.endpoint.clone(),
         bucket: config.s3.bucket.clone().ok_or(OpenError::NoBucket)?,
         prefix: KeyPrefix::new(&config.s3.prefix).as_str().to_owned(),
@@ -94,7 +103,7 @@ pub async fn open_store(
         idle_timeout: config.s3.idle_timeout,
         connections_max: config.s3.connections as usize,
         answer_bytes_max: bytes(config.s3.answer_max),
-        credentials,
+        credentials: None,
         credentials_ttl: config.s3.credentials_ttl,
         attempts: AttemptPolicy {
             retries: config.s3.retries,
@@ -125,8 +134,6 @@ pub async fn open_store(
         },
         srv: config.dns.srv.clone(),
     })
-    .await?;
-    Ok(Arc::new(s3))
 }
 
 /// The arena options of a library.

@@ -8,6 +8,8 @@ mod gc;
 mod notify;
 mod options;
 
+pub use options::{arena as arena_options, has_room};
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -28,6 +28,17 @@ pub fn arena(config: &Config) -> ArenaOptions {
     }
 }
 
+/// Checks that the arena has room for the parts of it that are promised. Fails with a sentence.
+pub fn has_room(config: &Config) -> Result<(), String> {
+    let (arena, reserve, behind) = (config.arena.size, config.load.reserve, config.store.write_behind);
+    if reserve.bytes() + behind.bytes() > arena.bytes() {
+        return Err(format!(
+            "[arena] size, {arena}, has no room for [load] reserve, {reserve}, and [store] write_behind, {behind}: raise it, or lower these"
+        ));
+    }
+    Ok(())
+}
+
 pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
     TierOptions {
         memory: MemoryOptions {

@@ -14,8 +14,10 @@
 
 mod answer;
 mod error;
+mod inspect;
 mod lookup;
 mod servers;
 mod watch;
 
+pub use inspect::{Answered, NameInspected, ServerAnswers, inspect};
 pub use watch::{AddressSource, DnsOptions, NameState, Resolved, Resolver};

@@ -31,16 +31,30 @@ pub(super) struct NameServers {
     limit: Duration,
 }
 
-struct Server {
+pub(super) struct Server {
     /// As an error names it.
-    name: String,
+    pub name: String,
     pool: NameServerPool<TokioRuntimeProvider>,
     request: DnsRequestOptions,
+}
+
+/// What carries the questions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Carrier {
+    /// UDP, and TCP where an answer says that it was cut.
+    Both,
+    Udp,
+    Tcp,
 }
 
 impl NameServers {
     /// The servers of the options, which take every name as it is; otherwise the system's, with its search list. Reads files.
     pub fn read(options: &DnsOptions) -> Result<Self, NetError> {
+        let carrier = if options.tcp { Carrier::Tcp } else { Carrier::Both };
+        Self::read_for(options, carrier)
+    }
+
+    pub fn read_for(options: &DnsOptions, carrier: Carrier) -> Result<Self, NetError> {
         let mut hickory = ResolverOpts::default();
         let (mut search, mut configs) = (Vec::new(), Vec::new());
         if options.servers.is_empty() {
@@ -54,12 +68,12 @@ impl NameServers {
             (hickory, configs) = (system, servers);
         }
         configs.extend(options.servers.iter().map(|&address| at(address)));
-        if options.tcp {
-            for config in &mut configs {
-                config
-                    .connections
-                    .retain(|connection| matches!(connection.protocol, ProtocolConfig::Tcp));
-            }
+        for config in &mut configs {
+            config.connections.retain(|connection| match carrier {
+                Carrier::Both => true,
+                Carrier::Tcp => matches!(connection.protocol, ProtocolConfig::Tcp),
+                Carrier::Udp => matches!(connection.protocol, ProtocolConfig::Udp),
+            });
         }
         hickory.timeout = options.timeout;
         let server = |config| Server::new(config, &hickory);
@@ -71,6 +85,11 @@ impl NameServers {
             ndots: hickory.ndots,
             limit: options.timeout,
         })
+    }
+
+    /// In the order in which they are asked.
+    pub fn servers(&self) -> &[Server] {
+        &self.servers
     }
 
     /// The names that this one may stand for, in the order of trying. The hosts file comes before the search list.
@@ -101,9 +120,20 @@ impl NameServers {
         if let Some(found) = self.in_hosts_file(name, kind) {
             return found;
         }
+        self.ask_of(&self.servers, name, kind, deadline).await
+    }
+
+    /// The same of these servers alone, whatever the hosts file has.
+    pub async fn ask_of(
+        &self,
+        servers: &[Server],
+        name: &Name,
+        kind: RecordType,
+        deadline: Instant,
+    ) -> Result<Records, DnsError> {
         let (mut at, mut ttl) = (name.clone(), u32::MAX);
         for _ in 0..HOPS_MAX {
-            match self.ask_once(&at, kind, deadline).await? {
+            match self.ask_once(servers, &at, kind, deadline).await? {
                 Reading::Alias(target, its) => (at, ttl) = (target, ttl.min(its)),
                 Reading::Records(mut records) => {
                     records.ttl = records.ttl.min(ttl);
@@ -115,7 +145,7 @@ impl NameServers {
     }
 
     /// A name that the file has in one family has none in the other: DNS is not asked for it.
-    fn in_hosts_file(&self, name: &Name, kind: RecordType) -> Option<Result<Records, DnsError>> {
+    pub fn in_hosts_file(&self, name: &Name, kind: RecordType) -> Option<Result<Records, DnsError>> {
         let of = |kind| {
             let lookup = self.hosts.lookup_static_host(&Query::query(name.clone(), kind))?;
             let data = lookup.answers().iter().map(|record| record.data.clone());
@@ -135,15 +165,21 @@ impl NameServers {
 
     /// One server after the other until one answers, as is expected of /etc/resolv.conf; "no such name" is an answer.
     /// Each gets its share of the time that is left.
-    async fn ask_once(&self, name: &Name, kind: RecordType, deadline: Instant) -> Result<Reading, DnsError> {
+    async fn ask_once(
+        &self,
+        servers: &[Server],
+        name: &Name,
+        kind: RecordType,
+        deadline: Instant,
+    ) -> Result<Reading, DnsError> {
         let mut result = Err(DnsError::Timeout {
             name: written(name),
             server: "any DNS server".into(),
             limit: self.limit,
         });
-        for (i, server) in (0..).zip(&self.servers) {
+        for (i, server) in (0..).zip(servers) {
             let left = deadline.saturating_duration_since(Instant::now());
-            let share = left / u32::try_from(self.servers.len() - i).unwrap_or(u32::MAX);
+            let share = left / u32::try_from(servers.len() - i).unwrap_or(u32::MAX);
             result = timeout(share, server.ask(name, kind))
                 .await
                 .unwrap_or(Err(NetError::Timeout))

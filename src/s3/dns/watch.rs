@@ -124,7 +124,8 @@ impl AddressSource {
         }
     }
 
-    fn literal(&self) -> Option<SocketAddr> {
+    /// The address itself, where it is one.
+    pub fn literal(&self) -> Option<SocketAddr> {
         let Self::Host { name, port } = self else {
             return None;
         };

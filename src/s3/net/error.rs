@@ -58,14 +58,18 @@ impl NetError {
         }
     }
 
+    /// Why TLS could not be agreed on, if it is that.
+    pub fn tls(&self) -> Option<&rustls::Error> {
+        let Self::Connect { cause, .. } = self else {
+            return None;
+        };
+        cause.get_ref().and_then(|inner| inner.downcast_ref())
+    }
+
     /// The server's certificate is of a CA that nobody named.
     pub fn is_untrusted(&self) -> bool {
-        let Self::Connect { cause, .. } = self else {
-            return false;
-        };
-        let tls = cause.get_ref().and_then(|inner| inner.downcast_ref());
         matches!(
-            tls,
+            self.tls(),
             Some(rustls::Error::InvalidCertificate(
                 rustls::CertificateError::UnknownIssuer
             ))

@@ -137,7 +137,7 @@ impl Drop for Host {
 
 /// The sources of an origin's addresses. For the S3 server's host and the buckets under it they are the operator's; for
 /// other origins it is the name itself.
-fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress> {
+pub(super) fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress> {
     let under = |host: &str| {
         let before = origin.host.strip_suffix(host);
         before.is_some_and(|before| before.is_empty() || before.ends_with('.'))

@@ -20,7 +20,7 @@ use super::body;
 use super::connection::{Connection, Outgoing};
 use super::error::NetError;
 use super::head::ResponseHead;
-use super::host::{Host, ServerAddress};
+use super::host::{self, Host, ServerAddress};
 use super::landing::{Landing, LandingCell};
 use super::pool::{Origin, Pool};
 use super::stats::{NetCounters, Traffic, add};
@@ -71,6 +71,17 @@ impl NetClient {
         }))
     }
 
+    /// A client with connections of its own that judges certificates as of another time.
+    pub(crate) fn at_time(&self, time: Arc<dyn rustls::time_provider::TimeProvider>) -> Self {
+        let mut options = NetOptions::clone(&self.0.options);
+        let mut tls = rustls::ClientConfig::clone(&options.tls);
+        tls.time_provider = time;
+        // A session that is resumed has no certificate to judge.
+        tls.resumption = rustls::client::Resumption::disabled();
+        options.tls = Arc::new(tls);
+        Self::new(options)
+    }
+
     pub fn traffic(&self) -> Traffic {
         self.0.counters.read()
     }
@@ -93,6 +104,11 @@ impl NetClient {
     /// The names that the endpoints of an origin come from.
     pub fn names(&self, origin: &Origin) -> Vec<NameState> {
         self.host(origin).names()
+    }
+
+    /// Where the addresses of an origin come from.
+    pub(crate) fn places(&self, origin: &Origin) -> Vec<ServerAddress> {
+        host::places(origin, &self.0.options)
     }
 
     pub fn endpoints(&self, origin: &Origin) -> Vec<EndpointState> {

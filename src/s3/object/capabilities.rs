@@ -1,10 +1,12 @@
 //! A server's real behaviour, found out by trying it on a tiny object: some accept a condition and overwrite all the
 //! same, some answer `GetObjectAttributes` with the object itself.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::error::ErrorKind;
+use super::error::{ErrorKind, ObjectError};
 use super::store::{Condition, ObjectStore, Result};
 use crate::format::Crc64;
 use crate::protocol::ProbeMode;
@@ -24,6 +26,28 @@ pub struct Capabilities {
     pub attributes: bool,
     /// A PUT whose body has not the CRC-64/NVME that was sent with it is refused.
     pub checksum: bool,
+}
+
+/// How a server treats something that a request asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Support {
+    Honoured,
+    /// It answers as if nothing had been asked for.
+    Ignored,
+    /// It refuses the request; in its words.
+    Refused(String),
+}
+
+/// How a server treats the requests that kvgate would like to make.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Probed {
+    /// A PUT with `If-None-Match: *` over an object that exists.
+    pub if_none_match: Support,
+    /// A PUT with `If-Match` of another version, then of the right one.
+    pub if_match: Support,
+    pub attributes: Support,
+    /// A PUT with a wrong CRC-64/NVME, then with the right one.
+    pub checksum: Support,
 }
 
 const BODY: &[u8] = b"kvgate start-up probe, may be deleted";
@@ -53,58 +77,91 @@ impl Capabilities {
             Err(error) if error.kind == ErrorKind::Changed => {}
             result => drop(result?),
         }
-        let found = Self::try_out(store, key, mode, deadline).await;
+        let found = Probed::of(store, key, mode == ProbeMode::Auto, deadline).await;
         if let Err(error) = store.delete(&[key.to_owned()], deadline).await {
             tracing::debug!(%error, "the start-up probe's object stays");
         }
-        found
+        let found = found?;
+        Ok(Self {
+            if_none_match: found.if_none_match == Support::Honoured,
+            if_match: found.if_match == Support::Honoured,
+            attributes: match mode {
+                ProbeMode::Head => false,
+                ProbeMode::Attributes => true,
+                ProbeMode::Auto => found.attributes == Support::Honoured,
+            },
+            checksum: found.checksum == Support::Honoured,
+        })
     }
+}
 
-    async fn try_out(store: &dyn ObjectStore, key: &str, mode: ProbeMode, deadline: Instant) -> Result<Self> {
-        let kept = async |when| match store.put(key, Bytes::from_static(BODY), when, deadline).await {
-            Err(error) if error.kind == ErrorKind::Changed => Ok(true),
-            Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => Err(error),
-            // It overwrites, or does not know conditions.
-            Ok(_) | Err(_) => Ok(false),
-        };
-        let if_none_match = kept(Condition::IfAbsent).await?;
+impl Probed {
+    /// Tries them on `key`, where there is an object that may be overwritten; leaves one there. `attributes`: asks for them,
+    /// too.
+    pub async fn of(store: &dyn ObjectStore, key: &str, attributes: bool, deadline: Instant) -> Result<Self> {
+        let put = |when| store.put(key, Bytes::from_static(BODY), when, deadline);
+        let if_none_match = kept(put(Condition::IfAbsent).await)?;
         let meta = store.head(key, deadline).await?;
-        let wrong = "00000000000000000000000000000000";
-        let right = Condition::IfMatch(&meta.version.etag);
-        let if_match = kept(Condition::IfMatch(wrong)).await? && !kept(right).await?;
-        let attributes = match mode {
-            ProbeMode::Head => false,
-            ProbeMode::Attributes => true,
-            ProbeMode::Auto => {
-                let answer = store.attributes(key, deadline).await;
-                answer
-                    .is_ok_and(|seen| seen.len == BODY.len() as u64 && seen.version.etag == meta.version.etag)
-            }
+        let attributes = match attributes {
+            false => Support::Ignored,
+            true => match store.attributes(key, deadline).await {
+                Ok(seen) if seen.len == meta.len && seen.version.etag == meta.version.etag => {
+                    Support::Honoured
+                }
+                Ok(_) => Support::Ignored,
+                Err(error) if error.kind == ErrorKind::Protocol => Support::Ignored,
+                Err(error) => Support::Refused(error.detail().to_owned()),
+            },
         };
+        let wrong = "00000000000000000000000000000000";
+        let mut if_match = kept(put(Condition::IfMatch(wrong)).await)?;
+        if if_match == Support::Honoured {
+            if_match = match kept(put(Condition::IfMatch(&meta.version.etag)).await)? {
+                Support::Ignored => Support::Honoured,
+                Support::Honoured => Support::Refused("the right ETag counts as a wrong one".into()),
+                refused => refused,
+            };
+        }
         Ok(Self {
             if_none_match,
             if_match,
             attributes,
-            checksum: Self::checks(store, key, deadline).await?,
+            checksum: Self::checksum(store, key, deadline).await?,
         })
     }
 
     /// The right one is taken, and a wrong one refused: some servers know the header no more than any other.
-    async fn checks(store: &dyn ObjectStore, key: &str, deadline: Instant) -> Result<bool> {
+    async fn checksum(store: &dyn ObjectStore, key: &str, deadline: Instant) -> Result<Support> {
         let right = Crc64::of(BODY);
-        for (crc64, is_taken) in [(right ^ 1, false), (right, true)] {
+        let put = |crc64| {
             let body = Bytes::from_static(BODY);
-            match store
-                .put_checked(key, body, crc64, Condition::Always, deadline)
-                .await
-            {
-                Err(error) if error.kind.retryable() || error.kind == ErrorKind::Deadline => {
-                    return Err(error);
-                }
-                result if result.is_ok() == is_taken => {}
-                _ => return Ok(false),
-            }
+            store.put_checked(key, body, crc64, Condition::Always, deadline)
+        };
+        match put(right ^ 1).await.map_err(passing) {
+            Ok(_) => return Ok(Support::Ignored),
+            Err(error) => drop(error?),
         }
-        Ok(true)
+        match put(right).await.map_err(passing) {
+            Ok(_) => Ok(Support::Honoured),
+            Err(error) => Ok(Support::Refused(error?.detail().to_owned())),
+        }
+    }
+}
+
+/// The answer to a PUT whose condition does not hold.
+fn kept(answer: Result<Arc<str>>) -> Result<Support> {
+    match answer.map_err(passing) {
+        Ok(_) => Ok(Support::Ignored),
+        Err(Ok(error)) if error.kind == ErrorKind::Changed => Ok(Support::Honoured),
+        Err(Ok(error)) => Ok(Support::Refused(error.detail().to_owned())),
+        Err(Err(error)) => Err(error),
+    }
+}
+
+/// An error that says something of the server; or else one that says something of this moment alone.
+fn passing(error: ObjectError) -> Result<ObjectError> {
+    match error.kind.retryable() || error.kind == ErrorKind::Deadline {
+        true => Err(error),
+        false => Ok(error),
     }
 }

@@ -103,6 +103,13 @@ impl S3Options {
 
 /// Our HTTP client, with these options.
 pub(super) fn net_client(options: &S3Options) -> Result<NetClient, S3ClientError> {
+    net_client_with(options, options.places()?)
+}
+
+pub(super) fn net_client_with(
+    options: &S3Options,
+    places: Option<(String, Vec<ServerAddress>)>,
+) -> Result<NetClient, S3ClientError> {
     Ok(NetClient::new(NetOptions {
         tls: net::client_config(options.ca_file.as_deref())?,
         connect_timeout: options.connect_timeout,
@@ -112,7 +119,7 @@ pub(super) fn net_client(options: &S3Options) -> Result<NetClient, S3ClientError
         answer_bytes_max: options.answer_bytes_max,
         endpoints: options.endpoints,
         dns: Resolver::new(options.dns.clone()),
-        places: options.places()?,
+        places,
     }))
 }
 

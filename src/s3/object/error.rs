@@ -75,6 +75,10 @@ pub enum ErrorKind {
     Quota,
     /// No credentials, or the server does not accept them.
     Credentials,
+    /// The request was signed for another region than the bucket's.
+    Region,
+    /// The server's clock and ours are too far apart for signatures.
+    Skewed,
     /// 429 or 503.
     Throttled,
     /// 500, 502, 504.
@@ -116,8 +120,16 @@ impl ErrorKind {
         )
     }
 
+    /// Whether configuration, credentials or clock must change before any request can succeed.
+    pub fn is_setup(self) -> bool {
+        matches!(
+            self,
+            Self::NoBucket | Self::Denied | Self::Credentials | Self::Region | Self::Skewed
+        )
+    }
+
     /// Advice to an operator: what to look at or type.
-    fn advice(self) -> &'static str {
+    pub fn advice(self) -> &'static str {
         match self {
             Self::NoBucket => {
                 "the bucket does not exist: create it, or give another with --bucket ([s3] bucket)"
@@ -126,6 +138,11 @@ impl ErrorKind {
             Self::Quota => "the quota is used up: raise it, or remove chunks (kvgate rm, a lifecycle rule)",
             Self::Credentials => {
                 "the credentials are missing or not accepted: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            }
+            Self::Region => "the bucket is in another region: give it with --region ([s3] region)",
+            Self::Skewed => {
+                "the clock of this machine or that of the server is wrong: compare `date -u` on both, and set them by NTP \
+                 (timedatectl set-ntp true)"
             }
             Self::Throttled => "the server asks to slow down",
             Self::Unavailable => "the server failed",
@@ -164,6 +181,11 @@ impl ObjectError {
             kind,
             detail: detail.into(),
         }
+    }
+
+    /// The server's or the library's own words.
+    pub fn detail(&self) -> &str {
+        &self.detail
     }
 
     /// `signs`: the server is known to give its answers request ids.
@@ -222,12 +244,16 @@ impl ObjectError {
             refusal.message,
             refusal.request_id.as_deref().unwrap_or("-")
         );
-        Self::new(
-            operation,
-            target,
-            kind_of_status(operation, refusal.status, code, from_s3),
-            detail,
-        )
+        let kind = match kind_of_status(operation, refusal.status, code, from_s3) {
+            // "... the region 'here' is wrong; expecting 'there'"
+            ErrorKind::Credentials
+                if code == Some("AuthorizationHeaderMalformed") && refusal.message.contains("region") =>
+            {
+                ErrorKind::Region
+            }
+            kind => kind,
+        };
+        Self::new(operation, target, kind, detail)
     }
 
     pub(super) fn from_net(operation: Operation, target: &str, error: &NetError) -> Self {
@@ -304,6 +330,7 @@ fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3
         (404, _) if operation == Operation::Head && from_s3 => ErrorKind::NotFound,
         (412, _) => ErrorKind::Changed,
         (409, _) => ErrorKind::Conflict,
+        (400 | 401 | 403, Some("RequestTimeTooSkewed")) => ErrorKind::Skewed,
         (
             400 | 401 | 403,
             Some(
@@ -311,10 +338,13 @@ fn kind_of_status(operation: Operation, status: u16, code: Option<&str>, from_s3
                 | "SignatureDoesNotMatch"
                 | "ExpiredToken"
                 | "InvalidToken"
-                | "RequestTimeTooSkewed"
                 | "AuthorizationHeaderMalformed",
             ),
         ) => ErrorKind::Credentials,
+        // AWS's, for a bucket that is elsewhere.
+        (301 | 307 | 400, Some("PermanentRedirect" | "TemporaryRedirect" | "InvalidRegion")) => {
+            ErrorKind::Region
+        }
         (400, Some("BadDigest" | "XAmzContentChecksumMismatch")) => ErrorKind::Checksum,
         // RGW's, and MinIO's.
         (400 | 403, Some("QuotaExceeded" | "XMinioAdminBucketQuotaExceeded")) => ErrorKind::Quota,

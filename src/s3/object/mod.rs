@@ -11,15 +11,17 @@ mod capabilities;
 mod client;
 mod credentials;
 mod error;
+mod inspect;
 mod reads;
 mod s3;
 mod sign;
 mod store;
 mod upkeep;
 
-pub use capabilities::Capabilities;
+pub use capabilities::{Capabilities, Probed, Support};
 pub use client::{S3ClientError, S3Options};
 pub use error::{ErrorKind, ObjectError, Operation};
+pub use inspect::{AgeRule, RangeAnswer};
 pub use s3::S3;
 pub use store::{
     Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts, RequestTimes,

@@ -82,6 +82,8 @@ pub(super) struct Read {
 /// The head of a 2xx answer.
 #[derive(Debug, Default)]
 pub(super) struct AnswerHead {
+    pub status: u16,
+    pub content_range: Option<String>,
     pub content_length: Option<u64>,
     /// As in the header.
     pub etag: Option<String>,
@@ -181,6 +183,16 @@ impl Reads {
     /// How reads of `bytes` bytes are hedged.
     pub fn hedge(&self, bytes: usize) -> impl Hedge + use<> {
         self.http.hedge(&self.bucket.origin, bytes)
+    }
+
+    /// Where the requests go.
+    pub fn origin(&self) -> &Origin {
+        &self.bucket.origin
+    }
+
+    /// As in the Host header.
+    pub fn host(&self) -> &str {
+        &self.bucket.host
     }
 
     pub fn endpoints(&self) -> Vec<EndpointState> {
@@ -288,6 +300,8 @@ fn answer<'a>(
     let request_id = header("x-amz-request-id");
     if (200..300).contains(&status) {
         return Ok(AnswerHead {
+            status,
+            content_range: header("content-range").map(Into::into),
             content_length: header("content-length").and_then(|len| len.parse().ok()),
             etag: header("etag").map(Into::into),
             last_modified: header("last-modified")

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use aws_credential_types::provider::SharedCredentialsProvider;
 use aws_sdk_s3::Client;
 use aws_sdk_s3::client::customize::CustomizableOperation;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
@@ -33,8 +34,10 @@ use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted}
 /// One bucket over the AWS SDK.
 pub struct S3 {
     pub(super) client: Client,
-    reads: Reads,
-    http: NetClient,
+    pub(super) reads: Reads,
+    pub(super) http: NetClient,
+    /// None: the chain is empty.
+    pub(super) credentials: Option<SharedCredentialsProvider>,
     attempts: Attempts,
     pub(super) bucket: String,
     pub(super) prefix: String,
@@ -54,6 +57,7 @@ impl S3 {
             client: client::client(options, &shared),
             reads: Reads::new(options, http.clone(), shared.credentials_provider()).await?,
             http,
+            credentials: shared.credentials_provider(),
             attempts: Attempts::new(options.attempts),
             bucket: options.bucket.clone(),
             prefix: options.prefix.clone(),
@@ -134,7 +138,7 @@ impl S3 {
         answer.map_err(|error| ObjectError::from_sdk(operation, target, &error, self.signs()))
     }
 
-    async fn send(&self, operation: Operation, read: Read) -> Result<AnswerHead> {
+    pub(super) async fn send(&self, operation: Operation, read: Read) -> Result<AnswerHead> {
         let key = &read.key;
         match self.reads.send(&read).await {
             Ok(answer) => {

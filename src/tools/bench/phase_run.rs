@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::histogram::Histogram;
 use super::report::ReportMark;
 use super::settings::BenchPhase;
-use crate::s3::object::{ErrorKind, ObjectError};
+use crate::s3::object::ObjectError;
 
 /// Requests that may fail before a phase gives up: more failures mean that it won't get better.
 const ERRORS_MAX: u64 = 1000;
@@ -296,12 +296,7 @@ impl PhaseRun {
     fn failed(&self, failure: PhaseFailure) {
         match failure {
             // Every other request will meet this error too.
-            PhaseFailure::Object(error)
-                if matches!(
-                    error.kind,
-                    ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
-                ) =>
-            {
+            PhaseFailure::Object(error) if error.kind.is_setup() => {
                 self.stop();
                 lock(&self.fatal).get_or_insert(error);
             }

@@ -5,7 +5,7 @@ use std::io;
 use crate::cache::gateway::OpenError;
 use crate::config::ConfigError;
 use crate::format::{HashError, SpaceError};
-use crate::s3::object::{ErrorKind, ObjectError};
+use crate::s3::object::ObjectError;
 
 /// Why a command ends with another status than 0.
 #[derive(Debug, thiserror::Error)]
@@ -56,9 +56,7 @@ impl From<ObjectError> for CliError {
 impl From<&ObjectError> for CliError {
     fn from(error: &ObjectError) -> Self {
         match error.kind {
-            ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied => {
-                Self::Usage(error.to_string())
-            }
+            kind if kind.is_setup() => Self::Usage(error.to_string()),
             _ => Self::Failed(error.to_string()),
         }
     }

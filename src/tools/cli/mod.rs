@@ -9,6 +9,7 @@ mod bucket;
 mod completions;
 mod config;
 mod demo;
+mod doctor;
 mod error;
 mod flush;
 mod gc;
@@ -60,7 +61,7 @@ Examples:
   kvgate bench
   kvgate serve --embedded /tmp/kvgate-data --socket /tmp/kvgate.sock
   kvgate size --model qwen3-32b --tp 4
-  kvgate config check --config kvgate.toml
+  kvgate doctor --config kvgate.toml
   kvgate ls --endpoint http://rgw:8000 --bucket kv
   kvgate lookup --bucket kv --model llama-3-8b --revision 62bd457 --tokens prompt.txt
 
@@ -74,6 +75,7 @@ enum Command {
     Flush(flush::FlushArgs),
     Prefetch(prefetch::PrefetchArgs),
     Demo(demo::DemoCommand),
+    Doctor(doctor::DoctorArgs),
     Bench(bench::BenchArgs),
     Lookup(lookup::LookupArgs),
     Ls(ls::LsArgs),
@@ -144,6 +146,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Flush(args) => flush::run(args, verbose, out).await,
         Command::Prefetch(args) => prefetch::run(args, verbose, out).await,
         Command::Demo(args) => demo::run(args, verbose).await,
+        Command::Doctor(args) => doctor::run(args, verbose, out).await,
         Command::Bench(args) => bench::run(args, verbose, out).await,
         Command::Lookup(args) => lookup::run(args, verbose, out).await,
         Command::Ls(args) => ls::run(args, verbose, out).await,

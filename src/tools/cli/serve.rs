@@ -11,7 +11,7 @@ use super::logging;
 use super::output::{Out, tell};
 use crate::cache::gateway::open_store;
 use crate::config::{Config, Override};
-use crate::node::daemon::Daemon;
+use crate::node::daemon::{Daemon, has_room};
 use crate::s3::object::ObjectStore;
 use crate::tools::s3_server::{S3Server, S3ServerError};
 
@@ -100,7 +100,7 @@ impl ServeArgs {
             Some(Override { path, value, flag })
         });
         let config = self.connect.load(given.collect())?.config;
-        check(&config)?;
+        has_room(&config).map_err(CliError::Usage)?;
         Ok(config)
     }
 
@@ -126,15 +126,4 @@ impl ServeArgs {
             Ok(vec!["log.level".to_owned()])
         })
     }
-}
-
-/// Checks between keys that a daemon needs.
-fn check(config: &Config) -> Result<(), CliError> {
-    let (arena, reserve, behind) = (config.arena.size, config.load.reserve, config.store.write_behind);
-    if reserve.bytes() + behind.bytes() > arena.bytes() {
-        return Err(CliError::usage(format!(
-            "[arena] size, {arena}, has no room for [load] reserve, {reserve}, and [store] write_behind, {behind}: raise it, or lower these"
-        )));
-    }
-    Ok(())
 }

@@ -6,7 +6,7 @@ use crate::cache::gateway::OpenError;
 use crate::config::units::ByteSize;
 use crate::engine::copy::{CopyError, HostPagesError};
 use crate::format::{HashError, SpaceError};
-use crate::s3::object::{ErrorKind, ObjectError};
+use crate::s3::object::ObjectError;
 use crate::tools::s3_server::S3ServerError;
 
 /// Why the demo can't run, or can't go on. Misses and wrong bytes are not errors: the report has them.
@@ -70,12 +70,7 @@ impl DemoError {
     /// Whether flags or configuration must change (exit 2), or something failed (exit 1).
     pub fn is_usage(&self) -> bool {
         match self {
-            Self::Open(OpenError::Object(error)) | Self::Object(error) => {
-                matches!(
-                    error.kind,
-                    ErrorKind::NoBucket | ErrorKind::Credentials | ErrorKind::Denied
-                )
-            }
+            Self::Open(OpenError::Object(error)) | Self::Object(error) => error.kind.is_setup(),
             Self::Open(error) => matches!(error, OpenError::NoBucket | OpenError::Client(_)),
             Self::Server(error) => error.is_usage(),
             Self::Model { .. }

@@ -50,7 +50,14 @@ impl Place {
 
 /// A command without the environment's credentials and configuration.
 pub fn kvgate(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvgate"));
+    kvgate_under(&[], home, args)
+}
+
+/// The same, run by another program.
+pub fn kvgate_under(wrapper: &[&str], home: &Path, args: &[&str]) -> Command {
+    let words = [wrapper, &[env!("CARGO_BIN_EXE_kvgate")]].concat();
+    let mut command = Command::new(words[0]);
+    command.args(&words[1..]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("AWS_") || text.to_uppercase().starts_with("KVGATE__") {

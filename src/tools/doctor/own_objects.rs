@@ -1,0 +1,77 @@
+//! The objects that an examination writes, and their removal.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Finding;
+use crate::format::KeyPrefix;
+use crate::s3::object::{ErrorKind, ObjectStore, S3};
+
+const CHECK: &str = "cleanup";
+
+pub struct OwnObjects {
+    store: Arc<S3>,
+    /// The start of all their keys, unlike that of any other examination.
+    start: String,
+    /// Those that may be there.
+    keys: Mutex<Vec<String>>,
+}
+
+impl OwnObjects {
+    pub fn new(store: Arc<S3>, keys: &KeyPrefix) -> Self {
+        Self {
+            store,
+            start: keys.own(&format!("doctor-{:016x}/", fastrand::u64(..))),
+            keys: Mutex::default(),
+        }
+    }
+
+    /// The key of an object that is about to be written.
+    pub fn key(&self, name: &str) -> String {
+        let key = format!("{}{name}", self.start);
+        let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
+        if !keys.contains(&key) {
+            keys.push(key.clone());
+        }
+        key
+    }
+
+    /// Removes all that may be there, and looks whether anything is left.
+    pub async fn remove(self, limit: Duration) -> Option<Finding> {
+        let keys = self.keys.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if keys.is_empty() {
+            return None;
+        }
+        let deadline = Instant::now() + limit;
+        let removed = self.store.delete(&keys, deadline).await;
+        let left = self.store.list(&self.start, None, deadline).await;
+        let place = &self.start;
+        Some(match (removed, left) {
+            (_, Ok(left)) if left.objects.is_empty() => {
+                Finding::ok(CHECK, format!("nothing is left under {place}"))
+            }
+            (Err(error), _) if error.kind == ErrorKind::Denied => {
+                let advice = "Allow s3:DeleteObject under the prefix: `kvgate rm` and repairs of damage need it. Then remove what is left";
+                Finding::warning(
+                    CHECK,
+                    format!("objects may not be removed, and stay under {place}"),
+                    advice,
+                )
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                let advice = format!("Remove what is left under {place} when the server answers again");
+                Finding::warning(CHECK, error.to_string(), advice)
+            }
+            (Ok(()), Ok(left)) => {
+                let seen = format!("{} objects are still listed under {place}", left.objects.len());
+                Finding::warning(
+                    CHECK,
+                    seen,
+                    "The server lists what was removed: is it eventually consistent?",
+                )
+            }
+        })
+    }
+}
