@@ -204,23 +204,30 @@ fn what_is_not_admitted_is_not_put_and_may_be_missed() {
         read_gib: 0.0,
         probes: 15,
     };
-    let plan = |admit_chance| S3Plan {
+    let plan = |admit_bytes| S3Plan {
         strategy: Strategy::Prefix,
+        nodes: 1,
         memory_blocks: 1000,
-        admit_chance,
+        admit_bytes,
     };
-    let all = cost(&trace, plan(0.0), &settings);
-    let some = cost(&trace, plan(0.9), &settings);
+    let all = cost(&trace, plan(None), &settings);
+    let some = cost(&trace, plan(Some(2 << 20)), &settings);
     assert_eq!(all.hits, infinite(&trace.prompts).leading);
     assert!(
         some.puts < all.puts && some.hits < all.hits && some.dollars < all.dollars,
         "{some:?} {all:?}"
     );
+    let enough = cost(&trace, plan(Some(1 << 40)), &settings);
+    assert_eq!(
+        (enough.puts, enough.hits),
+        (all.puts, all.hits),
+        "a budget for all of them"
+    );
     let exact = cost(
         &trace,
         S3Plan {
             strategy: Strategy::Exact,
-            ..plan(0.0)
+            ..plan(None)
         },
         &settings,
     );

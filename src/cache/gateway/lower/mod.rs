@@ -1,14 +1,18 @@
 //! The way down: chunks in memory go to the disk and to S3 in the background, in the order of their commits
-//! (`tiers/write_behind.rs`), and are tried again until they are there.
+//! (`tiers/write_behind.rs`), and are tried again until they are there. S3 is given all of them, or those that are
+//! admitted (`admit.rs`).
 
+mod admit;
 mod backlog;
 
 use std::sync::Arc;
 
+use futures::future::join;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-pub use self::backlog::{knows, send_backlog};
+use self::admit::{goes_to_s3, parent_of};
+pub use self::backlog::knows;
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
 use super::fetch::verify;
@@ -23,6 +27,7 @@ use crate::s3::object::{ErrorKind, ObjectError, Operation};
 /// enough.
 pub fn resident(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
     let found = tiers.memory.get(&(space.key(), *chunk), space)?;
+    tiers.asked_for(space, chunk, Tier::Memory);
     if found.is_due
         && let Some(object) = &found.object
     {
@@ -55,10 +60,21 @@ fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slo
     };
     tiers.memory.soil(&key);
     tiers.behind.keeps_back(false);
-    write_behind(tiers, room, space, chunk, None, Sealed::Now(object.clone()));
+    let parent = tiers.admitting.as_ref().and_then(|_| parent_of(space, object));
+    let object = Sealed::Now(object.clone());
+    write_behind(tiers, room, space, chunk, parent.as_ref(), object, false);
 }
 
-/// Queues a chunk that is in memory for the lower tiers.
+/// Sends chunks that engines do not wait for, for as long as the returned future is polled: those that the disks had at
+/// start, and declined ones that are asked for again. A flush waits for the former from now on.
+pub fn send_more(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use<> {
+    let (backlog, tiers) = (backlog::send_backlog(tiers), Arc::clone(tiers));
+    async move {
+        join(backlog, admit::second_chances(&tiers)).await;
+    }
+}
+
+/// Queues a chunk that is in memory for the lower tiers. `is_admitted`: the admission need not be asked.
 pub fn write_behind(
     tiers: &Arc<Tiers>,
     room: Room,
@@ -66,8 +82,9 @@ pub fn write_behind(
     chunk: &ChunkHash,
     parent: Option<&ChunkHash>,
     object: Sealed,
+    is_admitted: bool,
 ) {
-    let job = WriteBehindJob::new(&tiers.memory, space, chunk, object);
+    let job = WriteBehindJob::new(&tiers.memory, space, chunk, object, is_admitted);
     if tiers.behind.push(room, chunk, parent, job) && tiers.behind.needs_dispatcher() {
         tokio::spawn(dispatch(Arc::clone(tiers)));
     }
@@ -75,49 +92,63 @@ pub fn write_behind(
 
 /// Starts waiting jobs in their order, as the bytes in flight allow.
 async fn dispatch(tiers: Arc<Tiers>) {
-    while let Some(bytes) = tiers.behind.next_bytes() {
-        let permits = tiers.bucket.put_permits(bytes).await;
-        // The first job may be another one by now.
-        let Some((number, chunk, mut job)) = tiers.behind.start(bytes) else {
+    while let Some(next) = tiers.behind.next() {
+        let (number, chunk) = (next.number, next.chunk);
+        let goes_to_s3 = goes_to_s3(&tiers, &next).await;
+        let permits = match goes_to_s3 {
+            true => tiers.bucket.put_permits(next.bytes).await,
+            false => None,
+        };
+        // It may have been given up by now.
+        let Some(mut job) = tiers.behind.start(number) else {
             continue;
         };
         let of = Arc::clone(&tiers);
         let task = tokio::spawn(async move {
-            let outcome = lower(&of, chunk, &mut job, permits).await;
+            let outcome = lower(&of, chunk, &mut job, goes_to_s3, permits).await;
             of.times.behind.observe(job.since.elapsed());
             drop(job);
-            of.behind.ends(number, &outcome);
+            of.behind.ends(number, outcome.as_ref());
         });
         tiers.behind.began(number, task.abort_handle());
     }
 }
 
-/// Brings a chunk down to the lowest tier that is to have it.
+/// Brings a chunk down to the lowest tier that is to have it. None if it was declined: that is no tier's failure.
 async fn lower(
     tiers: &Tiers,
     chunk: ChunkHash,
     job: &mut WriteBehindJob,
+    goes_to_s3: bool,
     permits: Option<OwnedSemaphorePermit>,
-) -> StoreOutcome {
+) -> Option<StoreOutcome> {
     let (space, bucket) = (&job.space, &tiers.bucket);
     let object = match &mut job.object {
         Sealed::Now(object) => object.clone(),
         Sealed::Soon(object) => match object.await {
             Ok(object) => object,
-            Err(_) => return broken(bucket, space, &chunk, "its digests were not computed"),
+            Err(_) => return Some(broken(bucket, space, &chunk, "its digests were not computed")),
         },
     };
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
-    let written = write_to_disk(tiers, space, &chunk, &object, job.since, goes_lower).await;
+    let below = match (goes_lower, goes_to_s3) {
+        (false, _) => Below::Nothing,
+        (true, true) => Below::Lacks,
+        (true, false) => Below::Declines,
+    };
+    let written = write_to_disk(tiers, space, &chunk, &object, job.since, below).await;
     if !goes_lower {
-        return match written {
+        return Some(match written {
             true => {
                 tiers.behind.keeps_back(true);
                 StoreOutcome::Stored
             }
             false => broken(bucket, space, &chunk, "no disk had room for it"),
-        };
+        });
+    }
+    if !goes_to_s3 {
+        return None;
     }
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
@@ -134,7 +165,7 @@ async fn lower(
                 if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
-                    return StoreOutcome::Failed(error);
+                    return Some(StoreOutcome::Failed(error));
                 }
             }
             // Another store of the chunk is under way, which may fail.
@@ -143,7 +174,7 @@ async fn lower(
                 if let Some(disk) = tiers.disk() {
                     disk.clean(&(space.key(), chunk)).await;
                 }
-                return outcome;
+                return Some(outcome);
             }
         }
         // Spread the retries, so that they don't come all at once when the server is back.
@@ -160,9 +191,8 @@ async fn write_to_disk(
     chunk: &ChunkHash,
     object: &Slot,
     since: Instant,
-    goes_lower: bool,
+    below: Below,
 ) -> bool {
-    let below = if goes_lower { Below::Lacks } else { Below::Nothing };
     let Some(disk) = tiers.disk() else {
         return false;
     };
