@@ -231,6 +231,58 @@ async fn what_was_declined_and_left_is_admitted_when_it_is_stored_again() {
     assert_eq!(admission(&serving).second_chances, 2);
 }
 
+/// Its parent was declined as well, and is here: it goes first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_stored_again_brings_its_parent_along() {
+    let site = Site::new().await;
+    let small = [
+        ("arena.size", "8MiB"),
+        ("load.reserve", "2MiB"),
+        ("load.window", "1MiB"),
+        ("store.write_behind", "3MiB"),
+        ("memory.policy", "lru"),
+    ];
+    let serving = site.serve(&with(&LITTLE, &small)).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    store(&serving.client, &engine, &Prompt::new(14)).await;
+    let prompt = Prompt::new(2);
+    // The last chunk of a prompt leaves first.
+    hits(&serving, &prompt).await;
+    store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    assert_eq!(head_on_s3(&site, &prompt).await, 0);
+    for _ in 0..200 {
+        if hits(&serving, &prompt).await < 2 {
+            break;
+        }
+        store(&serving.client, &engine, &Prompt::new(1)).await;
+        serving.flush().await;
+    }
+    assert_eq!(hits(&serving, &prompt).await, 1);
+    assert_eq!(store(&serving.client, &engine, &last(&prompt)).await, ["stored"]);
+    eventually_on_s3(&site, &prompt, 2).await;
+}
+
+/// A chunk waits for its second load; then it is one that was asked for again, and its budget is the kept one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_for_a_load_is_offered_with_it() {
+    let site = Site::new().await;
+    let serving = site.serve(&with(&LITTLE, &[("memory.min_accesses", "1")])).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(30);
+    store(&serving.client, &engine, &prompt).await;
+    let flushed = serving.client.flush(Some(20_000)).await.unwrap();
+    assert_eq!((flushed.kept_back, flushed.declined), (30, 0));
+    load(&engine, &prompt, "a", Order::Chunk).await;
+    let flushed = serving.client.flush(Some(20_000)).await.unwrap();
+    let head = head_on_s3(&site, &prompt).await;
+    assert!((12..=14).contains(&head), "{head} are on S3");
+    assert_eq!((flushed.kept_back, flushed.declined), (0, 30 - head as u64));
+    assert_eq!(admission(&serving).admitted_chunks, head as u64);
+}
+
 /// Stores it again while memory or a disk has it: that is asking for it, too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_of_what_is_here_is_a_second_chance() {
@@ -277,7 +329,7 @@ async fn the_figures_of_what_was_declined_are_metrics() {
         0
     );
     assert_eq!(admitted + parent + 1, 30);
-    assert_eq!(value("kvgate_admission_declined_chunks"), parent + 1);
+    assert_eq!(value("kvgate_admission_left_out_chunks"), parent + 1);
     assert!(value("kvgate_admission_declined_bytes_total{reason=\"parent\"}") > parent * 96 * 1024);
 }
 

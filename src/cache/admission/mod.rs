@@ -204,6 +204,16 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         self.seen.get(key).map(|seen| seen.standing)
     }
 
+    /// Whether nothing is admitted now. Then a second chance for a chunk of so many bytes counts as declined.
+    pub fn is_used_up(&mut self, bytes: u64, at_ms: u64) -> bool {
+        self.fill(at_ms);
+        let is_used_up = self.level <= 0.0;
+        if is_used_up {
+            self.count(bytes, Some(Standing::Declined), Err(Reason::Budget));
+        }
+        is_used_up
+    }
+
     /// S3 has it, whichever node stored it.
     pub fn is_there(&mut self, key: &K) {
         match self.seen.get_mut(key) {
@@ -216,7 +226,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         }
     }
 
-    /// S3 lacks it since an earlier life of this node. The chunks before it are told first.
+    /// S3 lacks it, and it is asked for: it counts as declined before. The chunks before it are told first.
     pub fn is_missing(&mut self, key: K, parent: Option<K>) {
         let follows_declined = parent.and_then(|parent| self.standing(&parent)) == Some(Standing::Declined);
         let seen = Seen {

@@ -401,7 +401,7 @@ fn admission(text: &mut Text, of: &AdmissionStats) {
         &lines(|declined| declined.bytes),
     );
     text.gauge(
-        "kvgate_admission_declined_chunks",
+        "kvgate_admission_left_out_chunks",
         "Chunks that were declined, and not admitted since.",
         of.declined_now,
     );

@@ -21,6 +21,7 @@ Examples:
   kvgate replay conversation_trace.jsonl
   kvgate replay qwen_traceA_blksz_16.jsonl --blocks 10k,100k --policy reuse,lru
   kvgate replay trace.jsonl --token-bytes 320KiB --svg hits.svg
+  kvgate replay trace.jsonl --nodes 1,16 --admit all,50%,200MiB
   kvgate replay trace.jsonl --json
 
 Each line is a prompt, as Mooncake's traces have them (timestamp in ms, input_length,

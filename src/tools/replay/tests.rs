@@ -237,6 +237,61 @@ fn what_is_not_admitted_is_not_put_and_may_be_missed() {
     );
 }
 
+/// A trace with a budget for this share of what it stores; also without one. The memory of all nodes together has room for
+/// 1,000 blocks.
+fn admitted(prompts: Vec<Prompt>, nodes: usize, share: f64) -> (Cost, Cost) {
+    let trace = Trace {
+        format: "mooncake",
+        block_tokens: 512,
+        prompts,
+    };
+    let settings = CostSettings {
+        block_bytes: 1 << 20,
+        put: 0.005,
+        get: 0.0004,
+        read_gib: 0.0,
+        probes: 15,
+    };
+    let plan = |admit_bytes| S3Plan {
+        strategy: Strategy::Prefix,
+        nodes,
+        memory_blocks: 1000 / nodes,
+        admit_bytes,
+    };
+    let all = cost(&trace, plan(None), &settings);
+    let seconds = trace.prompts.last().map_or(1, |last| last.at_ms.max(1)) as f64 / 1000.0;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it is not below 0"
+    )]
+    let budget = (share * all.written_bytes as f64 / seconds) as u64;
+    (all, cost(&trace, plan(Some(budget)), &settings))
+}
+
+/// On one node and on 16, with the table of bench/results: `cargo test --lib -- --nocapture a_budget_for_half`.
+#[test]
+fn a_budget_for_half_of_the_puts_saves_them_and_is_kept_to() {
+    println!(
+        "| trace | PUTs saved, 1 node | hits lost | PUTs saved, 16 nodes | hits lost |\n|---|---:|---:|---:|---:|"
+    );
+    for (name, prompts) in made::all() {
+        let lost = |all: u64, some: u64| 100.0 - 100.0 * some as f64 / all.max(1) as f64;
+        let mut row = format!("| {name} |");
+        for nodes in [1, 16] {
+            let (all, half) = admitted(prompts.clone(), nodes, 0.5);
+            let (puts, hits) = (lost(all.puts, half.puts), lost(all.hits, half.hits));
+            row += &format!(" {puts:.1} | {hits:.1} |");
+            assert!(
+                puts > 35.0,
+                "{name} on {nodes}: {puts:.1} % of the PUTs are saved"
+            );
+            assert!(half.hits <= all.hits, "{name} on {nodes}");
+        }
+        println!("{row}");
+    }
+}
+
 #[test]
 fn a_plot_has_a_line_for_each_policy_and_escapes_names() {
     let curve = |name: &str| Curve {

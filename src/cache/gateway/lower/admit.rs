@@ -18,25 +18,41 @@ use crate::cache::gateway::tiers::{Admitting, Link, Next, Sealed, Tiers};
 use crate::cache::tier::Unsent;
 use crate::format::{ChunkHash, ChunkId, Header, Space};
 
-/// Whether a chunk whose turn has come is to go to S3.
-pub async fn goes_to_s3(tiers: &Arc<Tiers>, next: &Next) -> bool {
+/// Where a chunk goes whose turn has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// To the disk and S3.
+    Down,
+    /// To the disk alone.
+    Declined,
+    /// To the disk, and to S3 after its ancestors, if they are admitted: they may have to be read, and no other store
+    /// waits for that.
+    AfterAncestors,
+}
+
+pub fn way(tiers: &Tiers, next: &Next) -> Way {
     let Some(admitting) = tiers.admitting.as_ref().filter(|_| !next.is_admitted) else {
-        return true;
+        return Way::Down;
     };
     let (space, key) = (&next.space, (next.space.key(), next.chunk));
     let parent = next.parent.filter(|_| space.kind().is_full());
+    let mut needs_ancestors = false;
     if let Some(parent) = parent {
         let parent_key = (key.0, parent);
-        if tiers.bucket.is_present(&parent_key) == Some(true) {
+        let is_there = tiers.bucket.is_present(&parent_key) == Some(true);
+        let mut admission = admitting.lock();
+        if is_there {
             // Another node may have stored it.
-            admitting.lock().is_there(&parent_key);
+            admission.is_there(&parent_key);
         }
-        let comes_again = admitting.lock().standing(&key).is_some();
-        if comes_again && admitting.lock().standing(&parent_key) == Some(Standing::Declined) {
-            offer_chain(tiers, admitting, space, parent).await;
-        }
+        let comes_again = admission.standing(&key).is_some();
+        needs_ancestors = comes_again && admission.standing(&parent_key) == Some(Standing::Declined);
     }
-    offer(tiers, admitting, space, next.chunk, parent, next.bytes)
+    match offer(tiers, admitting, space, next.chunk, parent, next.bytes) {
+        true => Way::Down,
+        false if needs_ancestors => Way::AfterAncestors,
+        false => Way::Declined,
+    }
 }
 
 /// Offers the declined chunks again that engines ask for, for as long as the future is polled.
@@ -71,7 +87,16 @@ fn offer(
 /// Offers a chunk and its ancestors again, as far as they were declined and are here: the first of the chain first, until
 /// one is not admitted.
 async fn offer_chain(tiers: &Arc<Tiers>, admitting: &Admitting, space: &Space, chunk: ChunkHash) {
-    let chain = admitting.lock().declined_chain(&(space.key(), chunk));
+    let chain = {
+        let at_ms = tiers.memory.access(&chunk).at_ms;
+        let bytes = space.layout().object_len() as u64;
+        let mut admission = admitting.lock();
+        // The walk along a long chain would be for nothing.
+        match admission.is_used_up(bytes, at_ms) {
+            true => None,
+            false => admission.declined_chain(&(space.key(), chunk)),
+        }
+    };
     for key in chain.into_iter().flatten() {
         let Some(object) = object_here(tiers, space, &key.1).await else {
             return;

@@ -11,7 +11,7 @@ use futures::future::join;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use self::admit::{goes_to_s3, parent_of};
+use self::admit::{Way, parent_of, way};
 pub use self::backlog::knows;
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
@@ -60,7 +60,11 @@ fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slo
     };
     tiers.memory.soil(&key);
     tiers.behind.keeps_back(false);
-    let parent = tiers.admitting.as_ref().and_then(|_| parent_of(space, object));
+    let parent = tiers.admitting.as_ref().and_then(|admitting| {
+        let parent = parent_of(space, object);
+        admitting.is_due(&key, parent.map(|parent| (key.0, parent)));
+        parent
+    });
     let object = Sealed::Now(object.clone());
     write_behind(tiers, room, space, chunk, parent.as_ref(), object, false);
 }
@@ -94,10 +98,10 @@ pub fn write_behind(
 async fn dispatch(tiers: Arc<Tiers>) {
     while let Some(next) = tiers.behind.next() {
         let (number, chunk) = (next.number, next.chunk);
-        let goes_to_s3 = goes_to_s3(&tiers, &next).await;
-        let permits = match goes_to_s3 {
-            true => tiers.bucket.put_permits(next.bytes).await,
-            false => None,
+        let way = way(&tiers, &next);
+        let permits = match way {
+            Way::Down => tiers.bucket.put_permits(next.bytes).await,
+            Way::Declined | Way::AfterAncestors => None,
         };
         // It may have been given up by now.
         let Some(mut job) = tiers.behind.start(number) else {
@@ -105,7 +109,7 @@ async fn dispatch(tiers: Arc<Tiers>) {
         };
         let of = Arc::clone(&tiers);
         let task = tokio::spawn(async move {
-            let outcome = lower(&of, chunk, &mut job, goes_to_s3, permits).await;
+            let outcome = lower(&of, chunk, &mut job, way, permits).await;
             of.times.behind.observe(job.since.elapsed());
             drop(job);
             of.behind.ends(number, outcome.as_ref());
@@ -119,7 +123,7 @@ async fn lower(
     tiers: &Tiers,
     chunk: ChunkHash,
     job: &mut WriteBehindJob,
-    goes_to_s3: bool,
+    way: Way,
     permits: Option<OwnedSemaphorePermit>,
 ) -> Option<StoreOutcome> {
     let (space, bucket) = (&job.space, &tiers.bucket);
@@ -132,10 +136,10 @@ async fn lower(
     };
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
-    let below = match (goes_lower, goes_to_s3) {
+    let below = match (goes_lower, way) {
         (false, _) => Below::Nothing,
-        (true, true) => Below::Lacks,
-        (true, false) => Below::Declines,
+        (true, Way::Down) => Below::Lacks,
+        (true, Way::Declined | Way::AfterAncestors) => Below::Declines,
     };
     let written = write_to_disk(tiers, space, &chunk, &object, job.since, below).await;
     if !goes_lower {
@@ -147,7 +151,10 @@ async fn lower(
             false => broken(bucket, space, &chunk, "no disk had room for it"),
         });
     }
-    if !goes_to_s3 {
+    if let Some(admitting) = tiers.admitting.as_ref().filter(|_| way == Way::AfterAncestors) {
+        admitting.ask(space, &chunk);
+    }
+    if way != Way::Down {
         return None;
     }
     let options = tiers.behind.options();

@@ -52,11 +52,24 @@ impl Admitting {
             None => tier == Tier::Disk,
         };
         if may_be_missing {
-            let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-            if asked.len() < ASKED_MAX {
-                asked.push_back((space.clone(), *chunk));
-                self.comes.notify_one();
-            }
+            self.ask(space, chunk);
+        }
+    }
+
+    /// The chunk is to be offered again.
+    pub fn ask(&self, space: &Space, chunk: &ChunkHash) {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        if asked.len() < ASKED_MAX {
+            asked.push_back((space.clone(), *chunk));
+            self.comes.notify_one();
+        }
+    }
+
+    /// A chunk that the configuration kept from S3 until now was asked for: it is offered as one that was declined.
+    pub fn is_due(&self, key: &ChunkId, parent: Option<ChunkId>) {
+        let mut admission = self.lock();
+        if admission.standing(key).is_none() {
+            admission.is_missing(*key, parent);
         }
     }
 
