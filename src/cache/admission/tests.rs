@@ -139,8 +139,7 @@ fn with_the_budget_used_up_even_a_second_chance_waits() {
     };
     let again = |admission: &mut Admission<u64>, at_ms| {
         let keys = declined(admission).into_iter();
-        keys.map(|key| admission.offer(&offer(key, Some(key - 1), 0), at_ms))
-            .flatten()
+        keys.flat_map(|key| admission.offer(&offer(key, Some(key - 1), 0), at_ms))
             .count()
     };
     again(&mut admission, 0);
