@@ -42,6 +42,7 @@ LAYERS = {
     "s3/fanout": ["metrics"],
     "s3/net": ["arena", "metrics", "s3/dns", "s3/fanout"],
     "s3/object": ["format", "metrics", "protocol", "s3/dns", "s3/fanout", "s3/net"],
+    "cache/admission": ["cache/recent"],
     "cache/episode": [],
     "cache/existence": ["format", "metrics", "s3", "cache/episode"],
     "cache/recent": ["format"],
@@ -58,7 +59,7 @@ LAYERS = {
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [
-        *("arena", "cache/recent", "cache/tier", "format", "metrics", "protocol"),
+        *("arena", "cache/admission", "cache/recent", "cache/tier", "format", "metrics", "protocol"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "miss", "task", "warnings")),
     ],
     "cache/gateway/fetch": [
@@ -66,11 +67,11 @@ LAYERS = {
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "miss", "task", "tiers")),
     ],
     "cache/gateway/lower": [
-        *("arena", "cache/tier", "format", "metrics", "protocol", "s3/object"),
+        *("arena", "cache/admission", "cache/existence", "cache/tier", "format", "metrics", "protocol", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "fetch", "tiers")),
     ],
     "cache/gateway/store": [
-        *("cache/tier", "format"),
+        *("cache/tier", "format", "protocol"),
         *(f"cache/gateway/{room}" for room in ("credit", "lower", "slot", "tiers")),
     ],
     "cache/gateway/load": [

@@ -1,56 +1,62 @@
 //! The latest chunks that something happened to, each with a value. Bounded: the oldest are forgotten.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
 
 use foldhash::fast::RandomState;
 
 use crate::format::ChunkId;
 
-/// See the [module](self). Knows `MOST` chunks.
-pub struct Recent<V, const MOST: usize> {
+/// See the [module](self).
+pub struct Recent<V, K = ChunkId> {
+    most: usize,
     /// With the place in the order.
-    chunks: HashMap<ChunkId, (u64, V), RandomState>,
-    order: BTreeMap<u64, ChunkId>,
+    chunks: HashMap<K, (u64, V), RandomState>,
+    order: BTreeMap<u64, K>,
     added: u64,
 }
 
-impl<V, const MOST: usize> Default for Recent<V, MOST> {
-    fn default() -> Self {
+impl<V, K: Copy + Eq + Hash> Recent<V, K> {
+    /// Knows so many chunks at most.
+    pub fn new(most: usize) -> Self {
         Self {
+            most,
             chunks: HashMap::default(),
             order: BTreeMap::new(),
             added: 0,
         }
     }
-}
 
-impl<V, const MOST: usize> Recent<V, MOST> {
     /// It is the latest from now on, also if it was here before.
-    pub fn add(&mut self, key: ChunkId, value: V) {
+    pub fn add(&mut self, key: K, value: V) {
         self.added += 1;
         if let Some((before, _)) = self.chunks.insert(key, (self.added, value)) {
             self.order.remove(&before);
         }
         self.order.insert(self.added, key);
-        if self.order.len() > MOST
+        if self.order.len() > self.most
             && let Some((_, oldest)) = self.order.pop_first()
         {
             self.chunks.remove(&oldest);
         }
     }
 
-    pub fn get(&self, key: &ChunkId) -> Option<&V> {
+    pub fn get(&self, key: &K) -> Option<&V> {
         self.chunks.get(key).map(|(_, value)| value)
     }
 
-    pub fn has(&self, key: &ChunkId) -> bool {
+    pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        self.chunks.get_mut(key).map(|(_, value)| value)
+    }
+
+    pub fn has(&self, key: &K) -> bool {
         self.chunks.contains_key(key)
     }
 
-    pub fn remove(&mut self, key: &ChunkId) {
-        if let Some((place, _)) = self.chunks.remove(key) {
-            self.order.remove(&place);
-        }
+    pub fn remove(&mut self, key: &K) -> Option<V> {
+        let (place, value) = self.chunks.remove(key)?;
+        self.order.remove(&place);
+        Some(value)
     }
 }
 
@@ -66,13 +72,13 @@ mod tests {
         )
     }
 
-    fn here<const MOST: usize>(recent: &Recent<u8, MOST>, keys: impl IntoIterator<Item = u8>) -> Vec<u8> {
+    fn here(recent: &Recent<u8>, keys: impl IntoIterator<Item = u8>) -> Vec<u8> {
         keys.into_iter().filter(|&of| recent.has(&key(of))).collect()
     }
 
     #[test]
     fn one_that_comes_again_is_the_latest() {
-        let mut recent = Recent::<u8, 3>::default();
+        let mut recent = Recent::<u8>::new(3);
         (0..3).for_each(|of| recent.add(key(of), of));
         recent.add(key(0), 10);
         recent.add(key(3), 3);
@@ -82,7 +88,7 @@ mod tests {
 
     #[test]
     fn one_that_was_removed_and_comes_again_is_the_latest() {
-        let mut recent = Recent::<u8, 2>::default();
+        let mut recent = Recent::<u8>::new(2);
         recent.add(key(0), 0);
         recent.add(key(1), 1);
         recent.remove(&key(0));

@@ -29,7 +29,7 @@ use serde::Serialize;
 
 pub use error::{ConfigError, ConfigProblem, SettingOrigin};
 pub use schema::{
-    Api, Arena, Config, Copies, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3, Store,
+    Admit, Api, Arena, Config, Copies, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3, Store,
 };
 pub use sources::process_env;
 

@@ -15,6 +15,14 @@ use crate::format::DigestKind;
 use crate::protocol::{EvictionPolicy, ProbeMode, Strategy, WhenFull, choices};
 
 choices! {
+    /// Which new chunks S3 is given.
+    Admit {
+        /// All of them.
+        All = "all",
+        /// Those most likely to be asked for again, within a budget.
+        Auto = "auto",
+    }
+
     /// How a tier handles chunks that it lacks, or is given.
     Lower {
         /// It ends here.
@@ -241,6 +249,12 @@ sections! {
         write_behind: ByteSize = "512MiB", Between(ByteSize(MIB), ByteSize(64 * TIB));
         /// How new chunks are treated when that is used up.
         when_full: WhenFull = "refuse", OneOf(WhenFull::WORDS);
+        /// Which new chunks S3 is given: all, or those most likely to be asked for again (docs/EVICTION.md).
+        admit: Admit = "all", OneOf(Admit::WORDS);
+        /// Bytes a second that `auto` gives to S3, on average over a minute.
+        admit_rate: ByteSize = "100MiB", Between(ByteSize(KIB), ByteSize(TIB));
+        /// Chunks that `auto` remembers, with what it decided: some 200 bytes each.
+        admit_chunks: u32 = "131072", Between(1024, 100_000_000);
         /// Longest wait before a chunk that could not be stored is tried again.
         retry_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Time for all ranks of an engine to commit a chunk, after which it is not stored.

@@ -435,6 +435,9 @@ pub struct Flushed {
     /// Chunks that were committed since the start, but that the configuration keeps from S3.
     #[serde(default)]
     pub kept_back: u64,
+    /// Chunks that were committed since the start, and that `[store] admit = "auto"` has not given to S3.
+    #[serde(default)]
+    pub declined: u64,
     /// Disks that could not be used at the start: they may hold chunks that S3 lacks.
     #[serde(default)]
     pub unread_disks: u64,

@@ -4,6 +4,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::too_many_lines)]
 
 mod abuse;
+mod admission;
 mod bench;
 mod callers;
 mod checksums;

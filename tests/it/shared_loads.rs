@@ -41,6 +41,7 @@ fn tiers(disk: Option<Disk>) -> TierOptions {
             retry_base: Duration::from_millis(100),
             retry_max: Duration::from_secs(1),
         },
+        admission: None,
         promote_bytes_max: 1 << 20,
         load_deadline: Duration::from_secs(60),
         shares_loads: true,

@@ -193,10 +193,11 @@ impl Gateway {
         self.0.give_up()
     }
 
-    /// Sends the chunks that the disks had at start, and those of disks that are taken up again. A flush waits for
-    /// it from now on, and it goes on for as long as the returned future is polled.
-    pub fn send_backlog(&self) -> impl Future<Output = ()> + Send + use<> {
-        lower::send_backlog(&self.0)
+    /// Sends the chunks that the disks had at start, and those of disks that are taken up again; a flush waits for
+    /// them from now on. Also sends declined chunks that are asked for again. It goes on for as long as the returned
+    /// future is polled.
+    pub fn send_more(&self) -> impl Future<Output = ()> + Send + use<> {
+        lower::send_more(&self.0)
     }
 }
 

@@ -12,6 +12,7 @@ use super::slot::{self, StoreSlot};
 use super::tiers::{Link, Room, Sealed, Tiers};
 use crate::cache::tier::TenantShare;
 use crate::format::{ChunkHash, ChunkId, Space};
+use crate::protocol::Tier;
 
 /// A slot that an engine may fill, and its place in the write-behind.
 pub struct Reserved {
@@ -70,9 +71,12 @@ impl<'a> ReserveCall<'a> {
         let known = || tiers.bucket.is_present(&key) == Some(true);
         if tiers.memory.has(&key) {
             store_again(tiers, space, chunk, parent);
+            tiers.asked_for(space, chunk, Tier::Memory);
             return Err(Skip::Present);
         }
-        if tiers.is_on_disk(&key, now) || known() {
+        let is_on_disk = tiers.is_on_disk(&key, now);
+        if is_on_disk || known() {
+            tiers.asked_for(space, chunk, if is_on_disk { Tier::Disk } else { Tier::S3 });
             tiers.behind.is_there(&key);
             return Err(Skip::Present);
         }
@@ -150,7 +154,8 @@ fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &Ch
         && let Some(room) = tiers.behind.room(object.len(), link(space, chunk, parent))
     {
         tiers.memory.soil(&key);
-        write_behind(tiers, room, space, chunk, Some(parent), Sealed::Now(object));
+        let object = Sealed::Now(object);
+        write_behind(tiers, room, space, chunk, Some(parent), object, false);
     }
 }
 
@@ -186,7 +191,8 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
         let _ = tell.send(object);
     });
     if lower {
-        write_behind(tiers, room, &space, &chunk, Some(&parent), Sealed::Soon(sealed));
+        let object = Sealed::Soon(sealed);
+        write_behind(tiers, room, &space, &chunk, Some(&parent), object, false);
     } else {
         tiers.behind.keeps_back(true);
     }

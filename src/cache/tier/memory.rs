@@ -19,6 +19,7 @@ use tokio::time::Instant;
 use self::state::{Going, MemoryState, ReaderHold, Resident, is_pinned};
 use super::events::KvEvents;
 use super::percent_of;
+use super::policy::Access;
 use super::prompts::Prompts;
 use crate::arena::{Arena, Slot};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
@@ -136,6 +137,19 @@ impl Memory {
     /// A prompt was looked up, and so many of its leading chunks were there: the policy learns of it with their uses.
     pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
         self.prompts.looked_up(chunks, there);
+    }
+
+    /// When a chunk is used if it is now, and for which prompt.
+    pub fn access(&self, chunk: &ChunkHash) -> Access {
+        self.prompts.access(chunk)
+    }
+
+    /// Header and payload of a chunk, where the header is written. Is no access.
+    pub fn object(&self, key: &ChunkId) -> Option<Slot> {
+        match &self.lock().chunks.get(key)?.held {
+            ReaderHold::Object(object) => Some(object.clone()),
+            ReaderHold::Payload(_) => None,
+        }
     }
 
     pub fn has(&self, key: &ChunkId) -> bool {

@@ -6,11 +6,16 @@ use crate::cache::recent::Recent;
 use crate::format::ChunkId;
 
 /// See the [module](self).
-#[derive(Default)]
-pub(super) struct Removals(Recent<Instant, MOST>);
+pub(super) struct Removals(Recent<Instant>);
 
 /// How many are remembered: more than anybody deletes while one chunk is brought.
 const MOST: usize = 1 << 16;
+
+impl Default for Removals {
+    fn default() -> Self {
+        Self(Recent::new(MOST))
+    }
+}
 
 impl Removals {
     pub fn add(&mut self, key: ChunkId) {

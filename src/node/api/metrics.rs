@@ -10,6 +10,7 @@ use super::Api;
 use super::body::{Reply, bytes};
 use super::figures::Figures;
 use super::otlp::Otlp;
+use crate::cache::admission::{AdmissionStats, Declined};
 use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::{GcStats, Status};
@@ -321,6 +322,7 @@ fn node(text: &mut Text, status: &Status) {
         memory.expired,
     );
     behind(text, status);
+    admission(text, &status.tiers.admission.unwrap_or_default());
     disk(text, status);
     s3(text, status);
     slots(text, status);
@@ -429,6 +431,58 @@ fn gc(text: &mut Text, stats: &GcStats) {
         "kvgate_gc_failed_total",
         "Runs that ended with an error.",
         stats.failed(),
+    );
+}
+
+/// All zero where `[store] admit` is `all`.
+fn admission(text: &mut Text, of: &AdmissionStats) {
+    text.counter(
+        "kvgate_admission_admitted_chunks_total",
+        "Chunks given to S3 by [store] admit = auto.",
+        of.admitted_chunks,
+    );
+    text.counter(
+        "kvgate_admission_admitted_bytes_total",
+        "Their bytes.",
+        of.admitted_bytes,
+    );
+    text.counter(
+        "kvgate_admission_second_chances_total",
+        "Of these, chunks that had been declined, and were asked for again.",
+        of.second_chances,
+    );
+    let lines = |value: fn(&Declined) -> u64| {
+        let reasons = [
+            ("unlikely", &of.unlikely),
+            ("budget", &of.budget),
+            ("parent", &of.parent),
+        ];
+        reasons.map(|(reason, declined)| (reason.to_owned(), value(declined)))
+    };
+    text.lines(
+        "kvgate_admission_declined_chunks_total",
+        "counter",
+        "Decisions against chunks, by reason: likelier chunks use up the budget (unlikely); the chunk was asked for again \
+         while the budget was used up (budget); the chunk before it was declined (parent).",
+        "reason",
+        &lines(|declined| declined.chunks),
+    );
+    text.lines(
+        "kvgate_admission_declined_bytes_total",
+        "counter",
+        "Their bytes.",
+        "reason",
+        &lines(|declined| declined.bytes),
+    );
+    text.gauge(
+        "kvgate_admission_left_out_chunks",
+        "Chunks that were declined, and not admitted since.",
+        of.declined_now,
+    );
+    text.gauge(
+        "kvgate_admission_budget_bytes",
+        "What the budget allows at this moment.",
+        of.budget_bytes,
     );
 }
 

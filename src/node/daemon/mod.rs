@@ -119,7 +119,7 @@ impl Daemon {
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
         let history = tokio::spawn(keep_history(Arc::clone(&api)));
-        let backlog = tokio::spawn(node.gateway().send_backlog());
+        let backlog = tokio::spawn(node.gateway().send_more());
         let disks = tokio::spawn({
             let gateway = node.gateway().clone();
             async move { gateway.retry_disks().await }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::arena::ArenaOptions;
+use crate::cache::admission::AdmissionOptions;
 use crate::cache::gateway::{BehindOptions, DiskTier, Flow, RefreshOptions, TierOptions};
 use crate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use crate::config::units::ByteSize;
@@ -61,6 +62,10 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
             retry_base: RETRY_BASE.min(config.store.retry_max),
             retry_max: config.store.retry_max,
         },
+        admission: (config.store.admit == config::Admit::Auto).then(|| AdmissionOptions {
+            bytes_per_s: config.store.admit_rate.bytes(),
+            chunks_max: config.store.admit_chunks as usize,
+        }),
         promote_bytes_max: bytes(config.store.in_flight),
         load_deadline: config.load.deadline,
         shares_loads: true,

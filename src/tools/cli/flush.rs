@@ -8,6 +8,7 @@ use super::logging;
 use super::node::{self, NodeArgs};
 use super::output::{Out, count};
 use crate::config::units::parse_duration;
+use crate::protocol::Flushed;
 
 /// Waits until everything that this node's engines have committed is stored.
 #[derive(Debug, Args)]
@@ -46,21 +47,23 @@ pub async fn run(args: FlushArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     let flushed = client.flush_but(ms, args.dropped).await?;
     match args.json {
         true => out.json(&flushed),
-        false => out.line(said(flushed.kept_back, flushed.dropped)),
+        false => out.line(said(&flushed)),
     }
 }
 
-fn said(kept_back: u64, dropped: u64) -> String {
-    let kept_back = match kept_back {
+fn said(flushed: &Flushed) -> String {
+    let chunks = |number: u64, said: &dyn Fn(String) -> String| match number {
         0 => String::new(),
-        some => format!(
-            ", but for {} that the configuration keeps from it",
-            count(some, "chunk")
-        ),
+        some => said(count(some, "chunk")),
     };
-    let dropped = match dropped {
-        0 => String::new(),
-        some => format!("; {} dropped since the start", count(some, "chunk")),
-    };
-    format!("everything committed is on S3{kept_back}{dropped}")
+    let kept_back = chunks(flushed.kept_back, &|some| {
+        format!(", but for {some} that the configuration keeps from it")
+    });
+    let declined = chunks(flushed.declined, &|some| {
+        format!(", but for {some} that [store] admit declined")
+    });
+    let dropped = chunks(flushed.dropped, &|some| {
+        format!("; {some} dropped since the start")
+    });
+    format!("everything committed is on S3{kept_back}{declined}{dropped}")
 }

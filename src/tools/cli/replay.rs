@@ -10,7 +10,9 @@ use crate::protocol::{EvictionPolicy, Strategy};
 use crate::tools::cli::error::CliError;
 use crate::tools::cli::input;
 use crate::tools::cli::output::{Out, bytes};
-use crate::tools::replay::{Cost, CostSettings, Curve, S3Plan, Trace, best, cost, infinite, simulate, svg};
+use crate::tools::replay::{
+    Cost, CostSettings, Curve, Prompt, S3Plan, Trace, best, cost, infinite, simulate, svg,
+};
 
 /// Simulates how much of a recorded trace each eviction policy would hit; asks no server.
 #[derive(Debug, Args)]
@@ -19,6 +21,7 @@ Examples:
   kvgate replay conversation_trace.jsonl
   kvgate replay qwen_traceA_blksz_16.jsonl --blocks 10k,100k --policy reuse,lru
   kvgate replay trace.jsonl --token-bytes 320KiB --svg hits.svg
+  kvgate replay trace.jsonl --nodes 1,16 --admit all,50%,200MiB
   kvgate replay trace.jsonl --json
 
 Each line is a prompt, as Mooncake's traces have them (timestamp in ms, input_length,
@@ -40,12 +43,16 @@ pub struct ReplayArgs {
     /// KV of one token, for bytes and money; kvgate size tells it.
     #[arg(long, value_name = "BYTES", default_value = "64KiB", value_parser = size)]
     token_bytes: ByteSize,
-    /// Blocks in memory, for requests and money.
+    /// Blocks in the memory of all nodes together, for requests and money.
     #[arg(long, value_name = "BLOCKS", value_parser = blocks, default_value = "10k")]
     cost_blocks: usize,
-    /// Chances in a hundred that a new block must have to be stored, each a line of the costs.
-    #[arg(long, value_name = "PERCENT,..", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(0..=100), default_value = "0,20,30,40")]
-    admit: Vec<u8>,
+    /// Nodes that the prompts go to at random, each number some lines of the costs.
+    #[arg(long, value_name = "NODES,..", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024), default_value = "1")]
+    nodes: Vec<u16>,
+    /// What S3 is given, each a line of the costs: all, or a budget of all nodes together as bytes a second, or as a
+    /// share of the new bytes that the trace has a second on average.
+    #[arg(long, value_name = "BUDGET,..", value_delimiter = ',', value_parser = budget, default_value = "all,75%,50%,25%")]
+    admit: Vec<Budget>,
     /// Dollars for a thousand PUTs.
     #[arg(long, value_name = "DOLLARS", value_parser = dollars, default_value = "0.005")]
     price_put: f64,
@@ -107,6 +114,27 @@ fn size(text: &str) -> Result<ByteSize, String> {
         1..=0x4000_0000 => Ok(size),
         _ => Err("give a size from 1B to 1GiB, such as 64KiB".to_owned()),
     }
+}
+
+/// What S3 is given.
+#[derive(Debug, Clone, Copy)]
+enum Budget {
+    All,
+    Bytes(u64),
+    Percent(f64),
+}
+
+fn budget(text: &str) -> Result<Budget, String> {
+    let percent = |text: &str| text.parse().ok().filter(|share| (0.01..=1000.0).contains(share));
+    let budget = match (text, text.strip_suffix('%')) {
+        ("all", _) => Some(Budget::All),
+        (_, Some(share)) => percent(share).map(Budget::Percent),
+        (size, None) => {
+            let size = size.parse::<ByteSize>().ok().map(ByteSize::bytes);
+            size.filter(|bytes| *bytes > 0).map(Budget::Bytes)
+        }
+    };
+    budget.ok_or_else(|| "give all, bytes a second such as 100MiB, or a share such as 50%".to_owned())
 }
 
 fn dollars(text: &str) -> Result<f64, String> {
@@ -196,6 +224,24 @@ fn curves(sizes: &[AtSize], everything: f64) -> Vec<Curve> {
     curves
 }
 
+/// The budget of all nodes together. None: there is none.
+fn bytes_per_s(budget: Budget, trace: &Trace, block_bytes: u64) -> Option<u64> {
+    let share = match budget {
+        Budget::All => return None,
+        Budget::Bytes(bytes) => return Some(bytes),
+        Budget::Percent(percent) => percent / 100.0,
+    };
+    let ms = |prompt: Option<&Prompt>| prompt.map_or(0, |prompt| prompt.at_ms);
+    let seconds = (ms(trace.prompts.last()) - ms(trace.prompts.first())).max(1) as f64 / 1000.0;
+    let new = trace.blocks() - infinite(&trace.prompts).leading;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it is not below 0"
+    )]
+    Some((share * (new * block_bytes) as f64 / seconds) as u64)
+}
+
 impl ReplayArgs {
     fn at_size(&self, trace: &Trace, blocks: usize) -> AtSize {
         let all = || EvictionPolicy::WORDS.iter().map(|(_, policy)| *policy).collect();
@@ -220,21 +266,21 @@ impl ReplayArgs {
             read_gib: self.price_read,
             probes: PROBES,
         };
-        let plan = |strategy, memory_blocks, percent: u8| S3Plan {
+        let plan = |strategy, nodes: u16, memory_blocks: usize, budget| S3Plan {
             strategy,
-            memory_blocks,
-            admit_chance: f64::from(percent) / 100.0,
+            nodes: usize::from(nodes),
+            memory_blocks: memory_blocks / usize::from(nodes),
+            admit_bytes: bytes_per_s(budget, trace, settings.block_bytes),
         };
         let mut plans = vec![
-            plan(Strategy::Exact, 0, 0),
-            plan(Strategy::Prefix, 0, 0),
-            plan(Strategy::Exact, self.cost_blocks, 0),
+            plan(Strategy::Exact, 1, 0, Budget::All),
+            plan(Strategy::Prefix, 1, 0, Budget::All),
+            plan(Strategy::Exact, 1, self.cost_blocks, Budget::All),
         ];
-        plans.extend(
-            self.admit
-                .iter()
-                .map(|&percent| plan(Strategy::Prefix, self.cost_blocks, percent)),
-        );
+        for &nodes in &self.nodes {
+            let budgets = self.admit.iter();
+            plans.extend(budgets.map(|budget| plan(Strategy::Prefix, nodes, self.cost_blocks, *budget)));
+        }
         plans
             .into_iter()
             .map(|plan| cost(trace, plan, &settings))
@@ -247,8 +293,12 @@ impl ReplayArgs {
             let plan = cost.plan;
             vec![
                 plan.strategy.to_string(),
+                plan.nodes.to_string(),
                 plan.memory_blocks.to_string(),
-                format!("{:.0}", 100.0 * plan.admit_chance),
+                match plan.admit_bytes {
+                    Some(rate) => bytes(rate),
+                    None => "all".to_owned(),
+                },
                 format!("{:.2}", cost.heads as f64 / prompts),
                 format!("{:.2}", cost.gets as f64 / prompts),
                 format!("{:.2}", cost.puts as f64 / prompts),
@@ -261,8 +311,9 @@ impl ReplayArgs {
         let rows: Vec<Vec<String>> = costs.iter().map(row).collect();
         let headings = [
             "lookup",
+            ">nodes",
             ">memory",
-            ">admit %",
+            ">admit / s",
             ">HEAD",
             ">GET",
             ">PUT",

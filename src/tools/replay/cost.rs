@@ -4,8 +4,9 @@ use serde::Serialize;
 
 use super::simulation::{Blocks, access, leading};
 use super::trace::Trace;
+use crate::cache::admission::{Admission, AdmissionOptions, Offer, Standing};
 use crate::cache::existence::{ChunkState, PrefixSearch};
-use crate::cache::tier::policy::Queue;
+use crate::cache::tier::policy::{Access, Queue};
 use crate::protocol::{EvictionPolicy, Strategy};
 
 /// Prices in dollars.
@@ -26,11 +27,12 @@ pub struct CostSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct S3Plan {
     pub strategy: Strategy,
-    /// Blocks that have room in memory, with the default policy; 0: no memory.
+    /// Nodes, each with a memory and an admission of its own. Each prompt goes to a random one.
+    pub nodes: usize,
+    /// Blocks that have room in a node's memory, with the default policy; 0: no memory.
     pub memory_blocks: usize,
-    /// A new block is stored if its chance to be asked for again is at least this; else when it is used once more from
-    /// memory. 0: all are stored.
-    pub admit_chance: f64,
+    /// Bytes a second that all nodes together may store, an equal part each; none: all blocks are stored.
+    pub admit_bytes: Option<u64>,
 }
 
 /// Totals of the trace.
@@ -42,43 +44,100 @@ pub struct Cost {
     pub puts: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
-    /// Leading blocks that were in memory or on S3.
+    /// Leading blocks that were in the node's memory or on S3.
     pub hits: u64,
+    /// Blocks that are stored because they were asked for again.
+    pub second_chances: u64,
     pub dollars: f64,
+}
+
+/// Blocks that an admission remembers: the default of `[store] admit_chunks`.
+const ADMIT_BLOCKS: usize = 131_072;
+
+struct SimulatedNode {
+    queue: Queue<u64>,
+    admission: Option<Admission<u64>>,
+}
+
+impl SimulatedNode {
+    fn new(plan: S3Plan) -> Self {
+        let options = |bytes: u64| AdmissionOptions {
+            bytes_per_s: bytes / plan.nodes.max(1) as u64,
+            chunks_max: ADMIT_BLOCKS,
+        };
+        Self {
+            queue: Queue::new(EvictionPolicy::Reuse),
+            admission: plan.admit_bytes.map(|bytes| Admission::new(options(bytes))),
+        }
+    }
+
+    /// Whether a block of a prompt is put on S3 now. What S3 has is known unless the node has the block itself: then
+    /// nobody asks.
+    fn puts(&mut self, offer: &Offer<u64>, stored: &Blocks, at_ms: u64) -> bool {
+        let (is_here, is_stored) = (self.queue.has(&offer.key), stored.contains(&offer.key));
+        let Some(admission) = &mut self.admission else {
+            return !is_stored;
+        };
+        if !is_here && is_stored {
+            admission.used(&offer.key);
+            admission.is_there(&offer.key);
+            return false;
+        }
+        match is_here && admission.used(&offer.key) != Some(Standing::Declined) {
+            true => false,
+            false => admission.offer(offer, at_ms).is_ok(),
+        }
+    }
+
+    fn keep(&mut self, block: u64, access: Access, memory_blocks: usize) {
+        if memory_blocks > 0 {
+            self.queue.insert(block, access);
+            while self.queue.len() > memory_blocks && self.queue.evict(|_| true).is_some() {}
+        }
+    }
 }
 
 /// Nothing is remembered of what exists, so these are the most HEADs that there can be.
 pub fn cost(trace: &Trace, plan: S3Plan, settings: &CostSettings) -> Cost {
-    let mut queue = Queue::new(EvictionPolicy::Reuse);
-    let (mut stored, mut ever) = (Blocks::default(), Blocks::default());
+    let mut nodes: Vec<SimulatedNode> = (0..plan.nodes.max(1)).map(|_| SimulatedNode::new(plan)).collect();
+    let (mut stored, mut random) = (Blocks::default(), fastrand::Rng::with_seed(1));
     let (mut heads, mut gets, mut puts, mut hits) = (0_u64, 0_u64, 0_u64, 0_u64);
     for (number, prompt) in trace.prompts.iter().enumerate() {
-        let there = leading(prompt, |block| queue.has(&block) || stored.contains(&block));
+        let at = random.usize(..nodes.len());
+        let node = &mut nodes[at];
+        let there = leading(prompt, |block| node.queue.has(&block) || stored.contains(&block));
         hits += there as u64;
-        heads += questions(plan.strategy, settings.probes, &prompt.blocks, &queue, &stored);
+        heads += questions(
+            plan.strategy,
+            settings.probes,
+            &prompt.blocks,
+            &node.queue,
+            &stored,
+        );
         gets += prompt.blocks[..there]
             .iter()
-            .filter(|block| !queue.has(block))
+            .filter(|block| !node.queue.has(block))
             .count() as u64;
-        let access = access(prompt, number, leading(prompt, |block| ever.contains(&block)));
-        let chance = queue.chance(access);
-        // In a chain each needs the one before it.
-        let mut admits = true;
+        let access = access(prompt, number, there);
+        let mut parent = None;
         for &block in &prompt.blocks {
-            ever.insert(block);
-            let is_worth_it = queue.has(&block) || chance.is_none_or(|chance| chance >= plan.admit_chance);
-            admits &= stored.contains(&block) || is_worth_it;
-            if admits && stored.insert(block) {
+            let offer = Offer {
+                key: block,
+                parent,
+                bytes: settings.block_bytes,
+                added: access.added,
+            };
+            if node.puts(&offer, &stored, prompt.at_ms) {
+                stored.insert(block);
                 puts += 1;
             }
-            if plan.memory_blocks > 0 {
-                queue.insert(block, access);
-                while queue.len() > plan.memory_blocks && queue.evict(|_| true).is_some() {}
-            }
+            node.keep(block, access, plan.memory_blocks);
+            parent = Some(block);
         }
     }
     let read_bytes = gets * settings.block_bytes;
     let requests = settings.put * puts as f64 + settings.get * (gets + heads) as f64;
+    let admissions = nodes.iter().filter_map(|node| node.admission.as_ref());
     Cost {
         plan,
         heads,
@@ -87,6 +146,7 @@ pub fn cost(trace: &Trace, plan: S3Plan, settings: &CostSettings) -> Cost {
         read_bytes,
         written_bytes: puts * settings.block_bytes,
         hits,
+        second_chances: admissions.map(|admission| admission.stats().second_chances).sum(),
         dollars: requests / 1000.0 + settings.read_gib * read_bytes as f64 / (1_u64 << 30) as f64,
     }
 }

@@ -204,23 +204,30 @@ fn what_is_not_admitted_is_not_put_and_may_be_missed() {
         read_gib: 0.0,
         probes: 15,
     };
-    let plan = |admit_chance| S3Plan {
+    let plan = |admit_bytes| S3Plan {
         strategy: Strategy::Prefix,
+        nodes: 1,
         memory_blocks: 1000,
-        admit_chance,
+        admit_bytes,
     };
-    let all = cost(&trace, plan(0.0), &settings);
-    let some = cost(&trace, plan(0.9), &settings);
+    let all = cost(&trace, plan(None), &settings);
+    let some = cost(&trace, plan(Some(2 << 20)), &settings);
     assert_eq!(all.hits, infinite(&trace.prompts).leading);
     assert!(
         some.puts < all.puts && some.hits < all.hits && some.dollars < all.dollars,
         "{some:?} {all:?}"
     );
+    let enough = cost(&trace, plan(Some(1 << 40)), &settings);
+    assert_eq!(
+        (enough.puts, enough.hits),
+        (all.puts, all.hits),
+        "a budget for all of them"
+    );
     let exact = cost(
         &trace,
         S3Plan {
             strategy: Strategy::Exact,
-            ..plan(0.0)
+            ..plan(None)
         },
         &settings,
     );
@@ -228,6 +235,69 @@ fn what_is_not_admitted_is_not_put_and_may_be_missed() {
         exact.heads > all.heads && exact.gets == all.gets,
         "{exact:?} {all:?}"
     );
+}
+
+/// A trace with a budget for this share of what it stores; also without one. The memory of all nodes together has room for
+/// 1,000 blocks.
+fn admitted(prompts: Vec<Prompt>, nodes: usize, share: f64) -> (Cost, Cost) {
+    let trace = Trace {
+        format: "mooncake",
+        block_tokens: 512,
+        prompts,
+    };
+    let settings = CostSettings {
+        block_bytes: 1 << 20,
+        put: 0.005,
+        get: 0.0004,
+        read_gib: 0.0,
+        probes: 15,
+    };
+    let plan = |admit_bytes| S3Plan {
+        strategy: Strategy::Prefix,
+        nodes,
+        memory_blocks: 1000 / nodes,
+        admit_bytes,
+    };
+    let all = cost(&trace, plan(None), &settings);
+    let seconds = trace.prompts.last().map_or(1, |last| last.at_ms.max(1)) as f64 / 1000.0;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it is not below 0"
+    )]
+    let budget = (share * all.written_bytes as f64 / seconds) as u64;
+    (all, cost(&trace, plan(Some(budget)), &settings))
+}
+
+/// A line of the table in docs/EVICTION.md: PUTs saved and hits lost, on one node and on 16.
+fn half_admitted(name: &str, prompts: &[Prompt]) -> String {
+    let lost = |all: u64, some: u64| 100.0 - 100.0 * some as f64 / all.max(1) as f64;
+    let of_nodes = [1, 16].map(|nodes| {
+        let (all, half) = admitted(prompts.to_vec(), nodes, 0.5);
+        let (puts, hits) = (lost(all.puts, half.puts), lost(all.hits, half.hits));
+        assert!(
+            puts > 40.0,
+            "{name} on {nodes}: {puts:.1} % of the PUTs are saved"
+        );
+        assert!(half.hits <= all.hits, "{name} on {nodes}");
+        format!("{puts:.1} | {hits:.1}")
+    });
+    format!("| {name} | {} |", of_nodes.join(" | "))
+}
+
+#[test]
+fn a_budget_for_half_of_the_puts_saves_them() {
+    for (name, prompts) in made::all().into_iter().step_by(7) {
+        println!("{}", half_admitted(name, &prompts));
+    }
+}
+
+#[test]
+#[ignore = "the whole table takes a minute: cargo test --lib -- --ignored --nocapture table_of_budgets"]
+fn the_table_of_budgets() {
+    for (name, prompts) in made::all() {
+        println!("{}", half_admitted(name, &prompts));
+    }
 }
 
 #[test]

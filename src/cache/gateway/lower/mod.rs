@@ -1,14 +1,18 @@
 //! The way down: chunks in memory go to the disk and to S3 in the background, in the order of their commits
-//! (`tiers/write_behind.rs`), and are tried again until they are there.
+//! (`tiers/write_behind.rs`), and are tried again until they are there. S3 is given all of them, or those that are
+//! admitted (`admit.rs`).
 
+mod admit;
 mod backlog;
 
 use std::sync::Arc;
 
+use futures::future::join;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-pub use self::backlog::{knows, send_backlog};
+use self::admit::{Way, parent_of, way};
+pub use self::backlog::knows;
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
 use super::fetch::verify;
@@ -24,6 +28,7 @@ use crate::s3::object::{ErrorKind, ObjectError, Operation};
 /// enough.
 pub fn resident(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
     let found = tiers.memory.get(&(space.key(), *chunk), space)?;
+    tiers.asked_for(space, chunk, Tier::Memory);
     if found.is_due
         && let Some(object) = &found.object
     {
@@ -56,10 +61,25 @@ fn goes_lower(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, object: &Slo
     };
     tiers.memory.soil(&key);
     tiers.behind.keeps_back(false);
-    write_behind(tiers, room, space, chunk, None, Sealed::Now(object.clone()));
+    let parent = tiers.admitting.as_ref().and_then(|admitting| {
+        let parent = parent_of(space, object);
+        admitting.is_due(&key, parent.map(|parent| (key.0, parent)));
+        parent
+    });
+    let object = Sealed::Now(object.clone());
+    write_behind(tiers, room, space, chunk, parent.as_ref(), object, false);
 }
 
-/// Queues a chunk that is in memory for the lower tiers.
+/// Sends chunks that engines do not wait for, for as long as the returned future is polled: those that the disks had at
+/// start, and declined ones that are asked for again. A flush waits for the former from now on.
+pub fn send_more(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use<> {
+    let (backlog, tiers) = (backlog::send_backlog(tiers), Arc::clone(tiers));
+    async move {
+        join(backlog, admit::second_chances(&tiers)).await;
+    }
+}
+
+/// Queues a chunk that is in memory for the lower tiers. `is_admitted`: the admission need not be asked.
 pub fn write_behind(
     tiers: &Arc<Tiers>,
     room: Room,
@@ -67,8 +87,9 @@ pub fn write_behind(
     chunk: &ChunkHash,
     parent: Option<&ChunkHash>,
     object: Sealed,
+    is_admitted: bool,
 ) {
-    let job = WriteBehindJob::new(&tiers.memory, space, chunk, object);
+    let job = WriteBehindJob::new(&tiers.memory, space, chunk, object, is_admitted);
     if tiers.behind.push(room, chunk, parent, job) && tiers.behind.needs_dispatcher() {
         tokio::spawn(dispatch(Arc::clone(tiers)));
     }
@@ -76,60 +97,79 @@ pub fn write_behind(
 
 /// Starts waiting jobs in their order, as the bytes in flight allow.
 async fn dispatch(tiers: Arc<Tiers>) {
-    while let Some(bytes) = tiers.behind.next_bytes() {
-        let permits = tiers.bucket.put_permits(bytes).await;
-        // The first job may be another one by now.
-        let Some((number, chunk, mut job)) = tiers.behind.start(bytes) else {
+    while let Some(next) = tiers.behind.next() {
+        let (number, chunk) = (next.number, next.chunk);
+        let way = way(&tiers, &next);
+        let permits = match way {
+            Way::Down => tiers.bucket.put_permits(next.bytes).await,
+            Way::Declined | Way::AfterAncestors => None,
+        };
+        // It may have been given up by now.
+        let Some(mut job) = tiers.behind.start(number) else {
             continue;
         };
         let of = Arc::clone(&tiers);
         let task = tokio::spawn(async move {
             trace::mark(&mut job.span, "turn");
             let mut span = job.span.take();
-            let outcome = lower(&of, chunk, &mut job, permits, &mut span).await;
+            let outcome = lower(&of, chunk, &mut job, way, permits, &mut span).await;
             trace::end(span, || {
                 let chunk = chunk.to_string().chars().take(12).collect();
-                vec![("chunk", chunk), outcome.about()]
+                let declined = ("outcome", "declined".to_owned());
+                let outcome = outcome.as_ref().map_or(declined, StoreOutcome::about);
+                vec![("chunk", chunk), outcome]
             });
             of.times.behind.observe(job.since.elapsed());
             drop(job);
-            of.behind.ends(number, &outcome);
+            of.behind.ends(number, outcome.as_ref());
         });
         tiers.behind.began(number, task.abort_handle());
     }
 }
 
-/// Brings a chunk down to the lowest tier that is to have it.
+/// Brings a chunk down to the lowest tier that is to have it. None if it was declined: that is no tier's failure.
 async fn lower(
     tiers: &Tiers,
     chunk: ChunkHash,
     job: &mut WriteBehindJob,
+    way: Way,
     permits: Option<OwnedSemaphorePermit>,
     span: &mut Option<OpenSpan>,
-) -> StoreOutcome {
+) -> Option<StoreOutcome> {
     let (space, bucket) = (&job.space, &tiers.bucket);
     let object = match &mut job.object {
         Sealed::Now(object) => object.clone(),
         Sealed::Soon(object) => match object.await {
             Ok(object) => object,
-            Err(_) => return broken(bucket, space, &chunk, "its digests were not computed"),
+            Err(_) => return Some(broken(bucket, space, &chunk, "its digests were not computed")),
         },
     };
     trace::mark(span, "sealed");
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
-    let written = write_to_disk(tiers, space, &chunk, &object, job.since, goes_lower).await;
+    let below = match (goes_lower, way) {
+        (false, _) => Below::Nothing,
+        (true, Way::Down) => Below::Lacks,
+        (true, Way::Declined | Way::AfterAncestors) => Below::Declines,
+    };
+    let written = write_to_disk(tiers, space, &chunk, &object, job.since, below).await;
     if disk.is_some() {
         trace::mark(span, "disk");
     }
     if !goes_lower {
-        return match written {
+        return Some(match written {
             true => {
                 tiers.behind.keeps_back(true);
                 StoreOutcome::Stored
             }
             false => broken(bucket, space, &chunk, "no disk had room for it"),
-        };
+        });
+    }
+    if let Some(admitting) = tiers.admitting.as_ref().filter(|_| way == Way::AfterAncestors) {
+        admitting.ask(space, &chunk);
+    }
+    if way != Way::Down {
+        return None;
     }
     let options = tiers.behind.options();
     let mut wait = options.retry_base;
@@ -147,7 +187,7 @@ async fn lower(
                 if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
-                    return StoreOutcome::Failed(error);
+                    return Some(StoreOutcome::Failed(error));
                 }
             }
             // Another store of the chunk is under way, which may fail.
@@ -156,7 +196,7 @@ async fn lower(
                 if let Some(disk) = tiers.disk() {
                     disk.clean(&(space.key(), chunk)).await;
                 }
-                return outcome;
+                return Some(outcome);
             }
         }
         // Spread the retries, so that they don't come all at once when the server is back.
@@ -173,9 +213,8 @@ async fn write_to_disk(
     chunk: &ChunkHash,
     object: &Slot,
     since: Instant,
-    goes_lower: bool,
+    below: Below,
 ) -> bool {
-    let below = if goes_lower { Below::Lacks } else { Below::Nothing };
     let Some(disk) = tiers.disk() else {
         return false;
     };

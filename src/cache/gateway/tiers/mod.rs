@@ -2,6 +2,7 @@
 //!
 //! A library has the same tiers as a node: a memory that keeps nothing, no disk, and S3.
 
+mod admitting;
 mod arriving;
 mod write_behind;
 
@@ -11,16 +12,18 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+pub use self::admitting::Admitting;
 pub use self::arriving::{Announcement, Arriving, Flight};
-pub use self::write_behind::{Behind, BehindOptions, BehindStats, Link, Room, Sealed, WriteBehindJob};
+pub use self::write_behind::{Behind, BehindOptions, BehindStats, Link, Next, Room, Sealed, WriteBehindJob};
 use super::bucket::Bucket;
 use super::chunk::LoadedChunk;
 use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
+use crate::cache::admission::{AdmissionOptions, AdmissionStats};
 pub use crate::cache::tier::KvEvents;
 use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
-use crate::format::{ChunkHash, ChunkId, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::metrics::{Histogram, Times};
 use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
 
@@ -31,6 +34,8 @@ pub struct TierOptions {
     pub memory_flow: Flow,
     pub disk: Option<DiskTier>,
     pub behind: BehindOptions,
+    /// None: S3 is given all chunks.
+    pub admission: Option<AdmissionOptions>,
     /// Bytes from S3 that may be on their way from memory to the disk.
     pub promote_bytes_max: usize,
     /// A load's time limit, used for fetches that other loads may join as well.
@@ -64,6 +69,7 @@ impl TierOptions {
                 retry_base: Duration::ZERO,
                 retry_max: Duration::ZERO,
             },
+            admission: None,
             promote_bytes_max: 0,
             load_deadline: Duration::ZERO,
             shares_loads: false,
@@ -81,6 +87,8 @@ pub struct TierStats {
     pub memory: MemoryStats,
     pub disk: Option<DiskStats>,
     pub write_behind: BehindStats,
+    /// Where S3 is not given all chunks.
+    pub admission: Option<AdmissionStats>,
 }
 
 /// How long chunks wait, and for what: the queues of ARCHITECTURE.md.
@@ -123,6 +131,8 @@ pub struct Tiers {
     pub bucket: Arc<Bucket>,
     pub arriving: Arc<Arriving>,
     pub behind: Arc<Behind>,
+    /// None: S3 is given all chunks, or none.
+    pub admitting: Option<Admitting>,
     pub options: TierOptions,
     pub disk_warnings: DiskWarnings,
     pub times: TierTimes,
@@ -137,7 +147,10 @@ impl Tiers {
         if let Some(tier) = &options.disk {
             tier.disk.tell(&events);
         }
+        let stores_on_s3 = options.memory_flow.stores_lower
+            && options.disk.as_ref().is_none_or(|disk| disk.flow.stores_lower);
         Arc::new(Self {
+            admitting: options.admission.filter(|_| stores_on_s3).map(Admitting::new),
             memory,
             events,
             arena,
@@ -198,10 +211,18 @@ impl Tiers {
         self.events.settle(space, scheme, &hashes);
     }
 
+    /// An engine asked for a chunk that this node has, or got from S3.
+    pub fn asked_for(&self, space: &Space, chunk: &ChunkHash, tier: Tier) {
+        if let Some(admitting) = &self.admitting {
+            admitting.asked_for(space, chunk, tier);
+        }
+    }
+
     /// Keeps a chunk that was asked for at `since`, as far as there is room.
     pub fn keep(&self, chunk: &LoadedChunk, since: Instant) {
         let Some(object) = &chunk.object else { return };
         let key = (chunk.space.key(), chunk.chunk);
+        self.asked_for(&chunk.space, &chunk.chunk, chunk.tier);
         self.memory.insert(key, &chunk.space, object.clone(), since);
         let promotes = self.options.disk.as_ref().is_some_and(|disk| disk.promotes);
         let to_disk = promotes && chunk.tier == Tier::S3;
@@ -223,6 +244,9 @@ impl Tiers {
     pub async fn delete_here(&self, key: &ChunkId) {
         self.behind.cancel(key);
         self.arriving.forget(key);
+        if let Some(admitting) = &self.admitting {
+            admitting.lock().forget(key);
+        }
         self.memory.delete(key);
         if let Some(disk) = self.disk() {
             disk.delete(key).await;
@@ -240,9 +264,11 @@ impl Tiers {
     /// Waits until all chunks that were committed before, in an earlier life as well, are on S3, but for those that
     /// the configuration keeps from it; at most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
+        let flushed = self.behind.flush(deadline).await;
         Flushed {
+            declined: self.admission_stats().map_or(0, |stats| stats.declined_now),
             unread_disks: self.disk().map_or(0, Disk::unread) as u64,
-            ..self.behind.flush(deadline).await
+            ..flushed
         }
     }
 
@@ -260,6 +286,11 @@ impl Tiers {
             memory: self.memory.stats(),
             disk: self.disk().map(Disk::stats),
             write_behind: self.behind.stats(),
+            admission: self.admission_stats(),
         }
+    }
+
+    fn admission_stats(&self) -> Option<AdmissionStats> {
+        self.admitting.as_ref().map(|admitting| admitting.lock().stats())
     }
 }

@@ -46,7 +46,6 @@ pub struct Behind {
     changed: Notify,
 }
 
-#[derive(Default)]
 struct State {
     entries: BTreeMap<u64, Entry>,
     /// By hash, which all kinds of a model share, then by space.
@@ -54,7 +53,7 @@ struct State {
     committed: u64,
     room_bytes: usize,
     /// Chunks that were given up.
-    dropped: Recent<(), DROPPED_MAX>,
+    dropped: Recent<()>,
     /// Chunks that only a disk has, still to be sent from there: none of them has an entry.
     backlog: HashSet<ChunkId>,
     /// Whether a task is starting jobs whose turn comes.
@@ -67,6 +66,7 @@ const DROPPED_MAX: usize = 1 << 16;
 
 struct Entry {
     key: ChunkId,
+    parent: Option<ChunkHash>,
     bytes: usize,
     /// Number of chunks before it in the chain that wait as well, or did when it came.
     depth: u32,
@@ -84,6 +84,8 @@ pub struct WriteBehindJob {
     pub since: Instant,
     /// From the commit to the tier below, in the trace of the call that committed the chunk.
     pub span: Option<OpenSpan>,
+    /// The admission was asked already.
+    pub is_admitted: bool,
     /// When the job ends or is dropped, the chunk may leave memory.
     _clean: Clean,
 }
@@ -108,6 +110,17 @@ pub struct BehindStats {
     /// Chunks committed, and not sent to S3 because the configuration says so.
     pub kept_back: u64,
     pub failed_attempts: u64,
+}
+
+/// The first chunk whose turn has not come.
+pub struct Next {
+    pub number: u64,
+    pub space: Space,
+    pub chunk: ChunkHash,
+    /// None: unknown, or a first chunk.
+    pub parent: Option<ChunkHash>,
+    pub bytes: usize,
+    pub is_admitted: bool,
 }
 
 /// A chunk's place in its chain.
@@ -135,7 +148,16 @@ impl Behind {
     pub fn new(options: BehindOptions) -> Self {
         Self {
             options,
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                entries: BTreeMap::new(),
+                chunks: HashMap::new(),
+                committed: 0,
+                room_bytes: 0,
+                dropped: Recent::new(DROPPED_MAX),
+                backlog: HashSet::new(),
+                dispatching: false,
+                stats: BehindStats::default(),
+            }),
             changed: Notify::new(),
         }
     }
@@ -230,6 +252,7 @@ impl Behind {
         let depth = state.depth(Link { kind, chunk, parent });
         let entry = Entry {
             key,
+            parent: parent.copied(),
             bytes,
             depth,
             is_snapshot: kind == Kind::State,
@@ -249,21 +272,27 @@ impl Behind {
         !std::mem::replace(&mut self.lock().dispatching, true)
     }
 
-    /// Bytes of the first entry whose turn has not come. If there is none, the dispatcher is done.
-    pub fn next_bytes(&self) -> Option<usize> {
+    /// The first entry whose turn has not come. If there is none, the dispatcher is done.
+    pub fn next(&self) -> Option<Next> {
         let mut state = self.lock();
-        let next = state.entries.values().find(|entry| entry.job.is_some());
-        let bytes = next.map(|entry| entry.bytes);
-        state.dispatching = bytes.is_some();
-        bytes
+        let next = state.entries.iter().find_map(|(number, entry)| {
+            let job = entry.job.as_ref()?;
+            Some(Next {
+                number: *number,
+                space: job.space.clone(),
+                chunk: entry.key.1,
+                parent: entry.parent,
+                bytes: entry.bytes,
+                is_admitted: job.is_admitted,
+            })
+        });
+        state.dispatching = next.is_some();
+        next
     }
 
-    /// Starts the first waiting entry, if it has no more than these bytes.
-    pub fn start(&self, bytes: usize) -> Option<(u64, ChunkHash, WriteBehindJob)> {
-        let mut state = self.lock();
-        let mut waiting = state.entries.iter_mut().filter(|(_, entry)| entry.job.is_some());
-        let (number, entry) = waiting.next().filter(|(_, entry)| entry.bytes <= bytes)?;
-        Some((*number, entry.key.1, entry.job.take()?))
+    /// Starts an entry, unless it was given up meanwhile.
+    pub fn start(&self, number: u64) -> Option<WriteBehindJob> {
+        self.lock().entries.get_mut(&number)?.job.take()
     }
 
     pub fn began(&self, number: u64, task: AbortHandle) {
@@ -274,12 +303,14 @@ impl Behind {
         }
     }
 
-    pub fn ends(&self, number: u64, outcome: &StoreOutcome) {
+    /// None: the chunk was declined.
+    pub fn ends(&self, number: u64, outcome: Option<&StoreOutcome>) {
         let mut state = self.lock();
         match outcome {
-            StoreOutcome::Stored => state.stats.stored += 1,
-            StoreOutcome::Present | StoreOutcome::Pending => state.stats.present += 1,
-            StoreOutcome::Failed(_) => state.stats.dropped += 1,
+            Some(StoreOutcome::Stored) => state.stats.stored += 1,
+            Some(StoreOutcome::Present | StoreOutcome::Pending) => state.stats.present += 1,
+            Some(StoreOutcome::Failed(_)) => state.stats.dropped += 1,
+            None => {}
         }
         state.remove(number);
         drop(state);
@@ -294,6 +325,12 @@ impl Behind {
                 state.backlog.insert(key);
             }
         }
+    }
+
+    /// Whether the chunk is on its way down, or will be.
+    pub fn is_waiting(&self, key: &ChunkId) -> bool {
+        let state = self.lock();
+        state.number(key).is_some() || state.backlog.contains(key)
     }
 
     pub fn is_backlog(&self, key: &ChunkId) -> bool {
@@ -360,7 +397,7 @@ impl Behind {
                     pending: (state.entries.range(..=upto).count() + state.backlog.len()) as u64,
                     dropped: state.stats.dropped,
                     kept_back: state.stats.kept_back,
-                    unread_disks: 0,
+                    ..Flushed::default()
                 }
             };
             if flushed.pending == 0 || tokio::time::timeout_at(deadline, changed).await.is_err() {
@@ -485,10 +522,17 @@ impl Drop for Room {
 
 impl WriteBehindJob {
     /// A job for a chunk that is in memory, and is dirty there until the job ends.
-    pub fn new(memory: &Arc<Memory>, space: &Space, chunk: &ChunkHash, object: Sealed) -> Self {
+    pub fn new(
+        memory: &Arc<Memory>,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: Sealed,
+        is_admitted: bool,
+    ) -> Self {
         Self {
             space: space.clone(),
             object,
+            is_admitted,
             since: Instant::now(),
             span: trace::begin("lower"),
             _clean: Clean(Arc::clone(memory), (space.key(), *chunk)),

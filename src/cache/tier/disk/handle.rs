@@ -44,6 +44,8 @@ pub enum Below {
     /// Not yet: the file is *dirty*, neither evicted nor removed for its age until it is [`clean`](Disk::clean), also after
     /// a restart.
     Lacks,
+    /// Not, and it need not: the file is evicted and removed like one that the tier below has.
+    Declines,
     /// This is the last tier: file and folder are synced before the chunk counts as stored.
     Nothing,
 }
