@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use super::hex::{self, HexError};
 use super::space::Space;
@@ -81,17 +82,21 @@ pub enum HashScheme {
 
 /// Keeps one tenant from computing (or guessing the presence of) another's keys. 32 bytes; never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct TenantSecret([u8; 32]);
+pub struct TenantSecret(Zeroizing<[u8; 32]>);
 
 impl TenantSecret {
     pub fn new(bytes: [u8; 32]) -> Self {
-        Self(bytes)
+        Self(Zeroizing::new(bytes))
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
     }
 
     /// From 64 hex digits; the error doesn't repeat them.
     pub fn from_hex(text: &str) -> Result<Self, HashError> {
         hex::decode("a tenant secret", text.trim())
-            .map(Self)
+            .map(Self::new)
             .map_err(|_| HashError::Secret)
     }
 }
@@ -143,7 +148,7 @@ impl ChunkHasher {
         }
         let id = space.model_id();
         let key = secret.map_or(*id.as_bytes(), |secret| {
-            *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes()
+            *blake3::keyed_hash(secret.as_bytes(), id.as_bytes()).as_bytes()
         });
         Ok(Self {
             key,

@@ -3,21 +3,26 @@
 //! Its length depends on the number of planes only, so that the length of every object of a space is known before
 //! it is read, whichever digest its writer chose.
 
-use super::digest::DigestKind;
+use super::digest::{DigestKind, PlaneDigest};
 use super::hash::{ChunkHash, SpaceId};
+use super::keyring::{KeyId, Keyring, SigningKey};
 use super::kind::Kind;
+use super::protection::Protection;
 use super::space::Space;
 
-pub const FORMAT_VERSION: u32 = 1;
+/// The newest version that this kvgate reads and writes; version 1 has no protection.
+pub const FORMAT_VERSION: u32 = 2;
 /// The payload starts at a multiple of this, for direct I/O.
 pub const HEADER_ALIGN: usize = 4096;
 
 const MAGIC: [u8; 8] = *b"KVGATE\r\n";
 const FIXED_LEN: usize = 256;
 const DIGEST_LEN: usize = 32;
-/// Encryption key id and nonce, and reserved bytes: all zero in version 1.
-const UNUSED: [std::ops::Range<usize>; 2] = [136..176, 188..FIXED_LEN];
+/// Bytes that must be zero: reserved ones, and in version 1 those of the seal.
+const UNUSED_OPEN: &[std::ops::Range<usize>] = &[136..176, 188..FIXED_LEN];
+const UNUSED_SEALED: &[std::ops::Range<usize>] = &[152..176, 188..192, 224..FIXED_LEN];
 const KEY_ID: std::ops::Range<usize> = 136..152;
+const TAG_AT: usize = 192;
 
 /// Bytes of the header of a chunk with this many planes.
 pub const fn header_len(planes: usize) -> usize {
@@ -38,6 +43,16 @@ pub struct Header {
     pub digest_kind: DigestKind,
     /// One a plane, at the left, zeros after it.
     pub digests: Vec<[u8; 32]>,
+    /// Of an object in a space with a protection.
+    pub seal: Option<Seal>,
+}
+
+/// The proof that a header was written with a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seal {
+    pub key_id: KeyId,
+    /// BLAKE3, keyed, of all header bytes before the header's digest, with zeros in place of this tag.
+    pub tag: blake3::Hash,
 }
 
 /// Bytes that are not the header of the chunk that was asked for.
@@ -61,6 +76,18 @@ pub enum HeaderError {
     OtherKind { expected: Kind, actual: Kind },
     #[error("it is encrypted, which this kvgate can't read")]
     Encrypted,
+    #[error("its protection is {actual}, and all objects of this space must be {demanded}: it is forged")]
+    Protection {
+        demanded: Protection,
+        actual: Protection,
+    },
+    #[error("its header was not written with the key {0} that it names: it is forged")]
+    Forged(KeyId),
+    #[error(
+        "it was written with key {key} of tenant {tenant:?}, which is not here: add that key to the tenant's `keys` in the \
+         file of [keys] file"
+    )]
+    NoKey { key: KeyId, tenant: String },
     #[error("bytes that must be zero are not")]
     NotZero,
     #[error("it belongs to space {0}")]
@@ -83,7 +110,7 @@ impl Header {
         out.fill(0);
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &MAGIC);
-        put(8, &FORMAT_VERSION.to_le_bytes());
+        put(8, &self.digest_kind.protection().format_version().to_le_bytes());
         put(12, &u32_of(len).to_le_bytes());
         put(16, &self.space_id.0);
         put(48, &self.chunk.0);
@@ -97,6 +124,10 @@ impl Header {
         put(176, &kind.to_le_bytes());
         put(180, &tokens.to_le_bytes());
         put(184, &u32::from(self.is_draft).to_le_bytes());
+        if let Some(seal) = &self.seal {
+            put(KEY_ID.start, &seal.key_id.0);
+            put(TAG_AT, seal.tag.as_bytes());
+        }
         for (plane, digest) in self.digests.iter().enumerate() {
             put(FIXED_LEN + plane * DIGEST_LEN, digest);
         }
@@ -104,7 +135,27 @@ impl Header {
         out[len - DIGEST_LEN..].copy_from_slice(digest.as_bytes());
     }
 
-    /// Reads and checks the header at the front of `bytes`, which may go on after it.
+    /// The header with the proof that it was written with the key.
+    #[must_use]
+    pub fn sealed(mut self, key: &SigningKey) -> Self {
+        let (key_id, none) = (key.id(), blake3::Hash::from_bytes([0; 32]));
+        self.seal = Some(Seal { key_id, tag: none });
+        let tag = self.tag(key);
+        self.seal = Some(Seal { key_id, tag });
+        self
+    }
+
+    /// The tag that the key makes of this header.
+    pub(super) fn tag(&self, key: &SigningKey) -> blake3::Hash {
+        let mut bytes = vec![0; header_len(self.digests.len())];
+        self.write(&mut bytes);
+        bytes[TAG_AT..TAG_AT + DIGEST_LEN].fill(0);
+        let body = bytes.len() - DIGEST_LEN;
+        blake3::keyed_hash(key.header(), &bytes[..body])
+    }
+
+    /// Reads the header at the front of `bytes`, which may go on after it, and checks all that takes neither the space
+    /// nor its keys. [`expect`](Self::expect) checks the rest.
     pub fn parse(bytes: &[u8]) -> Result<Self, HeaderError> {
         if bytes.len() < FIXED_LEN {
             return Err(HeaderError::Short {
@@ -132,7 +183,7 @@ impl Header {
             return Err(HeaderError::Digest);
         }
         let version = u32_at(body, 8);
-        if version != FORMAT_VERSION {
+        if !(1..=FORMAT_VERSION).contains(&version) {
             return Err(HeaderError::Version(version));
         }
         let planes = u32_at(body, 116) as usize;
@@ -145,18 +196,24 @@ impl Header {
         }
         let (kind, width) = (u32_at(body, 128), u32_at(body, 132));
         let digest_kind = DigestKind::from_code(kind)
-            .filter(|kind| u32_of(kind.width()) == width)
+            .filter(|kind| u32_of(kind.width()) == width && kind.protection().format_version() == version)
             .ok_or(HeaderError::DigestKind { kind, width })?;
-        if body[KEY_ID].iter().any(|&byte| byte != 0) {
-            return Err(HeaderError::Encrypted);
-        }
+        let seal = (!digest_kind.protection().is_none()).then(|| Seal {
+            key_id: KeyId(array_at(body, KEY_ID.start)),
+            tag: blake3::Hash::from_bytes(array_at(body, TAG_AT)),
+        });
+        let unused = match &seal {
+            Some(_) => UNUSED_SEALED,
+            None if body[KEY_ID].iter().any(|&byte| byte != 0) => return Err(HeaderError::Encrypted),
+            None => UNUSED_OPEN,
+        };
         let (code, tokens, draft) = (u32_at(body, 176), u32_at(body, 180), u32_at(body, 184));
         let kind = Kind::from_code((code, tokens)).filter(|_| draft <= 1);
         let kind = kind.ok_or(HeaderError::Kind { code, tokens, draft })?;
         let (table, rest) = body[FIXED_LEN..].split_at(planes * DIGEST_LEN);
         let digests: Vec<[u8; 32]> = table.as_chunks().0.to_vec();
         let after = digests.iter().flat_map(|digest| &digest[digest_kind.width()..]);
-        let unused = UNUSED.into_iter().flat_map(|range| &body[range]);
+        let unused = unused.iter().flat_map(|range| &body[range.clone()]);
         if unused.chain(after).chain(rest).any(|&byte| byte != 0) {
             return Err(HeaderError::NotZero);
         }
@@ -170,17 +227,25 @@ impl Header {
             is_draft: draft == 1,
             digest_kind,
             digests,
+            seal,
         })
     }
 
-    /// Checks that this is the header of `chunk` in `space`.
-    pub fn expect(&self, space: &Space, chunk: &ChunkHash) -> Result<(), HeaderError> {
+    /// Checks that this is the header of `chunk` in `space`, written with a key of its tenant where the space demands
+    /// it. Returns how the planes are checked.
+    pub fn expect(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        keys: &Keyring,
+    ) -> Result<PlaneDigest, HeaderError> {
         if self.space_id != space.id() {
             return Err(HeaderError::OtherSpace(self.space_id));
         }
         if self.chunk != *chunk {
             return Err(HeaderError::OtherChunk(self.chunk));
         }
+        let digest = keys.reads(space, self)?;
         let layout = space.layout();
         let same = |what, expected: u64, actual: u64| match expected == actual {
             true => Ok(()),
@@ -206,7 +271,7 @@ impl Header {
             self.payload_len,
         )?;
         match (self.kind, self.is_draft) == (space.kind(), !space.draft().is_empty()) {
-            true => Ok(()),
+            true => Ok(digest),
             false => Err(HeaderError::OtherKind {
                 expected: space.kind(),
                 actual: self.kind,
@@ -254,7 +319,7 @@ mod tests {
                 space_id: SpaceId(space_id),
                 chunk: ChunkHash(chunk),
                 parent: ChunkHash(parent),
-                tokens, payload_len, kind, is_draft, digest_kind, digests,
+                tokens, payload_len, kind, is_draft, digest_kind, digests, seal: None,
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::arena::SlotMut;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::tier::{Disk, DiskError, Unsent};
-use crate::format::{ChunkHash, Header, HeaderError, Space};
+use crate::format::{ChunkHash, Header, HeaderError, Keyring, Space};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 
@@ -51,13 +51,13 @@ pub async fn read_verified(
     slot: SlotMut,
 ) -> Result<SlotMut, Option<SlotMut>> {
     let (key, warnings) = ((space.key(), *chunk), &tiers.disk_warnings);
-    let (mut slot, unread) = match read_once(disk, space, chunk, slot).await {
+    let (mut slot, unread) = match read_once(tiers, disk, space, chunk, slot).await {
         Ok(slot) => return Ok(slot),
         Err(unread) => unread,
     };
     if disk.unsent(&key) == Unsent::No {
         warnings.unreadable.tell(&format_args!("{chunk}: {unread}"));
-        if matches!(unread, Unread::Bad(_)) {
+        if unread.is_bad() {
             disk.remove(&key).await;
         }
         return Err(slot);
@@ -65,7 +65,7 @@ pub async fn read_verified(
     // A bit may have flipped on its way from the disk.
     if let Some(again) = slot.take() {
         let unread;
-        (slot, unread) = match read_once(disk, space, chunk, again).await {
+        (slot, unread) = match read_once(tiers, disk, space, chunk, again).await {
             Ok(slot) => return Ok(slot),
             Err(unread) => unread,
         };
@@ -78,6 +78,7 @@ pub async fn read_verified(
 }
 
 async fn read_once(
+    tiers: &Tiers,
     disk: &Disk,
     space: &Space,
     chunk: &ChunkHash,
@@ -90,7 +91,7 @@ async fn read_once(
         (Some(slot), Ok(())) => slot,
         (slot, read) => return Err((slot, Unread::Disk(read.err().unwrap_or(DiskError::Absent)))),
     };
-    let verified = verify(space, chunk, &slot).await;
+    let verified = verify(&tiers.bucket.options.keyring, space, chunk, &slot).await;
     trace::end(span, || chunk.to_string().chars().take(12).collect::<String>());
     match verified {
         Ok(()) => Ok(slot),
@@ -99,21 +100,29 @@ async fn read_once(
 }
 
 impl Unread {
+    /// Whether the file is not the chunk. One whose key is not here may well be.
+    fn is_bad(&self) -> bool {
+        match self {
+            Self::Bad(Bad::Header(HeaderError::NoKey { .. })) | Self::Disk(_) => false,
+            Self::Bad(_) => true,
+        }
+    }
+
     /// Whether the error says that the file is bad; else the fault is elsewhere.
     fn condemns(&self) -> bool {
         match self {
-            Self::Bad(_) => true,
+            Self::Bad(_) => self.is_bad(),
             Self::Disk(error) => error.condemns(),
         }
     }
 }
 
-pub async fn verify(space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(), Bad> {
+pub async fn verify(keys: &Keyring, space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(), Bad> {
     let header = Header::parse(object)?;
-    header.expect(space, chunk)?;
+    let digest = header.expect(space, chunk, keys)?;
     let layout = space.layout();
     for plane in 0..layout.planes() {
-        if header.digest_kind.of(&object[layout.plane(plane)]) != header.digests[plane] {
+        if digest.of(&object[layout.plane(plane)]) != header.digests[plane] {
             return Err(Bad::Digest(plane));
         }
         // Other tasks need the thread too.

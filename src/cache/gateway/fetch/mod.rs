@@ -17,7 +17,7 @@ use super::miss::Miss;
 use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
-use crate::format::{ChunkHash, ChunkId, DigestKind, Section, Space};
+use crate::format::{ChunkHash, ChunkId, PlaneDigest, Section, Space};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
@@ -35,6 +35,8 @@ pub struct ChunkFetch {
     chunk: ChunkHash,
     key: String,
     deadline: Instant,
+    /// Until a header is read, the best guess at how the object's planes are digested: as this gateway would.
+    guess: PlaneDigest,
     /// The time of what the answers say of the chunk's existence.
     asked: Instant,
 }
@@ -63,6 +65,12 @@ impl ChunkFetch {
             chunk: *chunk,
             key: tiers.bucket.object_key(&(space.key(), *chunk)),
             deadline,
+            // Without a key nothing of the space is read.
+            guess: tiers
+                .bucket
+                .options
+                .writes(space)
+                .unwrap_or(PlaneDigest::Crc64Nvme),
             asked: Instant::now(),
         }
     }
@@ -92,13 +100,13 @@ impl ChunkFetch {
         self.bucket().get_turns.wait(part.place, part.bytes().len())
     }
 
-    /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute
-    /// on the way.
+    /// Gets a section when its turn has come; the turn is over when it is dropped. `digest` is computed on the
+    /// way.
     pub async fn get(
         &self,
         part: &mut Part,
         if_match: Option<&str>,
-        kind: DigestKind,
+        digest: &PlaneDigest,
         waiting: Waiting,
     ) -> Result<(Version, Turn), ObjectError> {
         let mut span = trace::begin("GET");
@@ -120,7 +128,7 @@ impl ChunkFetch {
         let landing = Landing {
             // The part has no bytes until the store gives them back.
             slot: part.slot.split_off(0),
-            watch: Some(part.digests.watch(kind)),
+            watch: Some(part.digests.watch(digest)),
         };
         let (landing, meta) = self.bucket().store.get(get, landing, self.deadline).await;
         part.slot = landing.slot;
@@ -220,9 +228,8 @@ impl ChunkFetch {
         (self.space.key(), self.chunk)
     }
 
-    /// The digest kind that this gateway stores with: until a header is read, the best guess at the object's kind.
-    pub fn kind(&self) -> DigestKind {
-        self.bucket().options.digest
+    pub fn guess(&self) -> &PlaneDigest {
+        &self.guess
     }
 
     /// The ETag of the version that a lookup saw.

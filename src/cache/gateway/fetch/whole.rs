@@ -75,7 +75,7 @@ impl WholeFetch {
         }
         let rest = parts.split_off(1);
         let got = wanted
-            .get(&mut parts[0], None, wanted.kind(), line.remove(0))
+            .get(&mut parts[0], None, wanted.guess(), line.remove(0))
             .await;
         let (version, turn) = got?;
         let line = rest.iter().map(|part| wanted.wait(part)).collect();
@@ -99,7 +99,7 @@ async fn get_all(
     let get = |(mut part, waiting): (Part, Waiting)| {
         let (wanted, etag) = (Arc::clone(wanted), Arc::clone(etag));
         Task::spawn(async move {
-            let got = wanted.get(&mut part, Some(&etag), wanted.kind(), waiting).await;
+            let got = wanted.get(&mut part, Some(&etag), wanted.guess(), waiting).await;
             (part, got.map(|(version, _turn)| version))
         })
     };

@@ -131,7 +131,8 @@ async fn lower(
             StoreOutcome::Failed(error) => {
                 tiers.behind.failed();
                 bucket.warnings.waits.tell(&error);
-                if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
+                let keys = &bucket.options.keyring;
+                if error.kind == ErrorKind::Checksum && verify(keys, space, &chunk, &object).await.is_err() {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
                     return StoreOutcome::Failed(error);
