@@ -130,7 +130,10 @@ pub fn read_keys(keys: &Keys) -> Result<Keyring, KeysError> {
             let found = words.iter().find(|(one, _)| *one == word);
             if found.is_none() {
                 let words: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-                problems.push(format!("tenant {name:?}: `protection` is one of {}", words.join(", ")));
+                problems.push(format!(
+                    "tenant {name:?}: `protection` is one of {}",
+                    words.join(", ")
+                ));
             }
             found.map(|(_, protection)| *protection)
         });
@@ -379,7 +382,10 @@ mod tests {
             (format!("keys = \"{KEY}\""), "list of sources"),
             (format!("keys = [\"{KEY}\"]"), "list of sources"),
             ("protection = \"signed\"".into(), "neither `secret` nor `keys`"),
-            ("protection = \"sighned\"".into(), "`protection` is one of none, signed"),
+            (
+                "protection = \"sighned\"".into(),
+                "`protection` is one of none, signed",
+            ),
             ("keyz = \"env:X\"".into(), "unknown field"),
         ] {
             let said = folder.refused(&tenant);

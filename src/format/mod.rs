@@ -27,7 +27,9 @@ pub(crate) use crc64::{Append, Crc64};
 pub(crate) use digest::object_crc64;
 pub use digest::{DigestKind, Digester, PlaneDigest};
 pub use dtype::DType;
-pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, SpaceId, TenantSecret};
+pub use hash::{
+    ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, PageNames, SpaceId, TenantSecret,
+};
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, Seal, header_len};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::format::{DigestKind, Header, Keyring, PlaneDigest, Protection, Space, TenantKeys, TenantSecret};
-use kvgate::protocol::Strategy;
+use kvgate::protocol::{LookupRequest, Order, Strategy};
 
 use crate::support::backends::{Backend, on_backends};
+use crate::support::daemon;
 use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
 
 on_backends! {
@@ -340,5 +341,83 @@ async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
                 .await
                 .is_err()
         );
+    }
+}
+
+/// The keys of tenant `acme` in files, as an operator has them, for a daemon with this protection.
+fn key_files(folder: &std::path::Path, protection: &str) -> String {
+    use std::os::unix::fs::PermissionsExt;
+    let [secret, key] = [("secret", 5_u8), ("key", 6)].map(|(name, number)| {
+        let path = folder.join(name);
+        std::fs::write(&path, format!("{number:02x}").repeat(32)).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o400)).unwrap();
+        path.display().to_string()
+    });
+    let file = folder.join("keys.toml");
+    let text = format!(
+        "[[tenant]]\nname = \"acme\"\nprotection = \"{protection}\"\nsecret = \"file:{secret}\"\nkeys = [\"file:{key}\"]\n"
+    );
+    std::fs::write(&file, text).unwrap();
+    file.display().to_string()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_serves_a_tenant_with_keys() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let place = daemon::Site::new().await;
+        let space = space_of("acme", protection);
+        // As an engine with the tenant's secret names them.
+        let hasher = kvgate::format::ChunkHasher::new(&space, Some(&key(5))).unwrap();
+        let root = hasher.root(b"salt", b"").unwrap();
+        let tokens: Vec<u32> = (0..96).collect();
+        let hashes = hasher.chain(&root, &tokens, &[]).unwrap();
+        let prompt = Prompt {
+            space: space.clone(),
+            root,
+            hashes,
+        };
+        let settings = [("keys.file", file.as_str())];
+        place.store_by_another(&prompt, &settings).await;
+
+        let serving = place.serve(&settings).await;
+        serving.ready().await;
+        serving.client.declare(&space).await.unwrap();
+        let request = LookupRequest {
+            space: space.id().to_string(),
+            tokens: Some(tokens.clone()),
+            salt: Some("salt".to_owned()),
+            ..LookupRequest::default()
+        };
+        let found = serving.client.lookup(&request).await.unwrap();
+        assert_eq!(
+            found.prefix,
+            prompt.hashes.len(),
+            "tokens are hashed with the tenant's secret"
+        );
+        let engine = serving.attach("one").await;
+        for order in [Order::Layer, Order::Chunk] {
+            let loaded = daemon::load(&engine, &prompt, &format!("{order:?}"), order).await;
+            assert_eq!(loaded.len(), prompt.hashes.len(), "{loaded:?}");
+            assert!(
+                loaded
+                    .iter()
+                    .all(|from| ["s3", "memory"].contains(&from.as_str())),
+                "{loaded:?}"
+            );
+        }
+        for (space, code) in [
+            (space_of("acme", Protection::None), "wrong_protection"),
+            (space_of("nobody", protection), "no_key"),
+        ] {
+            let refused = serving.client.declare(&space).await.unwrap_err();
+            assert!(refused.to_string().contains(code), "{refused}");
+        }
+        drop(engine);
+        serving.end().await;
+        // Nothing that this node says has a key.
+        let config = format!("{:?}", place.config(&settings));
+        assert!(!config.contains(&"05".repeat(8)) && !config.contains(&"06".repeat(8)));
     }
 }
