@@ -22,7 +22,7 @@ use kvgate::cache::gateway::{Gateway, GatewayOptions};
 use kvgate::cache::tier::policy::{Access, Queue};
 use kvgate::format::{
     ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Keyring, Kind, Mask, Mha, PlaneDigest,
-    Space, SpaceId, SpaceInput, TenantSecret, header_len,
+    Protection, Space, SpaceId, SpaceInput, TenantSecret, header_len,
 };
 use kvgate::protocol::{EvictionPolicy, Strategy};
 use kvgate::s3::net::{Landing, Traffic};
@@ -274,10 +274,16 @@ fn header(bench: &mut Bench) {
     }
 }
 
+fn protected(protection: Protection) -> Space {
+    let json = format!(
+        r#"{{"model": "m", "revision": "1", "protection": "{protection}", "mha": {{"layers": 1, "heads": 1, "head_dim": 1}}}}"#
+    );
+    Space::from_json(&json).expect("a space")
+}
+
 /// The digest of a signed space.
 fn signed() -> PlaneDigest {
-    let json = r#"{"model": "m", "revision": "1", "protection": "signed", "mha": {"layers": 1, "heads": 1, "head_dim": 1}}"#;
-    let space = Space::from_json(json).expect("a space");
+    let space = protected(Protection::Signed);
     let keys = Keyring::of_one(space.protection(), TenantSecret::new([7; 32]));
     keys.writes(&space, DigestKind::default()).expect("a key")
 }
@@ -298,6 +304,31 @@ fn digest(bench: &mut Bench) {
             None,
         );
     }
+    let space = protected(Protection::Encrypted);
+    let keys = Keyring::of_one(space.protection(), TenantSecret::new([7; 32]));
+    let cipher = keys
+        .encrypts(&space, &hashes(1)[0])
+        .expect("a key")
+        .expect("encrypted");
+    let mut plane = bytes.clone();
+    bench.compare(
+        "digest: AES-256-GCM of 16 MiB, encrypted in place",
+        ("memcpy of it", || black_box(&mut copy).copy_from_slice(&bytes)),
+        || cipher.seal(0, black_box(&mut plane)),
+        None,
+    );
+    plane.copy_from_slice(&bytes);
+    let tag = cipher.seal(0, &mut plane);
+    let encrypted = plane.clone();
+    bench.compare(
+        "digest: AES-256-GCM of 16 MiB, copied and decrypted",
+        ("memcpy of it", || black_box(&mut copy).copy_from_slice(&bytes)),
+        || {
+            plane.copy_from_slice(&encrypted);
+            assert!(cipher.open(0, black_box(&mut plane), &tag));
+        },
+        None,
+    );
     bench.compare(
         "digest: CRC64NVME of 16 MiB, folded by ourselves",
         ("crc-fast", || {

@@ -384,7 +384,7 @@ mod tests {
             ("protection = \"signed\"".into(), "neither `secret` nor `keys`"),
             (
                 "protection = \"sighned\"".into(),
-                "`protection` is one of none, signed",
+                "`protection` is one of none, signed, encrypted",
             ),
             ("keyz = \"env:X\"".into(), "unknown field"),
         ] {

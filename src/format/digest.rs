@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::crc64::{Append, Crc64};
 use super::header::Header;
-use super::keyring::SigningKey;
+use super::keyring::{SALT_LEN, SigningKey};
 use super::layout::Layout;
 use super::protection::Protection;
 
@@ -23,6 +23,9 @@ pub enum DigestKind {
     /// Detects all that was not written with the tenant's key. Of signed spaces only.
     #[serde(rename = "blake3-keyed")]
     KeyedBlake3,
+    /// The tag of the encryption. Of encrypted spaces only.
+    #[serde(rename = "aes256-gcm")]
+    Aes256Gcm,
 }
 
 impl fmt::Display for DigestKind {
@@ -31,6 +34,7 @@ impl fmt::Display for DigestKind {
             Self::Crc64Nvme => "crc64nvme",
             Self::Blake3 => "blake3",
             Self::KeyedBlake3 => "blake3-keyed",
+            Self::Aes256Gcm => "aes256-gcm",
         })
     }
 }
@@ -46,6 +50,7 @@ impl DigestKind {
             Self::Crc64Nvme => 1,
             Self::Blake3 => 2,
             Self::KeyedBlake3 => 3,
+            Self::Aes256Gcm => 4,
         }
     }
 
@@ -54,6 +59,7 @@ impl DigestKind {
             1 => Some(Self::Crc64Nvme),
             2 => Some(Self::Blake3),
             3 => Some(Self::KeyedBlake3),
+            4 => Some(Self::Aes256Gcm),
             _ => None,
         }
     }
@@ -62,6 +68,7 @@ impl DigestKind {
     pub fn width(self) -> usize {
         match self {
             Self::Crc64Nvme => 8,
+            Self::Aes256Gcm => 16,
             Self::Blake3 | Self::KeyedBlake3 => 32,
         }
     }
@@ -71,6 +78,7 @@ impl DigestKind {
         match self {
             Self::Crc64Nvme | Self::Blake3 => Protection::None,
             Self::KeyedBlake3 => Protection::Signed,
+            Self::Aes256Gcm => Protection::Encrypted,
         }
     }
 }
@@ -84,11 +92,11 @@ pub enum PlaneDigest {
 }
 
 impl PlaneDigest {
-    /// Of an object without protection.
+    /// Of an object without protection, and of the decrypted one in memory.
     pub fn open(kind: DigestKind) -> Self {
         match kind {
             DigestKind::Crc64Nvme => Self::Crc64Nvme,
-            DigestKind::Blake3 | DigestKind::KeyedBlake3 => Self::Blake3,
+            DigestKind::Blake3 | DigestKind::KeyedBlake3 | DigestKind::Aes256Gcm => Self::Blake3,
         }
     }
 
@@ -104,7 +112,7 @@ impl PlaneDigest {
     pub fn seal(&self, header: Header) -> Header {
         match self {
             Self::Crc64Nvme | Self::Blake3 => header,
-            Self::Signed(key) => header.sealed(key),
+            Self::Signed(key) => header.sealed(key, [0; SALT_LEN]),
         }
     }
 

@@ -3,9 +3,9 @@
 //! Its length depends on the number of planes only, so that the length of every object of a space is known before
 //! it is read, whichever digest its writer chose.
 
-use super::digest::{DigestKind, PlaneDigest};
+use super::digest::DigestKind;
 use super::hash::{ChunkHash, SpaceId};
-use super::keyring::{KeyId, Keyring, SigningKey};
+use super::keyring::{KeyId, Keyring, PlaneCheck, SALT_LEN, SigningKey};
 use super::kind::Kind;
 use super::protection::Protection;
 use super::space::Space;
@@ -20,8 +20,10 @@ const FIXED_LEN: usize = 256;
 const DIGEST_LEN: usize = 32;
 /// Bytes that must be zero: reserved ones, and in version 1 those of the seal.
 const UNUSED_OPEN: &[std::ops::Range<usize>] = &[136..176, 188..FIXED_LEN];
-const UNUSED_SEALED: &[std::ops::Range<usize>] = &[152..176, 188..192, 224..FIXED_LEN];
+const UNUSED_SIGNED: &[std::ops::Range<usize>] = &[152..176, 188..192, 224..FIXED_LEN];
+const UNUSED_ENCRYPTED: &[std::ops::Range<usize>] = &[188..192, 224..FIXED_LEN];
 const KEY_ID: std::ops::Range<usize> = 136..152;
+const SALT_AT: usize = 152;
 const TAG_AT: usize = 192;
 
 /// Bytes of the header of a chunk with this many planes.
@@ -51,6 +53,8 @@ pub struct Header {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
     pub key_id: KeyId,
+    /// Random, of an encrypted object; else zeros.
+    pub salt: [u8; SALT_LEN],
     /// BLAKE3, keyed, of all header bytes before the header's digest, with zeros in place of this tag.
     pub tag: blake3::Hash,
 }
@@ -126,6 +130,7 @@ impl Header {
         put(184, &u32::from(self.is_draft).to_le_bytes());
         if let Some(seal) = &self.seal {
             put(KEY_ID.start, &seal.key_id.0);
+            put(SALT_AT, &seal.salt);
             put(TAG_AT, seal.tag.as_bytes());
         }
         for (plane, digest) in self.digests.iter().enumerate() {
@@ -137,11 +142,16 @@ impl Header {
 
     /// The header with the proof that it was written with the key.
     #[must_use]
-    pub fn sealed(mut self, key: &SigningKey) -> Self {
-        let (key_id, none) = (key.id(), blake3::Hash::from_bytes([0; 32]));
-        self.seal = Some(Seal { key_id, tag: none });
-        let tag = self.tag(key);
-        self.seal = Some(Seal { key_id, tag });
+    pub fn sealed(mut self, key: &SigningKey, salt: [u8; SALT_LEN]) -> Self {
+        let seal = |tag| {
+            Some(Seal {
+                key_id: key.id(),
+                salt,
+                tag,
+            })
+        };
+        self.seal = seal(blake3::Hash::from_bytes([0; 32]));
+        self.seal = seal(self.tag(key));
         self
     }
 
@@ -200,10 +210,12 @@ impl Header {
             .ok_or(HeaderError::DigestKind { kind, width })?;
         let seal = (!digest_kind.protection().is_none()).then(|| Seal {
             key_id: KeyId(array_at(body, KEY_ID.start)),
+            salt: array_at(body, SALT_AT),
             tag: blake3::Hash::from_bytes(array_at(body, TAG_AT)),
         });
         let unused = match &seal {
-            Some(_) => UNUSED_SEALED,
+            Some(_) if digest_kind == DigestKind::Aes256Gcm => UNUSED_ENCRYPTED,
+            Some(_) => UNUSED_SIGNED,
             None if body[KEY_ID].iter().any(|&byte| byte != 0) => return Err(HeaderError::Encrypted),
             None => UNUSED_OPEN,
         };
@@ -238,14 +250,14 @@ impl Header {
         space: &Space,
         chunk: &ChunkHash,
         keys: &Keyring,
-    ) -> Result<PlaneDigest, HeaderError> {
+    ) -> Result<PlaneCheck, HeaderError> {
         if self.space_id != space.id() {
             return Err(HeaderError::OtherSpace(self.space_id));
         }
         if self.chunk != *chunk {
             return Err(HeaderError::OtherChunk(self.chunk));
         }
-        let digest = keys.reads(space, self)?;
+        let check = keys.reads(space, self)?;
         let layout = space.layout();
         let same = |what, expected: u64, actual: u64| match expected == actual {
             true => Ok(()),
@@ -271,7 +283,7 @@ impl Header {
             self.payload_len,
         )?;
         match (self.kind, self.is_draft) == (space.kind(), !space.draft().is_empty()) {
-            true => Ok(digest),
+            true => Ok(check),
             false => Err(HeaderError::OtherKind {
                 expected: space.kind(),
                 actual: self.kind,

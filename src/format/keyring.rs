@@ -8,8 +8,12 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
+use ring::hkdf;
+use ring::rand::{SecureRandom, SystemRandom};
+
 use super::digest::{DigestKind, PlaneDigest};
-use super::hash::{SpaceId, TenantSecret};
+use super::hash::{ChunkHash, SpaceId, TenantSecret};
 use super::header::{Header, HeaderError};
 use super::hex;
 use super::protection::Protection;
@@ -18,6 +22,8 @@ use super::space::Space;
 const ID_CONTEXT: &str = "kvgate key id v1";
 const HEADER_CONTEXT: &str = "kvgate header key v1";
 const PLANE_CONTEXT: &str = "kvgate plane key v1";
+const ENCRYPTION_CONTEXT: &[u8] = b"kvgate encryption key v1";
+pub(super) const SALT_LEN: usize = 24;
 
 /// Names a key in headers and messages. Says nothing about the key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -76,6 +82,8 @@ pub enum KeyError {
         demanded: Protection,
         given: Protection,
     },
+    #[error("the system has no random numbers")]
+    Random,
 }
 
 impl Keyring {
@@ -123,7 +131,8 @@ impl Keyring {
         }
     }
 
-    /// How new objects of a space are digested: with `open` where it is not protected.
+    /// How new objects of a space are digested: with `open` where it is not protected, and in memory where it is
+    /// encrypted.
     pub fn writes(&self, space: &Space, open: DigestKind) -> Result<PlaneDigest, KeyError> {
         match space.protection() {
             Protection::None => Ok(PlaneDigest::open(open)),
@@ -131,12 +140,25 @@ impl Keyring {
                 let key = self.newest(space)?;
                 Ok(PlaneDigest::Signed(SigningKey::new(&key, space.id())))
             }
+            Protection::Encrypted => self.newest(space).map(|_| PlaneDigest::open(open)),
         }
+    }
+
+    /// What encrypts a new object of this chunk; None where the space is not encrypted.
+    pub fn encrypts(&self, space: &Space, chunk: &ChunkHash) -> Result<Option<PlaneCipher>, KeyError> {
+        if space.protection() != Protection::Encrypted {
+            return Ok(None);
+        }
+        let mut salt = [0; SALT_LEN];
+        SystemRandom::new()
+            .fill(&mut salt)
+            .map_err(|_| KeyError::Random)?;
+        Ok(Some(PlaneCipher::new(&self.newest(space)?, space, chunk, salt)))
     }
 
     /// How the planes of an object with this header are checked, once its header is known to be made with a key of the
     /// space's tenant, where the space demands one.
-    pub fn reads(&self, space: &Space, header: &Header) -> Result<PlaneDigest, HeaderError> {
+    pub fn reads(&self, space: &Space, header: &Header) -> Result<PlaneCheck, HeaderError> {
         let demanded = space.protection();
         let (seal, kind) = (header.seal.as_ref(), header.digest_kind);
         if demanded != kind.protection() || demanded.is_none() != seal.is_none() {
@@ -146,7 +168,7 @@ impl Keyring {
             });
         }
         let Some(seal) = seal else {
-            return Ok(PlaneDigest::open(kind));
+            return Ok(PlaneCheck::Digest(PlaneDigest::open(kind)));
         };
         let tenants = self.tenants();
         let mut keys = tenants
@@ -158,11 +180,14 @@ impl Keyring {
             key: seal.key_id,
             tenant: space.tenant().to_owned(),
         })?;
-        let key = SigningKey::new(key, space.id());
-        match header.tag(&key) == seal.tag {
-            true => Ok(PlaneDigest::Signed(key)),
-            false => Err(HeaderError::Forged(seal.key_id)),
+        let signing = SigningKey::new(key, space.id());
+        if header.tag(&signing) != seal.tag {
+            return Err(HeaderError::Forged(seal.key_id));
         }
+        Ok(match demanded {
+            Protection::Encrypted => PlaneCheck::Open(PlaneCipher::new(key, space, &header.chunk, seal.salt)),
+            _ => PlaneCheck::Digest(PlaneDigest::Signed(signing)),
+        })
     }
 
     fn newest(&self, space: &Space) -> Result<TenantSecret, KeyError> {
@@ -216,5 +241,92 @@ impl fmt::Debug for SigningKey {
 impl PartialEq for SigningKey {
     fn eq(&self, other: &Self) -> bool {
         self.id == other.id
+    }
+}
+
+/// How the planes of an object are checked.
+#[derive(Debug, Clone, PartialEq)]
+pub enum PlaneCheck {
+    /// By their digests.
+    Digest(PlaneDigest),
+    /// By decrypting them.
+    Open(PlaneCipher),
+}
+
+impl PlaneCheck {
+    /// The digest to compute while bytes arrive.
+    pub fn digest(&self) -> Option<&PlaneDigest> {
+        match self {
+            Self::Digest(digest) => Some(digest),
+            Self::Open(_) => None,
+        }
+    }
+}
+
+/// What encrypts and decrypts the planes of one object. Each object has a key of its own, made of the tenant's key, the
+/// space, the chunk and a random salt; the nonce is the number of the plane. So no key sees a nonce twice.
+#[derive(Clone)]
+pub struct PlaneCipher {
+    key: SigningKey,
+    salt: [u8; SALT_LEN],
+    cipher: Arc<LessSafeKey>,
+}
+
+impl PlaneCipher {
+    fn new(key: &TenantSecret, space: &Space, chunk: &ChunkHash, salt: [u8; SALT_LEN]) -> Self {
+        let of_tenant = hkdf::Salt::new(hkdf::HKDF_SHA256, &salt).extract(key.as_bytes());
+        let (space_id, info) = (space.id(), ENCRYPTION_CONTEXT);
+        let info = [info, space_id.as_bytes(), chunk.as_bytes()];
+        let of_object = of_tenant
+            .expand(&info, &AES_256_GCM)
+            .expect("32 bytes are few for HKDF");
+        Self {
+            key: SigningKey::new(key, space_id),
+            salt,
+            cipher: Arc::new(LessSafeKey::new(UnboundKey::from(of_object))),
+        }
+    }
+
+    /// Encrypts a plane in place; returns its tag, at the left of 32 bytes.
+    pub fn seal(&self, plane: usize, bytes: &mut [u8]) -> [u8; 32] {
+        let tag = self
+            .cipher
+            .seal_in_place_separate_tag(nonce(plane), Aad::empty(), bytes);
+        let tag = tag.expect("a plane has less than 64 GiB");
+        let mut digest = [0; 32];
+        digest[..16].copy_from_slice(tag.as_ref());
+        digest
+    }
+
+    /// Decrypts a plane in place. False if it is not what was encrypted: its bytes are of no use then.
+    pub fn open(&self, plane: usize, bytes: &mut [u8], digest: &[u8; 32]) -> bool {
+        let tag = *digest.first_chunk::<16>().expect("16 of 32 bytes");
+        let tag = Tag::from(tag);
+        self.cipher
+            .open_in_place_separate_tag(nonce(plane), Aad::empty(), tag, bytes, 0..)
+            .is_ok()
+    }
+
+    /// The header of the encrypted object.
+    pub fn sealed(&self, header: Header) -> Header {
+        header.sealed(&self.key, self.salt)
+    }
+}
+
+fn nonce(plane: usize) -> Nonce {
+    let mut nonce = [0; 12];
+    nonce[..8].copy_from_slice(&(plane as u64).to_le_bytes());
+    Nonce::assume_unique_for_key(nonce)
+}
+
+impl fmt::Debug for PlaneCipher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PlaneCipher({})", self.key.id)
+    }
+}
+
+impl PartialEq for PlaneCipher {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key && self.salt == other.salt
     }
 }

@@ -33,7 +33,7 @@ pub use hash::{
 pub use header::{FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, Seal, header_len};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
-pub use keyring::{KeyError, KeyId, Keyring, SigningKey, TenantKeys};
+pub use keyring::{KeyError, KeyId, Keyring, PlaneCheck, PlaneCipher, SigningKey, TenantKeys};
 pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};

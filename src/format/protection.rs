@@ -14,10 +14,16 @@ pub enum Protection {
     None,
     /// Header and planes have digests that only the tenant's key can make.
     Signed,
+    /// Planes are encrypted, and nobody without the tenant's key can make any.
+    Encrypted,
 }
 
 impl Protection {
-    pub const WORDS: &'static [(&'static str, Self)] = &[("none", Self::None), ("signed", Self::Signed)];
+    pub const WORDS: &'static [(&'static str, Self)] = &[
+        ("none", Self::None),
+        ("signed", Self::Signed),
+        ("encrypted", Self::Encrypted),
+    ];
 
     pub fn is_none(&self) -> bool {
         *self == Self::None

@@ -51,6 +51,7 @@ impl NodeError {
             Self::TooMany { .. } => "too_many",
             Self::Key(KeyError::NoKey { .. }) => "no_key",
             Self::Key(KeyError::Protection { .. }) => "wrong_protection",
+            Self::Key(KeyError::Random) => "no_resources",
             Self::Attach(AttachError::RankTaken { .. }) => "rank_taken",
             Self::Attach(AttachError::OtherWorld { .. }) => "other_world_size",
             Self::Rank(_) => "bad_rank",

@@ -22,7 +22,7 @@ on_backends! {
 
 const N: usize = 3;
 const BAD: usize = 1;
-const PROTECTIONS: [Protection; 1] = [Protection::Signed];
+const PROTECTIONS: [Protection; 2] = [Protection::Signed, Protection::Encrypted];
 
 fn space_of(tenant: &str, protection: Protection) -> Space {
     Space::from_json(&format!(
@@ -62,8 +62,13 @@ fn made(
     let layout = space.layout();
     let mut object = vec![0; layout.object_len()];
     object[layout.header_len()..].copy_from_slice(payload);
+    let cipher = keyring.encrypts(space, &prompt.hashes[BAD]).unwrap();
     let digest = keyring.writes(space, DigestKind::Crc64Nvme).unwrap();
-    let mut header = Header {
+    let digests = (0..layout.planes()).map(|plane| match &cipher {
+        Some(cipher) => cipher.seal(plane, &mut object[layout.plane(plane)]),
+        None => digest.of(&object[layout.plane(plane)]),
+    });
+    let header = Header {
         space_id: space.id(),
         chunk: prompt.hashes[BAD],
         parent: prompt.parent(BAD),
@@ -71,13 +76,14 @@ fn made(
         payload_len: payload.len() as u64,
         kind: space.kind(),
         is_draft: false,
-        digest_kind: digest.kind(),
-        digests: (0..layout.planes())
-            .map(|plane| digest.of(&object[layout.plane(plane)]))
-            .collect(),
+        digests: digests.collect(),
+        digest_kind: cipher.as_ref().map_or(digest.kind(), |_| DigestKind::Aes256Gcm),
         seal: None,
     };
-    header = digest.seal(header);
+    let mut header = match &cipher {
+        Some(cipher) => cipher.sealed(header),
+        None => digest.seal(header),
+    };
     change(&mut header);
     header.write(&mut object);
     object
@@ -124,7 +130,8 @@ async fn forgeries(
     keyless[layout.header_len()] ^= 1;
     let digest = *blake3::hash(&keyless[layout.plane(0)]).as_bytes();
     rewritten(&mut keyless, |header| {
-        header.digests[0][..].copy_from_slice(&digest)
+        let width = header.digest_kind.width();
+        header.digests[0][..width].copy_from_slice(&digest[..width]);
     });
     let mut one_bit = good.clone();
     *one_bit.last_mut().unwrap() ^= 1;
@@ -133,6 +140,21 @@ async fn forgeries(
     let mut unsealed = good.clone();
     rewritten(&mut unsealed, |header| {
         header.seal.as_mut().unwrap().tag = blake3::Hash::from_bytes([0; 32]);
+    });
+    // A plane of another object of the same chunk: encrypted anew, it differs.
+    let older = made(space, prompt, &ring(&[1]), &payload, |_| ());
+    let mut mixed = good.clone();
+    mixed[layout.plane(2)].copy_from_slice(&older[layout.plane(2)]);
+    if protection == Protection::Signed {
+        mixed[layout.plane(2).start] ^= 1;
+    }
+    let mut salted = good.clone();
+    rewritten(&mut salted, |header| {
+        if protection == Protection::Encrypted {
+            header.seal.as_mut().unwrap().salt[0] ^= 1;
+        } else {
+            header.seal.as_mut().unwrap().tag = blake3::hash(b"");
+        }
     });
     let mut unknown = good.clone();
     rewritten(&mut unknown, |header| {
@@ -177,6 +199,8 @@ async fn forgeries(
         ("a bit changes", one_bit, "bad_digest"),
         ("another parent", parent, "forged"),
         ("no tag", unsealed, "forged"),
+        ("a plane of an older object", mixed, "bad_digest"),
+        ("another salt", salted, "forged"),
         ("another key's name", unknown, "no_key"),
         ("another chunk's object", chunk_0, "foreign_chunk"),
         ("another chunk's object, renamed", renamed, "forged"),
@@ -419,5 +443,112 @@ async fn a_daemon_serves_a_tenant_with_keys() {
         // Nothing that this node says has a key.
         let config = format!("{:?}", place.config(&settings));
         assert!(!config.contains(&"05".repeat(8)) && !config.contains(&"06".repeat(8)));
+    }
+}
+
+/// Neither the bucket nor a disk has a word of it, and both give it back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn encrypted_chunks_are_plain_in_memory_only() {
+    for (protection, is_seen) in [(Protection::Signed, true), (Protection::Encrypted, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let settings = [
+            ("keys.file", file.as_str()),
+            ("disk.paths", disk.to_str().unwrap()),
+            ("disk.size", "64MiB"),
+        ];
+        let place = daemon::Site::new().await;
+        let prompt = Prompt::of(space_of("acme", protection), 6);
+        place.store_by_another(&prompt, &settings).await;
+
+        let needles: Vec<Vec<u8>> = (0..6).map(|i| prompt.payload(i)[5000..5032].to_vec()).collect();
+        let seen = |bytes: &[u8]| {
+            let windows = bytes.windows(32).collect::<std::collections::HashSet<_>>();
+            needles
+                .iter()
+                .filter(|needle| windows.contains(needle.as_slice()))
+                .count()
+        };
+        let store = place.store().await;
+        let keys = kvgate::format::KeyPrefix::new("");
+        for i in 0..6 {
+            let key = keys.chunk(prompt.space.key(), &prompt.hashes[i]);
+            let object = store
+                .read(&key, 1 << 24, crate::support::fixture::soon())
+                .await
+                .unwrap();
+            assert_eq!(seen(&object) == 1, is_seen, "{protection}: in the bucket");
+        }
+        let mut on_disk = 0;
+        let mut folders = vec![disk.clone()];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                match path.is_dir() {
+                    true => folders.push(path),
+                    false => on_disk += seen(&std::fs::read(path).unwrap()),
+                }
+            }
+        }
+        assert_eq!(on_disk, if is_seen { 6 } else { 0 }, "{protection}: on the disk");
+
+        // From the disk, then from S3 onto another disk.
+        for (from, order) in [("disk", Order::Chunk), ("s3", Order::Layer)] {
+            let serving = place.serve(&settings).await;
+            serving.ready().await;
+            serving.client.declare(&prompt.space).await.unwrap();
+            let engine = serving.attach("one").await;
+            assert_eq!(
+                daemon::load(&engine, &prompt, "a", order).await,
+                vec![from; 6],
+                "{protection}"
+            );
+            assert_eq!(
+                daemon::load(&engine, &prompt, "b", Order::Chunk).await,
+                vec!["memory"; 6]
+            );
+            drop(engine);
+            serving.end().await;
+            std::fs::remove_dir_all(&disk).unwrap();
+            std::fs::create_dir(&disk).unwrap();
+        }
+    }
+}
+
+/// A daemon with another key: what is on its disk stays there, and is served again when the key is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_key_harms_nothing_on_disk() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let wrong = folder.path().join("wrong.toml");
+        let text = std::fs::read_to_string(&file).unwrap();
+        let (before, _) = text.split_once("keys = ").unwrap();
+        std::fs::write(&wrong, format!("{before}keys = \"command:printf %064d 8\"\n")).unwrap();
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let (disk, wrong) = (disk.display().to_string(), wrong.display().to_string());
+        let of = |file| {
+            [
+                ("keys.file", file),
+                ("disk.paths", disk.as_str()),
+                ("disk.size", "64MiB"),
+            ]
+        };
+        let place = daemon::Site::new().await;
+        let prompt = Prompt::of(space_of("acme", protection), 3);
+        place.store_by_another(&prompt, &of(file.as_str())).await;
+        for (file, from) in [(wrong.as_str(), "no_key"), (file.as_str(), "disk")] {
+            let serving = place.serve(&of(file)).await;
+            serving.ready().await;
+            serving.client.declare(&prompt.space).await.unwrap();
+            let engine = serving.attach("one").await;
+            let loaded = daemon::load(&engine, &prompt, "a", Order::Chunk).await;
+            assert_eq!(loaded[0], from, "{protection}: {loaded:?}");
+            drop(engine);
+            serving.end().await;
+        }
     }
 }

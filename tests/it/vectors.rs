@@ -1,8 +1,8 @@
 //! The documented format: `tests/data/vectors.json` was made by the Python implementation in `tests/reference`.
 
 use kvgate::format::{
-    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Keyring, Kind, Mask, PlaneDigest, Space,
-    SpaceId, TenantKeys, TenantSecret,
+    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Keyring, Kind, Mask, PlaneCheck,
+    PlaneDigest, Space, SpaceId, TenantKeys, TenantSecret,
 };
 use serde_json::Value;
 
@@ -212,6 +212,9 @@ fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
     let space = space_named(vectors, &case["space"]);
     let payload = bytes_from_0(space.layout().payload_len());
     let keys = keyring(&space, case);
+    if let Some(salt) = case["salt"].as_str() {
+        return encrypted(&space, &keys, case, salt);
+    }
     let digest = match text(&case["digest"]) {
         "crc64nvme" => PlaneDigest::Crc64Nvme,
         "blake3" => PlaneDigest::Blake3,
@@ -239,8 +242,47 @@ fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
     let mut bytes = vec![0xff; number(&case["header_len"])];
     header.write(&mut bytes);
     assert_eq!(Header::parse(&bytes).as_ref(), Ok(&header));
-    assert_eq!(header.expect(&space, &chunk, &keys), Ok(digest));
+    assert_eq!(
+        header.expect(&space, &chunk, &keys),
+        Ok(PlaneCheck::Digest(digest))
+    );
     (space, chunk, bytes)
+}
+
+/// The same of an encrypted object. Its salt is random, so it comes from the header that the reference made; all else
+/// is made here.
+fn encrypted(space: &Space, keys: &Keyring, case: &Value, salt: &str) -> (Space, ChunkHash, Vec<u8>) {
+    let chunk: ChunkHash = text(&case["chunk"]).parse().unwrap();
+    let theirs = Header::parse(&unhex(text(&case["header"]))).unwrap();
+    assert_eq!(hex(&theirs.seal.as_ref().unwrap().salt), salt);
+    let PlaneCheck::Open(cipher) = theirs.expect(space, &chunk, keys).unwrap() else {
+        panic!("it is encrypted")
+    };
+    let layout = space.layout();
+    let plain = bytes_from_0(layout.payload_len());
+    let mut payload = plain.clone();
+    let in_payload = |plane| {
+        let bytes = layout.plane(plane);
+        bytes.start - layout.header_len()..bytes.end - layout.header_len()
+    };
+    let digests: Vec<[u8; 32]> = (0..layout.planes())
+        .map(|plane| cipher.seal(plane, &mut payload[in_payload(plane)]))
+        .collect();
+    assert_eq!(blake3::hash(&payload).to_string(), case["payload_blake3"]);
+    let header = Header {
+        digests,
+        seal: None,
+        ..theirs.clone()
+    };
+    let header = cipher.sealed(header);
+    assert_eq!(header, theirs);
+    for plane in 0..layout.planes() {
+        assert!(cipher.open(plane, &mut payload[in_payload(plane)], &header.digests[plane]));
+    }
+    assert_eq!(payload, plain);
+    let mut bytes = vec![0xff; number(&case["header_len"])];
+    header.write(&mut bytes);
+    (space.clone(), chunk, bytes)
 }
 
 #[test]

@@ -5,12 +5,15 @@ Needs PyPI `blake3`. The CRC is this file's own; `crc64nvme_fast` uses `awscrt` 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from aes_gcm import decrypt, encrypt
 from blake3 import blake3
 
 FORMAT: Final = 2
@@ -44,10 +47,16 @@ SPAN_MAX: Final = 1 << 30
 KIND_CODES: Final[Mapping[str, int]] = {"full": 1, "window": 2, "chunked": 3, "state": 4}
 MAX_ROW: Final = 1 << 20
 MAX_STATE_ROW: Final = 1 << 28
-DIGEST_KINDS: Final[Mapping[str, tuple[int, int]]] = {"crc64nvme": (1, 8), "blake3": (2, 32), "blake3-keyed": (3, 32)}
-PROTECTED: Final[Mapping[str, str]] = {"blake3-keyed": "signed"}
+DIGEST_KINDS: Final[Mapping[str, tuple[int, int]]] = {
+    "crc64nvme": (1, 8),
+    "blake3": (2, 32),
+    "blake3-keyed": (3, 32),
+    "aes256-gcm": (4, 16),
+}
+PROTECTED: Final[Mapping[str, str]] = {"blake3-keyed": "signed", "aes256-gcm": "encrypted"}
 """The protection of the spaces whose objects have these digests."""
-PROTECTIONS: Final = ("none", "signed")
+PROTECTIONS: Final = ("none", "signed", "encrypted")
+ENCRYPTION_CONTEXT: Final = b"kvgate encryption key v1"
 TAG_AT: Final = 192
 
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -552,6 +561,38 @@ class SpaceKeys:
         )
 
 
+def object_key(key: bytes, space: bytes, chunk: bytes, salt: bytes) -> bytes:
+    """HKDF (RFC 5869) with SHA-256; 32 bytes are one block."""
+    extracted = hmac.digest(salt, key, hashlib.sha256)
+    return hmac.digest(extracted, ENCRYPTION_CONTEXT + space + chunk + b"\x01", hashlib.sha256)
+
+
+def plane_nonce(plane: int) -> bytes:
+    return struct.pack("<Q4x", plane)
+
+
+def encrypted(space: Space, key: bytes, chunk: bytes, salt: bytes, payload: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+    """The encrypted payload, and the tag of each plane."""
+    of_object, planes, tags = object_key(key, space.id, chunk, salt), [], []
+    for plane, at in enumerate(space.plane_offsets):
+        data, tag = encrypt(of_object, plane_nonce(plane), payload[at : at + space.plane_len(plane)])
+        planes.append(data)
+        tags.append(tag)
+    return b"".join(planes), tuple(tags)
+
+
+def decrypted(space: Space, key: bytes, header: Header, payload: bytes) -> bytes:
+    """The payload. Raises FormatError where a plane is not what was encrypted."""
+    of_object, planes = object_key(key, space.id, header.chunk, header.salt), []
+    for plane, at in enumerate(space.plane_offsets):
+        data = payload[at : at + space.plane_len(plane)]
+        try:
+            planes.append(decrypt(of_object, plane_nonce(plane), data, header.digests[plane]))
+        except ValueError:
+            raise FormatError(f"plane {plane} is not what was encrypted") from None
+    return b"".join(planes)
+
+
 def plane_digest(
     kind: str, data: bytes, crc: Callable[[bytes], int] = crc64nvme, keys: SpaceKeys | None = None
 ) -> bytes:
@@ -605,14 +646,16 @@ class Header:
     key_id: bytes = b""
     """Of the key that it is written with, and the tag that the key makes; empty in version 1."""
     tag: bytes = b""
+    salt: bytes = b""
+    """Random, of an encrypted object."""
 
     @property
     def protection(self) -> str:
         return PROTECTED.get(self.digest, "none")
 
-    def sealed(self, keys: SpaceKeys) -> Header:
+    def sealed(self, keys: SpaceKeys, salt: bytes = b"") -> Header:
         """The same with the proof that it was written with the key."""
-        keyed = replace(self, key_id=keys.id, tag=b"")
+        keyed = replace(self, key_id=keys.id, tag=b"", salt=salt)
         return replace(keyed, tag=blake3(keyed.build()[:-32], key=keys.header).digest())
 
     def build(self) -> bytes:
@@ -631,7 +674,7 @@ class Header:
             kind,
             width,
             self.key_id,
-            b"",
+            self.salt,
             KIND_CODES[self.kind.name],
             self.kind.tokens,
             int(self.is_draft),
@@ -684,7 +727,7 @@ class Header:
         names = [name for name, pair in DIGEST_KINDS.items() if pair == (digest, width)]
         if not names or format_version(PROTECTED.get(names[0], "none")) != version:
             raise FormatError("digest kind and width are unknown")
-        if any(nonce) or (version == 1 and (any(key_id) or any(tag))):
+        if (any(nonce) and names[0] != "aes256-gcm") or (version == 1 and (any(key_id) or any(tag))):
             raise FormatError("a key where there is none")
         if draft not in (0, 1):
             raise FormatError("the mark of a draft is neither 0 nor 1")
@@ -699,8 +742,9 @@ class Header:
         of_kind = Kind.of_codes(kind, kind_tokens)
         if version == 1:
             key_id = tag = b""
+        salt = nonce if names[0] == "aes256-gcm" else b""
         return cls(
-            space, chunk, parent, tokens, payload_len, of_kind, draft == 1, names[0], tuple(digests), key_id, tag
+            space, chunk, parent, tokens, payload_len, of_kind, draft == 1, names[0], tuple(digests), key_id, tag, salt
         )
 
     def expect(self, space: Space, chunk: bytes, keys: Iterable[bytes] = ()) -> SpaceKeys | None:
@@ -723,7 +767,7 @@ class Header:
         for key in keys:
             made = SpaceKeys.derive(key, space.id)
             if made.id == self.key_id:
-                if self.sealed(made).tag != self.tag:
+                if self.sealed(made, self.salt).tag != self.tag:
                     raise FormatError("header was not written with the key")
                 return made
         raise FormatError("header's key is not here")

@@ -21,6 +21,7 @@ from kvgate_format import (
     SpaceKeys,
     chunk_key,
     crc64nvme,
+    encrypted,
     mask,
     plane_digests,
     seal,
@@ -30,10 +31,21 @@ from kvgate_format import (
 VECTORS = Path(__file__).resolve().parent.parent / "data" / "vectors.json"
 INLINE_CANONICAL = 16_384
 INLINE_OFFSETS = 256
-INLINE_HEADERS = ("tiny", "signed", "k-and-v", "v-wider", "fp8-ds-mla", "layers-with-gaps", "window", "draft-state")
+INLINE_HEADERS = (
+    "tiny",
+    "signed",
+    "encrypted",
+    "k-and-v",
+    "v-wider",
+    "fp8-ds-mla",
+    "layers-with-gaps",
+    "window",
+    "draft-state",
+)
 REVISION = "9216db5781bf21249d130ec9da846c4624c16137"
 SECRET = bytes(range(32))
 KEY = bytes(range(100, 132))
+SALT = bytes(range(200, 224))
 
 SWAP = b"swap"
 """Stands for the other plane's digest."""
@@ -134,6 +146,7 @@ def space_inputs() -> dict[str, Json]:
             protection="signed",
             planes=STATE_PLANES,
         ),
+        "encrypted": given(dtype="float16", chunk_tokens=4, tenant="acme", protection="encrypted", mha=small),
         "none-given": given(dtype="float16", chunk_tokens=4, protection="none", mha=small),
         "tenant-unicode": given(chunk_tokens=4, tenant="Ümläut/租户 ", mha=small),
         "shard-tensor": given(chunk_tokens=4, shard={"heads": [2, 4], "layers": [0, 2]}, mha=small),
@@ -536,10 +549,21 @@ def header_for(space: Space, kind: str, tokens: Json, key: bytes = KEY) -> Heade
     parent, chunk = hasher.chain(generated(tokens))[:2]
     payload = pattern(space.payload_len)
     keys = None if space.protection == "none" else SpaceKeys.derive(key, space.id)
-    digests = plane_digests(space, kind, payload, keys=keys)
+    if kind == "aes256-gcm":
+        _, digests = encrypted(space, key, chunk, SALT, payload)
+    else:
+        digests = plane_digests(space, kind, payload, keys=keys)
     is_draft = space.draft != ""
     header = Header(space.id, chunk, parent, space.chunk_tokens, len(payload), space.kind, is_draft, kind, digests)
-    return header.sealed(keys) if keys else header
+    return header.sealed(keys, SALT if kind == "aes256-gcm" else b"") if keys else header
+
+
+def payload_digest(space: Space, header: Header) -> str:
+    """BLAKE3 of the object's payload as it is stored."""
+    payload = pattern(space.payload_len)
+    if header.digest == "aes256-gcm":
+        payload, _ = encrypted(space, KEY, header.chunk, SALT, payload)
+    return blake3(payload).hexdigest()
 
 
 def headers(spaces: dict[str, Space]) -> list[Json]:
@@ -561,6 +585,7 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
         "draft-state",
         "signed",
         "signed-state",
+        "encrypted",
     )
     out = []
     for name in names:
@@ -577,6 +602,8 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
                     "space": name,
                     "digest": kind,
                     "tenant_key": None if space.protection == "none" else KEY.hex(),
+                    "salt": header.salt.hex() or None,
+                    "payload_blake3": payload_digest(space, header),
                     "tokens": tokens,
                     "chunk": header.chunk.hex(),
                     "parent": header.parent.hex(),
@@ -591,7 +618,7 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
 
 
 def bad_headers(spaces: dict[str, Space]) -> list[Json]:
-    """All of the `tiny` headers and the `signed` one; a reader that asks for that space and chunk refuses each."""
+    """All of the `tiny` headers, and the `signed` and `encrypted` ones; a reader that asks for that space and chunk refuses each."""
 
     def u32(n: int) -> bytes:
         return struct.pack("<I", n)
@@ -665,10 +692,15 @@ def bad_headers(spaces: dict[str, Space]) -> list[Json]:
         ("signed: after the tag", "blake3-keyed", [(224, b"\1")], True),
         ("signed: plane digest", "blake3-keyed", [(256, b"")], True),
         ("signed: plane digests change places", "blake3-keyed", [(256, SWAP), (288, SWAP)], True),
+        ("encrypted: as if it were signed", "aes256-gcm", [(128, u32(3) + u32(32))], True),
+        ("encrypted: another salt", "aes256-gcm", [(152, b"")], True),
+        ("encrypted: salt's last byte", "aes256-gcm", [(175, b"")], True),
+        ("encrypted: tag of a plane", "aes256-gcm", [(256, b"")], True),
+        ("encrypted: after the tag of a plane", "aes256-gcm", [(272, b"\1")], True),
     ]  # fmt: skip
     out = []
     for reason, kind, patches, reseal in cases:
-        base = "signed" if kind == "blake3-keyed" else "tiny"
+        base = {"blake3-keyed": "signed", "aes256-gcm": "encrypted"}.get(kind, "tiny")
         good = header_for(spaces[base], kind, {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
         if patches[0][1] == SWAP:
             patches = [(256, good[288:320]), (288, good[256:288])]

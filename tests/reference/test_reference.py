@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aes_gcm
 import check_objects
 import kvgate_format as kv
 import make_vectors
@@ -110,9 +111,49 @@ class Checksums(unittest.TestCase):
             self.assertEqual(kv.crc64nvme(data), crc64nvme(data))
 
 
+class Encryption(unittest.TestCase):
+    def test_nist_vectors(self) -> None:
+        """Test cases 13 to 15 of the GCM specification."""
+        text = bytes.fromhex(
+            "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a721c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b391aafd255"
+        )
+        pair = bytes.fromhex("feffe9928665731c6d6a8f9467308308" * 2)
+        zeros = bytes(32)
+        for key, nonce, plain, tag in (
+            (zeros, bytes(12), b"", "530f8afbc74536b9a963b4f1c4cb738b"),
+            (zeros, bytes(12), bytes(16), "d0d1c8a799996bf0265b98b5d48ab919"),
+            (pair, bytes.fromhex("cafebabefacedbaddecaf888"), text, "b094dac5d93471bdec1a502270e3cc6c"),
+        ):
+            data, made = aes_gcm.encrypt(key, nonce, plain)
+            self.assertEqual(made.hex(), tag)
+            self.assertEqual(aes_gcm.decrypt(key, nonce, data, made), plain)
+            with self.assertRaises(ValueError):
+                aes_gcm.decrypt(key, nonce, data, bytes(16))
+
+    def test_an_object_is_read_with_its_key_only(self) -> None:
+        space = Vectors.space("encrypted")
+        header = make_vectors.header_for(space, "aes256-gcm", {"a": 1, "b": 1, "m": 1 << 32, "n": 8})
+        plain = make_vectors.pattern(space.payload_len)
+        payload, _ = kv.encrypted(space, make_vectors.KEY, header.chunk, make_vectors.SALT, plain)
+        self.assertEqual(kv.decrypted(space, make_vectors.KEY, header, payload), plain)
+        for key, bad in ((bytes(32), payload), (make_vectors.KEY, b"x" + payload[1:]), (make_vectors.KEY, plain)):
+            with self.assertRaises(kv.FormatError):
+                kv.decrypted(space, key, header, bad)
+
+
 class Headers(unittest.TestCase):
     def test_round_trip(self) -> None:
-        for name in ("tiny", "k-and-v", "200-layers", "window", "chunked", "state", "draft-state", "signed"):
+        for name in (
+            "tiny",
+            "k-and-v",
+            "200-layers",
+            "window",
+            "chunked",
+            "state",
+            "draft-state",
+            "signed",
+            "encrypted",
+        ):
             space = Vectors.space(name)
             for kind in kinds(space.protection):
                 tokens = {"a": 1, "b": 1, "m": 9, "n": 2 * space.chunk_tokens}

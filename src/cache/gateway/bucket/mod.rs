@@ -1,9 +1,10 @@
 //! S3, the lowest tier: the existence of its chunks, the turns of GETs and PUTs, and the PUTs themselves.
 
+mod outgoing;
 mod put;
 mod turns;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use dashmap::DashMap;
 use tokio::sync::{Notify, Semaphore};
@@ -16,6 +17,7 @@ use super::credit::kib;
 use super::miss::Miss;
 use super::options::GatewayOptions;
 use super::warnings::BucketWarnings;
+use crate::arena::Arena;
 use crate::cache::existence::{ExistenceCache, Prober};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::s3::object::{Capabilities, ObjectStore};
@@ -33,6 +35,8 @@ pub struct Bucket {
     put_kib: Arc<Semaphore>,
     /// Chunks whose PUT or DELETE is under way; another change of the chunk waits for its end.
     changing: DashMap<ChunkId, Option<AbortHandle>>,
+    /// For encrypted objects, once there are any.
+    buffers: Mutex<Option<Arena>>,
     /// Notified when a change has ended.
     changed: Notify,
     /// The time at which each space's space.json was last seen; locked while that is being found out.
@@ -62,6 +66,7 @@ impl Bucket {
             }),
             put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
             changing: DashMap::new(),
+            buffers: Mutex::default(),
             changed: Notify::new(),
             spaces: DashMap::new(),
             store,

@@ -60,6 +60,10 @@ impl Bucket {
             }
         };
         let object = seal(&digest, &space, &hash, &parent, header, &payload);
+        let object = match self.outgoing(&space, &hash, &object).await {
+            Ok(object) => object,
+            Err(error) => return StoreOutcome::Failed(error),
+        };
         self.store_object(&space, hash, object, deadline, permits).await
     }
 

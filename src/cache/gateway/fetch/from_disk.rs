@@ -2,11 +2,14 @@
 //! does not have the chunk, the file is the only copy: it is read a second time first, and then moved aside.
 
 use super::ChunkFetch;
+use super::decrypt::{decrypt, plain_header};
 use crate::arena::SlotMut;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::tier::{Disk, DiskError, Unsent};
-use crate::format::{ChunkHash, Header, HeaderError, Keyring, Space};
+use crate::format::{
+    ChunkHash, Header, HeaderError, Keyring, PlaneCheck, PlaneDigest, Protection, Section, Space,
+};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 
@@ -87,11 +90,11 @@ async fn read_once(
     let mut span = trace::begin("disk");
     let read = disk.read(space, chunk, slot).await;
     trace::mark(&mut span, "read");
-    let slot = match read {
+    let mut slot = match read {
         (Some(slot), Ok(())) => slot,
         (slot, read) => return Err((slot, Unread::Disk(read.err().unwrap_or(DiskError::Absent)))),
     };
-    let verified = verify(&tiers.bucket.options.keyring, space, chunk, &slot).await;
+    let verified = verify(tiers, space, chunk, &mut slot).await;
     trace::end(span, || chunk.to_string().chars().take(12).collect::<String>());
     match verified {
         Ok(()) => Ok(slot),
@@ -117,9 +120,54 @@ impl Unread {
     }
 }
 
-pub async fn verify(keys: &Keyring, space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(), Bad> {
+/// Verifies a whole object as it was written, and decrypts it where it is encrypted.
+async fn verify(tiers: &Tiers, space: &Space, chunk: &ChunkHash, object: &mut [u8]) -> Result<(), Bad> {
+    let options = &tiers.bucket.options;
     let header = Header::parse(object)?;
-    let digest = header.expect(space, chunk, keys)?;
+    let cipher = match header.expect(space, chunk, &options.keyring)? {
+        PlaneCheck::Digest(digest) => return check_planes(space, &header, &digest, object).await,
+        PlaneCheck::Open(cipher) => cipher,
+    };
+    let (layout, plain) = (space.layout(), PlaneDigest::open(options.digest));
+    let mut digests = Vec::with_capacity(layout.planes());
+    for plane in 0..layout.planes() {
+        let section = Section {
+            bytes: layout.plane(plane),
+            planes: plane..plane + 1,
+        };
+        let (bytes, of) = (&mut object[section.bytes.clone()], (&cipher, &header.digests[..]));
+        digests.extend(decrypt(layout, &section, bytes, of, &plain).map_err(Bad::Digest)?);
+        // Other tasks need the thread too.
+        tokio::task::yield_now().await;
+    }
+    plain_header(&header, &plain, digests).write(object);
+    Ok(())
+}
+
+/// Verifies a chunk in memory, which is never encrypted.
+pub async fn verify_resident(
+    keys: &Keyring,
+    space: &Space,
+    chunk: &ChunkHash,
+    object: &[u8],
+) -> Result<(), Bad> {
+    let header = Header::parse(object)?;
+    let digest = match space.protection() {
+        Protection::Encrypted => PlaneDigest::open(header.digest_kind),
+        _ => match header.expect(space, chunk, keys)? {
+            PlaneCheck::Digest(digest) => digest,
+            PlaneCheck::Open(_) => return Ok(()),
+        },
+    };
+    check_planes(space, &header, &digest, object).await
+}
+
+async fn check_planes(
+    space: &Space,
+    header: &Header,
+    digest: &PlaneDigest,
+    object: &[u8],
+) -> Result<(), Bad> {
     let layout = space.layout();
     for plane in 0..layout.planes() {
         if digest.of(&object[layout.plane(plane)]) != header.digests[plane] {

@@ -1,6 +1,7 @@
 //! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. The
 //! order of the sections is decided in `whole.rs`, and for layer order in `load/layer_order.rs`.
 
+mod decrypt;
 mod digests;
 mod from_disk;
 mod verify;
@@ -17,14 +18,14 @@ use super::miss::Miss;
 use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
-use crate::format::{ChunkHash, ChunkId, PlaneDigest, Section, Space};
+use crate::format::{ChunkHash, ChunkId, PlaneDigest, Protection, Section, Space};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 use self::digests::Digests;
-pub use self::from_disk::{read_verified, verify};
+pub use self::from_disk::{read_verified, verify_resident};
 pub use self::verify::ObjectHead;
 pub use self::whole::WholeFetch;
 
@@ -35,8 +36,9 @@ pub struct ChunkFetch {
     chunk: ChunkHash,
     key: String,
     deadline: Instant,
-    /// Until a header is read, the best guess at how the object's planes are digested: as this gateway would.
-    guess: PlaneDigest,
+    /// Until a header is read, the best guess at how the object's planes are digested: as this gateway would. None: they
+    /// are encrypted.
+    guess: Option<PlaneDigest>,
     /// The time of what the answers say of the chunk's existence.
     asked: Instant,
 }
@@ -49,6 +51,8 @@ pub struct Part {
     place: TurnPosition,
     /// Whether it was read a second time already.
     again: bool,
+    /// Digests of its decrypted planes, where they were encrypted.
+    decrypted: Vec<[u8; 32]>,
 }
 
 impl Part {
@@ -66,11 +70,10 @@ impl ChunkFetch {
             key: tiers.bucket.object_key(&(space.key(), *chunk)),
             deadline,
             // Without a key nothing of the space is read.
-            guess: tiers
-                .bucket
-                .options
-                .writes(space)
-                .unwrap_or(PlaneDigest::Crc64Nvme),
+            guess: match space.protection() {
+                Protection::Encrypted => None,
+                _ => tiers.bucket.options.writes(space).ok(),
+            },
             asked: Instant::now(),
         }
     }
@@ -90,6 +93,7 @@ impl ChunkFetch {
                 digests: Digests::new(self.space.layout(), section.clone()),
                 place: place(i),
                 again: false,
+                decrypted: Vec::new(),
             }
         };
         sections.iter().enumerate().map(cut).collect()
@@ -106,7 +110,7 @@ impl ChunkFetch {
         &self,
         part: &mut Part,
         if_match: Option<&str>,
-        digest: &PlaneDigest,
+        digest: Option<&PlaneDigest>,
         waiting: Waiting,
     ) -> Result<(Version, Turn), ObjectError> {
         let mut span = trace::begin("GET");
@@ -128,7 +132,7 @@ impl ChunkFetch {
         let landing = Landing {
             // The part has no bytes until the store gives them back.
             slot: part.slot.split_off(0),
-            watch: Some(part.digests.watch(digest)),
+            watch: digest.map(|digest| part.digests.watch(digest)),
         };
         let (landing, meta) = self.bucket().store.get(get, landing, self.deadline).await;
         part.slot = landing.slot;
@@ -228,8 +232,8 @@ impl ChunkFetch {
         (self.space.key(), self.chunk)
     }
 
-    pub fn guess(&self) -> &PlaneDigest {
-        &self.guess
+    pub fn guess(&self) -> Option<&PlaneDigest> {
+        self.guess.as_ref()
     }
 
     /// The ETag of the version that a lookup saw.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{ChunkFetch, Part};
 use crate::cache::existence::Known;
 use crate::cache::gateway::miss::Miss;
-use crate::format::{Header, HeaderError, PlaneDigest};
+use crate::format::{Header, HeaderError, PlaneCheck, PlaneDigest};
 use crate::metrics::trace;
 use crate::s3::object::Version;
 
@@ -15,7 +15,7 @@ use crate::s3::object::Version;
 pub struct ObjectHead {
     pub header: Arc<Header>,
     /// How its planes are checked.
-    pub digest: PlaneDigest,
+    pub check: PlaneCheck,
     pub version: Version,
 }
 
@@ -34,9 +34,9 @@ impl ChunkFetch {
             (header, version) = (self.header(part), same);
         }
         match header {
-            Ok((header, digest)) => Ok(ObjectHead {
+            Ok((header, check)) => Ok(ObjectHead {
                 header: Arc::new(header),
-                digest,
+                check,
                 version,
             }),
             Err(miss @ (Miss::Unreadable(_) | Miss::NoKey(_))) => Err(miss),
@@ -44,7 +44,7 @@ impl ChunkFetch {
         }
     }
 
-    fn header(&self, part: &Part) -> Result<(Header, PlaneDigest), Miss> {
+    fn header(&self, part: &Part) -> Result<(Header, PlaneCheck), Miss> {
         let header = Header::parse(&part.slot).map_err(|error| match error {
             HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
                 Miss::Unreadable(error)
@@ -52,7 +52,7 @@ impl ChunkFetch {
             error => Miss::BadHeader(error),
         })?;
         match header.expect(&self.space, &self.chunk, &self.bucket().options.keyring) {
-            Ok(digest) => Ok((header, digest)),
+            Ok(check) => Ok((header, check)),
             Err(error @ (HeaderError::OtherSpace(_) | HeaderError::OtherChunk(_))) => {
                 Err(Miss::Foreign(error))
             }
@@ -64,24 +64,30 @@ impl ChunkFetch {
         }
     }
 
-    /// Checks the planes of a section.
+    /// Checks the planes of a section, and decrypts them where they are encrypted.
     pub async fn check(&self, part: &mut Part, head: &ObjectHead) -> Result<(), Miss> {
-        let bad = |part: &Part| {
-            let Part { digests, slot, .. } = part;
-            digests.bad_plane(slot, &head.digest, &head.header.digests)
-        };
         let mut version = head.version.clone();
         let span = trace::begin("verify");
-        let mut plane = bad(part);
+        let mut plane = self.bad_plane(part, head).await?;
         trace::end(span, || self.named());
         if plane.is_some()
-            && let Some(same) = self.again(part, &version, &head.digest).await?
+            && let Some(same) = self.again(part, &version, head.check.digest()).await?
         {
-            (plane, version) = (bad(part), same);
+            (plane, version) = (self.bad_plane(part, head).await?, same);
         }
         match plane {
             None => Ok(()),
             Some(plane) => Err(self.damaged(Miss::BadDigest { plane }, version)),
+        }
+    }
+
+    async fn bad_plane(&self, part: &mut Part, head: &ObjectHead) -> Result<Option<usize>, Miss> {
+        match &head.check {
+            PlaneCheck::Digest(digest) => {
+                let Part { digests, slot, .. } = part;
+                Ok(digests.bad_plane(slot, digest, &head.header.digests))
+            }
+            PlaneCheck::Open(cipher) => self.decrypt(part, cipher, &head.header).await,
         }
     }
 
@@ -92,7 +98,7 @@ impl ChunkFetch {
         &self,
         part: &mut Part,
         version: &Version,
-        digest: &PlaneDigest,
+        digest: Option<&PlaneDigest>,
     ) -> Result<Option<Version>, Miss> {
         if std::mem::replace(&mut part.again, true) {
             return Ok(None);

@@ -8,7 +8,7 @@ use crate::cache::gateway::bucket::{TurnPosition, Waiting};
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::miss::Miss;
 use crate::cache::gateway::task::Task;
-use crate::format::Section;
+use crate::format::{PlaneCheck, Section};
 use crate::s3::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are queued: all if a lookup told the version, else only the
@@ -47,6 +47,9 @@ impl WholeFetch {
         let head = wanted.head(&mut parts[0], version).await?;
         for part in &mut parts {
             wanted.check(part, &head).await?;
+        }
+        if matches!(head.check, PlaneCheck::Open(_)) {
+            wanted.write_plain_header(&mut parts, &head.header);
         }
         wanted.present(&head);
         let (chunk, _) = wanted.loaded(parts);

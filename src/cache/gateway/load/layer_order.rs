@@ -333,7 +333,7 @@ impl Shared {
         // first.
         let head = self.head.wait().await.as_ref().map_err(Miss::clone)?;
         let wanted = &self.wanted;
-        let (etag, digest) = (&head.version.etag, &head.digest);
+        let (etag, digest) = (&head.version.etag, head.check.digest());
         let waiting = wanted.wait(&part);
         let got = wanted.get(&mut part, Some(etag), digest, waiting).await;
         let (_, turn) = got.map_err(|error| wanted.missed(error))?;

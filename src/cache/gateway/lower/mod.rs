@@ -11,7 +11,7 @@ use tokio::time::Instant;
 pub use self::backlog::{knows, send_backlog};
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
-use super::fetch::verify;
+use super::fetch::verify_resident;
 use super::tiers::{Link, Room, Sealed, Tiers, WriteBehindJob};
 use crate::arena::Slot;
 use crate::cache::tier::{Below, Wrote};
@@ -107,9 +107,16 @@ async fn lower(
             Err(_) => return broken(bucket, space, &chunk, "its digests were not computed"),
         },
     };
+    let mut sealed = match bucket.outgoing(space, &chunk, &object).await {
+        Ok(sealed) => Some(sealed),
+        Err(error) => return StoreOutcome::Failed(error),
+    };
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
-    let written = write_to_disk(tiers, space, &chunk, &object, job.since, goes_lower).await;
+    let written = match &sealed {
+        Some(sealed) => write_to_disk(tiers, space, &chunk, sealed, job.since, goes_lower).await,
+        None => false,
+    };
     if !goes_lower {
         return match written {
             true => {
@@ -124,15 +131,22 @@ async fn lower(
     let mut permits = permits;
     loop {
         let deadline = Instant::now() + options.deadline;
-        let outcome = bucket
-            .store_object(space, chunk, object.clone(), deadline, permits)
-            .await;
+        // Nothing but the chunk itself is held between two attempts.
+        let outcome = match sealed.take() {
+            Some(sealed) => bucket.store_object(space, chunk, sealed, deadline, permits).await,
+            None => match bucket.outgoing(space, &chunk, &object).await {
+                Ok(sealed) => bucket.store_object(space, chunk, sealed, deadline, permits).await,
+                Err(error) => StoreOutcome::Failed(error),
+            },
+        };
         match outcome {
             StoreOutcome::Failed(error) => {
                 tiers.behind.failed();
                 bucket.warnings.waits.tell(&error);
                 let keys = &bucket.options.keyring;
-                if error.kind == ErrorKind::Checksum && verify(keys, space, &chunk, &object).await.is_err() {
+                if error.kind == ErrorKind::Checksum
+                    && verify_resident(keys, space, &chunk, &object).await.is_err()
+                {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
                     return StoreOutcome::Failed(error);
