@@ -45,6 +45,7 @@ SECTIONS = {
     "store": "From slots into S3.",
     "copy": "Between slots and the pages of engines. The connectors read this section, and `kvgate gpu`.",
     "events": "What routers are told of memory and disks, by the engines' own KV events.",
+    "keys": "The keys of tenants, which protect their chunks on S3: [Keys](KEYS.md).",
     "api": "How engines and people reach `kvgate serve`.",
     "log": "The daemon's log.",
 }
@@ -62,6 +63,7 @@ ADVANCED = {
     "store": "deadline in_flight retry_max commit_timeout",
     "copy": "thread_size piece_size staging_buffers thread_blocks direct_size pin_size",
     "events": "chunks removals note_size wait",
+    "keys": "timeout",
     "api": "connections sessions spaces body_max hashes_max timeout grace stalled history traces",
     "log": "repeat",
 }
