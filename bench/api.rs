@@ -176,7 +176,7 @@ impl Bed {
         let config = config::load(None, std::iter::empty(), &settings)?.config;
         let credentials = Credentials::from_keys(s3.access_key(), s3.secret_key(), None);
         let store = open_store(&config, Some(credentials)).await?;
-        let daemon = Daemon::start(&config, store, Box::new(|| Ok(Vec::new()))).await?;
+        let daemon = Daemon::start(&config, store, Box::new(|_| Ok(Vec::new()))).await?;
         let gateway = daemon.node().gateway().clone();
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(daemon.run(async { drop(stopped.await) }));

@@ -21,8 +21,8 @@ use kvgate::cache::existence::{CacheLimits, ExistenceCache, Known};
 use kvgate::cache::gateway::{Gateway, GatewayOptions};
 use kvgate::cache::tier::policy::{Access, Queue};
 use kvgate::format::{
-    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Kind, Mask, Mha, Space, SpaceId,
-    SpaceInput, header_len,
+    ChunkHash, ChunkHasher, ChunkId, DigestKind, Header, KeyPrefix, Keyring, Kind, Mask, Mha, PlaneDigest,
+    Protection, Space, SpaceId, SpaceInput, TenantSecret, header_len,
 };
 use kvgate::protocol::{EvictionPolicy, Strategy};
 use kvgate::s3::net::{Landing, Traffic};
@@ -253,6 +253,7 @@ fn header(bench: &mut Bench) {
             is_draft: false,
             digest_kind: DigestKind::Blake3,
             digests: hashes(planes).into_iter().map(|hash| hash.0).collect(),
+            seal: None,
         };
         let mut bytes = vec![0; header_len(planes)];
         header.write(&mut bytes);
@@ -273,13 +274,28 @@ fn header(bench: &mut Bench) {
     }
 }
 
+fn protected(protection: Protection) -> Space {
+    let json = format!(
+        r#"{{"model": "m", "revision": "1", "protection": "{protection}", "mha": {{"layers": 1, "heads": 1, "head_dim": 1}}}}"#
+    );
+    Space::from_json(&json).expect("a space")
+}
+
+/// The digest of a signed space.
+fn signed() -> PlaneDigest {
+    let space = protected(Protection::Signed);
+    let keys = Keyring::of_one(space.protection(), TenantSecret::new([7; 32]));
+    keys.writes(&space, DigestKind::default()).expect("a key")
+}
+
 fn digest(bench: &mut Bench) {
     let mut bytes = vec![0; 16 << 20];
     fastrand::fill(&mut bytes);
     let mut copy = vec![0; bytes.len()];
     for (name, kind) in [
-        ("CRC64NVME", DigestKind::Crc64Nvme),
-        ("BLAKE3", DigestKind::Blake3),
+        ("CRC64NVME", PlaneDigest::Crc64Nvme),
+        ("BLAKE3", PlaneDigest::Blake3),
+        ("keyed BLAKE3", signed()),
     ] {
         bench.compare(
             format!("digest: {name} of 16 MiB"),
@@ -288,12 +304,37 @@ fn digest(bench: &mut Bench) {
             None,
         );
     }
+    let space = protected(Protection::Encrypted);
+    let keys = Keyring::of_one(space.protection(), TenantSecret::new([7; 32]));
+    let cipher = keys
+        .encrypts(&space, &hashes(1)[0])
+        .expect("a key")
+        .expect("encrypted");
+    let mut plane = bytes.clone();
+    bench.compare(
+        "digest: AES-256-GCM of 16 MiB, encrypted in place",
+        ("memcpy of it", || black_box(&mut copy).copy_from_slice(&bytes)),
+        || cipher.seal(0, black_box(&mut plane)),
+        None,
+    );
+    plane.copy_from_slice(&bytes);
+    let tag = cipher.seal(0, &mut plane);
+    let encrypted = plane.clone();
+    bench.compare(
+        "digest: AES-256-GCM of 16 MiB, copied and decrypted",
+        ("memcpy of it", || black_box(&mut copy).copy_from_slice(&bytes)),
+        || {
+            plane.copy_from_slice(&encrypted);
+            assert!(cipher.open(0, black_box(&mut plane), &tag));
+        },
+        None,
+    );
     bench.compare(
         "digest: CRC64NVME of 16 MiB, folded by ourselves",
         ("crc-fast", || {
             crc_fast::checksum(CrcAlgorithm::Crc64Nvme, black_box(&bytes))
         }),
-        || DigestKind::Crc64Nvme.of(black_box(&bytes)),
+        || PlaneDigest::Crc64Nvme.of(black_box(&bytes)),
         None,
     );
 }
@@ -572,6 +613,7 @@ fn gateway(store: &Arc<Heads>) -> Gateway {
     let options = GatewayOptions {
         keys: KeyPrefix::new("kv"),
         digest: DigestKind::default(),
+        keyring: Keyring::default(),
         part_bytes: 8 << 20,
         layer_part_bytes: 4 << 20,
         get_bytes_max: 64 << 20,

@@ -71,6 +71,8 @@ NOT_RUN = {
     "release/build.sh": "tests/run.sh calls it",
     "tests/release.py": "tests/run.sh runs it",
     "tests/image.sh": "tests/run.sh full runs it",
+    "install -m 0400": "writes to /etc/kvgate; tests/it/keys.rs makes such files",
+    "openssl rand": "writes to /etc/kvgate; tests/it/keys.rs makes such files",
     "kvgate gpu": "needs a GPU; tests/gpu stands in for the driver",
 }
 

@@ -1,7 +1,7 @@
 //! Headers from a bucket: no bytes make the parser panic, and a header that it accepts is written back the same.
 #![no_main]
 
-use kvgate::format::{DigestKind, FORMAT_VERSION, Header, HeaderError, header_len};
+use kvgate::format::{DigestKind, Header, HeaderError, header_len};
 use libfuzzer_sys::fuzz_target;
 
 const DIGEST_LEN: usize = 32;
@@ -40,10 +40,12 @@ fn sealed(planes: u32, kind: u32, fields: &[u8]) -> Vec<u8> {
     bytes.resize(len, 0);
     let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
     put(0, b"KVGATE\r\n");
-    put(8, &FORMAT_VERSION.to_le_bytes());
     put(12, &u32::try_from(len).unwrap().to_le_bytes());
     put(116, &planes.to_le_bytes());
-    if let Some(kind) = DigestKind::from_code(kind) {
+    let kind = DigestKind::from_code(kind);
+    let protection = kind.unwrap_or_default().protection();
+    put(8, &protection.format_version().to_le_bytes());
+    if let Some(kind) = kind {
         put(128, &kind.code().to_le_bytes());
         put(132, &u32::try_from(kind.width()).unwrap().to_le_bytes());
     }

@@ -43,7 +43,12 @@ class Space:
     """One kind of KV of a model: what must be equal for two chunks to be interchangeable, from its JSON (docs/FORMAT.md
     section 1)."""
 
-    def __init__(self, json: str) -> None: ...
+    def __init__(self, json: str, secret: bytes | None = None) -> None:
+        """`secret`: the tenant's, 32 bytes, which keys the hashes of its chunks."""
+
+    def another(self, json: str) -> Space:
+        """Another space of the same tenant."""
+
     @property
     def id(self) -> str: ...
     @property

@@ -41,12 +41,15 @@ def space(
     head_dim: int,
     chunk_tokens: int = 256,
     tenant: str = "",
+    protection: str = "none",
+    secret: bytes | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> Space:
     """The space of a model with full attention (MHA, GQA): what must be equal for two chunks to be interchangeable.
 
     `revision` pins the weights: a commit or a digest. `dtype`: of the KV, such as `"bfloat16"`. `heads`: KV heads. `extra`: all
-    else that changes KV, such as RoPE scaling. Other models: `Space(json)`, see docs/FORMAT.md section 1.
+    else that changes KV, such as RoPE scaling. `protection`, `secret`: of the tenant, see docs/KEYS.md. Other models:
+    `Space(json)`, see docs/FORMAT.md section 1.
 
     Raises KvGateError with all that is wrong.
     """
@@ -58,10 +61,12 @@ def space(
                 "dtype": dtype,
                 "chunk_tokens": chunk_tokens,
                 "tenant": tenant,
+                "protection": protection,
                 "mha": {"layers": layers, "heads": heads, "head_dim": head_dim},
                 "extra": dict(extra or {}),
             }
-        )
+        ),
+        secret,
     )
 
 

@@ -1,7 +1,12 @@
 """What the keys of every engine's configuration have in common: how they are checked, and where the gateway is."""
 
 import dataclasses
+import json
 import os
+import stat
+from typing import Protocol
+
+from kvgate._native import Space
 
 DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
 
@@ -29,3 +34,47 @@ def problems_of(cls: type, given: dict[str, object]) -> list[str]:
         elif isinstance(value, int) and kind is int and value <= 0:
             problems.append(f"{key} must be more than 0, not {value}")
     return problems
+
+
+class TenantSettings(Protocol):
+    """What the settings of every engine say of the tenant."""
+
+    tenant: str
+    protection: str
+    tenant_secret_file: str
+
+
+def space_of(space: dict[str, object], settings: TenantSettings) -> Space:
+    """The space as its tenant has it: protected, and with chunk hashes that its secret keys."""
+    space = {**space, "tenant": settings.tenant}
+    if settings.protection:
+        space["protection"] = settings.protection
+    return Space(json.dumps(space), tenant_secret(settings.tenant_secret_file))
+
+
+def tenant_secret(file: str) -> bytes | None:
+    """The secret in a tenant's file; None without one. Raises ValueError, which never says what is in the file."""
+    if not file:
+        return None
+    try:
+        with open(file, encoding="ascii") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            text = opened.read(4096).strip()
+    except OSError as error:
+        raise ValueError(f"tenant_secret_file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        text = ""
+    if mode & 0o027:
+        raise ValueError(f"tenant_secret_file {file} has the mode {mode:04o}, so others may read it: chmod 0400 it")
+    if len(text) != 64 or any(digit not in "0123456789abcdefABCDEF" for digit in text):
+        raise ValueError(f"tenant_secret_file {file} has no key: a key is 64 hex digits, from `openssl rand -hex 32`")
+    return bytes.fromhex(text)
+
+
+def tenant_problems(given: dict[str, object]) -> list[str]:
+    """What is wrong with the file of a tenant's secret."""
+    try:
+        tenant_secret(str(given.get("tenant_secret_file", "")))
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::engine::rank::LookupBreaker;
-use kvgate::format::{ChunkHash, Space};
+use kvgate::format::{ChunkHash, PageNames, Space};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -26,6 +26,7 @@ pub struct PageLookups(Arc<Asker>);
 struct Asker {
     client: Client,
     spaces: Vec<Space>,
+    names: Vec<PageNames>,
     deadline: Duration,
     pin_ms: u64,
     at_once: Semaphore,
@@ -56,6 +57,7 @@ impl PageLookups {
         Self(Arc::new(Asker {
             client: Client::new(DaemonAddress::Unix(socket)).trusting(socket_owner),
             spaces: spaces.iter().map(|space| space.0.clone()).collect(),
+            names: spaces.iter().map(|space| space.names()).collect(),
             deadline: Duration::from_millis(deadline_ms),
             pin_ms,
             at_once: Semaphore::new(at_once.min(Semaphore::MAX_PERMITS)),
@@ -74,10 +76,9 @@ impl PageLookups {
         is_chain: bool,
     ) -> PyResult<()> {
         let asker = Arc::clone(&self.0);
-        let hashes = split(&hashes)?;
-        if space >= asker.spaces.len() {
-            return Err(failed(format!("space {space} of {}", asker.spaces.len())));
-        }
+        let names = asker.names.get(space);
+        let names = names.ok_or_else(|| failed(format!("space {space} of {}", asker.spaces.len())))?;
+        let hashes = names.of(split(&hashes)?);
         py.detach(|| {
             let asked = async move {
                 let found = match asker.breaker.is_open() {

@@ -15,7 +15,7 @@ use kvgate::engine::copy::{
     Copier, CopyError, CopyJob, MappingError, PagedCache, SlotMapping, Spans, Tensor,
 };
 use kvgate::engine::rank::LookupBreaker;
-use kvgate::format::{ChunkHash, Space};
+use kvgate::format::{ChunkHash, PageNames, Space};
 use kvgate::protocol::{
     AttachRequest, CommitOutcome, LoadLine, LoadRequest, Order, ReserveChunk, ReservedChunk, Share, SlotName,
     Strategy,
@@ -110,6 +110,7 @@ struct Limits {
 /// One kind of KV in a host pool.
 struct Pool {
     space: Space,
+    names: PageNames,
     copier: Copier,
     /// The copier of the share that this rank owns, made when the node has said which.
     own: Mutex<Option<(Vec<Share>, Arc<Copier>)>>,
@@ -200,6 +201,7 @@ impl Pages {
         let mut pools = self.pools.write().unwrap_or_else(PoisonError::into_inner);
         pools.push(Arc::new(Pool {
             space: space.0.clone(),
+            names: space.names(),
             copier,
             own: Mutex::default(),
         }));
@@ -217,7 +219,11 @@ impl Pages {
     }
 
     fn lookup(&self, py: Python<'_>, pools: Vec<usize>, hashes: PyBackedBytes) -> PyResult<(usize, usize)> {
-        let hashes = split(&hashes)?;
+        let mut hashes = split(&hashes)?;
+        if let Some(&pool) = pools.first() {
+            // All pools of one lookup are one model's.
+            hashes = self.pool(pool)?.names.of(hashes);
+        }
         let spaces = pools
             .iter()
             .map(|&pool| Ok(self.pool(pool)?.space.id().to_string()));
@@ -265,7 +271,8 @@ impl Pages {
         pages: Vec<i64>,
         deadline_ms: u64,
     ) -> PyResult<Moved> {
-        let (pool, hashes, time) = (self.pool(pool)?, split(&hashes)?, Time::new(deadline_ms));
+        let (pool, time) = (self.pool(pool)?, Time::new(deadline_ms));
+        let hashes = pool.names.of(split(&hashes)?);
         Ok(py.detach(|| {
             let mut moving = Moving::new(hashes.len());
             let ended = match pool.spans(&hashes, &pages) {
@@ -286,7 +293,8 @@ impl Pages {
         deadline_ms: u64,
     ) -> PyResult<Moved> {
         let time = Time::new(deadline_ms);
-        let (pool, hashes, parents) = (self.pool(pool)?, split(&hashes)?, split(&parents)?);
+        let pool = self.pool(pool)?;
+        let [hashes, parents] = [split(&hashes)?, split(&parents)?].map(|hashes| pool.names.of(hashes));
         if parents.len() != hashes.len() {
             return Err(failed("a store needs a parent for each page"));
         }

@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvgate::format::{ChunkHash, ChunkHasher, Extra, ModelId, TenantSecret};
+use kvgate::format::{ChunkHash, ChunkHasher, Extra, ModelId};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::failed;
-use crate::space::PySpace;
+use crate::space::{PySpace, secret_of};
 
 #[pyclass(frozen, module = "kvgate._native")]
 pub struct Prompt {
@@ -47,9 +47,8 @@ impl Prompt {
         adapter: Option<&[u8]>,
         secret: Option<&[u8]>,
     ) -> PyResult<Self> {
-        let secret = secret.map(<[u8; 32]>::try_from).transpose();
-        let secret = secret.map_err(|_| failed("a tenant's secret has 32 bytes"))?;
-        let hasher = ChunkHasher::new(&space.0, secret.map(TenantSecret::new).as_ref()).map_err(failed)?;
+        let secret = secret_of(secret)?;
+        let hasher = ChunkHasher::new(&space.0, secret.as_ref().or(space.secret())).map_err(failed)?;
         let root = hasher.root(salt.unwrap_or_default(), adapter.unwrap_or_default());
         let root = root.map_err(failed)?;
         let chain = Chain {

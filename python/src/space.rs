@@ -1,6 +1,6 @@
 //! A space, as Python gives it: JSON.
 
-use kvgate::format::{Kind, Space};
+use kvgate::format::{Kind, PageNames, Space, TenantSecret};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -8,13 +8,21 @@ use pyo3::types::PyDict;
 use crate::error::failed;
 
 #[pyclass(frozen, name = "Space", module = "kvgate._native")]
-pub struct PySpace(pub Space);
+pub struct PySpace(pub Space, Option<TenantSecret>);
 
 #[pymethods]
 impl PySpace {
     #[new]
-    fn new(json: &str) -> PyResult<Self> {
-        Space::from_json(json).map(Self).map_err(failed)
+    #[pyo3(signature = (json, secret=None))]
+    fn new(json: &str, secret: Option<&[u8]>) -> PyResult<Self> {
+        let space = Space::from_json(json).map_err(failed)?;
+        Ok(Self(space, secret_of(secret)?))
+    }
+
+    /// Another space of the same tenant.
+    fn another(&self, json: &str) -> PyResult<Self> {
+        let space = Space::from_json(json).map_err(failed)?;
+        Ok(Self(space, self.1.clone()))
     }
 
     #[getter]
@@ -58,4 +66,22 @@ impl PySpace {
     fn canonical_json(&self) -> &str {
         self.0.canonical_json()
     }
+}
+
+impl PySpace {
+    /// The secret of its tenant, where it was given one.
+    pub fn secret(&self) -> Option<&TenantSecret> {
+        self.1.as_ref()
+    }
+
+    /// How it names the hashes of an engine's pages.
+    pub fn names(&self) -> PageNames {
+        PageNames::new(&self.0, self.secret())
+    }
+}
+
+pub fn secret_of(bytes: Option<&[u8]>) -> PyResult<Option<TenantSecret>> {
+    let secret = bytes.map(<[u8; 32]>::try_from).transpose();
+    let secret = secret.map_err(|_| failed("a tenant's secret has 32 bytes"))?;
+    Ok(secret.map(TenantSecret::new))
 }

@@ -5,13 +5,14 @@
 //! values. Neither stops at the first mistake: [`load`] returns either a whole configuration or the list of all its
 //! problems, because an operator should not have to restart a daemon once per typing error.
 //!
-//! Not for credentials: those come only from the AWS chain, so nothing here needs hiding when it is
-//! shown.
+//! Not for credentials: those of S3 come only from the AWS chain, and those of tenants from the places that the file of
+//! `[keys] file` names (`keys`). So nothing here needs hiding when it is shown.
 
 mod checks;
 mod declare;
 mod error;
 mod file;
+mod keys;
 mod kinds;
 mod names;
 mod reader;
@@ -28,8 +29,10 @@ use std::path::Path;
 use serde::Serialize;
 
 pub use error::{ConfigError, ConfigProblem, SettingOrigin};
+pub use keys::{KeysError, read_keys};
 pub use schema::{
-    Admit, Api, Arena, Config, Copies, Disk, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3, Store,
+    Admit, Api, Arena, Config, Copies, Disk, Keys, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3,
+    Store,
 };
 pub use sources::process_env;
 

@@ -323,6 +323,14 @@ sections! {
         wait: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
     }
 
+    /// The keys of tenants, which protect their chunks on S3: docs/KEYS.md.
+    keys: Keys {
+        /// File that says where each tenant's keys are; not set: no tenant has keys.
+        file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// Time for a command that gives a key.
+        timeout: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
+    }
+
     /// How engines and people reach `kvgate serve`.
     api: Api {
         /// Unix socket to listen on.

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use super::hex::{self, HexError};
 use super::space::Space;
@@ -81,17 +82,26 @@ pub enum HashScheme {
 
 /// Keeps one tenant from computing (or guessing the presence of) another's keys. 32 bytes; never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct TenantSecret([u8; 32]);
+pub struct TenantSecret(Zeroizing<[u8; 32]>);
 
 impl TenantSecret {
     pub fn new(bytes: [u8; 32]) -> Self {
-        Self(bytes)
+        Self(Zeroizing::new(bytes))
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// The key of a model's chunk hashes.
+    fn hash_key(&self, model: ModelId) -> Self {
+        Self::new(*blake3::keyed_hash(&self.0, model.as_bytes()).as_bytes())
     }
 
     /// From 64 hex digits; the error doesn't repeat them.
     pub fn from_hex(text: &str) -> Result<Self, HashError> {
         hex::decode("a tenant secret", text.trim())
-            .map(Self)
+            .map(Self::new)
             .map_err(|_| HashError::Secret)
     }
 }
@@ -136,15 +146,38 @@ pub struct ChunkHasher {
     chunk_tokens: u32,
 }
 
+/// The names of hashes that an engine brings (the schemes other than `kvgate-v1`): themselves, and for a tenant with a
+/// secret keyed by it.
+#[derive(Clone, Default)]
+pub struct PageNames(Option<TenantSecret>);
+
+impl PageNames {
+    pub fn new(space: &Space, secret: Option<&TenantSecret>) -> Self {
+        Self(secret.map(|secret| secret.hash_key(space.model_id())))
+    }
+
+    /// Zeros are no page's hash, and stay.
+    pub fn of(&self, hashes: Vec<ChunkHash>) -> Vec<ChunkHash> {
+        let Some(key) = &self.0 else { return hashes };
+        let named = hashes.into_iter().map(|hash| match hash.0 == [0; 32] {
+            true => hash,
+            false => {
+                let mut input = [0x02; 33];
+                input[1..].copy_from_slice(&hash.0);
+                ChunkHash(*blake3::keyed_hash(key.as_bytes(), &input).as_bytes())
+            }
+        });
+        named.collect()
+    }
+}
+
 impl ChunkHasher {
     pub fn new(space: &Space, secret: Option<&TenantSecret>) -> Result<Self, HashError> {
         if space.hash() != HashScheme::KvgateV1 {
             return Err(HashError::Scheme);
         }
         let id = space.model_id();
-        let key = secret.map_or(*id.as_bytes(), |secret| {
-            *blake3::keyed_hash(&secret.0, id.as_bytes()).as_bytes()
-        });
+        let key = secret.map_or(*id.as_bytes(), |secret| *secret.hash_key(id).as_bytes());
         Ok(Self {
             key,
             chunk_tokens: space.chunk_tokens(),

@@ -5,19 +5,26 @@
 
 use super::digest::DigestKind;
 use super::hash::{ChunkHash, SpaceId};
+use super::keyring::{KeyId, Keyring, PlaneCheck, SALT_LEN, SigningKey};
 use super::kind::Kind;
+use super::protection::Protection;
 use super::space::Space;
 
-pub const FORMAT_VERSION: u32 = 1;
+/// The newest version that this kvgate reads and writes; version 1 has no protection.
+pub const FORMAT_VERSION: u32 = 2;
 /// The payload starts at a multiple of this, for direct I/O.
 pub const HEADER_ALIGN: usize = 4096;
 
 const MAGIC: [u8; 8] = *b"KVGATE\r\n";
 const FIXED_LEN: usize = 256;
 const DIGEST_LEN: usize = 32;
-/// Encryption key id and nonce, and reserved bytes: all zero in version 1.
-const UNUSED: [std::ops::Range<usize>; 2] = [136..176, 188..FIXED_LEN];
+/// Bytes that must be zero: reserved ones, and in version 1 those of the seal.
+const UNUSED_OPEN: &[std::ops::Range<usize>] = &[136..176, 188..FIXED_LEN];
+const UNUSED_SIGNED: &[std::ops::Range<usize>] = &[152..176, 188..192, 224..FIXED_LEN];
+const UNUSED_ENCRYPTED: &[std::ops::Range<usize>] = &[188..192, 224..FIXED_LEN];
 const KEY_ID: std::ops::Range<usize> = 136..152;
+const SALT_AT: usize = 152;
+const TAG_AT: usize = 192;
 
 /// Bytes of the header of a chunk with this many planes.
 pub const fn header_len(planes: usize) -> usize {
@@ -30,7 +37,8 @@ pub const CHAIN_LEN: usize = 112;
 /// The hashes of a chunk and of its parent, from the front of its object. None for what is no chunk of this format. The
 /// header's digest is not checked: that takes all of the header.
 pub fn place_in_chain(front: &[u8]) -> Option<(ChunkHash, ChunkHash)> {
-    let is_chunk = front.len() >= CHAIN_LEN && front[..8] == MAGIC && u32_at(front, 8) == FORMAT_VERSION;
+    let is_chunk =
+        front.len() >= CHAIN_LEN && front[..8] == MAGIC && (1..=FORMAT_VERSION).contains(&u32_at(front, 8));
     is_chunk.then(|| (ChunkHash(array_at(front, 48)), ChunkHash(array_at(front, 80))))
 }
 
@@ -48,6 +56,18 @@ pub struct Header {
     pub digest_kind: DigestKind,
     /// One a plane, at the left, zeros after it.
     pub digests: Vec<[u8; 32]>,
+    /// Of an object in a space with a protection.
+    pub seal: Option<Seal>,
+}
+
+/// The proof that a header was written with a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seal {
+    pub key_id: KeyId,
+    /// Random, of an encrypted object; else zeros.
+    pub salt: [u8; SALT_LEN],
+    /// BLAKE3, keyed, of all header bytes before the header's digest, with zeros in place of this tag.
+    pub tag: blake3::Hash,
 }
 
 /// Bytes that are not the header of the chunk that was asked for.
@@ -71,6 +91,18 @@ pub enum HeaderError {
     OtherKind { expected: Kind, actual: Kind },
     #[error("it is encrypted, which this kvgate can't read")]
     Encrypted,
+    #[error("its protection is {actual}, and all objects of this space must be {demanded}: it is forged")]
+    Protection {
+        demanded: Protection,
+        actual: Protection,
+    },
+    #[error("its header was not written with the key {0} that it names: it is forged")]
+    Forged(KeyId),
+    #[error(
+        "it was written with key {key} of tenant {tenant:?}, which is not here: add that key to the tenant's `keys` in the \
+         file of [keys] file"
+    )]
+    NoKey { key: KeyId, tenant: String },
     #[error("bytes that must be zero are not")]
     NotZero,
     #[error("it belongs to space {0}")]
@@ -93,7 +125,7 @@ impl Header {
         out.fill(0);
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &MAGIC);
-        put(8, &FORMAT_VERSION.to_le_bytes());
+        put(8, &self.digest_kind.protection().format_version().to_le_bytes());
         put(12, &u32_of(len).to_le_bytes());
         put(16, &self.space_id.0);
         put(48, &self.chunk.0);
@@ -107,6 +139,11 @@ impl Header {
         put(176, &kind.to_le_bytes());
         put(180, &tokens.to_le_bytes());
         put(184, &u32::from(self.is_draft).to_le_bytes());
+        if let Some(seal) = &self.seal {
+            put(KEY_ID.start, &seal.key_id.0);
+            put(SALT_AT, &seal.salt);
+            put(TAG_AT, seal.tag.as_bytes());
+        }
         for (plane, digest) in self.digests.iter().enumerate() {
             put(FIXED_LEN + plane * DIGEST_LEN, digest);
         }
@@ -114,7 +151,32 @@ impl Header {
         out[len - DIGEST_LEN..].copy_from_slice(digest.as_bytes());
     }
 
-    /// Reads and checks the header at the front of `bytes`, which may go on after it.
+    /// The header with the proof that it was written with the key.
+    #[must_use]
+    pub fn sealed(mut self, key: &SigningKey, salt: [u8; SALT_LEN]) -> Self {
+        let seal = |tag| {
+            Some(Seal {
+                key_id: key.id(),
+                salt,
+                tag,
+            })
+        };
+        self.seal = seal(blake3::Hash::from_bytes([0; 32]));
+        self.seal = seal(self.tag(key));
+        self
+    }
+
+    /// The tag that the key makes of this header.
+    pub(super) fn tag(&self, key: &SigningKey) -> blake3::Hash {
+        let mut bytes = vec![0; header_len(self.digests.len())];
+        self.write(&mut bytes);
+        bytes[TAG_AT..TAG_AT + DIGEST_LEN].fill(0);
+        let body = bytes.len() - DIGEST_LEN;
+        blake3::keyed_hash(key.header(), &bytes[..body])
+    }
+
+    /// Reads the header at the front of `bytes`, which may go on after it, and checks all that takes neither the space
+    /// nor its keys. [`expect`](Self::expect) checks the rest.
     pub fn parse(bytes: &[u8]) -> Result<Self, HeaderError> {
         if bytes.len() < FIXED_LEN {
             return Err(HeaderError::Short {
@@ -142,7 +204,7 @@ impl Header {
             return Err(HeaderError::Digest);
         }
         let version = u32_at(body, 8);
-        if version != FORMAT_VERSION {
+        if !(1..=FORMAT_VERSION).contains(&version) {
             return Err(HeaderError::Version(version));
         }
         let planes = u32_at(body, 116) as usize;
@@ -155,18 +217,26 @@ impl Header {
         }
         let (kind, width) = (u32_at(body, 128), u32_at(body, 132));
         let digest_kind = DigestKind::from_code(kind)
-            .filter(|kind| u32_of(kind.width()) == width)
+            .filter(|kind| u32_of(kind.width()) == width && kind.protection().format_version() == version)
             .ok_or(HeaderError::DigestKind { kind, width })?;
-        if body[KEY_ID].iter().any(|&byte| byte != 0) {
-            return Err(HeaderError::Encrypted);
-        }
+        let seal = (!digest_kind.protection().is_none()).then(|| Seal {
+            key_id: KeyId(array_at(body, KEY_ID.start)),
+            salt: array_at(body, SALT_AT),
+            tag: blake3::Hash::from_bytes(array_at(body, TAG_AT)),
+        });
+        let unused = match &seal {
+            Some(_) if digest_kind == DigestKind::Aes256Gcm => UNUSED_ENCRYPTED,
+            Some(_) => UNUSED_SIGNED,
+            None if body[KEY_ID].iter().any(|&byte| byte != 0) => return Err(HeaderError::Encrypted),
+            None => UNUSED_OPEN,
+        };
         let (code, tokens, draft) = (u32_at(body, 176), u32_at(body, 180), u32_at(body, 184));
         let kind = Kind::from_code((code, tokens)).filter(|_| draft <= 1);
         let kind = kind.ok_or(HeaderError::Kind { code, tokens, draft })?;
         let (table, rest) = body[FIXED_LEN..].split_at(planes * DIGEST_LEN);
         let digests: Vec<[u8; 32]> = table.as_chunks().0.to_vec();
         let after = digests.iter().flat_map(|digest| &digest[digest_kind.width()..]);
-        let unused = UNUSED.into_iter().flat_map(|range| &body[range]);
+        let unused = unused.iter().flat_map(|range| &body[range.clone()]);
         if unused.chain(after).chain(rest).any(|&byte| byte != 0) {
             return Err(HeaderError::NotZero);
         }
@@ -180,17 +250,25 @@ impl Header {
             is_draft: draft == 1,
             digest_kind,
             digests,
+            seal,
         })
     }
 
-    /// Checks that this is the header of `chunk` in `space`.
-    pub fn expect(&self, space: &Space, chunk: &ChunkHash) -> Result<(), HeaderError> {
+    /// Checks that this is the header of `chunk` in `space`, written with a key of its tenant where the space demands
+    /// it. Returns how the planes are checked.
+    pub fn expect(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        keys: &Keyring,
+    ) -> Result<PlaneCheck, HeaderError> {
         if self.space_id != space.id() {
             return Err(HeaderError::OtherSpace(self.space_id));
         }
         if self.chunk != *chunk {
             return Err(HeaderError::OtherChunk(self.chunk));
         }
+        let check = keys.reads(space, self)?;
         let layout = space.layout();
         let same = |what, expected: u64, actual: u64| match expected == actual {
             true => Ok(()),
@@ -216,7 +294,7 @@ impl Header {
             self.payload_len,
         )?;
         match (self.kind, self.is_draft) == (space.kind(), !space.draft().is_empty()) {
-            true => Ok(()),
+            true => Ok(check),
             false => Err(HeaderError::OtherKind {
                 expected: space.kind(),
                 actual: self.kind,
@@ -264,7 +342,7 @@ mod tests {
                 space_id: SpaceId(space_id),
                 chunk: ChunkHash(chunk),
                 parent: ChunkHash(parent),
-                tokens, payload_len, kind, is_draft, digest_kind, digests,
+                tokens, payload_len, kind, is_draft, digest_kind, digests, seal: None,
             }
         }
     }

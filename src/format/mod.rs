@@ -15,22 +15,30 @@ mod hash;
 mod header;
 pub(crate) mod hex;
 mod key;
+mod keyring;
 mod kind;
 mod layout;
 mod mask;
+mod protection;
 mod space;
 mod space_input;
 
 pub(crate) use crc64::{Append, Crc64};
 pub(crate) use digest::object_crc64;
-pub use digest::{DigestKind, Digester};
+pub use digest::{DigestKind, Digester, PlaneDigest};
 pub use dtype::DType;
-pub use hash::{ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, SpaceId, TenantSecret};
-pub use header::{CHAIN_LEN, FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, header_len, place_in_chain};
+pub use hash::{
+    ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, PageNames, SpaceId, TenantSecret,
+};
+pub use header::{
+    CHAIN_LEN, FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, Seal, header_len, place_in_chain,
+};
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
+pub use keyring::{KeyError, KeyId, Keyring, PlaneCheck, PlaneCipher, SigningKey, TenantKeys};
 pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
+pub use protection::Protection;
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::dtype::DType;
 use super::hash::{HashScheme, ModelId, SpaceId};
-use super::header::FORMAT_VERSION;
 use super::key::SpaceKey;
 use super::kind::Kind;
 use super::layout::{Layout, Plane};
+use super::protection::Protection;
 use super::space_input::SpaceInput;
 
 const CONTEXT: &str = "kvgate space v1";
@@ -67,6 +67,9 @@ struct Fields {
     planes: Vec<Plane>,
     shard: Shard,
     extra: BTreeMap<String, String>,
+    /// Left out where there is none, so that the ids of such spaces are those of format 1.
+    #[serde(skip_serializing_if = "Protection::is_none")]
+    protection: Protection,
 }
 
 /// The members that all spaces of one model share.
@@ -108,8 +111,9 @@ impl Space {
         } else if planes.as_ref().is_some_and(Vec::is_empty) && problems.is_empty() {
             problems.push("it has no planes: give at least one layer".into());
         }
+        let protection = input.protection.unwrap_or_default();
         let fields = Fields {
-            format: input.format.unwrap_or(FORMAT_VERSION),
+            format: input.format.unwrap_or(protection.format_version()),
             model: input.model,
             revision: input.revision,
             dtype,
@@ -121,6 +125,7 @@ impl Space {
             planes: planes.unwrap_or_default(),
             shard: input.shard.unwrap_or(Shard::Whole),
             extra: input.extra.unwrap_or_default(),
+            protection,
         };
         fields.check(&mut problems);
         if !problems.is_empty() {
@@ -200,6 +205,11 @@ impl Space {
 
     pub fn chunk_tokens(&self) -> u32 {
         self.0.fields.chunk_tokens
+    }
+
+    /// What every object of the space must have.
+    pub fn protection(&self) -> Protection {
+        self.0.fields.protection
     }
 
     /// Empty where there are no tenants.
@@ -293,10 +303,11 @@ impl Fields {
     }
 
     fn check(&self, problems: &mut Vec<String>) {
-        if self.format != FORMAT_VERSION {
+        let expected = self.protection.format_version();
+        if self.format != expected {
             problems.push(format!(
-                "format {} is not known: this kvgate writes {FORMAT_VERSION}",
-                self.format
+                "format {} can't be: this kvgate writes {expected} where the protection is {}",
+                self.format, self.protection
             ));
         }
         for (name, text) in [("model", &self.model), ("revision", &self.revision)] {

@@ -8,6 +8,7 @@ use super::dtype::DType;
 use super::hash::HashScheme;
 use super::kind::Kind;
 use super::layout::Plane;
+use super::protection::Protection;
 use super::space::Shard;
 
 /// A space before its shorthands are expanded and its values checked: [`Space::new`](super::Space::new) does both.
@@ -41,6 +42,8 @@ pub struct SpaceInput {
     pub shard: Option<Shard>,
     #[serde(default, deserialize_with = "given")]
     pub extra: Option<BTreeMap<String, String>>,
+    #[serde(default, deserialize_with = "given")]
+    pub protection: Option<Protection>,
 }
 
 /// Attention whose layers all have the same KV heads (MHA, GQA, MQA): one plane a layer, K then V in a row.

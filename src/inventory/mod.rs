@@ -36,7 +36,7 @@ pub use summary::{SpaceSummary, Summary};
 pub use usage::{AGES, Count, DAYS, SpaceUsage, Usage, UsageError};
 pub use verify::{ObjectChecked, ObjectVerdict};
 
-use crate::format::KeyPrefix;
+use crate::format::{KeyPrefix, Keyring};
 use crate::s3::object::ObjectStore;
 
 /// See the [module](self). Cheap to clone.
@@ -44,15 +44,22 @@ use crate::s3::object::ObjectStore;
 pub struct Inventory {
     store: Arc<dyn ObjectStore>,
     keys: KeyPrefix,
+    keyring: Keyring,
     /// Limit for one request, its retries included.
     call_timeout: Duration,
 }
 
 impl Inventory {
-    pub fn new(store: Arc<dyn ObjectStore>, keys: KeyPrefix, call_timeout: Duration) -> Self {
+    pub fn new(
+        store: Arc<dyn ObjectStore>,
+        keys: KeyPrefix,
+        keyring: Keyring,
+        call_timeout: Duration,
+    ) -> Self {
         Self {
             store,
             keys,
+            keyring,
             call_timeout,
         }
     }

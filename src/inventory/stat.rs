@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Inventory;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::cache::gateway::OpenError;
-use crate::format::{ChunkHash, Header, HeaderError, PLANES_MAX, Space, SpaceKey, header_len};
+use crate::format::{ChunkHash, Header, HeaderError, Keyring, PLANES_MAX, Space, SpaceKey, header_len};
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectMeta};
 
@@ -77,7 +77,7 @@ impl Inventory {
                 };
                 let (landing, got) = self.store.get(get, Landing::new(slot), self.deadline()).await;
                 match got {
-                    Ok(_) => judge(&landing.slot, space_key, space, chunk),
+                    Ok(_) => judge(&landing.slot, space_key, space, chunk, &self.keyring),
                     Err(error) if error.kind == ErrorKind::NotFound => return Ok(None),
                     Err(error) => return Err(error.into()),
                 }
@@ -92,13 +92,19 @@ impl Inventory {
     }
 }
 
-fn judge(bytes: &[u8], space_key: SpaceKey, space: Option<&Space>, chunk: &ChunkHash) -> HeaderState {
+fn judge(
+    bytes: &[u8],
+    space_key: SpaceKey,
+    space: Option<&Space>,
+    chunk: &ChunkHash,
+    keys: &Keyring,
+) -> HeaderState {
     let header = match Header::parse(bytes) {
         Ok(header) => header,
         Err(error) => return HeaderState::Damaged(error),
     };
     let fits = match space {
-        Some(space) => header.expect(space, chunk),
+        Some(space) => header.expect(space, chunk, keys).map(drop),
         None if SpaceKey::from(header.space_id) != space_key => Err(HeaderError::OtherSpace(header.space_id)),
         None if header.chunk != *chunk => Err(HeaderError::OtherChunk(header.chunk)),
         None => Ok(()),

@@ -50,10 +50,12 @@ impl ObjectVerdict {
             Miss::BadHeader(_)
             | Miss::WrongLength(_)
             | Miss::Foreign(_)
+            | Miss::Forged(_)
             | Miss::BadDigest { .. }
             | Miss::Quarantined => Self::Damaged(miss),
             // Possibly a later kvgate's format, so it must not count as damaged.
             Miss::Unreadable(_)
+            | Miss::NoKey(_)
             | Miss::Replaced
             | Miss::Unknown(_)
             | Miss::ArenaTooSmall { .. }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::ledger::{AttachError, SlotError};
 use super::owners::Uncovered;
+use crate::format::KeyError;
 
 /// The reason why a call can't be served, with what to do.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -19,6 +20,8 @@ pub enum NodeError {
         key: &'static str,
         most: usize,
     },
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error(transparent)]
     Attach(#[from] AttachError),
     #[error("{0}")]
@@ -46,6 +49,9 @@ impl NodeError {
             Self::NoSession(_) | Self::Slot(SlotError::NoSession) => "no_session",
             Self::UnknownSpace(_) => "unknown_space",
             Self::TooMany { .. } => "too_many",
+            Self::Key(KeyError::NoKey { .. }) => "no_key",
+            Self::Key(KeyError::Protection { .. }) => "wrong_protection",
+            Self::Key(KeyError::Random) => "no_resources",
             Self::Attach(AttachError::RankTaken { .. }) => "rank_taken",
             Self::Attach(AttachError::OtherWorld { .. }) => "other_world_size",
             Self::Rank(_) => "bad_rank",

@@ -174,6 +174,7 @@ impl Node {
     /// Makes a space known. Idempotent. Where there are too many, the least recently used one is forgotten, of
     /// those that no attached engine uses.
     pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
+        self.0.gateway.keyring().check(&space)?;
         self.0.gateway.knows(&space);
         if let Ok(known) = self.space(space.key()) {
             return Ok(known);

@@ -78,7 +78,11 @@ class PromptTest(unittest.TestCase):
                     (extra["chunk"] * space.chunk_tokens + extra["offset"], as_bytes(extra["hex"]))
                     for extra in chain["extras"]
                 ]
-                prompt = Prompt(space, salt, adapter, secret)
+                given = Prompt(space, salt, adapter, secret)
+                # A space has its tenant's secret with it.
+                of_tenant = Space(space.canonical_json, secret)
+                prompt = Prompt(of_tenant.another(space.canonical_json), salt, adapter)
+                self.assertEqual(given.parent(0), prompt.parent(0))
                 self.assertEqual(prompt.parent(0).hex(), chain["root"])
                 prompt.extend(tokens_of(chain["tokens"]), extras)
                 self.assertEqual(prompt.hashes(0, len(prompt)).hex(), "".join(chain["chunks"]))
@@ -120,6 +124,7 @@ class PromptTest(unittest.TestCase):
             lambda: prompt.extend([-1]),
             lambda: prompt.extend(b"odd"),
             lambda: Prompt(tiny_space(), secret=b"short"),
+            lambda: Space(tiny_space().canonical_json, b"short"),
             lambda: Space("{}"),
             lambda: Lookups("/nowhere/kvgate.sock", [], []),
         ):

@@ -42,7 +42,7 @@ async fn serve(home: &tempfile::TempDir) -> (Node, Client) {
     let config = config::load(None, std::iter::empty(), &overrides).unwrap().config;
     let keys = aws_credential_types::Credentials::from_keys("k", "s", None);
     let store = open_store(&config, Some(keys)).await.unwrap();
-    let daemon = Daemon::start(&config, store, Box::new(|| Ok(Vec::new())))
+    let daemon = Daemon::start(&config, store, Box::new(|_| Ok(Vec::new())))
         .await
         .unwrap();
     let node = daemon.node().clone();

@@ -299,7 +299,7 @@ async fn wrong_bytes_with_right_digests_are_found_by_the_comparison() {
     let mut header = kvgate::format::Header::parse(&object).unwrap();
     let plane = space().layout().plane(2);
     object[plane.start + 70] ^= 1;
-    header.digests[2] = header.digest_kind.of(&object[plane]);
+    header.digests[2] = kvgate::format::PlaneDigest::Crc64Nvme.of(&object[plane]);
     let header_len = space().layout().header_len();
     header.write(&mut object[..header_len]);
     std::fs::write(&path, object).unwrap();

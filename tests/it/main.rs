@@ -22,6 +22,7 @@ mod fanout;
 mod fanout_rgw;
 mod faults;
 mod hostile;
+mod keys;
 mod kinds;
 mod lookups;
 mod metrics;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
-use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Keyring, Space};
 use kvgate::inventory::{Inventory, Usage};
 use kvgate::protocol::Strategy;
 use kvgate::s3::object::ErrorKind;
@@ -133,7 +133,12 @@ impl<'a> Place<'a> {
 
     fn inventory(&self) -> Inventory {
         let keys = KeyPrefix::new(self.prefix());
-        Inventory::new(Arc::clone(&self.site.store), keys, Duration::from_secs(60))
+        Inventory::new(
+            Arc::clone(&self.site.store),
+            keys,
+            Keyring::default(),
+            Duration::from_secs(60),
+        )
     }
 }
 
@@ -647,7 +652,12 @@ async fn one_node_of_a_fleet_removes_and_another_takes_over() {
     let (first, second) = (Prompt::new(20), Prompt::new(20));
     site.store_by_another(&first, &[]).await;
     let keys = KeyPrefix::new("");
-    let inventory = Inventory::new(Arc::clone(&store), keys.clone(), Duration::from_secs(10));
+    let inventory = Inventory::new(
+        Arc::clone(&store),
+        keys.clone(),
+        Keyring::default(),
+        Duration::from_secs(10),
+    );
     let there = async || {
         let pages: Vec<_> = inventory.pages(None).collect().await;
         let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);

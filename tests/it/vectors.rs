@@ -1,7 +1,8 @@
 //! The documented format: `tests/data/vectors.json` was made by the Python implementation in `tests/reference`.
 
 use kvgate::format::{
-    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Kind, Mask, Space, SpaceId, TenantSecret,
+    ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Keyring, Kind, Mask, PlaneCheck,
+    PlaneDigest, Space, SpaceId, TenantKeys, TenantSecret,
 };
 use serde_json::Value;
 
@@ -189,23 +190,40 @@ fn digests() {
     for case in cases(&vectors(), "digests") {
         let bytes = bytes_from_0(number(&case["n"]));
         let crc = u64::from_str_radix(text(&case["crc64nvme"]), 16).unwrap();
-        assert_eq!(DigestKind::Crc64Nvme.of(&bytes)[..8], crc.to_le_bytes());
-        assert_eq!(hex(&DigestKind::Blake3.of(&bytes)), case["blake3"]);
+        assert_eq!(PlaneDigest::Crc64Nvme.of(&bytes)[..8], crc.to_le_bytes());
+        assert_eq!(hex(&PlaneDigest::Blake3.of(&bytes)), case["blake3"]);
     }
+}
+
+/// The keys that a case's tenant has.
+fn keyring(space: &Space, case: &Value) -> Keyring {
+    let key = case["tenant_key"]
+        .as_str()
+        .map(|hex| TenantSecret::from_hex(hex).unwrap());
+    let tenant = TenantKeys {
+        keys: key.into_iter().collect(),
+        ..TenantKeys::default()
+    };
+    Keyring::new([(space.tenant().to_owned(), tenant)].into())
 }
 
 /// The header of a named case, as its own bytes, and what it must say.
 fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
     let space = space_named(vectors, &case["space"]);
     let payload = bytes_from_0(space.layout().payload_len());
-    let digest_kind = match text(&case["digest"]) {
-        "crc64nvme" => DigestKind::Crc64Nvme,
-        _ => DigestKind::Blake3,
+    let keys = keyring(&space, case);
+    if let Some(salt) = case["salt"].as_str() {
+        return encrypted(&space, &keys, case, salt);
+    }
+    let digest = match text(&case["digest"]) {
+        "crc64nvme" => PlaneDigest::Crc64Nvme,
+        "blake3" => PlaneDigest::Blake3,
+        _ => keys.writes(&space, DigestKind::Crc64Nvme).unwrap(),
     };
     let start = space.layout().header_len();
     let plane = |plane| {
         let bytes = space.layout().plane(plane);
-        digest_kind.of(&payload[bytes.start - start..bytes.end - start])
+        digest.of(&payload[bytes.start - start..bytes.end - start])
     };
     let chunk: ChunkHash = text(&case["chunk"]).parse().unwrap();
     let header = Header {
@@ -216,14 +234,55 @@ fn header(vectors: &Value, case: &Value) -> (Space, ChunkHash, Vec<u8>) {
         payload_len: payload.len() as u64,
         kind: space.kind(),
         is_draft: !space.draft().is_empty(),
-        digest_kind,
+        digest_kind: digest.kind(),
         digests: (0..space.layout().planes()).map(plane).collect(),
+        seal: None,
     };
+    let header = digest.seal(header);
     let mut bytes = vec![0xff; number(&case["header_len"])];
     header.write(&mut bytes);
     assert_eq!(Header::parse(&bytes).as_ref(), Ok(&header));
-    assert_eq!(header.expect(&space, &chunk), Ok(()));
+    assert_eq!(
+        header.expect(&space, &chunk, &keys),
+        Ok(PlaneCheck::Digest(digest))
+    );
     (space, chunk, bytes)
+}
+
+/// The same of an encrypted object. Its salt is random, so it comes from the header that the reference made; all else
+/// is made here.
+fn encrypted(space: &Space, keys: &Keyring, case: &Value, salt: &str) -> (Space, ChunkHash, Vec<u8>) {
+    let chunk: ChunkHash = text(&case["chunk"]).parse().unwrap();
+    let theirs = Header::parse(&unhex(text(&case["header"]))).unwrap();
+    assert_eq!(hex(&theirs.seal.as_ref().unwrap().salt), salt);
+    let PlaneCheck::Open(cipher) = theirs.expect(space, &chunk, keys).unwrap() else {
+        panic!("it is encrypted")
+    };
+    let layout = space.layout();
+    let plain = bytes_from_0(layout.payload_len());
+    let mut payload = plain.clone();
+    let in_payload = |plane| {
+        let bytes = layout.plane(plane);
+        bytes.start - layout.header_len()..bytes.end - layout.header_len()
+    };
+    let digests: Vec<[u8; 32]> = (0..layout.planes())
+        .map(|plane| cipher.seal(plane, &mut payload[in_payload(plane)]))
+        .collect();
+    assert_eq!(blake3::hash(&payload).to_string(), case["payload_blake3"]);
+    let header = Header {
+        digests,
+        seal: None,
+        ..theirs.clone()
+    };
+    let header = cipher.sealed(header);
+    assert_eq!(header, theirs);
+    for plane in 0..layout.planes() {
+        assert!(cipher.open(plane, &mut payload[in_payload(plane)], &header.digests[plane]));
+    }
+    assert_eq!(payload, plain);
+    let mut bytes = vec![0xff; number(&case["header_len"])];
+    header.write(&mut bytes);
+    (space.clone(), chunk, bytes)
 }
 
 #[test]
@@ -268,7 +327,8 @@ fn bad_headers() {
             "{}",
             case["reason"]
         );
-        let result = Header::parse(&bytes).and_then(|header| header.expect(&space, &chunk));
+        let result =
+            Header::parse(&bytes).and_then(|header| header.expect(&space, &chunk, &keyring(&space, base)));
         assert!(result.is_err(), "accepted although {}", case["reason"]);
     }
 }

@@ -5,18 +5,25 @@ Needs PyPI `blake3`. The CRC is this file's own; `crc64nvme_fast` uses `awscrt` 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from aes_gcm import decrypt, encrypt
 from blake3 import blake3
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""The newest version; 1 has no protection."""
 MAGIC: Final = b"KVGATE\r\n"
 SPACE_CONTEXT: Final = "kvgate space v1"
 MODEL_CONTEXT: Final = "kvgate model v1"
+KEY_ID_CONTEXT: Final = "kvgate key id v1"
+HEADER_KEY_CONTEXT: Final = "kvgate header key v1"
+PLANE_KEY_CONTEXT: Final = "kvgate plane key v1"
 HEADER_FIXED: Final = 256
 DIGEST_SLOT: Final = 32
 HEADER_ALIGN: Final = 4096
@@ -40,10 +47,19 @@ SPAN_MAX: Final = 1 << 30
 KIND_CODES: Final[Mapping[str, int]] = {"full": 1, "window": 2, "chunked": 3, "state": 4}
 MAX_ROW: Final = 1 << 20
 MAX_STATE_ROW: Final = 1 << 28
-DIGEST_KINDS: Final[Mapping[str, tuple[int, int]]] = {"crc64nvme": (1, 8), "blake3": (2, 32)}
+DIGEST_KINDS: Final[Mapping[str, tuple[int, int]]] = {
+    "crc64nvme": (1, 8),
+    "blake3": (2, 32),
+    "blake3-keyed": (3, 32),
+    "aes256-gcm": (4, 16),
+}
+PROTECTED: Final[Mapping[str, str]] = {"blake3-keyed": "signed", "aes256-gcm": "encrypted"}
+"""The protection of the spaces whose objects have these digests."""
+PROTECTIONS: Final = ("none", "signed", "encrypted")
+ENCRYPTION_CONTEXT: Final = b"kvgate encryption key v1"
+TAG_AT: Final = 192
 
 DEFAULTS: Final[Mapping[str, Any]] = {
-    "format": FORMAT,
     "dtype": "bfloat16",
     "chunk_tokens": 256,
     "tenant": "",
@@ -52,8 +68,9 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "draft": "",
     "shard": "whole",
     "extra": {},
+    "protection": "none",
 }
-MEMBERS: Final = frozenset(DEFAULTS) | {"model", "revision", "planes"}
+MEMBERS: Final = frozenset(DEFAULTS) | {"format", "model", "revision", "planes"}
 UNPINNED: Final = ("unknown", "none", "null", "main", "master", "head", "latest", "default")
 DS_MLA_ROW: Final = 656
 PLANE_NAME: Final = re.compile(r"[a-z0-9_.-]{1,64}")
@@ -282,6 +299,7 @@ class Space:
     planes: tuple[Plane, ...]
     shard: str | dict[str, list[int]]
     extra: dict[str, str]
+    protection: str
 
     @classmethod
     def read(cls, value: object) -> Space:
@@ -290,7 +308,10 @@ class Space:
         if empty := [name for name, member in given.items() if member is None]:
             raise FormatError(f"{', '.join(empty)} is null")
         full = {**DEFAULTS, **given}
-        _integer(full["format"], "format", FORMAT, FORMAT)
+        if _string(full["protection"], "protection") not in PROTECTIONS:
+            raise FormatError("protection is unknown")
+        version = format_version(full["protection"])
+        _integer(full.get("format", version), "format", version, version)
         revision = _string(full["revision"], "revision", 1, 512)
         if revision.lower() in UNPINNED or FILE_PATH.match(revision):
             raise FormatError("revision does not pin the weights")
@@ -318,6 +339,7 @@ class Space:
                 _string(k, "extra's name", 0, 512): _string(v, "extra's value", 0, 512)
                 for k, v in full["extra"].items()
             },
+            protection=full["protection"],
         )
         if len(space.extra) > 64:
             raise FormatError("extra has more than 64 entries")
@@ -332,9 +354,11 @@ class Space:
         return space
 
     def json(self) -> dict[str, Any]:
-        """The twelve members."""
+        """The twelve members, and the protection where there is one."""
+        protection = {} if self.protection == "none" else {"protection": self.protection}
         return {
-            "format": FORMAT,
+            **protection,
+            "format": format_version(self.protection),
             "model": self.model,
             "revision": self.revision,
             "dtype": self.dtype,
@@ -400,6 +424,10 @@ class Space:
     @property
     def object_len(self) -> int:
         return self.header_len + self.payload_len
+
+
+def format_version(protection: str) -> int:
+    return 1 if protection == "none" else 2
 
 
 def space_id(space_json: bytes) -> bytes:
@@ -514,29 +542,88 @@ except ImportError:  # slow, and right
     crc64nvme_fast = crc64nvme
 
 
-def plane_digest(kind: str, data: bytes, crc: Callable[[bytes], int] = crc64nvme) -> bytes:
+@dataclass(frozen=True)
+class SpaceKeys:
+    """What a tenant's key makes for one space."""
+
+    id: bytes
+    header: bytes
+    planes: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, space: bytes) -> SpaceKeys:
+        if len(key) != 32:
+            raise FormatError("a tenant's key is 32 bytes")
+        return cls(
+            id=blake3(key, derive_key_context=KEY_ID_CONTEXT).digest()[:16],
+            header=blake3(key + space, derive_key_context=HEADER_KEY_CONTEXT).digest(),
+            planes=blake3(key + space, derive_key_context=PLANE_KEY_CONTEXT).digest(),
+        )
+
+
+def object_key(key: bytes, space: bytes, chunk: bytes, salt: bytes) -> bytes:
+    """HKDF (RFC 5869) with SHA-256; 32 bytes are one block."""
+    extracted = hmac.digest(salt, key, hashlib.sha256)
+    return hmac.digest(extracted, ENCRYPTION_CONTEXT + space + chunk + b"\x01", hashlib.sha256)
+
+
+def plane_nonce(plane: int) -> bytes:
+    return struct.pack("<Q4x", plane)
+
+
+def encrypted(space: Space, key: bytes, chunk: bytes, salt: bytes, payload: bytes) -> tuple[bytes, tuple[bytes, ...]]:
+    """The encrypted payload, and the tag of each plane."""
+    of_object, planes, tags = object_key(key, space.id, chunk, salt), [], []
+    for plane, at in enumerate(space.plane_offsets):
+        data, tag = encrypt(of_object, plane_nonce(plane), payload[at : at + space.plane_len(plane)])
+        planes.append(data)
+        tags.append(tag)
+    return b"".join(planes), tuple(tags)
+
+
+def decrypted(space: Space, key: bytes, header: Header, payload: bytes) -> bytes:
+    """The payload. Raises FormatError where a plane is not what was encrypted."""
+    of_object, planes = object_key(key, space.id, header.chunk, header.salt), []
+    for plane, at in enumerate(space.plane_offsets):
+        data = payload[at : at + space.plane_len(plane)]
+        try:
+            planes.append(decrypt(of_object, plane_nonce(plane), data, header.digests[plane]))
+        except ValueError:
+            raise FormatError(f"plane {plane} is not what was encrypted") from None
+    return b"".join(planes)
+
+
+def plane_digest(
+    kind: str, data: bytes, crc: Callable[[bytes], int] = crc64nvme, keys: SpaceKeys | None = None
+) -> bytes:
     """As it is stored, without the zeros that fill its 32 bytes."""
     if kind == "crc64nvme":
         return struct.pack("<Q", crc(data))
     if kind == "blake3":
         return blake3(data).digest()
+    if kind == "blake3-keyed" and keys:
+        return blake3(data, key=keys.planes).digest()
     raise FormatError("digest kind is unknown")
 
 
 def plane_digests(
-    space: Space, kind: str, payload: bytes, crc: Callable[[bytes], int] = crc64nvme
+    space: Space,
+    kind: str,
+    payload: bytes,
+    crc: Callable[[bytes], int] = crc64nvme,
+    keys: SpaceKeys | None = None,
 ) -> tuple[bytes, ...]:
     if len(payload) != space.payload_len:
         raise FormatError("payload has the wrong length")
     return tuple(
-        plane_digest(kind, payload[at : at + space.plane_len(plane)], crc)
+        plane_digest(kind, payload[at : at + space.plane_len(plane)], crc, keys)
         for plane, at in enumerate(space.plane_offsets)
     )
 
 
 # ---------------------------------------------------------------- header
 
-_FIELDS: Final = struct.Struct("<8sII32s32s32sIIQII16s24sIII68s")
+_FIELDS: Final = struct.Struct("<8sII32s32s32sIIQII16s24sIII4s32s32s")
 assert _FIELDS.size == HEADER_FIXED
 
 
@@ -556,13 +643,27 @@ class Header:
     is_draft: bool
     digest: str
     digests: tuple[bytes, ...]
+    key_id: bytes = b""
+    """Of the key that it is written with, and the tag that the key makes; empty in version 1."""
+    tag: bytes = b""
+    salt: bytes = b""
+    """Random, of an encrypted object."""
+
+    @property
+    def protection(self) -> str:
+        return PROTECTED.get(self.digest, "none")
+
+    def sealed(self, keys: SpaceKeys, salt: bytes = b"") -> Header:
+        """The same with the proof that it was written with the key."""
+        keyed = replace(self, key_id=keys.id, tag=b"", salt=salt)
+        return replace(keyed, tag=blake3(keyed.build()[:-32], key=keys.header).digest())
 
     def build(self) -> bytes:
         kind, width = DIGEST_KINDS[self.digest]
         length = header_len(len(self.digests))
         fixed = _FIELDS.pack(
             MAGIC,
-            FORMAT,
+            format_version(self.protection),
             length,
             self.space_id,
             self.chunk,
@@ -572,11 +673,13 @@ class Header:
             self.payload_len,
             kind,
             width,
-            b"",
-            b"",
+            self.key_id,
+            self.salt,
             KIND_CODES[self.kind.name],
             self.kind.tokens,
             int(self.is_draft),
+            b"",
+            self.tag,
             b"",
         )
         slots = b"".join(digest.ljust(DIGEST_SLOT, b"\0") for digest in self.digests)
@@ -604,11 +707,13 @@ class Header:
             kind,
             kind_tokens,
             draft,
+            unused,
+            tag,
             reserved,
         ) = _FIELDS.unpack_from(data)
         if magic != MAGIC:
             raise FormatError("magic is wrong")
-        if version != FORMAT:
+        if not 1 <= version <= FORMAT:
             raise FormatError("format version is unknown")
         if not 1 <= planes <= 4096:
             raise FormatError("number of planes is not 1 to 4096")
@@ -620,14 +725,14 @@ class Header:
         if blake3(data[:-32]).digest() != data[-32:]:
             raise FormatError("header digest is wrong")
         names = [name for name, pair in DIGEST_KINDS.items() if pair == (digest, width)]
-        if not names:
+        if not names or format_version(PROTECTED.get(names[0], "none")) != version:
             raise FormatError("digest kind and width are unknown")
-        if any(key_id) or any(nonce):
-            raise FormatError("encrypted, which version 1 does not read")
+        if (any(nonce) and names[0] != "aes256-gcm") or (version == 1 and (any(key_id) or any(tag))):
+            raise FormatError("a key where there is none")
         if draft not in (0, 1):
             raise FormatError("the mark of a draft is neither 0 nor 1")
         end = HEADER_FIXED + DIGEST_SLOT * planes
-        if any(reserved) or any(data[end:-32]):
+        if any(unused) or any(reserved) or any(data[end:-32]):
             raise FormatError("reserved bytes are not zero")
         digests = []
         for at in range(HEADER_FIXED, end, DIGEST_SLOT):
@@ -635,10 +740,16 @@ class Header:
                 raise FormatError("bytes after a plane digest are not zero")
             digests.append(data[at : at + width])
         of_kind = Kind.of_codes(kind, kind_tokens)
-        return cls(space, chunk, parent, tokens, payload_len, of_kind, draft == 1, names[0], tuple(digests))
+        if version == 1:
+            key_id = tag = b""
+        salt = nonce if names[0] == "aes256-gcm" else b""
+        return cls(
+            space, chunk, parent, tokens, payload_len, of_kind, draft == 1, names[0], tuple(digests), key_id, tag, salt
+        )
 
-    def expect(self, space: Space, chunk: bytes) -> None:
-        """Refuses a header that is not the one asked for."""
+    def expect(self, space: Space, chunk: bytes, keys: Iterable[bytes] = ()) -> SpaceKeys | None:
+        """Refuses a header that is not the one asked for, or not written with one of the tenant's keys where the space
+        demands it. Returns what the key makes."""
         for what, got, want in (
             ("space id", self.space_id, space.id),
             ("chunk hash", self.chunk, chunk),
@@ -647,9 +758,19 @@ class Header:
             ("payload length", self.payload_len, space.payload_len),
             ("kind of KV", self.kind, space.kind),
             ("mark of a draft", self.is_draft, space.draft != ""),
+            ("protection", self.protection, space.protection),
         ):
             if got != want:
                 raise FormatError(f"{what} is another's")
+        if space.protection == "none":
+            return None
+        for key in keys:
+            made = SpaceKeys.derive(key, space.id)
+            if made.id == self.key_id:
+                if self.sealed(made, self.salt).tag != self.tag:
+                    raise FormatError("header was not written with the key")
+                return made
+        raise FormatError("header's key is not here")
 
 
 def seal(head: bytes) -> bytes:

@@ -12,13 +12,16 @@ from blake3 import blake3
 from kvgate_format import (
     DIGEST_KINDS,
     FORMAT,
+    PROTECTED,
     Extra,
     Hasher,
     Header,
     Kind,
     Space,
+    SpaceKeys,
     chunk_key,
     crc64nvme,
+    encrypted,
     mask,
     plane_digests,
     seal,
@@ -28,9 +31,24 @@ from kvgate_format import (
 VECTORS = Path(__file__).resolve().parent.parent / "data" / "vectors.json"
 INLINE_CANONICAL = 16_384
 INLINE_OFFSETS = 256
-INLINE_HEADERS = ("tiny", "k-and-v", "v-wider", "fp8-ds-mla", "layers-with-gaps", "window", "draft-state")
+INLINE_HEADERS = (
+    "tiny",
+    "signed",
+    "encrypted",
+    "k-and-v",
+    "v-wider",
+    "fp8-ds-mla",
+    "layers-with-gaps",
+    "window",
+    "draft-state",
+)
 REVISION = "9216db5781bf21249d130ec9da846c4624c16137"
 SECRET = bytes(range(32))
+KEY = bytes(range(100, 132))
+SALT = bytes(range(200, 224))
+
+SWAP = b"swap"
+"""Stands for the other plane's digest."""
 
 Json = dict[str, Any]
 
@@ -119,6 +137,17 @@ def space_inputs() -> dict[str, Json]:
         "largest-numbers": given(dtype="int8", chunk_tokens=65_536, planes=[plane(65_535, "kv", 65_536, 1)]),
         "largest-row": given(dtype="int8", chunk_tokens=4096, planes=[plane(0, "kv", 1, 1_048_576)]),
         "tenant": given(chunk_tokens=4, tenant="acme", mha=small),
+        "signed": given(dtype="float16", chunk_tokens=4, tenant="acme", protection="signed", mha=small),
+        "signed-state": given(
+            kind="state",
+            dtype="bytes",
+            chunk_tokens=4,
+            format=2,
+            protection="signed",
+            planes=STATE_PLANES,
+        ),
+        "encrypted": given(dtype="float16", chunk_tokens=4, tenant="acme", protection="encrypted", mha=small),
+        "none-given": given(dtype="float16", chunk_tokens=4, protection="none", mha=small),
         "tenant-unicode": given(chunk_tokens=4, tenant="Ümläut/租户 ", mha=small),
         "shard-tensor": given(chunk_tokens=4, shard={"heads": [2, 4], "layers": [0, 2]}, mha=small),
         "shard-pipeline": given(
@@ -264,7 +293,11 @@ def invalid_spaces() -> list[Json]:
         ("null member", but(planes=None)),
         ("null member", but(model=None)),
         ("format 0", but(format=0)),
-        ("format 2", but(format=2)),
+        ("format 2 without protection", but(format=2)),
+        ("format 1 with protection", but(format=1, protection="signed")),
+        ("format 3", but(format=3, protection="signed")),
+        ("protection unknown", but(protection="sealed")),
+        ("protection null", but(protection=None)),
         ("format a string", but(format="1")),
         ("model empty", but(model="")),
         ("model too long", but(model="m" * 513)),
@@ -510,14 +543,27 @@ def digests() -> list[Json]:
     return out  # fmt: skip
 
 
-def header_for(space: Space, kind: str, tokens: Json) -> Header:
+def header_for(space: Space, kind: str, tokens: Json, key: bytes = KEY) -> Header:
     """The second chunk's header, over a payload from the byte generator."""
     hasher = Hasher(space.model_id, space.chunk_tokens)
     parent, chunk = hasher.chain(generated(tokens))[:2]
     payload = pattern(space.payload_len)
-    digests = plane_digests(space, kind, payload)
+    keys = None if space.protection == "none" else SpaceKeys.derive(key, space.id)
+    if kind == "aes256-gcm":
+        _, digests = encrypted(space, key, chunk, SALT, payload)
+    else:
+        digests = plane_digests(space, kind, payload, keys=keys)
     is_draft = space.draft != ""
-    return Header(space.id, chunk, parent, space.chunk_tokens, len(payload), space.kind, is_draft, kind, digests)
+    header = Header(space.id, chunk, parent, space.chunk_tokens, len(payload), space.kind, is_draft, kind, digests)
+    return header.sealed(keys, SALT if kind == "aes256-gcm" else b"") if keys else header
+
+
+def payload_digest(space: Space, header: Header) -> str:
+    """BLAKE3 of the object's payload as it is stored."""
+    payload = pattern(space.payload_len)
+    if header.digest == "aes256-gcm":
+        payload, _ = encrypted(space, KEY, header.chunk, SALT, payload)
+    return blake3(payload).hexdigest()
 
 
 def headers(spaces: dict[str, Space]) -> list[Json]:
@@ -537,11 +583,16 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
         "draft",
         "draft-window",
         "draft-state",
+        "signed",
+        "signed-state",
+        "encrypted",
     )
     out = []
     for name in names:
+        space = spaces[name]
         for kind in DIGEST_KINDS:
-            space = spaces[name]
+            if PROTECTED.get(kind, "none") != space.protection:
+                continue
             tokens = {"a": 1, "b": 1, "m": 1 << 32, "n": 2 * space.chunk_tokens}
             header = header_for(space, kind, tokens)
             built = header.build()
@@ -550,6 +601,9 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
                     "name": f"{name}-{kind}",
                     "space": name,
                     "digest": kind,
+                    "tenant_key": None if space.protection == "none" else KEY.hex(),
+                    "salt": header.salt.hex() or None,
+                    "payload_blake3": payload_digest(space, header),
                     "tokens": tokens,
                     "chunk": header.chunk.hex(),
                     "parent": header.parent.hex(),
@@ -564,7 +618,7 @@ def headers(spaces: dict[str, Space]) -> list[Json]:
 
 
 def bad_headers(spaces: dict[str, Space]) -> list[Json]:
-    """All of the two `tiny` headers; a reader that asks for that space and chunk refuses each."""
+    """All of the `tiny` headers, and the `signed` and `encrypted` ones; a reader that asks for that space and chunk refuses each."""
 
     def u32(n: int) -> bytes:
         return struct.pack("<I", n)
@@ -575,6 +629,7 @@ def bad_headers(spaces: dict[str, Space]) -> list[Json]:
         ("magic line end", "crc64nvme", [(6, b"\n\n")], True),
         ("version 0", "crc64nvme", [(8, u32(0))], True),
         ("version 2", "crc64nvme", [(8, u32(2))], True),
+        ("version 3", "crc64nvme", [(8, u32(3))], True),
         ("header_len 0", "crc64nvme", [(12, u32(0))], True),
         ("header_len 8192", "crc64nvme", [(12, u32(8192))], True),
         ("header_len 4095", "crc64nvme", [(12, u32(4095))], True),
@@ -592,6 +647,8 @@ def bad_headers(spaces: dict[str, Space]) -> list[Json]:
         ("payload length high half", "crc64nvme", [(124, u32(1))], True),
         ("digest kind 0", "crc64nvme", [(128, u32(0))], True),
         ("digest kind 3", "crc64nvme", [(128, u32(3))], True),
+        ("digest kind 3 of version 1", "blake3", [(128, u32(3))], True),
+        ("signed, in a space that is not", "blake3", [(8, u32(2)), (128, u32(3)), (136, bytes(16)), (192, other)], True),
         ("kind blake3 width 8", "crc64nvme", [(128, u32(2))], True),
         ("kind crc64nvme width 32", "crc64nvme", [(132, u32(32))], True),
         ("kind crc64nvme width 16", "crc64nvme", [(132, u32(16))], True),
@@ -621,17 +678,39 @@ def bad_headers(spaces: dict[str, Space]) -> list[Json]:
         ("digest not made anew: zeros", "crc64nvme", [(4000, b"\1")], False),
         ("header digest", "crc64nvme", [(4064, bytes(32))], False),
         ("header digest last byte", "blake3", [(4095, b"")], False),
+        ("signed: version 1", "blake3-keyed", [(8, u32(1))], True),
+        ("signed: as if it were not", "blake3-keyed", [(8, u32(1)), (128, u32(2)), (136, bytes(16)), (192, bytes(32))], True),
+        ("signed: blake3", "blake3-keyed", [(128, u32(2))], True),
+        ("signed: parent", "blake3-keyed", [(80, other)], True),
+        ("signed: chunk hash", "blake3-keyed", [(48, other)], True),
+        ("signed: another key id", "blake3-keyed", [(136, b"")], True),
+        ("signed: no key id", "blake3-keyed", [(136, bytes(16))], True),
+        ("signed: nonce", "blake3-keyed", [(152, b"\1")], True),
+        ("signed: before the tag", "blake3-keyed", [(188, b"\1")], True),
+        ("signed: tag", "blake3-keyed", [(192, b"")], True),
+        ("signed: tag last byte", "blake3-keyed", [(223, b"")], True),
+        ("signed: after the tag", "blake3-keyed", [(224, b"\1")], True),
+        ("signed: plane digest", "blake3-keyed", [(256, b"")], True),
+        ("signed: plane digests change places", "blake3-keyed", [(256, SWAP), (288, SWAP)], True),
+        ("encrypted: as if it were signed", "aes256-gcm", [(128, u32(3) + u32(32))], True),
+        ("encrypted: another salt", "aes256-gcm", [(152, b"")], True),
+        ("encrypted: salt's last byte", "aes256-gcm", [(175, b"")], True),
+        ("encrypted: tag of a plane", "aes256-gcm", [(256, b"")], True),
+        ("encrypted: after the tag of a plane", "aes256-gcm", [(272, b"\1")], True),
     ]  # fmt: skip
     out = []
     for reason, kind, patches, reseal in cases:
-        good = header_for(spaces["tiny"], kind, {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
+        base = {"blake3-keyed": "signed", "aes256-gcm": "encrypted"}.get(kind, "tiny")
+        good = header_for(spaces[base], kind, {"a": 1, "b": 1, "m": 1 << 32, "n": 8}).build()
+        if patches[0][1] == SWAP:
+            patches = [(256, good[288:320]), (288, good[256:288])]
         patches = [(at, data or bytes([good[at] ^ 0x80])) for at, data in patches]
         bad = patched(good, patches, reseal)
         assert bad != good
         out.append(
             {
                 "reason": reason,
-                "base": f"tiny-{kind}",
+                "base": f"{base}-{kind}",
                 "patches": [{"offset": at, "hex": data.hex()} for at, data in patches],
                 "reseal": reseal,
                 "header_blake3": blake3(bad).hexdigest(),

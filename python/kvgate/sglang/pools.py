@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvgate import Space
+from kvgate.settings import space_of
 from kvgate.sglang.identity import fitting
 
 LEAST_PAGE_TOKENS = 64
@@ -83,7 +83,6 @@ def describe(name, pool, page_tokens, engine, ranks):
         "revision": engine.revision,
         "dtype": dtype,
         "chunk_tokens": page_tokens,
-        "tenant": engine.settings.tenant,
         "hash": "sglang-sha256",
         "kind": kind_of(name, page_tokens, engine),
         "draft": draft_of(engine, name) if name in DRAFTS else "",
@@ -101,7 +100,7 @@ def describe(name, pool, page_tokens, engine, ranks):
             "layers": [min(layers), max(layers) + 1],
             "heads": [0, max(plane["heads"] for plane in planes)],
         }
-    return Space(json.dumps(space)), json.dumps(tensors)
+    return space_of(space, engine.settings), json.dumps(tensors)
 
 
 def window_pages(page_tokens, engine):

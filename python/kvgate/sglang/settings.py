@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvgate.settings import owner_or_default, problems_of, socket_or_default
+from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems
 
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 """Keys that SGLang reads itself and leaves there."""
@@ -26,6 +26,10 @@ class Settings:
     tenant: str = ""
     fixed_weights: bool = False
     """The weights never change while the engine runs: a flush of SGLang's cache forgets nothing."""
+    protection: str = ""
+    """`signed` or `encrypted`: what the gateway's keys do for this tenant's chunks; without it, nothing."""
+    tenant_secret_file: str = ""
+    """A file with the tenant's secret, which keys the names of its chunks: the gateway's `secret` of this tenant."""
     instance: str = ""
     """A name that the tensor-parallel ranks of this engine share, and no other engine has; without it they agree on one."""
     window_tokens: int = 0
@@ -64,7 +68,7 @@ class Settings:
         """From SGLang's dictionary. Raises ValueError with all problems at once."""
         extra = extra or {}
         own = {key: value for key, value in extra.items() if key not in SGLANGS}
-        problems = problems_of(cls, own)
+        problems = problems_of(cls, own) or tenant_problems(own)
         if not extra.get("interface_v1"):
             problems.append(
                 'interface_v1 must be 1: else SGLang copies each page once more, and in Python. Set "interface_v1": 1'

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
-from kvgate import Space
+from kvgate.settings import space_of
 from kvgate.vllm import states
 from kvgate.vllm.identity import architecture, extra, fitting, revision
 from kvgate.vllm.kinds import Kind, Plane, block_tokens, context_ranks, kind_json, kind_of, layers_of
@@ -211,14 +210,13 @@ def describe_kind(vllm_config, settings, chunk_tokens, key, layers, own):
         "revision": settings.revision or revision(vllm_config),
         "dtype": dtype,
         "chunk_tokens": chunk_tokens,
-        "tenant": settings.tenant,
         "kind": kind_json(word, span),
         "draft": draft,
         "extra": {**extra(vllm_config), **content(vllm_config, layers)},
         "planes": written,
     }
     return Kind(
-        Space(json.dumps(space)),
+        space_of(space, settings),
         word,
         span,
         bool(draft),

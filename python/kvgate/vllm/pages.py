@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvgate import Space
+from kvgate.settings import space_of
 from kvgate.vllm.identity import architecture, extra, fitting, items_have_digests, revision
 from kvgate.vllm.model import (
     NO_KV_OF_THEIR_OWN,
@@ -54,7 +55,7 @@ class PageGroup:
         """The same group, apart from what all others have: the weights may be others by now."""
         space = json.loads(self.space.canonical_json)
         space["extra"]["epoch"] = epoch
-        return dataclasses.replace(self, space=Space(json.dumps(space)))
+        return dataclasses.replace(self, space=self.space.another(json.dumps(space)))
 
 
 def describe(offloading_spec, page_bytes, settings):
@@ -78,12 +79,11 @@ def describe(offloading_spec, page_bytes, settings):
             "dtype": "pages",
             "hash": "vllm-sha256",
             "chunk_tokens": chunk_tokens,
-            "tenant": settings.tenant,
             "extra": {**common, "group": str(group.group_id)},
             "planes": [{"name": "page", "layer": 0, "heads": 1, "row_bytes": page_bytes}],
         }
         is_chain = not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec)
-        groups.append(PageGroup(group.group_id, chunk_tokens, is_chain, Space(json.dumps(space))))
+        groups.append(PageGroup(group.group_id, chunk_tokens, is_chain, space_of(space, settings)))
     return groups
 
 

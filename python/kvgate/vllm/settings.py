@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvgate.settings import owner_or_default, problems_of, socket_or_default
+from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems
 
 LOAD_POLICIES = ("auto", "always")
 COPIES = ("auto", "torch")
@@ -27,6 +27,10 @@ class SharedSettings:
     draft_revision: str = ""
     """The name that pins the weights of a draft model (EAGLE); without it its commit, or a digest of its folder."""
     tenant: str = ""
+    protection: str = ""
+    """`signed` or `encrypted`: what the gateway's keys do for this tenant's chunks; without it, nothing."""
+    tenant_secret_file: str = ""
+    """A file with the tenant's secret, which keys the names of its chunks: the gateway's `secret` of this tenant."""
     fixed_weights: bool = False
     """The weights never change while the engine runs: a reset, also by sleep, forgets nothing."""
     lookup_deadline_ms: int = 50
@@ -73,7 +77,7 @@ class Settings(SharedSettings):
     @classmethod
     def read(cls, extra):
         """From vLLM's dictionary. Raises ValueError with all problems at once."""
-        problems = problems_of(cls, extra)
+        problems = problems_of(cls, extra) or tenant_problems(extra)
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
         if extra.get("copies", "auto") not in COPIES:
@@ -100,7 +104,7 @@ class TierSettings(SharedSettings):
     @classmethod
     def read(cls, given):
         """From the keywords of vLLM's configuration. Raises ValueError with all problems at once."""
-        if problems := problems_of(cls, given):
+        if problems := problems_of(cls, given) or tenant_problems(given):
             raise ValueError("kvgate in secondary_tiers: " + "; ".join(problems))
         return with_gateway(cls(**given))
 

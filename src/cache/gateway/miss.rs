@@ -18,6 +18,10 @@ pub enum Miss {
     Foreign(HeaderError),
     #[error("this kvgate can't read the object: {0}. Another version wrote it; it is left as it is")]
     Unreadable(HeaderError),
+    #[error("the object is not the tenant's: {0}")]
+    Forged(HeaderError),
+    #[error("this kvgate lacks the object's key: {0}. It is left as it is")]
+    NoKey(HeaderError),
     #[error("the object is damaged: the digest of plane {plane} does not match")]
     BadDigest { plane: usize },
     #[error("the object is known to be damaged")]
@@ -53,6 +57,8 @@ impl Miss {
         "foreign_space",
         "foreign_chunk",
         "unreadable",
+        "forged",
+        "no_key",
         "bad_digest",
         "quarantined",
         "replaced",
@@ -73,6 +79,8 @@ impl Miss {
             Self::Foreign(HeaderError::OtherSpace(_)) => "foreign_space",
             Self::Foreign(_) => "foreign_chunk",
             Self::Unreadable(_) => "unreadable",
+            Self::Forged(_) => "forged",
+            Self::NoKey(_) => "no_key",
             Self::BadDigest { .. } => "bad_digest",
             Self::Quarantined => "quarantined",
             Self::Replaced => "replaced",

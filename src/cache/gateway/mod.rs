@@ -54,7 +54,7 @@ pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, KvEvents, Tier
 use crate::arena::Arena;
 use crate::cache::existence::Known;
 use crate::config::Config;
-use crate::format::{ChunkHash, Space};
+use crate::format::{ChunkHash, Keyring, Space};
 use crate::metrics::Times;
 use crate::protocol::{BoundChunk, Flushed, Strategy};
 use crate::s3::dns::NameState;
@@ -78,7 +78,7 @@ impl Gateway {
         // Room for a retry after an attempt that timed out.
         let deadline = Instant::now() + 2 * config.s3.request_timeout;
         store.check_bucket(deadline).await?;
-        let options = GatewayOptions::from(config);
+        let options = GatewayOptions::with_keys(config).await?;
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
         let capabilities = Capabilities::probe(&*store, &probe_key, config.s3.probe, deadline).await?;
         tracing::debug!(?capabilities, "what the S3 server does");
@@ -269,6 +269,11 @@ impl Gateway {
     /// Checks endpoint, bucket and credentials; the error says what is wrong with them.
     pub async fn check(&self, deadline: Instant) -> Result<(), ObjectError> {
         self.0.bucket.store.check_bucket(deadline).await
+    }
+
+    /// The keys of tenants.
+    pub fn keyring(&self) -> &Keyring {
+        &self.0.bucket.options.keyring
     }
 
     pub fn arena(&self) -> &Arena {

@@ -7,9 +7,9 @@ use aws_credential_types::Credentials;
 
 use crate::arena::{ArenaError, ArenaOptions};
 use crate::cache::existence::CacheLimits;
-use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::format::{DigestKind, KeyPrefix};
+use crate::config::{Config, KeysError, read_keys};
+use crate::format::{DigestKind, KeyError, KeyPrefix, Keyring, PlaneDigest, Space};
 use crate::s3::dns::DnsOptions;
 use crate::s3::fanout::{AttemptPolicy, BreakerOptions, EndpointOptions, WindowOptions};
 use crate::s3::object::{ObjectError, ObjectStore, S3, S3ClientError, S3Options};
@@ -18,7 +18,10 @@ use crate::s3::object::{ObjectError, ObjectStore, S3, S3ClientError, S3Options};
 #[derive(Debug, Clone)]
 pub struct GatewayOptions {
     pub keys: KeyPrefix,
+    /// Of spaces without protection.
     pub digest: DigestKind,
+    /// The keys of tenants, for spaces with a protection.
+    pub keyring: Keyring,
     /// Bytes that one ranged GET asks for, approximately.
     pub part_bytes: usize,
     /// Bytes that one GET asks for in layer order, where it asks for whole layers.
@@ -47,13 +50,38 @@ pub enum OpenError {
     Arena(#[from] ArenaError),
     #[error(transparent)]
     Object(#[from] ObjectError),
+    #[error(transparent)]
+    Keys(#[from] KeysError),
 }
 
+impl GatewayOptions {
+    /// With the keys of tenants, which may come from commands.
+    pub async fn with_keys(config: &Config) -> Result<Self, KeysError> {
+        let keys = config.keys.clone();
+        let keyring = match tokio::task::spawn_blocking(move || read_keys(&keys)).await {
+            Ok(keyring) => keyring?,
+            // The runtime ends.
+            Err(_) => Keyring::default(),
+        };
+        Ok(Self {
+            keyring,
+            ..Self::from(config)
+        })
+    }
+
+    /// How new objects of a space are digested.
+    pub fn writes(&self, space: &Space) -> Result<PlaneDigest, KeyError> {
+        self.keyring.writes(space, self.digest)
+    }
+}
+
+/// Without the keys of tenants.
 impl From<&Config> for GatewayOptions {
     fn from(config: &Config) -> Self {
         Self {
             keys: KeyPrefix::new(&config.s3.prefix),
             digest: config.s3.digest,
+            keyring: Keyring::default(),
             part_bytes: bytes(config.s3.part_size),
             layer_part_bytes: bytes(config.load.layer_part_size),
             get_bytes_max: bytes(config.load.in_flight),

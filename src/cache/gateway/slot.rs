@@ -1,7 +1,7 @@
 //! Slots that chunks are gathered into: the payload first, then header and digests in front of it.
 
 use crate::arena::{Arena, Slot, SlotMut};
-use crate::format::{ChunkHash, DigestKind, Header, Space};
+use crate::format::{ChunkHash, Header, PlaneDigest, Space};
 
 /// The arena has no room for a chunk now; the chunk is not stored, with no other effect.
 #[derive(Debug, thiserror::Error)]
@@ -102,7 +102,7 @@ pub fn reserve(arena: &Arena, space: &Space) -> Result<StoreSlot, ArenaFull> {
 
 /// Writes the header in front of the payload; the whole object is read-only from here on.
 pub fn seal(
-    kind: DigestKind,
+    digest: &PlaneDigest,
     space: &Space,
     chunk: &ChunkHash,
     parent: &ChunkHash,
@@ -111,9 +111,9 @@ pub fn seal(
 ) -> Slot {
     let layout = space.layout();
     let start = layout.header_len();
-    let digest = |plane| {
+    let of_plane = |plane| {
         let bytes = layout.plane(plane);
-        kind.of(&payload[bytes.start - start..bytes.end - start])
+        digest.of(&payload[bytes.start - start..bytes.end - start])
     };
     let of = Header {
         space_id: space.id(),
@@ -123,9 +123,10 @@ pub fn seal(
         payload_len: layout.payload_len() as u64,
         kind: space.kind(),
         is_draft: !space.draft().is_empty(),
-        digest_kind: kind,
-        digests: (0..layout.planes()).map(digest).collect(),
+        digest_kind: digest.kind(),
+        digests: (0..layout.planes()).map(of_plane).collect(),
+        seal: None,
     };
-    of.write(&mut header);
+    digest.seal(of).write(&mut header);
     header.freeze().join(payload)
 }

@@ -178,14 +178,13 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
         return false;
     }
     let (tell, sealed) = oneshot::channel();
-    let (in_memory, digest, of) = (
-        Arc::clone(&tiers.memory),
-        tiers.bucket.options.digest,
-        space.clone(),
-    );
+    let (in_memory, of) = (Arc::clone(&tiers.memory), space.clone());
+    // A space without a key is not declared, so only a reload can have taken it away: the chunk then stays in memory.
+    let digest = tiers.bucket.options.writes(&space);
     // Off the runtime: digests take a millisecond and more.
     tokio::task::spawn_blocking(move || {
-        let object = slot::seal(digest, &of, &chunk, &parent, header, &payload);
+        let Ok(digest) = digest else { return };
+        let object = slot::seal(&digest, &of, &chunk, &parent, header, &payload);
         in_memory.sealed(&key, object.clone());
         // The receiver is gone where the chunk goes no lower, or was dropped.
         let _ = tell.send(object);

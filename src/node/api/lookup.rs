@@ -378,7 +378,8 @@ pub(super) fn chunks(
             // Checks the count before the work of hashing.
             api.check_count(tokens.len() / space.chunk_tokens() as usize)?;
             let bad = |error: crate::format::HashError| ApiProblem::bad(error.to_string());
-            let hasher = ChunkHasher::new(space, None).map_err(bad)?;
+            let secret = api.node.gateway().keyring().secret(space);
+            let hasher = ChunkHasher::new(space, secret.as_ref()).map_err(bad)?;
             let text = |text: &Option<String>| text.clone().unwrap_or_default().into_bytes();
             let root = hasher
                 .root(&text(&request.salt), &text(&request.adapter))

@@ -22,7 +22,7 @@ use crate::arena::{Arena, ArenaError};
 use crate::cache::episode::Episode;
 use crate::cache::gateway::{Gateway, GatewayOptions};
 use crate::cache::tier::{Disk, DiskError};
-use crate::config::Config;
+use crate::config::{Config, KeysError};
 use crate::node::Node;
 use crate::node::api::{Api, ListenError, Reload, Server, keep_history};
 use crate::s3::object::{Capabilities, ObjectStore};
@@ -38,6 +38,8 @@ pub enum StartError {
     Listen(#[from] ListenError),
     #[error("{0}")]
     Token(String),
+    #[error(transparent)]
+    Keys(#[from] KeysError),
     #[error("can't start: {0}")]
     System(String),
 }
@@ -72,6 +74,7 @@ impl Daemon {
         reload: Reload,
     ) -> Result<Self, StartError> {
         raise_file_limit();
+        let gateway = GatewayOptions::with_keys(config).await?;
         // First, so that two daemons don't work on the same files.
         let server = Server::bind(&options::listening(config)).await?;
         let disk = match options::disk(config) {
@@ -83,7 +86,7 @@ impl Daemon {
         };
         let arena = Arena::new(&options::arena(config))?;
         let tiers = options::tiers(config, disk);
-        let gateway = Gateway::with_tiers(Arc::clone(&store), arena, GatewayOptions::from(config), tiers);
+        let gateway = Gateway::with_tiers(Arc::clone(&store), arena, gateway, tiers);
         let node = Node::new(gateway, options::node(config));
         let api = Api::new(node.clone(), options::api(config), reload).map_err(StartError::Token)?;
         Ok(Self {

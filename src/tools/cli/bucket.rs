@@ -9,7 +9,7 @@ use super::error::CliError;
 use crate::arena::{Arena, ArenaOptions};
 use crate::cache::gateway::{Gateway, GatewayOptions, OpenError, open_store};
 use crate::config::Config;
-use crate::format::{KeyPrefix, Space, SpaceId};
+use crate::format::{Space, SpaceId};
 use crate::inventory::{Inventory, SpaceJson};
 use crate::protocol::ProbeMode;
 use crate::s3::object::{Capabilities, ObjectStore};
@@ -19,18 +19,23 @@ pub struct OpenBucket {
     pub config: Config,
     pub inventory: Inventory,
     store: Arc<dyn ObjectStore>,
+    options: GatewayOptions,
 }
 
 impl OpenBucket {
     /// Opens the bucket. Fails with the problem of endpoint, bucket or credentials.
     pub async fn open(config: Config) -> Result<Self, CliError> {
+        let options = GatewayOptions::with_keys(&config)
+            .await
+            .map_err(OpenError::from)?;
         let store = open_store(&config, None).await?;
         let limit = config.s3.request_timeout;
         // Needed also because a HEAD can't tell a missing bucket from a missing object.
         store.check_bucket(Instant::now() + limit).await?;
-        let keys = KeyPrefix::new(&config.s3.prefix);
+        let (keys, keyring) = (options.keys.clone(), options.keyring.clone());
         Ok(Self {
-            inventory: Inventory::new(Arc::clone(&store), keys, limit),
+            inventory: Inventory::new(Arc::clone(&store), keys, keyring, limit),
+            options,
             config,
             store,
         })
@@ -62,7 +67,7 @@ impl OpenBucket {
             Arc::clone(&self.store),
             arena.map_err(OpenError::from)?,
             capabilities,
-            GatewayOptions::from(&self.config),
+            self.options.clone(),
         ))
     }
 

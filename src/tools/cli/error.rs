@@ -66,7 +66,7 @@ impl From<OpenError> for CliError {
     fn from(error: OpenError) -> Self {
         match error {
             OpenError::Object(error) => error.into(),
-            OpenError::NoBucket | OpenError::Client(_) | OpenError::Arena(_) => {
+            OpenError::NoBucket | OpenError::Client(_) | OpenError::Arena(_) | OpenError::Keys(_) => {
                 Self::Usage(error.to_string())
             }
         }

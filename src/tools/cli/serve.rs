@@ -10,7 +10,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, tell};
 use crate::cache::gateway::open_store;
-use crate::config::{Config, Override};
+use crate::config::{Config, Override, read_keys};
 use crate::node::daemon::{Daemon, has_room};
 use crate::s3::object::ObjectStore;
 use crate::tools::s3_server::{S3Server, S3ServerError};
@@ -117,13 +117,20 @@ impl ServeArgs {
         Ok((Arc::clone(&host.store), Some(host)))
     }
 
-    /// Reloads the log's level; all other keys need a restart.
+    /// Reloads the log's level and the keys of tenants; all other settings need a restart.
     fn reload(&self, verbose: u8) -> crate::node::api::Reload {
         let connect = self.connect.clone();
-        Box::new(move || {
+        Box::new(move |keyring| {
             let loaded = connect.load(Vec::new()).map_err(|error| error.to_string())?;
+            let mut reloaded = vec!["log.level".to_owned()];
+            if loaded.config.keys.file.is_some() {
+                // A command may take a while.
+                let keys = tokio::task::block_in_place(|| read_keys(&loaded.config.keys));
+                keyring.replace(&keys.map_err(|error| error.to_string())?);
+                reloaded.push("keys".to_owned());
+            }
             logging::set_level(loaded.config.log.level, verbose);
-            Ok(vec!["log.level".to_owned()])
+            Ok(reloaded)
         })
     }
 }

@@ -130,7 +130,7 @@ impl Site {
         settings: &[(&'static str, &str)],
     ) -> Serving {
         let config = self.config(settings);
-        let start = || Daemon::start(&config, Arc::clone(&store), Box::new(|| Ok(Vec::new())));
+        let start = || Daemon::start(&config, Arc::clone(&store), Box::new(|_| Ok(Vec::new())));
         let mut daemon = start().await;
         for _ in 0..100 {
             // In one process, what the daemon before left under way keeps its disks for a while.

@@ -10,7 +10,7 @@ use kvgate::cache::existence::CacheLimits;
 use kvgate::cache::gateway::{
     AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, LoadedChunk, Lookup, Miss, StoreOutcome,
 };
-use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Space};
+use kvgate::format::{ChunkHash, ChunkHasher, DigestKind, KeyPrefix, Keyring, Space};
 use kvgate::protocol::Order;
 use kvgate::protocol::ProbeMode;
 use kvgate::protocol::Strategy;
@@ -102,6 +102,7 @@ impl Site {
         GatewayOptions {
             keys: self.keys.clone(),
             digest: DigestKind::Crc64Nvme,
+            keyring: Keyring::default(),
             part_bytes: 40_000,
             layer_part_bytes: 40_000,
             get_bytes_max: 400_000,

@@ -1,11 +1,12 @@
 //! S3, the lowest tier: the existence of its chunks, the turns of GETs and PUTs, the PUTs themselves, and chunks in use
 //! that are refreshed.
 
+mod outgoing;
 mod put;
 mod refresh;
 mod turns;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use dashmap::DashMap;
 use tokio::sync::{Notify, Semaphore};
@@ -20,6 +21,7 @@ use super::credit::kib;
 use super::miss::Miss;
 use super::options::GatewayOptions;
 use super::warnings::BucketWarnings;
+use crate::arena::Arena;
 use crate::cache::existence::{ExistenceCache, Prober};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::s3::object::{Capabilities, ObjectStore};
@@ -38,6 +40,8 @@ pub struct Bucket {
     put_kib: Arc<Semaphore>,
     /// Chunks whose PUT or DELETE is under way; another change of the chunk waits for its end.
     changing: DashMap<ChunkId, Option<AbortHandle>>,
+    /// For encrypted objects, once there are any.
+    buffers: Mutex<Option<Arena>>,
     /// Notified when a change has ended.
     changed: Notify,
     /// The time at which each space's space.json was last seen; locked while that is being found out.
@@ -67,6 +71,7 @@ impl Bucket {
             }),
             put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
             changing: DashMap::new(),
+            buffers: Mutex::default(),
             changed: Notify::new(),
             refresh: Refresh::default(),
             spaces: DashMap::new(),

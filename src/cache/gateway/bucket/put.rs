@@ -64,7 +64,19 @@ impl Bucket {
             return StoreOutcome::Failed(Arc::new(self.late(Operation::Put, &key, "waiting for its turn")));
         };
         let (header, payload) = slot.split();
-        let object = seal(self.options.digest, &space, &hash, &parent, header, &payload);
+        let digest = match self.options.writes(&space) {
+            Ok(digest) => digest,
+            Err(error) => {
+                let key = self.object_key(&key);
+                let error = ObjectError::new(Operation::Put, &key, ErrorKind::Broken, error.to_string());
+                return StoreOutcome::Failed(Arc::new(error));
+            }
+        };
+        let object = seal(&digest, &space, &hash, &parent, header, &payload);
+        let object = match self.outgoing(&space, &hash, &object).await {
+            Ok(object) => object,
+            Err(error) => return StoreOutcome::Failed(error),
+        };
         self.store_object(&space, hash, object, deadline, permits).await
     }
 

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::format::{DigestKind, Digester, Layout, Section};
+use crate::format::{Digester, Layout, PlaneDigest, Section};
 use crate::s3::net::BodyWatch;
 
 /// One section's digests. Its watch goes with the landing to the code that fills the slot; the state stays here.
@@ -17,7 +17,7 @@ pub(super) struct Digests {
 
 /// The bytes that came by.
 struct Seen {
-    kind: DigestKind,
+    kind: PlaneDigest,
     /// The end of each plane in the section.
     ends: Vec<usize>,
     payload_at: usize,
@@ -40,14 +40,15 @@ impl Digests {
         };
         let planes: Vec<_> = section.planes.clone().map(in_section).collect();
         // A placeholder until there is a watch.
-        let kind = DigestKind::default();
+        let kind = PlaneDigest::Crc64Nvme;
+        let digester = kind.digester();
         let seen = Seen {
             kind,
             ends: planes.iter().map(|plane| plane.end).collect(),
             // The first section begins with the header, which has a digest of its own.
             payload_at: planes.first().map_or(0, |plane| plane.start),
             at: None,
-            digester: kind.digester(),
+            digester,
             digests: Vec::new(),
         };
         Self {
@@ -62,18 +63,18 @@ impl Digests {
     }
 
     /// A watch for a landing; earlier bytes are forgotten.
-    pub fn watch(&self, kind: DigestKind) -> Box<dyn BodyWatch> {
+    pub fn watch(&self, kind: &PlaneDigest) -> Box<dyn BodyWatch> {
         let mut seen = lock(&self.seen);
-        (seen.kind, seen.at) = (kind, None);
+        (seen.kind, seen.at) = (kind.clone(), None);
         drop(seen);
         Box::new(Watching(Arc::clone(&self.seen)))
     }
 
     /// The first plane whose digest differs from the one in `digests`, which has one for each plane of the object.
     /// `landed` are the section's bytes; they are read only if they did not pass the watch as this kind.
-    pub fn bad_plane(&self, landed: &[u8], kind: DigestKind, digests: &[[u8; 32]]) -> Option<usize> {
+    pub fn bad_plane(&self, landed: &[u8], kind: &PlaneDigest, digests: &[[u8; 32]]) -> Option<usize> {
         let seen = lock(&self.seen);
-        let complete = seen.kind == kind && seen.at == Some(landed.len());
+        let complete = seen.kind == *kind && seen.at == Some(landed.len());
         let digest = |i: usize| match complete {
             true => seen.digests[i],
             false => kind.of(&landed[self.planes[i].clone()]),
@@ -128,7 +129,7 @@ mod tests {
     use crate::format::Space;
     use proptest::prelude::*;
 
-    const KINDS: [DigestKind; 2] = [DigestKind::Crc64Nvme, DigestKind::Blake3];
+    const KINDS: [PlaneDigest; 2] = [PlaneDigest::Crc64Nvme, PlaneDigest::Blake3];
 
     /// Planes of 8, 12, 4 and 40 bytes, over and over: smaller and larger than a stretch.
     fn space() -> Space {
@@ -145,7 +146,7 @@ mod tests {
     }
 
     /// The slow, obvious twin.
-    fn of_all(layout: &Layout, kind: DigestKind, object: &[u8]) -> Vec<[u8; 32]> {
+    fn of_all(layout: &Layout, kind: &PlaneDigest, object: &[u8]) -> Vec<[u8; 32]> {
         (0..layout.planes())
             .map(|plane| kind.of(&object[layout.plane(plane)]))
             .collect()
@@ -181,7 +182,7 @@ mod tests {
             if let Some(at) = flipped {
                 object[at] ^= 1;
             }
-            for kind in KINDS {
+            for kind in &KINDS {
                 let expected = of_all(layout, kind, &good);
                 for section in layout.sections(part) {
                     let digests = Digests::new(layout, section.clone());
@@ -197,7 +198,7 @@ mod tests {
                     // Other bytes as "landed": the answer comes from the watch.
                     prop_assert_eq!(digests.bad_plane(&before, kind, &expected), bad);
                     // As another kind the answer comes from the slot.
-                    let other = KINDS[usize::from(kind == KINDS[0])];
+                    let other = &KINDS[usize::from(*kind == KINDS[0])];
                     prop_assert_eq!(digests.bad_plane(bytes, other, &of_all(layout, other, &good)), bad);
                 }
             }
@@ -209,7 +210,7 @@ mod tests {
         let space = space();
         let layout = space.layout();
         let object: Vec<u8> = (0..layout.object_len()).map(|i| (i * 31) as u8).collect();
-        let kind = DigestKind::Crc64Nvme;
+        let kind = &PlaneDigest::Crc64Nvme;
         let expected = of_all(layout, kind, &object);
         let junk = vec![0xff; object.len()];
         let check = |stretches: &[(usize, usize)]| {
@@ -237,9 +238,9 @@ mod tests {
         let section = layout.sections(usize::MAX).remove(0);
         let digests = Digests::new(layout, section);
         digests
-            .watch(DigestKind::Crc64Nvme)
+            .watch(&PlaneDigest::Crc64Nvme)
             .arrived(0, &vec![8; object.len()]);
-        let kind = DigestKind::Blake3;
+        let kind = &PlaneDigest::Blake3;
         let expected = of_all(layout, kind, &object);
         let mut watch = digests.watch(kind);
         assert_eq!(

@@ -2,11 +2,14 @@
 //! does not have the chunk, the file is the only copy: it is read a second time first, and then moved aside.
 
 use super::ChunkFetch;
+use super::decrypt::{decrypt, plain_header};
 use crate::arena::SlotMut;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::tiers::Tiers;
 use crate::cache::tier::{Disk, DiskError, Unsent};
-use crate::format::{ChunkHash, Header, HeaderError, Space};
+use crate::format::{
+    ChunkHash, Header, HeaderError, Keyring, PlaneCheck, PlaneDigest, Protection, Section, Space,
+};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 
@@ -51,13 +54,13 @@ pub async fn read_verified(
     slot: SlotMut,
 ) -> Result<SlotMut, Option<SlotMut>> {
     let (key, warnings) = ((space.key(), *chunk), &tiers.disk_warnings);
-    let (mut slot, unread) = match read_once(disk, space, chunk, slot).await {
+    let (mut slot, unread) = match read_once(tiers, disk, space, chunk, slot).await {
         Ok(slot) => return Ok(slot),
         Err(unread) => unread,
     };
     if disk.unsent(&key) == Unsent::No {
         warnings.unreadable.tell(&format_args!("{chunk}: {unread}"));
-        if matches!(unread, Unread::Bad(_)) {
+        if unread.is_bad() {
             disk.remove(&key).await;
         }
         return Err(slot);
@@ -65,7 +68,7 @@ pub async fn read_verified(
     // A bit may have flipped on its way from the disk.
     if let Some(again) = slot.take() {
         let unread;
-        (slot, unread) = match read_once(disk, space, chunk, again).await {
+        (slot, unread) = match read_once(tiers, disk, space, chunk, again).await {
             Ok(slot) => return Ok(slot),
             Err(unread) => unread,
         };
@@ -78,6 +81,7 @@ pub async fn read_verified(
 }
 
 async fn read_once(
+    tiers: &Tiers,
     disk: &Disk,
     space: &Space,
     chunk: &ChunkHash,
@@ -87,7 +91,7 @@ async fn read_once(
     let read = disk.read(space, chunk, slot).await;
     trace::mark(&mut span, "read");
     let named = || ("chunk", chunk.to_string().chars().take(12).collect());
-    let slot = match read {
+    let mut slot = match read {
         (Some(slot), Ok(())) => slot,
         (slot, read) => {
             let error = read.err().unwrap_or(DiskError::Absent);
@@ -95,7 +99,7 @@ async fn read_once(
             return Err((slot, Unread::Disk(error)));
         }
     };
-    let verified = verify(space, chunk, &slot).await;
+    let verified = verify(tiers, space, chunk, &mut slot).await;
     trace::end(span, || match &verified {
         Ok(()) => vec![named()],
         Err(bad) => vec![named(), ("error", bad.to_string())],
@@ -107,21 +111,74 @@ async fn read_once(
 }
 
 impl Unread {
+    /// Whether the file is not the chunk. One whose key is not here may well be.
+    fn is_bad(&self) -> bool {
+        match self {
+            Self::Bad(Bad::Header(HeaderError::NoKey { .. })) | Self::Disk(_) => false,
+            Self::Bad(_) => true,
+        }
+    }
+
     /// Whether the error says that the file is bad; else the fault is elsewhere.
     fn condemns(&self) -> bool {
         match self {
-            Self::Bad(_) => true,
+            Self::Bad(_) => self.is_bad(),
             Self::Disk(error) => error.condemns(),
         }
     }
 }
 
-pub async fn verify(space: &Space, chunk: &ChunkHash, object: &[u8]) -> Result<(), Bad> {
+/// Verifies a whole object as it was written, and decrypts it where it is encrypted.
+async fn verify(tiers: &Tiers, space: &Space, chunk: &ChunkHash, object: &mut [u8]) -> Result<(), Bad> {
+    let options = &tiers.bucket.options;
     let header = Header::parse(object)?;
-    header.expect(space, chunk)?;
+    let cipher = match header.expect(space, chunk, &options.keyring)? {
+        PlaneCheck::Digest(digest) => return check_planes(space, &header, &digest, object).await,
+        PlaneCheck::Open(cipher) => cipher,
+    };
+    let (layout, plain) = (space.layout(), PlaneDigest::open(options.digest));
+    let mut digests = Vec::with_capacity(layout.planes());
+    for plane in 0..layout.planes() {
+        let section = Section {
+            bytes: layout.plane(plane),
+            planes: plane..plane + 1,
+        };
+        let (bytes, of) = (&mut object[section.bytes.clone()], (&cipher, &header.digests[..]));
+        digests.extend(decrypt(layout, &section, bytes, of, &plain).map_err(Bad::Digest)?);
+        // Other tasks need the thread too.
+        tokio::task::yield_now().await;
+    }
+    plain_header(&header, &plain, digests).write(object);
+    Ok(())
+}
+
+/// Verifies a chunk in memory, which is never encrypted.
+pub async fn verify_resident(
+    keys: &Keyring,
+    space: &Space,
+    chunk: &ChunkHash,
+    object: &[u8],
+) -> Result<(), Bad> {
+    let header = Header::parse(object)?;
+    let digest = match space.protection() {
+        Protection::Encrypted => PlaneDigest::open(header.digest_kind),
+        _ => match header.expect(space, chunk, keys)? {
+            PlaneCheck::Digest(digest) => digest,
+            PlaneCheck::Open(_) => return Ok(()),
+        },
+    };
+    check_planes(space, &header, &digest, object).await
+}
+
+async fn check_planes(
+    space: &Space,
+    header: &Header,
+    digest: &PlaneDigest,
+    object: &[u8],
+) -> Result<(), Bad> {
     let layout = space.layout();
     for plane in 0..layout.planes() {
-        if header.digest_kind.of(&object[layout.plane(plane)]) != header.digests[plane] {
+        if digest.of(&object[layout.plane(plane)]) != header.digests[plane] {
             return Err(Bad::Digest(plane));
         }
         // Other tasks need the thread too.

@@ -1,6 +1,7 @@
 //! One chunk's sections: each a ranged GET into its part of the slot, and what the answers say of the chunk. The
 //! order of the sections is decided in `whole.rs`, and for layer order in `load/layer_order.rs`.
 
+mod decrypt;
 mod digests;
 mod from_disk;
 mod verify;
@@ -17,14 +18,14 @@ use super::miss::Miss;
 use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
-use crate::format::{ChunkHash, ChunkId, DigestKind, Section, Space};
+use crate::format::{ChunkHash, ChunkId, PlaneDigest, Protection, Section, Space};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 use self::digests::Digests;
-pub use self::from_disk::{read_verified, verify};
+pub use self::from_disk::{read_verified, verify_resident};
 pub use self::verify::ObjectHead;
 pub use self::whole::WholeFetch;
 
@@ -35,6 +36,9 @@ pub struct ChunkFetch {
     chunk: ChunkHash,
     key: String,
     deadline: Instant,
+    /// Until a header is read, the best guess at how the object's planes are digested: as this gateway would. None: they
+    /// are encrypted.
+    guess: Option<PlaneDigest>,
     /// The time of what the answers say of the chunk's existence.
     asked: Instant,
 }
@@ -47,6 +51,8 @@ pub struct Part {
     place: TurnPosition,
     /// Whether it was read a second time already.
     again: bool,
+    /// Digests of its decrypted planes, where they were encrypted.
+    decrypted: Vec<[u8; 32]>,
 }
 
 impl Part {
@@ -63,6 +69,11 @@ impl ChunkFetch {
             chunk: *chunk,
             key: tiers.bucket.object_key(&(space.key(), *chunk)),
             deadline,
+            // Without a key nothing of the space is read.
+            guess: match space.protection() {
+                Protection::Encrypted => None,
+                _ => tiers.bucket.options.writes(space).ok(),
+            },
             asked: Instant::now(),
         }
     }
@@ -82,6 +93,7 @@ impl ChunkFetch {
                 digests: Digests::new(self.space.layout(), section.clone()),
                 place: place(i),
                 again: false,
+                decrypted: Vec::new(),
             }
         };
         sections.iter().enumerate().map(cut).collect()
@@ -92,13 +104,13 @@ impl ChunkFetch {
         self.bucket().get_turns.wait(part.place, part.bytes().len())
     }
 
-    /// Gets a section when its turn has come; the turn is over when it is dropped. `kind` is the digest to compute
-    /// on the way.
+    /// Gets a section when its turn has come; the turn is over when it is dropped. `digest` is computed on the
+    /// way.
     pub async fn get(
         &self,
         part: &mut Part,
         if_match: Option<&str>,
-        kind: DigestKind,
+        digest: Option<&PlaneDigest>,
         waiting: Waiting,
     ) -> Result<(Version, Turn), ObjectError> {
         let mut span = trace::begin("GET");
@@ -120,7 +132,7 @@ impl ChunkFetch {
         let landing = Landing {
             // The part has no bytes until the store gives them back.
             slot: part.slot.split_off(0),
-            watch: Some(part.digests.watch(kind)),
+            watch: digest.map(|digest| part.digests.watch(digest)),
         };
         let landed = self.bucket().store.get(get, landing, self.deadline);
         let (landing, meta) = trace::within(span.as_ref(), landed).await;
@@ -221,9 +233,8 @@ impl ChunkFetch {
         (self.space.key(), self.chunk)
     }
 
-    /// The digest kind that this gateway stores with: until a header is read, the best guess at the object's kind.
-    pub fn kind(&self) -> DigestKind {
-        self.bucket().options.digest
+    pub fn guess(&self) -> Option<&PlaneDigest> {
+        self.guess.as_ref()
     }
 
     /// The ETag of the version that a lookup saw.

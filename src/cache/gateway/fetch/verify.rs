@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{ChunkFetch, Part};
 use crate::cache::existence::Known;
 use crate::cache::gateway::miss::Miss;
-use crate::format::{DigestKind, Header, HeaderError};
+use crate::format::{Header, HeaderError, PlaneCheck, PlaneDigest};
 use crate::metrics::trace;
 use crate::s3::object::Version;
 
@@ -14,6 +14,8 @@ use crate::s3::object::Version;
 #[derive(Clone)]
 pub struct ObjectHead {
     pub header: Arc<Header>,
+    /// How its planes are checked.
+    pub check: PlaneCheck,
     pub version: Version,
 }
 
@@ -27,52 +29,65 @@ impl ChunkFetch {
         }
         let mut header = self.header(part);
         if matches!(header, Err(Miss::BadHeader(_)))
-            && let Some(same) = self.again(part, &version, self.kind()).await?
+            && let Some(same) = self.again(part, &version, self.guess()).await?
         {
             (header, version) = (self.header(part), same);
         }
         match header {
-            Ok(header) => Ok(ObjectHead {
+            Ok((header, check)) => Ok(ObjectHead {
                 header: Arc::new(header),
+                check,
                 version,
             }),
-            Err(miss @ Miss::Unreadable(_)) => Err(miss),
+            Err(miss @ (Miss::Unreadable(_) | Miss::NoKey(_))) => Err(miss),
             Err(miss) => Err(self.damaged(miss, version)),
         }
     }
 
-    fn header(&self, part: &Part) -> Result<Header, Miss> {
+    fn header(&self, part: &Part) -> Result<(Header, PlaneCheck), Miss> {
         let header = Header::parse(&part.slot).map_err(|error| match error {
             HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
                 Miss::Unreadable(error)
             }
             error => Miss::BadHeader(error),
         })?;
-        match header.expect(&self.space, &self.chunk) {
-            Ok(()) => Ok(header),
+        match header.expect(&self.space, &self.chunk, &self.bucket().options.keyring) {
+            Ok(check) => Ok((header, check)),
             Err(error @ (HeaderError::OtherSpace(_) | HeaderError::OtherChunk(_))) => {
                 Err(Miss::Foreign(error))
             }
+            Err(error @ (HeaderError::Protection { .. } | HeaderError::Forged(_))) => {
+                Err(Miss::Forged(error))
+            }
+            Err(error @ HeaderError::NoKey { .. }) => Err(Miss::NoKey(error)),
             Err(error) => Err(Miss::BadHeader(error)),
         }
     }
 
-    /// Checks the planes of a section.
+    /// Checks the planes of a section, and decrypts them where they are encrypted.
     pub async fn check(&self, part: &mut Part, head: &ObjectHead) -> Result<(), Miss> {
-        let kind = head.header.digest_kind;
-        let bad = |part: &Part| part.digests.bad_plane(&part.slot, kind, &head.header.digests);
         let mut version = head.version.clone();
         let span = trace::begin("verify");
-        let mut plane = bad(part);
+        let mut plane = self.bad_plane(part, head).await?;
         trace::end(span, || vec![("chunk", self.named())]);
         if plane.is_some()
-            && let Some(same) = self.again(part, &version, kind).await?
+            && let Some(same) = self.again(part, &version, head.check.digest()).await?
         {
-            (plane, version) = (bad(part), same);
+            (plane, version) = (self.bad_plane(part, head).await?, same);
         }
         match plane {
             None => Ok(()),
             Some(plane) => Err(self.damaged(Miss::BadDigest { plane }, version)),
+        }
+    }
+
+    async fn bad_plane(&self, part: &mut Part, head: &ObjectHead) -> Result<Option<usize>, Miss> {
+        match &head.check {
+            PlaneCheck::Digest(digest) => {
+                let Part { digests, slot, .. } = part;
+                Ok(digests.bad_plane(slot, digest, &head.header.digests))
+            }
+            PlaneCheck::Open(cipher) => self.decrypt(part, cipher, &head.header).await,
         }
     }
 
@@ -83,7 +98,7 @@ impl ChunkFetch {
         &self,
         part: &mut Part,
         version: &Version,
-        kind: DigestKind,
+        digest: Option<&PlaneDigest>,
     ) -> Result<Option<Version>, Miss> {
         if std::mem::replace(&mut part.again, true) {
             return Ok(None);
@@ -94,7 +109,7 @@ impl ChunkFetch {
             .read_again
             .tell(&format_args!("bytes {range:?} of {}", self.key));
         let waiting = self.wait(part);
-        let got = self.get(part, Some(&version.etag), kind, waiting).await;
+        let got = self.get(part, Some(&version.etag), digest, waiting).await;
         got.map(|(version, _turn)| Some(version))
             .map_err(|error| self.missed(error))
     }

@@ -8,7 +8,7 @@ use crate::cache::gateway::bucket::{TurnPosition, Waiting};
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::miss::Miss;
 use crate::cache::gateway::task::Task;
-use crate::format::Section;
+use crate::format::{PlaneCheck, Section};
 use crate::s3::object::{ErrorKind, ObjectError, Version};
 
 /// A chunk's sections. Those that can be asked for now are queued: all if a lookup told the version, else only the
@@ -48,6 +48,9 @@ impl WholeFetch {
         for part in &mut parts {
             wanted.check(part, &head).await?;
         }
+        if matches!(head.check, PlaneCheck::Open(_)) {
+            wanted.write_plain_header(&mut parts, &head.header);
+        }
         wanted.present(&head);
         let (chunk, _) = wanted.loaded(parts);
         wanted.keep(&chunk);
@@ -75,7 +78,7 @@ impl WholeFetch {
         }
         let rest = parts.split_off(1);
         let got = wanted
-            .get(&mut parts[0], None, wanted.kind(), line.remove(0))
+            .get(&mut parts[0], None, wanted.guess(), line.remove(0))
             .await;
         let (version, turn) = got?;
         let line = rest.iter().map(|part| wanted.wait(part)).collect();
@@ -99,7 +102,7 @@ async fn get_all(
     let get = |(mut part, waiting): (Part, Waiting)| {
         let (wanted, etag) = (Arc::clone(wanted), Arc::clone(etag));
         Task::spawn(async move {
-            let got = wanted.get(&mut part, Some(&etag), wanted.kind(), waiting).await;
+            let got = wanted.get(&mut part, Some(&etag), wanted.guess(), waiting).await;
             (part, got.map(|(version, _turn)| version))
         })
     };

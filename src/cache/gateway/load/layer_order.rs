@@ -310,7 +310,7 @@ impl Shared {
     }
 
     async fn land_first(&self, mut part: Part, waiting: Waiting) -> Result<(ObjectHead, LoadedChunk), Miss> {
-        let (wanted, kind) = (&self.wanted, self.wanted.kind());
+        let (wanted, kind) = (&self.wanted, self.wanted.guess());
         let etag = wanted.known_etag();
         let mut got = wanted.get(&mut part, etag.as_deref(), kind, waiting).await;
         if etag.is_some() && matches!(&got, Err(error) if error.kind == ErrorKind::Changed) {
@@ -333,9 +333,9 @@ impl Shared {
         // first.
         let head = self.head.wait().await.as_ref().map_err(Miss::clone)?;
         let wanted = &self.wanted;
-        let (etag, kind) = (&head.version.etag, head.header.digest_kind);
+        let (etag, digest) = (&head.version.etag, head.check.digest());
         let waiting = wanted.wait(&part);
-        let got = wanted.get(&mut part, Some(etag), kind, waiting).await;
+        let got = wanted.get(&mut part, Some(etag), digest, waiting).await;
         let (_, turn) = got.map_err(|error| wanted.missed(error))?;
         drop(turn);
         wanted.check(&mut part, head).await?;

@@ -17,6 +17,7 @@ pub use self::stream::LoadStream;
 use super::credit::Credit;
 use super::task::Task;
 use super::tiers::Tiers;
+use crate::format::Protection;
 use crate::protocol::Order;
 
 /// Brings chunks into slots, verified. Needs a tokio runtime; starts at once.
@@ -29,11 +30,13 @@ pub fn start(tiers: &Arc<Tiers>, request: LoadSpec, credit: Option<Credit>) -> L
         .min(tiers.arena.size());
     let window = match request.order {
         Order::Chunk => 1,
+        // The header of a decrypted chunk takes all of its planes.
+        Order::Layer if request.space.protection() == Protection::Encrypted => 1,
         Order::Layer => window(&request.space, chunks, most),
     };
     let order = match window {
         // One chunk is the whole load, however small the arena.
-        _ if chunks == 1 => request.order,
+        _ if chunks == 1 && request.space.protection() != Protection::Encrypted => request.order,
         1 => Order::Chunk,
         _ => Order::Layer,
     };

@@ -126,10 +126,13 @@ async fn try_send(tiers: &Tiers, disk: &Disk, space: &Space, chunk: &ChunkHash) 
         return false;
     };
     let permits = tiers.bucket.put_permits(object.len()).await;
+    let Ok(object) = tiers.bucket.outgoing(space, chunk, &object.freeze()).await else {
+        return false;
+    };
     let deadline = Instant::now() + tiers.behind.options().deadline;
     let stored = tiers
         .bucket
-        .store_object(space, *chunk, object.freeze(), deadline, permits);
+        .store_object(space, *chunk, object, deadline, permits);
     match stored.await {
         StoreOutcome::Stored | StoreOutcome::Present => true,
         StoreOutcome::Pending => false,

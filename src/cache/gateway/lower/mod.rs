@@ -15,7 +15,7 @@ use self::admit::{Way, parent_of, way};
 pub use self::backlog::knows;
 use super::bucket::{Bucket, StoreOutcome};
 use super::chunk::LoadedChunk;
-use super::fetch::verify;
+use super::fetch::verify_resident;
 use super::tiers::{Link, Room, Sealed, Tiers, WriteBehindJob};
 use crate::arena::Slot;
 use crate::cache::tier::{Below, Wrote};
@@ -145,6 +145,10 @@ async fn lower(
         },
     };
     trace::mark(span, "sealed");
+    let mut sealed = match bucket.outgoing(space, &chunk, &object).await {
+        Ok(sealed) => Some(sealed),
+        Err(error) => return Some(StoreOutcome::Failed(error)),
+    };
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);
     let below = match (goes_lower, way) {
@@ -152,7 +156,10 @@ async fn lower(
         (true, Way::Down) => Below::Lacks,
         (true, Way::Declined | Way::AfterAncestors) => Below::Declines,
     };
-    let written = write_to_disk(tiers, space, &chunk, &object, job.since, below).await;
+    let written = match &sealed {
+        Some(sealed) => write_to_disk(tiers, space, &chunk, sealed, job.since, below).await,
+        None => false,
+    };
     if disk.is_some() {
         trace::mark(span, "disk");
     }
@@ -177,14 +184,27 @@ async fn lower(
     loop {
         let deadline = Instant::now() + options.deadline;
         let put = trace::begin_part(span.as_ref(), "PUT");
-        let stored = bucket.store_object(space, chunk, object.clone(), deadline, permits);
+        let stored = async {
+            // Nothing but the chunk itself is held between two attempts.
+            let sealed = match sealed.take() {
+                Some(sealed) => sealed,
+                None => match bucket.outgoing(space, &chunk, &object).await {
+                    Ok(sealed) => sealed,
+                    Err(error) => return StoreOutcome::Failed(error),
+                },
+            };
+            bucket.store_object(space, chunk, sealed, deadline, permits).await
+        };
         let outcome = trace::within(put.as_ref(), stored).await;
         trace::end(put, || vec![outcome.about()]);
         match outcome {
             StoreOutcome::Failed(error) => {
                 tiers.behind.failed();
                 bucket.warnings.waits.tell(&error);
-                if error.kind == ErrorKind::Checksum && verify(space, &chunk, &object).await.is_err() {
+                let keys = &bucket.options.keyring;
+                if error.kind == ErrorKind::Checksum
+                    && verify_resident(keys, space, &chunk, &object).await.is_err()
+                {
                     // The slot itself is damaged: it must not be loaded, and no attempt can send it.
                     tiers.memory.delete(&(space.key(), chunk));
                     return Some(StoreOutcome::Failed(error));

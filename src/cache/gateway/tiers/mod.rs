@@ -231,7 +231,11 @@ impl Tiers {
         {
             let (disk, space, hash, object) =
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
+            let bucket = Arc::clone(&self.bucket);
             tokio::spawn(async move {
+                let Ok(object) = bucket.outgoing(&space, &hash, &object).await else {
+                    return;
+                };
                 if let Err(error) = disk.write(&space, &hash, object, since, Below::Has).await {
                     tracing::debug!(%error, "a chunk was not written to the disk");
                 }

@@ -1,0 +1,554 @@
+//! Spaces that keys protect: nobody without the tenant's key can make a reader load anything, whatever he writes to the
+//! bucket. The forger here has the bucket's credentials and knows the whole format.
+
+use std::sync::Arc;
+
+use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::format::{DigestKind, Header, Keyring, PlaneDigest, Protection, Space, TenantKeys, TenantSecret};
+use kvgate::protocol::{LookupRequest, Order, Strategy};
+
+use crate::support::backends::{Backend, on_backends};
+use crate::support::daemon;
+use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
+
+on_backends! {
+    forged_objects_are_misses: embedded, rgw, minio;
+    forged_objects_heal: embedded, rgw;
+    keys_rotate: embedded, rgw;
+    a_missing_key_harms_nothing: embedded, rgw;
+    two_tenants_have_nothing_in_common: embedded;
+    a_space_without_its_key_is_not_stored: embedded;
+}
+
+const N: usize = 3;
+const BAD: usize = 1;
+const PROTECTIONS: [Protection; 2] = [Protection::Signed, Protection::Encrypted];
+
+fn space_of(tenant: &str, protection: Protection) -> Space {
+    Space::from_json(&format!(
+        r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "tenant": "{tenant}",
+            "protection": "{protection}", "mha": {{"layers": 6, "heads": 4, "head_dim": 64}}}}"#
+    ))
+    .unwrap()
+}
+
+fn key(number: u8) -> TenantSecret {
+    TenantSecret::new([number; 32])
+}
+
+/// The keys of tenant `acme`; the first writes.
+fn ring(keys: &[u8]) -> Keyring {
+    let of = |keys: &[u8]| TenantKeys {
+        keys: keys.iter().map(|&number| key(number)).collect(),
+        ..TenantKeys::default()
+    };
+    Keyring::new([("acme".to_owned(), of(keys)), ("other".to_owned(), of(&[99]))].into())
+}
+
+fn reader(site: &Site, keyring: &Keyring) -> Gateway {
+    let mut options = site.options();
+    options.keyring = keyring.clone();
+    site.gateway_with(Arc::clone(&site.store), options)
+}
+
+/// An object of a chunk, made by anybody: its header's digest is right.
+fn made(
+    space: &Space,
+    prompt: &Prompt,
+    keyring: &Keyring,
+    payload: &[u8],
+    change: impl Fn(&mut Header),
+) -> Vec<u8> {
+    let layout = space.layout();
+    let mut object = vec![0; layout.object_len()];
+    object[layout.header_len()..].copy_from_slice(payload);
+    let cipher = keyring.encrypts(space, &prompt.hashes[BAD]).unwrap();
+    let digest = keyring.writes(space, DigestKind::Crc64Nvme).unwrap();
+    let digests = (0..layout.planes()).map(|plane| match &cipher {
+        Some(cipher) => cipher.seal(plane, &mut object[layout.plane(plane)]),
+        None => digest.of(&object[layout.plane(plane)]),
+    });
+    let header = Header {
+        space_id: space.id(),
+        chunk: prompt.hashes[BAD],
+        parent: prompt.parent(BAD),
+        tokens: space.chunk_tokens(),
+        payload_len: payload.len() as u64,
+        kind: space.kind(),
+        is_draft: false,
+        digests: digests.collect(),
+        digest_kind: cipher.as_ref().map_or(digest.kind(), |_| DigestKind::Aes256Gcm),
+        seal: None,
+    };
+    let mut header = match &cipher {
+        Some(cipher) => cipher.sealed(header),
+        None => digest.seal(header),
+    };
+    change(&mut header);
+    header.write(&mut object);
+    object
+}
+
+/// The header of an object, changed by someone who can compute all that takes no key.
+fn rewritten(object: &mut [u8], change: impl FnOnce(&mut Header)) {
+    let mut header = Header::parse(object).unwrap();
+    change(&mut header);
+    header.write(object);
+}
+
+/// All that someone can put in a chunk's place who has the bucket but not the key; with what it counts as.
+async fn forgeries(
+    site: &Site,
+    prompt: &Prompt,
+    protection: Protection,
+) -> Vec<(&'static str, Vec<u8>, &'static str)> {
+    let space = &prompt.space;
+    let layout = space.layout();
+    let good = site.read(&site.key(prompt, BAD)).await;
+    let payload = prompt.payload(BAD);
+    let forged: Vec<u8> = payload.iter().map(|byte| !byte).collect();
+    let plain = |kind: PlaneDigest, bytes: &[u8]| {
+        let mut object = good.clone();
+        object[layout.header_len()..].copy_from_slice(bytes);
+        let digests = (0..layout.planes())
+            .map(|plane| kind.of(&object[layout.plane(plane)]))
+            .collect();
+        rewritten(&mut object, |header| {
+            (header.digest_kind, header.digests, header.seal) = (kind.kind(), digests, None);
+        });
+        object
+    };
+    // Two planes of the object itself change places, and their digests with them.
+    let mut swapped = good.clone();
+    let (one, two) = (layout.plane(0), layout.plane(1));
+    swapped.copy_within(two.clone(), one.start);
+    swapped[two].copy_from_slice(&good[one]);
+    let mut both = swapped.clone();
+    rewritten(&mut both, |header| header.digests.swap(0, 1));
+    // A byte changes, and its digest is made as if there were no key.
+    let mut keyless = good.clone();
+    keyless[layout.header_len()] ^= 1;
+    let digest = *blake3::hash(&keyless[layout.plane(0)]).as_bytes();
+    rewritten(&mut keyless, |header| {
+        let width = header.digest_kind.width();
+        header.digests[0][..width].copy_from_slice(&digest[..width]);
+    });
+    let mut one_bit = good.clone();
+    *one_bit.last_mut().unwrap() ^= 1;
+    let mut parent = good.clone();
+    rewritten(&mut parent, |header| header.parent = header.chunk);
+    let mut unsealed = good.clone();
+    rewritten(&mut unsealed, |header| {
+        header.seal.as_mut().unwrap().tag = blake3::Hash::from_bytes([0; 32]);
+    });
+    // A plane of another object of the same chunk: encrypted anew, it differs.
+    let older = made(space, prompt, &ring(&[1]), &payload, |_| ());
+    let mut mixed = good.clone();
+    mixed[layout.plane(2)].copy_from_slice(&older[layout.plane(2)]);
+    if protection == Protection::Signed {
+        mixed[layout.plane(2).start] ^= 1;
+    }
+    let mut salted = good.clone();
+    rewritten(&mut salted, |header| {
+        if protection == Protection::Encrypted {
+            header.seal.as_mut().unwrap().salt[0] ^= 1;
+        } else {
+            header.seal.as_mut().unwrap().tag = blake3::hash(b"");
+        }
+    });
+    let mut unknown = good.clone();
+    rewritten(&mut unknown, |header| {
+        header.seal.as_mut().unwrap().key_id.0 = [7; 16]
+    });
+    // The same tenant's, of another chunk; of the space without protection; of another tenant, who has a key.
+    let chunk_0 = site.read(&site.key(prompt, 0)).await;
+    let mut renamed = chunk_0.clone();
+    rewritten(&mut renamed, |header| {
+        (header.chunk, header.parent) = (prompt.hashes[BAD], prompt.hashes[0])
+    });
+    let open = space_of("acme", Protection::None);
+    let other = space_of("other", protection);
+    let of_other = made(&other, prompt, &ring(&[1]), &forged, |_| ());
+    let moved = made(&other, prompt, &ring(&[1]), &forged, |header| {
+        header.space_id = space.id()
+    });
+    let wrong_key = made(space, prompt, &ring(&[66]), &forged, |_| ());
+    let claims_key = made(space, prompt, &ring(&[66]), &forged, |header| {
+        header.seal.as_mut().unwrap().key_id = Header::parse(&good).unwrap().seal.unwrap().key_id;
+    });
+    let of_open = made(&open, prompt, &ring(&[1]), &forged, |_| ());
+    vec![
+        (
+            "without a seal, CRC64",
+            plain(PlaneDigest::Crc64Nvme, &forged),
+            "forged",
+        ),
+        (
+            "without a seal, the same bytes",
+            plain(PlaneDigest::Crc64Nvme, &payload),
+            "forged",
+        ),
+        (
+            "without a seal, BLAKE3",
+            plain(PlaneDigest::Blake3, &forged),
+            "forged",
+        ),
+        ("planes change places", swapped, "bad_digest"),
+        ("planes and their digests change places", both, "forged"),
+        ("a byte changes, a digest without the key", keyless, "forged"),
+        ("a bit changes", one_bit, "bad_digest"),
+        ("another parent", parent, "forged"),
+        ("no tag", unsealed, "forged"),
+        ("a plane of an older object", mixed, "bad_digest"),
+        ("another salt", salted, "forged"),
+        ("another key's name", unknown, "no_key"),
+        ("another chunk's object", chunk_0, "foreign_chunk"),
+        ("another chunk's object, renamed", renamed, "forged"),
+        ("another tenant's object", of_other, "foreign_space"),
+        ("another tenant's object, renamed", moved, "no_key"),
+        ("a key that is not the tenant's", wrong_key, "no_key"),
+        ("a key that says it is the tenant's", claims_key, "forged"),
+        ("of the space without protection", of_open, "foreign_space"),
+        ("truncated", good[..good.len() - 1].to_vec(), "wrong_length"),
+        ("longer", [&good[..], &[0]].concat(), "wrong_length"),
+    ]
+}
+
+async fn forged_objects_are_misses(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        store_all(&reader(&site, &ring(&[1])), &prompt).await;
+        assert_eq!(
+            load_codes(&reader(&site, &ring(&[1])), &prompt, AfterMiss::Continue).await,
+            ["ok"; N]
+        );
+        let at = site.key(&prompt, BAD);
+        let good = site.read(&at).await;
+        for (what, object, code) in forgeries(&site, &prompt, protection).await {
+            site.overwrite(&at, object).await;
+            let codes = load_codes(&reader(&site, &ring(&[1])), &prompt, AfterMiss::Continue).await;
+            assert_eq!(codes, ["ok", code, "ok"], "{protection}: {what}");
+        }
+        site.overwrite(&at, good).await;
+        assert_eq!(
+            load_codes(&reader(&site, &ring(&[1])), &prompt, AfterMiss::Continue).await,
+            ["ok"; N]
+        );
+    }
+}
+
+/// What is known to be forged is replaced by the next store; what may be another key's is left as it is.
+async fn forged_objects_heal(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        store_all(&reader(&site, &ring(&[1])), &prompt).await;
+        let at = site.key(&prompt, BAD);
+        for (what, object, code) in forgeries(&site, &prompt, protection).await {
+            site.overwrite(&at, object.clone()).await;
+            let gateway = reader(&site, &ring(&[1]));
+            assert_eq!(
+                load_codes(&gateway, &prompt, AfterMiss::Continue).await[BAD],
+                code,
+                "{what}"
+            );
+            tokio::time::sleep(ABSENT_TTL).await;
+            let outcome = store_chunk(&gateway, &prompt, BAD).await;
+            if code == "no_key" {
+                assert!(matches!(outcome, StoreOutcome::Present), "{what}: {outcome:?}");
+                assert_eq!(site.read(&at).await, object, "{what}: left as it is");
+            } else {
+                assert!(matches!(outcome, StoreOutcome::Stored), "{what}: {outcome:?}");
+                let codes = load_codes(&reader(&site, &ring(&[1])), &prompt, AfterMiss::Stop).await;
+                assert_eq!(codes, ["ok"; N], "{what}");
+            }
+        }
+    }
+}
+
+async fn keys_rotate(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        let writer = reader(&site, &ring(&[1]));
+        store_chunk(&writer, &prompt, 0).await;
+        // Without a restart.
+        writer.keyring().replace(&ring(&[2, 1]));
+        store_chunk(&writer, &prompt, 1).await;
+        store_chunk(&writer, &prompt, 2).await;
+        let id = async |i: usize| {
+            let header = Header::parse(&site.read(&site.key(&prompt, i)).await).unwrap();
+            header.seal.unwrap().key_id
+        };
+        assert_ne!(id(0).await, id(1).await, "the new key writes");
+        assert_eq!(id(1).await, id(2).await);
+        for (keys, codes) in [
+            (&[2, 1][..], ["ok", "ok", "ok"]),
+            (&[1, 2], ["ok", "ok", "ok"]),
+            // The old key is taken away: what it wrote, and could write today, is read no more.
+            (&[2], ["no_key", "ok", "ok"]),
+            (&[1], ["ok", "no_key", "no_key"]),
+        ] {
+            let gateway = reader(&site, &ring(keys));
+            assert_eq!(
+                load_codes(&gateway, &prompt, AfterMiss::Continue).await,
+                codes,
+                "{keys:?}"
+            );
+        }
+    }
+}
+
+/// A wrong key in a configuration must not make good objects look damaged.
+async fn a_missing_key_harms_nothing(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        store_all(&reader(&site, &ring(&[1])), &prompt).await;
+        let before = site.read(&site.key(&prompt, BAD)).await;
+        let misled = reader(&site, &ring(&[2]));
+        assert_eq!(
+            load_codes(&misled, &prompt, AfterMiss::Continue).await,
+            ["no_key"; N]
+        );
+        tokio::time::sleep(ABSENT_TTL).await;
+        assert_eq!(
+            lookup(&misled, &prompt, Strategy::Exact).await.prefix,
+            N,
+            "they are not quarantined"
+        );
+        for i in 0..N {
+            let outcome = store_chunk(&misled, &prompt, i).await;
+            assert!(matches!(outcome, StoreOutcome::Present), "{outcome:?}");
+        }
+        assert_eq!(site.read(&site.key(&prompt, BAD)).await, before);
+        let codes = load_codes(&reader(&site, &ring(&[1])), &prompt, AfterMiss::Stop).await;
+        assert_eq!(codes, ["ok"; N]);
+    }
+}
+
+async fn two_tenants_have_nothing_in_common(_: &Backend) {
+    for protection in PROTECTIONS {
+        let [acme, other] = ["acme", "other"].map(|tenant| space_of(tenant, protection));
+        assert_ne!(acme.id(), other.id());
+        assert_ne!(acme.key(), other.key());
+        assert_ne!(acme.id(), space_of("acme", Protection::None).id());
+        let chain = |space: &Space, secret: u8| {
+            let hasher = kvgate::format::ChunkHasher::new(space, Some(&key(secret))).unwrap();
+            let root = hasher.root(b"", b"").unwrap();
+            hasher.chain(&root, &[1; 48], &[]).unwrap()
+        };
+        let [one, two, guessed] = [chain(&acme, 1), chain(&other, 99), chain(&acme, 99)];
+        assert!(
+            one.iter()
+                .all(|hash| !two.contains(hash) && !guessed.contains(hash))
+        );
+    }
+}
+
+async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("nobody", protection), 1);
+        let outcome = store_chunk(&reader(&site, &ring(&[1])), &prompt, 0).await;
+        let StoreOutcome::Failed(error) = outcome else {
+            panic!("{outcome:?}")
+        };
+        assert!(
+            error.to_string().contains("there is no key of tenant \"nobody\""),
+            "{error}"
+        );
+        assert!(
+            site.store
+                .head(&site.key(&prompt, 0), crate::support::fixture::soon())
+                .await
+                .is_err()
+        );
+    }
+}
+
+/// The keys of tenant `acme` in files, as an operator has them, for a daemon with this protection.
+fn key_files(folder: &std::path::Path, protection: &str) -> String {
+    use std::os::unix::fs::PermissionsExt;
+    let [secret, key] = [("secret", 5_u8), ("key", 6)].map(|(name, number)| {
+        let path = folder.join(name);
+        std::fs::write(&path, format!("{number:02x}").repeat(32)).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o400)).unwrap();
+        path.display().to_string()
+    });
+    let file = folder.join("keys.toml");
+    let text = format!(
+        "[[tenant]]\nname = \"acme\"\nprotection = \"{protection}\"\nsecret = \"file:{secret}\"\nkeys = [\"file:{key}\"]\n"
+    );
+    std::fs::write(&file, text).unwrap();
+    file.display().to_string()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_serves_a_tenant_with_keys() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let place = daemon::Site::new().await;
+        let space = space_of("acme", protection);
+        // As an engine with the tenant's secret names them.
+        let hasher = kvgate::format::ChunkHasher::new(&space, Some(&key(5))).unwrap();
+        let root = hasher.root(b"salt", b"").unwrap();
+        let tokens: Vec<u32> = (0..96).collect();
+        let hashes = hasher.chain(&root, &tokens, &[]).unwrap();
+        let prompt = Prompt {
+            space: space.clone(),
+            root,
+            hashes,
+        };
+        let settings = [("keys.file", file.as_str())];
+        place.store_by_another(&prompt, &settings).await;
+
+        let serving = place.serve(&settings).await;
+        serving.ready().await;
+        serving.client.declare(&space).await.unwrap();
+        let request = LookupRequest {
+            space: space.id().to_string(),
+            tokens: Some(tokens.clone()),
+            salt: Some("salt".to_owned()),
+            ..LookupRequest::default()
+        };
+        let found = serving.client.lookup(&request).await.unwrap();
+        assert_eq!(
+            found.prefix,
+            prompt.hashes.len(),
+            "tokens are hashed with the tenant's secret"
+        );
+        let engine = serving.attach("one").await;
+        for order in [Order::Layer, Order::Chunk] {
+            let loaded = daemon::load(&engine, &prompt, &format!("{order:?}"), order).await;
+            assert_eq!(loaded.len(), prompt.hashes.len(), "{loaded:?}");
+            assert!(
+                loaded
+                    .iter()
+                    .all(|from| ["s3", "memory"].contains(&from.as_str())),
+                "{loaded:?}"
+            );
+        }
+        for (space, code) in [
+            (space_of("acme", Protection::None), "wrong_protection"),
+            (space_of("nobody", protection), "no_key"),
+        ] {
+            let refused = serving.client.declare(&space).await.unwrap_err();
+            assert!(refused.to_string().contains(code), "{refused}");
+        }
+        drop(engine);
+        serving.end().await;
+        // Nothing that this node says has a key.
+        let config = format!("{:?}", place.config(&settings));
+        assert!(!config.contains(&"05".repeat(8)) && !config.contains(&"06".repeat(8)));
+    }
+}
+
+/// Neither the bucket nor a disk has a word of it, and both give it back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn encrypted_chunks_are_plain_in_memory_only() {
+    for (protection, is_seen) in [(Protection::Signed, true), (Protection::Encrypted, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let settings = [
+            ("keys.file", file.as_str()),
+            ("disk.paths", disk.to_str().unwrap()),
+            ("disk.size", "64MiB"),
+        ];
+        let place = daemon::Site::new().await;
+        let prompt = Prompt::of(space_of("acme", protection), 6);
+        place.store_by_another(&prompt, &settings).await;
+
+        let needles: Vec<Vec<u8>> = (0..6).map(|i| prompt.payload(i)[5000..5032].to_vec()).collect();
+        let seen = |bytes: &[u8]| {
+            let windows = bytes.windows(32).collect::<std::collections::HashSet<_>>();
+            needles
+                .iter()
+                .filter(|needle| windows.contains(needle.as_slice()))
+                .count()
+        };
+        let store = place.store().await;
+        let keys = kvgate::format::KeyPrefix::new("");
+        for i in 0..6 {
+            let key = keys.chunk(prompt.space.key(), &prompt.hashes[i]);
+            let object = store
+                .read(&key, 1 << 24, crate::support::fixture::soon())
+                .await
+                .unwrap();
+            assert_eq!(seen(&object) == 1, is_seen, "{protection}: in the bucket");
+        }
+        let mut on_disk = 0;
+        let mut folders = vec![disk.clone()];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                match path.is_dir() {
+                    true => folders.push(path),
+                    false => on_disk += seen(&std::fs::read(path).unwrap()),
+                }
+            }
+        }
+        assert_eq!(on_disk, if is_seen { 6 } else { 0 }, "{protection}: on the disk");
+
+        // From the disk, then from S3 onto another disk.
+        for (from, order) in [("disk", Order::Chunk), ("s3", Order::Layer)] {
+            let serving = place.serve(&settings).await;
+            serving.ready().await;
+            serving.client.declare(&prompt.space).await.unwrap();
+            let engine = serving.attach("one").await;
+            assert_eq!(
+                daemon::load(&engine, &prompt, "a", order).await,
+                vec![from; 6],
+                "{protection}"
+            );
+            assert_eq!(
+                daemon::load(&engine, &prompt, "b", Order::Chunk).await,
+                vec!["memory"; 6]
+            );
+            drop(engine);
+            serving.end().await;
+            std::fs::remove_dir_all(&disk).unwrap();
+            std::fs::create_dir(&disk).unwrap();
+        }
+    }
+}
+
+/// A daemon with another key: what is on its disk stays there, and is served again when the key is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_key_harms_nothing_on_disk() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let wrong = folder.path().join("wrong.toml");
+        let text = std::fs::read_to_string(&file).unwrap();
+        let (before, _) = text.split_once("keys = ").unwrap();
+        std::fs::write(&wrong, format!("{before}keys = \"command:printf %064d 8\"\n")).unwrap();
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let (disk, wrong) = (disk.display().to_string(), wrong.display().to_string());
+        let of = |file| {
+            [
+                ("keys.file", file),
+                ("disk.paths", disk.as_str()),
+                ("disk.size", "64MiB"),
+            ]
+        };
+        let place = daemon::Site::new().await;
+        let prompt = Prompt::of(space_of("acme", protection), 3);
+        place.store_by_another(&prompt, &of(file.as_str())).await;
+        for (file, from) in [(wrong.as_str(), "no_key"), (file.as_str(), "disk")] {
+            let serving = place.serve(&of(file)).await;
+            serving.ready().await;
+            serving.client.declare(&prompt.space).await.unwrap();
+            let engine = serving.attach("one").await;
+            let loaded = daemon::load(&engine, &prompt, "a", Order::Chunk).await;
+            assert_eq!(loaded[0], from, "{protection}: {loaded:?}");
+            drop(engine);
+            serving.end().await;
+        }
+    }
+}
