@@ -89,7 +89,7 @@ LAYERS = {
     "inventory": ["arena", "cache", "format", "protocol", "s3"],
     "node": ["arena", "cache", "format", "protocol", "s3"],
     "node/api": ["arena", "cache", "config", "format", "metrics", "node", "protocol", "s3"],
-    "node/daemon": ["arena", "cache", "config", "inventory", "node", "node/api", "s3"],
+    "node/daemon": ["arena", "cache", "config", "format", "inventory", "node", "node/api", "s3"],
     "engine/client": ["arena", "format", "protocol"],
     "engine/copy": ["arena", "config", "format", "protocol"],
     "engine/rank": ["arena", "engine/client", "engine/copy", "format", "protocol"],
