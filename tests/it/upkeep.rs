@@ -534,7 +534,9 @@ async fn lifecycle_is_told_where_there_is_none(backend: &Backend) {
     }
 }
 
-const FOREIGN: &str = r#"<Rule><ID>of another team</ID><Filter><And><Prefix>logs/</Prefix><Tag><Key>a</Key><Value>b</Value></Tag></And></Filter><Status>Enabled</Status><Expiration><Days>3000</Days></Expiration></Rule>"#;
+const FOREIGN: &str = "<Rule><ID>of another team</ID><Filter><And><Prefix>logs/</Prefix>\
+    <Tag><Key>a</Key><Value>b</Value></Tag></And></Filter><Status>Enabled</Status>\
+    <Expiration><Days>3000</Days></Expiration></Rule>";
 
 async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     let Ok(day) = std::env::var("KVGATE_TEST_RGW_LC_DAY") else {

@@ -46,12 +46,11 @@ pub async fn lookup(
 ) -> Lookup {
     let (lookup, _) = look(tiers, space, chunks, strategy, deadline).await;
     tiers.looked_up(chunks, lookup.prefix);
-    match space.kind().is_full() {
-        true => tiers.bucket.refresh.used(space, &chunks[..lookup.prefix]),
-        false => {
-            let there: Vec<ChunkHash> = lookup.present().map(|i| chunks[i]).collect();
-            tiers.bucket.refresh.used(space, &there);
-        }
+    if space.kind().is_full() {
+        tiers.bucket.refresh.used(space, &chunks[..lookup.prefix]);
+    } else {
+        let there: Vec<ChunkHash> = lookup.present().map(|i| chunks[i]).collect();
+        tiers.bucket.refresh.used(space, &there);
     }
     lookup
 }

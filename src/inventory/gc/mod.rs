@@ -33,7 +33,7 @@ use tokio::time::Instant;
 pub use self::parents::Parents;
 pub use self::tree::{Bounds, Object, Tree};
 use super::{Count, Inventory, SpaceJson};
-use crate::format::{CHAIN_LEN, ChunkHash, ModelId, SpaceKey, place_in_chain};
+use crate::format::{CHAIN_LEN, ChunkHash, ModelId, Space, SpaceKey, place_in_chain};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Requests at a time for headers, and for the second look.
@@ -287,10 +287,10 @@ impl Inventory {
                                 _ => (None, None),
                             };
                             // A space that nobody can read is by itself.
-                            let model = model.map(Ok::<ModelId, u64>).unwrap_or_else(|| {
+                            if model.is_none() {
                                 unnamed += 1;
-                                Err(unnamed)
-                            });
+                            }
+                            let model: Result<ModelId, u64> = model.ok_or(unnamed);
                             let next = groups.len();
                             let group = *groups.entry(model).or_insert(next);
                             let next = tenants.len();
@@ -458,13 +458,12 @@ impl Select {
             wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
         };
         let by_space = self.space.is_none_or(|wanted| {
-            wanted == key
-                || wanted_model.is_some_and(|model| space.map(|space| space.model_id()) == Some(model))
+            wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
         });
         by_space
-            && same(&self.model, space.map(|space| space.model()))
-            && same(&self.revision, space.map(|space| space.revision()))
-            && same(&self.tenant, space.map(|space| space.tenant()))
+            && same(&self.model, space.map(Space::model))
+            && same(&self.revision, space.map(Space::revision))
+            && same(&self.tenant, space.map(Space::tenant))
     }
 }
 

@@ -67,8 +67,9 @@ impl Leader {
         if bucket[number].is_some() && bucket[number] != self.listed[number] {
             self.stays.extend(tree.with_ancestors(node));
         }
-        if !self.stays.contains(&node) && bucket[number].take().is_some_and(|at| at > self.began) {
-            panic!("{number} was stored or used after the removal began");
+        if !self.stays.contains(&node) {
+            let is_new = bucket[number].take().is_some_and(|at| at > self.began);
+            assert!(!is_new, "{number} was stored or used after the removal began");
         }
     }
 }

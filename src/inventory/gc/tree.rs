@@ -211,12 +211,11 @@ impl Tree {
             && later.len() < LATER_MAX
             && let Some(node) = nodes.pop_front()
         {
-            match needed.contains(&node) {
-                true => later.push(node),
-                false => {
-                    objects += self.nodes[node].objects.len();
-                    batch.push(node);
-                }
+            if needed.contains(&node) {
+                later.push(node);
+            } else {
+                objects += self.nodes[node].objects.len();
+                batch.push(node);
             }
             needed.extend(self.nodes[node].parent);
         }
@@ -312,7 +311,7 @@ mod tests {
             space: group,
             is_extra: false,
             bytes,
-            modified: number as i64,
+            modified: i64::try_from(number).unwrap(),
         };
         let tree = Tree::new(vec![
             object(0, 0, 60),

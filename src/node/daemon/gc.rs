@@ -73,10 +73,11 @@ async fn keep(node: &Node, mut lease: Lease, term: Duration, tell: watch::Sender
         }
         let until = lease.until();
         if until.is_some() != tell.borrow().is_some() {
-            match until {
-                Some(_) => tracing::info!("this node removes from S3 what is beyond [gc]"),
-                None => tracing::info!("another node may remove from S3 now"),
-            }
+            let said = match until {
+                Some(_) => "this node removes from S3 what is beyond [gc]",
+                None => "another node may remove from S3 now",
+            };
+            tracing::info!("{said}");
         }
         node.gc().set_leads(until.is_some());
         tell.send_replace(until);

@@ -122,24 +122,21 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
         false => parents.began(),
     };
     parents.settle(|chunk| plan.has(chunk), under_way)?;
-    let collected = match args.yes {
-        false => None,
-        true => {
-            let progress = Progress::bar("removing", plan.planned.chunks);
-            let step = |step| {
-                if let Step::Removing(removed, _) = step {
-                    progress.set(removed.chunks, removed.bytes);
-                }
-            };
-            let collected = inventory.remove_planned(&plan, || true, step).await?;
-            drop(progress);
-            parents.settle(|_| true, None)?;
-            Some(collected)
-        }
-    };
+    let mut collected = None;
+    if args.yes {
+        let progress = Progress::bar("removing", plan.planned.chunks);
+        let step = |step| {
+            if let Step::Removing(removed, _) = step {
+                progress.set(removed.chunks, removed.bytes);
+            }
+        };
+        collected = Some(inventory.remove_planned(&plan, || true, step).await?);
+        drop(progress);
+        parents.settle(|_| true, None)?;
+    }
     match args.json {
-        true => args.json(&plan, collected, out),
-        false => args.text(&plan, collected, out),
+        true => json(&plan, collected, out),
+        false => text(&plan, collected, out),
     }
 }
 
@@ -168,54 +165,54 @@ impl GcArgs {
         }
         Ok(spec)
     }
+}
 
-    fn json(&self, plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
-        let space = |(key, count): &(SpaceKey, crate::inventory::Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
-        let removed = collected.map(|collected| collected.removed).unwrap_or_default();
-        out.json(&json!({
-            "dry_run": collected.is_none(),
-            "began": plan.began,
-            "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
-            "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
-            "spaces": plan.by_space.iter().map(space).collect::<Vec<_>>(),
-            "removed": { "objects": removed.chunks, "bytes": removed.bytes },
-            "kept": collected.map_or(0, |collected| collected.kept),
-        }))
-    }
+fn json(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+    let space = |(key, count): &(SpaceKey, crate::inventory::Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
+    let removed = collected.map(|collected| collected.removed).unwrap_or_default();
+    out.json(&json!({
+        "dry_run": collected.is_none(),
+        "began": plan.began,
+        "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
+        "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
+        "spaces": plan.by_space.iter().map(space).collect::<Vec<_>>(),
+        "removed": { "objects": removed.chunks, "bytes": removed.bytes },
+        "kept": collected.map_or(0, |collected| collected.kept),
+    }))
+}
 
-    fn text(&self, plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
-        let what = |count: crate::inventory::Count| {
-            format!(
-                "{}, {}",
-                super::output::count(count.chunks, "object"),
-                bytes(count.bytes)
-            )
-        };
-        out.line(format_args!(
-            "found    {}, stored by {}",
-            what(plan.found),
-            time(plan.began)
-        ))?;
-        let Some(collected) = collected else {
-            out.line(format_args!("would go {}", what(plan.planned)))?;
-            if !plan.by_space.is_empty() {
-                let row = |(key, of): &(SpaceKey, crate::inventory::Count)| {
-                    vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)]
-                };
-                let rows: Vec<_> = plan.by_space.iter().map(row).collect();
-                out.line("")?;
-                out.table(&["space", ">objects", ">bytes"], &rows)?;
-                out.line("")?;
-            }
-            return out.line("nothing was removed: give --yes to remove it");
-        };
-        out.line(format_args!("removed  {}", what(collected.removed)))?;
-        match collected.kept {
-            0 => Ok(()),
-            kept => out.line(format_args!(
-                "stayed   {}: stored or used since, or needed by such",
-                count(kept, "object")
-            )),
+fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+    let what = |count: crate::inventory::Count| {
+        format!(
+            "{}, {}",
+            super::output::count(count.chunks, "object"),
+            bytes(count.bytes)
+        )
+    };
+    out.line(format_args!(
+        "found    {}, stored by {}",
+        what(plan.found),
+        time(plan.began)
+    ))?;
+    let Some(collected) = collected else {
+        out.line(format_args!("would go {}", what(plan.planned)))?;
+        if !plan.by_space.is_empty() {
+            let row = |(key, of): &(SpaceKey, crate::inventory::Count)| {
+                vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)]
+            };
+            let rows: Vec<_> = plan.by_space.iter().map(row).collect();
+            out.line("")?;
+            out.table(&["space", ">objects", ">bytes"], &rows)?;
+            out.line("")?;
         }
+        return out.line("nothing was removed: give --yes to remove it");
+    };
+    out.line(format_args!("removed  {}", what(collected.removed)))?;
+    match collected.kept {
+        0 => Ok(()),
+        kept => out.line(format_args!(
+            "stayed   {}: stored or used since, or needed by such",
+            count(kept, "object")
+        )),
     }
 }

@@ -322,7 +322,7 @@ impl Worker<'_> {
         };
         let age = age_of(meta.version.modified);
         if age < self.options.after {
-            return Outcome::Due(Instant::now() + (self.options.after - age));
+            return Outcome::Due(Instant::now() + self.options.after.saturating_sub(age));
         }
         self.ticks.tick().await;
         match store
