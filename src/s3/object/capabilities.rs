@@ -119,7 +119,7 @@ impl Probed {
             if_match = match kept(put(Condition::IfMatch(&meta.version.etag)).await)? {
                 Support::Ignored => Support::Honoured,
                 Support::Honoured => Support::Refused("the right ETag counts as a wrong one".into()),
-                refused => refused,
+                refused @ Support::Refused(_) => refused,
             };
         }
         Ok(Self {

@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 
 use aws_credential_types::provider::ProvideCredentials;
 use aws_sdk_s3::error::ProvideErrorMetadata;
-use aws_sdk_s3::types::{BucketVersioningStatus, ExpirationStatus, LifecycleRule};
+use aws_sdk_s3::types::{
+    BucketVersioningStatus, ExpirationStatus, LifecycleExpiration, LifecycleRule, Transition,
+};
 use tokio::time::Instant;
 
 use super::client::{self, S3ClientError, S3Options};
@@ -163,7 +165,7 @@ fn age_rule(rule: &LifecycleRule) -> Option<AgeRule> {
     let prefix = of_filter.or(rule.prefix()).unwrap_or_default().to_owned();
     Some(AgeRule {
         prefix,
-        days: rule.expiration().and_then(|expiration| expiration.days()),
-        moves_after: rule.transitions().iter().filter_map(|move_| move_.days()).min(),
+        days: rule.expiration().and_then(LifecycleExpiration::days),
+        moves_after: rule.transitions().iter().filter_map(Transition::days).min(),
     })
 }

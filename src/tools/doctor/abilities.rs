@@ -38,38 +38,34 @@ struct Readable {
 pub async fn rights(s3: &S3, config: &Config, own: &OwnObjects, limit: Duration) -> (Vec<Finding>, Rights) {
     let deadline = || Instant::now() + limit;
     let key = own.key(OBJECT);
-    let body: Vec<u8> = (0..OBJECT_LEN).map(|i| (i % 251) as u8).collect();
+    let body: Vec<u8> = (0..=u8::MAX).cycle().take(OBJECT_LEN).collect();
     let written = s3
         .put(&key, Bytes::from(body.clone()), Condition::Always, deadline())
         .await;
     let mut found = vec![write_finding(&written, config)];
     let may_write = written.is_ok();
-    let object = match written {
-        Ok(_) => {
-            let read = s3.read(&key, OBJECT_LEN, deadline()).await;
-            found.push(read_finding(&key, read.map(|read| read == body)));
-            let meta = s3.head(&key, deadline()).await.ok();
-            meta.map(|meta| Readable {
-                key,
-                len: meta.len,
-                etag: meta.version.etag.to_string(),
-            })
-        }
-        Err(_) => {
-            let keys = KeyPrefix::new(&config.s3.prefix);
-            let (finding, object) = any_object(s3, keys.as_str(), limit).await;
-            found.push(finding);
-            object
-        }
+    let object = if may_write {
+        let read = s3.read(&key, OBJECT_LEN, deadline()).await;
+        found.push(read_finding(&key, read.map(|read| read == body)));
+        let meta = s3.head(&key, deadline()).await.ok();
+        meta.map(|meta| Readable {
+            key,
+            len: meta.len,
+            etag: meta.version.etag.to_string(),
+        })
+    } else {
+        let keys = KeyPrefix::new(&config.s3.prefix);
+        let (finding, object) = any_object(s3, keys.as_str(), limit).await;
+        found.push(finding);
+        object
     };
     (found, Rights { may_write, object })
 }
 
 fn write_finding(written: &Result<std::sync::Arc<str>>, config: &Config) -> Finding {
     const CHECK: &str = "write";
-    let error = match written {
-        Ok(_) => return Finding::ok(CHECK, "objects can be written under the prefix"),
-        Err(error) => error,
+    let Err(error) = written else {
+        return Finding::ok(CHECK, "objects can be written under the prefix");
     };
     let words = error.detail();
     match error.kind {
@@ -202,7 +198,7 @@ pub async fn check(
     let keys = KeyPrefix::new(&config.s3.prefix);
     let deadline = Instant::now() + limit;
     found.push(lifecycle_finding(s3.age_rules(deadline).await, keys.as_str()));
-    found.extend(versions_finding(s3.keeps_versions(deadline).await));
+    found.extend(versions_finding(&s3.keeps_versions(deadline).await));
     found
 }
 
@@ -229,7 +225,7 @@ fn range_finding(answer: Result<RangeAnswer>, len: u64, whole: u64) -> Finding {
             format!("a ranged GET is answered with {status} and the whole object"),
             "kvgate loads by ranges alone: use a server that has them, and no proxy between that drops Range",
         ),
-        (206, ..) | (200, ..) => Finding::failed(
+        (206 | 200, ..) => Finding::failed(
             CHECK,
             format!(
                 "{:?} bytes came where {len} were asked for",
@@ -405,7 +401,7 @@ fn lifecycle_finding(rules: Result<Vec<AgeRule>>, prefix: &str) -> Finding {
     }
 }
 
-fn versions_finding(keeps: Result<bool>) -> Option<Finding> {
+fn versions_finding(keeps: &Result<bool>) -> Option<Finding> {
     let seen = "the bucket keeps versions: what is removed or replaced stays, and counts";
     let advice = "Suspend versioning of this bucket, or add a rule that expires noncurrent versions";
     matches!(keeps, Ok(true)).then(|| Finding::warning("versioning", seen, advice))

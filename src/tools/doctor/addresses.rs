@@ -72,16 +72,16 @@ pub async fn check(s3: &S3, options: &S3Options, places: &[Place], limit: Durati
         ));
         return (found, false);
     }
-    if !good.is_empty() {
-        found.insert(0, Finding::ok("addresses", said(&good, visits.len())));
-        if secure {
-            found.push(certificate(s3, options, good[0].0, limit).await);
-        }
-        found.extend(clock(&good));
-    } else {
+    let Some((first, _)) = good.first() else {
         found.push(Finding::not_checked("clock", "no address of the server answers"));
+        return (found, false);
+    };
+    found.insert(0, Finding::ok("addresses", said(&good, visits.len())));
+    if secure {
+        found.push(certificate(s3, options, first, limit).await);
     }
-    (found, !good.is_empty())
+    found.extend(clock(&good));
+    (found, true)
 }
 
 async fn visit(s3: &S3, options: &S3Options, place: &Place) -> Result<Visit, Unvisited> {

@@ -99,10 +99,8 @@ async fn one(python: &Path, limit: Duration) -> Vec<Finding> {
         .filter_map(|line| serde_json::from_str(line.split_once(MARK)?.1).ok())
         .collect();
     let mut found = said(python, &told);
-    let began = told.iter().filter_map(|line| line["begins"].as_str());
-    let hangs = began
-        .filter(|module| !told.iter().any(|line| line["module"] == **module))
-        .last();
+    let mut began = told.iter().filter_map(|line| line["begins"].as_str());
+    let hangs = began.find(|module| !told.iter().any(|line| line["module"] == **module));
     match (ended.is_err(), hangs) {
         (true, module) => {
             let what = module.map_or_else(|| "it".to_owned(), |module| format!("import {module}"));

@@ -138,9 +138,8 @@ fn folder(socket: &Path) -> Option<Finding> {
 
 async fn port(address: SocketAddr, limit: Duration) -> Finding {
     const CHECK: &str = "port";
-    let error = match TcpListener::bind(address).await {
-        Ok(_) => return Finding::ok(CHECK, format!("{address} is free")),
-        Err(error) => error,
+    let Err(error) = TcpListener::bind(address).await else {
+        return Finding::ok(CHECK, format!("{address} is free"));
     };
     let seen = format!("{address}: {error}");
     match error.kind() {

@@ -187,17 +187,12 @@ fn compared(server: &str, kind: &str, udp: &[String], tcp: &[String], by_tcp: bo
         let advice = "Set [dns] tcp = true (KVGATE__DNS__TCP=true): else addresses are never used";
         return Finding::warning(CHECK, seen, advice);
     }
-    match udp == tcp {
-        true => Finding::ok(
-            CHECK,
-            format!("{server} gives the same {all} {kind} records by UDP and by TCP"),
-        ),
-        false => {
-            let seen =
-                format!("{server} deals out other {kind} records each time ({few} by UDP, {all} by TCP)");
-            Finding::ok(CHECK, seen)
-        }
-    }
+    let seen = if udp == tcp {
+        format!("{server} gives the same {all} {kind} records by UDP and by TCP")
+    } else {
+        format!("{server} deals out other {kind} records each time ({few} by UDP, {all} by TCP)")
+    };
+    Finding::ok(CHECK, seen)
 }
 
 /// Between servers that should know the same.

@@ -186,8 +186,6 @@ fn differences(one: &Map<String, Value>, other: &Map<String, Value>) -> Vec<(Str
     for name in names.into_iter().filter(|name| !DERIVED.contains(&name.as_str())) {
         let (here, there) = (one.get(name), other.get(name));
         match (here, there) {
-            // An older version does not tell it.
-            (None, _) | (_, None) => {}
             (Some(Value::Object(here)), Some(Value::Object(there))) if name == "extra" => {
                 let keys: BTreeSet<&String> = here.keys().chain(there.keys()).collect();
                 for key in keys.into_iter().filter(|key| here.get(*key) != there.get(*key)) {
@@ -199,6 +197,7 @@ fn differences(one: &Map<String, Value>, other: &Map<String, Value>) -> Vec<(Str
             (Some(here), Some(there)) if here != there => {
                 found.push((name.clone(), here.to_string(), there.to_string()));
             }
+            // Equal; or an older version, which does not tell it.
             _ => {}
         }
     }
