@@ -159,13 +159,13 @@ impl PageNames {
     /// Zeros are no page's hash, and stay.
     pub fn of(&self, hashes: Vec<ChunkHash>) -> Vec<ChunkHash> {
         let Some(key) = &self.0 else { return hashes };
-        let named = hashes.into_iter().map(|hash| match hash.0 == [0; 32] {
-            true => hash,
-            false => {
-                let mut input = [0x02; 33];
-                input[1..].copy_from_slice(&hash.0);
-                ChunkHash(*blake3::keyed_hash(key.as_bytes(), &input).as_bytes())
+        let named = hashes.into_iter().map(|hash| {
+            if hash.0 == [0; 32] {
+                return hash;
             }
+            let mut input = [0x02; 33];
+            input[1..].copy_from_slice(&hash.0);
+            ChunkHash(*blake3::keyed_hash(key.as_bytes(), &input).as_bytes())
         });
         named.collect()
     }

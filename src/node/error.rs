@@ -51,7 +51,6 @@ impl NodeError {
             Self::TooMany { .. } => "too_many",
             Self::Key(KeyError::NoKey { .. }) => "no_key",
             Self::Key(KeyError::Protection { .. }) => "wrong_protection",
-            Self::Key(KeyError::Random) => "no_resources",
             Self::Attach(AttachError::RankTaken { .. }) => "rank_taken",
             Self::Attach(AttachError::OtherWorld { .. }) => "other_world_size",
             Self::Rank(_) => "bad_rank",
@@ -60,7 +59,7 @@ impl NodeError {
             Self::Slot(SlotError::Spoilt) => "spoilt",
             Self::Slot(SlotError::Unwritten) => "unwritten",
             Self::LoadTaken(_) => "load_taken",
-            Self::System(_) => "no_resources",
+            Self::System(_) | Self::Key(KeyError::Random) => "no_resources",
             Self::Draining => "draining",
         }
     }

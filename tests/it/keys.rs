@@ -158,19 +158,19 @@ async fn forgeries(
     });
     let mut unknown = good.clone();
     rewritten(&mut unknown, |header| {
-        header.seal.as_mut().unwrap().key_id.0 = [7; 16]
+        header.seal.as_mut().unwrap().key_id.0 = [7; 16];
     });
     // The same tenant's, of another chunk; of the space without protection; of another tenant, who has a key.
     let chunk_0 = site.read(&site.key(prompt, 0)).await;
     let mut renamed = chunk_0.clone();
     rewritten(&mut renamed, |header| {
-        (header.chunk, header.parent) = (prompt.hashes[BAD], prompt.hashes[0])
+        (header.chunk, header.parent) = (prompt.hashes[BAD], prompt.hashes[0]);
     });
     let open = space_of("acme", Protection::None);
     let other = space_of("other", protection);
     let of_other = made(&other, prompt, &ring(&[1]), &forged, |_| ());
     let moved = made(&other, prompt, &ring(&[1]), &forged, |header| {
-        header.space_id = space.id()
+        header.space_id = space.id();
     });
     let wrong_key = made(space, prompt, &ring(&[66]), &forged, |_| ());
     let claims_key = made(space, prompt, &ring(&[66]), &forged, |header| {
