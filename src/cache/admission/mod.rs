@@ -47,6 +47,8 @@ pub struct Offer<K> {
     pub key: K,
     /// The chunk before it, or the root. None where a chunk is of use without others.
     pub parent: Option<K>,
+    /// S3 may lack the parent, and the admission does not remember it: it counts as declined.
+    pub is_doubtful: bool,
     pub bytes: u64,
     /// Chunks that its prompt added; 0 if that is not known.
     pub added: u32,
@@ -155,7 +157,10 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         }
         self.fade();
         let parent = offer.parent.and_then(|parent| self.standing(&parent));
-        let follows_declined = parent == Some(Standing::Declined);
+        let follows_declined = match parent {
+            Some(parent) => parent == Standing::Declined,
+            None => offer.is_doubtful,
+        };
         let is_owed = known.is_some_and(|seen| seen.standing == Standing::Owed);
         let answer = if follows_declined {
             Err(Reason::Parent)
@@ -204,11 +209,11 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         self.seen.get(key).map(|seen| seen.standing)
     }
 
-    /// Whether nothing is admitted now. Then a second chance for a chunk of so many bytes counts as declined.
-    pub fn is_used_up(&mut self, bytes: u64, at_ms: u64) -> bool {
+    /// Whether nothing is admitted now. Then the chunk, of so many bytes, has no second chance, and that is counted.
+    pub fn is_used_up(&mut self, key: &K, bytes: u64, at_ms: u64) -> bool {
         self.fill(at_ms);
         let is_used_up = self.level <= 0.0;
-        if is_used_up {
+        if is_used_up && self.standing(key) == Some(Standing::Declined) {
             self.count(bytes, Some(Standing::Declined), Err(Reason::Budget));
         }
         is_used_up
@@ -238,6 +243,13 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         };
         self.seen.add(key, seen);
         self.stats.declined_now += 1;
+    }
+
+    /// The chunk before a declined one, if that was declined as well.
+    pub fn declined_parent(&self, key: &K) -> Option<K> {
+        let seen = self.seen.get(key)?;
+        seen.parent
+            .filter(|_| seen.standing == Standing::Declined && seen.follows_declined)
     }
 
     /// The declined chunks that must be offered so that this one can be admitted: the first of the chain first, and it as the

@@ -20,6 +20,7 @@ fn offer(key: u64, parent: Option<u64>, added: u32) -> Offer<u64> {
     Offer {
         key,
         parent,
+        is_doubtful: false,
         bytes: CHUNK,
         added,
     }
@@ -196,6 +197,27 @@ fn what_an_earlier_life_declined_is_offered_from_the_first() {
     admission.is_missing(6, Some(5));
     assert_eq!(admission.declined_chain(&6), Some(vec![5, 6]));
     assert_eq!(admission.stats().declined_now, 2);
+}
+
+#[test]
+fn a_chunk_waits_for_what_is_told_of_a_parent_that_s3_may_lack() {
+    let doubtful = Offer {
+        is_doubtful: true,
+        ..offer(6, Some(5), 1)
+    };
+    let mut admission = admission(10);
+    assert_eq!(admission.offer(&doubtful, 0), Err(Reason::Parent));
+    assert_eq!(admission.declined_parent(&6), Some(5));
+    assert_eq!(
+        admission.declined_chain(&6),
+        None,
+        "nothing is known of its parent"
+    );
+    admission.is_missing(5, Some(4));
+    assert_eq!(admission.declined_chain(&6), Some(vec![5, 6]));
+    admission.is_there(&5);
+    assert_eq!(admission.declined_chain(&6), Some(vec![6]));
+    assert_eq!(admission.offer(&offer(6, Some(5), 1), 0), Ok(()));
 }
 
 #[test]

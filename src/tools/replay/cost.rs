@@ -124,6 +124,7 @@ pub fn cost(trace: &Trace, plan: S3Plan, settings: &CostSettings) -> Cost {
             let offer = Offer {
                 key: block,
                 parent,
+                is_doubtful: false,
                 bytes: settings.block_bytes,
                 added: access.added,
             };

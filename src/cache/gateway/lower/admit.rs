@@ -36,23 +36,41 @@ pub fn way(tiers: &Tiers, next: &Next) -> Way {
     };
     let (space, key) = (&next.space, (next.space.key(), next.chunk));
     let parent = next.parent.filter(|_| space.kind().is_full());
-    let mut needs_ancestors = false;
+    let (mut needs_ancestors, mut is_doubtful) = (false, false);
     if let Some(parent) = parent {
         let parent_key = (key.0, parent);
         let is_there = tiers.bucket.is_present(&parent_key) == Some(true);
+        let is_from_earlier_life = is_at_rest_on_disk(tiers, &parent_key);
         let mut admission = admitting.lock();
         if is_there {
             // Another node may have stored it.
             admission.is_there(&parent_key);
         }
         let comes_again = admission.standing(&key).is_some();
-        needs_ancestors = comes_again && admission.standing(&parent_key) == Some(Standing::Declined);
+        is_doubtful = admission.standing(&parent_key).is_none() && is_from_earlier_life;
+        needs_ancestors =
+            is_doubtful || comes_again && admission.standing(&parent_key) == Some(Standing::Declined);
     }
-    match offer(tiers, admitting, space, next.chunk, parent, next.bytes) {
+    match offer(
+        tiers,
+        admitting,
+        space,
+        next.chunk,
+        parent,
+        is_doubtful,
+        next.bytes,
+    ) {
         true => Way::Down,
         false if needs_ancestors => Way::AfterAncestors,
         false => Way::Declined,
     }
+}
+
+/// On a disk, and not on its way to S3.
+fn is_at_rest_on_disk(tiers: &Tiers, key: &ChunkId) -> bool {
+    tiers.is_on_disk(key, Instant::now())
+        && tiers.disk().map(|disk| disk.unsent(key)) == Some(Unsent::No)
+        && !tiers.behind.is_waiting(key)
 }
 
 /// Offers the declined chunks again that engines ask for, for as long as the future is polled.
@@ -60,6 +78,12 @@ pub async fn second_chances(tiers: &Arc<Tiers>) {
     let Some(admitting) = &tiers.admitting else { return };
     loop {
         let (space, chunk) = admitting.next().await;
+        let (key, at_ms) = ((space.key(), chunk), tiers.memory.access(&chunk).at_ms);
+        let bytes = space.layout().object_len() as u64;
+        // The walk along a long chain would be for nothing.
+        if admitting.lock().is_used_up(&key, bytes, at_ms) {
+            continue;
+        }
         if find_missing(tiers, admitting, &space, chunk).await.is_some() {
             offer_chain(tiers, admitting, &space, chunk).await;
         }
@@ -72,12 +96,14 @@ fn offer(
     space: &Space,
     chunk: ChunkHash,
     parent: Option<ChunkHash>,
+    is_doubtful: bool,
     bytes: usize,
 ) -> bool {
     let access = tiers.memory.access(&chunk);
     let offer = Offer {
         key: (space.key(), chunk),
         parent: parent.map(|parent| (space.key(), parent)),
+        is_doubtful,
         bytes: bytes as u64,
         added: access.added,
     };
@@ -87,22 +113,13 @@ fn offer(
 /// Offers a chunk and its ancestors again, as far as they were declined and are here: the first of the chain first, until
 /// one is not admitted.
 async fn offer_chain(tiers: &Arc<Tiers>, admitting: &Admitting, space: &Space, chunk: ChunkHash) {
-    let chain = {
-        let at_ms = tiers.memory.access(&chunk).at_ms;
-        let bytes = space.layout().object_len() as u64;
-        let mut admission = admitting.lock();
-        // The walk along a long chain would be for nothing.
-        match admission.is_used_up(bytes, at_ms) {
-            true => None,
-            false => admission.declined_chain(&(space.key(), chunk)),
-        }
-    };
+    let chain = admitting.lock().declined_chain(&(space.key(), chunk));
     for key in chain.into_iter().flatten() {
         let Some(object) = object_here(tiers, space, &key.1).await else {
             return;
         };
         let (chunk, bytes, parent) = (key.1, object.len(), parent_of(space, &object));
-        if !offer(tiers, admitting, space, chunk, parent, bytes) {
+        if !offer(tiers, admitting, space, chunk, parent, false, bytes) {
             return;
         }
         let link = Link {
@@ -126,8 +143,9 @@ async fn offer_chain(tiers: &Arc<Tiers>, admitting: &Admitting, space: &Space, c
     }
 }
 
-/// Notes which of a chunk and its ancestors on the disks S3 lacks, if the admission knows nothing of them. None if that
-/// can't be told now.
+/// Notes which of a chunk and its ancestors on the disks S3 lacks, as far as the admission does not remember them. None
+/// if that can't be told, or an ancestor is neither here nor on S3: then the chunk is of no use there. The first chunk of
+/// a prompt that an earlier life declined is among these, for a root can't be told from a chunk that is gone.
 async fn find_missing(
     tiers: &Tiers,
     admitting: &Admitting,
@@ -137,24 +155,26 @@ async fn find_missing(
     let mut missing: Vec<(ChunkId, Option<ChunkId>)> = Vec::new();
     loop {
         let key = (space.key(), chunk);
-        let is_known = admitting.lock().standing(&key).is_some();
-        if is_known || !tiers.is_on_disk(&key, Instant::now()) {
-            break;
+        let (standing, parent) = {
+            let admission = admitting.lock();
+            (admission.standing(&key), admission.declined_parent(&key))
+        };
+        if standing.is_some() {
+            match parent {
+                Some(parent) => chunk = parent.1,
+                None => break,
+            }
+            continue;
         }
-        let is_on_its_way =
-            tiers.behind.is_waiting(&key) || tiers.disk().map(|disk| disk.unsent(&key)) != Some(Unsent::No);
-        if is_on_its_way || tiers.bucket.is_present(&key) == Some(true) {
+        let is_here = tiers.is_on_disk(&key, Instant::now());
+        let is_on_its_way = is_here && !is_at_rest_on_disk(tiers, &key);
+        let is_there = is_on_its_way || tiers.bucket.is_present(&key) == Some(true);
+        if is_there || asks_s3(tiers, space, &chunk).await? {
             admitting.lock().is_there(&key);
             break;
         }
-        let deadline = Instant::now() + tiers.bucket.options.lookup_deadline;
-        match tiers.bucket.prober.ask(space, &chunk, deadline).await {
-            ProbeAnswer::Present(_) => {
-                admitting.lock().is_there(&key);
-                break;
-            }
-            ProbeAnswer::Unknown(_) => return None,
-            ProbeAnswer::Absent => {}
+        if !is_here {
+            return None;
         }
         let parent = parent_of(space, &object_here(tiers, space, &chunk).await?);
         missing.push((key, parent.map(|parent| (space.key(), parent))));
@@ -168,6 +188,16 @@ async fn find_missing(
         admission.is_missing(key, parent);
     }
     Some(())
+}
+
+/// Whether S3 has a chunk. None: it does not answer.
+async fn asks_s3(tiers: &Tiers, space: &Space, chunk: &ChunkHash) -> Option<bool> {
+    let deadline = Instant::now() + tiers.bucket.options.lookup_deadline;
+    match tiers.bucket.prober.ask(space, chunk, deadline).await {
+        ProbeAnswer::Present(_) => Some(true),
+        ProbeAnswer::Absent => Some(false),
+        ProbeAnswer::Unknown(_) => None,
+    }
 }
 
 /// The whole object, from memory or the disk.
