@@ -71,6 +71,8 @@ pub enum Standing {
     /// It is on S3, or on its way there.
     Admitted,
     Declined,
+    /// An earlier life of the node may have declined it: S3 was not asked yet, or does not answer.
+    Doubtful,
     /// It was not offered here. S3 has it, or must have it because a chunk after it was admitted.
     Owed,
 }
@@ -158,7 +160,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         self.fade();
         let parent = offer.parent.and_then(|parent| self.standing(&parent));
         let follows_declined = match parent {
-            Some(parent) => parent == Standing::Declined,
+            Some(parent) => matches!(parent, Standing::Declined | Standing::Doubtful),
             None => offer.is_doubtful,
         };
         let is_owed = known.is_some_and(|seen| seen.standing == Standing::Owed);
@@ -199,7 +201,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
     /// A chunk was asked for: loaded, or to be stored again. Returns what became of it before.
     pub fn used(&mut self, key: &K) -> Option<Standing> {
         let seen = self.seen.get_mut(key)?;
-        if seen.standing != Standing::Owed && !std::mem::replace(&mut seen.was_used, true) {
+        if !std::mem::replace(&mut seen.was_used, true) {
             self.classes[seen.class].again += 1.0;
         }
         Some(seen.standing)
@@ -226,14 +228,22 @@ impl<K: Copy + Eq + Hash> Admission<K> {
                 seen.standing = Standing::Admitted;
                 self.stats.declined_now = self.stats.declined_now.saturating_sub(1);
             }
+            Some(seen) if seen.standing == Standing::Doubtful => seen.standing = Standing::Admitted,
             Some(_) => {}
             None => self.owe(*key),
         }
     }
 
+    /// It is on a disk since an earlier life, which may have declined it.
+    pub fn doubt(&mut self, key: K) {
+        self.note(key, Standing::Doubtful);
+    }
+
     /// S3 lacks it, and it is asked for: it counts as declined before. The chunks before it are told first.
-    pub fn is_missing(&mut self, key: K, parent: Option<K>) {
-        let follows_declined = parent.and_then(|parent| self.standing(&parent)) == Some(Standing::Declined);
+    /// `is_orphan`: its parent is neither on S3 nor here.
+    pub fn is_missing(&mut self, key: K, parent: Option<K>, is_orphan: bool) {
+        let parent_standing = parent.and_then(|parent| self.standing(&parent));
+        let follows_declined = is_orphan || parent_standing == Some(Standing::Declined);
         let seen = Seen {
             standing: Standing::Declined,
             class: class_of(0),
@@ -258,10 +268,11 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         let (mut chain, mut at) = (Vec::new(), *key);
         loop {
             let seen = self.seen.get(&at)?;
-            if seen.standing != Standing::Declined {
-                break;
+            match seen.standing {
+                Standing::Declined => chain.push(at),
+                Standing::Doubtful => return None,
+                Standing::Admitted | Standing::Owed => break,
             }
-            chain.push(at);
             match seen.parent.filter(|_| seen.follows_declined) {
                 Some(parent) => at = parent,
                 None => break,
@@ -343,10 +354,15 @@ impl<K: Copy + Eq + Hash> Admission<K> {
 
     /// A chunk that was never offered here must be admitted if it is.
     fn owe(&mut self, key: K) {
+        self.note(key, Standing::Owed);
+    }
+
+    /// Notes a chunk of no class.
+    fn note(&mut self, key: K, standing: Standing) {
         let seen = Seen {
-            standing: Standing::Owed,
+            standing,
             class: 0,
-            was_used: false,
+            was_used: true,
             parent: None,
             follows_declined: false,
         };

@@ -193,10 +193,13 @@ fn what_another_node_stored_is_declined_no_more() {
 #[test]
 fn what_an_earlier_life_declined_is_offered_from_the_first() {
     let mut admission = admission(10);
-    admission.is_missing(5, Some(4));
-    admission.is_missing(6, Some(5));
+    admission.is_missing(5, Some(4), false);
+    admission.is_missing(6, Some(5), false);
     assert_eq!(admission.declined_chain(&6), Some(vec![5, 6]));
-    assert_eq!(admission.stats().declined_now, 2);
+    admission.is_missing(9, Some(8), true);
+    admission.is_missing(10, Some(9), false);
+    assert_eq!(admission.declined_chain(&10), None, "8 is nowhere");
+    assert_eq!(admission.stats().declined_now, 4);
 }
 
 #[test]
@@ -213,7 +216,10 @@ fn a_chunk_waits_for_what_is_told_of_a_parent_that_s3_may_lack() {
         None,
         "nothing is known of its parent"
     );
-    admission.is_missing(5, Some(4));
+    admission.doubt(5);
+    assert_eq!(admission.declined_chain(&6), None, "nor is it now");
+    assert_eq!(admission.offer(&offer(6, Some(5), 1), 0), Err(Reason::Parent));
+    admission.is_missing(5, Some(4), false);
     assert_eq!(admission.declined_chain(&6), Some(vec![5, 6]));
     admission.is_there(&5);
     assert_eq!(admission.declined_chain(&6), Some(vec![6]));

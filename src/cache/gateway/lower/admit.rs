@@ -47,9 +47,12 @@ pub fn way(tiers: &Tiers, next: &Next) -> Way {
             admission.is_there(&parent_key);
         }
         let comes_again = admission.standing(&key).is_some();
-        is_doubtful = admission.standing(&parent_key).is_none() && is_from_earlier_life;
-        needs_ancestors =
-            is_doubtful || comes_again && admission.standing(&parent_key) == Some(Standing::Declined);
+        let standing = admission.standing(&parent_key);
+        is_doubtful = match standing {
+            Some(standing) => standing == Standing::Doubtful,
+            None => is_from_earlier_life,
+        };
+        needs_ancestors = is_doubtful || comes_again && standing == Some(Standing::Declined);
     }
     match offer(
         tiers,
@@ -153,13 +156,14 @@ async fn find_missing(
     mut chunk: ChunkHash,
 ) -> Option<()> {
     let mut missing: Vec<(ChunkId, Option<ChunkId>)> = Vec::new();
+    let mut is_orphan = false;
     loop {
         let key = (space.key(), chunk);
         let (standing, parent) = {
             let admission = admitting.lock();
             (admission.standing(&key), admission.declined_parent(&key))
         };
-        if standing.is_some() {
+        if standing.is_some_and(|standing| standing != Standing::Doubtful) {
             match parent {
                 Some(parent) => chunk = parent.1,
                 None => break,
@@ -174,7 +178,8 @@ async fn find_missing(
             break;
         }
         if !is_here {
-            return None;
+            is_orphan = true;
+            break;
         }
         let parent = parent_of(space, &object_here(tiers, space, &chunk).await?);
         missing.push((key, parent.map(|parent| (space.key(), parent))));
@@ -184,10 +189,11 @@ async fn find_missing(
         }
     }
     let mut admission = admitting.lock();
+    let mut of_top = is_orphan;
     for (key, parent) in missing.into_iter().rev() {
-        admission.is_missing(key, parent);
+        admission.is_missing(key, parent, std::mem::take(&mut of_top));
     }
-    Some(())
+    (!is_orphan).then_some(())
 }
 
 /// Whether S3 has a chunk. None: it does not answer.

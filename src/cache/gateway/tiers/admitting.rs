@@ -44,14 +44,14 @@ impl Admitting {
             if tier == Tier::S3 {
                 return admission.is_there(&key);
             }
-            standing
+            if standing.is_none() && tier == Tier::Disk {
+                admission.doubt(key);
+                Some(Standing::Doubtful)
+            } else {
+                standing
+            }
         };
-        // What is on a disk since an earlier life of the node may have been declined then.
-        let may_be_missing = match standing {
-            Some(standing) => standing == Standing::Declined,
-            None => tier == Tier::Disk,
-        };
-        if may_be_missing {
+        if matches!(standing, Some(Standing::Declined | Standing::Doubtful)) {
             self.ask(space, chunk);
         }
     }
@@ -69,7 +69,7 @@ impl Admitting {
     pub fn is_due(&self, key: &ChunkId, parent: Option<ChunkId>) {
         let mut admission = self.lock();
         if admission.standing(key).is_none() {
-            admission.is_missing(*key, parent);
+            admission.is_missing(*key, parent, false);
         }
     }
 
