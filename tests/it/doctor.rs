@@ -511,12 +511,7 @@ async fn stopped_by_a_signal_it_removes_what_it_wrote() {
             .arg(place.bucket())
             .args(["-type", "f", "-name", "transfer-*"])
             .output();
-        files
-            .unwrap()
-            .stdout
-            .iter()
-            .filter(|byte| **byte == b'\n')
-            .count()
+        String::from_utf8_lossy(&files.unwrap().stdout).lines().count()
     };
     for name in ["INT", "TERM"] {
         let mut command = place.command(&S3_ALONE);
