@@ -1,4 +1,4 @@
-//! What is counted and timed on the way of a chunk: atomics that `/metrics` reads. A count is one relaxed add, a time two.
+//! What is counted and timed on the way of a chunk: atomics that `/metrics` reads. A count is one relaxed add, a time three.
 
 pub mod trace;
 
@@ -11,19 +11,66 @@ pub const BOUNDS_US: [u64; 18] = [
     2_500_000, 5_000_000, 10_000_000, 30_000_000,
 ];
 
+/// Finer buckets, of a native histogram of Prometheus: each ends at 2^(1/4) of the one before.
+pub const FINE_SCHEMA: i32 = 2;
+/// The first of them, from 1 us; bucket 0 ends at 1 s.
+pub const FINE_FIRST: i32 = -79;
+/// Their number; the last one has what is above 64 s, too.
+pub const FINE: usize = 105;
+
 /// Times, by bucket.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Histogram {
     /// The last one has what is above all bounds.
     buckets: [AtomicU64; BOUNDS_US.len() + 1],
+    fine: [AtomicU64; FINE],
+    /// Times below a microsecond.
+    none: AtomicU64,
     sum_us: AtomicU64,
 }
 
+impl Default for Histogram {
+    fn default() -> Self {
+        let zero = |_| AtomicU64::new(0);
+        Self {
+            buckets: std::array::from_fn(zero),
+            fine: std::array::from_fn(zero),
+            none: AtomicU64::new(0),
+            sum_us: AtomicU64::new(0),
+        }
+    }
+}
+
 /// What a [`Histogram`] had at one time.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Times {
     pub buckets: [u64; BOUNDS_US.len() + 1],
+    /// From [`FINE_FIRST`] on.
+    pub fine: [u64; FINE],
+    /// Below a microsecond.
+    pub none: u64,
     pub sum_us: u64,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self {
+            buckets: [0; BOUNDS_US.len() + 1],
+            fine: [0; FINE],
+            none: 0,
+            sum_us: 0,
+        }
+    }
+}
+
+/// The fine bucket of a time that is not 0.
+fn fine_of(us: u64) -> usize {
+    let bucket = ((us as f64).log2() - 1e6f64.log2()) * 4.0;
+    // Rounded, so that a bound is not above itself.
+    let bucket = ((bucket * 1e9).round() / 1e9).ceil();
+    #[expect(clippy::cast_possible_truncation, reason = "it is between -80 and 177")]
+    let at = bucket as i32 - FINE_FIRST;
+    usize::try_from(at).unwrap_or(0).min(FINE - 1)
 }
 
 impl Histogram {
@@ -31,6 +78,11 @@ impl Histogram {
         let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let bucket = BOUNDS_US.partition_point(|bound| *bound < us);
         self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        let fine = match us {
+            0 => &self.none,
+            _ => &self.fine[fine_of(us)],
+        };
+        fine.fetch_add(1, Ordering::Relaxed);
         self.sum_us.fetch_add(us, Ordering::Relaxed);
     }
 
@@ -49,6 +101,8 @@ impl Histogram {
     pub fn read(&self) -> Times {
         Times {
             buckets: std::array::from_fn(|bucket| self.buckets[bucket].load(Ordering::Relaxed)),
+            fine: std::array::from_fn(|bucket| self.fine[bucket].load(Ordering::Relaxed)),
+            none: self.none.load(Ordering::Relaxed),
             sum_us: self.sum_us.load(Ordering::Relaxed),
         }
     }
@@ -66,6 +120,8 @@ impl Times {
             buckets: std::array::from_fn(|bucket| {
                 self.buckets[bucket].saturating_sub(before.buckets[bucket])
             }),
+            fine: std::array::from_fn(|bucket| self.fine[bucket].saturating_sub(before.fine[bucket])),
+            none: self.none.saturating_sub(before.none),
             sum_us: self.sum_us.saturating_sub(before.sum_us),
         }
     }

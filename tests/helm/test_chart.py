@@ -25,6 +25,8 @@ import tempfile
 import time
 import tomllib
 import unittest
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import jsonschema
@@ -440,6 +442,70 @@ class Watching(unittest.TestCase):
         self.assertEqual(of_kind(manifests, "PrometheusRule")["spec"], yaml.safe_load(self.rules.read_text()))
         board = manifests["ConfigMap", "kvgate-dashboard"]["data"]["kvgate.json"]
         self.assertEqual(json.loads(board), json.loads((CHART / "dashboards/kvgate.json").read_text()))
+
+
+class Scraped(unittest.TestCase):
+    """By a real Prometheus, as it comes and with native histograms."""
+
+    def free_port(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return free.getsockname()[1]
+
+    def asked(self, port, query):
+        """The value of each series."""
+        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+        end = time.monotonic() + START_SECONDS_MAX
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                found = json.load(urllib.request.urlopen(url, timeout=5))["data"]["result"]
+                if found:
+                    return [float(one["value"][1]) for one in found]
+            time.sleep(0.2)
+        raise AssertionError(f"Prometheus has nothing for {query}")
+
+    def test_its_histograms_are_classic_ones_and_native_ones(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory(prefix="kvgate-scraped-")))
+        port, unix = self.free_port(), folder / "kvgate.sock"
+        command = [KVGATE, "serve", "--embedded", folder / "s3", "--socket", unix, "--listen", f"127.0.0.1:{port}"]
+        command += ["--arena-path", f"/dev/shm/{folder.name}.arena"]
+        settings = {"KVGATE__ARENA__SIZE": "256MiB", "KVGATE__LOAD__RESERVE": "64MiB", "KVGATE__LOAD__WINDOW": "64MiB"}
+        settings["KVGATE__STORE__WRITE_BEHIND"] = "64MiB"
+        gateway = subprocess.Popen(command, env={**os.environ, **settings}, stdout=subprocess.DEVNULL)
+        self.addCleanup(gateway.wait, 30)
+        self.addCleanup(gateway.terminate)
+        end = time.monotonic() + START_SECONDS_MAX
+        while subprocess.run([KVGATE, "health", "--ready", "--socket", unix], capture_output=True).returncode:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.1)
+        for number in range(5):
+            lookup = [KVGATE, "lookup", "--socket", unix, "--model", "llama-3-8b", "--revision", "1", "--json"]
+            tokens = " ".join(str(number) for _ in range(512))
+            subprocess.run(lookup, input=tokens, text=True, check=True, stdout=subprocess.DEVNULL)
+        config = {"scrape_configs": [{"job_name": "kvgate", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}]}
+        config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        for flags, counted, query in (
+            ([], "kvgate_lookup_seconds_count", "histogram_quantile(0.5, kvgate_lookup_seconds_bucket)"),
+            (
+                ["--enable-feature=native-histograms"],
+                "histogram_count(kvgate_lookup_seconds)",
+                "histogram_quantile(0.5, kvgate_lookup_seconds)",
+            ),
+        ):
+            own = self.free_port()
+            flags += [f"--storage.tsdb.path={folder}/data-{own}", f"--web.listen-address=127.0.0.1:{own}"]
+            flags += [f"--config.file={folder}/prometheus.yaml", "--log.level=warn"]
+            prometheus = subprocess.Popen(["prometheus", *flags])
+            try:
+                self.assertEqual(self.asked(own, counted), [5.0])
+                (half,) = self.asked(own, query)
+                self.assertTrue(0 < half < 5, half)
+                (mean,) = self.asked(own, "kvgate_node_ready + kvgate_memory_chunks")
+                self.assertEqual(mean, 1.0)
+            finally:
+                prometheus.terminate()
+                prometheus.wait(30)
 
 
 def configuration(manifests):

@@ -1,96 +1,27 @@
-//! `GET /metrics`: Prometheus text. This file has every name with its unit and meaning.
+//! `GET /metrics`, for Prometheus. This file has every name with its unit and meaning.
 
-use std::fmt::Write;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use hyper::StatusCode;
+use hyper::header::HeaderValue;
 
 use super::Api;
 use super::body::{Reply, bytes};
+use super::exposition::{Families, PROTOBUF, TEXT};
 use super::figures::Figures;
 use super::otlp::Otlp;
 use crate::cache::admission::{AdmissionStats, Declined};
 use crate::cache::gateway::{Gateway, RefreshStats};
-use crate::metrics::{BOUNDS_US, Counts, Times};
 use crate::node::{GcStats, Status};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::{BreakerPhase, EndpointState};
-
-/// Collects the text.
-#[derive(Default)]
-struct Text(String);
-
-impl Text {
-    fn head(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing to a string does not fail; the same holds below.
-        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
-    }
-
-    fn gauge(&mut self, name: &str, help: &str, value: u64) {
-        self.head(name, "gauge", help);
-        let _ = writeln!(self.0, "{name} {value}");
-    }
-
-    fn counter(&mut self, name: &str, help: &str, value: u64) {
-        self.head(name, "counter", help);
-        let _ = writeln!(self.0, "{name} {value}");
-    }
-
-    /// A line for each word, all there from the start.
-    fn counts(&mut self, name: &str, help: &str, label: &str, counts: &Counts) {
-        self.head(name, "counter", help);
-        for (word, count) in counts.read() {
-            let _ = writeln!(self.0, "{name}{{{label}=\"{word}\"}} {count}");
-        }
-    }
-
-    /// Times, in seconds. `of`: each with its label, or one without.
-    fn times<'a>(&mut self, name: &str, help: &str, of: impl IntoIterator<Item = (Label<'a>, Times)>) {
-        self.head(name, "histogram", help);
-        for (label, times) in of {
-            let (label, alone) = match label {
-                Some((name, word)) => (format!("{name}=\"{word}\","), format!("{{{name}=\"{word}\"}}")),
-                None => (String::new(), String::new()),
-            };
-            let mut count = 0;
-            let bounds = BOUNDS_US.iter().map(|us| seconds(*us)).chain(["+Inf".to_owned()]);
-            for (bound, bucket) in bounds.zip(times.buckets) {
-                count += bucket;
-                let _ = writeln!(self.0, "{name}_bucket{{{label}le=\"{bound}\"}} {count}");
-            }
-            let _ = writeln!(
-                self.0,
-                "{name}_sum{alone} {}\n{name}_count{alone} {count}",
-                seconds(times.sum_us)
-            );
-        }
-    }
-
-    /// One line for each label's value.
-    fn lines(&mut self, name: &str, kind: &str, help: &str, label: &str, lines: &[(String, u64)]) {
-        self.head(name, kind, help);
-        for (of, value) in lines {
-            let of = of.replace('\\', "\\\\").replace('"', "\\\"");
-            let _ = writeln!(self.0, "{name}{{{label}=\"{of}\"}} {value}");
-        }
-    }
-}
-
-/// The name and the word of a label, or none.
-type Label<'a> = Option<(&'a str, &'a str)>;
-
-fn seconds(us: u64) -> String {
-    let text = format!("{}.{:06}", us / 1_000_000, us % 1_000_000);
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
-}
 
 /// Reads one figure of a part.
 type Value<'a, T> = &'a dyn Fn(&T) -> u64;
 
 /// Writes one line for each of several parts of the same kind.
 fn each<'a, T>(
-    text: &'a mut Text,
+    text: &'a mut Families,
     label: &'a str,
     parts: &'a [T],
     name: impl Fn(&T) -> String + 'a,
@@ -101,8 +32,9 @@ fn each<'a, T>(
     }
 }
 
-pub fn metrics(api: &Arc<Api>) -> Reply {
-    let mut text = Text::default();
+/// `accept`: of the request.
+pub fn metrics(api: &Arc<Api>, accept: Option<&HeaderValue>) -> Reply {
+    let mut text = Families::default();
     node(&mut text, &api.node.status());
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
@@ -136,10 +68,15 @@ pub fn metrics(api: &Arc<Api>) -> Reply {
         removals as u64,
     );
     otlp(&mut text, api.otlp.as_ref());
-    bytes(StatusCode::OK, "text/plain; version=0.0.4", Bytes::from(text.0))
+    // Prometheus asks for it where native histograms are turned on.
+    let accepts = accept.and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    match accepts.contains("application/vnd.google.protobuf") && accepts.contains("encoding=delimited") {
+        true => bytes(StatusCode::OK, PROTOBUF, text.protobuf().into()),
+        false => bytes(StatusCode::OK, TEXT, text.text().into()),
+    }
 }
 
-fn otlp(text: &mut Text, otlp: Option<&Otlp>) {
+fn otlp(text: &mut Families, otlp: Option<&Otlp>) {
     let none = [("sent", 0), ("dropped", 0), ("failed", 0)];
     let lines = otlp
         .map_or(none, Otlp::counts)
@@ -157,7 +94,7 @@ fn otlp(text: &mut Text, otlp: Option<&Otlp>) {
 const TENANTS_MAX: usize = 20;
 
 /// What each tenant has, those with the most.
-fn tenants(text: &mut Text, gateway: &Gateway) {
+fn tenants(text: &mut Families, gateway: &Gateway) {
     let [memory, disk] = gateway.tenants().map(largest);
     let help = "Bytes that a tenant has in memory: the 20 with the most, and all others together.";
     text.lines("kvgate_memory_tenant_bytes", "gauge", help, "tenant", &memory);
@@ -176,7 +113,7 @@ fn largest(mut tenants: Vec<(String, u64)>) -> Vec<(String, u64)> {
 }
 
 /// What engines asked for and got.
-fn engines(text: &mut Text, figures: &Figures) {
+fn engines(text: &mut Families, figures: &Figures) {
     let one = |times: &crate::metrics::Histogram| [(None, times.read())];
     text.times(
         "kvgate_lookup_seconds",
@@ -233,7 +170,7 @@ fn engines(text: &mut Text, figures: &Figures) {
 }
 
 /// Where time goes.
-fn waits(text: &mut Text, gateway: &Gateway) {
+fn waits(text: &mut Families, gateway: &Gateway) {
     let by = |label| move |(word, times)| (Some((label, word)), times);
     text.times(
         "kvgate_wait_seconds",
@@ -255,7 +192,7 @@ fn waits(text: &mut Text, gateway: &Gateway) {
     );
 }
 
-fn node(text: &mut Text, status: &Status) {
+fn node(text: &mut Families, status: &Status) {
     text.gauge(
         "kvgate_node_ready",
         "1 if the node takes traffic.",
@@ -328,7 +265,7 @@ fn node(text: &mut Text, status: &Status) {
     slots(text, status);
 }
 
-fn behind(text: &mut Text, status: &Status) {
+fn behind(text: &mut Families, status: &Status) {
     let behind = &status.tiers.write_behind;
     text.gauge(
         "kvgate_behind_waiting_chunks",
@@ -378,7 +315,7 @@ fn behind(text: &mut Text, status: &Status) {
     );
 }
 
-fn refresh(text: &mut Text, stats: &RefreshStats) {
+fn refresh(text: &mut Families, stats: &RefreshStats) {
     text.counter(
         "kvgate_refresh_asked_total",
         "Chunks in use whose age S3 was asked for.",
@@ -411,7 +348,7 @@ fn refresh(text: &mut Text, stats: &RefreshStats) {
     );
 }
 
-fn gc(text: &mut Text, stats: &GcStats) {
+fn gc(text: &mut Families, stats: &GcStats) {
     text.gauge(
         "kvgate_gc_leads",
         "1 if this node removes from S3 what is beyond [gc].",
@@ -435,7 +372,7 @@ fn gc(text: &mut Text, stats: &GcStats) {
 }
 
 /// All zero where `[store] admit` is `all`.
-fn admission(text: &mut Text, of: &AdmissionStats) {
+fn admission(text: &mut Families, of: &AdmissionStats) {
     text.counter(
         "kvgate_admission_admitted_chunks_total",
         "Chunks given to S3 by [store] admit = auto.",
@@ -486,7 +423,7 @@ fn admission(text: &mut Text, of: &AdmissionStats) {
     );
 }
 
-fn slots(text: &mut Text, status: &Status) {
+fn slots(text: &mut Families, status: &Status) {
     let slots = &status.slots;
     text.gauge(
         "kvgate_node_sessions",
@@ -515,7 +452,7 @@ fn slots(text: &mut Text, status: &Status) {
     );
 }
 
-fn disk(text: &mut Text, status: &Status) {
+fn disk(text: &mut Families, status: &Status) {
     let Some(disk) = &status.tiers.disk else { return };
     let mut of = each(text, "path", &disk.disks, |disk| disk.path.display().to_string());
     of("kvgate_disk_up", "gauge", "1 if the disk is in use.", &|path| {
@@ -559,7 +496,7 @@ fn disk(text: &mut Text, status: &Status) {
     });
 }
 
-fn s3(text: &mut Text, status: &Status) {
+fn s3(text: &mut Families, status: &Status) {
     let s3 = &status.s3;
     text.gauge(
         "kvgate_s3_answered",
@@ -646,7 +583,7 @@ fn s3(text: &mut Text, status: &Status) {
 }
 
 /// What DNS says.
-fn names(text: &mut Text, names: &[NameState]) {
+fn names(text: &mut Families, names: &[NameState]) {
     let mut of = each(text, "name", names, |one| one.name.clone());
     of(
         "kvgate_dns_addresses",
@@ -669,7 +606,7 @@ fn names(text: &mut Text, names: &[NameState]) {
 }
 
 /// One line for each address and way to end, from 0: a rate sees the first failure.
-fn ended(text: &mut Text, endpoints: &[EndpointState]) {
+fn ended(text: &mut Families, endpoints: &[EndpointState]) {
     let name = "kvgate_endpoint_ended_total";
     text.head(
         name,
@@ -689,10 +626,7 @@ fn ended(text: &mut Text, endpoints: &[EndpointState]) {
             ("given_up", totals.given_up),
         ];
         for (outcome, count) in ways {
-            let _ = writeln!(
-                text.0,
-                "{name}{{address=\"{address}\",outcome=\"{outcome}\"}} {count}"
-            );
+            text.add(&[("address", &address.to_string()), ("outcome", outcome)], count);
         }
     }
 }

@@ -17,6 +17,7 @@ mod callers;
 mod chunk;
 mod connections;
 mod events;
+mod exposition;
 mod figures;
 mod history;
 mod impatient;

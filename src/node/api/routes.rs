@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
+use hyper::header::{ACCEPT, ALLOW, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 
 use super::body::{Reply, problem};
@@ -71,7 +71,7 @@ async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> R
         ["v1", "history"] => Ok(history::history(api)),
         ["v1", "traces"] => traces::traces(api, &request),
         ["v1", "openapi.json"] => Ok(page::openapi()),
-        ["metrics"] => Ok(metrics::metrics(api)),
+        ["metrics"] => Ok(metrics::metrics(api, request.headers().get(ACCEPT))),
         ["healthz"] => Ok(admin::healthz()),
         ["readyz"] => admin::readyz(api),
         [""] => Ok(page::page()),
