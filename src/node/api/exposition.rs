@@ -384,7 +384,10 @@ mod tests {
         let gauge = proto::MetricFamily::decode_length_delimited(&mut rest).unwrap();
         let counter = proto::MetricFamily::decode_length_delimited(&mut rest).unwrap();
         assert!(rest.is_empty());
-        assert_eq!((gauge.kind, gauge.metric[0].gauge.as_ref().unwrap().value), (1, 7.0));
+        assert_eq!(
+            (gauge.kind, gauge.metric[0].gauge.as_ref().unwrap().value),
+            (1, 7.0)
+        );
         assert_eq!(
             (counter.kind, counter.metric[0].label[0].value.as_str()),
             (0, "x\"y\\")

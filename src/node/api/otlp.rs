@@ -92,7 +92,8 @@ const REPEAT: Duration = Duration::from_mins(5);
 impl Otlp {
     /// Starts the task that sends. The collector is not asked for anything yet.
     pub fn start(options: &OtlpOptions) -> Result<Self, String> {
-        let tls = client_config(options.ca_file.as_deref()).map_err(|error| error.to_string())?;
+        let tls = client_config(options.ca_file.as_deref());
+        let tls = tls.map_err(|error| error.to_string().replace("[s3] ca_file", "[otlp] ca_file"))?;
         let mut tls = ClientConfig::clone(&tls);
         // The connector sets them.
         tls.alpn_protocols.clear();

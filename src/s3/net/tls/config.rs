@@ -11,7 +11,7 @@ use rustls::{ClientConfig, RootCertStore};
 /// The settings of TLS can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    #[error("can't use the CA file {}: {reason}. It must hold certificates as PEM", path.display())]
+    #[error("can't use [s3] ca_file {}: {reason}. It must hold certificates as PEM", path.display())]
     CaFile { path: PathBuf, reason: String },
     #[error("can't set up TLS: {0}")]
     Setup(#[from] rustls::Error),

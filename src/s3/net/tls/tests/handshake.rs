@@ -92,7 +92,7 @@ fn the_error_of_a_ca_file_names_its_problem() {
     let error = || client_config(Some(&path)).unwrap_err().to_string();
     let missing = error();
     assert!(
-        missing.starts_with("can't use the CA file") && missing.contains("No such file"),
+        missing.starts_with("can't use [s3] ca_file") && missing.contains("No such file"),
         "{missing}"
     );
     std::fs::write(&path, "not PEM").unwrap();
