@@ -199,6 +199,20 @@ impl Arena {
         self.stats().size_bytes
     }
 
+    /// Bytes of the longest run that is free: the largest slot that there is room for now.
+    pub fn free_run_bytes(&self) -> usize {
+        let state = self.0.lock();
+        let longest = |region: &RangeAllocator<usize>| {
+            let (mut end, mut longest) = (region.initial_range().start, 0);
+            for taken in region.allocated_ranges() {
+                longest = longest.max(taken.start - end);
+                end = taken.end;
+            }
+            longest.max(region.initial_range().end - end)
+        };
+        longest(&state.common).max(longest(&state.reserve))
+    }
+
     /// The most that one slot can have.
     pub fn slot_bytes_max(&self) -> usize {
         let state = self.0.lock();

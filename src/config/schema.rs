@@ -379,8 +379,8 @@ sections! {
         sample: u32 = "1", Between(0, 100);
         /// PEM file with the certificate authorities to trust, besides the system's.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
-        /// Calls whose spans wait to be sent; those of further calls are dropped and counted.
-        queue: u32 = "256", Between(1, 65_536);
+        /// Spans that wait to be sent, some 650 bytes each; those of further calls are dropped and counted.
+        queue: u32 = "16384", Between(1, 10_000_000);
         /// Time for one request to the collector.
         timeout: Duration = "5s", Time { min_ms: 10, max_ms: 60_000 };
     }

@@ -37,6 +37,8 @@ pub struct ArenaStatus {
     pub boot_id: String,
     #[serde(flatten)]
     pub stats: ArenaStats,
+    /// The longest run that is free.
+    pub free_run_bytes: usize,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -145,6 +147,7 @@ impl Node {
                 path: arena.path().map(|path| path.display().to_string()),
                 boot_id: arena.boot_id().to_string(),
                 stats: arena.stats(),
+                free_run_bytes: arena.free_run_bytes(),
             },
             tiers: gateway.tier_stats(),
             s3: S3Status {

@@ -41,6 +41,7 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64) -> Vec<Trouble> {
         troubles.push(bad("S3 has not answered since the start", todo));
     }
     addresses(status, &mut troubles);
+    keys(status, &mut troubles);
     names(status, &mut troubles);
     disks(status, &mut troubles);
     behind(status, write_behind_max, &mut troubles);
@@ -67,6 +68,20 @@ fn addresses(status: &Status, troubles: &mut Vec<Trouble>) {
             open.join(", ")
         );
         troubles.push(odd(what, todo));
+    }
+}
+
+/// Answers in a row that are no accident.
+const DENIED: u64 = 3;
+
+fn keys(status: &Status, troubles: &mut Vec<Trouble>) {
+    let endpoints = &status.s3.endpoints;
+    if endpoints.iter().any(|one| one.denied_in_a_row >= DENIED) {
+        let what =
+            "S3 answers 401 or 403: it does not accept the node's keys, or they may not read this bucket";
+        let todo = "`kvgate doctor` with the same settings says which. New keys are read every [s3] credentials_ttl. Until then \
+                    lookups don't know what S3 has.";
+        troubles.push(bad(what, todo));
     }
 }
 

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use aws_credential_types::Credentials;
 use kvgate::engine::client::{ApiSession, ClientError, LoadLines};
 use kvgate::format::Space;
 use kvgate::protocol::Order;
 use kvgate::protocol::{
     CommitOutcome, LoadLine, LookupRequest, ReservedChunk, SlotName, Strategy, TokenShare,
 };
+use kvgate::s3::fanout::BreakerPhase;
 
 use crate::support::daemon::{
     Serving, Site, all, alone, chunks, eventually, id, load, load_request, store, write,
@@ -792,4 +794,50 @@ async fn the_space_that_nobody_asked_for_longest_makes_room() {
     }
     assert!(!knows(&prompt.space).await);
     serving.flush().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_address_comes_back_although_no_engine_asks_for_anything() {
+    let mut site = Site::new().await;
+    let settings = [
+        ("endpoints.breaker_failures", "1"),
+        ("endpoints.breaker_open", "100ms"),
+    ];
+    let serving = site.serve(&settings).await;
+    serving.ready().await;
+    let endpoints = || serving.node.gateway().endpoints();
+    let all_are = |closed: bool| {
+        let endpoints = endpoints();
+        !endpoints.is_empty()
+            && endpoints
+                .iter()
+                .all(|one| (one.breaker == BreakerPhase::Closed) == closed)
+    };
+    site.stop_s3().await;
+    let prompt = Prompt::new(1);
+    let look = serving
+        .client
+        .lookup_space(&prompt.space, &prompt.hashes, "deadline_ms=500");
+    assert_eq!(look.await.unwrap().unknown.count(), 1);
+    eventually(|| all_are(false)).await;
+    site.start_s3().await;
+    eventually(|| all_are(true)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_that_s3_refuses_are_told_as_such() {
+    let site = Site::new().await;
+    let wrong = Credentials::from_keys("nobody", "nothing", None);
+    let store = site.store_with(|options| options.credentials = Some(wrong)).await;
+    let serving = site.serve_over(store, &[]).await;
+    let prompt = Prompt::new(4);
+    let look = serving
+        .client
+        .lookup_space(&prompt.space, &prompt.hashes, "strategy=exact&deadline_ms=2000");
+    assert_eq!(look.await.unwrap().unknown.count(), 4);
+    let totals = serving.node.gateway().endpoints()[0].totals;
+    assert!(totals.denied >= 4 && totals.refused == 0, "{totals:?}");
+    let status = serving.client.status().await.unwrap();
+    let told = status["troubles"].to_string();
+    assert!(told.contains("does not accept the node's keys"), "{told}");
 }

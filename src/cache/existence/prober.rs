@@ -36,6 +36,8 @@ struct Inner {
     time_limit: Duration,
     /// Warning: objects of a wrong length.
     damaged: Episode,
+    /// Warning: S3 does not accept the keys.
+    denied: Episode,
     flights: DashMap<ChunkId, watch::Receiver<Option<ProbeAnswer>>>,
 }
 
@@ -48,7 +50,7 @@ impl Prober {
         capabilities: Arc<OnceLock<Capabilities>>,
         concurrency: usize,
         time_limit: Duration,
-        damaged: Episode,
+        [damaged, denied]: [Episode; 2],
     ) -> Self {
         let permits = Semaphore::new(concurrency);
         Self(Arc::new(Inner {
@@ -59,6 +61,7 @@ impl Prober {
             permits,
             time_limit,
             damaged,
+            denied,
             flights: DashMap::new(),
         }))
     }
@@ -185,7 +188,12 @@ impl Inner {
                 self.cache.learn(cache_key, Known::Absent, asked);
                 ProbeAnswer::Absent
             }
-            Err(error) => ProbeAnswer::Unknown(Arc::new(error)),
+            Err(error) => {
+                if matches!(error.kind, ErrorKind::Denied | ErrorKind::Credentials) {
+                    self.denied.tell(&error);
+                }
+                ProbeAnswer::Unknown(Arc::new(error))
+            }
         }
     }
 }

@@ -11,6 +11,8 @@ pub struct BucketWarnings {
     pub sent_again: Episode,
     /// Objects on S3 that are no chunks.
     pub damaged: Episode,
+    /// Lookups that S3 refuses to answer.
+    pub denied: Episode,
     /// Chunks in use that may be taken by a lifecycle rule.
     pub not_refreshed: Episode,
     /// Bytes from S3 that differed the first time.
@@ -24,6 +26,9 @@ impl BucketWarnings {
             waits: of("chunks wait to be stored, and are tried again"),
             sent_again: of("bytes changed on their way to S3, and are sent again"),
             damaged: of("damaged chunks on S3"),
+            denied: of(
+                "S3 does not let this node look chunks up (`kvgate doctor` says why); they count as unknown",
+            ),
             not_refreshed: of("chunks in use can't be refreshed on S3"),
             read_again: of("bytes from S3 don't match their digest, and are read again"),
         }

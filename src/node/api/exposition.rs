@@ -40,6 +40,8 @@ struct Series {
 
 enum Value {
     Number(u64),
+    /// Microseconds, shown as seconds.
+    Time(u64),
     Times(Box<Times>),
 }
 
@@ -112,6 +114,14 @@ impl Families {
         }
     }
 
+    /// A gauge of times, in seconds: one series for each label's microseconds.
+    pub fn seconds(&mut self, name: &str, help: &str, label: &str, lines: &[(String, u64)]) {
+        self.begin(name, Kind::Gauge, help);
+        for (of, us) in lines {
+            self.push(&[(label, of)], Value::Time(*us));
+        }
+    }
+
     pub fn text(&self) -> String {
         let mut text = String::new();
         for family in &self.0 {
@@ -155,7 +165,7 @@ impl Series {
                 .map(|(name, word)| (name.as_str(), word.as_str()));
             let labels = labels.chain(bound.map(|bound| ("le", bound)));
             let words: Vec<_> = labels
-                .map(|(name, word)| format!("{name}=\"{}\"", word.replace('\\', "\\\\").replace('"', "\\\"")))
+                .map(|(name, word)| format!("{name}=\"{}\"", escaped(word)))
                 .collect();
             match words.is_empty() {
                 true => String::new(),
@@ -166,6 +176,9 @@ impl Series {
         match &self.value {
             Value::Number(value) => {
                 let _ = writeln!(text, "{name}{alone} {value}");
+            }
+            Value::Time(us) => {
+                let _ = writeln!(text, "{name}{alone} {}", seconds(*us));
             }
             Value::Times(times) => {
                 let mut count = 0;
@@ -195,6 +208,10 @@ impl Series {
                 let value = *value as f64;
                 metric.gauge = Some(proto::Number { value });
                 metric.counter = Some(proto::Number { value });
+            }
+            Value::Time(us) => {
+                let value = *us as f64 / 1e6;
+                metric.gauge = Some(proto::Number { value });
             }
             Value::Times(times) => metric.histogram = Some(histogram(times)),
         }
@@ -241,6 +258,12 @@ fn histogram(times: &Times) -> proto::Histogram {
         positive_span: spans,
         positive_delta: deltas,
     }
+}
+
+fn escaped(word: &str) -> String {
+    word.replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
 }
 
 fn seconds(us: u64) -> String {
@@ -373,11 +396,11 @@ mod tests {
     fn both_forms_say_the_same() {
         let mut families = Families::default();
         families.gauge("a_gauge", "One.", 7);
-        families.lines("a_total", "counter", "Two.", "of", &[("x\"y\\".to_owned(), 9)]);
+        families.lines("a_total", "counter", "Two.", "of", &[("x\"y\\\nz".to_owned(), 9)]);
         assert_eq!(
             families.text(),
             "# HELP a_gauge One.\n# TYPE a_gauge gauge\na_gauge 7\n\
-             # HELP a_total Two.\n# TYPE a_total counter\na_total{of=\"x\\\"y\\\\\"} 9\n"
+             # HELP a_total Two.\n# TYPE a_total counter\na_total{of=\"x\\\"y\\\\\\nz\"} 9\n"
         );
         let bytes = families.protobuf();
         let mut rest = &bytes[..];
@@ -390,7 +413,7 @@ mod tests {
         );
         assert_eq!(
             (counter.kind, counter.metric[0].label[0].value.as_str()),
-            (0, "x\"y\\")
+            (0, "x\"y\\\nz")
         );
     }
 }

@@ -215,6 +215,11 @@ fn node(text: &mut Families, status: &Status) {
         arena.used_bytes as u64,
     );
     text.gauge("kvgate_arena_slots", "Slots taken.", arena.slots as u64);
+    text.gauge(
+        "kvgate_arena_free_run_bytes",
+        "The longest run that is free: a larger slot finds no room before others go.",
+        status.arena.free_run_bytes as u64,
+    );
     text.counter(
         "kvgate_arena_refused_total",
         "Reservations that found no room.",
@@ -528,6 +533,14 @@ fn s3(text: &mut Families, status: &Status) {
     );
     names(text, &s3.names);
     ended(text, &s3.endpoints);
+    let latencies = s3.endpoints.iter();
+    let latencies = latencies.filter_map(|one| Some((one.address.to_string(), one.latency_us?)));
+    text.seconds(
+        "kvgate_endpoint_latency_seconds",
+        "Time until an answer begins, lately; none before the first.",
+        "address",
+        &latencies.collect::<Vec<_>>(),
+    );
     let mut of = each(text, "address", &s3.endpoints, |one| one.address.to_string());
     of(
         "kvgate_endpoint_up",
@@ -611,7 +624,7 @@ fn ended(text: &mut Families, endpoints: &[EndpointState]) {
     text.head(
         name,
         "counter",
-        "Requests by how they ended: ok, refused (4xx), throttled (429 or 503), failed (other 5xx), lost (no \
+        "Requests by how they ended: ok, refused (4xx), denied (401 or 403), throttled (429 or 503), failed (other 5xx), lost (no \
          connection or a broken one), timed_out, given_up (not waited for any more).",
     );
     for one in endpoints {
@@ -619,6 +632,7 @@ fn ended(text: &mut Families, endpoints: &[EndpointState]) {
         let ways = [
             ("ok", totals.ok),
             ("refused", totals.refused),
+            ("denied", totals.denied),
             ("throttled", totals.throttled),
             ("failed", totals.failed),
             ("lost", totals.lost),

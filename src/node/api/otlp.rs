@@ -42,8 +42,8 @@ pub struct OtlpOptions {
     pub endpoint: String,
     /// Of the calls without a trace of their caller.
     pub sample_percent: u32,
-    /// Calls whose spans wait to be sent.
-    pub queue: usize,
+    /// Spans that wait to be sent or are under way.
+    pub queue: u64,
     /// Of one request to the collector.
     pub timeout: Duration,
     /// Further authorities to trust.
@@ -55,15 +55,18 @@ pub struct Otlp {
     sampler: Sampler,
     propagator: TraceContextPropagator,
     scope: InstrumentationScope,
-    queue: mpsc::Sender<Vec<SpanData>>,
+    queue: mpsc::UnboundedSender<Vec<SpanData>>,
     counts: Arc<OtlpCounts>,
     ending: Arc<Notify>,
     task: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Spans, since the start.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct OtlpCounts {
+    /// In the queue and on the way to the collector.
+    waiting: AtomicU64,
+    waiting_max: u64,
     sent: AtomicU64,
     /// The queue was full.
     dropped: AtomicU64,
@@ -78,7 +81,7 @@ pub struct Sampled {
     name: &'static str,
     began: SystemTime,
     scope: InstrumentationScope,
-    queue: mpsc::Sender<Vec<SpanData>>,
+    queue: mpsc::UnboundedSender<Vec<SpanData>>,
     counts: Arc<OtlpCounts>,
 }
 
@@ -118,8 +121,15 @@ impl Otlp {
             ])
             .build();
         exporter.set_resource(&resource);
-        let (queue, waiting) = mpsc::channel(options.queue);
-        let counts: Arc<OtlpCounts> = Arc::default();
+        // `waiting` bounds it, in spans.
+        let (queue, waiting) = mpsc::unbounded_channel();
+        let counts = Arc::new(OtlpCounts {
+            waiting: AtomicU64::new(0),
+            waiting_max: options.queue,
+            sent: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+        });
         let ending: Arc<Notify> = Arc::default();
         let task = tokio::spawn(send(exporter, waiting, Arc::clone(&counts), Arc::clone(&ending)));
         let share = f64::from(options.sample_percent) / 100.0;
@@ -183,6 +193,7 @@ impl Otlp {
             sent,
             dropped,
             failed,
+            ..
         } = &*self.counts;
         [("sent", sent), ("dropped", dropped), ("failed", failed)]
             .map(|(outcome, count)| (outcome, count.load(Ordering::Relaxed)))
@@ -193,10 +204,12 @@ impl Sampled {
     /// Takes the call's spans, when it has ended. `attributes`: of the call.
     pub fn export(self, attributes: Vec<Attribute>) -> Export {
         Box::new(move |call| {
-            let spans = self.spans(&attributes, &call);
-            let count = spans.len() as u64;
-            if self.queue.try_send(spans).is_err() {
-                self.counts.dropped.fetch_add(count, Ordering::Relaxed);
+            let (counts, count) = (&self.counts, call.noted.spans.len() as u64 + 1);
+            let waiting = counts.waiting.fetch_add(count, Ordering::Relaxed) + count;
+            let has_room = waiting <= counts.waiting_max;
+            if !has_room || self.queue.send(self.spans(&attributes, &call)).is_err() {
+                counts.waiting.fetch_sub(count, Ordering::Relaxed);
+                counts.dropped.fetch_add(count, Ordering::Relaxed);
             }
         })
     }
@@ -297,6 +310,11 @@ impl Sampled {
     }
 }
 
+/// The words whose values are numbers.
+const NUMBERS: [&str; 7] = [
+    "boundary", "bytes", "chunks", "index", "prefix", "rank", "unknown",
+];
+
 /// In OpenTelemetry's words where it has some.
 fn key_values<'a>(attributes: impl Iterator<Item = &'a Attribute>) -> Vec<KeyValue> {
     attributes
@@ -308,10 +326,11 @@ fn key_values<'a>(attributes: impl Iterator<Item = &'a Attribute>) -> Vec<KeyVal
             },
             "error" => KeyValue::new("error.message", value.clone()),
             name => {
+                let number = value.parse::<i64>().ok().filter(|_| NUMBERS.contains(&name));
                 let name = format!("kvgate.{name}");
-                match value.parse::<i64>() {
-                    Ok(number) => KeyValue::new(name, number),
-                    Err(_) => KeyValue::new(name, value.clone()),
+                match number {
+                    Some(number) => KeyValue::new(name, number),
+                    None => KeyValue::new(name, value.clone()),
                 }
             }
         })
@@ -321,7 +340,7 @@ fn key_values<'a>(attributes: impl Iterator<Item = &'a Attribute>) -> Vec<KeyVal
 /// Sends what comes, some calls together, until nobody can send more.
 async fn send(
     exporter: OtlpExporter,
-    mut waiting: mpsc::Receiver<Vec<SpanData>>,
+    mut waiting: mpsc::UnboundedReceiver<Vec<SpanData>>,
     counts: Arc<OtlpCounts>,
     ending: Arc<Notify>,
 ) {
@@ -360,5 +379,6 @@ async fn send(
                 counts.failed.fetch_add(count, Ordering::Relaxed)
             }
         };
+        counts.waiting.fetch_sub(count, Ordering::Relaxed);
     }
 }

@@ -25,6 +25,7 @@ use crate::cache::tier::{Disk, DiskError};
 use crate::config::{Config, KeysError};
 use crate::node::Node;
 use crate::node::api::{Api, ListenError, Reload, Server, keep_history};
+use crate::s3::fanout::BreakerPhase;
 use crate::s3::object::{Capabilities, ObjectStore};
 
 /// Why the daemon can't start.
@@ -61,6 +62,8 @@ pub struct Ended {
 
 /// Shortest and longest pause between attempts to reach S3 at the start.
 const S3_PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+/// How often an address that was left alone is tried while no engine asks for anything.
+const TRY: Duration = Duration::from_secs(1);
 /// How often expired chunks are looked for.
 const EXPIRE: Duration = Duration::from_secs(30);
 /// Time for calls under way, after the drain.
@@ -118,6 +121,12 @@ impl Daemon {
         } = self;
         let notify = Arc::new(Notify::from_env());
         let gc = tokio::spawn(gc::collect(config.clone(), node.clone(), Arc::clone(&store)));
+        let keys = GatewayOptions::from(&config).keys;
+        let tries = tokio::spawn(try_addresses(
+            node.clone(),
+            Arc::clone(&store),
+            keys.own("probe-address"),
+        ));
         let reach = tokio::spawn(reach(config.clone(), node.clone(), store, Arc::clone(&notify)));
         let watchdog = tokio::spawn(watchdog(Arc::clone(&notify)));
         let expire = tokio::spawn(expire(node.clone()));
@@ -163,6 +172,7 @@ impl Daemon {
         watchdog.abort();
         expire.abort();
         history.abort();
+        tries.abort();
         Ok(Ended { dropped })
     }
 }
@@ -240,6 +250,19 @@ async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: 
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(S3_PAUSE.1);
+    }
+}
+
+/// Asks for an object that is not there while an address waits for a request that tries it. Without engines there would
+/// be none, and the address would stay out.
+async fn try_addresses(node: Node, store: Arc<dyn ObjectStore>, key: String) {
+    loop {
+        tokio::time::sleep(TRY).await;
+        let endpoints = node.gateway().endpoints();
+        if endpoints.iter().any(|one| one.breaker == BreakerPhase::HalfOpen) {
+            let asked = store.head(&key, Instant::now() + CALLS_GRACE).await;
+            tracing::debug!(?asked, "an address that was left alone is tried");
+        }
     }
 }
 

@@ -147,7 +147,7 @@ pub fn api(config: &Config) -> ApiOptions {
         otlp: config.otlp.endpoint.clone().map(|endpoint| OtlpOptions {
             endpoint,
             sample_percent: config.otlp.sample,
-            queue: config.otlp.queue as usize,
+            queue: u64::from(config.otlp.queue),
             timeout: config.otlp.timeout,
             ca_file: config.otlp.ca_file.clone(),
         }),

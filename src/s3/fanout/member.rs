@@ -40,6 +40,7 @@ pub(super) struct Member<T> {
     /// Requests in flight, by the number of the permit: the oldest is the first.
     flights: BTreeMap<u64, Flight>,
     totals: Requests,
+    denied_in_a_row: u64,
 }
 
 struct Flight {
@@ -94,6 +95,7 @@ impl<T> Member<T> {
             },
             flights: BTreeMap::new(),
             totals: Requests::default(),
+            denied_in_a_row: 0,
         }
     }
 
@@ -266,6 +268,10 @@ impl<T> Member<T> {
                 self.breaker.failed(probe, now);
                 return None;
             }
+            401 | 403 => {
+                self.totals.denied += 1;
+                self.denied_in_a_row += 1;
+            }
             // "Not implemented" is what the probe of capabilities may hear from a server that is well.
             400..500 | 501 => self.totals.refused += 1,
             500.. => {
@@ -274,6 +280,9 @@ impl<T> Member<T> {
                 return None;
             }
             _ => self.totals.ok += 1,
+        }
+        if !matches!(status, 401 | 403) {
+            self.denied_in_a_row = 0;
         }
         self.breaker.succeeded();
         let first = ending.answered.unwrap_or(now);
@@ -308,6 +317,7 @@ impl<T> Member<T> {
             in_flight: self.flights.len(),
             latency_us: latency.map(|latency| u64::try_from(latency.as_micros()).unwrap_or(u64::MAX)),
             bytes_per_second,
+            denied_in_a_row: self.denied_in_a_row,
             totals: self.totals,
         }
     }

@@ -20,6 +20,8 @@ pub struct EndpointState {
     pub latency_us: Option<u64>,
     /// Throughput of bodies and uploads, lately; 0 before the first.
     pub bytes_per_second: u64,
+    /// The latest answers that were 401 or 403, in a row.
+    pub denied_in_a_row: u64,
     #[serde(flatten)]
     pub totals: Requests,
 }
@@ -31,6 +33,8 @@ pub struct Requests {
     pub ok: u64,
     /// 4xx, and 501: it works, and said no.
     pub refused: u64,
+    /// 401 and 403: it does not accept the keys, or they may not do this.
+    pub denied: u64,
     /// 429 and 503.
     pub throttled: u64,
     /// Other 5xx.
@@ -51,7 +55,14 @@ pub struct Requests {
 impl Requests {
     /// All that have ended.
     pub fn total(&self) -> u64 {
-        self.ok + self.refused + self.throttled + self.failed + self.lost + self.timed_out + self.given_up
+        self.ok
+            + self.refused
+            + self.denied
+            + self.throttled
+            + self.failed
+            + self.lost
+            + self.timed_out
+            + self.given_up
     }
 
     /// The difference since `earlier`. An address that went and came back counts from zero: then it may be less than
@@ -61,6 +72,7 @@ impl Requests {
         Self {
             ok: self.ok.saturating_sub(earlier.ok),
             refused: self.refused.saturating_sub(earlier.refused),
+            denied: self.denied.saturating_sub(earlier.denied),
             throttled: self.throttled.saturating_sub(earlier.throttled),
             failed: self.failed.saturating_sub(earlier.failed),
             lost: self.lost.saturating_sub(earlier.lost),

@@ -58,6 +58,7 @@ pub(super) fn sum<'a>(states: impl Iterator<Item = &'a EndpointState>) -> Reques
         Requests {
             ok: sum.ok + one.ok,
             refused: sum.refused + one.refused,
+            denied: sum.denied + one.denied,
             throttled: sum.throttled + one.throttled,
             failed: sum.failed + one.failed,
             lost: sum.lost + one.lost,
@@ -84,6 +85,7 @@ mod tests {
             in_flight: 0,
             latency_us: None,
             bytes_per_second: 0,
+            denied_in_a_row: 0,
             totals: Requests {
                 ok,
                 bytes,

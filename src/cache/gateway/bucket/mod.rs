@@ -62,7 +62,7 @@ impl Bucket {
             Arc::clone(&capabilities),
             options.lookup_concurrency,
             options.lookup_deadline,
-            warnings.damaged.clone(),
+            [warnings.damaged.clone(), warnings.denied.clone()],
         );
         Arc::new(Self {
             get_turns: Turns::new(options.get_bytes_max, {

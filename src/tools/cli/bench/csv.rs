@@ -191,7 +191,7 @@ impl<'a> Row<'a> {
             address: Some(state.address),
             share_percent: Some(endpoint.share_percent),
             ok: Some(totals.ok),
-            refused: Some(totals.refused),
+            refused: Some(totals.refused + totals.denied),
             throttled: Some(totals.throttled),
             failed: Some(totals.failed),
             lost: Some(totals.lost),

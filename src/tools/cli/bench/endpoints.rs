@@ -61,7 +61,14 @@ pub fn breaker(phase: BreakerPhase) -> &'static str {
 /// The requests that failed, by kind.
 fn failed(totals: &Requests, refusals: bool) -> String {
     let kinds = [
-        (if refusals { totals.refused } else { 0 }, "refused"),
+        (
+            if refusals {
+                totals.refused + totals.denied
+            } else {
+                0
+            },
+            "refused",
+        ),
         (totals.throttled, "throttled"),
         (totals.failed, "failed"),
         (totals.lost, "lost"),
