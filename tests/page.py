@@ -304,7 +304,7 @@ class TroubleTest(Case):
                 words = page.locator("#troubles").inner_text()
                 self.assertIn("Broken: S3 has not answered since the start", words)
                 self.assertIn("Broken: All addresses of S3 fail", words)
-                self.assertIn("kvgate config check", words)
+                self.assertIn("kvgate doctor", words)
                 self.accessible(page)
                 self.picture(page, "status-trouble")
                 stat = subprocess.run([KVGATE, "stat", "--socket", node.socket], capture_output=True, text=True).stdout

@@ -58,12 +58,11 @@ class DoctorTest(unittest.TestCase):
                 module = Path(folder, broken)
                 module.parent.mkdir()
                 module.write_text("raise ImportError('broken by the test')\n")
-                said = subprocess.run(
-                    [*command, "--python", sys.executable],
-                    env={**os.environ, "PYTHONPATH": folder},
-                    capture_output=True,
-                    text=True,
-                )
+                # The command itself is a Python that finds its own kvgate.
+                python = Path(folder, "python")
+                python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+                python.chmod(0o755)
+                said = subprocess.run([*command, "--python", python], capture_output=True, text=True)
                 self.assertEqual(said.returncode, 1, said)
                 self.assertIn("broken by the test", said.stdout)
 
