@@ -5,7 +5,6 @@ python tests/engines/test_wheel.py     in an environment with the wheel
 
 import ctypes
 import json
-import os
 import socket
 import subprocess
 import sys
