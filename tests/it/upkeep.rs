@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
-use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Keyring, Space};
-use kvgate::inventory::{Inventory, Usage};
+use kvgate::format::{
+    ChunkHash, ChunkHasher, Header, KeyPrefix, Keyring, Space, SpaceKey, TenantKeys, TenantSecret,
+};
+use kvgate::inventory::{GcLimits, GcSpec, Inventory, Parents, Select, Usage};
 use kvgate::protocol::Strategy;
-use kvgate::s3::object::ErrorKind;
+use kvgate::s3::object::{Condition, ErrorKind};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -28,6 +30,8 @@ on_backends! {
     gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio;
     gc_bounds_each_tenant_or_one: embedded;
     gc_takes_the_kinds_of_a_model_together: embedded;
+    gc_follows_no_parents_of_other_models: embedded;
+    gc_follows_the_parents_that_a_key_has_signed: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;
     a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
     chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
@@ -125,21 +129,70 @@ impl<'a> Place<'a> {
 
     /// All chunks that are there, in whatever space.
     async fn there(&self) -> HashSet<ChunkHash> {
+        self.there_in(None).await
+    }
+
+    async fn there_in(&self, space: Option<SpaceKey>) -> HashSet<ChunkHash> {
         let inventory = self.inventory();
-        let pages: Vec<_> = inventory.pages(None).collect().await;
+        let pages: Vec<_> = inventory.pages(space).collect().await;
         let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);
         chunks.map(|chunk| chunk.hash).collect()
     }
 
     fn inventory(&self) -> Inventory {
+        self.inventory_with(Keyring::default())
+    }
+
+    fn inventory_with(&self, keyring: Keyring) -> Inventory {
         let keys = KeyPrefix::new(self.prefix());
         Inventory::new(
             Arc::clone(&self.site.store),
             keys,
-            Keyring::default(),
+            keyring,
             Duration::from_secs(60),
         )
     }
+
+    /// Names another parent in the header of an object, as anybody can who may write to the bucket.
+    async fn set_parent(&self, space: &Space, chunk: &ChunkHash, parent: ChunkHash) {
+        let key = self.site.keys.chunk(space.key(), chunk);
+        let mut object = self.site.read(&key).await;
+        let mut header = Header::parse(&object).unwrap();
+        header.parent = parent;
+        header.write(&mut object);
+        let put = self
+            .site
+            .store
+            .put(&key, object.into(), Condition::Always, soon());
+        put.await.unwrap();
+    }
+}
+
+const ZERO: ChunkHash = ChunkHash([0; 32]);
+
+/// Removes down to a size; returns how many objects.
+async fn gc(inventory: &Inventory, bytes: u64) -> u64 {
+    let spec = GcSpec {
+        select: Select::default(),
+        limits: GcLimits {
+            bytes: Some(bytes),
+            ..GcLimits::default()
+        },
+        rate: 10_000,
+        chunks_max: 1000,
+    };
+    let began = inventory.begin_gc().await.unwrap();
+    let plan = inventory
+        .plan_gc(&spec, began, &mut Parents::default(), |_| ())
+        .await;
+    let removed = inventory.remove_planned(&plan.unwrap(), || true, |_| ()).await;
+    removed.unwrap().removed.chunks
+}
+
+/// Another tenant's model that is listed after this space, so that what its objects say is read last.
+fn after(space: &Space, of: impl Fn(&str) -> Space) -> Space {
+    let mut others = (0..).map(|number| of(&format!("other{number}")));
+    others.find(|other| other.key() > space.key()).unwrap()
 }
 
 /// Prompts of `space` that begin alike: `head` chunks, then `tail` of their own.
@@ -347,6 +400,85 @@ async fn gc_takes_the_kinds_of_a_model_together(backend: &Backend) {
         .json(&["gc", "--space", &window.key().to_string(), "--yes"])
         .await;
     assert_eq!(json["removed"]["objects"], 6);
+}
+
+/// An engine's own hashes are the same in all models and tenants, and anybody may store them there, with any parents.
+async fn gc_follows_no_parents_of_other_models(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let of = |tenant: &str| {
+        tiny(
+            "m/own",
+            &format!(r#""tenant": "{tenant}", "hash": "sglang-sha256","#),
+        )
+    };
+    let acme = of("acme");
+    let other = after(&acme, of);
+    let object = acme.layout().object_len() as u64;
+    let prompt = Prompt {
+        space: acme.clone(),
+        root: ZERO,
+        hashes: (0..8)
+            .map(|_| ChunkHash(std::array::from_fn(|_| fastrand::u8(..))))
+            .collect(),
+    };
+    let mut head = prompt.clone();
+    head.hashes.truncate(4);
+    place.store(&head).await;
+    for hash in &prompt.hashes {
+        let alone = Prompt {
+            space: other.clone(),
+            root: ZERO,
+            hashes: vec![*hash],
+        };
+        place.store(&alone).await;
+    }
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompt).await;
+    // The head is in use, so the other tenant's are the oldest.
+    assert_eq!(gc(&place.inventory(), 12 * object).await, 4);
+    assert_eq!(prefix_of(&prompt, &place.there_in(Some(acme.key())).await), 8);
+}
+
+/// A plain space of the same tenant and model has the same hashes as the signed one.
+async fn gc_follows_the_parents_that_a_key_has_signed(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let of = |model: &str, protection: &str| {
+        let more = format!(r#""tenant": "acme", "protection": "{protection}","#);
+        tiny(model, &more)
+    };
+    // What the plain one says is read first.
+    let models = (0..).map(|number| format!("m/signed{number}"));
+    let mut spaces = models.map(|model| (of(&model, "signed"), of(&model, "none")));
+    let (signed, plain) = spaces.find(|(signed, plain)| plain.key() < signed.key()).unwrap();
+    assert_eq!(signed.model_id(), plain.model_id());
+    let acme = TenantKeys {
+        keys: vec![TenantSecret::new([7; 32])],
+        ..TenantKeys::default()
+    };
+    let keyring = Keyring::new([("acme".to_owned(), acme)].into());
+    let mut options = place.site.options();
+    options.keyring = keyring.clone();
+    let gateway = place.site.gateway_with(Arc::clone(&place.site.store), options);
+    let prompt = Prompt::of(signed.clone(), 12);
+    store_all(&gateway, &prompt).await;
+    let mut copy = prompt.clone();
+    copy.space = plain.clone();
+    place.store(&copy).await;
+    for chunk in &prompt.hashes {
+        place.set_parent(&plain, chunk, ZERO).await;
+    }
+    let objects = |objects: u64| objects * signed.layout().object_len() as u64;
+    let inventory = place.inventory_with(keyring);
+    assert_eq!(gc(&inventory, objects(12)).await, 12);
+    assert_eq!(prefix_of(&prompt, &place.there().await), 6);
+
+    // Forged ones say nothing, so the plain ones count.
+    for (i, chunk) in prompt.hashes[..6].iter().enumerate() {
+        place.set_parent(&signed, chunk, ZERO).await;
+        place.set_parent(&plain, chunk, prompt.parent(i)).await;
+    }
+    assert_eq!(gc(&inventory, objects(6)).await, 6);
+    assert_eq!(prefix_of(&prompt, &place.there().await), 3);
 }
 
 async fn a_killed_gc_is_resumed_at_its_rate(backend: &Backend) {

@@ -1,7 +1,8 @@
 //! Removal of what is least worth keeping: down to a size, or what was not used for a time, tails of prompts first.
 //!
 //! 1. List the bucket, and find out by the sizes and times listed whether anything must go.
-//! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. A listing does not have it,
+//! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. Of a protected space it reads
+//!    the whole header, so that a forged one counts for nothing where its tenant's key is here. A listing does not have it,
 //!    and no order of a listing makes up for it: the heads of prompts are the oldest objects, so "the oldest first" takes
 //!    what all later chunks need. Reading the headers of the oldest only won't do, either: what follows them may be new.
 //!    A parent never changes, so [`Parents`] keeps what was read for the next run.
@@ -31,9 +32,12 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 pub use self::parents::Parents;
+use self::parents::parent_of;
 pub use self::tree::{Bounds, Object, Tree};
 use super::{Count, Inventory, SpaceJson};
-use crate::format::{CHAIN_LEN, ChunkHash, ModelId, Space, SpaceKey, place_in_chain};
+use crate::format::{
+    CHAIN_LEN, ChunkHash, ChunkId, Header, HeaderError, ModelId, Space, SpaceKey, place_in_chain,
+};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Requests at a time for headers, and for the second look.
@@ -102,7 +106,6 @@ pub struct Plan {
     pub by_space: Vec<(SpaceKey, Count)>,
     tree: Tree,
     spaces: Vec<Listed>,
-    groups: u32,
     /// In their order.
     nodes: Vec<usize>,
     /// Nothing stays, so the spaces' readable forms go as well.
@@ -147,9 +150,10 @@ pub enum GcError {
 /// A space that was listed.
 struct Listed {
     key: SpaceKey,
+    /// None: its readable form is missing, or of no use.
+    space: Option<Space>,
     group: u32,
     tenant: Option<u32>,
-    is_extra: bool,
 }
 
 /// What is selected of the bucket.
@@ -191,12 +195,16 @@ impl Inventory {
         };
         let concerned = found.concerned(bounds);
         let tenants = found.group_tenants;
-        let groups = u32::try_from(tenants.len()).unwrap_or(u32::MAX);
         let mut tree = Tree::new(found.objects);
         let reads = |tree: &Tree, node| concerned.get(tree.group(node) as usize).copied().unwrap_or(false);
         self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
             .await?;
-        tree.link(|chunk| parents.get(chunk));
+        tree.link(|tree, node| {
+            let said = |object: &ChunkId| Some(parents.get(object));
+            parent_of(objects_of(tree, &found.spaces, node), said)
+                .ok()
+                .flatten()
+        });
         let nodes = tree.choose(bounds, began, |group| {
             tenants.get(group as usize).copied().flatten()
         });
@@ -217,7 +225,6 @@ impl Inventory {
             by_space: by_space.into_iter().collect(),
             tree,
             spaces: found.spaces,
-            groups,
             nodes,
             is_whole: bounds.is_none(),
             rate: spec.rate.max(1),
@@ -281,21 +288,24 @@ impl Inventory {
                     Some((space, index)) if space == chunk.space => index,
                     _ => {
                         let json = self.read_space(chunk.space).await?;
-                        let index = spec.select.takes(chunk.space, &json, wanted_model).then(|| {
-                            let (model, tenant) = match &json {
-                                SpaceJson::Good(space) => (Some(space.model_id()), Some(space.tenant())),
-                                _ => (None, None),
-                            };
+                        let space = match json {
+                            SpaceJson::Good(space) => Some(space),
+                            _ => None,
+                        };
+                        let takes = spec.select.takes(chunk.space, space.as_ref(), wanted_model);
+                        let index = takes.then(|| {
                             // A space that nobody can read is by itself.
-                            if model.is_none() {
+                            if space.is_none() {
                                 unnamed += 1;
                             }
-                            let model: Result<ModelId, u64> = model.ok_or(unnamed);
+                            let model: Result<ModelId, u64> =
+                                space.as_ref().map(Space::model_id).ok_or(unnamed);
                             let next = groups.len();
                             let group = *groups.entry(model).or_insert(next);
                             let next = tenants.len();
+                            let tenant = space.as_ref().map(Space::tenant);
                             let tenant = tenant.map(|name| *tenants.entry(name.to_owned()).or_insert(next));
-                            found.add_space(chunk.space, group, tenant, &json)
+                            found.add_space(chunk.space, space, group, tenant)
                         });
                         last = Some((chunk.space, index));
                         index
@@ -324,34 +334,31 @@ impl Inventory {
         reads: &impl Fn(&Tree, usize) -> bool,
         step: &mut impl FnMut(Step),
     ) -> Result<(), GcError> {
-        let unknown: Vec<usize> = (0..tree.nodes.len())
-            .filter(|&node| reads(tree, node) && parents.get(&tree.hash(node)).is_none())
-            .collect();
+        let is_unknown = |node: &usize| {
+            let said = |object: &ChunkId| parents.get(object).map(Some);
+            reads(tree, *node) && parent_of(objects_of(tree, spaces, *node), said).is_err()
+        };
+        let unknown: Vec<usize> = (0..tree.nodes.len()).filter(is_unknown).collect();
         let total = unknown.len();
-        let read = |node: usize| {
-            // The first is of a window or a state where there is one: the smallest.
-            let object = &tree.objects[tree.nodes[node].objects.start];
-            let (hash, key) = (
-                object.hash,
-                self.keys.chunk(spaces[object.space as usize].key, &object.hash),
-            );
-            async move {
-                match self.store.read_front(&key, CHAIN_LEN, self.deadline()).await {
-                    Ok(front) => Ok(place_in_chain(&front).filter(|(chunk, _)| *chunk == hash)),
-                    // Gone since, or shorter than a header.
-                    Err(error) if matches!(error.kind, ErrorKind::NotFound | ErrorKind::Length { .. }) => {
-                        Ok(None)
-                    }
-                    Err(error) => Err(error),
-                }
+        let read = |node: usize| async move {
+            let mut said = HashMap::new();
+            while let Err(object) =
+                parent_of(objects_of(tree, spaces, node), |object| said.get(object).copied())
+            {
+                let listed = spaces.iter().find(|listed| listed.key == object.0);
+                let space = listed.and_then(|listed| listed.space.as_ref());
+                said.insert(object, self.read_parent(object, space).await?);
             }
+            Ok::<_, ObjectError>(said)
         };
         let answers = stream::iter(unknown).map(read).buffer_unordered(REQUESTS);
         pin_mut!(answers);
         let mut done = 0;
         while let Some(answer) = answers.try_next().await? {
-            if let Some((chunk, parent)) = answer {
-                parents.add(chunk, parent)?;
+            for (object, parent) in answer {
+                if let Some(parent) = parent {
+                    parents.add(object, parent)?;
+                }
             }
             done += 1;
             if done % 1000 == 0 {
@@ -360,6 +367,39 @@ impl Inventory {
             }
         }
         parents.flush()
+    }
+
+    /// What an object says of its chunk's parent. None: it is gone, damaged, or forged.
+    async fn read_parent(
+        &self,
+        (key, chunk): ChunkId,
+        space: Option<&Space>,
+    ) -> Result<Option<ChunkHash>, ObjectError> {
+        let protected = space.filter(|space| !space.protection().is_none());
+        let bytes = protected.map_or(CHAIN_LEN, |space| space.layout().header_len());
+        let name = self.keys.chunk(key, &chunk);
+        let front = match self.store.read_front(&name, bytes, self.deadline()).await {
+            Err(error) if matches!(error.kind, ErrorKind::NotFound | ErrorKind::Length { .. }) => {
+                return Ok(None);
+            }
+            front => front?,
+        };
+        let unchecked = || {
+            place_in_chain(&front)
+                .filter(|place| place.0 == chunk)
+                .map(|place| place.1)
+        };
+        let Some(space) = protected else {
+            return Ok(unchecked());
+        };
+        let header = Header::parse(&front);
+        let parent =
+            header.and_then(|header| header.expect(space, &chunk, &self.keyring).map(|_| header.parent));
+        Ok(match parent {
+            Ok(parent) => Some(parent),
+            Err(HeaderError::NoKey { .. }) => unchecked(),
+            Err(_) => None,
+        })
     }
 
     /// Looks at each object again, and removes those that are still what was listed.
@@ -441,19 +481,38 @@ impl Inventory {
     }
 }
 
+/// A node's objects, and whether each one's space is protected: those first, in the order in which they may tell the parent.
+fn objects_of(tree: &Tree, spaces: &[Listed], node: usize) -> impl Iterator<Item = (ChunkId, bool)> {
+    let of = move |wanted: bool| {
+        let objects = tree.objects[tree.nodes[node].objects.clone()].iter();
+        objects.filter_map(move |object| {
+            let listed = &spaces[object.space as usize];
+            let is_protected = listed
+                .space
+                .as_ref()
+                .is_some_and(|space| !space.protection().is_none());
+            (is_protected == wanted).then_some(((listed.key, object.hash), is_protected))
+        })
+    };
+    of(true).chain(of(false))
+}
+
 impl Plan {
-    /// Whether the chunk was listed, so that its parent is worth keeping for the next run.
-    pub fn has(&self, chunk: &ChunkHash) -> bool {
-        (0..self.groups).any(|group| self.tree.find(group, chunk).is_some())
+    /// Whether the object was listed, so that what it said of its parent is worth keeping for the next run.
+    pub fn has(&self, (space, chunk): &ChunkId) -> bool {
+        let Ok(space) = self.spaces.binary_search_by_key(space, |listed| listed.key) else {
+            return false;
+        };
+        let node = self.tree.find(self.spaces[space].group, chunk);
+        node.is_some_and(|node| {
+            let objects = &self.tree.objects[self.tree.nodes[node].objects.clone()];
+            objects.iter().any(|object| object.space as usize == space)
+        })
     }
 }
 
 impl Select {
-    fn takes(&self, key: SpaceKey, json: &SpaceJson, wanted_model: Option<ModelId>) -> bool {
-        let space = match json {
-            SpaceJson::Good(space) => Some(space),
-            _ => None,
-        };
+    fn takes(&self, key: SpaceKey, space: Option<&Space>, wanted_model: Option<ModelId>) -> bool {
         let same = |wanted: &Option<String>, is: Option<&str>| {
             wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
         };
@@ -468,21 +527,17 @@ impl Select {
 }
 
 impl Found {
-    fn add_space(&mut self, key: SpaceKey, group: usize, tenant: Option<usize>, json: &SpaceJson) -> u32 {
+    fn add_space(&mut self, key: SpaceKey, space: Option<Space>, group: usize, tenant: Option<usize>) -> u32 {
         let number = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
         let tenant = tenant.map(number);
         if group == self.group_tenants.len() {
             self.group_tenants.push(tenant);
         }
-        let is_extra = match json {
-            SpaceJson::Good(space) => !space.kind().is_full() || !space.draft().is_empty(),
-            _ => false,
-        };
         self.spaces.push(Listed {
             key,
+            space,
             group: number(group),
             tenant,
-            is_extra,
         });
         number(self.spaces.len() - 1)
     }
@@ -493,11 +548,13 @@ impl Found {
         if let Some(tenant) = of.tenant {
             *self.by_tenant.entry(tenant).or_default() += bytes;
         }
+        let is_extra = of.space.as_ref();
+        let is_extra = is_extra.is_some_and(|space| !space.kind().is_full() || !space.draft().is_empty());
         self.objects.push(Object {
             group: of.group,
             hash,
             space,
-            is_extra: of.is_extra,
+            is_extra,
             bytes,
             modified,
         });

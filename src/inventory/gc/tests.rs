@@ -43,7 +43,7 @@ impl Leader {
             modified,
         };
         let mut tree = Tree::new(there.map(object).collect());
-        tree.link(|chunk| PARENTS[usize::from(chunk.0[0]) - 1].map(hash));
+        tree.link(|tree, node| PARENTS[usize::from(tree.hash(node).0[0]) - 1].map(hash));
         let bounds = Bounds {
             bytes: Some(LIMIT),
             ..Bounds::default()
