@@ -1,25 +1,31 @@
 //! The commands that count, bound and age a bucket, and chunks in use that are refreshed.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::process::Stdio;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::StreamExt;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::TokioIo;
 use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
 use kvgate::format::{
     ChunkHash, ChunkHasher, Header, KeyPrefix, Keyring, Space, SpaceKey, TenantKeys, TenantSecret,
 };
-use kvgate::inventory::{GcLimits, GcSpec, Inventory, Parents, Select, Usage};
+use kvgate::inventory::{GcLimits, GcSpec, Inventory, LifecycleError, Parents, Select, Usage};
 use kvgate::protocol::Strategy;
-use kvgate::s3::object::{Condition, ErrorKind};
+use kvgate::s3::object::{Condition, ErrorKind, LifecycleRules, S3};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tokio::time::Instant;
 
-use crate::support::backends::{Backend, on_backends};
+use crate::support::backends::{Backend, listen, on_backends, options};
 use crate::support::daemon;
 use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
 use crate::support::program::{Said, kvgate};
@@ -670,6 +676,167 @@ const FOREIGN: &str = "<Rule><ID>of another team</ID><Filter><And><Prefix>logs/<
     <Tag><Key>a</Key><Value>b</Value></Tag></And></Filter><Status>Enabled</Status>\
     <Expiration><Days>3000</Days></Expiration></Rule>";
 
+/// AWS's lifecycle rules: a document, and a setting beside it that a write without it resets. No server that runs here has
+/// that setting.
+#[derive(Default)]
+struct Rules {
+    document: Option<String>,
+    setting: String,
+    /// The document that others write after the next GET.
+    meanwhile: Option<String>,
+    /// What this server forgets of a document.
+    drops: &'static str,
+    writes: usize,
+}
+
+const SETTING: &str = "x-amz-transition-default-minimum-object-size";
+
+impl Rules {
+    fn answer(&mut self, method: &Method, setting: Option<String>, body: &str) -> Response<Full<Bytes>> {
+        let answer = |status: u16, body: String| {
+            let response = Response::builder().status(status).header(SETTING, &self.setting);
+            response.body(Full::from(body)).unwrap()
+        };
+        match *method {
+            Method::GET => {
+                let absent = || {
+                    answer(
+                        404,
+                        "<Error><Code>NoSuchLifecycleConfiguration</Code></Error>".into(),
+                    )
+                };
+                let answer = self
+                    .document
+                    .clone()
+                    .map_or_else(absent, |document| answer(200, document));
+                self.document = self.meanwhile.take().or(self.document.take());
+                answer
+            }
+            Method::PUT => {
+                self.writes += 1;
+                self.setting = setting.unwrap_or_else(|| "all_storage_classes_128K".into());
+                self.document = Some(match self.drops {
+                    "" => body.to_owned(),
+                    drops => body.replace(drops, ""),
+                });
+                Response::default()
+            }
+            _ => {
+                self.writes += 1;
+                self.document = None;
+                Response::default()
+            }
+        }
+    }
+
+    /// Serves them, to this inventory.
+    async fn serve(self) -> (Arc<Mutex<Self>>, Inventory) {
+        let rules = Arc::new(Mutex::new(self));
+        let served = Arc::clone(&rules);
+        let (listener, endpoint) = listen().await;
+        tokio::spawn(async move {
+            loop {
+                let (socket, _) = listener.accept().await.unwrap();
+                let served = Arc::clone(&served);
+                let take = move |request: Request<Incoming>| {
+                    let served = Arc::clone(&served);
+                    async move {
+                        let (head, body) = request.into_parts();
+                        let body = body.collect().await.unwrap().to_bytes();
+                        let setting = head
+                            .headers
+                            .get(SETTING)
+                            .map(|value| value.to_str().unwrap().to_owned());
+                        let body = std::str::from_utf8(&body).unwrap();
+                        let answer = served.lock().unwrap().answer(&head.method, setting, body);
+                        Ok::<_, Infallible>(answer)
+                    }
+                };
+                let connection = hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(socket), service_fn(take));
+                tokio::spawn(connection);
+            }
+        });
+        let store = Arc::new(S3::connect(&options(&endpoint)).await.unwrap());
+        let limit = Duration::from_secs(10);
+        let inventory = Inventory::new(store, KeyPrefix::new("kv"), Keyring::default(), limit);
+        (rules, inventory)
+    }
+}
+
+fn with_rules(rules: &str) -> String {
+    format!("<LifecycleConfiguration>{rules}</LifecycleConfiguration>")
+}
+
+#[tokio::test]
+async fn a_setting_beside_the_rules_stays_when_they_are_written() {
+    let (rules, inventory) = Rules {
+        document: Some(with_rules(FOREIGN)),
+        setting: "varies_by_storage_class".into(),
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let after = inventory.set_lifecycle(&before, Some(5)).await.unwrap();
+    assert_eq!(after.rules().unwrap().len(), 2);
+    let after = inventory.set_lifecycle(&after, None).await.unwrap();
+    assert_eq!(after.rules().unwrap().len(), 1);
+    let rules = rules.lock().unwrap();
+    assert_eq!(rules.document.as_deref(), Some(&*with_rules(FOREIGN)));
+    assert_eq!(
+        (rules.writes, rules.setting.as_str()),
+        (2, "varies_by_storage_class")
+    );
+}
+
+#[tokio::test]
+async fn rules_that_others_changed_meanwhile_are_left_alone() {
+    let other = with_rules(&FOREIGN.replace("3000", "7"));
+    for meanwhile in [
+        other,
+        with_rules(&[FOREIGN, &FOREIGN.replace("of another", "of a third")].concat()),
+    ] {
+        let (rules, inventory) = Rules {
+            document: Some(with_rules(FOREIGN)),
+            meanwhile: Some(meanwhile.clone()),
+            ..Rules::default()
+        }
+        .serve()
+        .await;
+        let before = inventory.lifecycle().await.unwrap();
+        let set = inventory.set_lifecycle(&before, Some(5)).await;
+        assert!(matches!(set, Err(LifecycleError::Changed)), "{set:?}");
+        let rules = rules.lock().unwrap();
+        assert_eq!((rules.writes, rules.document.as_deref()), (0, Some(&*meanwhile)));
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_forgets_a_part_of_anothers_rule_is_told_of() {
+    let (_, inventory) = Rules {
+        document: Some(with_rules(FOREIGN)),
+        drops: "<Tag><Key>a</Key><Value>b</Value></Tag>",
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let set = inventory.set_lifecycle(&before, Some(5)).await;
+    assert!(matches!(set, Err(LifecycleError::Lost(_))), "{set:?}");
+    // The first rules of a bucket have nothing beside them.
+    let (_, inventory) = Rules {
+        setting: "all_storage_classes_128K".into(),
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let after = inventory.set_lifecycle(&before, Some(5)).await.unwrap();
+    let none = inventory.set_lifecycle(&after, None).await.unwrap();
+    assert_eq!(none, before);
+}
+
 async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     let Ok(day) = std::env::var("KVGATE_TEST_RGW_LC_DAY") else {
         panic!("a lifecycle day of this server lasts a day: start it with KVGATE_CEPH_LC_DAY=2");
@@ -680,7 +847,11 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     let document = format!(
         r#"<LifecycleConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{FOREIGN}</LifecycleConfiguration>"#
     );
-    store.set_lifecycle(Some(&document), soon()).await.unwrap();
+    let rules = LifecycleRules {
+        xml: document,
+        smallest_moved: None,
+    };
+    store.set_lifecycle(Some(&rules), soon()).await.unwrap();
     let foreign = async || {
         let rules = place.json(&["lifecycle", "show"]).await["rules"]
             .as_array()
@@ -693,7 +864,7 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     };
     let was = foreign().await;
     let text_of = async || {
-        let xml = store.lifecycle(soon()).await.unwrap().unwrap();
+        let xml = store.lifecycle(soon()).await.unwrap().unwrap().xml;
         let rules: Vec<String> = xml.split("<Rule>").map(ToOwned::to_owned).collect();
         rules
             .into_iter()
