@@ -36,6 +36,7 @@ on_backends! {
     gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio;
     gc_bounds_each_tenant_or_one: embedded;
     gc_takes_the_kinds_of_a_model_together: embedded;
+    gc_leaves_spaces_alone_that_have_no_name: embedded;
     gc_follows_no_parents_of_other_models: embedded;
     gc_follows_the_parents_that_a_key_has_signed: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;
@@ -406,6 +407,47 @@ async fn gc_takes_the_kinds_of_a_model_together(backend: &Backend) {
         .json(&["gc", "--space", &window.key().to_string(), "--yes"])
         .await;
     assert_eq!(json["removed"]["objects"], 6);
+}
+
+async fn gc_leaves_spaces_alone_that_have_no_name(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let (lost, other) = (tiny("m/lost", ""), tiny("m/other", ""));
+    let window = tiny("m/lost", r#""kind": {"window": 64},"#);
+    let prompt = prompts(&lost, 1, 0, 6).remove(0);
+    place.store(&prompt).await;
+    let mut windows = prompt.clone();
+    windows.space = window.clone();
+    place.store(&windows).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompts(&other, 1, 0, 6)[0]).await;
+    let json = place.site.keys.space_json(lost.key());
+    place.site.store.delete(&[json], soon()).await.unwrap();
+    let left = async |space: &Space| place.there_in(Some(space.key())).await.len();
+    // What it can name has room, and without that: all of it goes.
+    let object = lost.layout().object_len() as u64;
+    let size = (12 * object).to_string();
+    let gc = ["gc", "--size", &size, "--yes"];
+    let json = place.json(&gc).await;
+    assert_eq!(
+        (&json["found"]["objects"], &json["removed"]["objects"]),
+        (&12.into(), &0.into())
+    );
+    assert_eq!(json["unnamed"][0]["space"], lost.key().to_string());
+    assert_eq!(json["unnamed"][0]["bytes"], 6 * object);
+    place
+        .say(&gc)
+        .await
+        .exits(0)
+        .says(&["6 objects", "1 space ", "kvgate ls", "--space"]);
+    for limit in [["--unused", "1s"], ["--tenant-size", "1"]] {
+        place.json(&[&["gc", "--yes"], &limit[..]].concat()).await;
+        assert_eq!(left(&lost).await, 6, "{limit:?}");
+    }
+    assert_eq!(place.there().await.len(), 6);
+    place
+        .json(&["gc", "--space", &lost.key().to_string(), "--yes"])
+        .await;
+    assert_eq!(left(&lost).await, 0);
 }
 
 /// An engine's own hashes are the same in all models and tenants, and anybody may store them there, with any parents.

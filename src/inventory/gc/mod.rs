@@ -49,7 +49,8 @@ const BATCHES: u32 = 4;
 /// Pause between questions for the server's clock.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Which chunks a removal may take: those of all spaces that have all that is given.
+/// Which chunks a removal may take: those of all spaces that have all that is given. A space without a readable form only
+/// by its own key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Select {
     /// The model that this space is of, with all its kinds of KV.
@@ -104,6 +105,8 @@ pub struct Plan {
     pub planned: Count,
     /// What shall go, by space.
     pub by_space: Vec<(SpaceKey, Count)>,
+    /// Spaces that are left alone: their readable form is missing or of no use, so nothing says whose they are.
+    pub unnamed: Vec<(SpaceKey, Count)>,
     tree: Tree,
     spaces: Vec<Listed>,
     /// In their order.
@@ -160,6 +163,7 @@ struct Listed {
 #[derive(Default)]
 struct Found {
     spaces: Vec<Listed>,
+    unnamed: Vec<(SpaceKey, Count)>,
     objects: Vec<Object>,
     count: Count,
     by_tenant: HashMap<u32, u64>,
@@ -223,6 +227,7 @@ impl Inventory {
             found: found.count,
             planned,
             by_space: by_space.into_iter().collect(),
+            unnamed: found.unnamed,
             tree,
             spaces: found.spaces,
             nodes,
@@ -278,7 +283,7 @@ impl Inventory {
             },
         };
         let (mut groups, mut tenants) = (HashMap::new(), HashMap::new());
-        let (mut unnamed, mut last) = (0_u64, None::<(SpaceKey, Option<u32>)>);
+        let mut last = None::<(SpaceKey, Option<u32>)>;
         let pages = self.pages(None);
         pin_mut!(pages);
         while let Some(page) = pages.try_next().await? {
@@ -293,13 +298,12 @@ impl Inventory {
                             _ => None,
                         };
                         let takes = spec.select.takes(chunk.space, space.as_ref(), wanted_model);
+                        if space.is_none() && !takes {
+                            found.unnamed.push((chunk.space, Count::default()));
+                        }
                         let index = takes.then(|| {
-                            // A space that nobody can read is by itself.
-                            if space.is_none() {
-                                unnamed += 1;
-                            }
-                            let model: Result<ModelId, u64> =
-                                space.as_ref().map(Space::model_id).ok_or(unnamed);
+                            // None: the one that was given by its id.
+                            let model = space.as_ref().map(Space::model_id);
                             let next = groups.len();
                             let group = *groups.entry(model).or_insert(next);
                             let next = tenants.len();
@@ -311,7 +315,12 @@ impl Inventory {
                         index
                     }
                 };
-                let Some(index) = index else { continue };
+                let Some(index) = index else {
+                    if let Some((_, count)) = found.unnamed.last_mut().filter(|of| of.0 == chunk.space) {
+                        count.add(1, chunk.bytes);
+                    }
+                    continue;
+                };
                 if found.objects.len() >= spec.chunks_max {
                     return Err(GcError::TooMany(spec.chunks_max));
                 }
@@ -516,9 +525,14 @@ impl Select {
         let same = |wanted: &Option<String>, is: Option<&str>| {
             wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
         };
-        let by_space = self.space.is_none_or(|wanted| {
-            wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
-        });
+        let by_space = match (self.space, space) {
+            // It may be a part of any model and tenant.
+            (None, None) => false,
+            (None, Some(_)) => true,
+            (Some(wanted), _) => {
+                wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
+            }
+        };
         by_space
             && same(&self.model, space.map(Space::model))
             && same(&self.revision, space.map(Space::revision))

@@ -129,6 +129,18 @@ async fn once(
     let began = inventory.begin_gc().await?;
     let plan = inventory.plan_gc(spec, began, parents, |_| ()).await?;
     parents.settle(|chunk| plan.has(chunk), None)?;
+    if !plan.unnamed.is_empty() {
+        let (spaces, bytes) = (
+            plan.unnamed.len(),
+            plan.unnamed.iter().map(|of| of.1.bytes).sum::<u64>(),
+        );
+        tracing::warn!(
+            spaces,
+            bytes,
+            "[gc] leaves spaces alone that have no space.json that can be read, and counts them for no limit: `kvgate ls` shows \
+             them, and `kvgate gc --space` removes one"
+        );
+    }
     let mut before = Count::default();
     let step = |step| {
         if let Step::Removing(removed, _) = step {
