@@ -37,6 +37,7 @@ on_backends! {
     gc_bounds_each_tenant_or_one: embedded;
     gc_takes_the_kinds_of_a_model_together: embedded;
     gc_leaves_spaces_alone_that_have_no_name: embedded;
+    gc_asks_the_next_object_where_one_is_damaged: embedded;
     gc_follows_no_parents_of_other_models: embedded;
     gc_follows_the_parents_that_a_key_has_signed: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;
@@ -448,6 +449,36 @@ async fn gc_leaves_spaces_alone_that_have_no_name(backend: &Backend) {
         .json(&["gc", "--space", &lost.key().to_string(), "--yes"])
         .await;
     assert_eq!(left(&lost).await, 0);
+}
+
+/// A window's object is asked for the parent before the full chunk's.
+async fn gc_asks_the_next_object_where_one_is_damaged(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let full = tiny("m/damaged", "");
+    let window = tiny("m/damaged", r#""kind": {"window": 64},"#);
+    let prompt = prompts(&full, 1, 0, 8).remove(0);
+    let mut head = prompt.clone();
+    head.hashes.truncate(4);
+    place.store(&head).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompt).await;
+    let tail = Prompt {
+        space: window.clone(),
+        root: prompt.hashes[3],
+        hashes: prompt.hashes[4..5].to_vec(),
+    };
+    place.store(&tail).await;
+    let key = place.site.key(&tail, 0);
+    let noise = vec![0xee; window.layout().object_len()];
+    let put = place
+        .site
+        .store
+        .put(&key, noise.into(), Condition::Always, soon());
+    put.await.unwrap();
+    let object = full.layout().object_len() as u64;
+    // The damaged one is as large: nine objects, and the last three chunks go.
+    assert_eq!(gc(&place.inventory(), 6 * object).await, 3);
+    assert_eq!(prefix_of(&prompt, &place.there_in(Some(full.key())).await), 5);
 }
 
 /// An engine's own hashes are the same in all models and tenants, and anybody may store them there, with any parents.
