@@ -2,11 +2,12 @@
 //!
 //! A bucket has one document for the rules of all its users, so it is read, changed and written whole. What others wrote
 //! stays letter by letter: kvgate puts its own `<Rule>` in, or takes it out, and parses no other. S3 has no condition for
-//! such a write, so the document is read again afterwards: a change that came in between is reported, never overwritten
-//! twice.
+//! such a write: a change by others within the moment of the write is lost, and nothing tells of it. So the document is read
+//! again just before, and it must be the one that the caller has seen; and afterwards, when all but kvgate's rule must be
+//! what it was.
 
 use super::Inventory;
-use crate::s3::object::{ErrorKind, ObjectError};
+use crate::s3::object::{ErrorKind, LifecycleRules, ObjectError};
 
 /// The start of the ids of kvgate's rules; the prefix follows, so that two prefixes of a bucket have a rule each.
 const ID: &str = "kvgate-age ";
@@ -21,6 +22,8 @@ const RULE: (&str, &str) = ("<Rule>", "</Rule>");
 pub struct Lifecycle {
     /// The document; None where there are no rules.
     xml: Option<String>,
+    /// See [`LifecycleRules`].
+    smallest_moved: Option<String>,
     /// Ids of kvgate's rule and elements of it name this prefix.
     prefix: String,
 }
@@ -52,14 +55,20 @@ pub enum LifecycleError {
         "the server's lifecycle rules are no XML that kvgate can change: {0}. Change them with the server's own tools"
     )]
     Odd(&'static str),
+    #[error(
+        "others changed the rules meanwhile, so nothing was written: look at them with `kvgate lifecycle show`, and try again"
+    )]
+    Changed,
     #[error("the server took the rules, and gives others: {0}")]
     Lost(&'static str),
 }
 
 impl Lifecycle {
-    fn new(xml: Option<String>, prefix: &str) -> Self {
+    fn new(rules: Option<LifecycleRules>, prefix: &str) -> Self {
+        let (xml, smallest_moved) = rules.map(|rules| (rules.xml, rules.smallest_moved)).unzip();
         Self {
             xml,
+            smallest_moved: smallest_moved.flatten(),
             prefix: prefix.to_owned(),
         }
     }
@@ -166,17 +175,28 @@ fn unescape(text: &str) -> String {
 
 impl Inventory {
     pub async fn lifecycle(&self) -> Result<Lifecycle, LifecycleError> {
-        let xml = self.store.lifecycle(self.deadline()).await.map_err(unsupported)?;
-        Ok(Lifecycle::new(xml, self.keys.as_str()))
+        let rules = self.store.lifecycle(self.deadline()).await.map_err(unsupported)?;
+        Ok(Lifecycle::new(rules, self.keys.as_str()))
     }
 
     /// Sets kvgate's rule for the prefix: chunks go so many days after they were stored or refreshed. None removes it.
-    /// Rules of others stay. Returns the rules as the server then gives them.
-    pub async fn set_lifecycle(&self, days: Option<u32>) -> Result<Lifecycle, LifecycleError> {
-        let before = self.lifecycle().await?;
+    /// Rules of others stay. `before`: the rules as they were seen; others since then are left as they are. Returns the
+    /// rules as the server then gives them.
+    pub async fn set_lifecycle(
+        &self,
+        before: &Lifecycle,
+        days: Option<u32>,
+    ) -> Result<Lifecycle, LifecycleError> {
         let wanted = before.with_rule(days)?;
+        if self.lifecycle().await? != *before {
+            return Err(LifecycleError::Changed);
+        }
         if wanted != before.xml {
-            let written = self.store.set_lifecycle(wanted.as_deref(), self.deadline());
+            let wanted = wanted.map(|xml| LifecycleRules {
+                xml,
+                smallest_moved: before.smallest_moved.clone(),
+            });
+            let written = self.store.set_lifecycle(wanted.as_ref(), self.deadline());
             written.await.map_err(unsupported)?;
         }
         let after = self.lifecycle().await?;
@@ -186,19 +206,24 @@ impl Inventory {
                 "kvgate's rule is not as it was set; another change may have come in between. Try again",
             ));
         }
-        let others = |rules: &Lifecycle| -> Result<Vec<LifecycleRule>, LifecycleError> {
-            let mut others = rules.rules()?;
-            others.retain(|rule| !rule.ours);
-            others.sort_by(|a, b| a.id.cmp(&b.id));
-            Ok(others)
-        };
-        match others(&before)? == others(&after)? {
+        // Without rules there is no setting either.
+        let has_both = before.xml.is_some() && after.xml.is_some();
+        let is_kept = !has_both || before.smallest_moved == after.smallest_moved;
+        match is_kept && others(before)? == others(&after)? {
             true => Ok(after),
             false => Err(LifecycleError::Lost(
-                "rules of others changed at the same time. Look at them with `kvgate lifecycle show`",
+                "rules of others are not as they were. Look at them with the server's own tools",
             )),
         }
     }
+}
+
+/// The texts of all rules but kvgate's; a server may give them in another order.
+fn others(rules: &Lifecycle) -> Result<Vec<&str>, LifecycleError> {
+    let mut others = rules.texts()?;
+    others.retain(|text| !rules.read(text).ours);
+    others.sort_unstable();
+    Ok(others)
 }
 
 fn unsupported(error: ObjectError) -> LifecycleError {
@@ -220,7 +245,15 @@ mod tests {
     fn document(rules: &str) -> Lifecycle {
         let xml =
             format!("<?xml version=\"1.0\"?><LifecycleConfiguration>{rules}</LifecycleConfiguration>\n");
-        Lifecycle::new(Some(xml), "kv & co/")
+        read(Some(xml), "kv & co/")
+    }
+
+    fn read(xml: Option<String>, prefix: &str) -> Lifecycle {
+        let rules = xml.map(|xml| LifecycleRules {
+            xml,
+            smallest_moved: None,
+        });
+        Lifecycle::new(rules, prefix)
     }
 
     #[test]
@@ -228,7 +261,7 @@ mod tests {
         let before = document(FOREIGN);
         let with = before.with_rule(Some(30)).unwrap().unwrap();
         assert!(with.contains(FOREIGN), "{with}");
-        let after = Lifecycle::new(Some(with), "kv & co/");
+        let after = read(Some(with), "kv & co/");
         let rules = after.rules().unwrap();
         assert_eq!(rules.len(), 2);
         assert_eq!(
@@ -240,19 +273,19 @@ mod tests {
             (Some(30), true, true)
         );
         let other = after.with_rule(Some(7)).unwrap().unwrap();
-        let other = Lifecycle::new(Some(other), "kv & co/");
+        let other = read(Some(other), "kv & co/");
         assert_eq!(other.rules().unwrap()[1].days, Some(7));
         assert_eq!(other.with_rule(None).unwrap(), before.xml);
     }
 
     #[test]
     fn the_first_rule_makes_a_document_and_the_last_takes_it_away() {
-        let none = Lifecycle::new(None, "");
-        let one = Lifecycle::new(none.with_rule(Some(1)).unwrap(), "");
+        let none = read(None, "");
+        let one = read(none.with_rule(Some(1)).unwrap(), "");
         assert_eq!(one.rules().unwrap().len(), 1);
         assert_eq!(one.with_rule(None).unwrap(), None);
         assert_eq!(none.with_rule(None).unwrap(), None);
-        let empty = Lifecycle::new(Some("<LifecycleConfiguration/>".into()), "");
+        let empty = read(Some("<LifecycleConfiguration/>".into()), "");
         assert!(
             empty
                 .with_rule(Some(1))
@@ -264,17 +297,17 @@ mod tests {
 
     #[test]
     fn each_prefix_has_a_rule_of_its_own() {
-        let one = Lifecycle::new(None, "a/").with_rule(Some(1)).unwrap();
-        let both = Lifecycle::new(one.clone(), "b/").with_rule(Some(2)).unwrap();
-        assert_eq!(Lifecycle::new(both.clone(), "a/").rules().unwrap().len(), 2);
-        assert_eq!(Lifecycle::new(both, "b/").with_rule(None).unwrap(), one);
+        let one = read(None, "a/").with_rule(Some(1)).unwrap();
+        let both = read(one.clone(), "b/").with_rule(Some(2)).unwrap();
+        assert_eq!(read(both.clone(), "a/").rules().unwrap().len(), 2);
+        assert_eq!(read(both, "b/").with_rule(None).unwrap(), one);
     }
 
     #[test]
     fn a_cut_document_is_refused() {
-        let cut = Lifecycle::new(Some("<LifecycleConfiguration><Rule><ID>x</ID>".into()), "");
+        let cut = read(Some("<LifecycleConfiguration><Rule><ID>x</ID>".into()), "");
         assert!(cut.with_rule(Some(1)).is_err());
-        let cut = Lifecycle::new(Some("<LifecycleConfiguration>".into()), "");
+        let cut = read(Some("<LifecycleConfiguration>".into()), "");
         assert!(cut.with_rule(Some(1)).is_err());
     }
 }

@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use aws_credential_types::Credentials;
 use aws_sdk_s3::config::{BehaviorVersion, Region};
@@ -18,7 +18,7 @@ use crate::support::capped::Capped;
 use crate::support::daemon::Site;
 use crate::support::dns_server::{A, DnsServer, Dnsmasq, Record, Reply};
 use crate::support::fixture::soon;
-use crate::support::program::{Place, Said, kvgate, kvgate_under};
+use crate::support::program::{PREFIX, Place, Said, kvgate, kvgate_under};
 use crate::support::tls_front::TlsFront;
 
 const BUCKET: &str = "kvgate-it";
@@ -774,6 +774,37 @@ async fn the_spaces_of_two_nodes_are_compared() {
     );
     node.end().await;
     there.end().await;
+}
+
+/// A killed examination leaves objects. One of today may still be under way.
+#[tokio::test]
+async fn objects_of_a_killed_examination_are_removed_by_a_later_one() {
+    let place = Place::new().await;
+    let own = place.bucket().join(PREFIX).join(".kvgate");
+    let object = |name: &str, age: Duration| {
+        let path = own.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_modified(SystemTime::now() - age).unwrap();
+        path
+    };
+    let hours = |hours: u64| Duration::from_secs(hours * 3600);
+    let left = [
+        object("doctor-0123456789abcdef/object", hours(25)),
+        object("doctor-0123456789abcdef/transfer-0", hours(25)),
+    ];
+    let kept = [
+        object("doctor-fedcba9876543210/object", hours(23)),
+        object("gc-lease", hours(25)),
+    ];
+    let examine = async || findings(place.command(&S3_ALONE).arg("--transfer-size=1MiB")).await;
+    let found = examine().await;
+    found.fails_only(&[]);
+    found.has("cleanup", "ok", &["2 objects", "killed"]);
+    left.iter().for_each(|path| assert!(!path.exists(), "{path:?}"));
+    kept.iter().for_each(|path| assert!(path.exists(), "{path:?}"));
+    let found = examine().await;
+    assert_eq!(found.verdict("cleanup"), ["ok"], "nothing to tell");
 }
 
 /// The report for people, and what is no examination at all.

@@ -1,23 +1,31 @@
 //! The commands that count, bound and age a bucket, and chunks in use that are refreshed.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::process::Stdio;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::StreamExt;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::TokioIo;
 use kvgate::cache::gateway::{FilledSlot, Gateway, GatewayOptions, RefreshOptions, StoreOutcome};
-use kvgate::format::{ChunkHash, ChunkHasher, KeyPrefix, Keyring, Space};
-use kvgate::inventory::{Inventory, Usage};
+use kvgate::format::{
+    ChunkHash, ChunkHasher, Header, KeyPrefix, Keyring, Space, SpaceKey, TenantKeys, TenantSecret,
+};
+use kvgate::inventory::{GcLimits, GcSpec, Inventory, LifecycleError, Parents, Select, Usage};
 use kvgate::protocol::Strategy;
-use kvgate::s3::object::ErrorKind;
+use kvgate::s3::object::{Condition, ErrorKind, LifecycleRules, S3};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tokio::time::Instant;
 
-use crate::support::backends::{Backend, on_backends};
+use crate::support::backends::{Backend, listen, on_backends, options};
 use crate::support::daemon;
 use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
 use crate::support::program::{Said, kvgate};
@@ -28,6 +36,10 @@ on_backends! {
     gc_leaves_whole_prefixes_and_says_what_it_would_do: embedded, rgw, minio;
     gc_bounds_each_tenant_or_one: embedded;
     gc_takes_the_kinds_of_a_model_together: embedded;
+    gc_leaves_spaces_alone_that_have_no_name: embedded;
+    gc_asks_the_next_object_where_one_is_damaged: embedded;
+    gc_follows_no_parents_of_other_models: embedded;
+    gc_follows_the_parents_that_a_key_has_signed: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;
     a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
     chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
@@ -125,21 +137,70 @@ impl<'a> Place<'a> {
 
     /// All chunks that are there, in whatever space.
     async fn there(&self) -> HashSet<ChunkHash> {
+        self.there_in(None).await
+    }
+
+    async fn there_in(&self, space: Option<SpaceKey>) -> HashSet<ChunkHash> {
         let inventory = self.inventory();
-        let pages: Vec<_> = inventory.pages(None).collect().await;
+        let pages: Vec<_> = inventory.pages(space).collect().await;
         let chunks = pages.into_iter().flat_map(|page| page.unwrap().chunks);
         chunks.map(|chunk| chunk.hash).collect()
     }
 
     fn inventory(&self) -> Inventory {
+        self.inventory_with(Keyring::default())
+    }
+
+    fn inventory_with(&self, keyring: Keyring) -> Inventory {
         let keys = KeyPrefix::new(self.prefix());
         Inventory::new(
             Arc::clone(&self.site.store),
             keys,
-            Keyring::default(),
+            keyring,
             Duration::from_secs(60),
         )
     }
+
+    /// Names another parent in the header of an object, as anybody can who may write to the bucket.
+    async fn set_parent(&self, space: &Space, chunk: &ChunkHash, parent: ChunkHash) {
+        let key = self.site.keys.chunk(space.key(), chunk);
+        let mut object = self.site.read(&key).await;
+        let mut header = Header::parse(&object).unwrap();
+        header.parent = parent;
+        header.write(&mut object);
+        let put = self
+            .site
+            .store
+            .put(&key, object.into(), Condition::Always, soon());
+        put.await.unwrap();
+    }
+}
+
+const ZERO: ChunkHash = ChunkHash([0; 32]);
+
+/// Removes down to a size; returns how many objects.
+async fn gc(inventory: &Inventory, bytes: u64) -> u64 {
+    let spec = GcSpec {
+        select: Select::default(),
+        limits: GcLimits {
+            bytes: Some(bytes),
+            ..GcLimits::default()
+        },
+        rate: 10_000,
+        chunks_max: 1000,
+    };
+    let began = inventory.begin_gc().await.unwrap();
+    let plan = inventory
+        .plan_gc(&spec, began, &mut Parents::default(), |_| ())
+        .await;
+    let removed = inventory.remove_planned(&plan.unwrap(), || true, |_| ()).await;
+    removed.unwrap().removed.chunks
+}
+
+/// Another tenant's model that is listed after this space, so that what its objects say is read last.
+fn after(space: &Space, of: impl Fn(&str) -> Space) -> Space {
+    let mut others = (0..).map(|number| of(&format!("other{number}")));
+    others.find(|other| other.key() > space.key()).unwrap()
 }
 
 /// Prompts of `space` that begin alike: `head` chunks, then `tail` of their own.
@@ -349,6 +410,156 @@ async fn gc_takes_the_kinds_of_a_model_together(backend: &Backend) {
     assert_eq!(json["removed"]["objects"], 6);
 }
 
+async fn gc_leaves_spaces_alone_that_have_no_name(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let (lost, other) = (tiny("m/lost", ""), tiny("m/other", ""));
+    let window = tiny("m/lost", r#""kind": {"window": 64},"#);
+    let prompt = prompts(&lost, 1, 0, 6).remove(0);
+    place.store(&prompt).await;
+    let mut windows = prompt.clone();
+    windows.space = window.clone();
+    place.store(&windows).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompts(&other, 1, 0, 6)[0]).await;
+    let json = place.site.keys.space_json(lost.key());
+    place.site.store.delete(&[json], soon()).await.unwrap();
+    let left = async |space: &Space| place.there_in(Some(space.key())).await.len();
+    // What it can name has room, and without that: all of it goes.
+    let object = lost.layout().object_len() as u64;
+    let size = (12 * object).to_string();
+    let gc = ["gc", "--size", &size, "--yes"];
+    let json = place.json(&gc).await;
+    assert_eq!(
+        (&json["found"]["objects"], &json["removed"]["objects"]),
+        (&12.into(), &0.into())
+    );
+    assert_eq!(json["unnamed"][0]["space"], lost.key().to_string());
+    assert_eq!(json["unnamed"][0]["bytes"], 6 * object);
+    place
+        .say(&gc)
+        .await
+        .exits(0)
+        .says(&["6 objects", "1 space ", "kvgate ls", "--space"]);
+    for limit in [["--unused", "1s"], ["--tenant-size", "1"]] {
+        place.json(&[&["gc", "--yes"], &limit[..]].concat()).await;
+        assert_eq!(left(&lost).await, 6, "{limit:?}");
+    }
+    assert_eq!(place.there().await.len(), 6);
+    place
+        .json(&["gc", "--space", &lost.key().to_string(), "--yes"])
+        .await;
+    assert_eq!(left(&lost).await, 0);
+}
+
+/// A window's object is asked for the parent before the full chunk's.
+async fn gc_asks_the_next_object_where_one_is_damaged(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let full = tiny("m/damaged", "");
+    let window = tiny("m/damaged", r#""kind": {"window": 64},"#);
+    let prompt = prompts(&full, 1, 0, 8).remove(0);
+    let mut head = prompt.clone();
+    head.hashes.truncate(4);
+    place.store(&head).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompt).await;
+    let tail = Prompt {
+        space: window.clone(),
+        root: prompt.hashes[3],
+        hashes: prompt.hashes[4..5].to_vec(),
+    };
+    place.store(&tail).await;
+    let key = place.site.key(&tail, 0);
+    let noise = vec![0xee; window.layout().object_len()];
+    let put = place
+        .site
+        .store
+        .put(&key, noise.into(), Condition::Always, soon());
+    put.await.unwrap();
+    let object = full.layout().object_len() as u64;
+    // The damaged one is as large: nine objects, and the last three chunks go.
+    assert_eq!(gc(&place.inventory(), 6 * object).await, 3);
+    assert_eq!(prefix_of(&prompt, &place.there_in(Some(full.key())).await), 5);
+}
+
+/// An engine's own hashes are the same in all models and tenants, and anybody may store them there, with any parents.
+async fn gc_follows_no_parents_of_other_models(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let of = |tenant: &str| {
+        tiny(
+            "m/own",
+            &format!(r#""tenant": "{tenant}", "hash": "sglang-sha256","#),
+        )
+    };
+    let acme = of("acme");
+    let other = after(&acme, of);
+    let object = acme.layout().object_len() as u64;
+    let prompt = Prompt {
+        space: acme.clone(),
+        root: ZERO,
+        hashes: (0..8)
+            .map(|_| ChunkHash(std::array::from_fn(|_| fastrand::u8(..))))
+            .collect(),
+    };
+    let mut head = prompt.clone();
+    head.hashes.truncate(4);
+    place.store(&head).await;
+    for hash in &prompt.hashes {
+        let alone = Prompt {
+            space: other.clone(),
+            root: ZERO,
+            hashes: vec![*hash],
+        };
+        place.store(&alone).await;
+    }
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    place.store(&prompt).await;
+    // The head is in use, so the other tenant's are the oldest.
+    assert_eq!(gc(&place.inventory(), 12 * object).await, 4);
+    assert_eq!(prefix_of(&prompt, &place.there_in(Some(acme.key())).await), 8);
+}
+
+/// A plain space of the same tenant and model has the same hashes as the signed one.
+async fn gc_follows_the_parents_that_a_key_has_signed(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let of = |model: &str, protection: &str| {
+        let more = format!(r#""tenant": "acme", "protection": "{protection}","#);
+        tiny(model, &more)
+    };
+    // What the plain one says is read first.
+    let models = (0..).map(|number| format!("m/signed{number}"));
+    let mut spaces = models.map(|model| (of(&model, "signed"), of(&model, "none")));
+    let (signed, plain) = spaces.find(|(signed, plain)| plain.key() < signed.key()).unwrap();
+    assert_eq!(signed.model_id(), plain.model_id());
+    let acme = TenantKeys {
+        keys: vec![TenantSecret::new([7; 32])],
+        ..TenantKeys::default()
+    };
+    let keyring = Keyring::new([("acme".to_owned(), acme)].into());
+    let mut options = place.site.options();
+    options.keyring = keyring.clone();
+    let gateway = place.site.gateway_with(Arc::clone(&place.site.store), options);
+    let prompt = Prompt::of(signed.clone(), 12);
+    store_all(&gateway, &prompt).await;
+    let mut copy = prompt.clone();
+    copy.space = plain.clone();
+    place.store(&copy).await;
+    for chunk in &prompt.hashes {
+        place.set_parent(&plain, chunk, ZERO).await;
+    }
+    let objects = |objects: u64| objects * signed.layout().object_len() as u64;
+    let inventory = place.inventory_with(keyring);
+    assert_eq!(gc(&inventory, objects(12)).await, 12);
+    assert_eq!(prefix_of(&prompt, &place.there().await), 6);
+
+    // Forged ones say nothing, so the plain ones count.
+    for (i, chunk) in prompt.hashes[..6].iter().enumerate() {
+        place.set_parent(&signed, chunk, ZERO).await;
+        place.set_parent(&plain, chunk, prompt.parent(i)).await;
+    }
+    assert_eq!(gc(&inventory, objects(6)).await, 6);
+    assert_eq!(prefix_of(&prompt, &place.there().await), 3);
+}
+
 async fn a_killed_gc_is_resumed_at_its_rate(backend: &Backend) {
     // 20,000 of them take a minute to store.
     let trees = if std::env::var_os("KVGATE_TEST_FULL").is_some() {
@@ -538,6 +749,167 @@ const FOREIGN: &str = "<Rule><ID>of another team</ID><Filter><And><Prefix>logs/<
     <Tag><Key>a</Key><Value>b</Value></Tag></And></Filter><Status>Enabled</Status>\
     <Expiration><Days>3000</Days></Expiration></Rule>";
 
+/// AWS's lifecycle rules: a document, and a setting beside it that a write without it resets. No server that runs here has
+/// that setting.
+#[derive(Default)]
+struct Rules {
+    document: Option<String>,
+    setting: String,
+    /// The document that others write after the next GET.
+    meanwhile: Option<String>,
+    /// What this server forgets of a document.
+    drops: &'static str,
+    writes: usize,
+}
+
+const SETTING: &str = "x-amz-transition-default-minimum-object-size";
+
+impl Rules {
+    fn answer(&mut self, method: &Method, setting: Option<String>, body: &str) -> Response<Full<Bytes>> {
+        let answer = |status: u16, body: String| {
+            let response = Response::builder().status(status).header(SETTING, &self.setting);
+            response.body(Full::from(body)).unwrap()
+        };
+        match *method {
+            Method::GET => {
+                let absent = || {
+                    answer(
+                        404,
+                        "<Error><Code>NoSuchLifecycleConfiguration</Code></Error>".into(),
+                    )
+                };
+                let answer = self
+                    .document
+                    .clone()
+                    .map_or_else(absent, |document| answer(200, document));
+                self.document = self.meanwhile.take().or(self.document.take());
+                answer
+            }
+            Method::PUT => {
+                self.writes += 1;
+                self.setting = setting.unwrap_or_else(|| "all_storage_classes_128K".into());
+                self.document = Some(match self.drops {
+                    "" => body.to_owned(),
+                    drops => body.replace(drops, ""),
+                });
+                Response::default()
+            }
+            _ => {
+                self.writes += 1;
+                self.document = None;
+                Response::default()
+            }
+        }
+    }
+
+    /// Serves them, to this inventory.
+    async fn serve(self) -> (Arc<Mutex<Self>>, Inventory) {
+        let rules = Arc::new(Mutex::new(self));
+        let served = Arc::clone(&rules);
+        let (listener, endpoint) = listen().await;
+        tokio::spawn(async move {
+            loop {
+                let (socket, _) = listener.accept().await.unwrap();
+                let served = Arc::clone(&served);
+                let take = move |request: Request<Incoming>| {
+                    let served = Arc::clone(&served);
+                    async move {
+                        let (head, body) = request.into_parts();
+                        let body = body.collect().await.unwrap().to_bytes();
+                        let setting = head
+                            .headers
+                            .get(SETTING)
+                            .map(|value| value.to_str().unwrap().to_owned());
+                        let body = std::str::from_utf8(&body).unwrap();
+                        let answer = served.lock().unwrap().answer(&head.method, setting, body);
+                        Ok::<_, Infallible>(answer)
+                    }
+                };
+                let connection = hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(socket), service_fn(take));
+                tokio::spawn(connection);
+            }
+        });
+        let store = Arc::new(S3::connect(&options(&endpoint)).await.unwrap());
+        let limit = Duration::from_secs(10);
+        let inventory = Inventory::new(store, KeyPrefix::new("kv"), Keyring::default(), limit);
+        (rules, inventory)
+    }
+}
+
+fn with_rules(rules: &str) -> String {
+    format!("<LifecycleConfiguration>{rules}</LifecycleConfiguration>")
+}
+
+#[tokio::test]
+async fn a_setting_beside_the_rules_stays_when_they_are_written() {
+    let (rules, inventory) = Rules {
+        document: Some(with_rules(FOREIGN)),
+        setting: "varies_by_storage_class".into(),
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let after = inventory.set_lifecycle(&before, Some(5)).await.unwrap();
+    assert_eq!(after.rules().unwrap().len(), 2);
+    let after = inventory.set_lifecycle(&after, None).await.unwrap();
+    assert_eq!(after.rules().unwrap().len(), 1);
+    let rules = rules.lock().unwrap();
+    assert_eq!(rules.document.as_deref(), Some(&*with_rules(FOREIGN)));
+    assert_eq!(
+        (rules.writes, rules.setting.as_str()),
+        (2, "varies_by_storage_class")
+    );
+}
+
+#[tokio::test]
+async fn rules_that_others_changed_meanwhile_are_left_alone() {
+    let other = with_rules(&FOREIGN.replace("3000", "7"));
+    for meanwhile in [
+        other,
+        with_rules(&[FOREIGN, &FOREIGN.replace("of another", "of a third")].concat()),
+    ] {
+        let (rules, inventory) = Rules {
+            document: Some(with_rules(FOREIGN)),
+            meanwhile: Some(meanwhile.clone()),
+            ..Rules::default()
+        }
+        .serve()
+        .await;
+        let before = inventory.lifecycle().await.unwrap();
+        let set = inventory.set_lifecycle(&before, Some(5)).await;
+        assert!(matches!(set, Err(LifecycleError::Changed)), "{set:?}");
+        let rules = rules.lock().unwrap();
+        assert_eq!((rules.writes, rules.document.as_deref()), (0, Some(&*meanwhile)));
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_forgets_a_part_of_anothers_rule_is_told_of() {
+    let (_, inventory) = Rules {
+        document: Some(with_rules(FOREIGN)),
+        drops: "<Tag><Key>a</Key><Value>b</Value></Tag>",
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let set = inventory.set_lifecycle(&before, Some(5)).await;
+    assert!(matches!(set, Err(LifecycleError::Lost(_))), "{set:?}");
+    // The first rules of a bucket have nothing beside them.
+    let (_, inventory) = Rules {
+        setting: "all_storage_classes_128K".into(),
+        ..Rules::default()
+    }
+    .serve()
+    .await;
+    let before = inventory.lifecycle().await.unwrap();
+    let after = inventory.set_lifecycle(&before, Some(5)).await.unwrap();
+    let none = inventory.set_lifecycle(&after, None).await.unwrap();
+    assert_eq!(none, before);
+}
+
 async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     let Ok(day) = std::env::var("KVGATE_TEST_RGW_LC_DAY") else {
         panic!("a lifecycle day of this server lasts a day: start it with KVGATE_CEPH_LC_DAY=2");
@@ -548,7 +920,11 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     let document = format!(
         r#"<LifecycleConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{FOREIGN}</LifecycleConfiguration>"#
     );
-    store.set_lifecycle(Some(&document), soon()).await.unwrap();
+    let rules = LifecycleRules {
+        xml: document,
+        smallest_moved: None,
+    };
+    store.set_lifecycle(Some(&rules), soon()).await.unwrap();
     let foreign = async || {
         let rules = place.json(&["lifecycle", "show"]).await["rules"]
             .as_array()
@@ -561,7 +937,7 @@ async fn cold_chunks_expire_and_hot_ones_stay(backend: &Backend) {
     };
     let was = foreign().await;
     let text_of = async || {
-        let xml = store.lifecycle(soon()).await.unwrap().unwrap();
+        let xml = store.lifecycle(soon()).await.unwrap().unwrap().xml;
         let rules: Vec<String> = xml.split("<Rule>").map(ToOwned::to_owned).collect();
         rules
             .into_iter()

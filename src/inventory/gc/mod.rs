@@ -1,7 +1,8 @@
 //! Removal of what is least worth keeping: down to a size, or what was not used for a time, tails of prompts first.
 //!
 //! 1. List the bucket, and find out by the sizes and times listed whether anything must go.
-//! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. A listing does not have it,
+//! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. Of a protected space it reads
+//!    the whole header, so that a forged one counts for nothing where its tenant's key is here. A listing does not have it,
 //!    and no order of a listing makes up for it: the heads of prompts are the oldest objects, so "the oldest first" takes
 //!    what all later chunks need. Reading the headers of the oldest only won't do, either: what follows them may be new.
 //!    A parent never changes, so [`Parents`] keeps what was read for the next run.
@@ -31,9 +32,12 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 pub use self::parents::Parents;
+use self::parents::parent_of;
 pub use self::tree::{Bounds, Object, Tree};
 use super::{Count, Inventory, SpaceJson};
-use crate::format::{CHAIN_LEN, ChunkHash, ModelId, Space, SpaceKey, place_in_chain};
+use crate::format::{
+    CHAIN_LEN, ChunkHash, ChunkId, Header, HeaderError, ModelId, Space, SpaceKey, place_in_chain,
+};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Requests at a time for headers, and for the second look.
@@ -45,7 +49,8 @@ const BATCHES: u32 = 4;
 /// Pause between questions for the server's clock.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Which chunks a removal may take: those of all spaces that have all that is given.
+/// Which chunks a removal may take: those of all spaces that have all that is given. A space without a readable form only
+/// by its own key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Select {
     /// The model that this space is of, with all its kinds of KV.
@@ -100,9 +105,10 @@ pub struct Plan {
     pub planned: Count,
     /// What shall go, by space.
     pub by_space: Vec<(SpaceKey, Count)>,
+    /// Spaces that are left alone: their readable form is missing or of no use, so nothing says whose they are.
+    pub unnamed: Vec<(SpaceKey, Count)>,
     tree: Tree,
     spaces: Vec<Listed>,
-    groups: u32,
     /// In their order.
     nodes: Vec<usize>,
     /// Nothing stays, so the spaces' readable forms go as well.
@@ -147,15 +153,17 @@ pub enum GcError {
 /// A space that was listed.
 struct Listed {
     key: SpaceKey,
+    /// None: its readable form is missing, or of no use.
+    space: Option<Space>,
     group: u32,
     tenant: Option<u32>,
-    is_extra: bool,
 }
 
 /// What is selected of the bucket.
 #[derive(Default)]
 struct Found {
     spaces: Vec<Listed>,
+    unnamed: Vec<(SpaceKey, Count)>,
     objects: Vec<Object>,
     count: Count,
     by_tenant: HashMap<u32, u64>,
@@ -191,12 +199,16 @@ impl Inventory {
         };
         let concerned = found.concerned(bounds);
         let tenants = found.group_tenants;
-        let groups = u32::try_from(tenants.len()).unwrap_or(u32::MAX);
         let mut tree = Tree::new(found.objects);
         let reads = |tree: &Tree, node| concerned.get(tree.group(node) as usize).copied().unwrap_or(false);
         self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
             .await?;
-        tree.link(|chunk| parents.get(chunk));
+        tree.link(|tree, node| {
+            let said = |object: &ChunkId| Some(parents.get(object));
+            parent_of(objects_of(tree, &found.spaces, node), said)
+                .ok()
+                .flatten()
+        });
         let nodes = tree.choose(bounds, began, |group| {
             tenants.get(group as usize).copied().flatten()
         });
@@ -215,9 +227,9 @@ impl Inventory {
             found: found.count,
             planned,
             by_space: by_space.into_iter().collect(),
+            unnamed: found.unnamed,
             tree,
             spaces: found.spaces,
-            groups,
             nodes,
             is_whole: bounds.is_none(),
             rate: spec.rate.max(1),
@@ -271,7 +283,7 @@ impl Inventory {
             },
         };
         let (mut groups, mut tenants) = (HashMap::new(), HashMap::new());
-        let (mut unnamed, mut last) = (0_u64, None::<(SpaceKey, Option<u32>)>);
+        let mut last = None::<(SpaceKey, Option<u32>)>;
         let pages = self.pages(None);
         pin_mut!(pages);
         while let Some(page) = pages.try_next().await? {
@@ -281,27 +293,34 @@ impl Inventory {
                     Some((space, index)) if space == chunk.space => index,
                     _ => {
                         let json = self.read_space(chunk.space).await?;
-                        let index = spec.select.takes(chunk.space, &json, wanted_model).then(|| {
-                            let (model, tenant) = match &json {
-                                SpaceJson::Good(space) => (Some(space.model_id()), Some(space.tenant())),
-                                _ => (None, None),
-                            };
-                            // A space that nobody can read is by itself.
-                            if model.is_none() {
-                                unnamed += 1;
-                            }
-                            let model: Result<ModelId, u64> = model.ok_or(unnamed);
+                        let space = match json {
+                            SpaceJson::Good(space) => Some(space),
+                            _ => None,
+                        };
+                        let takes = spec.select.takes(chunk.space, space.as_ref(), wanted_model);
+                        if space.is_none() && !takes {
+                            found.unnamed.push((chunk.space, Count::default()));
+                        }
+                        let index = takes.then(|| {
+                            // None: the one that was given by its id.
+                            let model = space.as_ref().map(Space::model_id);
                             let next = groups.len();
                             let group = *groups.entry(model).or_insert(next);
                             let next = tenants.len();
+                            let tenant = space.as_ref().map(Space::tenant);
                             let tenant = tenant.map(|name| *tenants.entry(name.to_owned()).or_insert(next));
-                            found.add_space(chunk.space, group, tenant, &json)
+                            found.add_space(chunk.space, space, group, tenant)
                         });
                         last = Some((chunk.space, index));
                         index
                     }
                 };
-                let Some(index) = index else { continue };
+                let Some(index) = index else {
+                    if let Some((_, count)) = found.unnamed.last_mut().filter(|of| of.0 == chunk.space) {
+                        count.add(1, chunk.bytes);
+                    }
+                    continue;
+                };
                 if found.objects.len() >= spec.chunks_max {
                     return Err(GcError::TooMany(spec.chunks_max));
                 }
@@ -324,34 +343,31 @@ impl Inventory {
         reads: &impl Fn(&Tree, usize) -> bool,
         step: &mut impl FnMut(Step),
     ) -> Result<(), GcError> {
-        let unknown: Vec<usize> = (0..tree.nodes.len())
-            .filter(|&node| reads(tree, node) && parents.get(&tree.hash(node)).is_none())
-            .collect();
+        let is_unknown = |node: &usize| {
+            let said = |object: &ChunkId| parents.get(object).map(Some);
+            reads(tree, *node) && parent_of(objects_of(tree, spaces, *node), said).is_err()
+        };
+        let unknown: Vec<usize> = (0..tree.nodes.len()).filter(is_unknown).collect();
         let total = unknown.len();
-        let read = |node: usize| {
-            // The first is of a window or a state where there is one: the smallest.
-            let object = &tree.objects[tree.nodes[node].objects.start];
-            let (hash, key) = (
-                object.hash,
-                self.keys.chunk(spaces[object.space as usize].key, &object.hash),
-            );
-            async move {
-                match self.store.read_front(&key, CHAIN_LEN, self.deadline()).await {
-                    Ok(front) => Ok(place_in_chain(&front).filter(|(chunk, _)| *chunk == hash)),
-                    // Gone since, or shorter than a header.
-                    Err(error) if matches!(error.kind, ErrorKind::NotFound | ErrorKind::Length { .. }) => {
-                        Ok(None)
-                    }
-                    Err(error) => Err(error),
-                }
+        let read = |node: usize| async move {
+            let mut said = HashMap::new();
+            while let Err(object) =
+                parent_of(objects_of(tree, spaces, node), |object| said.get(object).copied())
+            {
+                let listed = spaces.iter().find(|listed| listed.key == object.0);
+                let space = listed.and_then(|listed| listed.space.as_ref());
+                said.insert(object, self.read_parent(object, space).await?);
             }
+            Ok::<_, ObjectError>(said)
         };
         let answers = stream::iter(unknown).map(read).buffer_unordered(REQUESTS);
         pin_mut!(answers);
         let mut done = 0;
         while let Some(answer) = answers.try_next().await? {
-            if let Some((chunk, parent)) = answer {
-                parents.add(chunk, parent)?;
+            for (object, parent) in answer {
+                if let Some(parent) = parent {
+                    parents.add(object, parent)?;
+                }
             }
             done += 1;
             if done % 1000 == 0 {
@@ -360,6 +376,39 @@ impl Inventory {
             }
         }
         parents.flush()
+    }
+
+    /// What an object says of its chunk's parent. None: it is gone, damaged, or forged.
+    async fn read_parent(
+        &self,
+        (key, chunk): ChunkId,
+        space: Option<&Space>,
+    ) -> Result<Option<ChunkHash>, ObjectError> {
+        let protected = space.filter(|space| !space.protection().is_none());
+        let bytes = protected.map_or(CHAIN_LEN, |space| space.layout().header_len());
+        let name = self.keys.chunk(key, &chunk);
+        let front = match self.store.read_front(&name, bytes, self.deadline()).await {
+            Err(error) if matches!(error.kind, ErrorKind::NotFound | ErrorKind::Length { .. }) => {
+                return Ok(None);
+            }
+            front => front?,
+        };
+        let unchecked = || {
+            place_in_chain(&front)
+                .filter(|place| place.0 == chunk)
+                .map(|place| place.1)
+        };
+        let Some(space) = protected else {
+            return Ok(unchecked());
+        };
+        let header = Header::parse(&front);
+        let parent =
+            header.and_then(|header| header.expect(space, &chunk, &self.keyring).map(|_| header.parent));
+        Ok(match parent {
+            Ok(parent) => Some(parent),
+            Err(HeaderError::NoKey { .. }) => unchecked(),
+            Err(_) => None,
+        })
     }
 
     /// Looks at each object again, and removes those that are still what was listed.
@@ -441,25 +490,49 @@ impl Inventory {
     }
 }
 
+/// A node's objects, and whether each one's space is protected: those first, in the order in which they may tell the parent.
+fn objects_of(tree: &Tree, spaces: &[Listed], node: usize) -> impl Iterator<Item = (ChunkId, bool)> {
+    let of = move |wanted: bool| {
+        let objects = tree.objects[tree.nodes[node].objects.clone()].iter();
+        objects.filter_map(move |object| {
+            let listed = &spaces[object.space as usize];
+            let is_protected = listed
+                .space
+                .as_ref()
+                .is_some_and(|space| !space.protection().is_none());
+            (is_protected == wanted).then_some(((listed.key, object.hash), is_protected))
+        })
+    };
+    of(true).chain(of(false))
+}
+
 impl Plan {
-    /// Whether the chunk was listed, so that its parent is worth keeping for the next run.
-    pub fn has(&self, chunk: &ChunkHash) -> bool {
-        (0..self.groups).any(|group| self.tree.find(group, chunk).is_some())
+    /// Whether the object was listed, so that what it said of its parent is worth keeping for the next run.
+    pub fn has(&self, (space, chunk): &ChunkId) -> bool {
+        let Ok(space) = self.spaces.binary_search_by_key(space, |listed| listed.key) else {
+            return false;
+        };
+        let node = self.tree.find(self.spaces[space].group, chunk);
+        node.is_some_and(|node| {
+            let objects = &self.tree.objects[self.tree.nodes[node].objects.clone()];
+            objects.iter().any(|object| object.space as usize == space)
+        })
     }
 }
 
 impl Select {
-    fn takes(&self, key: SpaceKey, json: &SpaceJson, wanted_model: Option<ModelId>) -> bool {
-        let space = match json {
-            SpaceJson::Good(space) => Some(space),
-            _ => None,
-        };
+    fn takes(&self, key: SpaceKey, space: Option<&Space>, wanted_model: Option<ModelId>) -> bool {
         let same = |wanted: &Option<String>, is: Option<&str>| {
             wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
         };
-        let by_space = self.space.is_none_or(|wanted| {
-            wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
-        });
+        let by_space = match (self.space, space) {
+            // It may be a part of any model and tenant.
+            (None, None) => false,
+            (None, Some(_)) => true,
+            (Some(wanted), _) => {
+                wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
+            }
+        };
         by_space
             && same(&self.model, space.map(Space::model))
             && same(&self.revision, space.map(Space::revision))
@@ -468,21 +541,17 @@ impl Select {
 }
 
 impl Found {
-    fn add_space(&mut self, key: SpaceKey, group: usize, tenant: Option<usize>, json: &SpaceJson) -> u32 {
+    fn add_space(&mut self, key: SpaceKey, space: Option<Space>, group: usize, tenant: Option<usize>) -> u32 {
         let number = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
         let tenant = tenant.map(number);
         if group == self.group_tenants.len() {
             self.group_tenants.push(tenant);
         }
-        let is_extra = match json {
-            SpaceJson::Good(space) => !space.kind().is_full() || !space.draft().is_empty(),
-            _ => false,
-        };
         self.spaces.push(Listed {
             key,
+            space,
             group: number(group),
             tenant,
-            is_extra,
         });
         number(self.spaces.len() - 1)
     }
@@ -493,11 +562,13 @@ impl Found {
         if let Some(tenant) = of.tenant {
             *self.by_tenant.entry(tenant).or_default() += bytes;
         }
+        let is_extra = of.space.as_ref();
+        let is_extra = is_extra.is_some_and(|space| !space.kind().is_full() || !space.draft().is_empty());
         self.objects.push(Object {
             group: of.group,
             hash,
             space,
-            is_extra: of.is_extra,
+            is_extra,
             bytes,
             modified,
         });

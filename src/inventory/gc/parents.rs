@@ -2,6 +2,9 @@
 //!
 //! A chunk's parent never changes, for its hash is made of it. So a header is read once, and what it said may be kept for
 //! ever: in memory for the next run of a daemon, in a file for the next run of a command.
+//!
+//! What is kept is what one object said. The same hash may be in many spaces: an engine's own hashes are the same in all
+//! models and tenants, and anybody may store them there with any parent. [`parent_of`] says which objects count.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,12 +14,39 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::GcError;
-use crate::format::ChunkHash;
+use crate::format::{ChunkHash, ChunkId, SpaceKey};
+
+/// Of the file. The first one had chunks without their spaces.
+const VERSION: u32 = 2;
+/// The parent of a first chunk, and of one whose engine did not tell it.
+const UNTOLD: ChunkHash = ChunkHash([0; 32]);
+
+/// The parent of a chunk by its objects in the spaces of one model, each with whether its space is protected: those come
+/// first, and where one of them tells, the others don't count, for anybody can store these. A parent counts more than
+/// none told. `say`: what an object's header says, if it is a good one. Err: this object must be read before.
+pub fn parent_of(
+    objects: impl Iterator<Item = (ChunkId, bool)>,
+    say: impl Fn(&ChunkId) -> Option<Option<ChunkHash>>,
+) -> Result<Option<ChunkHash>, ChunkId> {
+    let mut untold = None;
+    for (object, is_protected) in objects {
+        if untold.is_some_and(|by_protected| by_protected != is_protected) {
+            break;
+        }
+        match say(&object) {
+            None => return Err(object),
+            Some(None) => {}
+            Some(Some(UNTOLD)) => untold = Some(is_protected),
+            Some(parent) => return Ok(parent),
+        }
+    }
+    Ok(untold.map(|_| UNTOLD))
+}
 
 /// See the [module](self). With a file, also the beginning of the removal that is under way.
 #[derive(Debug, Default)]
 pub struct Parents {
-    known: HashMap<ChunkHash, ChunkHash, foldhash::fast::RandomState>,
+    known: HashMap<ChunkId, ChunkHash, foldhash::fast::RandomState>,
     file: Option<Log>,
 }
 
@@ -27,9 +57,11 @@ struct Log {
     out: BufWriter<File>,
 }
 
-/// The file's first line. Each other line is a chunk's hash and its parent's.
+/// The file's first line. Each other line is a chunk's space, its hash and its parent's.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Head {
+    #[serde(default)]
+    version: u32,
     /// Which bucket and prefix it is of.
     place: String,
     /// The server's clock when the removal under way began.
@@ -50,6 +82,11 @@ impl Parents {
                 let mut lines = BufReader::new(file.map_err(fail)?).lines();
                 let first = lines.next().transpose().map_err(fail)?.unwrap_or_default();
                 let head: Head = serde_json::from_str(&first).map_err(|error| fail(error.into()))?;
+                if head.version != VERSION {
+                    return Err(fail(io::Error::other(
+                        "it is of another version of kvgate: give another file with --resume, or remove this one",
+                    )));
+                }
                 if head.place != place {
                     return Err(GcError::OtherPlace {
                         path: path.to_owned(),
@@ -61,16 +98,18 @@ impl Parents {
                 // The last line of a run that was killed may be cut.
                 for line in lines {
                     let line = line.map_err(fail)?;
-                    if let Some((chunk, parent)) = line.split_once(' ')
+                    if let [space, chunk, parent] = line.split(' ').collect::<Vec<_>>()[..]
+                        && let Some(space) = SpaceKey::from_hex(space)
                         && let (Ok(chunk), Ok(parent)) = (chunk.parse(), parent.parse())
                     {
-                        known.insert(chunk, parent);
+                        known.insert((space, chunk), parent);
                     }
                 }
             }
         }
         let mut parents = Self { known, file: None };
         let head = Head {
+            version: VERSION,
             place: place.to_owned(),
             began,
         };
@@ -83,15 +122,16 @@ impl Parents {
         self.file.as_ref()?.head.began
     }
 
-    pub fn get(&self, chunk: &ChunkHash) -> Option<ChunkHash> {
-        self.known.get(chunk).copied()
+    pub fn get(&self, object: &ChunkId) -> Option<ChunkHash> {
+        self.known.get(object).copied()
     }
 
-    pub fn add(&mut self, chunk: ChunkHash, parent: ChunkHash) -> Result<(), GcError> {
-        self.known.insert(chunk, parent);
+    pub fn add(&mut self, object: ChunkId, parent: ChunkHash) -> Result<(), GcError> {
+        self.known.insert(object, parent);
+        let (space, chunk) = object;
         match &mut self.file {
             None => Ok(()),
-            Some(log) => writeln!(log.out, "{chunk} {parent}").map_err(|cause| log.fail(cause)),
+            Some(log) => writeln!(log.out, "{space} {chunk} {parent}").map_err(|cause| log.fail(cause)),
         }
     }
 
@@ -102,13 +142,9 @@ impl Parents {
         }
     }
 
-    /// Forgets chunks that are not there any more, and notes when the removal under way began; None: it has ended.
-    pub fn settle(
-        &mut self,
-        is_there: impl Fn(&ChunkHash) -> bool,
-        began: Option<i64>,
-    ) -> Result<(), GcError> {
-        self.known.retain(|chunk, _| is_there(chunk));
+    /// Forgets objects that are not there any more, and notes when the removal under way began; None: it has ended.
+    pub fn settle(&mut self, is_there: impl Fn(&ChunkId) -> bool, began: Option<i64>) -> Result<(), GcError> {
+        self.known.retain(|object, _| is_there(object));
         let Some(Log { path, head, .. }) = self.file.take() else {
             return Ok(());
         };
@@ -121,8 +157,8 @@ impl Parents {
         let part = path.with_extension("part");
         let mut out = BufWriter::new(File::create(&part)?);
         writeln!(out, "{}", serde_json::to_string(&head)?)?;
-        for (chunk, parent) in &self.known {
-            writeln!(out, "{chunk} {parent}")?;
+        for ((space, chunk), parent) in &self.known {
+            writeln!(out, "{space} {chunk} {parent}")?;
         }
         out.flush()?;
         std::fs::rename(&part, path)?;
@@ -151,6 +187,12 @@ mod tests {
         ChunkHash([number; 32])
     }
 
+    /// The chunk 9 in this space.
+    fn object(space: u8) -> ChunkId {
+        let space = SpaceKey::from_hex(&format!("{space:02x}").repeat(16)).unwrap();
+        (space, hash(9))
+    }
+
     #[test]
     fn a_killed_run_leaves_what_it_read() {
         let folder = tempfile::tempdir().unwrap();
@@ -158,22 +200,78 @@ mod tests {
         let mut parents = Parents::open(&path, "a").unwrap();
         assert_eq!(parents.began(), None);
         parents.settle(|_| true, Some(7)).unwrap();
-        parents.add(hash(1), hash(0)).unwrap();
-        parents.add(hash(2), hash(1)).unwrap();
+        parents.add(object(1), hash(0)).unwrap();
+        parents.add(object(2), hash(1)).unwrap();
         parents.flush().unwrap();
         // It dies here, in the middle of a line.
         let mut text = std::fs::read_to_string(&path).unwrap();
         text.push_str("0303");
         std::fs::write(&path, text).unwrap();
         let mut parents = Parents::open(&path, "a").unwrap();
-        assert_eq!((parents.began(), parents.get(&hash(2))), (Some(7), Some(hash(1))));
+        assert_eq!(
+            (parents.began(), parents.get(&object(1)), parents.get(&object(2))),
+            (Some(7), Some(hash(0)), Some(hash(1)))
+        );
         assert_eq!(parents.known.len(), 2);
-        parents.settle(|chunk| *chunk == hash(1), None).unwrap();
+        parents.settle(|chunk| *chunk == object(1), None).unwrap();
         let parents = Parents::open(&path, "a").unwrap();
         assert_eq!((parents.began(), parents.known.len()), (None, 1));
         assert!(matches!(
             Parents::open(&path, "b"),
             Err(GcError::OtherPlace { .. })
         ));
+    }
+
+    #[test]
+    fn a_file_without_spaces_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gc");
+        let old = format!("{{\"place\":\"a\",\"began\":7}}\n{} {}\n", hash(1), hash(0));
+        std::fs::write(&path, &old).unwrap();
+        let error = Parents::open(&path, "a").unwrap_err().to_string();
+        assert!(
+            error.contains("another version") && error.contains("--resume"),
+            "{error}"
+        );
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), old, "it is left alone");
+    }
+
+    #[test]
+    fn an_object_that_anybody_may_store_hides_no_parent() {
+        // By space: what its object says.
+        let said = [None, Some(UNTOLD), Some(hash(3)), Some(hash(4)), Some(UNTOLD)];
+        let by = |spaces: &[(u8, bool)]| {
+            let objects = spaces
+                .iter()
+                .map(|&(space, is_protected)| (object(space), is_protected));
+            let say = |id: &ChunkId| (0..5).find(|space| object(*space) == *id);
+            parent_of(objects, |id| Some(said[usize::from(say(id)?)])).unwrap()
+        };
+        assert_eq!(
+            by(&[(1, false), (2, false)]),
+            Some(hash(3)),
+            "untold, and a parent"
+        );
+        assert_eq!(by(&[(2, true), (3, false)]), Some(hash(3)), "the protected one");
+        assert_eq!(by(&[(1, true), (3, false)]), Some(UNTOLD), "the protected one");
+        assert_eq!(by(&[(1, true), (2, true), (3, false)]), Some(hash(3)));
+        assert_eq!(
+            by(&[(0, true), (3, false)]),
+            Some(hash(4)),
+            "the protected one is damaged"
+        );
+        assert_eq!(by(&[(0, true), (1, false), (4, false)]), Some(UNTOLD));
+        assert_eq!(by(&[(0, false)]), None);
+        // They are read as far as that takes.
+        let read = |read: &[u8]| {
+            let objects = [(object(1), true), (object(2), true), (object(3), false)];
+            let is_read = |id: &ChunkId| read.iter().any(|space| object(*space) == *id);
+            let say =
+                |id: &ChunkId| is_read(id).then(|| said[usize::from(id.0.to_string().as_bytes()[1] - b'0')]);
+            parent_of(objects.into_iter(), say)
+        };
+        assert_eq!(read(&[]), Err(object(1)));
+        assert_eq!(read(&[1]), Err(object(2)));
+        assert_eq!(read(&[1, 2]), Ok(Some(hash(3))));
     }
 }

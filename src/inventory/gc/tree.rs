@@ -89,6 +89,7 @@ impl Tree {
         Self { objects, nodes }
     }
 
+    #[cfg(test)]
     pub fn hash(&self, node: usize) -> ChunkHash {
         self.objects[self.nodes[node].objects.start].hash
     }
@@ -103,9 +104,9 @@ impl Tree {
     }
 
     /// Finds each node's parent among the nodes, and with it when each was last used.
-    pub fn link(&mut self, parent_of: impl Fn(&ChunkHash) -> Option<ChunkHash>) {
+    pub fn link(&mut self, parent_of: impl Fn(&Self, usize) -> Option<ChunkHash>) {
         for node in 0..self.nodes.len() {
-            let parent = parent_of(&self.hash(node));
+            let parent = parent_of(self, node);
             let parent = parent.and_then(|parent| self.find(self.group(node), &parent));
             self.nodes[node].parent = parent.filter(|&parent| parent != node);
         }
@@ -261,7 +262,7 @@ mod tests {
             .enumerate()
             .filter_map(|(number, (parent, ..))| Some((hash(number), hash((*parent)?))))
             .collect();
-        tree.link(|hash| parents.get(hash).copied());
+        tree.link(|tree, node| parents.get(&tree.hash(node)).copied());
         tree
     }
 

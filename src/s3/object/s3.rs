@@ -23,8 +23,8 @@ use super::client::{self, S3ClientError, S3Options};
 use super::error::{ErrorKind, ObjectError, Operation};
 use super::reads::{AnswerHead, Read, ReadError, Reads};
 use super::store::{
-    CallCounters, Condition, GetFuture, GetRange, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
-    RequestTimes, Result, StoreFuture, Version,
+    CallCounters, Condition, GetFuture, GetRange, LifecycleRules, ListPage, Listed, ObjectMeta, ObjectStore,
+    RequestCounts, RequestTimes, Result, StoreFuture, Version,
 };
 use crate::metrics::Times;
 use crate::s3::dns::NameState;
@@ -386,12 +386,16 @@ impl ObjectStore for S3 {
         Box::pin(self.clock(deadline))
     }
 
-    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<String>> {
-        Box::pin(self.lifecycle_xml(deadline))
+    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<LifecycleRules>> {
+        Box::pin(self.get_lifecycle(deadline))
     }
 
-    fn set_lifecycle<'a>(&'a self, xml: Option<&'a str>, deadline: Instant) -> StoreFuture<'a, ()> {
-        Box::pin(self.put_lifecycle(xml, deadline))
+    fn set_lifecycle<'a>(
+        &'a self,
+        rules: Option<&'a LifecycleRules>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ()> {
+        Box::pin(self.put_lifecycle(rules, deadline))
     }
 
     fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {

@@ -76,6 +76,15 @@ pub struct ListPage {
     pub next: Option<String>,
 }
 
+/// The lifecycle rules of a bucket, as the server gives them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LifecycleRules {
+    pub xml: String,
+    /// AWS's setting beside the document: which objects are too small to be moved to another storage class. A write without
+    /// it resets it.
+    pub smallest_moved: Option<String>,
+}
+
 /// The calls that kvgate makes. All end by their deadline, with an error of kind `Deadline` if need be; dropping a
 /// future gives the call up.
 pub trait ObjectStore: Send + Sync + 'static {
@@ -168,14 +177,18 @@ pub trait ObjectStore: Send + Sync + 'static {
         lacks(Operation::Bucket, "the server's clock", deadline)
     }
 
-    /// The XML of the bucket's lifecycle rules, as the server gives it; None where there are none.
-    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<String>> {
+    /// The bucket's lifecycle rules; None where there are none.
+    fn lifecycle(&self, deadline: Instant) -> StoreFuture<'_, Option<LifecycleRules>> {
         lacks(Operation::Bucket, "lifecycle", deadline)
     }
 
-    /// Replaces all lifecycle rules of the bucket by this XML; None removes them.
-    fn set_lifecycle<'a>(&'a self, xml: Option<&'a str>, deadline: Instant) -> StoreFuture<'a, ()> {
-        let _ = xml;
+    /// Replaces all lifecycle rules of the bucket by these; None removes them.
+    fn set_lifecycle<'a>(
+        &'a self,
+        rules: Option<&'a LifecycleRules>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ()> {
+        let _ = rules;
         lacks(Operation::Bucket, "lifecycle", deadline)
     }
 

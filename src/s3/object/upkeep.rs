@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use super::error::{ErrorKind, ObjectError, Operation};
 use super::reads::encode_key;
 use super::s3::{S3, by, quoted};
-use super::store::Result;
+use super::store::{LifecycleRules, Result};
 
 impl S3 {
     pub(super) async fn front(&self, key: &str, bytes: usize, deadline: Instant) -> Result<Bytes> {
@@ -80,7 +80,7 @@ impl S3 {
         .await
     }
 
-    pub(super) async fn lifecycle_xml(&self, deadline: Instant) -> Result<Option<String>> {
+    pub(super) async fn get_lifecycle(&self, deadline: Instant) -> Result<Option<LifecycleRules>> {
         let operation = Operation::Bucket;
         self.call(operation, &self.bucket, deadline, |route| async move {
             let seen = Seen::default();
@@ -95,27 +95,37 @@ impl S3 {
                     Err(other())
                 }
                 answer => {
-                    self.answer(operation, &self.bucket, async { answer }).await?;
+                    let answer = self.answer(operation, &self.bucket, async { answer }).await?;
                     let body = seen.take().body;
                     let body = body.filter(|body| body.contains("LifecycleConfiguration"));
-                    body.ok_or_else(other).map(Some)
+                    let smallest = answer.transition_default_minimum_object_size();
+                    Ok(Some(LifecycleRules {
+                        xml: body.ok_or_else(other)?,
+                        smallest_moved: smallest.map(|smallest| smallest.as_str().to_owned()),
+                    }))
                 }
             }
         })
         .await
     }
 
-    pub(super) async fn put_lifecycle(&self, xml: Option<&str>, deadline: Instant) -> Result<()> {
+    pub(super) async fn put_lifecycle(
+        &self,
+        rules: Option<&LifecycleRules>,
+        deadline: Instant,
+    ) -> Result<()> {
         let operation = Operation::Bucket;
         self.call(operation, &self.bucket, deadline, |route| async move {
-            let Some(xml) = xml else {
+            let Some(rules) = rules else {
                 let request = self.client.delete_bucket_lifecycle().bucket(&self.bucket);
                 let request = by(route, request.customize()).send();
                 return self.answer(operation, &self.bucket, request).await.map(drop);
             };
             let request = self.client.put_bucket_lifecycle_configuration();
+            let smallest = rules.smallest_moved.as_deref().map(Into::into);
+            let request = request.set_transition_default_minimum_object_size(smallest);
             let request = by(route, request.bucket(&self.bucket).customize());
-            let request = request.interceptor(Body(xml.to_owned())).send();
+            let request = request.interceptor(Body(rules.xml.clone())).send();
             self.answer(operation, &self.bucket, request).await.map(drop)
         })
         .await

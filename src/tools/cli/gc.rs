@@ -15,7 +15,7 @@ use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
 use crate::config::units::{ByteSize, parse_duration};
 use crate::format::{SpaceId, SpaceKey};
-use crate::inventory::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+use crate::inventory::{Collected, Count, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
 
 /// Removes the chunks that are least worth keeping: down to a size, or unused for a time.
 #[derive(Debug, Args)]
@@ -168,14 +168,16 @@ impl GcArgs {
 }
 
 fn json(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
-    let space = |(key, count): &(SpaceKey, crate::inventory::Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
+    let space = |(key, count): &(SpaceKey, Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
+    let spaces = |of: &[_]| of.iter().map(space).collect::<Vec<_>>();
     let removed = collected.map(|collected| collected.removed).unwrap_or_default();
     out.json(&json!({
         "dry_run": collected.is_none(),
         "began": plan.began,
         "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
         "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
-        "spaces": plan.by_space.iter().map(space).collect::<Vec<_>>(),
+        "spaces": spaces(&plan.by_space),
+        "unnamed": spaces(&plan.unnamed),
         "removed": { "objects": removed.chunks, "bytes": removed.bytes },
         "kept": collected.map_or(0, |collected| collected.kept),
     }))
@@ -194,12 +196,22 @@ fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
         what(plan.found),
         time(plan.began)
     ))?;
+    if !plan.unnamed.is_empty() {
+        let mut left = Count::default();
+        plan.unnamed
+            .iter()
+            .for_each(|(_, of)| left.add(of.chunks, of.bytes));
+        out.line(format_args!(
+            "left     {} in {} without a space.json that can be read: `kvgate ls` shows them, and --space ID takes one",
+            what(left),
+            count(plan.unnamed.len() as u64, "space")
+        ))?;
+    }
     let Some(collected) = collected else {
         out.line(format_args!("would go {}", what(plan.planned)))?;
         if !plan.by_space.is_empty() {
-            let row = |(key, of): &(SpaceKey, crate::inventory::Count)| {
-                vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)]
-            };
+            let row =
+                |(key, of): &(SpaceKey, Count)| vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)];
             let rows: Vec<_> = plan.by_space.iter().map(row).collect();
             out.line("")?;
             out.table(&["space", ">objects", ">bytes"], &rows)?;

@@ -97,7 +97,7 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
     let bucket = OpenBucket::open(config).await?;
     let before = bucket.inventory.lifecycle().await?;
     let after = match change.filter(|_| !dry_run) {
-        Some(days) => bucket.inventory.set_lifecycle(days).await?,
+        Some(days) => bucket.inventory.set_lifecycle(&before, days).await?,
         None => before.clone(),
     };
     let had = ours(&before)?.and_then(|rule| rule.days);

@@ -5,7 +5,8 @@
 //! limit, so that nothing hangs. The requests are those of the product: [`S3`], its resolver and its connections.
 //!
 //! **What it leaves.** Objects are written under `.kvgate/doctor-...` of the prefix and removed at the end, also when the
-//! examination is stopped: that ends it between two requests, not within one. On disks it opens files without a name.
+//! examination is stopped: that ends it between two requests, not within one. What one leaves that is killed, a later one
+//! removes after a day. On disks it opens files without a name.
 //!
 //! **Not for** watching a node that runs: `kvgate stat` and the metrics do that. It knows nothing of printing.
 //!
@@ -238,7 +239,11 @@ async fn objects(
     } else if !skips && !stop.is_set() {
         tell(Finding::not_checked("transfer", "nothing may be written"));
     }
-    own.remove(limit).await.into_iter().for_each(tell);
+    own.remove(limit).await.into_iter().for_each(&mut *tell);
+    if rights.may_write && !stop.is_set() {
+        let left = OwnObjects::remove_left(s3, &keys, limit).await;
+        left.into_iter().for_each(tell);
+    }
 }
 
 /// This machine, S3 aside.

@@ -1,4 +1,4 @@
-//! The objects that an examination writes, and their removal.
+//! The objects that an examination writes, and their removal: at its end, or, when it was killed, by a later one.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -10,6 +10,10 @@ use crate::format::KeyPrefix;
 use crate::s3::object::{ErrorKind, ObjectStore, S3};
 
 const CHECK: &str = "cleanup";
+/// The start of the names of all examinations' objects; a number follows.
+const NAME: &str = "doctor-";
+/// No examination takes so long, so objects that are older are of one that was killed.
+const OVER: Duration = Duration::from_secs(24 * 3600);
 
 pub struct OwnObjects {
     store: Arc<S3>,
@@ -23,7 +27,7 @@ impl OwnObjects {
     pub fn new(store: Arc<S3>, keys: &KeyPrefix) -> Self {
         Self {
             store,
-            start: keys.own(&format!("doctor-{:016x}/", fastrand::u64(..))),
+            start: keys.own(&format!("{NAME}{:016x}/", fastrand::u64(..))),
             keys: Mutex::default(),
         }
     }
@@ -36,6 +40,33 @@ impl OwnObjects {
             keys.push(key.clone());
         }
         key
+    }
+
+    /// Removes what earlier examinations left that were killed: up to 1000 objects.
+    pub async fn remove_left(store: &S3, keys: &KeyPrefix, limit: Duration) -> Option<Finding> {
+        let place = keys.own(NAME);
+        let deadline = Instant::now() + limit;
+        let removed = async {
+            let until = store.server_time(deadline).await? - OVER.as_secs().cast_signed();
+            let mut left = store.list(&place, None, deadline).await?.objects;
+            left.retain(|object| object.modified < until);
+            let keys: Vec<String> = left.into_iter().map(|object| object.key).collect();
+            store.delete(&keys, deadline).await.map(|()| keys.len())
+        };
+        match removed.await {
+            Ok(0) => None,
+            Ok(removed) => Some(Finding::ok(
+                CHECK,
+                format!(
+                    "{removed} objects under {place}... of an earlier examination, which was killed, are removed"
+                ),
+            )),
+            Err(error) => Some(Finding::warning(
+                CHECK,
+                format!("what earlier examinations may have left can't be removed: {error}"),
+                format!("Remove objects under {place}... that are older than a day"),
+            )),
+        }
     }
 
     /// Removes all that may be there, and looks whether anything is left.
