@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
 use kvgate::format::{DigestKind, Header, Keyring, PlaneDigest, Protection, Space, TenantKeys, TenantSecret};
-use kvgate::protocol::{LookupRequest, Order, Strategy};
+use kvgate::protocol::{CommitOutcome, LookupRequest, Order, Strategy};
 
 use crate::support::backends::{Backend, on_backends};
 use crate::support::daemon;
@@ -444,6 +444,87 @@ async fn a_daemon_serves_a_tenant_with_keys() {
         let config = format!("{:?}", place.config(&settings));
         assert!(!config.contains(&"05".repeat(8)) && !config.contains(&"06".repeat(8)));
     }
+}
+
+/// No chunk is taken that could not be signed, and nothing is lost without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_space_whose_key_a_reload_takes_away_is_refused() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let place = daemon::Site::new().await;
+        let serving = place.serve(&[("keys.file", file.as_str())]).await;
+        serving.ready().await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        let id = daemon::id(&prompt.space);
+        let engine = serving.attach("one").await;
+        assert_eq!(
+            daemon::store(&serving.client, &engine, &prompt).await,
+            ["stored"; N]
+        );
+        serving.flush().await;
+        let more = Prompt::of(prompt.space.clone(), N + 1);
+        let last = daemon::chunks(&more).split_off(N);
+        let reserved = engine.reserve(&id, last.clone()).await.unwrap();
+        let name = daemon::write(&engine, &more, N, &reserved.own, &reserved.chunks[0]);
+
+        let ring = serving.node.gateway().keyring().clone();
+        let (before, none) = (Keyring::default(), Keyring::default());
+        before.replace(&ring);
+        ring.replace(&none);
+        let committed = engine.commit(vec![name]).await.unwrap();
+        assert!(
+            matches!(&committed.slots[0], CommitOutcome::Refused { code, .. } if code == "no_key"),
+            "{committed:?}"
+        );
+        let refused = engine.reserve(&id, last.clone()).await.unwrap_err().to_string();
+        assert!(refused.contains("no_key"), "{refused}");
+        let lookup = LookupRequest {
+            space: id.clone(),
+            hashes: Some(more.hashes.clone()),
+            ..LookupRequest::default()
+        };
+        let refused = serving.client.lookup(&lookup).await.unwrap_err().to_string();
+        assert!(refused.contains("no_key"), "{refused}");
+
+        ring.replace(&before);
+        let there = serving.client.lookup(&lookup).await.unwrap();
+        assert_eq!(there.prefix, N, "the chunk that could not be signed is no hit");
+        let stored = daemon::store(&serving.client, &engine, &more).await;
+        assert_eq!(stored[N], "stored");
+        serving.flush().await;
+        assert_eq!(serving.client.flush(None).await.unwrap().dropped, 0);
+        drop(engine);
+        serving.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_that_demands_a_protection_ends_plain_stores() {
+    let place = daemon::Site::new().await;
+    let serving = place.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::of(space_of("acme", Protection::None), N);
+    let (id, engine) = (daemon::id(&prompt.space), serving.attach("one").await);
+    daemon::store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let demands = TenantKeys {
+        protection: Some(Protection::Encrypted),
+        keys: vec![key(1)],
+        ..TenantKeys::default()
+    };
+    let demands = Keyring::new([("acme".to_owned(), demands)].into());
+    serving.node.gateway().keyring().replace(&demands);
+    let more = daemon::chunks(&Prompt::of(prompt.space.clone(), N + 1));
+    let refused = engine.reserve(&id, more).await.unwrap_err().to_string();
+    assert!(refused.contains("wrong_protection"), "{refused}");
+    let chunk = format!("/v1/chunks/{id}/{}", prompt.hashes[0]);
+    let refused = serving.client.get(&chunk).await.unwrap_err().to_string();
+    assert!(refused.contains("wrong_protection"), "{refused}");
+    // The plain chunks can still be removed.
+    serving.client.delete(&chunk).await.unwrap();
+    drop(engine);
+    serving.end().await;
 }
 
 /// Neither the bucket nor a disk has a word of it, and both give it back.
