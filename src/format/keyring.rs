@@ -201,6 +201,16 @@ impl Keyring {
         })
     }
 
+    /// Whether the key is here by now that a header named.
+    pub fn has(&self, error: &HeaderError) -> bool {
+        let HeaderError::NoKey { key, tenant } = error else {
+            return true;
+        };
+        let tenants = self.tenants();
+        let mut keys = tenants.get(tenant).into_iter().flat_map(|tenant| &tenant.keys);
+        keys.any(|one| KeyId::of(one) == *key)
+    }
+
     fn newest(&self, space: &Space) -> Result<TenantSecret, KeyError> {
         let tenants = self.tenants();
         let key = tenants.get(space.tenant()).and_then(|tenant| tenant.keys.first());

@@ -598,6 +598,95 @@ async fn encrypted_chunks_are_plain_in_memory_only() {
     }
 }
 
+/// Chunks that S3 never got, of a tenant whose key is gone: those of another tenant are sent nevertheless.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_key_keeps_back_no_other_tenants_chunks() {
+    for protection in PROTECTIONS {
+        let mut place = daemon::Site::new().await;
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, acme: &str| {
+            let tenant = |name, key: &str| {
+                format!("[[tenant]]\nname = \"{name}\"\nkeys = [\"command:printf %064d {key}\"]\n")
+            };
+            let path = folder.path().join(name);
+            std::fs::write(&path, tenant("acme", acme) + &tenant("other", "7")).unwrap();
+            path.display().to_string()
+        };
+        let (file, wrong) = (file("keys.toml", "5"), file("wrong.toml", "6"));
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let disk = disk.display().to_string();
+        let of = |file| {
+            [
+                ("keys.file", file),
+                ("disk.paths", disk.as_str()),
+                ("disk.size", "64MiB"),
+                ("api.degraded", "true"),
+                ("store.drain", "1s"),
+            ]
+        };
+        let [acme, other] = ["acme", "other"].map(|tenant| Prompt::of(space_of(tenant, protection), 3));
+        let store = place.store().await;
+        place.stop_s3().await;
+        let serving = place.serve_over(Arc::clone(&store), &of(file.as_str())).await;
+        let engine = serving.attach("one").await;
+        for prompt in [&acme, &other] {
+            assert_eq!(
+                daemon::store(&serving.client, &engine, prompt).await,
+                ["stored"; 3]
+            );
+        }
+        daemon::eventually(|| {
+            serving
+                .node
+                .status()
+                .tiers
+                .disk
+                .is_some_and(|disk| disk.disks[0].dirty == 6)
+        })
+        .await;
+        drop(engine);
+        assert_eq!(serving.end().await.dropped, 0, "the disk has them");
+        place.start_s3().await;
+
+        let serving = place.serve_over(Arc::clone(&store), &of(wrong.as_str())).await;
+        let waiting = || serving.node.status().tiers.write_behind.backlog_chunks;
+        daemon::eventually(|| waiting() <= 3).await;
+        for (prompt, is_there) in [(&acme, false), (&other, true)] {
+            for hash in &prompt.hashes {
+                let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+                let head = store.head(&key, crate::support::fixture::soon()).await;
+                assert_eq!(head.is_ok(), is_there, "{head:?}");
+            }
+        }
+        daemon::eventually(|| {
+            let troubles = serving.node.status().troubles;
+            troubles
+                .iter()
+                .any(|trouble| trouble.what.contains("which is not here"))
+        })
+        .await;
+        // The disk's reason is told, not that S3 lacks the chunk.
+        serving.client.declare(&acme.space).await.unwrap();
+        let engine = serving.attach("one").await;
+        let loaded = daemon::load(&engine, &acme, "a", Order::Chunk).await;
+        assert_eq!(loaded, ["no_key"; 3]);
+        assert_eq!(waiting(), 3, "none was given up");
+        drop(engine);
+        serving.end().await;
+
+        let serving = place.serve_over(store, &of(file.as_str())).await;
+        serving.flush().await;
+        assert_eq!(waiting_at_rest(&serving), 0);
+        serving.end().await;
+    }
+}
+
+fn waiting_at_rest(serving: &daemon::Serving) -> u64 {
+    let behind = serving.node.status().tiers.write_behind;
+    behind.backlog_chunks + behind.lost
+}
+
 /// A daemon with another key: what is on its disk stays there, and is served again when the key is back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_missing_key_harms_nothing_on_disk() {

@@ -275,6 +275,11 @@ impl Gateway {
         self.0.bucket.store.check_bucket(deadline).await
     }
 
+    /// The latest chunk that could not be used for want of a key, if that happens now.
+    pub fn keyless(&self) -> Option<String> {
+        self.0.bucket.warnings.keyless.latest()
+    }
+
     /// The keys of tenants.
     pub fn keyring(&self) -> &Keyring {
         &self.0.bucket.options.keyring
