@@ -211,6 +211,12 @@ impl Keyring {
         keys.any(|one| KeyId::of(one) == *key)
     }
 
+    /// Whether the key of an object is the one that writes in its space now. In a space without protection none is.
+    pub fn is_newest(&self, space: &Space, key: Option<KeyId>) -> bool {
+        let newest = || self.newest(space).ok().map(|newest| KeyId::of(&newest));
+        space.protection().is_none() || key.is_some() && key == newest()
+    }
+
     fn newest(&self, space: &Space) -> Result<TenantSecret, KeyError> {
         let tenants = self.tenants();
         let key = tenants.get(space.tenant()).and_then(|tenant| tenant.keys.first());

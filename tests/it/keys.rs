@@ -3,19 +3,20 @@
 
 use std::sync::Arc;
 
-use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, Gateway, RefreshOptions, StoreOutcome};
 use kvgate::format::{DigestKind, Header, Keyring, PlaneDigest, Protection, Space, TenantKeys, TenantSecret};
 use kvgate::protocol::{CommitOutcome, LookupRequest, Order, Strategy};
 
 use crate::support::backends::{Backend, on_backends};
 use crate::support::daemon;
-use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
+use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, soon, store_all, store_chunk};
 
 on_backends! {
     forged_objects_are_misses: embedded, rgw, minio;
     forged_objects_heal: embedded, rgw;
     keys_rotate: embedded, rgw;
     a_missing_key_harms_nothing: embedded, rgw;
+    chunks_of_an_old_key_are_left_to_the_rule: embedded, rgw;
     two_tenants_have_nothing_in_common: embedded;
     a_space_without_its_key_is_not_stored: embedded;
 }
@@ -328,6 +329,49 @@ async fn a_missing_key_harms_nothing(backend: &Backend) {
     }
 }
 
+/// Or a rotation would never end.
+async fn chunks_of_an_old_key_are_left_to_the_rule(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        let writer = reader(&site, &ring(&[1]));
+        store_chunk(&writer, &prompt, 0).await;
+        writer.keyring().replace(&ring(&[2, 1]));
+        store_chunk(&writer, &prompt, 1).await;
+        store_chunk(&writer, &prompt, 2).await;
+        let modified = async || {
+            let mut times = Vec::new();
+            for i in 0..N {
+                let head = site.store.head(&site.key(&prompt, i), soon()).await;
+                times.push(head.unwrap().version.modified);
+            }
+            times
+        };
+        let before = modified().await;
+        tokio::time::sleep(std::time::Duration::from_millis(2100)).await;
+        let node = reader(&site, &ring(&[2, 1]));
+        let refresh = tokio::spawn({
+            let node = node.clone();
+            let options = RefreshOptions {
+                after: std::time::Duration::from_secs(2),
+                rate: 1000,
+                queue: 1000,
+                known: 1000,
+            };
+            async move { node.refresh_used(options).await }
+        });
+        // Two chunks, and space.json.
+        while node.refresh_stats().refreshed < 3 {
+            assert_eq!(lookup(&node, &prompt, Strategy::Exact).await.prefix, N);
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        refresh.abort();
+        let after = modified().await;
+        assert_eq!(after[0], before[0], "{protection}: of the old key");
+        assert!(after[1] > before[1] && after[2] > before[2], "{protection}");
+    }
+}
+
 async fn two_tenants_have_nothing_in_common(_: &Backend) {
     for protection in PROTECTIONS {
         let [acme, other] = ["acme", "other"].map(|tenant| space_of(tenant, protection));
@@ -359,12 +403,7 @@ async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
             error.to_string().contains("there is no key of tenant \"nobody\""),
             "{error}"
         );
-        assert!(
-            site.store
-                .head(&site.key(&prompt, 0), crate::support::fixture::soon())
-                .await
-                .is_err()
-        );
+        assert!(site.store.head(&site.key(&prompt, 0), soon()).await.is_err());
     }
 }
 
@@ -556,10 +595,7 @@ async fn encrypted_chunks_are_plain_in_memory_only() {
         let keys = kvgate::format::KeyPrefix::new("");
         for i in 0..6 {
             let key = keys.chunk(prompt.space.key(), &prompt.hashes[i]);
-            let object = store
-                .read(&key, 1 << 24, crate::support::fixture::soon())
-                .await
-                .unwrap();
+            let object = store.read(&key, 1 << 24, soon()).await.unwrap();
             assert_eq!(seen(&object) == 1, is_seen, "{protection}: in the bucket");
         }
         let mut on_disk = 0;
@@ -655,7 +691,7 @@ async fn a_missing_key_keeps_back_no_other_tenants_chunks() {
         for (prompt, is_there) in [(&acme, false), (&other, true)] {
             for hash in &prompt.hashes {
                 let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
-                let head = store.head(&key, crate::support::fixture::soon()).await;
+                let head = store.head(&key, soon()).await;
                 assert_eq!(head.is_ok(), is_there, "{head:?}");
             }
         }
