@@ -58,12 +58,17 @@ impl Episode {
                 began: Instant::now(),
                 times: 0,
                 all: 1,
-                last: String::new(),
+                last: detail.to_string(),
             });
             runtime.spawn(follow(Arc::downgrade(&self.0), every));
         }
         drop(state);
         tracing::warn!("{what}: {detail}");
+    }
+
+    /// The latest occurrence, while an episode goes on.
+    pub fn latest(&self) -> Option<String> {
+        self.0.lock().as_ref().map(|state| state.last.clone())
     }
 }
 
@@ -84,11 +89,7 @@ impl Inner {
         let mut state = self.lock();
         let Some(now) = &mut *state else { return false };
         if now.times > 0 {
-            let (times, all, last) = (
-                std::mem::take(&mut now.times),
-                now.all,
-                std::mem::take(&mut now.last),
-            );
+            let (times, all, last) = (std::mem::take(&mut now.times), now.all, now.last.clone());
             tracing::warn!(
                 times,
                 all,

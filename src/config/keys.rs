@@ -1,11 +1,12 @@
 //! Where the keys of tenants come from: a file, the environment, or a command such as a vault's. `docs/KEYS.md`.
 //!
-//! The file of `[keys] file` only says where each key is, and has none. No message repeats what was read, nor a source
-//! that can't be understood: it may be the key itself.
+//! The file of `[keys] file` only says where each key is, and has none. No message repeats what was read, a command, or
+//! words of that file that can't be understood: they may be a secret. Its commands run as the daemon's user, so others
+//! may not write it.
 
 use std::collections::HashMap;
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,8 @@ const KEY_BYTES_MAX: u64 = 4096;
 const TICK: Duration = Duration::from_millis(10);
 /// Nobody but the owner may write a key's file, and nobody but owner and group read it.
 const TOO_OPEN: u32 = 0o027;
+/// Nobody but the owner may write the file that names the keys.
+const WRITABLE: u32 = 0o022;
 
 /// All that is wrong with the keys.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -84,7 +87,9 @@ impl TryFrom<String> for KeySource {
     fn try_from(text: String) -> Result<Self, Self::Error> {
         match text.split_once(':') {
             Some(("file", path)) if Path::new(path).is_absolute() => Ok(Self::File(path.into())),
-            Some(("env", name)) if !name.is_empty() => Ok(Self::Env(name.into())),
+            Some(("env", name)) if !name.is_empty() && TenantSecret::from_hex(name).is_err() => {
+                Ok(Self::Env(name.into()))
+            }
             Some(("command", command)) if !command.trim().is_empty() => Ok(Self::Command(command.into())),
             _ => {
                 Err("a source is file:/ABSOLUTE/PATH, env:NAME or command:COMMAND, and never the key itself")
@@ -98,7 +103,8 @@ impl fmt::Display for KeySource {
         match self {
             Self::File(path) => write!(f, "file {}", path.display()),
             Self::Env(name) => write!(f, "environment variable {name}"),
-            Self::Command(command) => write!(f, "command `{command}`"),
+            // It may have a password.
+            Self::Command(_) => f.write_str("its command"),
         }
     }
 }
@@ -137,17 +143,20 @@ pub fn read_keys(keys: &Keys) -> Result<Keyring, KeysError> {
             }
             found.map(|(_, protection)| *protection)
         });
-        let mut key_of = |source: KeySource| {
+        let mut key_of = |what: &str, source: KeySource| {
             let key = source.read(keys.timeout);
-            key.map_err(|problem| problems.push(format!("tenant {name:?}: {source} {problem}")))
+            key.map_err(|problem| problems.push(format!("tenant {name:?}, {what}: {source} {problem}")))
                 .ok()
         };
-        let secret = secret.and_then(&mut key_of);
+        let secret = secret.and_then(|source| key_of("secret", source));
         let sources = match sources {
             Sources::One(source) => vec![source],
             Sources::Several(sources) => sources,
         };
-        let mut own: Vec<TenantSecret> = sources.into_iter().filter_map(key_of).collect();
+        let each = sources.into_iter().zip(1..);
+        let mut own: Vec<TenantSecret> = each
+            .filter_map(|(source, number)| key_of(&format!("key {number}"), source))
+            .collect();
         if own.is_empty() {
             own.extend(secret.clone());
         }
@@ -173,10 +182,36 @@ pub fn read_keys(keys: &Keys) -> Result<Keyring, KeysError> {
 }
 
 fn read_tenants(file: &Path) -> Result<Vec<Tenant>, String> {
-    let table = Value::new(None, ValueKind::Table(read_file(file)?));
-    let read: Result<KeysFile, _> = table.try_deserialize();
+    if let Ok(of) = file.metadata() {
+        is_closed(&of, WRITABLE, "go-w")?;
+    }
+    let table = read_file(file).map_err(|problem| place_alone(&problem))?;
+    let read: Result<KeysFile, _> = Value::new(None, ValueKind::Table(table)).try_deserialize();
     read.map(|file| file.tenant)
-        .map_err(|error| format!("it can't be understood: {error}"))
+        .map_err(|error| format!("it can't be understood: {}", without_values(&error.to_string())))
+}
+
+/// What a parser says, but of the text only the line.
+fn place_alone(problem: &str) -> String {
+    let (what, told) = problem.split_once(": ").unwrap_or((problem, ""));
+    if !what.starts_with("is not valid") {
+        return problem.to_owned();
+    }
+    let line = told.split_once("line ").map_or("", |(_, rest)| rest);
+    let line: String = line.chars().take_while(char::is_ascii_digit).collect();
+    match line.is_empty() {
+        true => what.to_owned(),
+        false => format!("{what}: see line {line}"),
+    }
+}
+
+/// What was expected, and not what was there.
+fn without_values(error: &str) -> String {
+    let Some((there, expected)) = error.split_once(", expected ") else {
+        return error.to_owned();
+    };
+    let what = there.split(['`', '"', ':']).next().unwrap_or_default();
+    format!("{}, expected {expected}", what.trim_end())
 }
 
 impl KeySource {
@@ -198,11 +233,16 @@ impl KeySource {
 fn read_closed(path: &Path) -> Result<Zeroizing<String>, String> {
     let unread = |error| format!("can't be read: {error}");
     let file = File::open(path).map_err(unread)?;
-    let of = file.metadata().map_err(unread)?;
-    if of.mode() & TOO_OPEN != 0 {
+    is_closed(&file.metadata().map_err(unread)?, TOO_OPEN, "0400")?;
+    text_of(file)
+}
+
+/// Whether the file has none of these rights, and nobody else owns it.
+fn is_closed(of: &Metadata, too_open: u32, chmod: &str) -> Result<(), String> {
+    if of.mode() & too_open != 0 {
         let mode = of.mode() & 0o777;
         return Err(format!(
-            "has the mode {mode:04o}, so others could have read or written it: chmod 0400 it"
+            "has the mode {mode:04o}, so others could have read or written it: chmod {chmod} it"
         ));
     }
     let own = rustix::process::geteuid().as_raw();
@@ -212,7 +252,7 @@ fn read_closed(path: &Path) -> Result<Zeroizing<String>, String> {
             of.uid()
         ));
     }
-    text_of(file)
+    Ok(())
 }
 
 fn run(command: &str, timeout: Duration) -> Result<Zeroizing<String>, String> {
@@ -287,7 +327,11 @@ mod tests {
         }
 
         fn read(&self, text: &str) -> Result<Keyring, KeysError> {
-            let file = self.file("keys.toml", text, 0o644);
+            self.read_as(text, "keys.toml", 0o644)
+        }
+
+        fn read_as(&self, text: &str, name: &str, mode: u32) -> Result<Keyring, KeysError> {
+            let file = self.file(name, text, mode);
             read_keys(&Keys {
                 file: Some(file.into()),
                 timeout: Duration::from_millis(500),
@@ -298,7 +342,7 @@ mod tests {
             let text = format!("[[tenant]]\nname = \"acme\"\n{tenant}");
             let error = self.read(&text).unwrap_err();
             let said = format!("{error} {error:?}");
-            assert!(!said.contains(KEY), "{said}");
+            assert!(!said.contains(&KEY[4..20]) && !said.contains("hunter2"), "{said}");
             said
         }
     }
@@ -386,10 +430,43 @@ mod tests {
                 "protection = \"sighned\"".into(),
                 "`protection` is one of none, signed, encrypted",
             ),
-            ("keyz = \"env:X\"".into(), "unknown field"),
+            ("keyz = \"env:X\"".into(), "unknown field, expected one of `name`"),
+            (
+                format!("{KEY} = \"env:X\""),
+                "unknown field, expected one of `name`",
+            ),
+            (format!("secret = \"env:{KEY}\""), "a source is file:"),
+            (
+                "secret = \"command:: hunter2; exit 3\"".into(),
+                "tenant \"acme\", secret: its command failed",
+            ),
+            (
+                "keys = [\"env:KVGATE_TEST_NOT_SET\", \"command:exit 3 # hunter2\"]".into(),
+                "tenant \"acme\", key 2: its command failed",
+            ),
+            (format!("secret = {KEY}"), "is not valid TOML: see line 3"),
+            (
+                format!("[[tenant]]\nname = [\"{KEY}\"]\nsecret = \"env:X\""),
+                "expected a string",
+            ),
         ] {
             let said = folder.refused(&tenant);
             assert!(said.contains(told), "{tenant}: {said}");
+        }
+        let whole = folder
+            .read(&format!("tenant = \"{KEY}\""))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            whole.contains("expected a sequence") && !whole.contains(&KEY[4..20]),
+            "{whole}"
+        );
+        for (name, text) in [
+            ("keys.yaml", format!("tenant:\n- name: a\n  secret: [{KEY}\n")),
+            ("keys.json", format!("{{\"tenant\": [{{\"secret\": {KEY}}}]}}")),
+        ] {
+            let said = folder.read_as(&text, name, 0o644).unwrap_err().to_string();
+            assert!(said.contains("see line") && !said.contains(&KEY[4..20]), "{said}");
         }
         let twice = format!(
             "keys = \"command:echo {}\"\n[[tenant]]\nname = \"acme\"\nkeys = \"env:X\"",
@@ -400,5 +477,19 @@ mod tests {
             said.contains("is there twice") && said.contains("is not set"),
             "{said}"
         );
+    }
+
+    /// Its commands run as the daemon's user.
+    #[test]
+    fn a_file_of_keys_that_others_may_write_is_refused() {
+        let folder = Folder::new();
+        let text = format!("[[tenant]]\nname = \"a\"\nkeys = \"command:echo {KEY}\"");
+        for (mode, is_good) in [(0o644, true), (0o664, false), (0o646, false), (0o440, true)] {
+            let read = folder.read_as(&text, "keys.toml", mode);
+            assert_eq!(read.is_ok(), is_good, "{mode:o}");
+            if let Err(error) = read {
+                assert!(error.to_string().contains("chmod go-w"), "{error}");
+            }
+        }
     }
 }

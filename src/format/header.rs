@@ -42,6 +42,16 @@ pub fn place_in_chain(front: &[u8]) -> Option<(ChunkHash, ChunkHash)> {
     is_chunk.then(|| (ChunkHash(array_at(front, 48)), ChunkHash(array_at(front, 80))))
 }
 
+/// Bytes at the front of an object that tell its [key](key_of).
+pub const KEY_LEN: usize = KEY_ID.end;
+
+/// The key that the front of an object names. None: no key, or no chunk of this format. Nothing is checked, as above.
+pub fn key_of(front: &[u8]) -> Option<KeyId> {
+    place_in_chain(front)?;
+    let id = front.get(KEY_ID)?.try_into().ok()?;
+    (id != [0; 16]).then_some(KeyId(id))
+}
+
 /// The description in a chunk's object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {

@@ -118,6 +118,15 @@ impl Keyring {
 
     /// Whether the space may be served here.
     pub fn check(&self, space: &Space) -> Result<(), KeyError> {
+        self.permits(space)?;
+        match space.protection().is_none() {
+            true => Ok(()),
+            false => self.newest(space).map(drop),
+        }
+    }
+
+    /// Whether the tenant's spaces may have this one's protection.
+    fn permits(&self, space: &Space) -> Result<(), KeyError> {
         let tenants = self.tenants();
         let demanded = tenants.get(space.tenant()).and_then(|tenant| tenant.protection);
         match demanded {
@@ -126,14 +135,14 @@ impl Keyring {
                 demanded,
                 given: space.protection(),
             }),
-            _ if space.protection().is_none() => Ok(()),
-            _ => self.newest(space).map(drop),
+            _ => Ok(()),
         }
     }
 
     /// How new objects of a space are digested: with `open` where it is not protected, and in memory where it is
     /// encrypted.
     pub fn writes(&self, space: &Space, open: DigestKind) -> Result<PlaneDigest, KeyError> {
+        self.permits(space)?;
         match space.protection() {
             Protection::None => Ok(PlaneDigest::open(open)),
             Protection::Signed => {
@@ -144,8 +153,10 @@ impl Keyring {
         }
     }
 
-    /// What encrypts a new object of this chunk; None where the space is not encrypted.
+    /// What encrypts a new object of this chunk; None where the space is not encrypted. What was signed before its key
+    /// was taken away still goes out as it is.
     pub fn encrypts(&self, space: &Space, chunk: &ChunkHash) -> Result<Option<PlaneCipher>, KeyError> {
+        self.permits(space)?;
         if space.protection() != Protection::Encrypted {
             return Ok(None);
         }
@@ -188,6 +199,22 @@ impl Keyring {
             Protection::Encrypted => PlaneCheck::Open(PlaneCipher::new(key, space, &header.chunk, seal.salt)),
             _ => PlaneCheck::Digest(PlaneDigest::Signed(signing)),
         })
+    }
+
+    /// Whether the key is here by now that a header named.
+    pub fn has(&self, error: &HeaderError) -> bool {
+        let HeaderError::NoKey { key, tenant } = error else {
+            return true;
+        };
+        let tenants = self.tenants();
+        let mut keys = tenants.get(tenant).into_iter().flat_map(|tenant| &tenant.keys);
+        keys.any(|one| KeyId::of(one) == *key)
+    }
+
+    /// Whether the key of an object is the one that writes in its space now. In a space without protection none is.
+    pub fn is_newest(&self, space: &Space, key: Option<KeyId>) -> bool {
+        let newest = || self.newest(space).ok().map(|newest| KeyId::of(&newest));
+        space.protection().is_none() || key.is_some() && key == newest()
     }
 
     fn newest(&self, space: &Space) -> Result<TenantSecret, KeyError> {

@@ -31,7 +31,8 @@ pub use hash::{
     ChunkHash, ChunkHasher, Extra, HashError, HashScheme, ModelId, PageNames, SpaceId, TenantSecret,
 };
 pub use header::{
-    CHAIN_LEN, FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, Seal, header_len, place_in_chain,
+    CHAIN_LEN, FORMAT_VERSION, HEADER_ALIGN, Header, HeaderError, KEY_LEN, Seal, header_len, key_of,
+    place_in_chain,
 };
 pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};

@@ -176,7 +176,7 @@ impl Node {
     pub fn declare(&self, space: Space) -> Result<Space, NodeError> {
         self.0.gateway.keyring().check(&space)?;
         self.0.gateway.knows(&space);
-        if let Ok(known) = self.space(space.key()) {
+        if let Ok(known) = self.declared(space.key()) {
             return Ok(known);
         }
         let most = self.0.options.spaces_max;
@@ -207,10 +207,12 @@ impl Node {
         self.0.spaces.remove(&oldest).is_some()
     }
 
-    /// All spaces that are declared.
+    /// All spaces that are declared and may be served.
     pub fn spaces(&self) -> Vec<Space> {
-        let declared = self.0.spaces.iter();
-        declared.map(|declared| declared.space.clone()).collect()
+        let declared = self.0.spaces.iter().map(|declared| declared.space.clone());
+        declared
+            .filter(|space| self.0.gateway.keyring().check(space).is_ok())
+            .collect()
     }
 
     /// The engines that are attached, each once, in order.
@@ -220,7 +222,15 @@ impl Node {
         names.into_iter().collect()
     }
 
+    /// A space that is declared and may be served: keys change by a reload.
     pub fn space(&self, key: SpaceKey) -> Result<Space, NodeError> {
+        let space = self.declared(key)?;
+        self.0.gateway.keyring().check(&space)?;
+        Ok(space)
+    }
+
+    /// A space that is declared, also where a reload has taken its key away.
+    pub fn declared(&self, key: SpaceKey) -> Result<Space, NodeError> {
         let declared = self.0.spaces.get(&key);
         let declared = declared.ok_or_else(|| NodeError::UnknownSpace(key.to_string()))?;
         let now = self.0.ids.fetch_add(1, Ordering::Relaxed);

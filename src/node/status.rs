@@ -166,7 +166,7 @@ impl Node {
             },
             spaces,
         };
-        status.troubles = troubles(&status, gateway.write_behind_max() as u64);
+        status.troubles = troubles(&status, gateway.write_behind_max() as u64, gateway.keyless());
         status
     }
 }

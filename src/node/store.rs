@@ -156,8 +156,9 @@ impl Node {
         })
     }
 
-    /// Commits a rank's share of a slot. True if the chunk is a hit from now on.
-    pub fn commit(&self, session: &Session, slot: SlotId) -> Result<bool, SlotError> {
+    /// Commits a rank's share of a slot. True if the chunk is a hit from now on. Fails where a reload has taken the
+    /// space's key away since the reserve: then the chunk is not kept.
+    pub fn commit(&self, session: &Session, slot: SlotId) -> Result<bool, NodeError> {
         let mut ledger = self.ledger();
         let is_written = ledger
             .reserved(slot)
@@ -168,13 +169,15 @@ impl Node {
             self.0
                 .unwritten
                 .tell(&format_args!("slot {} by rank {rank} of {instance:?}", slot.0));
-            return Err(SlotError::Unwritten);
+            return Err(SlotError::Unwritten.into());
         }
         match ledger.commit(session.id, slot)? {
             Committed::Waits => Ok(false),
             Committed::Whole { chunk, reserved } => {
                 // Under the lock, so that no rank reserves the chunk in between.
-                self.0.gateway.commit(chunk.1, reserved.parent, reserved.reserved);
+                self.0
+                    .gateway
+                    .commit(chunk.1, reserved.parent, reserved.reserved)?;
                 Ok(true)
             }
         }

@@ -33,7 +33,7 @@ fn odd(what: impl Into<String>, todo: impl Into<String>) -> Trouble {
 }
 
 /// The worst first.
-pub(super) fn troubles(status: &Status, write_behind_max: u64) -> Vec<Trouble> {
+pub(super) fn troubles(status: &Status, write_behind_max: u64, keyless: Option<String>) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     if !status.s3.answered {
         let todo = "`kvgate doctor` with the same settings says which link is broken: name, address, certificate, clock, keys or \
@@ -45,6 +45,10 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64) -> Vec<Trouble> {
     names(status, &mut troubles);
     disks(status, &mut troubles);
     behind(status, write_behind_max, &mut troubles);
+    if let Some(latest) = keyless {
+        let todo = "Add the key, and reload: `systemctl reload kvgate`. If it was taken away on purpose, nothing is to be done.";
+        troubles.push(odd(format!("A key is not here: {latest}"), todo));
+    }
     troubles.sort_by_key(|trouble| !trouble.is_bad);
     troubles
 }

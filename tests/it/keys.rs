@@ -3,19 +3,20 @@
 
 use std::sync::Arc;
 
-use kvgate::cache::gateway::{AfterMiss, Gateway, StoreOutcome};
+use kvgate::cache::gateway::{AfterMiss, Gateway, RefreshOptions, StoreOutcome};
 use kvgate::format::{DigestKind, Header, Keyring, PlaneDigest, Protection, Space, TenantKeys, TenantSecret};
-use kvgate::protocol::{LookupRequest, Order, Strategy};
+use kvgate::protocol::{CommitOutcome, LookupRequest, Order, Strategy};
 
 use crate::support::backends::{Backend, on_backends};
 use crate::support::daemon;
-use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, store_all, store_chunk};
+use crate::support::fixture::{ABSENT_TTL, Prompt, Site, load_codes, lookup, soon, store_all, store_chunk};
 
 on_backends! {
     forged_objects_are_misses: embedded, rgw, minio;
     forged_objects_heal: embedded, rgw;
     keys_rotate: embedded, rgw;
     a_missing_key_harms_nothing: embedded, rgw;
+    chunks_of_an_old_key_are_left_to_the_rule: embedded, rgw;
     two_tenants_have_nothing_in_common: embedded;
     a_space_without_its_key_is_not_stored: embedded;
 }
@@ -328,6 +329,49 @@ async fn a_missing_key_harms_nothing(backend: &Backend) {
     }
 }
 
+/// Or a rotation would never end.
+async fn chunks_of_an_old_key_are_left_to_the_rule(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let site = Site::new(backend.store().await).await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        let writer = reader(&site, &ring(&[1]));
+        store_chunk(&writer, &prompt, 0).await;
+        writer.keyring().replace(&ring(&[2, 1]));
+        store_chunk(&writer, &prompt, 1).await;
+        store_chunk(&writer, &prompt, 2).await;
+        let modified = async || {
+            let mut times = Vec::new();
+            for i in 0..N {
+                let head = site.store.head(&site.key(&prompt, i), soon()).await;
+                times.push(head.unwrap().version.modified);
+            }
+            times
+        };
+        let before = modified().await;
+        tokio::time::sleep(std::time::Duration::from_millis(2100)).await;
+        let node = reader(&site, &ring(&[2, 1]));
+        let refresh = tokio::spawn({
+            let node = node.clone();
+            let options = RefreshOptions {
+                after: std::time::Duration::from_secs(2),
+                rate: 1000,
+                queue: 1000,
+                known: 1000,
+            };
+            async move { node.refresh_used(options).await }
+        });
+        // Two chunks, and space.json.
+        while node.refresh_stats().refreshed < 3 {
+            assert_eq!(lookup(&node, &prompt, Strategy::Exact).await.prefix, N);
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        refresh.abort();
+        let after = modified().await;
+        assert_eq!(after[0], before[0], "{protection}: of the old key");
+        assert!(after[1] > before[1] && after[2] > before[2], "{protection}");
+    }
+}
+
 async fn two_tenants_have_nothing_in_common(_: &Backend) {
     for protection in PROTECTIONS {
         let [acme, other] = ["acme", "other"].map(|tenant| space_of(tenant, protection));
@@ -359,12 +403,7 @@ async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
             error.to_string().contains("there is no key of tenant \"nobody\""),
             "{error}"
         );
-        assert!(
-            site.store
-                .head(&site.key(&prompt, 0), crate::support::fixture::soon())
-                .await
-                .is_err()
-        );
+        assert!(site.store.head(&site.key(&prompt, 0), soon()).await.is_err());
     }
 }
 
@@ -446,6 +485,87 @@ async fn a_daemon_serves_a_tenant_with_keys() {
     }
 }
 
+/// No chunk is taken that could not be signed, and nothing is lost without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_space_whose_key_a_reload_takes_away_is_refused() {
+    for protection in PROTECTIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let file = key_files(folder.path(), &protection.to_string());
+        let place = daemon::Site::new().await;
+        let serving = place.serve(&[("keys.file", file.as_str())]).await;
+        serving.ready().await;
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        let id = daemon::id(&prompt.space);
+        let engine = serving.attach("one").await;
+        assert_eq!(
+            daemon::store(&serving.client, &engine, &prompt).await,
+            ["stored"; N]
+        );
+        serving.flush().await;
+        let more = Prompt::of(prompt.space.clone(), N + 1);
+        let last = daemon::chunks(&more).split_off(N);
+        let reserved = engine.reserve(&id, last.clone()).await.unwrap();
+        let name = daemon::write(&engine, &more, N, &reserved.own, &reserved.chunks[0]);
+
+        let ring = serving.node.gateway().keyring().clone();
+        let (before, none) = (Keyring::default(), Keyring::default());
+        before.replace(&ring);
+        ring.replace(&none);
+        let committed = engine.commit(vec![name]).await.unwrap();
+        assert!(
+            matches!(&committed.slots[0], CommitOutcome::Refused { code, .. } if code == "no_key"),
+            "{committed:?}"
+        );
+        let refused = engine.reserve(&id, last.clone()).await.unwrap_err().to_string();
+        assert!(refused.contains("no_key"), "{refused}");
+        let lookup = LookupRequest {
+            space: id.clone(),
+            hashes: Some(more.hashes.clone()),
+            ..LookupRequest::default()
+        };
+        let refused = serving.client.lookup(&lookup).await.unwrap_err().to_string();
+        assert!(refused.contains("no_key"), "{refused}");
+
+        ring.replace(&before);
+        let there = serving.client.lookup(&lookup).await.unwrap();
+        assert_eq!(there.prefix, N, "the chunk that could not be signed is no hit");
+        let stored = daemon::store(&serving.client, &engine, &more).await;
+        assert_eq!(stored[N], "stored");
+        serving.flush().await;
+        assert_eq!(serving.client.flush(None).await.unwrap().dropped, 0);
+        drop(engine);
+        serving.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_that_demands_a_protection_ends_plain_stores() {
+    let place = daemon::Site::new().await;
+    let serving = place.serve(&[]).await;
+    serving.ready().await;
+    let prompt = Prompt::of(space_of("acme", Protection::None), N);
+    let (id, engine) = (daemon::id(&prompt.space), serving.attach("one").await);
+    daemon::store(&serving.client, &engine, &prompt).await;
+    serving.flush().await;
+    let demands = TenantKeys {
+        protection: Some(Protection::Encrypted),
+        keys: vec![key(1)],
+        ..TenantKeys::default()
+    };
+    let demands = Keyring::new([("acme".to_owned(), demands)].into());
+    serving.node.gateway().keyring().replace(&demands);
+    let more = daemon::chunks(&Prompt::of(prompt.space.clone(), N + 1));
+    let refused = engine.reserve(&id, more).await.unwrap_err().to_string();
+    assert!(refused.contains("wrong_protection"), "{refused}");
+    let chunk = format!("/v1/chunks/{id}/{}", prompt.hashes[0]);
+    let refused = serving.client.get(&chunk).await.unwrap_err().to_string();
+    assert!(refused.contains("wrong_protection"), "{refused}");
+    // The plain chunks can still be removed.
+    serving.client.delete(&chunk).await.unwrap();
+    drop(engine);
+    serving.end().await;
+}
+
 /// Neither the bucket nor a disk has a word of it, and both give it back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn encrypted_chunks_are_plain_in_memory_only() {
@@ -475,10 +595,7 @@ async fn encrypted_chunks_are_plain_in_memory_only() {
         let keys = kvgate::format::KeyPrefix::new("");
         for i in 0..6 {
             let key = keys.chunk(prompt.space.key(), &prompt.hashes[i]);
-            let object = store
-                .read(&key, 1 << 24, crate::support::fixture::soon())
-                .await
-                .unwrap();
+            let object = store.read(&key, 1 << 24, soon()).await.unwrap();
             assert_eq!(seen(&object) == 1, is_seen, "{protection}: in the bucket");
         }
         let mut on_disk = 0;
@@ -515,6 +632,95 @@ async fn encrypted_chunks_are_plain_in_memory_only() {
             std::fs::create_dir(&disk).unwrap();
         }
     }
+}
+
+/// Chunks that S3 never got, of a tenant whose key is gone: those of another tenant are sent nevertheless.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_key_keeps_back_no_other_tenants_chunks() {
+    for protection in PROTECTIONS {
+        let mut place = daemon::Site::new().await;
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, acme: &str| {
+            let tenant = |name, key: &str| {
+                format!("[[tenant]]\nname = \"{name}\"\nkeys = [\"command:printf %064d {key}\"]\n")
+            };
+            let path = folder.path().join(name);
+            std::fs::write(&path, tenant("acme", acme) + &tenant("other", "7")).unwrap();
+            path.display().to_string()
+        };
+        let (file, wrong) = (file("keys.toml", "5"), file("wrong.toml", "6"));
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let disk = disk.display().to_string();
+        let of = |file| {
+            [
+                ("keys.file", file),
+                ("disk.paths", disk.as_str()),
+                ("disk.size", "64MiB"),
+                ("api.degraded", "true"),
+                ("store.drain", "1s"),
+            ]
+        };
+        let [acme, other] = ["acme", "other"].map(|tenant| Prompt::of(space_of(tenant, protection), 3));
+        let store = place.store().await;
+        place.stop_s3().await;
+        let serving = place.serve_over(Arc::clone(&store), &of(file.as_str())).await;
+        let engine = serving.attach("one").await;
+        for prompt in [&acme, &other] {
+            assert_eq!(
+                daemon::store(&serving.client, &engine, prompt).await,
+                ["stored"; 3]
+            );
+        }
+        daemon::eventually(|| {
+            serving
+                .node
+                .status()
+                .tiers
+                .disk
+                .is_some_and(|disk| disk.disks[0].dirty == 6)
+        })
+        .await;
+        drop(engine);
+        assert_eq!(serving.end().await.dropped, 0, "the disk has them");
+        place.start_s3().await;
+
+        let serving = place.serve_over(Arc::clone(&store), &of(wrong.as_str())).await;
+        let waiting = || serving.node.status().tiers.write_behind.backlog_chunks;
+        daemon::eventually(|| waiting() <= 3).await;
+        for (prompt, is_there) in [(&acme, false), (&other, true)] {
+            for hash in &prompt.hashes {
+                let key = kvgate::format::KeyPrefix::new("").chunk(prompt.space.key(), hash);
+                let head = store.head(&key, soon()).await;
+                assert_eq!(head.is_ok(), is_there, "{head:?}");
+            }
+        }
+        daemon::eventually(|| {
+            let troubles = serving.node.status().troubles;
+            troubles
+                .iter()
+                .any(|trouble| trouble.what.contains("which is not here"))
+        })
+        .await;
+        // The disk's reason is told, not that S3 lacks the chunk.
+        serving.client.declare(&acme.space).await.unwrap();
+        let engine = serving.attach("one").await;
+        let loaded = daemon::load(&engine, &acme, "a", Order::Chunk).await;
+        assert_eq!(loaded, ["no_key"; 3]);
+        assert_eq!(waiting(), 3, "none was given up");
+        drop(engine);
+        serving.end().await;
+
+        let serving = place.serve_over(store, &of(file.as_str())).await;
+        serving.flush().await;
+        assert_eq!(waiting_at_rest(&serving), 0);
+        serving.end().await;
+    }
+}
+
+fn waiting_at_rest(serving: &daemon::Serving) -> u64 {
+    let behind = serving.node.status().tiers.write_behind;
+    behind.backlog_chunks + behind.lost
 }
 
 /// A daemon with another key: what is on its disk stays there, and is served again when the key is back.

@@ -131,7 +131,7 @@ async fn a_load_that_joined_one_that_was_given_up_finds_the_chunk_in_memory() {
     let _unanswered = line.still().await;
     let second = load();
     assert!(line.still().await.is_empty(), "it joined the first one");
-    assert!(gateway.commit(chunk, parent, reserved));
+    assert_eq!(gateway.commit(chunk, parent, reserved), Ok(true));
     held.let_go();
     drop(first);
     let outcomes = second.collect().await;
@@ -234,7 +234,7 @@ async fn a_delete_comes_after_this_node_s_own_put() {
             panic!("there is room")
         };
         reserved.slot.payload_mut().copy_from_slice(&prompt.payload(i));
-        assert!(gateway.commit(chunk, parent, reserved));
+        assert_eq!(gateway.commit(chunk, parent, reserved), Ok(true));
     };
     // The space is declared with it.
     commit(0);

@@ -54,7 +54,7 @@ pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, KvEvents, Tier
 use crate::arena::Arena;
 use crate::cache::existence::Known;
 use crate::config::Config;
-use crate::format::{ChunkHash, Keyring, Space};
+use crate::format::{ChunkHash, KeyError, Keyring, Space};
 use crate::metrics::Times;
 use crate::protocol::{BoundChunk, Flushed, Strategy};
 use crate::s3::dns::NameState;
@@ -177,7 +177,11 @@ impl Gateway {
     }
 
     /// Commits a filled chunk: it is a hit from now on. Returns at once. False if another store of it came first.
-    pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
+    ///
+    /// # Errors
+    ///
+    /// The space may not be served: its key was taken away since the reserve. The chunk is not kept.
+    pub fn commit(&self, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> Result<bool, KeyError> {
         store::commit(&self.0, chunk, parent, reserved)
     }
 
@@ -269,6 +273,11 @@ impl Gateway {
     /// Checks endpoint, bucket and credentials; the error says what is wrong with them.
     pub async fn check(&self, deadline: Instant) -> Result<(), ObjectError> {
         self.0.bucket.store.check_bucket(deadline).await
+    }
+
+    /// The latest chunk that could not be used for want of a key, if that happens now.
+    pub fn keyless(&self) -> Option<String> {
+        self.0.bucket.warnings.keyless.latest()
     }
 
     /// The keys of tenants.

@@ -11,7 +11,7 @@ use super::lower::write_behind;
 use super::slot::{self, StoreSlot};
 use super::tiers::{Link, Room, Sealed, Tiers};
 use crate::cache::tier::TenantShare;
-use crate::format::{ChunkHash, ChunkId, Space};
+use crate::format::{ChunkHash, ChunkId, KeyError, Space};
 use crate::protocol::Tier;
 
 /// A slot that an engine may fill, and its place in the write-behind.
@@ -160,7 +160,12 @@ fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &Ch
 }
 
 /// See [`Gateway::commit`](super::Gateway::commit).
-pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved: Reserved) -> bool {
+pub fn commit(
+    tiers: &Arc<Tiers>,
+    chunk: ChunkHash,
+    parent: ChunkHash,
+    reserved: Reserved,
+) -> Result<bool, KeyError> {
     let Reserved {
         slot,
         room,
@@ -171,19 +176,21 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
     drop(spent);
     let space = slot.space().clone();
     let key = (space.key(), chunk);
+    // A space that may not be served is not reserved for, so only a reload since then can have changed that.
+    let digest = tiers.bucket.options.writes(&space).inspect_err(|error| {
+        tiers.behind.refused(key);
+        tiers.bucket.warnings.keyless.tell(error);
+    })?;
     let (header, payload) = slot.split();
     drop(share);
     let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
     if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
-        return false;
+        return Ok(false);
     }
     let (tell, sealed) = oneshot::channel();
     let (in_memory, of) = (Arc::clone(&tiers.memory), space.clone());
-    // A space without a key is not declared, so only a reload can have taken it away: the chunk then stays in memory.
-    let digest = tiers.bucket.options.writes(&space);
     // Off the runtime: digests take a millisecond and more.
     tokio::task::spawn_blocking(move || {
-        let Ok(digest) = digest else { return };
         let object = slot::seal(&digest, &of, &chunk, &parent, header, &payload);
         in_memory.sealed(&key, object.clone());
         // The receiver is gone where the chunk goes no lower, or was dropped.
@@ -195,5 +202,5 @@ pub fn commit(tiers: &Arc<Tiers>, chunk: ChunkHash, parent: ChunkHash, reserved:
     } else {
         tiers.behind.keeps_back(true);
     }
-    true
+    Ok(true)
 }

@@ -7,8 +7,12 @@ use crate::cache::episode::Episode;
 pub struct BucketWarnings {
     /// Chunks that S3 did not accept.
     pub waits: Episode,
+    /// Chunks that were committed and can't be sent.
+    pub given_up: Episode,
     /// PUTs whose bytes changed on the way.
     pub sent_again: Episode,
+    /// Chunks that can't be stored, sent or loaded, for want of a key.
+    pub keyless: Episode,
     /// Objects on S3 that are no chunks.
     pub damaged: Episode,
     /// Lookups that S3 refuses to answer.
@@ -24,7 +28,9 @@ impl BucketWarnings {
         let of = |what| Episode::new(what, repeat);
         Self {
             waits: of("chunks wait to be stored, and are tried again"),
+            given_up: of("chunks can't leave this node, and are given up"),
             sent_again: of("bytes changed on their way to S3, and are sent again"),
+            keyless: of("keys of [keys] file are not here: chunks are not stored, sent or loaded"),
             damaged: of("damaged chunks on S3"),
             denied: of(
                 "S3 does not let this node look chunks up (`kvgate doctor` says why); they count as unknown",

@@ -21,19 +21,21 @@ use crate::protocol::Strategy;
 
 pub async fn serve(
     api: &Arc<Api>,
-    space: &str,
+    name: &str,
     hash: &str,
     request: Request<Incoming>,
 ) -> Result<Reply, ApiProblem> {
-    let space = spaces::named(api, space)?;
     let hash: ChunkHash = hash
         .parse()
         .map_err(|error| ApiProblem::bad(format!("{error}")))?;
+    if request.method() == Method::DELETE {
+        // What a reload of the keys left behind can still be removed.
+        return delete(api, &spaces::declared(api, name)?, &hash).await;
+    }
+    let space = spaces::named(api, name)?;
     let header_alone = request.uri().query() == Some("header");
-    match *request.method() {
-        Method::DELETE => return delete(api, &space, &hash).await,
-        Method::HEAD => return head(api, &space, hash, header_alone).await,
-        _ => {}
+    if request.method() == Method::HEAD {
+        return head(api, &space, hash, header_alone).await;
     }
     let chunk = loaded(api, &space, hash).await?;
     let object = chunk.object().ok_or_else(|| {

@@ -42,8 +42,14 @@ fn info(space: &Space) -> SpaceInfo {
     }
 }
 
-/// The space that a call names: by its id, or the id's first half.
+/// The space that a call names: by its id, or the id's first half. It may be served.
 pub fn named(api: &Api, name: &str) -> Result<Space, ApiProblem> {
+    let space = declared(api, name)?;
+    Ok(api.node.space(space.key())?)
+}
+
+/// The same, also where keys don't let it be served.
+pub fn declared(api: &Api, name: &str) -> Result<Space, ApiProblem> {
     let id = name.parse::<SpaceId>().ok();
     let key = id.map(SpaceKey::from).or_else(|| SpaceKey::from_hex(name));
     let key = key.ok_or_else(|| {
@@ -52,7 +58,7 @@ pub fn named(api: &Api, name: &str) -> Result<Space, ApiProblem> {
             "{name:?} is not a space id: 64 hex digits, or its first 32"
         ))
     })?;
-    let space = api.node.space(key)?;
+    let space = api.node.declared(key)?;
     match id {
         Some(id) if id != space.id() => {
             Err(ApiProblem::not_found(format!("space {id} was not declared here")))

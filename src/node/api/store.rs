@@ -10,7 +10,7 @@ use super::otlp::Sampled;
 use super::problem::ApiProblem;
 use super::{Api, Caller, body, callers, spaces, traces};
 use crate::metrics::trace::CallTrace;
-use crate::node::{NodeError, ReserveOutcome, SlotError, ToStore};
+use crate::node::{NodeError, ReserveOutcome, ToStore};
 use crate::protocol::{
     CommitAnswer, CommitOutcome, CommitRequest, ReserveAnswer, ReserveRequest, ReservedChunk,
 };
@@ -96,7 +96,7 @@ pub async fn commit(
 /// `POST /v1/store/abort`.
 pub async fn abort(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {
     each(api, caller, request, None, |session, slot| {
-        api.node.abort(session, slot).map(|()| false)
+        Ok(api.node.abort(session, slot).map(|()| false)?)
     })
     .await
 }
@@ -106,7 +106,7 @@ async fn each(
     caller: &Caller,
     request: Request<Incoming>,
     sampled: Option<Sampled>,
-    act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, SlotError>,
+    act: impl Fn(&crate::node::Session, (usize, u64)) -> Result<bool, NodeError>,
 ) -> Result<Reply, ApiProblem> {
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: CommitRequest = body::parse(&text)?;
@@ -119,7 +119,7 @@ async fn each(
             .map(|slot| match act(&session, (slot.slot, slot.generation)) {
                 Ok(published) => CommitOutcome::Ok { published },
                 Err(error) => CommitOutcome::Refused {
-                    code: NodeError::from(error).code().to_owned(),
+                    code: error.code().to_owned(),
                     detail: error.to_string(),
                 },
             });

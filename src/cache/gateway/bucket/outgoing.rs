@@ -5,10 +5,23 @@ use std::sync::Arc;
 
 use super::Bucket;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN, Slot};
-use crate::format::{ChunkHash, DigestKind, Header, HeaderError, PlaneCipher, Space};
+use crate::format::{ChunkHash, DigestKind, Header, HeaderError, PlaneCipher, Protection, Space};
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
 impl Bucket {
+    /// Whether chunks of a space may leave the node, and can.
+    pub fn may_leave(&self, space: &Space) -> Result<(), String> {
+        let keyring = &self.options.keyring;
+        keyring.check(space).map_err(|error| error.to_string())?;
+        let (most, object_bytes) = (self.options.put_bytes_max, space.layout().object_len());
+        if space.protection() == Protection::Encrypted && object_bytes > most {
+            return Err(format!(
+                "an object has {object_bytes} bytes, and [store] in_flight is {most}: raise that to encrypt it"
+            ));
+        }
+        Ok(())
+    }
+
     /// The object of a chunk in memory: itself, or encrypted. Waits for a buffer.
     pub async fn outgoing(
         &self,
@@ -24,7 +37,8 @@ impl Bucket {
         let Some(cipher) = cipher.map_err(|error| broken(error.to_string()))? else {
             return Ok(object.clone());
         };
-        let buffers = self.buffers(object.len()).map_err(broken)?;
+        self.may_leave(space).map_err(broken)?;
+        let buffers = self.buffers().map_err(broken)?;
         let mut buffer = buffers.ticket().await.reserve(object.len()).await;
         let (space, plain) = (space.clone(), object.clone());
         let work = tokio::task::spawn_blocking(move || {
@@ -37,13 +51,8 @@ impl Bucket {
         }
     }
 
-    fn buffers(&self, object_bytes: usize) -> Result<Arena, String> {
+    fn buffers(&self) -> Result<Arena, String> {
         let most = self.options.put_bytes_max;
-        if object_bytes > most {
-            return Err(format!(
-                "it has {object_bytes} bytes, and [store] in_flight is {most}: raise that to encrypt it"
-            ));
-        }
         let mut buffers = self
             .buffers
             .lock()

@@ -6,6 +6,9 @@
 //! copied onto itself. A lookup may begin in the middle of a prompt (an engine has the rest): the headers of its first chunk
 //! and of those before it name their parents, up to one that S3 does not have. From the start, because a prefix without its end is still of use; an end without its start is not.
 //!
+//! A protected chunk of a key that does not write any more is left to the rule: else what an old key wrote would stay as
+//! long as it is in use, and the key could never be taken away.
+//!
 //! What was found out is remembered for each chunk: when it is to be looked at again (`own`), and when that or any chunk
 //! before it is (`chain`). So a lookup asks for its last chunk alone, and the common case costs one look into a map.
 //!
@@ -24,7 +27,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::Bucket;
 use crate::cache::existence::Known;
-use crate::format::{CHAIN_LEN, ChunkHash, ChunkId, Space, place_in_chain};
+use crate::format::{CHAIN_LEN, ChunkHash, ChunkId, KEY_LEN, Space, key_of, place_in_chain};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// Time until a prefix is looked at again that waits here, or whose requests failed.
@@ -217,7 +220,7 @@ impl Worker<'_> {
         let json = (space.key(), ChunkHash([0; 32]));
         if self.is_due(&json) {
             let key = self.bucket.options.keys.space_json(space.key());
-            match self.object(&key).await {
+            match self.object(&key, None).await {
                 Outcome::Due(own) => self.learn(json, Due { own, chain: own }),
                 // The next store writes it.
                 Outcome::Absent | Outcome::Failed(_) => {}
@@ -237,7 +240,7 @@ impl Worker<'_> {
             let asked = Instant::now();
             let own = match known.filter(|due| due.own > asked) {
                 Some(due) => due.own,
-                None => match self.object(&self.bucket.object_key(&key)).await {
+                None => match self.object(&self.bucket.object_key(&key), Some(&space)).await {
                     Outcome::Due(own) => own,
                     Outcome::Absent => {
                         self.bucket.refresh.absent.fetch_add(1, Ordering::Relaxed);
@@ -311,7 +314,8 @@ impl Worker<'_> {
         Ok((before, chain))
     }
 
-    async fn object(&mut self, key: &str) -> Outcome {
+    /// `space`: of a chunk.
+    async fn object(&mut self, key: &str, space: Option<&Space>) -> Outcome {
         self.ticks.tick().await;
         self.bucket.refresh.asked.fetch_add(1, Ordering::Relaxed);
         let store = &self.bucket.store;
@@ -323,6 +327,17 @@ impl Worker<'_> {
         let age = age_of(meta.version.modified);
         if age < self.options.after {
             return Outcome::Due(Instant::now() + self.options.after.saturating_sub(age));
+        }
+        if let Some(space) = space.filter(|space| !space.protection().is_none()) {
+            self.ticks.tick().await;
+            let front = match store.read_front(key, KEY_LEN, Instant::now() + CALL).await {
+                Ok(front) => front,
+                Err(error) if error.kind == ErrorKind::NotFound => return Outcome::Absent,
+                Err(error) => return Outcome::Failed(error),
+            };
+            if !self.bucket.options.keyring.is_newest(space, key_of(&front)) {
+                return Outcome::Due(Instant::now() + self.options.after);
+            }
         }
         self.ticks.tick().await;
         match store

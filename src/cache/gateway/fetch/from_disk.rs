@@ -31,12 +31,19 @@ enum Unread {
     Bad(Bad),
 }
 
+/// The disk does not have the chunk, or has other bytes.
+pub struct NotRead {
+    /// None: a disk that hangs keeps it.
+    pub slot: Option<SlotMut>,
+    /// The file is of a key that is not here.
+    pub no_key: Option<HeaderError>,
+}
+
 impl ChunkFetch {
-    /// Gives the slot back if the disk does not have the chunk, or has other bytes. A disk that hangs keeps the
-    /// slot.
-    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, Option<SlotMut>> {
+    pub async fn read_disk(&self, slot: SlotMut) -> Result<LoadedChunk, NotRead> {
         let Some(disk) = self.tiers.disk() else {
-            return Err(Some(slot));
+            let (slot, no_key) = (Some(slot), None);
+            return Err(NotRead { slot, no_key });
         };
         let slot = read_verified(&self.tiers, disk, &self.space, &self.chunk, slot).await?;
         let chunk = LoadedChunk::whole(&self.space, self.chunk, slot.freeze(), Tier::Disk);
@@ -45,25 +52,32 @@ impl ChunkFetch {
     }
 }
 
-/// Reads the whole object; else returns what is left of the slot, as above.
+/// Reads the whole object.
 pub async fn read_verified(
     tiers: &Tiers,
     disk: &Disk,
     space: &Space,
     chunk: &ChunkHash,
     slot: SlotMut,
-) -> Result<SlotMut, Option<SlotMut>> {
+) -> Result<SlotMut, NotRead> {
     let (key, warnings) = ((space.key(), *chunk), &tiers.disk_warnings);
     let (mut slot, unread) = match read_once(tiers, disk, space, chunk, slot).await {
         Ok(slot) => return Ok(slot),
+        Err((slot, Unread::Bad(Bad::Header(error @ HeaderError::NoKey { .. })))) => {
+            // The file may well be good.
+            tiers.bucket.warnings.keyless.tell(&error);
+            let no_key = Some(error);
+            return Err(NotRead { slot, no_key });
+        }
         Err(unread) => unread,
     };
+    let not_read = |slot| NotRead { slot, no_key: None };
     if disk.unsent(&key) == Unsent::No {
         warnings.unreadable.tell(&format_args!("{chunk}: {unread}"));
         if unread.is_bad() {
             disk.remove(&key).await;
         }
-        return Err(slot);
+        return Err(not_read(slot));
     }
     // A bit may have flipped on its way from the disk.
     if let Some(again) = slot.take() {
@@ -77,7 +91,7 @@ pub async fn read_verified(
             warnings.lost.tell(&format_args!("{}-{chunk}: {unread}", key.0));
         }
     }
-    Err(slot)
+    Err(not_read(slot))
 }
 
 async fn read_once(

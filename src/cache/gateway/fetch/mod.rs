@@ -25,7 +25,7 @@ use crate::s3::net::Landing;
 use crate::s3::object::{ErrorKind, GetRange, ObjectError, Operation, Version};
 
 use self::digests::Digests;
-pub use self::from_disk::{read_verified, verify_resident};
+pub use self::from_disk::{NotRead, read_verified, verify_resident};
 pub use self::verify::ObjectHead;
 pub use self::whole::WholeFetch;
 

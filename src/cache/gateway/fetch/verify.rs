@@ -39,7 +39,11 @@ impl ChunkFetch {
                 check,
                 version,
             }),
-            Err(miss @ (Miss::Unreadable(_) | Miss::NoKey(_))) => Err(miss),
+            Err(Miss::NoKey(error)) => {
+                self.bucket().warnings.keyless.tell(&error);
+                Err(Miss::NoKey(error))
+            }
+            Err(miss @ Miss::Unreadable(_)) => Err(miss),
             Err(miss) => Err(self.damaged(miss, version)),
         }
     }

@@ -16,7 +16,7 @@ use crate::arena::{SlotMut, Ticket};
 use crate::cache::gateway::bucket::TurnPosition;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::credit::{Credit, Spent};
-use crate::cache::gateway::fetch::{ChunkFetch, WholeFetch};
+use crate::cache::gateway::fetch::{ChunkFetch, NotRead, WholeFetch};
 use crate::cache::gateway::lower::resident;
 use crate::cache::gateway::miss::Miss;
 use crate::cache::gateway::task::Task;
@@ -200,16 +200,24 @@ impl Drive {
         let flight = announcement.fly(async move {
             match wanted.read_disk(slot).await {
                 Ok(chunk) => Ok(chunk),
-                Err(slot) if asks_s3 => {
+                Err(NotRead { slot, no_key }) => {
+                    // Where S3 does not have it either, what the disk has tells more.
+                    let absent = no_key.map_or(Miss::Absent, Miss::NoKey);
+                    if !asks_s3 {
+                        return Err(absent);
+                    }
                     let another = || tiers.arena.try_reserve(object_len);
                     let slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
                     let place = |section| TurnPosition {
                         position: place.position + section as u64,
                         ..place
                     };
-                    WholeFetch::new(wanted, slot, &sections, place).fetch().await
+                    let fetched = WholeFetch::new(wanted, slot, &sections, place).fetch().await;
+                    fetched.map_err(|miss| match miss {
+                        Miss::Absent => absent,
+                        miss => miss,
+                    })
                 }
-                Err(_) => Err(Miss::Absent),
             }
         });
         Ok(ChunkSource::Flight(flight))

@@ -3,7 +3,8 @@
 //! itself.
 //!
 //! They are sent one after the other, each with a slot that nothing else wants at that moment and a turn among the
-//! other PUTs. So they take no room of the write-behind, and a new store waits for one of them at most.
+//! other PUTs. So they take no room of the write-behind, and a new store waits for one of them at most. One that can't
+//! be sent now, because its key is not here for example, is tried again after all others.
 //!
 //! The write-behind lists a chunk as unsent until S3 has it, it is deleted, or it is lost: a disk that is taken out
 //! ends nothing, and its chunks are sent when it comes back. A chunk is lost when its file is gone, or can't be
@@ -12,14 +13,15 @@
 use std::collections::HashSet;
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::cache::gateway::bucket::StoreOutcome;
 use crate::cache::gateway::fetch::read_verified;
-use crate::cache::gateway::tiers::Tiers;
+use crate::cache::gateway::tiers::{DiskTier, Tiers};
 use crate::cache::tier::{Backlog, Disk, Unsent};
-use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, HeaderError, Space, SpaceKey};
 
 /// Limit of a space's JSON, which is far smaller, with its tens of thousands of planes at most.
 const SPACE_JSON_BYTES_MAX: usize = 64 << 20;
@@ -34,8 +36,10 @@ pub fn send_backlog(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use
         take_on(&tiers, &backlog, &mut homeless);
     }
     async move {
-        let Some(disk) = tiers.disk() else { return };
-        let pause = tiers.behind.options().retry_max;
+        let Some(tier) = &tiers.options.disk else { return };
+        let disk = &tier.disk;
+        let mut pause = Pause::new(&tiers);
+        let mut unsent = Vec::new();
         loop {
             if !backlog.chunks.is_empty() {
                 tracing::info!(
@@ -43,12 +47,15 @@ pub fn send_backlog(tiers: &Arc<Tiers>) -> impl Future<Output = ()> + Send + use
                     "sending the chunks that the disks have and S3 lacks"
                 );
             }
-            for (space, chunk) in &backlog.chunks {
-                send_from_disk(&tiers, space, chunk).await;
-            }
+            unsent.extend(backlog.chunks.drain(..).map(Waiting::new));
+            unsent = send_each(&tiers, tier, unsent, &mut pause).await;
+            let wait = match unsent.is_empty() {
+                true => pause.most,
+                false => pause.longer(),
+            };
             backlog = tokio::select! {
                 more = disk.more_backlog() => more,
-                () = tokio::time::sleep(pause), if !homeless.is_empty() => {
+                () = tokio::time::sleep(wait), if !homeless.is_empty() || !unsent.is_empty() => {
                     find_spaces(&tiers, disk, &mut homeless).await;
                     disk.take_backlog()
                 }
@@ -87,59 +94,140 @@ async fn find_spaces(tiers: &Tiers, disk: &Disk, homeless: &mut HashSet<SpaceKey
     }
 }
 
-async fn send_from_disk(tiers: &Tiers, space: &Space, chunk: &ChunkHash) {
-    let Some(tier) = &tiers.options.disk else { return };
-    let key = (space.key(), *chunk);
-    let options = tiers.behind.options();
-    let mut wait = options.retry_base;
-    // The chunk may be deleted meanwhile, or sent by an engine's store.
-    while tiers.behind.is_backlog(&key) {
-        match tier.disk.unsent(&key) {
-            // The chunk comes back with its disk.
-            Unsent::Out => return,
-            Unsent::No => return tiers.behind.lost([key]),
-            Unsent::Here => {}
-        }
-        let is_last = !tier.flow.stores_lower;
-        // Where the disk is the last tier by now, the chunk has arrived.
-        if is_last || try_send(tiers, &tier.disk, space, chunk).await {
-            tiers.behind.backlog_ends(&key, is_last);
-            tier.disk.clean(&key).await;
-            return;
-        }
-        if tiers.behind.is_backlog(&key) {
-            tokio::time::sleep(wait.mul_f64(0.5 + fastrand::f64())).await;
-            wait = (wait * 2).min(options.retry_max);
-        }
+/// A chunk to be sent.
+struct Waiting {
+    space: Space,
+    chunk: ChunkHash,
+    /// The last attempt found that its key is not here.
+    no_key: Option<HeaderError>,
+}
+
+impl Waiting {
+    fn new((space, chunk): (Space, ChunkHash)) -> Self {
+        let no_key = None;
+        Self { space, chunk, no_key }
     }
 }
 
-/// Tries once; true if S3 has the chunk now. Nothing is held between two attempts.
-async fn try_send(tiers: &Tiers, disk: &Disk, space: &Space, chunk: &ChunkHash) -> bool {
-    if tiers.bucket.is_present(&(space.key(), *chunk)) == Some(true) {
-        return true;
+/// The time between two attempts.
+struct Pause {
+    next: Duration,
+    base: Duration,
+    most: Duration,
+}
+
+impl Pause {
+    fn new(tiers: &Tiers) -> Self {
+        let options = tiers.behind.options();
+        Self {
+            next: options.retry_base,
+            base: options.retry_base,
+            most: options.retry_max,
+        }
+    }
+
+    fn longer(&mut self) -> Duration {
+        let wait = self.next.mul_f64(0.5 + fastrand::f64());
+        self.next = (self.next * 2).min(self.most);
+        wait
+    }
+}
+
+/// The outcome of an attempt.
+enum Sent {
+    /// S3 has the chunk.
+    Done,
+    /// S3 does not take it, or there is no slot: that may hold for the next one too.
+    NotNow,
+    /// It can't be read, or can't leave this node.
+    ItsOwn(Option<HeaderError>),
+}
+
+/// Tries each chunk once; returns those that are left.
+async fn send_each(tiers: &Tiers, tier: &DiskTier, waiting: Vec<Waiting>, pause: &mut Pause) -> Vec<Waiting> {
+    let keyring = &tiers.bucket.options.keyring;
+    let is_last = !tier.flow.stores_lower;
+    let mut left = Vec::new();
+    for mut one in waiting {
+        let key = (one.space.key(), one.chunk);
+        // It may have been deleted meanwhile, or sent by an engine's store.
+        if !tiers.behind.is_backlog(&key) {
+            continue;
+        }
+        match tier.disk.unsent(&key) {
+            // The chunk comes back with its disk.
+            Unsent::Out => continue,
+            Unsent::No => {
+                tiers.behind.lost([key]);
+                continue;
+            }
+            Unsent::Here => {}
+        }
+        if let Some(error) = one.no_key.as_ref().filter(|error| !keyring.has(error)) {
+            tiers.bucket.warnings.keyless.tell(error);
+            left.push(one);
+            continue;
+        }
+        // Where the disk is the last tier by now, the chunk has arrived.
+        let sent = match is_last {
+            true => Sent::Done,
+            false => try_send(tiers, &tier.disk, &one.space, &one.chunk).await,
+        };
+        one.no_key = match sent {
+            Sent::Done => {
+                tiers.behind.backlog_ends(&key, is_last);
+                tier.disk.clean(&key).await;
+                pause.next = pause.base;
+                continue;
+            }
+            Sent::NotNow => {
+                tokio::time::sleep(pause.longer()).await;
+                None
+            }
+            Sent::ItsOwn(no_key) => no_key,
+        };
+        left.push(one);
+    }
+    left
+}
+
+/// Tries once. Nothing is held between two attempts.
+async fn try_send(tiers: &Tiers, disk: &Disk, space: &Space, chunk: &ChunkHash) -> Sent {
+    let bucket = &tiers.bucket;
+    if bucket.is_present(&(space.key(), *chunk)) == Some(true) {
+        return Sent::Done;
+    }
+    // Before it is read.
+    if let Err(error) = bucket.may_leave(space) {
+        bucket.warnings.waits.tell(&error);
+        return Sent::ItsOwn(None);
     }
     let Some(slot) = tiers.arena.try_reserve(space.layout().object_len()) else {
-        return false;
+        return Sent::NotNow;
     };
-    let Ok(object) = read_verified(tiers, disk, space, chunk, slot).await else {
-        return false;
+    let object = match read_verified(tiers, disk, space, chunk, slot).await {
+        Ok(object) => object,
+        Err(not_read) => return Sent::ItsOwn(not_read.no_key),
     };
-    let permits = tiers.bucket.put_permits(object.len()).await;
-    let Ok(object) = tiers.bucket.outgoing(space, chunk, &object.freeze()).await else {
-        return false;
+    let permits = bucket.put_permits(object.len()).await;
+    let object = match bucket.outgoing(space, chunk, &object.freeze()).await {
+        Ok(object) => object,
+        Err(error) => {
+            bucket.warnings.waits.tell(&error);
+            return Sent::ItsOwn(None);
+        }
     };
     let deadline = Instant::now() + tiers.behind.options().deadline;
-    let stored = tiers
-        .bucket
-        .store_object(space, *chunk, object, deadline, permits);
-    match stored.await {
-        StoreOutcome::Stored | StoreOutcome::Present => true,
-        StoreOutcome::Pending => false,
+    match bucket
+        .store_object(space, *chunk, object, deadline, permits)
+        .await
+    {
+        StoreOutcome::Stored | StoreOutcome::Present => Sent::Done,
+        StoreOutcome::Pending => Sent::ItsOwn(None),
         StoreOutcome::Failed(error) => {
             tiers.behind.failed();
-            tiers.bucket.warnings.waits.tell(&error);
-            false
+            bucket.warnings.waits.tell(&error);
+            Sent::NotNow
         }
     }
 }

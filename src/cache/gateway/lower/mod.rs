@@ -147,7 +147,10 @@ async fn lower(
     trace::mark(span, "sealed");
     let mut sealed = match bucket.outgoing(space, &chunk, &object).await {
         Ok(sealed) => Some(sealed),
-        Err(error) => return Some(StoreOutcome::Failed(error)),
+        Err(error) => {
+            bucket.warnings.given_up.tell(&error);
+            return Some(StoreOutcome::Failed(error));
+        }
     };
     let disk = tiers.options.disk.as_ref();
     let goes_lower = disk.is_none_or(|disk| disk.flow.stores_lower);

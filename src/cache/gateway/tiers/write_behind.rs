@@ -306,13 +306,19 @@ impl Behind {
     /// None: the chunk was declined.
     pub fn ends(&self, number: u64, outcome: Option<&StoreOutcome>) {
         let mut state = self.lock();
+        let entry = state.remove(number);
         match outcome {
             Some(StoreOutcome::Stored) => state.stats.stored += 1,
             Some(StoreOutcome::Present | StoreOutcome::Pending) => state.stats.present += 1,
-            Some(StoreOutcome::Failed(_)) => state.stats.dropped += 1,
+            Some(StoreOutcome::Failed(_)) => {
+                state.stats.dropped += 1;
+                // An engine that wants to store it once more sends it from memory.
+                if let Some(entry) = entry {
+                    state.dropped.add(entry.key, ());
+                }
+            }
             None => {}
         }
-        state.remove(number);
         drop(state);
         self.changed.notify_waiters();
     }
