@@ -145,6 +145,7 @@ lint() {
     check "mypy" python_types
     check "shellcheck" shell_scripts
     check "the kernels' PTX" kernels/compile.sh --check
+    check "the tests of the threat model" "$VENV/bin/python" -B tests/threats.py
     check "versions" "$VENV/bin/python" -B tests/versions.py
     check "hadolint" "$VENV/bin/hadolint" Dockerfile
     workflows
