@@ -2,10 +2,10 @@
 # What a release consists of. The workflow that publishes and the tests call the same steps.
 #
 #   release/build.sh wheel   TARGET FOLDER    the wheel: connectors, Python API and the program `kvgate`
-#   release/build.sh archive TARGET FOLDER    program, C library, shell completions and manual pages, as a .tar.gz
+#   release/build.sh archive TARGET FOLDER    program, C library, completions, manual pages, bill of materials, as a .tar.gz
 #   release/build.sh chart   FOLDER           the Helm chart
 #   release/build.sh check   FOLDER           each wheel and program there needs no newer system than it says
-#   release/build.sh sbom    FOLDER           the software bills of materials of the wheels in FOLDER, beside them
+#   release/build.sh sbom    FOLDER           the software bills of materials of wheels and archives in FOLDER, beside them
 #   release/build.sh context FOLDER           FOLDER/context, from which the image is built, of the archives in FOLDER
 #   release/build.sh sums    FOLDER           SHA256SUMS of all that lies in FOLDER
 #   release/build.sh version                  the version, from Cargo.toml
@@ -15,13 +15,15 @@
 # glibc that is named below, whatever the machine has. For the archive of the other kind, RUNNER is a command that runs its
 # program, such as "qemu-aarch64-static -L /usr/aarch64-linux-gnu". KVGATE_PROFILE is Cargo's profile (dist).
 #
-# Needs Rust and the packages of release/requirements.txt (PyPI).
+# Needs Rust, the packages of release/requirements.txt (PyPI) and cargo-cyclonedx (crates.io).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Debian 10, RHEL 8 and Ubuntu 18.10, and all that are newer.
 GLIBC=2.28
 PROFILE=${KVGATE_PROFILE:-dist}
+# In the archive.
+BILL=share/doc/kvgate/kvgate.cyclonedx.json
 
 fail() { echo "release/build.sh: $*" >&2 && exit 1; }
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2 && exit 2; }
@@ -67,6 +69,7 @@ archive() {
     done
     install -D -m 644 -t "$stage/$name/share/doc/kvgate" LICENSE README.md CHANGELOG.md docs/kvgate.service
     completions "$stage/$name"
+    bill "$target" "$stage/$name/$BILL"
     mkdir -p "$folder"
     tar -C "$stage" --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --mode=go-w -cf - "$name" |
         gzip -9n >"$folder/$name.tar.gz"
@@ -82,6 +85,17 @@ completions() {
     "${run[@]}" completions zsh >"$1/share/zsh/site-functions/_kvgate"
     "${run[@]}" completions fish >"$1/share/fish/vendor_completions.d/kvgate.fish"
     "${run[@]}" man "$1/share/man/man1"
+}
+
+# bill TARGET FILE : the crates of program and library with versions, digests and licences, as CycloneDX. maturin puts the
+# like into the wheel (PEP 770), by the same code.
+bill() {
+    local file
+    cargo cyclonedx --quiet --manifest-path capi/Cargo.toml --format json --spec-version 1.5 --target "$1" \
+        --override-filename kvgate-bill
+    sed "s|path+file://$PWD|path+file:///kvgate|g" capi/kvgate-bill.json >"$2"
+    # It writes one for each crate of the workspace.
+    for file in {.,capi,python}/kvgate-bill.json; do rm "$file"; done
 }
 
 chart() { helm package helm/kvgate --version "$(version)" --app-version "$(version)" --destination "$1"; }
@@ -102,11 +116,13 @@ notes() {
     awk -v version="$(version)" '/^## /{ found = index($2, version) == 1; next } found' CHANGELOG.md
 }
 
-# maturin puts it into the wheel (PEP 770).
 sbom() {
-    local wheel
-    for wheel in "$1"/*.whl; do
-        unzip -p "$wheel" '*.dist-info/sboms/*.json' >"${wheel%.whl}.cyclonedx.json"
+    local file
+    for file in "$1"/*.whl; do
+        unzip -p "$file" '*.dist-info/sboms/*.json' >"${file%.whl}.cyclonedx.json"
+    done
+    for file in "$1"/kvgate-*-linux.tar.gz; do
+        tar -xzOf "$file" "$(basename "$file" .tar.gz)/$BILL" >"${file%.tar.gz}.cyclonedx.json"
     done
 }
 

@@ -39,6 +39,7 @@ NOT_RUN = {
     "python3 -c 'import json; print(json.dumps": "tests/engines/test_serve.py",
     "curl -s http://127.0.0.1:8000": "tests/engines/test_serve.py",
     "cargo test": "tests/run.sh runs all tests",
+    "cargo install": "tests/servers/install.sh installs it",
     "tests/servers/install.sh": "tests/run.sh runs it",
     "python tests/engines": "tests/run.sh runs it in its environment",
     "ceph/": "tests/run.sh starts and ends the same cluster, its tests call rgw.sh, and tests/deploy/test_ceph.py the rest",

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import unittest
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -88,12 +87,6 @@ class WheelTest(Test):
         version = run([home / "bin/python", "--version"], env=outside).strip()
         print(f"{version}: installed and shown in {time.monotonic() - began:.0f} s; {said.strip().splitlines()[-1]}")
 
-    def test_the_bill_of_materials_names_the_crates(self):
-        with zipfile.ZipFile(one(f"kvgate-{VERSION}-*_{MACHINE}.whl")) as wheel:
-            (name,) = [name for name in wheel.namelist() if re.search(r"\.dist-info/sboms/.*\.json$", name)]
-            names = {component["name"] for component in json.loads(wheel.read(name))["components"]}
-        self.assertLessEqual({"kvgate", "tokio", "rustls", "pyo3"}, names)
-
 
 class ArchiveTest(Test):
     def setUp(self):
@@ -122,8 +115,49 @@ class ArchiveTest(Test):
         for name in ("zsh/site-functions/_kvgate", "fish/vendor_completions.d/kvgate.fish"):
             self.assertIn("serve", (self.prefix / "share" / name).read_text())
 
+    def test_its_bill_of_materials_is_in_it(self):
+        inside = self.prefix / "share/doc/kvgate/kvgate.cyclonedx.json"
+        self.assertEqual(inside.read_text(), one(f"kvgate-{VERSION}-{MACHINE}-linux.cyclonedx.json").read_text())
+
     def test_the_demo_passes(self):
         run([self.prefix / "bin/kvgate", "demo"], cwd=self.folder, env={"TMPDIR": str(self.folder)})
+
+
+class BillOfMaterialsTest(unittest.TestCase):
+    """Beside wheel and archive; a scanner finds a crate by its purl, and Cargo.lock says which bytes it was."""
+
+    def setUp(self):
+        package = r'name = "(.+)"\nversion = "(.+)"\n(?:source = .+\nchecksum = "(.+)"\n)?'
+        found = re.findall(package, (ROOT / "Cargo.lock").read_text())
+        self.locked = {(name, version): checksum for name, version, checksum in found}
+
+    def bill(self, pattern):
+        text = one(pattern).read_text()
+        bill = json.loads(text)
+        self.assertEqual((bill["bomFormat"], bill["specVersion"]), ("CycloneDX", "1.5"))
+        components = bill["components"]
+        for component in components:
+            name, version = component["name"], component["version"]
+            with self.subTest(f"{name} {version}"):
+                checksum = self.locked[name, version]
+                self.assertTrue(component["purl"].startswith(f"pkg:cargo/{name}@{version}"), component["purl"])
+                self.assertTrue(component["licenses"])
+                # Our own crates have none.
+                self.assertEqual(
+                    [entry["content"] for entry in component.get("hashes", [])], [checksum] if checksum else []
+                )
+        self.assertEqual(len(bill["dependencies"]), len(components) + 1)
+        return text, {component["name"] for component in components}
+
+    def test_the_wheel_s_names_the_crates(self):
+        _, names = self.bill(f"kvgate-{VERSION}-*_{MACHINE}.cyclonedx.json")
+        self.assertLessEqual({"kvgate", "tokio", "rustls", "ring", "pyo3"}, names)
+
+    def test_the_archive_s_names_the_crates_and_no_folder_of_the_machine(self):
+        text, names = self.bill(f"kvgate-{VERSION}-{MACHINE}-linux.cyclonedx.json")
+        self.assertLessEqual({"kvgate", "tokio", "rustls", "ring", "s3s"}, names)
+        self.assertFalse({"pyo3", "proptest", "stateright"} & names)
+        self.assertEqual(set(re.findall(r"file:///[^#?\" ]*", text)), {"file:///kvgate", "file:///kvgate/capi"})
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ lint() {
     check "mypy" python_types
     check "shellcheck" shell_scripts
     check "the kernels' PTX" kernels/compile.sh --check
+    check "the tests of the threat model" "$VENV/bin/python" -B tests/threats.py
     check "versions" "$VENV/bin/python" -B tests/versions.py
     check "hadolint" "$VENV/bin/hadolint" Dockerfile
     workflows
@@ -262,14 +263,16 @@ page_tests() {
 release_build() {
     local part
     for part in "$@"; do
-        PATH=$VENV/bin:$PATH KVGATE_PROFILE=release release/build.sh "$part" "$(uname -m)-unknown-linux-gnu" "$WORK/wheels" || return
+        PATH=$VENV/bin:$KVGATE_TEST_CACHE/cargo/bin:$PATH KVGATE_PROFILE=release release/build.sh "$part" "$(uname -m)-unknown-linux-gnu" "$WORK/wheels" || return
     done
 }
 
 # The wheel of the engines' tests, and the archive of the same build.
 release_tests() {
+    check "install cargo-cyclonedx" tests/servers/install.sh sbom
     check "build the archive" release_build archive
     mkdir "$RELEASED" && tar -C "$RELEASED" --strip-components 1 -xzf "$WORK"/wheels/*.tar.gz || return 0
+    check "their bills of materials" release/build.sh sbom "$WORK/wheels"
     check "what wheel and archive need" env PATH="$VENV/bin:$PATH" release/build.sh check "$WORK/wheels"
     tests "wheel and archive, as they are installed" "$VENV/bin/python" -B tests/release.py --built "$WORK/wheels"
     if [ "$TIER" = full ]; then

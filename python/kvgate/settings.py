@@ -58,14 +58,19 @@ def tenant_secret(file: str) -> bytes | None:
         return None
     try:
         with open(file, encoding="ascii") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            of = os.fstat(opened.fileno())
             text = opened.read(4096).strip()
     except OSError as error:
         raise ValueError(f"tenant_secret_file {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         text = ""
+    mode = stat.S_IMODE(of.st_mode)
     if mode & 0o027:
         raise ValueError(f"tenant_secret_file {file} has the mode {mode:04o}, so others may read it: chmod 0400 it")
+    if of.st_uid not in (0, os.geteuid()):
+        raise ValueError(
+            f"tenant_secret_file {file} is user {of.st_uid}'s, neither root's nor this process's: chown it"
+        )
     if len(text) != 64 or any(digit not in "0123456789abcdefABCDEF" for digit in text):
         raise ValueError(f"tenant_secret_file {file} has no key: a key is 64 hex digits, from `openssl rand -hex 32`")
     return bytes.fromhex(text)

@@ -181,6 +181,17 @@ pub fn read_keys(keys: &Keys) -> Result<Keyring, KeysError> {
     }
 }
 
+/// Reads a tenant's secret from a file that others can't read.
+///
+/// # Errors
+///
+/// What to do about the file; never what is in it.
+pub fn read_secret(file: &Path) -> Result<TenantSecret, String> {
+    let source = KeySource::File(file.to_owned());
+    let secret = source.read(Duration::ZERO);
+    secret.map_err(|problem| format!("{source} {problem}"))
+}
+
 fn read_tenants(file: &Path) -> Result<Vec<Tenant>, String> {
     if let Ok(of) = file.metadata() {
         is_closed(&of, WRITABLE, "go-w")?;

@@ -29,7 +29,7 @@ use std::path::Path;
 use serde::Serialize;
 
 pub use error::{ConfigError, ConfigProblem, SettingOrigin};
-pub use keys::{KeysError, read_keys};
+pub use keys::{KeysError, read_keys, read_secret};
 pub use schema::{
     Admit, Api, Arena, Config, Copies, Disk, Keys, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3,
     Store,

@@ -9,7 +9,7 @@ use super::Node;
 use super::trouble::{Trouble, troubles};
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
-use crate::format::{HashScheme, Kind, Shard};
+use crate::format::{HashScheme, Kind, Protection, Shard};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::EndpointState;
 use crate::s3::object::{Capabilities, RequestCounts};
@@ -78,6 +78,7 @@ pub struct SpaceStatus {
     pub model: String,
     pub revision: String,
     pub tenant: String,
+    pub protection: Protection,
     /// The same for all kinds of KV of a model.
     pub model_id: String,
     pub kind: Kind,
@@ -120,6 +121,7 @@ impl Node {
                 model: space.model().to_owned(),
                 revision: space.revision().to_owned(),
                 tenant: space.tenant().to_owned(),
+                protection: space.protection(),
                 model_id: space.model_id().to_string(),
                 kind: space.kind(),
                 draft: space.draft().to_owned(),

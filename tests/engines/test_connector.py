@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from kvgate import weights
+from kvgate.settings import tenant_secret
 from kvgate.vllm import KvGateConnector, connector, gateway
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe
@@ -284,6 +285,31 @@ class SettingsTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, told):
                 Settings.read(wrong)
+
+    def test_a_secret_comes_from_a_file_that_others_can_not_read(self):
+        key = "ab" * 32
+        file = Path(self.enterContext(tempfile.TemporaryDirectory())) / "secret"
+        file.write_text(f"{key}\n")
+        file.chmod(0o400)
+        self.assertEqual(tenant_secret(str(file)), bytes.fromhex(key))
+        self.assertIsNone(tenant_secret(""))
+        for mode, text, told in (
+            (0o404, key, "has the mode 0404, so others may read it: chmod 0400 it"),
+            (0o420, key, "has the mode 0420"),
+            (0o400, key[1:], "has no key: a key is 64 hex digits"),
+            (0o400, "x" * 64, "has no key"),
+        ):
+            file.chmod(0o600)
+            file.write_text(text)
+            file.chmod(mode)
+            with self.assertRaisesRegex(ValueError, told) as raised:
+                Settings.read({"tenant_secret_file": str(file)})
+            self.assertNotIn(text, str(raised.exception))
+        another_s = SimpleNamespace(st_mode=0o100400, st_uid=os.geteuid() + 4711)
+        with mock.patch("os.fstat", return_value=another_s), self.assertRaisesRegex(ValueError, "chown it"):
+            tenant_secret(str(file))
+        with self.assertRaisesRegex(ValueError, "No such file"):
+            Settings.read({"tenant_secret_file": "/nowhere/at/all"})
 
     def test_the_socket_is_the_gateway_s(self):
         os.environ["KVGATE__API__SOCKET"] = "/tmp/other.sock"

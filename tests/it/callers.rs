@@ -15,7 +15,7 @@ use kvgate::protocol::Order;
 use kvgate::protocol::{CommitOutcome, ReservedChunk, SlotName};
 
 /// Every call that reads or changes what is cached, and those of sessions.
-const CALLS: [(&str, &str); 12] = [
+const CALLS: [(&str, &str); 15] = [
     ("PUT", "/v1/spaces"),
     ("POST", "/v1/lookup"),
     ("POST", "/v1/prefix"),
@@ -26,6 +26,9 @@ const CALLS: [(&str, &str); 12] = [
     ("POST", "/v1/unpin"),
     ("POST", "/v1/flush"),
     ("POST", "/v1/reload"),
+    ("POST", "/v1/bind"),
+    ("POST", "/v1/events"),
+    ("GET", "/v1/traces"),
     ("GET", "/v1/chunks/00000000000000000000000000000000/0000"),
     ("DELETE", "/v1/chunks/00000000000000000000000000000000/0000"),
 ];
@@ -37,9 +40,10 @@ const OF_SESSIONS: [&str; 6] = [
     "/v1/store/commit",
     "/v1/store/abort",
 ];
-const OPEN: [&str; 6] = [
+const OPEN: [&str; 7] = [
     "/",
     "/v1/status",
+    "/v1/history",
     "/metrics",
     "/healthz",
     "/readyz",

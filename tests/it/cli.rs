@@ -440,12 +440,11 @@ async fn lookup_tells_what_is_there() {
         "--tenant-secret-file",
         "secret",
     ];
-    let said = stored
-        .say_with(&secret, "1")
-        .await
-        .exits(2)
-        .says(&["openssl rand"]);
-    assert!(!said.err.contains("hunter2"), "{said:?}");
+    for (mode, told) in [(0o644, "chmod 0400"), (0o400, "openssl rand")] {
+        std::fs::set_permissions(&no_secret, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+        let said = stored.say_with(&secret, "1").await.exits(2).says(&[told]);
+        assert!(!said.err.contains("hunter2"), "{said:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -537,6 +536,29 @@ async fn ls_and_stat_show_spaces_chunks_and_headers() {
         .await
         .exits(2)
         .says(&["unknown space"]);
+}
+
+/// A writer of the bucket could move the cursor, or name the window.
+#[tokio::test(flavor = "multi_thread")]
+async fn names_in_a_bucket_say_nothing_to_a_terminal() {
+    let stored = Stored::new().await;
+    let json = SPACE_JSON
+        .replace("tiny", r"tiny\u001b]0;renamed\u0007")
+        .replace("abc123", r"abc\n123");
+    let space = Space::from_json(&json).unwrap();
+    let folder = stored.bucket().join(PREFIX).join(space.key().to_string());
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("space.json"), space.canonical_json()).unwrap();
+    let id = space.key().to_string();
+    for command in [&["ls"][..], &["usage"], &["rm", "--space", &id]] {
+        let said = stored.say(command).await;
+        let told = said.out + &said.err;
+        assert!(told.contains("tiny ]0;renamed"), "{command:?}: {told:?}");
+        assert!(
+            !told.contains(|c: char| c.is_control() && c != '\n'),
+            "{command:?}: {told:?}"
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

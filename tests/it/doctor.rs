@@ -762,6 +762,17 @@ async fn the_spaces_of_two_nodes_are_compared() {
         .await
         .has("spaces", "failed", &["revision", "def456"])
         .fails_only(&["spaces"]);
+    let signed = one.home.path().join("signed.json");
+    let text = json("def456", 16).replacen('{', r#"{"protection":"signed","#, 1);
+    std::fs::write(&signed, text).unwrap();
+    findings(&mut ask(&[file, signed.to_str().unwrap()]))
+        .await
+        .has(
+            "spaces",
+            "failed",
+            &["protection is \"none\"", "signed", "keys demand"],
+        )
+        .fails_only(&["spaces"]);
     there.client.declare(&space(&json("abc123", 16))).await.unwrap();
     findings(&mut ask(&[&url]))
         .await

@@ -16,6 +16,8 @@ const TOKEN: &str = "bearer-a1b2c3d4e5f6";
 const NEXT_TOKEN: &str = "bearer-of-the-next-day";
 const WRONG_TOKEN: &str = "guess-0f9e8d7c6b5a";
 const PASSWORD: &str = "basic-hunter2-hunter2";
+const TENANT_SECRET: &str = "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2";
+const TENANT_KEY: &str = "ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15ce15";
 const SESSION_TOKEN: &str = "session-token-4711-0815";
 
 /// A program that issues S3's keys, with a session token, for some seconds at a time.
@@ -37,6 +39,23 @@ echo '{{"Version": 1, "AccessKeyId": "{}", "SecretAccessKey": "{}", "SessionToke
     let text = format!("[profile fleet]\ncredential_process = {}\n", program.display());
     std::fs::write(&config, text).unwrap();
     config
+}
+
+/// The keys of the tenant without a name, which the engines are.
+fn key_file(place: &Place) -> std::path::PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = place.home.path();
+    for (name, text) in [("secret", TENANT_SECRET), ("key", TENANT_KEY)] {
+        std::fs::write(folder.join(name), text).unwrap();
+        std::fs::set_permissions(folder.join(name), std::fs::Permissions::from_mode(0o400)).unwrap();
+    }
+    let file = folder.join("keys.toml");
+    let text = format!(
+        "[[tenant]]\nname = \"\"\nsecret = \"file:{0}/secret\"\nkeys = [\"file:{0}/key\"]\n",
+        folder.display()
+    );
+    std::fs::write(&file, text).unwrap();
+    file
 }
 
 /// All that comes, as it comes: a full pipe would stop who writes.
@@ -76,7 +95,7 @@ async fn engine(socket: &Path, action: &str, seed: &str) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_log_of_everything_under_load_tells_no_secret() {
     let place = Place::new().await;
-    let (config, token) = (issuer(&place), place.home.path().join("token"));
+    let (config, keys, token) = (issuer(&place), key_file(&place), place.home.path().join("token"));
     std::fs::write(&token, TOKEN).unwrap();
     let (socket, arena) = (
         place.home.path().join("kvgate.sock"),
@@ -96,6 +115,7 @@ async fn a_log_of_everything_under_load_tells_no_secret() {
             .env("KVGATE__API__SOCKET", &socket)
             .env("KVGATE__API__LISTEN", "127.0.0.1:0")
             .env("KVGATE__API__TOKEN_FILE", &token)
+            .env("KVGATE__KEYS__FILE", &keys)
             .env("KVGATE__ARENA__PATH", &arena)
             .env("KVGATE__ARENA__SIZE", "32MiB")
             .env("KVGATE__LOAD__RESERVE", "8MiB")
@@ -204,6 +224,8 @@ async fn a_log_of_everything_under_load_tells_no_secret() {
         ("the token", TOKEN),
         ("the next token", NEXT_TOKEN),
         ("a wrong token", WRONG_TOKEN),
+        ("the tenant's secret", TENANT_SECRET),
+        ("the tenant's key", TENANT_KEY),
         ("a password", PASSWORD),
         ("a signature", "Signature="),
     ] {

@@ -17,6 +17,7 @@
 #   install.sh workflows actionlint, built from source by Go      (seconds)
 #   install.sh deny      cargo-deny, built by Cargo               (some minutes)
 #   install.sh fuzz      cargo-fuzz, built by Cargo               (half a minute)
+#   install.sh sbom      cargo-cyclonedx, built by Cargo          (a minute)
 # KVGATE_TEST_CACHE (~/.cache/kvgate-tests) holds what does not come from Debian.
 # Fails when a named thing can't be had.
 set -euo pipefail
@@ -31,6 +32,8 @@ HELM_VERSION=v3.22.0
 PROMETHEUS_OPERATOR_VERSION=v0.85.0
 DENY_VERSION=0.20.2
 FUZZ_VERSION=0.13.2
+# The workflow `release` names it, too.
+CYCLONEDX_VERSION=0.5.9
 VLLM_NEXT_VERSION=0.33.0
 
 as_root() {
@@ -188,19 +191,19 @@ EOF
 # cargo_tool NAME VERSION : built by Cargo into the cache.
 cargo_tool() {
     local root=$KVGATE_TEST_CACHE/cargo
-    if [ "$("$root/bin/$1" --version 2>/dev/null)" = "$1 $2" ]; then return; fi
+    if grep -qs "^\"$1 $2 " "$root/.crates.toml"; then return; fi
     echo "building $1 $2 (some minutes)"
     (cd / && cargo install --quiet --locked --debug --root "$root" "$1@$2")
 }
 
-[ $# -gt 0 ] || fail "name what to install: base ceph dns minio consul rclone swift s5cmd image python helm vllm vllm-next sglang workflows deny fuzz"
+[ $# -gt 0 ] || fail "name what to install: base ceph dns minio consul rclone swift s5cmd image python helm vllm vllm-next sglang workflows deny fuzz sbom"
 mkdir -p "$KVGATE_TEST_CACHE"
 trap allow_services EXIT
 
 for name in "$@"; do
     case $name in
         base)
-            debian build-essential ca-certificates curl openssl pkg-config python3 python3-venv
+            debian build-essential ca-certificates curl openssl pkg-config python3 python3-venv unzip
             rust_components
             ;;
         ceph) debian ceph-mon ceph-osd radosgw ceph-common curl openssl faketime ;;
@@ -219,6 +222,7 @@ for name in "$@"; do
         sglang) engine sglang libnuma1 g++ binutils libssl-dev python3-dev ;;
         deny) cargo_tool cargo-deny "$DENY_VERSION" ;;
         fuzz) cargo_tool cargo-fuzz "$FUZZ_VERSION" ;;
+        sbom) cargo_tool cargo-cyclonedx "$CYCLONEDX_VERSION" ;;
         *) fail "unknown: $name" ;;
     esac
 done

@@ -12,7 +12,7 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::logging;
 use super::node::NodeArgs;
-use super::output::{Out, count as count_of, tell};
+use super::output::{Out, count as count_of, printable, tell};
 use crate::config::units::{ByteSize, MIB, parse_duration};
 use crate::config::{Config, LogLevel, Override};
 use crate::tools::doctor::{DoctorOptions, Finding, Part, Stop, Verdict, examine};
@@ -162,19 +162,12 @@ fn show(finding: &Finding, out: &mut Out) -> Result<(), CliError> {
     out.line(format_args!(
         "{word}  {:<13}  {}",
         finding.check,
-        one_line(&finding.seen)
+        printable(&finding.seen)
     ))?;
     if let Some(advice) = &finding.advice {
-        out.line(format_args!("{:<26}  -> {}", "", one_line(advice)))?;
+        out.line(format_args!("{:<26}  -> {}", "", printable(advice)))?;
     }
     out.flush()
-}
-
-/// A server's words may hold anything.
-fn one_line(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
 }
 
 fn conclude(all: &[Finding], was_stopped: bool, json: bool, out: &mut Out) -> Result<(), CliError> {

@@ -26,7 +26,7 @@ impl Out {
 
     /// A line `name  value`, with the values of all such lines aligned.
     pub fn field(&mut self, name: &str, value: impl Display) -> Result<(), CliError> {
-        Ok(writeln!(self.0, "{name:<12} {value}")?)
+        Ok(writeln!(self.0, "{name:<12} {}", printable(value))?)
     }
 
     pub fn json(&mut self, value: &impl Serialize) -> Result<(), CliError> {
@@ -35,6 +35,10 @@ impl Out {
     }
 
     pub fn table(&mut self, headings: &[Heading<'_>], rows: &[Vec<String>]) -> Result<(), CliError> {
+        let rows: Vec<Vec<String>> = rows
+            .iter()
+            .map(|row| row.iter().map(printable).collect())
+            .collect();
         let titles: Vec<&str> = headings.iter().map(|name| name.trim_start_matches('>')).collect();
         let width = |column: usize| {
             let cells = rows.iter().filter_map(|row| row.get(column));
@@ -53,7 +57,7 @@ impl Out {
             cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
         };
         self.line(line(&mut titles.iter().copied()))?;
-        for row in rows {
+        for row in &rows {
             self.line(line(&mut row.iter().map(String::as_str)))?;
         }
         Ok(())
@@ -62,6 +66,15 @@ impl Out {
     pub fn flush(&mut self) -> Result<(), CliError> {
         Ok(self.0.flush()?)
     }
+}
+
+/// Words that others chose, such as names in a bucket or a server's error. A terminal acts on control characters.
+pub fn printable(words: impl Display) -> String {
+    let words = words.to_string();
+    words
+        .chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
 }
 
 /// Writes a line to the standard error. Unlike `eprintln!` it doesn't panic when that is closed.

@@ -1,15 +1,17 @@
 //! The prompt that a command names: tokens or chunk hashes, from a file or the standard input.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::args::SpaceRef;
 use super::error::CliError;
 use super::input;
-use crate::config::units::{ByteSize, KIB, MIB};
+use crate::config::read_secret;
+use crate::config::units::{ByteSize, MIB};
 use crate::format::{ChunkHash, ChunkHasher, Space, TenantSecret};
 
 const TOKENS_BYTES_MAX: ByteSize = ByteSize(256 * MIB);
-const SECRET_BYTES_MAX: ByteSize = ByteSize(64 * KIB);
 
 /// The prompt that is meant.
 #[derive(Debug, Args)]
@@ -26,9 +28,9 @@ pub struct PromptArgs {
     /// Adapter (LoRA) that the prompt's hashes were made with.
     #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "hashes")]
     adapter: String,
-    /// File with the tenant's secret, 64 hex digits.
+    /// File with the tenant's secret, 64 hex digits. Nobody else may read it.
     #[arg(long, value_name = "FILE", conflicts_with = "hashes")]
-    tenant_secret_file: Option<String>,
+    tenant_secret_file: Option<PathBuf>,
 }
 
 /// The given prompt, before its space is known.
@@ -48,15 +50,12 @@ impl PromptArgs {
             let text = input::read(file, TOKENS_BYTES_MAX)?;
             return Ok(PromptInput::Hashes(input::hashes(&text)?));
         }
-        let secret = self.tenant_secret_file.as_ref().map(|file| {
-            let text = input::read(file, SECRET_BYTES_MAX)?;
-            Ok::<_, CliError>(TenantSecret::from_hex(&text)?)
-        });
+        let secret = self.tenant_secret_file.as_deref().map(read_secret).transpose();
         Ok(PromptInput::Tokens {
             tokens: input::tokens(&input::read(&self.tokens, TOKENS_BYTES_MAX)?)?,
             salt: self.salt.clone(),
             adapter: self.adapter.clone(),
-            secret: secret.transpose()?,
+            secret: secret.map_err(CliError::usage)?,
         })
     }
 }

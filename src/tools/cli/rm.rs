@@ -9,7 +9,7 @@ use super::args::{ConnectArgs, SpaceArgs, SpaceRef};
 use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
-use super::output::{Out, bytes, count};
+use super::output::{Out, bytes, count, printable};
 use super::progress::Progress;
 use crate::format::{ChunkHash, SpaceKey};
 use crate::inventory::{Page, SpaceSummary};
@@ -131,7 +131,7 @@ async fn whole(bucket: &OpenBucket, given: &SpaceRef, args: &RmArgs, out: &mut O
 
 fn name_of(space: &SpaceSummary) -> String {
     match &space.json {
-        crate::inventory::SpaceJson::Good(known) => format!("({})", known.model()),
+        crate::inventory::SpaceJson::Good(known) => format!("({})", printable(known.model())),
         json => format!("({})", json.code()),
     }
 }

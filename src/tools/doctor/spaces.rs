@@ -105,6 +105,7 @@ fn fields_of(space: &Space) -> Map<String, Value> {
         "model": space.model(),
         "revision": space.revision(),
         "tenant": space.tenant(),
+        "protection": space.protection(),
         "kind": space.kind(),
         "draft": space.draft(),
         "chunk_tokens": space.chunk_tokens(),
@@ -213,6 +214,9 @@ fn advice(field: &str) -> &'static str {
         "dtype" => "Give both engines the same KV cache dtype (--kv-cache-dtype) and model dtype (--dtype)",
         "chunk_tokens" => "Give both the same chunk_tokens in kv_connector_extra_config",
         "tenant" => "Give both the same tenant in kv_connector_extra_config",
+        "protection" => {
+            "Give both the same protection in kv_connector_extra_config, the one that the tenant's keys demand"
+        }
         "hash" => "vLLM names chunks by tokens, SGLang by its own page hashes: neither finds the other's",
         "kind" | "planes" => {
             "Both must keep the same layers: compare model, quantisation, drafts and windows of both engines"
