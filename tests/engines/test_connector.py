@@ -285,6 +285,20 @@ class SettingsTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, told):
                 Settings.read(wrong)
 
+    def test_an_old_name_is_taken_for_one_release_with_a_warning(self):
+        with mock.patch.dict("kvgate.settings.RENAMED", {"pin_time_ms": "pin_ms", "nothing_of_this": "no_field"}):
+            with self.assertLogs("kvgate.settings", "WARNING") as told:
+                settings = Settings.read({"pin_time_ms": 60_000})
+            self.assertEqual(settings.pin_ms, 60_000)
+            self.assertEqual(len(told.records), 1)
+            self.assertIn("the key pin_time_ms is called pin_ms now: write that", told.output[0])
+            with self.assertRaisesRegex(ValueError, "'pin_time_ms' is the old name of 'pin_ms', which is given too"):
+                Settings.read({"pin_time_ms": 60_000, "pin_ms": 60_000})
+            with self.assertRaisesRegex(ValueError, "unknown key 'nothing_of_this'"):
+                Settings.read({"nothing_of_this": 1})
+        with self.assertNoLogs("kvgate.settings"):
+            Settings.read({"pin_ms": 60_000})
+
     def test_the_socket_is_the_gateway_s(self):
         os.environ["KVGATE__API__SOCKET"] = "/tmp/other.sock"
         self.addCleanup(os.environ.pop, "KVGATE__API__SOCKET")
