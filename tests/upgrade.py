@@ -74,11 +74,14 @@ class S3:
         """The ETag and time of each object, by its key."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         objects = itertools.chain.from_iterable(page.get("Contents", []) for page in pages)
+        # A daemon that starts asks by an object of its own what the server can do.
+        objects = (found for found in objects if "/.kvgate/" not in found["Key"])
         return {found["Key"]: (found["ETag"], found["LastModified"]) for found in objects}
 
     def empty(self):
-        for key in self.objects(""):
-            self.client.delete_object(Bucket=BUCKET, Key=key)
+        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+            for found in page.get("Contents", []):
+                self.client.delete_object(Bucket=BUCKET, Key=found["Key"])
         self.client.delete_bucket(Bucket=BUCKET)
 
 
@@ -420,7 +423,8 @@ class OneNode(Upgrade):
 
 
 class NewThings(Upgrade):
-    """Spaces with a protection have objects of format version 2, which the previous release does not know."""
+    """What the release of tests/previous does not know: spaces with a protection, whose objects have format version 2. When that
+    moves on, what is new then takes their place here."""
 
     def test_the_previous_release_refuses_protected_spaces_and_leaves_their_chunks_alone(self):
         new, previous = Daemon(self, "new", **self.keys()), Daemon(self, "previous")
@@ -473,12 +477,16 @@ class NewThings(Upgrade):
         keys = self.keys()
         daemon = Daemon(self, "new", disk=self.disk(), endpoint=f"http://{line.listen}", **keys)
         engines = [Engine(self, daemon, space) for space in PROTECTED]
+        # S3 has chunks of one of these spaces, and has never heard of the other.
+        engines[0].store("sent")
+        daemon.flush()
         line.end()
-        for engine in engines:
+        unsent = []
+        for engine, files in zip(engines, (2 * CHUNKS, CHUNKS), strict=True):
             engine.store("unsent")
-        for engine in engines:
-            until(lambda engine=engine: len(self.files(daemon.disk, engine.space)) == CHUNKS + 1)
-        unsent = [self.files(daemon.disk, engine.space) for engine in engines]
+            until(lambda engine=engine, files=files: len(self.files(daemon.disk, engine.space)) == files + 1)
+            files = self.files(daemon.disk, engine.space)
+            unsent.append({hash: files[hash] for hash in engine.chain("unsent")})
         daemon.kill()
         # Back out: the previous release knows that it can't promise them, and serves all else.
         daemon = Daemon(self, "previous", at=daemon, endpoint=s3.endpoint)
@@ -490,7 +498,6 @@ class NewThings(Upgrade):
         daemon.kill()
         for engine, files in zip(engines, unsent, strict=True):
             left = self.files(daemon.disk, engine.space)
-            del files["space.json"]
             self.assertEqual({name: left.get(name) for name in files}, files)
         # And forward again: once engines are back, everything is sent.
         daemon = Daemon(self, "new", at=daemon, endpoint=s3.endpoint, **keys)
@@ -499,6 +506,8 @@ class NewThings(Upgrade):
         reader = Daemon(self, "new", **keys)
         for space in PROTECTED:
             self.assertEqual(Engine(self, reader, space).load("unsent"), ["s3"] * CHUNKS)
+        self.assertEqual(Engine(self, reader, PROTECTED[0]).load("sent"), ["s3"] * CHUNKS)
+        self.assertLessEqual(set(engines[0].load("sent")), {"disk", "s3"})
         self.assertEqual(Engine(self, daemon).load("plain"), ["disk"] * CHUNKS)
 
 
