@@ -40,10 +40,10 @@ fn shown(loaded: &LoadedConfig, path: &str) -> Shown {
 
 #[test]
 fn a_file_may_have_the_old_name_and_is_told_the_new_one_once() {
-    let (file, loaded) = load_made_up("[s3]\nparts = \"32MiB\"\nbucket = \"kv\"\n", &[], &[]);
+    let (file, loaded) = load_made_up("[s3]\nparts = \"32MiB\"\nbucket = \"kv-cache\"\n", &[], &[]);
     let loaded = loaded.unwrap();
     assert_eq!(loaded.config.s3.part_size, ByteSize(32 * MIB));
-    assert_eq!(loaded.config.s3.bucket.as_deref(), Some("kv"));
+    assert_eq!(loaded.config.s3.bucket.as_deref(), Some("kv-cache"));
     let told = format!(
         "s3.parts (file {}): is called `s3.part_size` now: write that, since kvgate 9.0.0 refuses the old name",
         file.display()
