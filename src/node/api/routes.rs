@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HeaderValue, SERVER, WWW_AUTHENTICATE};
+use hyper::header::{ALLOW, HeaderValue, WWW_AUTHENTICATE};
 use hyper::{Request, StatusCode};
 
 use super::body::{Reply, problem};
@@ -34,7 +34,7 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
     });
     // A client of another version says both where it does not understand.
     let version = HeaderValue::from_static(concat!("kvgate/", env!("CARGO_PKG_VERSION")));
-    answer.headers_mut().insert(SERVER, version);
+    answer.headers_mut().insert(hyper::header::SERVER, version);
     answer
 }
 
