@@ -7,15 +7,18 @@ import ast
 import concurrent.futures
 import inspect
 import json
+import logging
 import os
 import re
+import socket
 import tempfile
+import threading
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from kvgate import weights
+from kvgate import __version__, weights
 from kvgate.vllm import KvGateConnector, connector, gateway
 from kvgate.vllm.metadata import WorkerReport
 from kvgate.vllm.model import describe
@@ -314,6 +317,38 @@ class GatewayTest(unittest.TestCase):
         self.assertIn("nobody answers at /nowhere/sock", told.output[0])
         with self.assertNoLogs("kvgate.vllm.gateway"):
             gateway.ensure(settings, is_told=False)
+
+
+class OtherVersionTest(unittest.TestCase):
+    def told(self, head):
+        """What an engine's start says of a daemon that answers with that head."""
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/sock")
+            listener.listen()
+
+            def answer():
+                for _ in range(2):
+                    stream = listener.accept()[0]
+                    # The first asks only whether somebody listens.
+                    if stream.recv(1 << 16):
+                        stream.sendall(f"HTTP/1.1 200 OK\r\n{head}content-length: 0\r\n\r\n".encode())
+                    stream.close()
+
+            daemon = threading.Thread(target=answer)
+            daemon.start()
+            with self.assertLogs("kvgate.daemon", "WARNING") as told:
+                gateway.ensure(Settings.read({"socket": f"{folder}/sock"}))
+                logging.getLogger("kvgate.daemon").warning("the end")
+            daemon.join()
+        return [record.getMessage() for record in told.records[:-1]]
+
+    def test_a_daemon_of_another_version_is_told_once_at_the_start(self):
+        (line,) = self.told("server: kvgate/99.0.0\r\n")
+        self.assertIn(f"is kvgate '99.0.0', this engine has kvgate {__version__}", line)
+        self.assertIn("install the same version on both", line)
+        self.assertEqual(self.told(f"server: kvgate/{__version__}\r\n"), [])
+        self.assertEqual(self.told("server: nginx\r\n"), [])
+        self.assertEqual(self.told(""), [], "one from before the header")
 
 
 class PolicyTest(unittest.TestCase):
