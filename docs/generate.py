@@ -212,9 +212,12 @@ def values_schema(shown, schema):
     """The chart's schema of values, with the program's sections and keys as those of `config`."""
     sections = {}
     for key in shown:
-        section, name = key["path"].split(".", 1)
-        of = sections.setdefault(section, {"type": "object", "additionalProperties": False, "properties": {}})
-        of["properties"][name] = {"description": sentence(key["doc"]), **value_schema(key["accepts"])}
+        # Old names are taken with a warning, so values that have them must get through.
+        for path in [key["path"], *key.get("old_names", [])]:
+            section, name = path.split(".", 1)
+            of = sections.setdefault(section, {"type": "object", "additionalProperties": False, "properties": {}})
+            meaning = sentence(key["doc"]) if path == key["path"] else f"The old name of `{key['path']}`: write that."
+            of["properties"][name] = {"description": meaning, **value_schema(key["accepts"])}
     schema = json.loads(schema)
     schema["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": sections}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

@@ -290,6 +290,33 @@ sglang_tests() {
     tests "SGLang" "$env/bin/python" -W ignore -B tests/engines/test_sglang.py
 }
 
+# The release before this one, against this one. Its program takes minutes to build.
+upgrade_tests() {
+    local commit
+    if [ -z "${KVGATE_TEST_PREVIOUS:-}" ] && [ "$TIER" != full ]; then
+        not_run+=("tests/upgrade.py: KVGATE_TEST_PREVIOUS names no program of the previous release (tests/previous); tests/run.sh full builds it")
+        return
+    fi
+    if [ -z "${KVGATE_TEST_PREVIOUS:-}" ]; then
+        commit=$(grep -v '^#' tests/previous)
+        KVGATE_TEST_PREVIOUS=$KVGATE_TEST_CACHE/previous/kvgate-$commit
+        [ -x "$KVGATE_TEST_PREVIOUS" ] || check "build the previous release" build_previous "$commit"
+        [ -x "$KVGATE_TEST_PREVIOUS" ] || return 0
+    fi
+    KVGATE_TEST_PREVIOUS=$KVGATE_TEST_PREVIOUS KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate \
+        tests "the previous release and this one" "$VENV/bin/python" -B tests/upgrade.py
+}
+
+# build_previous COMMIT : its program into the cache, by a worktree and a target folder of its own.
+build_previous() {
+    local tree=$WORK/previous
+    git cat-file -e "$1^{commit}" || { echo "tests/previous names $1, which this clone lacks: git fetch --unshallow" && return 1; }
+    git worktree prune && git worktree add --detach "$tree" "$1" || return
+    CARGO_TARGET_DIR=$tree/target cargo build --locked --manifest-path "$tree/Cargo.toml" --bin kvgate || return
+    mkdir -p "$KVGATE_TEST_CACHE/previous" && cp "$tree/target/debug/kvgate" "$KVGATE_TEST_CACHE/previous/kvgate-$1" || return
+    git worktree remove --force "$tree"
+}
+
 demo() {
     check "demo" "$RELEASED/bin/kvgate" demo
     check "demo, a model with windows" "$RELEASED/bin/kvgate" demo --model gpt-oss-20b --tokens 4096
@@ -453,6 +480,8 @@ summary() {
 cleanup() {
     take_down
     rm -rf "$WORK"
+    # Of a build that was broken off.
+    git worktree prune 2>/dev/null || true
 }
 
 trap cleanup EXIT
@@ -493,6 +522,7 @@ case $TIER in
         bench_tests
         # The one that the tests have built.
         KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate check "the API against its description" tests/api.sh
+        upgrade_tests
         deploy_tests
         engine_tests
         release_tests

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import stat
 from typing import Protocol
@@ -9,6 +10,9 @@ from typing import Protocol
 from kvgate._native import Space
 
 DEFAULT_SOCKET = "/run/kvgate/kvgate.sock"
+RENAMED: dict[str, str] = {}
+"""Keys by their names in the release before. Those are taken too, with a warning, until the next release."""
+logger = logging.getLogger(__name__)
 
 
 def socket_or_default(socket: str) -> str:
@@ -21,10 +25,30 @@ def owner_or_default(owner: int) -> int:
     return owner or int(os.environ.get("KVGATE__API__SOCKET_OWNER") or 0)
 
 
+def with_new_names(cls: type, given: dict[str, object]) -> dict[str, object]:
+    """The same keys; one that has an old name has the new one, unless that is given too."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    taken = dict(given)
+    for old, new in RENAMED.items():
+        if old in given and new in fields and new not in given:
+            logger.warning(
+                "kvgate: the key %s is called %s now: write that, the next release refuses %s", old, new, old
+            )
+            taken[new] = taken.pop(old)
+    return taken
+
+
 def problems_of(cls: type, given: dict[str, object]) -> list[str]:
     """All that is wrong with these keys for a dataclass of texts, switches and numbers above 0."""
     fields = {field.name: field.type for field in dataclasses.fields(cls)}
-    problems = [f"unknown key {key!r}, there are {', '.join(fields)}" for key in given if key not in fields]
+    unknown = f"there are {', '.join(fields)}"
+    problems = [
+        f"{key!r} is the old name of {RENAMED[key]!r}, which is given too: remove the old one"
+        if RENAMED.get(key) in given
+        else f"unknown key {key!r}, {unknown}"
+        for key in given
+        if key not in fields
+    ]
     for key, value in given.items():
         kind = fields.get(key)
         if not isinstance(kind, type):

@@ -1,5 +1,6 @@
 //! Copies between the bytes of an object and an engine's pages, for checks; and the copiers that a worker has.
 
+use std::ffi::CString;
 use std::sync::Arc;
 
 use kvgate::config::{self, Copies};
@@ -8,6 +9,7 @@ use kvgate::engine::copy::{
     Copier, CopyError, CopyJob, CpuCopier, CpuOptions, CudaCopier, CudaOptions, EngineStream, Framework,
     FrameworkCopier, PagedCache, SlotMapping, Tensor,
 };
+use pyo3::exceptions::PyFutureWarning;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde::Deserialize;
@@ -129,8 +131,15 @@ impl Copiers {
     }
 }
 
-/// The copy options of `KVGATE__COPY__...`.
+/// The copy options of `KVGATE__COPY__...`. Old names of keys are told as Python's warnings.
 fn copy_options() -> PyResult<Copies> {
-    let loaded = config::load(None, config::process_env(), &[]);
-    Ok(loaded.map_err(failed)?.config.copy)
+    let loaded = config::load(None, config::process_env(), &[]).map_err(failed)?;
+    Python::attach(|py| {
+        let kind = py.get_type::<PyFutureWarning>();
+        loaded.warnings.iter().try_for_each(|warning| {
+            let text = CString::new(format!("kvgate: {warning}")).unwrap_or_default();
+            PyErr::warn(py, &kind, &text, 1)
+        })
+    })?;
+    Ok(loaded.config.copy)
 }

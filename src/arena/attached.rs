@@ -38,8 +38,20 @@ pub enum AttachedError {
     File { path: PathBuf, source: io::Error },
     #[error("{} is not an arena that this kvgate can map: {what}", path.display())]
     Other { path: PathBuf, what: String },
+    #[error(
+        "the arena {} has version {theirs}, and the engine's kvgate maps version {VERSION}: the daemon is the {} one. Install \
+         the same version of kvgate on both sides, the daemon's program and the engine's wheel, and start both anew; until \
+         then the engine computes everything itself",
+        path.display(), age(*theirs)
+    )]
+    Version { path: PathBuf, theirs: u32 },
     #[error("{at} and {len} bytes are not in the arena's slots")]
     Outside { at: usize, len: usize },
+}
+
+/// Of a daemon whose arena has this version.
+fn age(theirs: u32) -> &'static str {
+    if theirs > VERSION { "newer" } else { "older" }
 }
 
 impl AttachedArena {
@@ -73,8 +85,15 @@ impl AttachedArena {
             let value = header[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
             usize::try_from(value).unwrap_or(usize::MAX)
         };
-        if &header[..8] != MAGIC || u32_at(8) != VERSION {
-            return Err(other("it has another format".into()));
+        if &header[..8] != MAGIC {
+            return Err(other("it is no arena of kvgate, whatever it is".into()));
+        }
+        let theirs = u32_at(8);
+        if theirs != VERSION {
+            return Err(AttachedError::Version {
+                path: path.into(),
+                theirs,
+            });
         }
         let mut id = [0; 16];
         id.copy_from_slice(&header[16..32]);

@@ -220,6 +220,46 @@ fn a_mapped_file_has_boot_id_and_generations() {
 }
 
 #[test]
+fn an_arena_of_another_version_is_not_mapped_and_says_which_side_is_older() {
+    use std::os::unix::fs::FileExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("arena");
+    let arena = Arena::new(&ArenaOptions {
+        size: 4 * PAGE,
+        path: Some(path.clone()),
+        ..ArenaOptions::default()
+    })
+    .unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    let told = |version: u32| {
+        file.write_all_at(&version.to_le_bytes(), 8).unwrap();
+        AttachedArena::map(&path, arena.boot_id())
+            .unwrap_err()
+            .to_string()
+    };
+    let newer = told(2);
+    assert!(
+        newer.contains(
+            " has version 2, and the engine's kvgate maps version 1: the daemon is the newer one. Install"
+        ),
+        "{newer}"
+    );
+    let older = told(0);
+    assert!(
+        older.contains("has version 0") && older.contains("the daemon is the older one"),
+        "{older}"
+    );
+    file.write_all_at(&1_u32.to_le_bytes(), 8).unwrap();
+    AttachedArena::map(&path, arena.boot_id()).unwrap();
+    file.write_all_at(b"OTHER", 0).unwrap();
+    let other = AttachedArena::map(&path, arena.boot_id())
+        .unwrap_err()
+        .to_string();
+    assert!(other.contains("it is no arena of kvgate"), "{other}");
+}
+
+#[test]
 fn asking_for_huge_pages_works_with_and_without_them() {
     let arena = Arena::new(&ArenaOptions {
         size: 3 << 20,

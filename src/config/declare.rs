@@ -52,6 +52,8 @@ macro_rules! sections {
                         value: $kind.show(&self.$section.$key),
                         default: $default,
                         origin: origin(path),
+                        written_as: None,
+                        old_names: Vec::new(),
                         accepts: $kind.accepts(),
                         doc: $doc.trim_ascii(),
                     }

@@ -18,7 +18,7 @@ pub enum SettingOrigin {
     Flag(&'static str),
 }
 
-/// One mistake.
+/// One mistake, or one thing to change before the next release.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ConfigProblem {
     /// The key as written, such as `s3.part_size`; absent where the whole file is meant.

@@ -16,6 +16,7 @@ mod keys;
 mod kinds;
 mod names;
 mod reader;
+mod renames;
 mod schema;
 mod sources;
 #[cfg(test)]
@@ -37,6 +38,7 @@ pub use schema::{
 pub use sources::process_env;
 
 use reader::SettingsReader;
+use renames::{RENAMES, Rename};
 
 /// A value from the command line, which wins over every other source.
 #[derive(Debug, Clone)]
@@ -54,6 +56,11 @@ pub struct LoadedConfig {
     pub config: Config,
     /// The origin of every key, by path such as `s3.endpoint`.
     pub origins: BTreeMap<String, SettingOrigin>,
+    /// Values that were given by a key's old name: each with its new name.
+    pub warnings: Vec<ConfigProblem>,
+    /// The old names of these keys, by path.
+    written_as: BTreeMap<String, &'static str>,
+    renames: &'static [Rename],
 }
 
 /// One key, for `config show` and the documentation.
@@ -64,6 +71,12 @@ pub struct Shown {
     pub value: String,
     pub default: &'static str,
     pub origin: SettingOrigin,
+    /// The key's old name, where that is written there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub written_as: Option<&'static str>,
+    /// The names that it had in the release before, which are taken too.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub old_names: Vec<&'static str>,
     /// The allowed text, such as "a size from 1MiB to 5GiB".
     pub accepts: String,
     pub doc: &'static str,
@@ -80,7 +93,16 @@ pub fn load(
     env: impl Iterator<Item = (String, String)>,
     overrides: &[Override],
 ) -> Result<LoadedConfig, ConfigError> {
-    let mut reader = SettingsReader::new(sources::merge(file, env, overrides));
+    load_renamed(file, env, overrides, RENAMES)
+}
+
+fn load_renamed(
+    file: Option<&Path>,
+    env: impl Iterator<Item = (String, String)>,
+    overrides: &[Override],
+    renames: &'static [Rename],
+) -> Result<LoadedConfig, ConfigError> {
+    let mut reader = SettingsReader::new(sources::merge(file, env, overrides, renames));
     let config = Config::read(&mut reader);
     reader.finish(config)
 }
@@ -89,7 +111,13 @@ impl LoadedConfig {
     /// Every key in the order of declaration.
     #[must_use]
     pub fn show(&self) -> Vec<Shown> {
-        self.config.show(&self.origins)
+        let mut keys = self.config.show(&self.origins);
+        for key in &mut keys {
+            let of_key = self.renames.iter().filter(|rename| rename.new == key.path);
+            key.old_names = of_key.map(|rename| rename.old).collect();
+            key.written_as = self.written_as.get(key.path).copied();
+        }
+        keys
     }
 }
 

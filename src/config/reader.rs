@@ -49,8 +49,13 @@ impl SettingsReader {
         if !self.0.problems.is_empty() {
             return Err(ConfigError::new(self.0.problems));
         }
+        let mut warnings = std::mem::take(&mut self.0.warnings);
+        warnings.sort_by_key(order);
         Ok(LoadedConfig {
             config,
+            warnings,
+            written_as: std::mem::take(&mut self.0.written_as),
+            renames: self.0.names.renames,
             origins: self.all_origins(),
         })
     }
@@ -62,8 +67,9 @@ impl SettingsReader {
             .get(&path)
             .cloned()
             .unwrap_or(SettingOrigin::Default);
+        let written = self.0.written_as.get(&path).map(|old| (*old).to_owned());
         self.0.problems.push(ConfigProblem {
-            path: Some(path),
+            path: Some(written.unwrap_or(path)),
             origin,
             message,
         });

@@ -4,6 +4,8 @@
 //! merge every value has a known path, and [`Merged::origins`] has its source. (The crate would also read
 //! `s3[99999999]` in a name as an index and allocate room for it.)
 //!
+//! A value that is given by a key's old name (`renames`) goes on under the new one from here.
+//!
 //! A file that can't be used is one problem and counts as empty, so that mistakes elsewhere are reported too.
 
 use std::collections::BTreeMap;
@@ -14,19 +16,23 @@ use ::config::{Map, Source, Value, ValueKind};
 use super::Override;
 use super::error::{ConfigProblem, SettingOrigin};
 use super::file::read_file;
+use super::renames::{Names, Rename, is_written, move_key};
 use super::unknown::{key_advice, keys_of, section_advice};
 
 const ENV_PREFIX: &str = "KVGATE__";
 
 pub(super) type Table = Map<String, Value>;
 
-#[derive(Default)]
 pub(super) struct Merged {
     /// Section, then key.
     pub(super) tree: Table,
     /// Only of written keys.
     pub(super) origins: BTreeMap<String, SettingOrigin>,
+    /// The old names by which values were given, by the new ones.
+    pub(super) written_as: BTreeMap<String, &'static str>,
     pub(super) problems: Vec<ConfigProblem>,
+    pub(super) warnings: Vec<ConfigProblem>,
+    pub(super) names: Names,
 }
 
 /// The environment of this process. Unlike [`std::env::vars`] it does not panic at a name or value that is not
@@ -40,8 +46,16 @@ pub(super) fn merge(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,
     overrides: &[Override],
+    renames: &'static [Rename],
 ) -> Merged {
-    let mut merged = Merged::default();
+    let mut merged = Merged {
+        tree: Table::new(),
+        origins: BTreeMap::new(),
+        written_as: BTreeMap::new(),
+        problems: Vec::new(),
+        warnings: Vec::new(),
+        names: Names::new(renames),
+    };
     let written = file.map_or_else(Table::new, |path| merged.keep_file(path));
     let named = merged.keep_env(env);
     let flagged = merged.keep_flags(overrides);
@@ -58,6 +72,9 @@ pub(super) fn merge(
         Ok(tree) => merged.tree = tree,
         Err(error) => merged.problem(None, SettingOrigin::Default, error.to_string()),
     }
+    let (warnings, problems) = merged.names.told();
+    merged.warnings.extend(warnings);
+    merged.problems.extend(problems);
     merged
 }
 
@@ -74,12 +91,25 @@ impl Merged {
         let origin = || SettingOrigin::File(path.to_owned());
         match read_file(path) {
             Ok(mut sections) => {
+                self.rename_keys(&mut sections, &origin());
                 sections.retain(|section, value| self.keep_section(section, value, &origin()));
                 sections
             }
             Err(message) => {
                 self.problem(None, origin(), message);
                 Table::new()
+            }
+        }
+    }
+
+    fn rename_keys(&mut self, sections: &mut Table, origin: &SettingOrigin) {
+        for rename in self.names.renames {
+            if is_written(sections, rename.new) {
+                self.names.given(rename.new, origin.clone());
+            }
+            if move_key(sections, *rename) {
+                self.names.given(rename.old, origin.clone());
+                self.written_as.insert(rename.new.to_owned(), rename.old);
             }
         }
     }
@@ -138,13 +168,25 @@ impl Merged {
             let path = rest.to_lowercase().replace("__", ".");
             let (section, key) = path.split_once('.').unwrap_or(("", &path));
             let origin = SettingOrigin::Env(name.clone());
-            if keys_of(section).is_some_and(|keys| keys.contains(&key)) && name == env_name(section, key) {
+            let is_spelled = name == env_name(section, key);
+            let renamed = self.names.of_old(&path);
+            if let Some(rename) = renamed.filter(|_| is_spelled) {
+                self.names.given(rename.old, origin.clone());
+                self.origins.insert(rename.new.to_owned(), origin);
+                self.written_as.insert(rename.new.to_owned(), rename.old);
+                let (section, key) = rename.new.split_once('.').unwrap_or(("", rename.new));
+                kept.insert(env_name(section, key), value);
+            } else if keys_of(section).is_some_and(|keys| keys.contains(&key)) && is_spelled {
+                self.names.given(&path, origin.clone());
+                self.written_as.remove(&path);
                 self.origins.insert(path, origin);
                 kept.insert(name, value);
             } else {
-                let message = key_advice(section, key, |section, key| {
-                    format!("`{}`", env_name(section, key))
-                });
+                let spell = |section: &str, key: &str| format!("`{}`", env_name(section, key));
+                let message = match renamed.and_then(|rename| rename.new.split_once('.')) {
+                    Some((section, key)) => format!("unknown key; did you mean {}?", spell(section, key)),
+                    None => key_advice(section, key, spell),
+                };
                 self.problem(Some(path), origin, message);
             }
         }
@@ -154,20 +196,24 @@ impl Merged {
     fn keep_flags(&mut self, overrides: &[Override]) -> Table {
         let mut kept = Table::new();
         for Override { path, value, flag } in overrides {
+            // A flag names no key, so that a renamed key is no news to its caller. The flag itself may be renamed.
+            self.names.given(flag, SettingOrigin::Flag(flag));
+            let path = self.names.of_old(path).map_or(*path, |rename| rename.new);
             let (section, key) = path.split_once('.').unwrap_or(("", path));
             if keys_of(section).is_some_and(|keys| keys.contains(&key)) {
-                self.origins.insert((*path).to_owned(), SettingOrigin::Flag(flag));
-                kept.insert((*path).to_owned(), Value::new(None, value.clone()));
+                self.written_as.remove(path);
+                self.origins.insert(path.to_owned(), SettingOrigin::Flag(flag));
+                kept.insert(path.to_owned(), Value::new(None, value.clone()));
             } else {
                 let message = key_advice(section, key, |section, key| format!("`{section}.{key}`"));
-                self.problem(Some((*path).to_owned()), SettingOrigin::Flag(flag), message);
+                self.problem(Some(path.to_owned()), SettingOrigin::Flag(flag), message);
             }
         }
         kept
     }
 }
 
-fn env_name(section: &str, key: &str) -> String {
+pub(super) fn env_name(section: &str, key: &str) -> String {
     format!("{ENV_PREFIX}{section}__{key}").to_uppercase()
 }
 

@@ -127,6 +127,13 @@ pub enum HeaderError {
     },
 }
 
+impl HeaderError {
+    /// Whether another version of kvgate may have written it, and can read it.
+    pub fn is_of_another_version(&self) -> bool {
+        matches!(self, Self::Version(_) | Self::DigestKind { .. } | Self::Encrypted)
+    }
+}
+
 impl Header {
     /// Writes the header into the first [`header_len`] bytes of `out`, which must be there.
     pub fn write(&self, out: &mut [u8]) {

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::dtype::DType;
 use super::hash::{HashScheme, ModelId, SpaceId};
+use super::header::FORMAT_VERSION;
 use super::key::SpaceKey;
 use super::kind::Kind;
 use super::layout::{Layout, Plane};
@@ -90,6 +91,23 @@ pub enum SpaceError {
     Json(#[from] serde_json::Error),
     #[error("the space can't be: {}", .0.join("; "))]
     Invalid(Vec<String>),
+    #[error(
+        "the space has format {0}, and this kvgate knows formats up to {FORMAT_VERSION}: a newer kvgate made it, so use that \
+         version's program"
+    )]
+    Newer(u64),
+}
+
+/// The format of a space that a newer kvgate made. Nothing else of it need be known here.
+fn newer_format(json: &str) -> Option<u64> {
+    #[derive(Deserialize)]
+    struct Format {
+        format: u64,
+    }
+    let format: Option<Format> = serde_json::from_str(json).ok();
+    format
+        .map(|of| of.format)
+        .filter(|&format| format > u64::from(FORMAT_VERSION))
 }
 
 impl Space {
@@ -147,7 +165,10 @@ impl Space {
 
     /// Reads a space as people write it, or its canonical form.
     pub fn from_json(json: &str) -> Result<Self, SpaceError> {
-        Self::new(serde_json::from_str(json)?)
+        let space = serde_json::from_str(json)
+            .map_err(SpaceError::Json)
+            .and_then(Self::new);
+        space.map_err(|error| newer_format(json).map_or(error, SpaceError::Newer))
     }
 
     pub fn id(&self) -> SpaceId {

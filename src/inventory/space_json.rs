@@ -1,7 +1,7 @@
 //! The readable form of a space, `space.json`, as it is found in a bucket.
 
 use super::Inventory;
-use crate::format::{FORMAT_VERSION, Space, SpaceKey};
+use crate::format::{Space, SpaceError, SpaceKey};
 use crate::s3::object::{ErrorKind, ObjectError};
 
 /// The largest possible space: 4096 planes and 64 extras of twice 512 bytes, with room for escapes.
@@ -36,16 +36,10 @@ impl SpaceJson {
         match Space::from_json(text) {
             Ok(space) if space.key() == key => Self::Good(space),
             Ok(space) => Self::Damaged(format!("it describes space {}", space.id())),
-            Err(error) if of_another_format(text) => Self::Unreadable(error.to_string()),
+            Err(error @ SpaceError::Newer(_)) => Self::Unreadable(error.to_string()),
             Err(error) => Self::Damaged(error.to_string()),
         }
     }
-}
-
-fn of_another_format(text: &str) -> bool {
-    let json: Option<serde_json::Value> = serde_json::from_str(text).ok();
-    let format = json.as_ref().and_then(|json| json.get("format")?.as_u64());
-    format.is_some_and(|format| format != u64::from(FORMAT_VERSION))
 }
 
 impl Inventory {

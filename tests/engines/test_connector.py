@@ -7,15 +7,18 @@ import ast
 import concurrent.futures
 import inspect
 import json
+import logging
 import os
 import re
+import socket
 import tempfile
+import threading
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from kvgate import weights
+from kvgate import __version__, weights
 from kvgate.settings import tenant_secret
 from kvgate.vllm import KvGateConnector, connector, gateway
 from kvgate.vllm.metadata import WorkerReport
@@ -311,6 +314,20 @@ class SettingsTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "No such file"):
             Settings.read({"tenant_secret_file": "/nowhere/at/all"})
 
+    def test_an_old_name_is_taken_for_one_release_with_a_warning(self):
+        with mock.patch.dict("kvgate.settings.RENAMED", {"pin_time_ms": "pin_ms", "nothing_of_this": "no_field"}):
+            with self.assertLogs("kvgate.settings", "WARNING") as told:
+                settings = Settings.read({"pin_time_ms": 60_000})
+            self.assertEqual(settings.pin_ms, 60_000)
+            self.assertEqual(len(told.records), 1)
+            self.assertIn("the key pin_time_ms is called pin_ms now: write that", told.output[0])
+            with self.assertRaisesRegex(ValueError, "'pin_time_ms' is the old name of 'pin_ms', which is given too"):
+                Settings.read({"pin_time_ms": 60_000, "pin_ms": 60_000})
+            with self.assertRaisesRegex(ValueError, "unknown key 'nothing_of_this'"):
+                Settings.read({"nothing_of_this": 1})
+        with self.assertNoLogs("kvgate.settings"):
+            Settings.read({"pin_ms": 60_000})
+
     def test_the_socket_is_the_gateway_s(self):
         os.environ["KVGATE__API__SOCKET"] = "/tmp/other.sock"
         self.addCleanup(os.environ.pop, "KVGATE__API__SOCKET")
@@ -326,6 +343,38 @@ class GatewayTest(unittest.TestCase):
         self.assertIn("nobody answers at /nowhere/sock", told.output[0])
         with self.assertNoLogs("kvgate.vllm.gateway"):
             gateway.ensure(settings, is_told=False)
+
+
+class OtherVersionTest(unittest.TestCase):
+    def told(self, head):
+        """What an engine's start says of a daemon that answers with that head."""
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/sock")
+            listener.listen()
+
+            def answer():
+                for _ in range(2):
+                    stream = listener.accept()[0]
+                    # The first asks only whether somebody listens.
+                    if stream.recv(1 << 16):
+                        stream.sendall(f"HTTP/1.1 200 OK\r\n{head}content-length: 0\r\n\r\n".encode())
+                    stream.close()
+
+            daemon = threading.Thread(target=answer)
+            daemon.start()
+            with self.assertLogs("kvgate.daemon", "WARNING") as told:
+                gateway.ensure(Settings.read({"socket": f"{folder}/sock"}))
+                logging.getLogger("kvgate.daemon").warning("the end")
+            daemon.join()
+        return [record.getMessage() for record in told.records[:-1]]
+
+    def test_a_daemon_of_another_version_is_told_once_at_the_start(self):
+        (line,) = self.told("server: kvgate/99.0.0\r\n")
+        self.assertIn(f"is kvgate '99.0.0', this engine has kvgate {__version__}", line)
+        self.assertIn("install the same version on both", line)
+        self.assertEqual(self.told(f"server: kvgate/{__version__}\r\n"), [])
+        self.assertEqual(self.told("server: nginx\r\n"), [])
+        self.assertEqual(self.told(""), [], "one from before the header")
 
 
 class PolicyTest(unittest.TestCase):

@@ -681,6 +681,12 @@ async fn verify_finds_every_kind_of_damage_and_removes_it() {
         .exits(1)
         .says(&["unknown 1"]);
     assert!(newer.exists());
+    std::fs::write(stored.file("space.json"), r#"{"format": 99, "shape": "new"}"#).unwrap();
+    stored.say(&["verify", "--delete"]).await.exits(1).says(&[
+        "space_json_unreadable",
+        "the space has format 99, and this kvgate knows formats up to 2: a newer kvgate made it",
+        "damaged 0 (removed 0)",
+    ]);
     std::fs::write(stored.file("space.json"), "{").unwrap();
     stored
         .say(&["verify"])

@@ -124,6 +124,41 @@ async fn damaged_files_that_s3_never_got_are_counted_and_kept() {
     assert_eq!(behind(&serving).dropped, 0, "each loss is counted once");
 }
 
+/// It was moved aside as damaged, and counted as lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unsent_file_of_a_newer_version_is_kept_for_that_version() {
+    let mut site = Site::new().await;
+    let disk = site.home.path().join("disk");
+    let path = disk.display().to_string();
+    let settings = settings(&path);
+    site.stop_s3().await;
+    let prompt = Prompt::new(3);
+    leave(&site, &settings, &prompt).await;
+    let file = file(&disk, &prompt, 1);
+    let mode = std::fs::metadata(&file).unwrap().permissions();
+    let ours = std::fs::read(&file).unwrap();
+    let mut newer = ours.clone();
+    newer[8] = 9;
+    let end = u32::from_le_bytes(newer[12..16].try_into().unwrap()) as usize;
+    let digest = blake3::hash(&newer[..end - 32]);
+    newer[end - 32..end].copy_from_slice(digest.as_bytes());
+    let write = |bytes: &[u8]| {
+        std::fs::write(&file, bytes).unwrap();
+        std::fs::set_permissions(&file, mode.clone()).unwrap();
+    };
+    write(&newer);
+    let serving = site.serve(&settings).await;
+    site.start_s3().await;
+    serving.client.flush(Some(2_000)).await.unwrap_err();
+    assert_eq!((behind(&serving).lost, behind(&serving).dropped), (0, 0));
+    assert!(is_dirty(&file) && std::fs::read(&file).unwrap() == newer);
+    serving.end().await;
+    write(&ours);
+    let serving = site.serve(&settings).await;
+    serving.flush().await;
+    assert_eq!(on_s3(&site, &prompt).await, 3);
+}
+
 /// Its backlog was over, and flush said 200.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_that_is_out_keeps_its_chunks_unsent() {

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems
+from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems, with_new_names
 
 SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 """Keys that SGLang reads itself and leaves there."""
@@ -68,6 +68,7 @@ class Settings:
         """From SGLang's dictionary. Raises ValueError with all problems at once."""
         extra = extra or {}
         own = {key: value for key, value in extra.items() if key not in SGLANGS}
+        own = with_new_names(cls, own)
         problems = problems_of(cls, own) or tenant_problems(own)
         if not extra.get("interface_v1"):
             problems.append(

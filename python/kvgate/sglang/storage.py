@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvgate._native import Pages
+from kvgate.daemon import warn_of_another_version
 from kvgate.sglang.guard import Troubles, guarded
 from kvgate.sglang.identity import of_server
 from kvgate.sglang.pools import Ranks, describe, window_pages
@@ -80,6 +81,8 @@ class KvGateStorage(HiCacheStorage):
         self.batch = NO_BATCH
         self.name = shared_name(self.ranks, settings.instance)
         self.flushes = Flushes()
+        if self.ranks.rank == 0:
+            warn_of_another_version(settings.socket)
         self.pages = Pages(
             json.dumps(
                 {

@@ -10,6 +10,8 @@ import time
 
 from vllm.logger import init_logger
 
+from kvgate.daemon import warn_of_another_version
+
 logger = init_logger(__name__)
 
 START_SECONDS = 30
@@ -26,6 +28,8 @@ def ensure(settings, is_told=True):
     computes everything, so only a start that was asked for and failed is an error.
     """
     if listens(settings.socket):
+        if is_told:
+            warn_of_another_version(settings.socket)
         return
     if not settings.serve:
         if is_told:

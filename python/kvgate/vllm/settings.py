@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems
+from kvgate.settings import owner_or_default, problems_of, socket_or_default, tenant_problems, with_new_names
 
 LOAD_POLICIES = ("auto", "always")
 COPIES = ("auto", "torch")
@@ -77,6 +77,7 @@ class Settings(SharedSettings):
     @classmethod
     def read(cls, extra):
         """From vLLM's dictionary. Raises ValueError with all problems at once."""
+        extra = with_new_names(cls, extra)
         problems = problems_of(cls, extra) or tenant_problems(extra)
         if extra.get("load_policy", "auto") not in LOAD_POLICIES:
             problems.append(f"load_policy must be {' or '.join(LOAD_POLICIES)}, not {extra['load_policy']!r}")
@@ -104,6 +105,7 @@ class TierSettings(SharedSettings):
     @classmethod
     def read(cls, given):
         """From the keywords of vLLM's configuration. Raises ValueError with all problems at once."""
+        given = with_new_names(cls, given)
         if problems := problems_of(cls, given) or tenant_problems(given):
             raise ValueError("kvgate in secondary_tiers: " + "; ".join(problems))
         return with_gateway(cls(**given))

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 mod refused;
+mod renamed;
 mod valid;
 
 use super::*;

@@ -4,17 +4,19 @@ use std::sync::Arc;
 
 use bytes::{Buf, BytesMut};
 use http_body_util::BodyExt;
+use hyper::HeaderMap;
 use hyper::body::Incoming;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::connection::ApiConnection;
-use super::{ClientError, check};
+use super::{ClientError, check, version};
 use crate::protocol::LoadLine;
 
 /// A stream of JSON lines; its connection ends with it.
 pub(super) struct StreamedLines {
+    headers: HeaderMap,
     body: Incoming,
     buffer: BytesMut,
     connection: ApiConnection,
@@ -28,10 +30,11 @@ impl StreamedLines {
         let (head, body) = answer.into_parts();
         if !head.status.is_success() {
             let body = connection.while_it_works(body.collect()).await?.to_bytes();
-            check(head.status, &body)?;
+            check(head.status, &head.headers, &body)?;
             return Err(ClientError::Answer(format!("status {}", head.status)));
         }
         Ok(Self {
+            headers: head.headers,
             body,
             buffer: BytesMut::new(),
             connection,
@@ -47,7 +50,7 @@ impl StreamedLines {
                 let parsed = serde_json::from_slice(&line);
                 return parsed
                     .map(Some)
-                    .map_err(|error| ClientError::Answer(error.to_string()));
+                    .map_err(|error| version::not_understood(&self.headers, error));
             }
             match self.connection.while_it_works(self.body.frame()).await {
                 None => return Ok(None),

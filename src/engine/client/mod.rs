@@ -11,6 +11,7 @@ mod engine;
 mod load;
 mod owner;
 mod session;
+mod version;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::Either;
 use http_body_util::Full;
-use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue, USER_AGENT};
 use hyper::{HeaderMap, Method, Request, StatusCode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -36,7 +37,7 @@ use crate::format::{ChunkHash, Mask, Space};
 use crate::protocol::Flushed;
 use crate::protocol::{
     BindRequest, ChunksRequest, Count, EventsAnswer, EventsRequest, FLUSH_MAX, FlushRequest, LookupAnswer,
-    LookupRequest, Problem, SpaceInfo,
+    LookupRequest, Problem, SpaceInfo, VERSION,
 };
 
 /// The address of a kvgate daemon.
@@ -79,6 +80,8 @@ pub enum ClientError {
     Answer(String),
     #[error(transparent)]
     Arena(#[from] AttachedError),
+    #[error("{arena}. The daemon is kvgate {daemon}, and its client here is kvgate {VERSION}")]
+    OtherVersion { daemon: String, arena: AttachedError },
 }
 
 /// Which chunks exist, as [`Client::lookup_hashes`] answers.
@@ -159,8 +162,8 @@ impl Client {
     /// Makes a space known to the daemon.
     pub async fn declare(&self, space: &Space) -> Result<SpaceInfo, ClientError> {
         let body = Bytes::copy_from_slice(space.canonical_json().as_bytes());
-        let (_, answer) = self.call(Method::PUT, "/v1/spaces", JSON, body, JSON).await?;
-        parse(&answer)
+        let (headers, answer) = self.call(Method::PUT, "/v1/spaces", JSON, body, JSON).await?;
+        parse(&headers, &answer)
     }
 
     pub async fn lookup(&self, request: &LookupRequest) -> Result<LookupAnswer, ClientError> {
@@ -207,7 +210,7 @@ impl Client {
             let bytes = answer
                 .get(number * bytes..(number + 1) * bytes)
                 .unwrap_or_default();
-            Mask::from_bytes(chunks, bytes).map_err(|error| ClientError::Answer(error.to_string()))
+            Mask::from_bytes(chunks, bytes).map_err(|error| version::not_understood(&headers, error))
         };
         let has_tiers = answer.len() > 3 * bytes;
         let tier = |number| match has_tiers {
@@ -216,8 +219,10 @@ impl Client {
         };
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let number = |name: &str| header(name).and_then(|value| value.parse::<usize>().ok());
-        let number =
-            |name: &str| number(name).ok_or_else(|| ClientError::Answer(format!("it has no number {name}")));
+        let number = |name: &str| {
+            let missing = || version::not_understood(&headers, format!("it has no number {name}"));
+            number(name).ok_or_else(missing)
+        };
         let drafts = header("x-kvgate-drafts").unwrap_or_default().split(',');
         Ok(FoundChunks {
             mask: mask(0)?,
@@ -286,10 +291,10 @@ impl Client {
 
     /// The node's status as JSON, since its fields grow with every version.
     pub async fn status(&self) -> Result<serde_json::Value, ClientError> {
-        let (_, answer) = self
+        let (headers, answer) = self
             .call(Method::GET, "/v1/status", JSON, Bytes::new(), JSON)
             .await?;
-        parse(&answer)
+        parse(&headers, &answer)
     }
 
     /// Any GET, such as `/metrics`.
@@ -321,8 +326,8 @@ impl Client {
         request: &impl Serialize,
     ) -> Result<T, ClientError> {
         let call = self.call_unlimited(Method::POST, path, JSON, to_body(request)?, JSON);
-        let (_, answer) = in_time(given.saturating_add(self.0.patience), call).await?;
-        parse(&answer)
+        let (headers, answer) = in_time(given.saturating_add(self.0.patience), call).await?;
+        parse(&headers, &answer)
     }
 
     async fn call(
@@ -351,7 +356,7 @@ impl Client {
         if connection.is_open() {
             self.kept().push(connection);
         }
-        check(status, &body)?;
+        check(status, &headers, &body)?;
         Ok((headers, body))
     }
 
@@ -367,6 +372,7 @@ impl Client {
             .method(method)
             .uri(path)
             .header(HOST, &self.0.host)
+            .header(USER_AGENT, version::USER_AGENT)
             .header(CONTENT_TYPE, kind)
             .header(ACCEPT, accept);
         if let Some(token) = &self.0.token {
@@ -426,12 +432,12 @@ async fn in_time<T>(
     answer.unwrap_or(Err(ClientError::Late(time)))
 }
 
-fn check(status: StatusCode, body: &[u8]) -> Result<(), ClientError> {
+fn check(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Result<(), ClientError> {
     match status.is_success() {
         true => Ok(()),
-        false => Err(match serde_json::from_slice(body) {
-            Ok(problem) => ClientError::Refused(problem),
-            Err(_) => ClientError::Answer(format!("status {status}, and no problem with it")),
+        false => Err(match serde_json::from_slice::<Problem>(body) {
+            Ok(problem) => version::refused(headers, problem),
+            Err(_) => version::not_understood(headers, format!("status {status}, and no problem with it")),
         }),
     }
 }
@@ -441,6 +447,6 @@ fn to_body(request: &impl Serialize) -> Result<Bytes, ClientError> {
     Ok(text.into())
 }
 
-fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ClientError> {
-    serde_json::from_slice(body).map_err(|error| ClientError::Answer(error.to_string()))
+fn parse<T: DeserializeOwned>(headers: &HeaderMap, body: &[u8]) -> Result<T, ClientError> {
+    serde_json::from_slice(body).map_err(|error| version::not_understood(headers, error))
 }

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::connection::ApiConnection;
 use super::load::{LoadLines, StreamedLines};
 use super::{Client, ClientError, JSON, in_time, to_body};
-use crate::arena::{AttachedArena, BootId};
+use crate::arena::{AttachedArena, AttachedError, BootId};
 use crate::protocol::{
     AttachRequest, Attached, CommitAnswer, CommitRequest, LoadRequest, ReleaseAnswer, ReleaseRequest,
     ReserveAnswer, ReserveChunk, ReserveRequest, SlotName,
@@ -43,7 +43,14 @@ impl Client {
         let path = path
             .as_deref()
             .ok_or_else(|| ClientError::Answer("the arena has no file".into()))?;
-        let arena = Arc::new(AttachedArena::map(Path::new(path), boot_id)?);
+        let arena = AttachedArena::map(Path::new(path), boot_id).map_err(|error| match error {
+            AttachedError::Version { .. } => ClientError::OtherVersion {
+                daemon: attached.version.clone(),
+                arena: error,
+            },
+            error => error.into(),
+        })?;
+        let arena = Arc::new(arena);
         let over: Arc<watch::Sender<bool>> = Arc::default();
         let ends = Arc::clone(&over);
         let stream = tokio::spawn(async move {

@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use hyper::Request;
 use hyper::body::Incoming;
+use hyper::header::{HeaderValue, USER_AGENT};
 
 use super::body::{JsonLines, Reply, lines, push_line};
 use super::impatient::Patient;
 use super::problem::ApiProblem;
 use super::{Api, Caller, body};
 use crate::node::{Attach, Has, Session, SessionEvent};
-use crate::protocol::{ArenaInfo, AttachRequest, Attached};
+use crate::protocol::{ArenaInfo, AttachRequest, Attached, VERSION, version_in};
 
 /// Sends a line as well, so that a dead connection is found out.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -23,9 +24,18 @@ pub async fn attach(
     caller: &Caller,
     request: Request<Incoming>,
 ) -> Result<Reply, ApiProblem> {
+    let version = request.headers().get(USER_AGENT).cloned();
     let text = body::read(request, api.options.body_max, api.options.timeout).await?;
     let request: AttachRequest = body::parse(&text)?;
     let (session, events) = api.node.attach(checked(request, caller)?)?;
+    if let Some(theirs) = version_in(version.as_ref().map(HeaderValue::as_bytes))
+        && theirs != VERSION
+    {
+        let instance = session.instance.escape_debug();
+        api.other_version.tell(&format_args!(
+            "engine {instance} has kvgate {theirs}, this daemon is kvgate {VERSION}"
+        ));
+    }
     let arena = api.node.gateway().arena();
     let first = Attached {
         session: session.name.clone(),
@@ -34,7 +44,7 @@ pub async fn attach(
             bytes: arena.file_bytes(),
             boot_id: arena.boot_id().to_string(),
         },
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: VERSION.to_owned(),
     };
     let (lines, mut answer) = lines(api.options.timeout);
     // The end of the caller's process is seen elsewhere, so an unread stream proves nothing.

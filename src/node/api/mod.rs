@@ -52,6 +52,7 @@ use self::figures::Figures;
 use self::history::History;
 use self::otlp::{Otlp, Sampled};
 use self::traces::Traces;
+use crate::cache::episode::Episode;
 use crate::cache::gateway::Credit;
 use crate::format::Keyring;
 use crate::node::{Node, Process};
@@ -103,6 +104,8 @@ pub struct Api {
     bound: Mutex<BoundBlocks>,
     token: RwLock<Option<String>>,
     reload: Reload,
+    /// Warning: engines whose kvgate is another version.
+    other_version: Episode,
 }
 
 /// Reloads the daemon's other settings, and the keys into the ring: answers which were reloaded, or why not.
@@ -120,6 +123,7 @@ pub enum Caller {
 
 impl Api {
     pub fn new(node: Node, options: ApiOptions, reload: Reload) -> Result<Arc<Self>, String> {
+        let log_repeat = node.options().log_repeat;
         let api = Self {
             node,
             connections: Connections::new(options.connections_max),
@@ -132,6 +136,11 @@ impl Api {
             options,
             token: RwLock::new(None),
             reload,
+            other_version: Episode::new(
+                "an engine's kvgate is another version than this daemon's, and no test has run them together: install the \
+                 same on both, and start the engine anew",
+                log_repeat,
+            ),
         };
         api.read_token()?;
         Ok(Arc::new(api))

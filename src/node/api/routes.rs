@@ -19,7 +19,7 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
         Ok(()) => route(&api, &caller, request).await,
         Err(problem) => Err(problem),
     };
-    answer.unwrap_or_else(|error| {
+    let mut answer = answer.unwrap_or_else(|error| {
         let mut answer = problem(&error);
         if error.status == StatusCode::UNAUTHORIZED {
             let bearer = HeaderValue::from_static("Bearer");
@@ -31,7 +31,11 @@ pub async fn serve(api: Arc<Api>, caller: Caller, request: Request<Incoming>) ->
             answer.headers_mut().insert(ALLOW, methods);
         }
         answer
-    })
+    });
+    // A client of another version says both where it does not understand.
+    let version = HeaderValue::from_static(concat!("kvgate/", env!("CARGO_PKG_VERSION")));
+    answer.headers_mut().insert(hyper::header::SERVER, version);
+    answer
 }
 
 async fn route(api: &Arc<Api>, caller: &Caller, request: Request<Incoming>) -> Result<Reply, ApiProblem> {

@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::error::CliError;
 use super::input;
+use super::output::tell;
 use crate::config::units::{ByteSize, MIB};
 use crate::config::{self, LoadedConfig, Override};
 use crate::format::{Space, SpaceId, SpaceKey};
@@ -33,7 +34,7 @@ pub struct ConnectArgs {
 }
 
 impl ConnectArgs {
-    /// The configuration with these flags and `more` on top. Fails with the list of all its problems.
+    /// The configuration with these flags and `more` on top; warns of old names. Fails with the list of all its problems.
     pub fn load(&self, more: Vec<Override>) -> Result<LoadedConfig, CliError> {
         let flags = [
             ("s3.endpoint", "--endpoint", &self.endpoint),
@@ -46,11 +47,12 @@ impl ConnectArgs {
             Some(Override { path, value, flag })
         });
         let overrides: Vec<Override> = given.chain(more).collect();
-        Ok(config::load(
-            self.config.as_deref(),
-            config::process_env(),
-            &overrides,
-        )?)
+        let loaded = config::load(self.config.as_deref(), config::process_env(), &overrides)?;
+        for warning in &loaded.warnings {
+            // Not by the log, whose level and format are in there.
+            tell(format_args!("warning: {warning}"));
+        }
+        Ok(loaded)
     }
 }
 

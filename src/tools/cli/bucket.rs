@@ -80,8 +80,12 @@ impl OpenBucket {
         match self.inventory.read_space(key).await? {
             SpaceJson::Good(space) => same(space, id),
             SpaceJson::Missing => Err(self.unknown_space(&key.to_string())),
-            SpaceJson::Damaged(reason) | SpaceJson::Unreadable(reason) => Err(CliError::usage(format!(
+            SpaceJson::Damaged(reason) => Err(CliError::usage(format!(
                 "{} can't be used: {reason}. Describe the space in a file and give --space FILE",
+                self.inventory.keys().space_json(key)
+            ))),
+            SpaceJson::Unreadable(reason) => Err(CliError::usage(format!(
+                "{} can't be used: {reason}",
                 self.inventory.keys().space_json(key)
             ))),
         }

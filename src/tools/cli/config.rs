@@ -18,7 +18,7 @@ Examples:
   KVGATE__S3__BUCKET=kv kvgate config show
   kvgate config show --toml > kvgate.toml")]
 pub enum ConfigCommand {
-    /// Says `ok`, or everything that is wrong.
+    /// Says `ok`, or everything that is wrong. Warns of keys that are given by their old names.
     Check(ConfigCheckArgs),
     /// Shows every key, its value and where that comes from.
     Show(ShowArgs),
@@ -55,9 +55,9 @@ pub fn run(command: ConfigCommand, out: &mut Out) -> Result<(), CliError> {
 fn check(args: &ConfigCheckArgs, out: &mut Out) -> Result<(), CliError> {
     match (args.connect.load(Vec::new()), args.json) {
         (Ok(_), false) => out.line("ok"),
-        (Ok(_), true) => out.json(&json!({ "ok": true, "problems": [] })),
+        (Ok(loaded), true) => out.json(&json!({ "ok": true, "problems": [], "warnings": loaded.warnings })),
         (Err(CliError::Config(error)), true) => {
-            out.json(&json!({ "ok": false, "problems": error.problems() }))?;
+            out.json(&json!({ "ok": false, "problems": error.problems(), "warnings": [] }))?;
             Err(CliError::ReportedUsage)
         }
         (Err(error), _) => Err(error),
@@ -77,12 +77,11 @@ fn show(args: &ShowArgs, out: &mut Out) -> Result<(), CliError> {
             "" => "-".to_owned(),
             value => value.to_owned(),
         };
-        vec![
-            key.path.to_owned(),
-            value,
-            key.origin.to_string(),
-            key.doc.to_owned(),
-        ]
+        let from = match key.written_as {
+            Some(old) => format!("{}, as {old}", key.origin),
+            None => key.origin.to_string(),
+        };
+        vec![key.path.to_owned(), value, from, key.doc.to_owned()]
     };
     let rows: Vec<Vec<String>> = keys.iter().map(row).collect();
     out.table(&["key", "value", "from", "meaning"], &rows)

@@ -34,6 +34,10 @@ pub fn check(loaded: &Result<LoadedConfig, ConfigError>) -> Vec<Finding> {
         false => format!("from {}", origins.into_iter().collect::<Vec<_>>().join(", ")),
     };
     let mut found = vec![Finding::ok(CHECK, seen)];
+    found.extend(loaded.warnings.iter().map(|warning| {
+        let advice = "Write the new name; `kvgate config show --toml` writes all of the configuration with the new names";
+        Finding::warning(CHECK, warning.to_string(), advice)
+    }));
     if let Err(sentence) = has_room(&loaded.config) {
         let advice = "Raise [arena] size, or lower the other two: `kvgate serve` does not start like this";
         found.push(Finding::failed(CHECK, sentence, advice));

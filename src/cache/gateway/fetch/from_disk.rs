@@ -125,11 +125,12 @@ async fn read_once(
 }
 
 impl Unread {
-    /// Whether the file is not the chunk. One whose key is not here may well be.
+    /// Whether the file is not the chunk. One whose key is not here may well be, and one of another version of kvgate.
     fn is_bad(&self) -> bool {
         match self {
             Self::Bad(Bad::Header(HeaderError::NoKey { .. })) | Self::Disk(_) => false,
-            Self::Bad(_) => true,
+            Self::Bad(Bad::Header(error)) => !error.is_of_another_version(),
+            Self::Bad(Bad::Digest(_)) => true,
         }
     }
 

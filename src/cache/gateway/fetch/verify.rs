@@ -49,11 +49,9 @@ impl ChunkFetch {
     }
 
     fn header(&self, part: &Part) -> Result<(Header, PlaneCheck), Miss> {
-        let header = Header::parse(&part.slot).map_err(|error| match error {
-            HeaderError::Version(_) | HeaderError::DigestKind { .. } | HeaderError::Encrypted => {
-                Miss::Unreadable(error)
-            }
-            error => Miss::BadHeader(error),
+        let header = Header::parse(&part.slot).map_err(|error| match error.is_of_another_version() {
+            true => Miss::Unreadable(error),
+            false => Miss::BadHeader(error),
         })?;
         match header.expect(&self.space, &self.chunk, &self.bucket().options.keyring) {
             Ok(check) => Ok((header, check)),

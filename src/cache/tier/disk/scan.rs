@@ -141,8 +141,9 @@ impl Scan {
     }
 
     /// Removes a space's chunks, which can't be checked. Those that the tier below does not have wait for an engine that
-    /// declares the space.
+    /// declares the space, or for a newer kvgate that can read its `space.json`.
     fn remove_space(&mut self, space: SpaceKey, path: &Path) -> io::Result<()> {
+        let (waited, mut json) = (self.homeless.len(), None);
         for entry in entries(path)? {
             let (entry, kind) = entry?;
             let name = name(&entry);
@@ -163,9 +164,14 @@ impl Scan {
                     }
                 }
             }
-            if kind.is_file() && (chunk_of(&name).is_some() || name == "space.json") {
-                self.remove(&entry)?;
+            match kind.is_file() {
+                true if chunk_of(&name).is_some() => self.remove(&entry)?,
+                true if name == "space.json" => json = Some(entry),
+                _ => {}
             }
+        }
+        if let Some(json) = json.filter(|_| self.homeless.len() == waited) {
+            self.remove(&json)?;
         }
         match remove_dir(path) {
             // There is something of someone else's in it.

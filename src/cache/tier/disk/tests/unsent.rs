@@ -193,6 +193,31 @@ async fn unsent_chunks_without_a_space_json_wait_for_their_space() {
     bench.check().await;
 }
 
+/// It was removed, so the newer kvgate did not know what they are either.
+#[tokio::test]
+async fn unsent_chunks_of_a_space_of_a_newer_kvgate_keep_their_space_json() {
+    let mut bench = Bench::new(1, |_| {});
+    bench.soil(0..2).await;
+    bench.store(10..12).await;
+    bench.close();
+    let json = bench.path(0).join(format!("{}/space.json", bench.space.key()));
+    let ours = bench.space.canonical_json().to_owned();
+    let newer = ours.replace("\"format\":1", "\"format\":99");
+    assert_ne!(ours, newer);
+    fs::write(&json, &newer).unwrap();
+    bench.reopen();
+    assert_eq!(bench.disk.take_backlog().homeless.len(), 2);
+    assert_eq!(fs::read_to_string(&json).unwrap(), newer);
+    bench.close();
+    fs::write(&json, ours).unwrap();
+    bench.reopen();
+    assert_eq!(bench.disk.take_backlog().chunks.len(), 2);
+    for chunk in 0..2 {
+        bench.read(chunk).await.unwrap();
+    }
+    bench.check().await;
+}
+
 #[tokio::test]
 async fn a_missing_space_json_is_taken_from_another_disk() {
     let mut bench = Bench::new(2, |_| {});
