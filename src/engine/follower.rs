@@ -8,7 +8,7 @@
 //! Routers drop a chunk whose parent they don't know. The log is in another order: a parent that left and came back is newer
 //! than what follows it. So a chunk is told of only after its parent, and waits until then.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -48,8 +48,8 @@ struct Following {
 #[derive(Default)]
 struct Followed {
     known: HashMap<ChunkHash, KnownChunk>,
-    /// Those of which `here` and `told` may differ, in the order of the changes.
-    changed: VecDeque<ChunkHash>,
+    /// Those of which `here` and `told` may differ, by the numbers of their changes.
+    changed: BTreeMap<u64, ChunkHash>,
     /// Chunks that are known and wait for their parents, each behind its parent.
     held: BTreeSet<(ChunkHash, ChunkHash)>,
     to_bind: VecDeque<BindRequest>,
@@ -57,7 +57,7 @@ struct Followed {
     is_open: bool,
     /// It is being read anew, and nothing is told meanwhile: most of it is there all the same.
     is_reading: bool,
-    /// Chunks that came to be known so far.
+    /// Of the latest change, or chunk that came to be known.
     number: u64,
     /// Chunks that were not bound because too many waited.
     unbound: u64,
@@ -68,7 +68,8 @@ struct KnownChunk {
     number: u64,
     here: [bool; 2],
     told: [bool; 2],
-    is_changed: bool,
+    /// Its place in `changed`.
+    changed: Option<u64>,
 }
 
 /// A chunk came into a tier, or left it.
@@ -332,7 +333,7 @@ impl Followed {
                     number,
                     here: [false; 2],
                     told: [false; 2],
-                    is_changed: false,
+                    changed: None,
                 });
                 known.here[place] = true;
             } else if let Some(known) = self.known.get_mut(&event.hash) {
@@ -351,23 +352,26 @@ impl Followed {
             return;
         };
         let has_changed = known.here != known.told;
-        if has_changed && !known.is_changed {
-            known.is_changed = true;
-            self.changed.push_back(hash);
+        if has_changed && known.changed.is_none() {
+            self.number += 1;
+            known.changed = Some(self.number);
+            self.changed.insert(self.number, hash);
         }
         self.forget_absent(&hash);
     }
 
     fn forget_absent(&mut self, hash: &ChunkHash) {
-        let nowhere = [false; 2];
-        let is_absent =
-            |known: &KnownChunk| known.here == nowhere && known.told == nowhere && !known.is_changed;
-        if !self.is_open
-            && self.known.get(hash).is_some_and(is_absent)
-            && let Some(known) = self.known.remove(hash)
-            && let Some(parent) = known.bound.parent
-        {
-            self.held.remove(&(parent, *hash));
+        let is_absent = |known: &KnownChunk| [known.here, known.told] == [[false; 2]; 2];
+        if self.is_open || !self.known.get(hash).is_some_and(is_absent) {
+            return;
+        }
+        // Also if it came and left between two steps: an engine may not step for a long time.
+        if let Some(known) = self.known.remove(hash) {
+            known.changed.and_then(|number| self.changed.remove(&number));
+            known
+                .bound
+                .parent
+                .map(|parent| self.held.remove(&(parent, *hash)));
         }
     }
 
@@ -375,7 +379,7 @@ impl Followed {
         let mut changes = Vec::new();
         while !self.is_reading
             && changes.len() < most
-            && let Some(hash) = self.changed.pop_front()
+            && let Some((_, hash)) = self.changed.pop_first()
         {
             self.tell(hash, &mut changes);
             self.forget_absent(&hash);
@@ -390,7 +394,7 @@ impl Followed {
         let Some(known) = self.known.get_mut(&hash) else {
             return;
         };
-        known.is_changed = false;
+        known.changed = None;
         for (place, tier) in TIERS.into_iter().enumerate() {
             let is_stored = known.here[place];
             if is_stored == known.told[place] {

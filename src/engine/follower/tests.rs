@@ -117,6 +117,17 @@ fn a_chunk_is_told_of_after_its_parent() {
 }
 
 #[test]
+fn what_came_and_left_between_two_steps_costs_no_memory() {
+    let mut followed = Followed::default();
+    for _ in 0..3 {
+        let both =
+            (0..200).flat_map(|number| [true, false].map(|is_stored| (number, Tier::Memory, is_stored)));
+        followed.apply(answer(both));
+    }
+    assert_eq!((followed.known.len(), followed.changed.len()), (0, 0));
+}
+
+#[test]
 fn a_node_that_answers_late_costs_no_memory() {
     let mut followed = Followed::default();
     for _ in 0..3 {
