@@ -4,8 +4,11 @@
 //! keeps what the node has (`here`) and what the engine has taken (`told`), and [`Follower::take`] is the difference. A task
 //! sends what is to be bound, and follows the node's log. While the node can't be reached nothing is there. After that, or
 //! when the log was lost, all is read anew. A new daemon is told what is known here, for its disks may have it.
+//!
+//! Routers drop a chunk whose parent they don't know. The log is in another order: a parent that left and came back is newer
+//! than what follows it. So a chunk is told of only after its parent, and waits until then.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -45,12 +48,16 @@ struct Following {
 #[derive(Default)]
 struct Followed {
     known: HashMap<ChunkHash, KnownChunk>,
-    /// Those of which `here` and `told` may differ, in the order of the changes.
-    changed: VecDeque<ChunkHash>,
+    /// Those of which `here` and `told` may differ, by the numbers of their changes.
+    changed: BTreeMap<u64, ChunkHash>,
+    /// Chunks that are known and wait for their parents, each behind its parent.
+    held: BTreeSet<(ChunkHash, ChunkHash)>,
     to_bind: VecDeque<BindRequest>,
     /// What is known is of a node that can't be reached, or whose log was lost: it may be there all the same.
     is_open: bool,
-    /// Chunks that came to be known so far.
+    /// It is being read anew, and nothing is told meanwhile: most of it is there all the same.
+    is_reading: bool,
+    /// Of the latest change, or chunk that came to be known.
     number: u64,
     /// Chunks that were not bound because too many waited.
     unbound: u64,
@@ -61,7 +68,8 @@ struct KnownChunk {
     number: u64,
     here: [bool; 2],
     told: [bool; 2],
-    is_changed: bool,
+    /// Its place in `changed`.
+    changed: Option<u64>,
 }
 
 /// A chunk came into a tier, or left it.
@@ -260,7 +268,7 @@ impl LogReader {
 
     /// What is there now. What was known and is not there is forgotten.
     async fn read_all(&mut self, following: &Following) -> Result<(), ClientError> {
-        following.lock().withdraw();
+        following.lock().begin();
         following.bind_all().await?;
         let mut cursor = None;
         loop {
@@ -303,7 +311,7 @@ impl Followed {
         }
     }
 
-    /// Parents first, as far as is known.
+    /// In the order in which they came to be known.
     fn all(&self) -> Vec<BoundChunk> {
         let mut all: Vec<&KnownChunk> = self.known.values().collect();
         all.sort_unstable_by_key(|known| known.number);
@@ -325,7 +333,7 @@ impl Followed {
                     number,
                     here: [false; 2],
                     told: [false; 2],
-                    is_changed: false,
+                    changed: None,
                 });
                 known.here[place] = true;
             } else if let Some(known) = self.known.get_mut(&event.hash) {
@@ -337,59 +345,108 @@ impl Followed {
 
     /// Its state may have changed.
     fn note(&mut self, hash: ChunkHash) {
+        if self.is_reading {
+            return;
+        }
         let Some(known) = self.known.get_mut(&hash) else {
             return;
         };
         let has_changed = known.here != known.told;
-        if has_changed && !known.is_changed {
-            known.is_changed = true;
-            self.changed.push_back(hash);
+        if has_changed && known.changed.is_none() {
+            self.number += 1;
+            known.changed = Some(self.number);
+            self.changed.insert(self.number, hash);
         }
         self.forget_absent(&hash);
     }
 
     fn forget_absent(&mut self, hash: &ChunkHash) {
-        let nowhere = [false; 2];
-        let is_absent =
-            |known: &KnownChunk| known.here == nowhere && known.told == nowhere && !known.is_changed;
-        if !self.is_open && self.known.get(hash).is_some_and(is_absent) {
-            self.known.remove(hash);
+        let is_absent = |known: &KnownChunk| [known.here, known.told] == [[false; 2]; 2];
+        if self.is_open || !self.known.get(hash).is_some_and(is_absent) {
+            return;
+        }
+        // Also if it came and left between two steps: an engine may not step for a long time.
+        if let Some(known) = self.known.remove(hash) {
+            known.changed.and_then(|number| self.changed.remove(&number));
+            known
+                .bound
+                .parent
+                .map(|parent| self.held.remove(&(parent, *hash)));
         }
     }
 
     fn take(&mut self, most: usize) -> Vec<TierChange> {
         let mut changes = Vec::new();
-        while changes.len() < most
-            && let Some(hash) = self.changed.pop_front()
+        while !self.is_reading
+            && changes.len() < most
+            && let Some((_, hash)) = self.changed.pop_first()
         {
-            let Some(known) = self.known.get_mut(&hash) else {
-                continue;
-            };
-            known.is_changed = false;
-            for (place, tier) in TIERS.into_iter().enumerate() {
-                if known.here[place] != known.told[place] {
-                    known.told[place] = known.here[place];
-                    changes.push(TierChange {
-                        tier,
-                        is_stored: known.here[place],
-                        chunk: Arc::clone(&known.bound),
-                    });
-                }
-            }
+            self.tell(hash, &mut changes);
             self.forget_absent(&hash);
         }
         changes
     }
 
-    /// Nothing is there as far as is known, until all is read anew.
+    fn tell(&mut self, hash: ChunkHash, changes: &mut Vec<TierChange>) {
+        let parent = self.known.get(&hash).and_then(|known| known.bound.parent);
+        let has_parent = parent.is_none_or(|parent| self.is_told(&parent));
+        let was_told = self.is_told(&hash);
+        let Some(known) = self.known.get_mut(&hash) else {
+            return;
+        };
+        known.changed = None;
+        for (place, tier) in TIERS.into_iter().enumerate() {
+            let is_stored = known.here[place];
+            if is_stored == known.told[place] {
+                continue;
+            }
+            if is_stored && !has_parent {
+                self.held.extend(parent.map(|parent| (parent, hash)));
+                continue;
+            }
+            known.told[place] = is_stored;
+            changes.push(TierChange {
+                tier,
+                is_stored,
+                chunk: Arc::clone(&known.bound),
+            });
+        }
+        if !was_told && self.is_told(&hash) {
+            self.release(hash);
+        }
+    }
+
+    /// In some tier.
+    fn is_told(&self, hash: &ChunkHash) -> bool {
+        self.known.get(hash).is_some_and(|known| known.told != [false; 2])
+    }
+
+    /// What follows a chunk waits no longer.
+    fn release(&mut self, parent: ChunkHash) {
+        let behind = (parent, ChunkHash([0; 32]))..=(parent, ChunkHash([u8::MAX; 32]));
+        let held: Vec<ChunkHash> = self.held.range(behind).map(|(_, hash)| *hash).collect();
+        for hash in held {
+            self.held.remove(&(parent, hash));
+            self.note(hash);
+        }
+    }
+
+    /// Nothing is there as far as is known: the node can't be reached.
     fn withdraw(&mut self) {
-        self.is_open = true;
+        (self.is_open, self.is_reading) = (true, false);
         self.note_all(|known| known.here = [false; 2]);
+    }
+
+    /// All is read anew. What was withdrawn is told as it is read.
+    fn begin(&mut self) {
+        self.is_reading |= !self.is_open;
+        self.is_open = true;
+        self.known.values_mut().for_each(|known| known.here = [false; 2]);
     }
 
     /// All was read: what is not there is gone.
     fn close(&mut self) {
-        self.is_open = false;
+        (self.is_open, self.is_reading) = (false, false);
         self.note_all(|_| {});
     }
 

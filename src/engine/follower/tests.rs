@@ -69,11 +69,62 @@ fn what_is_lost_is_withdrawn_and_comes_back() {
     let gone: Vec<_> = (0..4).map(|number| (number, Tier::Disk, false)).collect();
     assert_eq!(taken(&mut followed, 9), gone);
     let all: Vec<u8> = followed.all().iter().map(|bound| bound.hash.0[0]).collect();
-    assert_eq!(all, [0, 1, 2, 3], "a new daemon is told of them, parents first");
+    assert_eq!(all, [0, 1, 2, 3], "a new daemon is told of them");
     followed.apply(answer([(1, Tier::Disk, true)]));
     followed.close();
     assert_eq!(taken(&mut followed, 9), [(1, Tier::Disk, true)]);
     assert_eq!(followed.known.len(), 1);
+}
+
+#[test]
+fn a_chunk_is_told_of_after_its_parent() {
+    let mut followed = Followed::default();
+    let stored = |tier, number, parent| {
+        let parent = Some(ChunkHash([parent; 32]));
+        KvEvent::stored(
+            tier,
+            &BoundChunk {
+                parent,
+                ..chunk(number)
+            },
+        )
+    };
+    let log = |events| EventsAnswer { events, ..answer([]) };
+    followed.apply(log(vec![stored(Tier::Disk, 3, 2), stored(Tier::Memory, 2, 1)]));
+    assert!(taken(&mut followed, 9).is_empty(), "their first is nowhere");
+    followed.apply(answer([(1, Tier::Disk, true)]));
+    let parents_first = [
+        (1, Tier::Disk, true),
+        (2, Tier::Memory, true),
+        (3, Tier::Disk, true),
+    ];
+    assert_eq!(taken(&mut followed, 9), parents_first);
+    followed.apply(answer([(1, Tier::Disk, false)]));
+    followed.apply(log(vec![stored(Tier::Memory, 4, 1), stored(Tier::Disk, 2, 1)]));
+    assert_eq!(taken(&mut followed, 9), [(1, Tier::Disk, false)]);
+    followed.apply(answer([(2, Tier::Memory, false), (1, Tier::Memory, true)]));
+    let mut told = taken(&mut followed, 9);
+    assert_eq!(told[..2], [(2, Tier::Memory, false), (1, Tier::Memory, true)]);
+    told.sort_unstable();
+    assert_eq!(
+        told[1..],
+        [
+            (2, Tier::Memory, false),
+            (2, Tier::Disk, true),
+            (4, Tier::Memory, true)
+        ]
+    );
+}
+
+#[test]
+fn what_came_and_left_between_two_steps_costs_no_memory() {
+    let mut followed = Followed::default();
+    for _ in 0..3 {
+        let both =
+            (0..200).flat_map(|number| [true, false].map(|is_stored| (number, Tier::Memory, is_stored)));
+        followed.apply(answer(both));
+    }
+    assert_eq!((followed.known.len(), followed.changed.len()), (0, 0));
 }
 
 #[test]
