@@ -53,7 +53,7 @@ class Lookups:
         self.prompts, self.most, self.outdated, self.fulls = {}, {}, set(), {}
         self.lookahead = settings[-1]
 
-    def ask(self, request, prompt, most):
+    def ask(self, request, prompt, most, _traceparent=None):
         self.prompts[request], self.most[request] = prompt, min(most, len(prompt))
         self.outdated.discard(request)
 
@@ -159,7 +159,7 @@ class Worker:
         self.jobs = {}
         self.ended, self.free = {"load": [], "store": []}, []
 
-    def load(self, job, parts, stream=None, by_layer=False):
+    def load(self, job, parts, stream=None, by_layer=False, _traceparent=None):
         self.jobs[job] = Job(job, "load", [Part(*part) for part in parts])
         for part in self.jobs[job].parts:
             for group, ((start, end), table) in part.tables.items():
@@ -168,7 +168,7 @@ class Worker:
         if by_layer:
             self.end(self.jobs[job])
 
-    def store(self, job, parts, stream=None):
+    def store(self, job, parts, stream=None, _traceparent=None):
         check(job not in self.jobs, "a store of its own")
         if world.numbers.random() < 0.03:
             world.freed.add((self.rank, job))
