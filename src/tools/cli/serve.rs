@@ -23,7 +23,7 @@ Examples:
   kvgate serve --config /etc/kvgate.toml
   kvgate serve --endpoint http://rgw:8000 --bucket kv --listen 127.0.0.1:9180
 
-SIGTERM stores what is left and ends; SIGHUP reloads log level and token. The status page is at http://LISTEN/.")]
+SIGTERM stores what is left and ends; SIGHUP reloads log level, keys and token. The status page is at http://LISTEN/.")]
 pub struct ServeArgs {
     /// Unix socket to listen on ([api] socket).
     #[arg(long, value_name = "PATH")]
@@ -120,13 +120,13 @@ impl ServeArgs {
     /// Reloads the log's level and the keys of tenants; all other settings need a restart.
     fn reload(&self, verbose: u8) -> crate::node::api::Reload {
         let connect = self.connect.clone();
-        Box::new(move |keyring| {
+        Box::new(move |gateway| {
             let loaded = connect.load(Vec::new()).map_err(|error| error.to_string())?;
             let mut reloaded = vec!["log.level".to_owned()];
             if loaded.config.keys.file.is_some() {
                 // A command may take a while.
                 let keys = tokio::task::block_in_place(|| read_keys(&loaded.config.keys));
-                keyring.replace(&keys.map_err(|error| error.to_string())?);
+                gateway.replace_keys(&keys.map_err(|error| error.to_string())?);
                 reloaded.push("keys".to_owned());
             }
             logging::set_level(loaded.config.log.level, verbose);
