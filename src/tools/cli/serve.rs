@@ -47,6 +47,9 @@ pub struct ServeArgs {
 pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.config()?;
     logging::init(&config.log, verbose);
+    if config.keys.file.is_some() {
+        keep_memory_private();
+    }
     let (store, host) = args.store(&config).await?;
     let reload = args.reload(verbose);
     let daemon = Daemon::start(&config, store, reload)
@@ -132,5 +135,18 @@ impl ServeArgs {
             logging::set_level(loaded.config.log.level, verbose);
             Ok(reloaded)
         })
+    }
+}
+
+/// No core file, and no other process of the same user, has the keys in this one's memory and environment.
+fn keep_memory_private() {
+    use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    let kept = setrlimit(Resource::Core, none).and(set_dumpable_behavior(DumpableBehavior::NotDumpable));
+    if let Err(error) = kept {
+        tracing::warn!(%error, "a core file after a crash may have the keys in it: set LimitCORE=0");
     }
 }
