@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
@@ -61,7 +62,14 @@ pub struct TenantKeys {
 
 /// The keys of all tenants. Cheap to clone; clones share them.
 #[derive(Debug, Clone, Default)]
-pub struct Keyring(Arc<RwLock<Arc<Tenants>>>);
+pub struct Keyring(Arc<Ring>);
+
+#[derive(Debug, Default)]
+struct Ring {
+    tenants: RwLock<Arc<Tenants>>,
+    /// How often they were replaced.
+    changes: AtomicU64,
+}
 
 type Tenants = HashMap<String, TenantKeys>;
 
@@ -88,17 +96,39 @@ pub enum KeyError {
 
 impl Keyring {
     pub fn new(tenants: HashMap<String, TenantKeys>) -> Self {
-        Self(Arc::new(RwLock::new(Arc::new(tenants))))
+        Self(Arc::new(Ring {
+            tenants: RwLock::new(Arc::new(tenants)),
+            changes: AtomicU64::new(0),
+        }))
     }
 
-    /// Takes over another ring's keys, for all clones of this one.
-    pub fn replace(&self, other: &Self) {
-        let tenants = other.tenants();
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = tenants;
+    /// Takes over another ring's keys, for all clones of this one. Returns the tenants that lost a key.
+    pub fn replace(&self, other: &Self) -> Vec<String> {
+        let after = other.tenants();
+        let before = {
+            let mut tenants = self.0.tenants.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *tenants, Arc::clone(&after))
+        };
+        self.0.changes.fetch_add(1, Ordering::SeqCst);
+        let ids = |of: &TenantKeys| of.keys.iter().map(KeyId::of).collect::<Vec<_>>();
+        let has_lost = |(name, of): &(&String, &TenantKeys)| {
+            let now = after.get(*name).map(ids).unwrap_or_default();
+            ids(of).iter().any(|id| !now.contains(id))
+        };
+        before
+            .iter()
+            .filter(has_lost)
+            .map(|(name, _)| name.clone())
+            .collect()
+    }
+
+    /// How often the keys were replaced.
+    pub fn changes(&self) -> u64 {
+        self.0.changes.load(Ordering::SeqCst)
     }
 
     fn tenants(&self) -> Arc<Tenants> {
-        Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.0.tenants.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// One key, of the tenant without a name.
@@ -153,9 +183,14 @@ impl Keyring {
         }
     }
 
-    /// What encrypts a new object of this chunk; None where the space is not encrypted. What was signed before its key
-    /// was taken away still goes out as it is.
-    pub fn encrypts(&self, space: &Space, chunk: &ChunkHash) -> Result<Option<PlaneCipher>, KeyError> {
+    /// What encrypts a new object of this chunk, with that key or else the newest; None where the space is not encrypted.
+    /// What was signed before its key was taken away still goes out as it is.
+    pub fn encrypts(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        key: Option<KeyId>,
+    ) -> Result<Option<PlaneCipher>, KeyError> {
         self.permits(space)?;
         if space.protection() != Protection::Encrypted {
             return Ok(None);
@@ -164,7 +199,11 @@ impl Keyring {
         SystemRandom::new()
             .fill(&mut salt)
             .map_err(|_| KeyError::Random)?;
-        Ok(Some(PlaneCipher::new(&self.newest(space)?, space, chunk, salt)))
+        let key = match key {
+            Some(id) => self.key(space.tenant(), id).ok_or_else(|| no_key(space))?,
+            None => self.newest(space)?,
+        };
+        Ok(Some(PlaneCipher::new(&key, space, chunk, salt)))
     }
 
     /// How the planes of an object with this header are checked, once its header is known to be made with a key of the
@@ -181,13 +220,8 @@ impl Keyring {
         let Some(seal) = seal else {
             return Ok(PlaneCheck::Digest(PlaneDigest::open(kind)));
         };
-        let tenants = self.tenants();
-        let mut keys = tenants
-            .get(space.tenant())
-            .map_or(&[][..], |tenant| &tenant.keys)
-            .iter();
-        let key = keys.find(|key| KeyId::of(key) == seal.key_id);
-        let key = key.ok_or_else(|| HeaderError::NoKey {
+        let key = self.key(space.tenant(), seal.key_id);
+        let key = &key.ok_or_else(|| HeaderError::NoKey {
             key: seal.key_id,
             tenant: space.tenant().to_owned(),
         })?;
@@ -203,12 +237,16 @@ impl Keyring {
 
     /// Whether the key is here by now that a header named.
     pub fn has(&self, error: &HeaderError) -> bool {
-        let HeaderError::NoKey { key, tenant } = error else {
-            return true;
-        };
+        match error {
+            HeaderError::NoKey { key, tenant } => self.key(tenant, *key).is_some(),
+            _ => true,
+        }
+    }
+
+    fn key(&self, tenant: &str, id: KeyId) -> Option<TenantSecret> {
         let tenants = self.tenants();
-        let mut keys = tenants.get(tenant).into_iter().flat_map(|tenant| &tenant.keys);
-        keys.any(|one| KeyId::of(one) == *key)
+        let mut keys = tenants.get(tenant)?.keys.iter();
+        keys.find(|key| KeyId::of(key) == id).cloned()
     }
 
     /// Whether the key of an object is the one that writes in its space now. In a space without protection none is.
@@ -220,10 +258,14 @@ impl Keyring {
     fn newest(&self, space: &Space) -> Result<TenantSecret, KeyError> {
         let tenants = self.tenants();
         let key = tenants.get(space.tenant()).and_then(|tenant| tenant.keys.first());
-        key.cloned().ok_or_else(|| KeyError::NoKey {
-            tenant: space.tenant().to_owned(),
-            protection: space.protection(),
-        })
+        key.cloned().ok_or_else(|| no_key(space))
+    }
+}
+
+fn no_key(space: &Space) -> KeyError {
+    KeyError::NoKey {
+        tenant: space.tenant().to_owned(),
+        protection: space.protection(),
     }
 }
 
@@ -312,6 +354,10 @@ impl PlaneCipher {
             salt,
             cipher: Arc::new(LessSafeKey::new(UnboundKey::from(of_object))),
         }
+    }
+
+    pub fn key_id(&self) -> KeyId {
+        self.key.id()
     }
 
     /// Encrypts a plane in place; returns its tag, at the left of 32 bytes.

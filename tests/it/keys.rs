@@ -63,7 +63,7 @@ fn made(
     let layout = space.layout();
     let mut object = vec![0; layout.object_len()];
     object[layout.header_len()..].copy_from_slice(payload);
-    let cipher = keyring.encrypts(space, &prompt.hashes[BAD]).unwrap();
+    let cipher = keyring.encrypts(space, &prompt.hashes[BAD], None).unwrap();
     let digest = keyring.writes(space, DigestKind::Crc64Nvme).unwrap();
     let digests = (0..layout.planes()).map(|plane| match &cipher {
         Some(cipher) => cipher.seal(plane, &mut object[layout.plane(plane)]),
@@ -631,6 +631,70 @@ async fn encrypted_chunks_are_plain_in_memory_only() {
             std::fs::remove_dir_all(&disk).unwrap();
             std::fs::create_dir(&disk).unwrap();
         }
+    }
+}
+
+/// Neither memory nor the disk keeps what a key wrote that was taken away, as if another had written it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_key_wrote_that_is_taken_away_is_a_miss_on_every_tier() {
+    for protection in PROTECTIONS {
+        let place = daemon::Site::new().await;
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, numbers: &[u8]| {
+            let keys: Vec<String> = numbers
+                .iter()
+                .map(|number| format!("\"command:printf %064d {number}\""))
+                .collect();
+            let path = folder.path().join(name);
+            let text = format!("[[tenant]]\nname = \"acme\"\nkeys = [{}]\n", keys.join(", "));
+            std::fs::write(&path, text).unwrap();
+            path.display().to_string()
+        };
+        let [old, both, new] = [("1.toml", &[1_u8][..]), ("2.toml", &[2, 1]), ("3.toml", &[2])]
+            .map(|(name, numbers)| file(name, numbers));
+        let disk = folder.path().join("disk");
+        std::fs::create_dir(&disk).unwrap();
+        let disk = disk.display().to_string();
+        let of = |file| {
+            [
+                ("keys.file", file),
+                ("disk.paths", disk.as_str()),
+                ("disk.size", "64MiB"),
+            ]
+        };
+        let prompt = Prompt::of(space_of("acme", protection), N);
+        place
+            .store_by_another(&prompt, &[("keys.file", old.as_str())])
+            .await;
+
+        let serving = place.serve(&of(both.as_str())).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let engine = serving.attach("one").await;
+        let load = async |name: &str| daemon::load(&engine, &prompt, name, Order::Chunk).await;
+        assert_eq!(load("a").await, ["s3"; N]);
+        assert_eq!(load("b").await, ["memory"; N]);
+        let on_disk = || serving.node.status().tiers.disk.unwrap().disks[0].chunks;
+        daemon::eventually(|| on_disk() == N as u64).await;
+        let only_new = TenantSecret::from_hex(&format!("{:064}", 2)).unwrap();
+        let only_new = TenantKeys {
+            keys: vec![only_new],
+            ..TenantKeys::default()
+        };
+        let only_new = Keyring::new([("acme".to_owned(), only_new)].into());
+        serving.node.gateway().replace_keys(&only_new);
+        assert_eq!(load("c").await, ["no_key"; N], "{protection}: after the reload");
+        drop(engine);
+        serving.end().await;
+
+        let serving = place.serve(&of(new.as_str())).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let engine = serving.attach("one").await;
+        let loaded = daemon::load(&engine, &prompt, "a", Order::Chunk).await;
+        assert_eq!(loaded, ["no_key"; N], "{protection}: after a restart");
+        drop(engine);
+        serving.end().await;
     }
 }
 

@@ -280,6 +280,11 @@ impl Gateway {
         self.0.bucket.warnings.keyless.latest()
     }
 
+    /// Takes over the keys of tenants, as a reload has read them.
+    pub fn replace_keys(&self, keys: &Keyring) {
+        self.0.replace_keys(keys);
+    }
+
     /// The keys of tenants.
     pub fn keyring(&self) -> &Keyring {
         &self.0.bucket.options.keyring

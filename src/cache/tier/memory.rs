@@ -302,6 +302,18 @@ impl Memory {
         drop(deleted);
     }
 
+    /// Lets go of a tenant's chunks, but for dirty ones; returns how many. A reader that has one keeps its slot.
+    pub fn forget_tenant(&self, tenant: &str) -> usize {
+        let mut state = self.lock();
+        let chunks = state.chunks.iter();
+        let of = chunks.filter(|(_, resident)| &*resident.tenant == tenant && !resident.dirty);
+        let of: Vec<ChunkId> = of.map(|(key, _)| *key).collect();
+        let gone: Vec<Resident> = of.iter().filter_map(|key| state.take(key)).collect();
+        // Slots are given back without the lock.
+        drop(state);
+        gone.len()
+    }
+
     /// Keeps those that are here until `until`. Answers how many are.
     pub fn pin(&self, space: SpaceKey, chunks: &[ChunkHash], until: Instant) -> usize {
         let now = Instant::now();

@@ -53,8 +53,7 @@ use self::history::History;
 use self::otlp::{Otlp, Sampled};
 use self::traces::Traces;
 use crate::cache::episode::Episode;
-use crate::cache::gateway::Credit;
-use crate::format::Keyring;
+use crate::cache::gateway::{Credit, Gateway};
 use crate::node::{Node, Process};
 use crate::protocol::Strategy;
 
@@ -108,8 +107,8 @@ pub struct Api {
     other_version: Episode,
 }
 
-/// Reloads the daemon's other settings, and the keys into the ring: answers which were reloaded, or why not.
-pub type Reload = Box<dyn Fn(&Keyring) -> Result<Vec<String>, String> + Send + Sync>;
+/// Reloads the daemon's other settings, and the gateway's keys: answers which were reloaded, or why not.
+pub type Reload = Box<dyn Fn(&Gateway) -> Result<Vec<String>, String> + Send + Sync>;
 
 /// The origin of a call.
 #[derive(Debug, Clone, Copy)]
@@ -148,7 +147,7 @@ impl Api {
 
     /// Reads again the settings that may have changed; answers which were reloaded.
     pub fn reload(&self) -> Result<Vec<String>, String> {
-        let mut reloaded = (self.reload)(self.node.gateway().keyring())?;
+        let mut reloaded = (self.reload)(self.node.gateway())?;
         if self.options.token_file.is_some() {
             self.read_token()?;
             reloaded.push("api.token_file".to_owned());

@@ -23,7 +23,7 @@ Examples:
   kvgate serve --config /etc/kvgate.toml
   kvgate serve --endpoint http://rgw:8000 --bucket kv --listen 127.0.0.1:9180
 
-SIGTERM stores what is left and ends; SIGHUP reloads log level and token. The status page is at http://LISTEN/.")]
+SIGTERM stores what is left and ends; SIGHUP reloads log level, keys and token. The status page is at http://LISTEN/.")]
 pub struct ServeArgs {
     /// Unix socket to listen on ([api] socket).
     #[arg(long, value_name = "PATH")]
@@ -47,6 +47,9 @@ pub struct ServeArgs {
 pub async fn run(args: ServeArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.config()?;
     logging::init(&config.log, verbose);
+    if config.keys.file.is_some() {
+        keep_memory_private();
+    }
     let (store, host) = args.store(&config).await?;
     let reload = args.reload(verbose);
     let daemon = Daemon::start(&config, store, reload)
@@ -120,17 +123,30 @@ impl ServeArgs {
     /// Reloads the log's level and the keys of tenants; all other settings need a restart.
     fn reload(&self, verbose: u8) -> crate::node::api::Reload {
         let connect = self.connect.clone();
-        Box::new(move |keyring| {
+        Box::new(move |gateway| {
             let loaded = connect.load(Vec::new()).map_err(|error| error.to_string())?;
             let mut reloaded = vec!["log.level".to_owned()];
             if loaded.config.keys.file.is_some() {
                 // A command may take a while.
                 let keys = tokio::task::block_in_place(|| read_keys(&loaded.config.keys));
-                keyring.replace(&keys.map_err(|error| error.to_string())?);
+                gateway.replace_keys(&keys.map_err(|error| error.to_string())?);
                 reloaded.push("keys".to_owned());
             }
             logging::set_level(loaded.config.log.level, verbose);
             Ok(reloaded)
         })
+    }
+}
+
+/// No core file, and no other process of the same user, has the keys in this one's memory and environment.
+fn keep_memory_private() {
+    use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    let kept = setrlimit(Resource::Core, none).and(set_dumpable_behavior(DumpableBehavior::NotDumpable));
+    if let Err(error) = kept {
+        tracing::warn!(%error, "a core file after a crash may have the keys in it: set LimitCORE=0");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Bucket;
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN, Slot};
-use crate::format::{ChunkHash, DigestKind, Header, HeaderError, PlaneCipher, Protection, Space};
+use crate::format::{ChunkHash, DigestKind, Header, HeaderError, KeyId, PlaneCipher, Protection, Space};
 use crate::s3::object::{ErrorKind, ObjectError, Operation};
 
 impl Bucket {
@@ -29,11 +29,22 @@ impl Bucket {
         chunk: &ChunkHash,
         object: &Slot,
     ) -> Result<Slot, Arc<ObjectError>> {
+        self.outgoing_of(space, chunk, object, None).await
+    }
+
+    /// The same of a chunk that was read with that key: with a newer one it would seem to be the newer one's.
+    pub async fn outgoing_of(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        object: &Slot,
+        key: Option<KeyId>,
+    ) -> Result<Slot, Arc<ObjectError>> {
         let broken = |why: String| {
             let key = self.object_key(&(space.key(), *chunk));
             Arc::new(ObjectError::new(Operation::Put, &key, ErrorKind::Broken, why))
         };
-        let cipher = self.options.keyring.encrypts(space, chunk);
+        let cipher = self.options.keyring.encrypts(space, chunk, key);
         let Some(cipher) = cipher.map_err(|error| broken(error.to_string()))? else {
             return Ok(object.clone());
         };

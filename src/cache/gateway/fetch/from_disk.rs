@@ -47,7 +47,7 @@ impl ChunkFetch {
         };
         let slot = read_verified(&self.tiers, disk, &self.space, &self.chunk, slot).await?;
         let chunk = LoadedChunk::whole(&self.space, self.chunk, slot.freeze(), Tier::Disk);
-        self.keep(&chunk);
+        self.keep(&chunk, None);
         Ok(chunk)
     }
 }

@@ -18,7 +18,7 @@ use super::miss::Miss;
 use super::tiers::Tiers;
 use crate::arena::{Slot, SlotMut};
 use crate::cache::existence::Known;
-use crate::format::{ChunkHash, ChunkId, PlaneDigest, Protection, Section, Space};
+use crate::format::{ChunkHash, ChunkId, KeyId, PlaneDigest, Protection, Section, Space};
 use crate::metrics::trace;
 use crate::protocol::Tier;
 use crate::s3::net::Landing;
@@ -41,6 +41,8 @@ pub struct ChunkFetch {
     guess: Option<PlaneDigest>,
     /// The time of what the answers say of the chunk's existence.
     asked: Instant,
+    /// How often keys had changed when it began.
+    key_changes: u64,
 }
 
 /// One section on its way: its part of the slot and of the object.
@@ -75,6 +77,7 @@ impl ChunkFetch {
                 _ => tiers.bucket.options.writes(space).ok(),
             },
             asked: Instant::now(),
+            key_changes: tiers.bucket.options.keyring.changes(),
         }
     }
 
@@ -184,9 +187,9 @@ impl ChunkFetch {
         LoadedChunk::whole(&self.space, self.chunk, object, Tier::S3)
     }
 
-    /// Keeps a whole chunk in memory.
-    pub fn keep(&self, chunk: &LoadedChunk) {
-        self.tiers.keep(chunk, self.asked);
+    /// Keeps a whole chunk in memory. `key`: the one that decrypted it.
+    pub fn keep(&self, chunk: &LoadedChunk, key: Option<KeyId>) {
+        self.tiers.keep(chunk, self.asked, self.key_changes, key);
     }
 
     /// Notes that the object is good, as far as it was read.

@@ -48,12 +48,16 @@ impl WholeFetch {
         for part in &mut parts {
             wanted.check(part, &head).await?;
         }
-        if matches!(head.check, PlaneCheck::Open(_)) {
+        let key = match &head.check {
+            PlaneCheck::Open(cipher) => Some(cipher.key_id()),
+            PlaneCheck::Digest(_) => None,
+        };
+        if key.is_some() {
             wanted.write_plain_header(&mut parts, &head.header);
         }
         wanted.present(&head);
         let (chunk, _) = wanted.loaded(parts);
-        wanted.keep(&chunk);
+        wanted.keep(&chunk, key);
         Ok(chunk)
     }
 

@@ -355,7 +355,7 @@ impl Shared {
             drop(landed);
             if let Some(object) = object {
                 let whole = self.wanted.whole(object);
-                self.wanted.keep(&whole);
+                self.wanted.keep(&whole, None);
                 if let Some(announcement) = announcement {
                     announcement.tell(Ok(whole));
                 }

@@ -111,6 +111,11 @@ impl Arriving {
         self.flights.remove(key);
     }
 
+    /// From here on no load joins any flight of now.
+    pub fn forget_all(&self) {
+        self.flights.clear();
+    }
+
     fn leave(&self, key: &ChunkId, number: u64) {
         self.flights.remove_if(key, |_, entry| entry.0 == number);
     }

@@ -23,7 +23,7 @@ use crate::arena::Arena;
 use crate::cache::admission::{AdmissionOptions, AdmissionStats};
 pub use crate::cache::tier::KvEvents;
 use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
-use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, KeyId, Keyring, Space, SpaceKey};
 use crate::metrics::{Histogram, Times};
 use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
 
@@ -218,12 +218,17 @@ impl Tiers {
         }
     }
 
-    /// Keeps a chunk that was asked for at `since`, as far as there is room.
-    pub fn keep(&self, chunk: &LoadedChunk, since: Instant) {
+    /// Keeps a chunk that was asked for at `since`, as far as there is room. Its fetch began when the keys had changed
+    /// `changes` times; `key` is the key that decrypted it.
+    pub fn keep(&self, chunk: &LoadedChunk, since: Instant, changes: u64, key_id: Option<KeyId>) {
         let Some(object) = &chunk.object else { return };
         let key = (chunk.space.key(), chunk.chunk);
         self.asked_for(&chunk.space, &chunk.chunk, chunk.tier);
-        self.memory.insert(key, &chunk.space, object.clone(), since);
+        let is_kept = self.memory.insert(key, &chunk.space, object.clone(), since);
+        // After it is there: one that comes before the change is forgotten with the others.
+        if is_kept && self.bucket.options.keyring.changes() != changes {
+            self.memory.delete(&key);
+        }
         let promotes = self.options.disk.as_ref().is_some_and(|disk| disk.promotes);
         let to_disk = promotes && chunk.tier == Tier::S3;
         if let Some(disk) = self.disk().filter(|_| to_disk)
@@ -233,7 +238,7 @@ impl Tiers {
                 (disk.clone(), chunk.space.clone(), chunk.chunk, object.clone());
             let bucket = Arc::clone(&self.bucket);
             tokio::spawn(async move {
-                let Ok(object) = bucket.outgoing(&space, &hash, &object).await else {
+                let Ok(object) = bucket.outgoing_of(&space, &hash, &object, key_id).await else {
                     return;
                 };
                 if let Err(error) = disk.write(&space, &hash, object, since, Below::Has).await {
@@ -241,6 +246,21 @@ impl Tiers {
                 }
                 drop(permit);
             });
+        }
+    }
+
+    /// Takes over the keys of tenants. What may have been read with one that is gone is forgotten: from memory it would
+    /// still be loaded.
+    pub fn replace_keys(&self, keys: &Keyring) {
+        let lost = self.bucket.options.keyring.replace(keys);
+        self.arriving.forget_all();
+        for tenant in lost {
+            let chunks = self.memory.forget_tenant(&tenant);
+            tracing::info!(
+                tenant,
+                chunks,
+                "a key of the tenant was taken away: memory lets go of its chunks"
+            );
         }
     }
 
