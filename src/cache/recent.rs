@@ -27,18 +27,18 @@ impl<V, K: Copy + Eq + Hash> Recent<V, K> {
         }
     }
 
-    /// It is the latest from now on, also if it was here before.
-    pub fn add(&mut self, key: K, value: V) {
+    /// It is the latest from now on, also if it was here before. Answers the value of the one that is forgotten for it.
+    pub fn add(&mut self, key: K, value: V) -> Option<V> {
         self.added += 1;
         if let Some((before, _)) = self.chunks.insert(key, (self.added, value)) {
             self.order.remove(&before);
         }
         self.order.insert(self.added, key);
-        if self.order.len() > self.most
-            && let Some((_, oldest)) = self.order.pop_first()
-        {
-            self.chunks.remove(&oldest);
+        if self.order.len() <= self.most {
+            return None;
         }
+        let (_, oldest) = self.order.pop_first()?;
+        self.chunks.remove(&oldest).map(|(_, value)| value)
     }
 
     pub fn get(&self, key: &K) -> Option<&V> {
@@ -79,9 +79,9 @@ mod tests {
     #[test]
     fn one_that_comes_again_is_the_latest() {
         let mut recent = Recent::<u8>::new(3);
-        (0..3).for_each(|of| recent.add(key(of), of));
-        recent.add(key(0), 10);
-        recent.add(key(3), 3);
+        assert!((0..3).all(|of| recent.add(key(of), of).is_none()));
+        assert_eq!(recent.add(key(0), 10), None);
+        assert_eq!(recent.add(key(3), 3), Some(1), "the oldest is forgotten");
         assert_eq!(here(&recent, 0..4), [0, 2, 3]);
         assert_eq!(recent.get(&key(0)), Some(&10));
     }

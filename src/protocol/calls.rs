@@ -435,9 +435,13 @@ pub struct Flushed {
     /// Chunks that were committed since the start, but that the configuration keeps from S3.
     #[serde(default)]
     pub kept_back: u64,
-    /// Chunks that were committed since the start, and that `[store] admit = "auto"` has not given to S3.
+    /// Chunks that `[store] admit = "auto"` has not given to S3, as far as the node remembers them, or its disks have them.
     #[serde(default)]
     pub declined: u64,
+    /// Chunks that were declined since the start, and that the node does not remember any more. Some count as declined again,
+    /// or are on S3 by now.
+    #[serde(default)]
+    pub forgotten: u64,
     /// Disks that could not be used at the start: they may hold chunks that S3 lacks.
     #[serde(default)]
     pub unread_disks: u64,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvgate::cache::admission::AdmissionStats;
 use kvgate::engine::client::ApiSession;
-use kvgate::format::KeyPrefix;
+use kvgate::format::{KeyPrefix, Space};
 use kvgate::protocol::Order;
 
 use crate::support::daemon::{Serving, Site, all, eventually, id, load, store};
@@ -175,6 +175,43 @@ async fn with_admit_all_s3_is_given_everything_whatever_the_budget() {
     assert_eq!(serving.node.status().tiers.write_behind.stored, 30);
 }
 
+/// Its flush said that S3 had everything.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_admit_all_s3_gets_what_an_earlier_life_declined() {
+    let site = Site::new().await;
+    let disk = site.home.path().join("disk").display().to_string();
+    let disks = [("disk.paths", disk.as_str()), ("disk.size", "64MiB")];
+    let prompt = Prompt::new(30);
+    site.store_by_another(&prompt, &with(&LITTLE, &disks)).await;
+    let head = head_on_s3(&site, &prompt).await;
+    assert!((8..30).contains(&head));
+
+    let serving = site.serve(&with(&LITTLE, &disks)).await;
+    serving.ready().await;
+    let declined = serving.client.flush(Some(20_000)).await.unwrap().declined;
+    assert_eq!(declined, 30 - head as u64, "nobody asked for them");
+    serving.end().await;
+
+    let serving = site.serve(&with(&[("store.admit", "all")], &disks)).await;
+    serving.ready().await;
+    let flushed = serving.client.flush(Some(20_000)).await.unwrap();
+    assert_eq!(
+        (
+            flushed.pending,
+            flushed.dropped,
+            flushed.declined,
+            flushed.forgotten
+        ),
+        (0, 0, 0, 0)
+    );
+    assert_eq!(head_on_s3(&site, &prompt).await, 30);
+    serving.end().await;
+
+    let serving = site.serve(&with(&LITTLE, &disks)).await;
+    serving.ready().await;
+    assert_eq!(serving.client.flush(Some(20_000)).await.unwrap().declined, 0);
+}
+
 /// They are on its disks, and no backlog: nobody promised them to S3.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_earlier_life_declined_is_admitted_when_it_is_asked_for() {
@@ -198,18 +235,13 @@ async fn what_an_earlier_life_declined_is_admitted_when_it_is_asked_for() {
     drop(engine);
     assert_eq!(serving.end().await.dropped, 0);
 
-    let serving = site.serve(&with(&[("store.admit", "all")], &disks)).await;
+    let serving = site.serve(&with(&PLENTY, &disks)).await;
     serving.ready().await;
     let flushed = serving.client.flush(Some(20_000)).await.unwrap();
     assert_eq!((flushed.pending, flushed.dropped), (0, 0));
     assert_eq!(head_on_s3(&site, &prompt).await, head);
     serving.client.declare(&prompt.space).await.unwrap();
     assert_eq!(hits(&serving, &prompt).await, 30);
-    serving.end().await;
-
-    let serving = site.serve(&with(&PLENTY, &disks)).await;
-    serving.ready().await;
-    serving.client.declare(&prompt.space).await.unwrap();
     let engine = serving.attach("two").await;
     assert_eq!(load(&engine, &last(&prompt), "a", Order::Chunk).await, ["disk"]);
     all_come_to_s3(&site, &prompt).await;
@@ -306,6 +338,86 @@ async fn a_store_of_what_is_here_is_a_second_chance() {
     let prompt = declined(&site, &serving, &engine).await;
     assert_eq!(store(&serving.client, &engine, &prompt).await, ["present"; 2]);
     all_come_to_s3(&site, &prompt).await;
+}
+
+/// The admission forgets soon.
+const FORGETS: [(&str, &str); 3] = [
+    ("store.admit", "auto"),
+    ("store.admit_rate", "40KiB"),
+    ("store.admit_chunks", "1024"),
+];
+
+/// One plane of 4 KiB.
+fn small() -> Space {
+    Space::from_json(
+        r#"{"model": "test/small", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
+            "mha": {"layers": 1, "heads": 1, "head_dim": 64}}"#,
+    )
+    .unwrap()
+}
+
+/// Its first chunks.
+fn first(prompt: &Prompt, chunks: usize) -> Prompt {
+    Prompt {
+        hashes: prompt.hashes[..chunks].to_vec(),
+        ..prompt.clone()
+    }
+}
+
+/// A prompt of 41 chunks. The first 40 are in memory, and S3 has some of them. The admission forgot that it declined the
+/// rest, and would admit the last.
+async fn forgotten(site: &Site, serving: &Serving, engine: &ApiSession) -> Prompt {
+    // Prompts that add one chunk are asked for again.
+    let likely: Vec<Prompt> = (0..60).map(|_| Prompt::of(small(), 1)).collect();
+    for _ in 0..2 {
+        for prompt in &likely {
+            serving.client.declare(&prompt.space).await.unwrap();
+            hits(serving, prompt).await;
+            store(&serving.client, engine, prompt).await;
+        }
+        serving.flush().await;
+    }
+    loop {
+        let prompt = Prompt::of(small(), 41);
+        let here = first(&prompt, 40);
+        hits(serving, &here).await;
+        store(&serving.client, engine, &here).await;
+        serving.flush().await;
+        if (1..40).contains(&head_on_s3(site, &here).await) {
+            store(&serving.client, engine, &Prompt::of(small(), 1100)).await;
+            serving.flush().await;
+            assert_eq!(hits(serving, &here).await, 40);
+            return prompt;
+        }
+    }
+}
+
+/// It went to S3 alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_after_those_that_were_declined_long_ago_brings_them_along() {
+    let site = Site::new().await;
+    let serving = site.serve(&FORGETS).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = forgotten(&site, &serving, &engine).await;
+    assert_eq!(hits(&serving, &prompt).await, 40);
+    assert_eq!(store(&serving.client, &engine, &last(&prompt)).await, ["stored"]);
+    all_come_to_s3(&site, &prompt).await;
+}
+
+/// It had no second chance.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_declined_long_ago_goes_to_s3_when_it_is_asked_for() {
+    let site = Site::new().await;
+    let serving = site.serve(&FORGETS).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let here = first(&forgotten(&site, &serving, &engine).await, 40);
+    let flushed = serving.client.flush(Some(20_000)).await.unwrap();
+    assert!(flushed.declined <= 1024 && flushed.forgotten > 0, "{flushed:?}");
+    let words = load(&engine, &last(&here), "a", Order::Chunk).await;
+    assert_eq!(words, ["memory"]);
+    all_come_to_s3(&site, &here).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -71,7 +71,7 @@ pub enum Standing {
     /// It is on S3, or on its way there.
     Admitted,
     Declined,
-    /// An earlier life of the node may have declined it: S3 was not asked yet, or does not answer.
+    /// It may have been declined, in an earlier life of the node or long ago: S3 was not asked yet, or does not answer.
     Doubtful,
     /// It was not offered here. S3 has it, or must have it because a chunk after it was admitted.
     Owed,
@@ -87,8 +87,10 @@ pub struct AdmissionStats {
     pub unlikely: Declined,
     pub budget: Declined,
     pub parent: Declined,
-    /// Chunks that were declined, and not admitted since.
+    /// Chunks that are remembered as declined, and were not admitted since.
     pub declined_now: u64,
+    /// Chunks that were remembered as declined, and are not remembered any more. One that is declined again counts again.
+    pub forgotten: u64,
     /// What the budget allows at this moment.
     pub budget_bytes: u64,
 }
@@ -190,7 +192,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
             parent: offer.parent,
             follows_declined,
         };
-        self.seen.add(offer.key, seen);
+        self.remember(offer.key, seen);
         if let Some(parent) = offer.parent.filter(|_| parent.is_none() && answer.is_ok()) {
             self.owe(parent);
         }
@@ -226,7 +228,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         match self.seen.get_mut(key) {
             Some(seen) if seen.standing == Standing::Declined => {
                 seen.standing = Standing::Admitted;
-                self.stats.declined_now = self.stats.declined_now.saturating_sub(1);
+                self.stats.declined_now -= 1;
             }
             Some(seen) if seen.standing == Standing::Doubtful => seen.standing = Standing::Admitted,
             Some(_) => {}
@@ -234,9 +236,14 @@ impl<K: Copy + Eq + Hash> Admission<K> {
         }
     }
 
-    /// It is on a disk since an earlier life, which may have declined it.
-    pub fn doubt(&mut self, key: K) {
-        self.note(key, Standing::Doubtful);
+    /// It is here, and may have been declined: by an earlier life of the node, or so long ago that it is forgotten. False if
+    /// it is remembered after all.
+    pub fn doubt(&mut self, key: K) -> bool {
+        let is_unknown = !self.seen.has(&key);
+        if is_unknown {
+            self.note(key, Standing::Doubtful);
+        }
+        is_unknown
     }
 
     /// S3 lacks it, and it is asked for: it counts as declined before. The chunks before it are told first.
@@ -251,8 +258,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
             parent,
             follows_declined,
         };
-        self.seen.add(key, seen);
-        self.stats.declined_now += 1;
+        self.remember(key, seen);
     }
 
     /// The chunk before a declined one, if that was declined as well.
@@ -284,10 +290,10 @@ impl<K: Copy + Eq + Hash> Admission<K> {
 
     /// It was admitted, and could not be queued: it is declined, and costs nothing.
     pub fn take_back(&mut self, key: &K, bytes: u64) {
-        if let Some(seen) = self.seen.get_mut(key) {
-            seen.standing = Standing::Declined;
+        if let Some(seen) = self.seen.get(key).copied() {
+            let standing = Standing::Declined;
+            self.remember(*key, Seen { standing, ..seen });
             self.level += bytes as f64;
-            self.stats.declined_now += 1;
             self.stats.admitted_chunks -= 1;
             self.stats.admitted_bytes -= bytes;
             self.stats.second_chances = self.stats.second_chances.saturating_sub(1);
@@ -298,7 +304,7 @@ impl<K: Copy + Eq + Hash> Admission<K> {
     pub fn forget(&mut self, key: &K) {
         let seen = self.seen.remove(key);
         if seen.is_some_and(|seen| seen.standing == Standing::Declined) {
-            self.stats.declined_now = self.stats.declined_now.saturating_sub(1);
+            self.stats.declined_now -= 1;
         }
     }
 
@@ -366,7 +372,20 @@ impl<K: Copy + Eq + Hash> Admission<K> {
             parent: None,
             follows_declined: false,
         };
-        self.seen.add(key, seen);
+        self.remember(key, seen);
+    }
+
+    /// As the latest: for it the oldest may be forgotten.
+    fn remember(&mut self, key: K, seen: Seen<K>) {
+        let is_declined = |seen: &Seen<K>| seen.standing == Standing::Declined;
+        let was_declined = self.seen.get(&key).is_some_and(is_declined);
+        let forgets = self
+            .seen
+            .add(key, seen)
+            .is_some_and(|oldest| is_declined(&oldest));
+        self.stats.declined_now += u64::from(is_declined(&seen));
+        self.stats.declined_now -= u64::from(was_declined) + u64::from(forgets);
+        self.stats.forgotten += u64::from(forgets);
     }
 
     fn count(&mut self, bytes: u64, before: Option<Standing>, answer: Result<(), Reason>) {
@@ -378,7 +397,6 @@ impl<K: Copy + Eq + Hash> Admission<K> {
                 stats.admitted_chunks += 1;
                 stats.admitted_bytes += bytes;
                 stats.second_chances += u64::from(was_declined);
-                stats.declined_now = stats.declined_now.saturating_sub(u64::from(was_declined));
             }
             Err(reason) => {
                 let declined = match reason {
@@ -388,7 +406,6 @@ impl<K: Copy + Eq + Hash> Admission<K> {
                 };
                 declined.chunks += 1;
                 declined.bytes += bytes;
-                stats.declined_now += u64::from(!was_declined);
             }
         }
     }

@@ -254,6 +254,22 @@ fn a_chain_whose_head_is_forgotten_is_not_admitted_without_it() {
     assert_eq!(admission.declined_chain(&12), None);
 }
 
+/// It counted once more each time.
+#[test]
+fn a_chunk_that_was_forgotten_counts_once_when_it_is_declined_again() {
+    let mut admission = Admission::new(AdmissionOptions {
+        bytes_per_s: 1,
+        chunks_max: 10,
+    });
+    while admission.offer(&offer(fastrand::u64(100..), None, 1), 0).is_ok() {}
+    for _ in 0..3 {
+        prompt(&mut admission, 1, 20, 0);
+        let left_out = (1..=20).filter(|key| admission.standing(key) == Some(Standing::Declined));
+        assert_eq!((admission.stats().declined_now, left_out.count()), (10, 10));
+    }
+    assert!((50..=60).contains(&admission.stats().forgotten));
+}
+
 #[derive(Debug, Clone)]
 enum Act {
     /// Some chunks of a document are offered, in order.

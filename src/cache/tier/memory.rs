@@ -158,6 +158,13 @@ impl Memory {
         has
     }
 
+    /// Whether it is here, and need not wait for more loads before it goes lower. Is no access.
+    pub fn has_due(&self, key: &ChunkId) -> bool {
+        let (now, state) = (Instant::now(), self.lock());
+        let resident = state.chunks.get(key);
+        resident.is_some_and(|resident| resident.was_due && !self.is_expired(resident, now))
+    }
+
     /// The chunk, which is in use from now on for as long as the answer lives.
     pub fn get(&self, key: &ChunkId, space: &Space) -> Option<MemoryHit> {
         let now = Instant::now();

@@ -87,7 +87,7 @@ pub async fn flush(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
     // The answer must not pass for an acknowledgement of lost chunks.
     if dropped != request.dropped {
         let detail = format!(
-            "{dropped} chunks were dropped since the daemon's start, and are not stored; all others are. \
+            "{dropped} chunks were dropped since the daemon's start, and are not stored. \
              See [store] write_behind and when_full, and the folder lost of each disk; a flush with \"dropped\": {dropped} is refused only when more were"
         );
         return Err(ApiProblem::new(StatusCode::CONFLICT, "dropped", detail));

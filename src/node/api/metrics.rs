@@ -418,7 +418,7 @@ fn admission(text: &mut Families, of: &AdmissionStats) {
     );
     text.gauge(
         "kvgate_admission_left_out_chunks",
-        "Chunks that were declined, and not admitted since.",
+        "Chunks that were declined and not admitted since, of those that are remembered ([store] admit_chunks).",
         of.declined_now,
     );
     text.gauge(

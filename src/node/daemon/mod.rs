@@ -158,14 +158,14 @@ impl Daemon {
         // A panic of a connection's task ends that task only.
         let _ = serving.await;
         // Stores chunks that a rank had reserved before and committed in the last moment.
-        node.flush(Instant::now() + CALLS_GRACE).await;
+        let declined = node.flush(Instant::now() + CALLS_GRACE).await.declined;
         api.end_traces(CALLS_GRACE).await;
         let (dropped, kept) = node.gateway().give_up();
         backlog.abort();
         disks.abort();
         refresh.abort();
         gc.abort();
-        tell(dropped, kept, config.store.drain);
+        tell(dropped, kept, declined, config.store.drain);
         // Tasks that still have the arena would keep its file.
         node.gateway().arena().unlink();
         reach.abort();
@@ -208,9 +208,15 @@ async fn drain(node: &Node, time: Duration) {
     }
 }
 
-fn tell(dropped: u64, kept: u64, time: Duration) {
+fn tell(dropped: u64, kept: u64, declined: u64, time: Duration) {
     if dropped + kept == 0 {
-        tracing::info!("everything committed is stored");
+        match declined {
+            0 => tracing::info!("everything committed is stored"),
+            _ => tracing::info!(
+                declined,
+                "everything committed is stored, but for what [store] admit declined"
+            ),
+        }
     }
     if kept > 0 {
         tracing::warn!(

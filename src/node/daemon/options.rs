@@ -104,6 +104,7 @@ pub fn disk(config: &Config) -> Option<DiskOptions> {
         depth: disk.depth as usize,
         lost_bytes: disk.lost_max.bytes(),
         tenant_bytes: disk.tenant_max.map(ByteSize::bytes),
+        sends_declined: config.store.admit == config::Admit::All,
     })
 }
 

@@ -62,8 +62,11 @@ fn said(flushed: &Flushed) -> String {
     let declined = chunks(flushed.declined, &|some| {
         format!(", but for {some} that [store] admit declined")
     });
+    let forgotten = chunks(flushed.forgotten, &|some| {
+        format!(", but for up to {some} that were declined before, and are not remembered any more")
+    });
     let dropped = chunks(flushed.dropped, &|some| {
         format!("; {some} dropped since the start")
     });
-    format!("everything committed is on S3{kept_back}{declined}{dropped}")
+    format!("everything committed is on S3{kept_back}{declined}{forgotten}{dropped}")
 }

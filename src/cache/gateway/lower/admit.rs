@@ -2,8 +2,9 @@
 //! order of the commits, so parents first. A declined chunk goes to the disk alone and may then leave memory.
 //!
 //! A declined chunk that is asked for again is offered once more, after its declined ancestors. One task does that for
-//! all of them, one after the other, with the chunk from memory or from the disk. What an earlier life of the node
-//! declined is on the disks, and only S3 knows that it lacks it: so S3 is asked, once for each chunk.
+//! all of them, one after the other, with the chunk from memory or from the disk. The admission forgets, and knows of no
+//! earlier life of the node: of a chunk that is here and that it does not know, only S3 knows whether it lacks it. So S3 is
+//! asked, once for each chunk.
 
 use std::sync::Arc;
 
@@ -14,8 +15,7 @@ use crate::arena::Slot;
 use crate::cache::admission::{Offer, Standing};
 use crate::cache::existence::ProbeAnswer;
 use crate::cache::gateway::fetch::read_verified;
-use crate::cache::gateway::tiers::{Admitting, Link, Next, Sealed, Tiers};
-use crate::cache::tier::Unsent;
+use crate::cache::gateway::tiers::{Admitting, Link, Next, Resting, Sealed, Tiers};
 use crate::format::{ChunkHash, ChunkId, Header, Space};
 
 /// Where a chunk goes whose turn has come.
@@ -40,7 +40,7 @@ pub fn way(tiers: &Tiers, next: &Next) -> Way {
     if let Some(parent) = parent {
         let parent_key = (key.0, parent);
         let is_there = tiers.bucket.is_present(&parent_key) == Some(true);
-        let is_from_earlier_life = is_at_rest_on_disk(tiers, &parent_key);
+        let is_resting = tiers.resting(&parent_key) == Resting::Here;
         let mut admission = admitting.lock();
         if is_there {
             // Another node may have stored it.
@@ -50,7 +50,7 @@ pub fn way(tiers: &Tiers, next: &Next) -> Way {
         let standing = admission.standing(&parent_key);
         is_doubtful = match standing {
             Some(standing) => standing == Standing::Doubtful,
-            None => is_from_earlier_life,
+            None => is_resting,
         };
         needs_ancestors = is_doubtful || comes_again && standing == Some(Standing::Declined);
     }
@@ -67,13 +67,6 @@ pub fn way(tiers: &Tiers, next: &Next) -> Way {
         false if needs_ancestors => Way::AfterAncestors,
         false => Way::Declined,
     }
-}
-
-/// On a disk, and not on its way to S3.
-fn is_at_rest_on_disk(tiers: &Tiers, key: &ChunkId) -> bool {
-    tiers.is_on_disk(key, Instant::now())
-        && tiers.disk().map(|disk| disk.unsent(key)) == Some(Unsent::No)
-        && !tiers.behind.is_waiting(key)
 }
 
 /// Offers the declined chunks again that engines ask for, for as long as the future is polled.
@@ -146,9 +139,9 @@ async fn offer_chain(tiers: &Arc<Tiers>, admitting: &Admitting, space: &Space, c
     }
 }
 
-/// Notes which of a chunk and its ancestors on the disks S3 lacks, as far as the admission does not remember them. None
+/// Notes which of a chunk and its ancestors that are here S3 lacks, as far as the admission does not remember them. None
 /// if that can't be told, or an ancestor is neither here nor on S3: then the chunk is of no use there. The first chunk of
-/// a prompt that an earlier life declined is among these, for a root can't be told from a chunk that is gone.
+/// a prompt that was declined long ago is among these, for a root can't be told from a chunk that is gone.
 async fn find_missing(
     tiers: &Tiers,
     admitting: &Admitting,
@@ -170,14 +163,16 @@ async fn find_missing(
             }
             continue;
         }
-        let is_here = tiers.is_on_disk(&key, Instant::now());
-        let is_on_its_way = is_here && !is_at_rest_on_disk(tiers, &key);
-        let is_there = is_on_its_way || tiers.bucket.is_present(&key) == Some(true);
+        let resting = tiers.resting(&key);
+        let is_there = resting == Resting::OnItsWay || tiers.bucket.is_present(&key) == Some(true);
         if is_there || asks_s3(tiers, space, &chunk).await? {
             admitting.lock().is_there(&key);
+            if let Some(disk) = tiers.disk().filter(|_| resting == Resting::Here) {
+                disk.clean(&key).await;
+            }
             break;
         }
-        if !is_here {
+        if resting == Resting::No {
             is_orphan = true;
             break;
         }

@@ -28,11 +28,9 @@ use crate::s3::object::{ErrorKind, ObjectError, Operation};
 /// enough.
 pub fn resident(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash) -> Option<LoadedChunk> {
     let found = tiers.memory.get(&(space.key(), *chunk), space)?;
-    tiers.asked_for(space, chunk, Tier::Memory);
-    if found.is_due
-        && let Some(object) = &found.object
-    {
-        goes_lower(tiers, space, chunk, object);
+    match found.object.as_ref().filter(|_| found.is_due) {
+        Some(object) => goes_lower(tiers, space, chunk, object),
+        None => tiers.asked_for(space, chunk, Tier::Memory),
     }
     Some(LoadedChunk {
         space: space.clone(),

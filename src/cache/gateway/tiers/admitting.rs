@@ -35,8 +35,8 @@ impl Admitting {
         self.admission.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An engine asked for a chunk, which was in that tier.
-    pub fn asked_for(&self, space: &Space, chunk: &ChunkHash, tier: Tier) {
+    /// An engine asked for a chunk, which was in that tier. `is_resting`: it is here, and not on its way to S3.
+    pub fn asked_for(&self, space: &Space, chunk: &ChunkHash, tier: Tier, is_resting: impl FnOnce() -> bool) {
         let key = (space.key(), *chunk);
         let standing = {
             let mut admission = self.lock();
@@ -44,14 +44,13 @@ impl Admitting {
             if tier == Tier::S3 {
                 return admission.is_there(&key);
             }
-            if standing.is_none() && tier == Tier::Disk {
-                admission.doubt(key);
-                Some(Standing::Doubtful)
-            } else {
-                standing
-            }
+            standing
         };
-        if matches!(standing, Some(Standing::Declined | Standing::Doubtful)) {
+        let is_left_out = match standing {
+            Some(standing) => matches!(standing, Standing::Declined | Standing::Doubtful),
+            None => is_resting() && self.lock().doubt(key),
+        };
+        if is_left_out {
             self.ask(space, chunk);
         }
     }

@@ -20,7 +20,7 @@ use super::chunk::LoadedChunk;
 use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
-use crate::cache::admission::{AdmissionOptions, AdmissionStats};
+use crate::cache::admission::{AdmissionOptions, AdmissionStats, Standing};
 pub use crate::cache::tier::KvEvents;
 use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
 use crate::format::{ChunkHash, ChunkId, KeyId, Keyring, Space, SpaceKey};
@@ -125,6 +125,16 @@ pub struct DiskTier {
     pub promotes: bool,
 }
 
+/// Where a chunk is that S3 may lack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Resting {
+    /// Not here; or in memory, and kept from S3 until it is loaded more often.
+    No,
+    /// In memory or on a disk, and not on its way to S3.
+    Here,
+    OnItsWay,
+}
+
 pub struct Tiers {
     pub arena: Arena,
     pub memory: Arc<Memory>,
@@ -192,6 +202,17 @@ impl Tiers {
         self.options.memory_flow.asks_lower && self.disk().is_some_and(|disk| disk.has(key, now))
     }
 
+    pub fn resting(&self, key: &ChunkId) -> Resting {
+        if !self.memory.has_due(key) && !self.is_on_disk(key, Instant::now()) {
+            return Resting::No;
+        }
+        let is_unsent = self.disk().is_some_and(|disk| disk.unsent(key) != Unsent::No);
+        match is_unsent || self.behind.is_waiting(key) {
+            true => Resting::OnItsWay,
+            false => Resting::Here,
+        }
+    }
+
     /// A prompt was looked up, and so many of its leading chunks were there: what leaves a tier first depends on it.
     pub fn looked_up(&self, chunks: &[ChunkHash], there: usize) {
         self.memory.looked_up(chunks, there);
@@ -214,7 +235,8 @@ impl Tiers {
     /// An engine asked for a chunk that this node has, or got from S3.
     pub fn asked_for(&self, space: &Space, chunk: &ChunkHash, tier: Tier) {
         if let Some(admitting) = &self.admitting {
-            admitting.asked_for(space, chunk, tier);
+            let is_resting = || self.resting(&(space.key(), *chunk)) == Resting::Here;
+            admitting.asked_for(space, chunk, tier, is_resting);
         }
     }
 
@@ -289,8 +311,10 @@ impl Tiers {
     /// the configuration keeps from it; at most until the deadline.
     pub async fn flush(&self, deadline: Instant) -> Flushed {
         let flushed = self.behind.flush(deadline).await;
+        let admission = self.admission_stats().unwrap_or_default();
         Flushed {
-            declined: self.admission_stats().map_or(0, |stats| stats.declined_now),
+            declined: admission.declined_now + self.declined_unknown(),
+            forgotten: admission.forgotten,
             unread_disks: self.disk().map_or(0, Disk::unread) as u64,
             ..flushed
         }
@@ -312,6 +336,19 @@ impl Tiers {
             write_behind: self.behind.stats(),
             admission: self.admission_stats(),
         }
+    }
+
+    /// Declined chunks on the disks that the admission does not know of: an earlier life declined them, or they are forgotten.
+    fn declined_unknown(&self) -> u64 {
+        let declined = self.disk().map(Disk::declined).unwrap_or_default();
+        let is_unknown = |key: &&ChunkId| {
+            let standing = self
+                .admitting
+                .as_ref()
+                .and_then(|admitting| admitting.lock().standing(key));
+            matches!(standing, None | Some(Standing::Doubtful))
+        };
+        declined.iter().filter(is_unknown).count() as u64
     }
 
     fn admission_stats(&self) -> Option<AdmissionStats> {

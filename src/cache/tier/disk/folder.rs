@@ -33,6 +33,9 @@ const FOLDER_MODE: Mode = Mode::from_raw_mode(0o700);
 /// file has its name, can be changed at once while others read the file, and comes with the length that a start asks for
 /// anyway. Nothing else uses the sticky bit of a file, and no umask takes it away.
 const DIRTY: Mode = Mode::SVTX;
+/// A file that its owner may not write was declined: the tier below does not have the chunk, and need not. A umask that
+/// takes the right away from other files as well makes a start ask for too many chunks, never for too few.
+const DECLINED: Mode = Mode::from_raw_mode(0o400);
 /// No link that somebody else put under a name is followed.
 const SAFE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC);
 
@@ -59,6 +62,17 @@ pub(super) enum FolderFound {
     Absent,
     /// It has this length instead.
     Length(u64),
+}
+
+/// What the mode of a file says of the tier below.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// It has the chunk, or there is none.
+    Clean,
+    /// It lacks the chunk, and must get it.
+    Dirty,
+    /// It lacks the chunk, and need not get it.
+    Declined,
 }
 
 /// Why a folder can't be used.
@@ -159,12 +173,11 @@ impl Folder {
         space: &Space,
         chunk: &ChunkHash,
         object: &[u8],
-        dirty: bool,
+        mark: Mark,
         syncs: bool,
     ) -> io::Result<()> {
         let mut temp = self.temp();
-        let mode = if dirty { FILE_MODE | DIRTY } else { FILE_MODE };
-        let file = self.write_file(&temp, object, mode)?;
+        let file = self.write_file(&temp, object, mark.mode())?;
         if syncs {
             file.sync_all()?;
         }
@@ -234,12 +247,12 @@ impl Folder {
         self.read_file(&name, object, OFlags::empty())
     }
 
-    /// An object's file is dirty no more, if it is there.
+    /// An object's file is neither dirty nor declined any more, if it is there.
     pub fn clean(&self, key: &ChunkId) -> io::Result<()> {
         let name = name_of(key);
         let clean = || {
             let file = openat(&self.root, &name, OFlags::RDONLY | SAFE, Mode::empty())?;
-            fchmod(&file, Mode::from_raw_mode(fstat(&file)?.st_mode) - DIRTY)
+            fchmod(&file, FILE_MODE)
         };
         match clean() {
             Err(Errno::NOENT) => Ok(()),
@@ -386,9 +399,23 @@ impl Folder {
     }
 }
 
-/// Whether a file of this mode is one that the tier below does not have yet.
-pub(super) fn is_dirty(mode: u32) -> bool {
-    Mode::from_raw_mode(mode).contains(DIRTY)
+impl Mark {
+    fn mode(self) -> Mode {
+        match self {
+            Self::Clean => FILE_MODE,
+            Self::Dirty => FILE_MODE | DIRTY,
+            Self::Declined => DECLINED,
+        }
+    }
+
+    pub fn of(mode: u32) -> Self {
+        let mode = Mode::from_raw_mode(mode);
+        match (mode.contains(DIRTY), mode.contains(Mode::WUSR)) {
+            (true, _) => Self::Dirty,
+            (false, true) => Self::Clean,
+            (false, false) => Self::Declined,
+        }
+    }
 }
 
 /// Whether kvgate made it. A user with the right to put files here could put any KV under a chunk's name.

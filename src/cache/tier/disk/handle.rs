@@ -9,6 +9,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
 use super::error::DiskError;
+use super::folder::Mark;
 use super::index::{Gone, Placed};
 use super::open::open;
 use super::options::DiskOptions;
@@ -44,7 +45,8 @@ pub enum Below {
     /// Not yet: the file is *dirty*, neither evicted nor removed for its age until it is [`clean`](Disk::clean), also after
     /// a restart.
     Lacks,
-    /// Not, and it need not: the file is evicted and removed like one that the tier below has.
+    /// Not, and it need not: the file is evicted and removed like one that the tier below has. It says so until it is
+    /// [`clean`](Disk::clean): see [`declined`](Disk::declined).
     Declines,
     /// This is the last tier: file and folder are synced before the chunk counts as stored.
     Nothing,
@@ -103,8 +105,12 @@ impl Disk {
         let key = (space.key(), *chunk);
         let reservation = loop {
             let something_ends = self.0.index.something_ends();
-            let dirty = below == Below::Lacks;
-            match self.0.index.place(key, space.tenant(), object_len, since, dirty) {
+            let mark = match below {
+                Below::Lacks => Mark::Dirty,
+                Below::Declines => Mark::Declined,
+                Below::Has | Below::Nothing => Mark::Clean,
+            };
+            match self.0.index.place(key, space.tenant(), object_len, since, mark) {
                 Placed::On(reservation) => break reservation,
                 Placed::Present => return Ok(Wrote::Present),
                 Placed::NoRoom => return Ok(Wrote::NoRoom),
@@ -189,6 +195,11 @@ impl Disk {
     /// Whether a disk has the chunk, and the tier below has not as far as is known.
     pub fn unsent(&self, key: &ChunkId) -> Unsent {
         self.0.index.unsent(key)
+    }
+
+    /// Chunks that the tier below does not have and need not get, also of earlier lives, and on disks that were taken out.
+    pub fn declined(&self) -> Vec<ChunkId> {
+        self.0.index.declined()
     }
 
     /// Chunks that were dirty when the disks were read: they must be sent down. The first to ask gets it.

@@ -13,6 +13,8 @@
 //!   name. It is never evicted, and a start tells the dirty ones (`take_backlog`), so that they are sent. The index
 //!   remembers it while its disk is out. It waits for its space where `space.json` is missing. A dirty file that can't be
 //!   read is moved to `lost/`.
+//! - **A declined chunk is one that the tier below lacks and need not get.** The mode of its file says so as well, for a start
+//!   that is to send these after all. It is evicted like any other.
 //! - **The index is right.** Its entry comes after the file's rename, and goes before the file's unlink. All that an
 //!   operation holds (the room, the name, the file that must go) is given back by dropping it, so a dropped future or a
 //!   panic leaves nothing behind.

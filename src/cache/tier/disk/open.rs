@@ -179,7 +179,7 @@ fn restored((disk, scan): (usize, &Scan)) -> impl Iterator<Item = Restored<'_>> 
             object_len: space.layout().object_len(),
             used: chunk.used,
             written: chunk.written,
-            dirty: chunk.dirty,
+            mark: chunk.mark,
         })
     })
 }

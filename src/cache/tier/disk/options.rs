@@ -30,6 +30,8 @@ pub struct DiskOptions {
     pub lost_bytes: u64,
     /// The most that one tenant may have, over all disks together.
     pub tenant_bytes: Option<u64>,
+    /// Chunks that an earlier life [declined](super::Below::Declines) must get to the tier below after all.
+    pub sends_declined: bool,
 }
 
 impl Default for DiskOptions {
@@ -47,6 +49,7 @@ impl Default for DiskOptions {
             depth: 16,
             lost_bytes: 1 << 30,
             tenant_bytes: None,
+            sends_declined: false,
         }
     }
 }

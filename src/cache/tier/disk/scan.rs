@@ -2,13 +2,13 @@
 //!
 //! Only names that kvgate gives are touched; whatever else is in the folder stays as it is.
 
-use std::fs::{DirEntry, FileType, remove_dir, remove_file};
+use std::fs::{DirEntry, FileType, Metadata, remove_dir, remove_file};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::time::SystemTime;
 
-use super::folder::{Folder, is_dirty, is_own, is_own_file};
+use super::folder::{Folder, Mark, is_own, is_own_file};
 use super::options::DiskOptions;
 use super::temp::{TEMP_FOLDER, TEMP_SUFFIX};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
@@ -34,8 +34,7 @@ pub(super) struct ScannedChunk {
     pub written: SystemTime,
     /// The last use that the file knows of.
     pub used: SystemTime,
-    /// The tier below does not have it.
-    pub dirty: bool,
+    pub mark: Mark,
 }
 
 /// Reads a disk, and removes what is of no use.
@@ -58,7 +57,7 @@ pub(super) fn scan(folder: &Folder, options: &DiskOptions) -> io::Result<Scan> {
         }
         match folder.spaces().read(folder, key)? {
             Some(space) => scan.read_space(folder, space, options)?,
-            None => scan.remove_space(key, &entry.path())?,
+            None => scan.remove_space(key, &entry.path(), options)?,
         }
     }
     Ok(scan)
@@ -105,21 +104,21 @@ impl Scan {
             self.foreign += 1;
             return Ok(None);
         }
-        let dirty = is_dirty(metadata.permissions().mode());
+        let mark = mark_of(&metadata, options);
         if metadata.len() != object_len {
-            match dirty {
-                true => {
+            match mark {
+                Mark::Dirty => {
                     folder.set_aside(&key, options.lost_bytes)?;
                     self.damaged += 1;
                 }
-                false => self.remove(entry)?,
+                Mark::Clean | Mark::Declined => self.remove(entry)?,
             }
             return Ok(None);
         }
         let written = metadata.modified()?;
         // A clock that went back makes a chunk no older than new.
         let age = SystemTime::now().duration_since(written).unwrap_or_default();
-        if !dirty && options.ttl.is_some_and(|ttl| age >= ttl) {
+        if mark != Mark::Dirty && options.ttl.is_some_and(|ttl| age >= ttl) {
             remove_file(entry.path())?;
             self.expired += 1;
             return Ok(None);
@@ -128,7 +127,7 @@ impl Scan {
             chunk: key.1,
             written,
             used: written.max(metadata.accessed()?),
-            dirty,
+            mark,
         }))
     }
 
@@ -142,7 +141,7 @@ impl Scan {
 
     /// Removes a space's chunks, which can't be checked. Those that the tier below does not have wait for an engine that
     /// declares the space, or for a newer kvgate that can read its `space.json`.
-    fn remove_space(&mut self, space: SpaceKey, path: &Path) -> io::Result<()> {
+    fn remove_space(&mut self, space: SpaceKey, path: &Path, options: &DiskOptions) -> io::Result<()> {
         let (waited, mut json) = (self.homeless.len(), None);
         for entry in entries(path)? {
             let (entry, kind) = entry?;
@@ -153,7 +152,7 @@ impl Scan {
                         self.foreign += 1;
                         continue;
                     }
-                    Ok(metadata) if is_dirty(metadata.permissions().mode()) => {
+                    Ok(metadata) if mark_of(&metadata, options) == Mark::Dirty => {
                         self.homeless.push((space, chunk));
                         continue;
                     }
@@ -184,6 +183,14 @@ impl Scan {
         remove_file(entry.path())?;
         self.removed += 1;
         Ok(())
+    }
+}
+
+/// A declined chunk is dirty where it must get to the tier below after all.
+fn mark_of(metadata: &Metadata, options: &DiskOptions) -> Mark {
+    match Mark::of(metadata.permissions().mode()) {
+        Mark::Declined if options.sends_declined => Mark::Dirty,
+        mark => mark,
     }
 }
 

@@ -174,7 +174,7 @@ impl DiskShared {
         let Some(folder) = self.folder(disk).filter(|_| has_room) else {
             return Ok(Wrote::NoRoom);
         };
-        match folder.write(space, &reservation.key.1, object, reservation.dirty, syncs) {
+        match folder.write(space, &reservation.key.1, object, reservation.mark, syncs) {
             Ok(()) => {
                 let (wrote, gone) = reservation.commit();
                 drop(self.leave(gone));

@@ -28,6 +28,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::Instant;
 
 use super::fault::DiskFault;
+use super::folder::Mark;
 use super::options::DiskOptions;
 use super::stats::{PathStats, Unsent};
 use crate::cache::tier::events::KvEvents;
@@ -258,13 +259,21 @@ impl Index {
         }
     }
 
+    /// What the tier below does not have, and need not get.
+    pub fn declined(&self) -> Vec<ChunkId> {
+        self.lock().declined.keys().copied().collect()
+    }
+
     /// The tier below has it. Answers the disk whose file says otherwise.
     pub fn clean(&self, key: &ChunkId) -> Option<usize> {
         self.clean_in(&mut self.lock(), key)
     }
 
     fn clean_in(&self, state: &mut IndexState, key: &ChunkId) -> Option<usize> {
-        let disk = state.unsent.remove(key)?;
+        let declined_on = state.declined.remove(key);
+        let Some(disk) = state.unsent.remove(key) else {
+            return declined_on;
+        };
         state.disks[disk].dirty -= 1;
         self.unpin_in(state, key);
         Some(disk)
@@ -275,6 +284,9 @@ impl Index {
         let mut state = self.lock();
         let had = state.unsent.iter().filter(|(_, on)| **on == disk);
         let had: Vec<ChunkId> = had.map(|(key, _)| *key).collect();
+        state
+            .declined
+            .retain(|key, on| *on != disk || self.entries.contains_key(key));
         let mut missing = Vec::new();
         for key in had {
             if let Some(there) = self.entry(&key).map(|entry| entry.disk) {
@@ -383,6 +395,9 @@ impl Index {
         if state.unsent.get(key) == Some(&entry.disk) {
             self.clean_in(state, key);
         }
+        if state.declined.get(key) == Some(&entry.disk) {
+            state.declined.remove(key);
+        }
         state.leaving.insert(*key, entry.disk);
         Some(Gone {
             disk: entry.disk,
@@ -404,9 +419,12 @@ impl Index {
     }
 
     /// Puts in an entry whose bytes are accounted for already.
-    fn put(&self, state: &mut IndexState, key: ChunkId, entry: IndexEntry, dirty: bool) {
-        if dirty {
-            state.soil(&key, entry.disk);
+    fn put(&self, state: &mut IndexState, key: ChunkId, entry: IndexEntry, mark: Mark) {
+        state.declined.remove(&key);
+        match mark {
+            Mark::Clean => {}
+            Mark::Dirty => state.soil(&key, entry.disk),
+            Mark::Declined => drop(state.declined.insert(key, entry.disk)),
         }
         let access = self.prompts.access(&key.1);
         let shelf = &mut state.disks[entry.disk];

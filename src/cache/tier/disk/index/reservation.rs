@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::state::IndexState;
 use super::{Gone, Index, IndexEntry};
 use crate::cache::tier::disk::direct::BLOCK;
+use crate::cache::tier::disk::folder::Mark;
 use crate::cache::tier::disk::handle::Wrote;
 use crate::format::ChunkId;
 
@@ -35,8 +36,7 @@ pub(in crate::cache::tier::disk) struct WriteReservation {
     bytes: u64,
     /// When somebody began to bring it.
     since: Instant,
-    /// The tier below does not have it.
-    pub dirty: bool,
+    pub mark: Mark,
     /// Whether its bytes count as taken; else they only wait.
     is_taken: bool,
 }
@@ -49,7 +49,7 @@ impl Index {
         tenant: &str,
         object_len: usize,
         since: Instant,
-        dirty: bool,
+        mark: Mark,
     ) -> Placed {
         let bytes = file_bytes(object_len);
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);
@@ -91,7 +91,7 @@ impl Index {
             tenant,
             bytes,
             since,
-            dirty,
+            mark,
             is_taken: false,
         })
     }
@@ -161,7 +161,7 @@ impl WriteReservation {
             expires: index.limits.ttl.and_then(|ttl| Instant::now().checked_add(ttl)),
             serial: state.serial(),
         };
-        index.put(&mut state, self.key, entry, self.dirty);
+        index.put(&mut state, self.key, entry, self.mark);
         let is_live = |key: &ChunkId, serial| index.entry(key).is_some_and(|entry| entry.serial == serial);
         let live: u64 = state.disks.iter().map(|shelf| shelf.chunks).sum();
         state

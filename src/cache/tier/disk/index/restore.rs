@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use super::reservation::file_bytes;
 use super::{Gone, Index, IndexEntry};
+use crate::cache::tier::disk::folder::Mark;
 use crate::format::ChunkId;
 
 /// A chunk that was found at start.
@@ -16,7 +17,7 @@ pub(in crate::cache::tier::disk) struct Restored<'a> {
     pub object_len: usize,
     pub used: SystemTime,
     pub written: SystemTime,
-    pub dirty: bool,
+    pub mark: Mark,
 }
 
 impl Index {
@@ -55,8 +56,11 @@ impl Index {
                 serial: state.serial(),
             };
             // Its mode may be that of a file which somebody put back.
-            let dirty = one.dirty || state.unsent.get(&key) == Some(&disk);
-            self.put(&mut state, key, entry, dirty);
+            let mark = match state.unsent.get(&key) == Some(&disk) {
+                true => Mark::Dirty,
+                false => one.mark,
+            };
+            self.put(&mut state, key, entry, mark);
         }
         state.expiry.sort();
         let quota = self.limits.tenant_bytes.unwrap_or(u64::MAX);

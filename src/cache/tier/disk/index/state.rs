@@ -30,6 +30,8 @@ pub(super) struct IndexState {
     /// Chunks that the tier below does not have, and on which disk each is: also while that disk is taken out, and its
     /// entries are gone. Each is pinned once for that.
     pub unsent: KeyMap<usize>,
+    /// Chunks that the tier below does not have and need not get, and on which disk each is, like `unsent`. No pin.
+    pub declined: KeyMap<usize>,
     pub expiry: Expiry,
     pub removals: Removals,
     pub prompts: Arc<Prompts>,
@@ -46,6 +48,7 @@ impl IndexState {
             leaving: KeyMap::default(),
             pins: KeyMap::default(),
             unsent: KeyMap::default(),
+            declined: KeyMap::default(),
             expiry: Expiry::default(),
             removals: Removals::default(),
             prompts,

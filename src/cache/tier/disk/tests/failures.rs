@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 
 use super::*;
+use crate::cache::tier::disk::folder::Mark;
 
 /// Writes new chunks until one is stored; how many failed.
 async fn failures_until_stored(bench: &Bench, chunks: std::ops::Range<u32>) -> usize {
@@ -78,7 +79,7 @@ async fn reads_that_fail_take_a_disk_out_and_an_empty_tier_goes_on() {
 async fn a_write_to_a_disk_that_was_taken_out_meanwhile_is_not_called_stored() {
     let bench = Bench::new(1, |options| options.failures = 1);
     let index = &bench.disk.0.index;
-    let placed = index.place(bench.key(1), "", 16_384, Instant::now(), false);
+    let placed = index.place(bench.key(1), "", 16_384, Instant::now(), Mark::Clean);
     let index::Placed::On(mut reservation) = placed else {
         panic!("there is room")
     };

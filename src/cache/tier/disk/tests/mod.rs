@@ -91,10 +91,14 @@ impl Bench {
     }
 
     async fn write_dirty(&self, chunk: u32) -> Result<Wrote, DiskError> {
+        self.write_over(Below::Lacks, chunk).await
+    }
+
+    async fn write_over(&self, below: Below, chunk: u32) -> Result<Wrote, DiskError> {
         let object = object(&self.arena, &self.space, chunk);
         let since = Instant::now();
         self.disk
-            .write(&self.space, &hash(chunk), object, since, Below::Lacks)
+            .write(&self.space, &hash(chunk), object, since, below)
             .await
     }
 

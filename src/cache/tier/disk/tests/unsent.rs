@@ -264,3 +264,50 @@ async fn a_chunk_written_to_the_last_tier_is_there_after_a_restart() {
     }
     bench.check().await;
 }
+
+fn declined(bench: &Bench) -> Vec<u32> {
+    let declined = bench.disk.declined();
+    (0..10)
+        .filter(|chunk| declined.contains(&bench.key(*chunk)))
+        .collect()
+}
+
+/// Nothing told them from those that the tier below has.
+#[tokio::test]
+async fn a_declined_chunk_is_one_after_a_restart_and_dirty_if_it_must_go_lower_after_all() {
+    let mut bench = Bench::new(1, |options| options.failures = 1);
+    for chunk in 0..6 {
+        let wrote = bench.write_over(Below::Declines, chunk).await.unwrap();
+        assert_eq!(wrote, Wrote::Stored);
+    }
+    bench.store(6..8).await;
+    assert_eq!((declined(&bench), bench.one(0).dirty), ((0..6).collect(), 0));
+    bench.disk.clean(&bench.key(0)).await;
+    bench.disk.delete(&bench.key(1)).await;
+    bench.disk.remove(&bench.key(2)).await;
+    assert_eq!(declined(&bench), [3, 4, 5]);
+    bench.reopen();
+    assert_eq!((declined(&bench), bench.has(0)), (vec![3, 4, 5], true));
+    assert!(bench.disk.take_backlog().chunks.is_empty());
+    // Also while its disk is out, and when that is back.
+    let broken = bench.disk.0.not_written(0, 4096, io::Error::from_raw_os_error(5));
+    assert!(broken.is_err());
+    assert_eq!(declined(&bench), [3, 4, 5]);
+    fs::remove_file(bench.file(0, &bench.key(5))).unwrap();
+    bench.disk.0.take_up(0);
+    assert_eq!(declined(&bench), [3, 4]);
+
+    bench.options.sends_declined = true;
+    bench.reopen();
+    let backlog = bench.disk.take_backlog();
+    let chunks: Vec<_> = backlog.chunks.iter().map(|(_, chunk)| *chunk).collect();
+    assert_eq!(chunks, [hash(3), hash(4)], "the oldest first");
+    assert_eq!(bench.disk.unsent(&bench.key(3)), Unsent::Here);
+    assert_eq!(declined(&bench), [0; 0]);
+    bench.disk.clean(&bench.key(3)).await;
+    bench.reopen();
+    let backlog = bench.disk.take_backlog();
+    assert_eq!((backlog.chunks.len(), backlog.chunks[0].1), (1, hash(4)));
+    bench.read(3).await.unwrap();
+    bench.check().await;
+}
