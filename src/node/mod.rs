@@ -21,7 +21,7 @@ mod store;
 mod trouble;
 mod unwritten;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -218,6 +218,16 @@ impl Node {
         let sessions = self.0.sessions.iter();
         let names: BTreeSet<String> = sessions.map(|session| session.instance.clone()).collect();
         names.into_iter().collect()
+    }
+
+    /// The spaces that each attached engine has loaded from or stored to.
+    pub fn engines(&self) -> BTreeMap<String, HashSet<SpaceKey>> {
+        let mut engines = BTreeMap::<String, HashSet<SpaceKey>>::new();
+        for session in &self.0.sessions {
+            let used = engines.entry(session.instance.clone()).or_default();
+            used.extend(session.spaces());
+        }
+        engines
     }
 
     pub fn space(&self, key: SpaceKey) -> Result<Space, NodeError> {

@@ -221,22 +221,26 @@ async fn a_router_is_told_of_the_tenant_and_model_that_it_names() {
     assert_eq!(checked("default").await, json!([[0, 4]]));
     assert_eq!(checked("acme").await, json!([]));
 
-    // Two revisions of the model: its name alone is not enough.
-    serving
-        .client
-        .declare(&with("revision", json!("2")))
-        .await
-        .unwrap();
-    assert_eq!(prefix(json!({})).await, Err("ambiguous_model".to_owned()));
-    let by_space = json!({"space": id(&asked.prompt.space)});
-    assert_eq!(prefix(by_space.clone()).await, Ok(64));
+    // Two revisions of the model, and two dtypes: once engines use both, its name alone is not enough.
+    let (revision, dtype) = (with("revision", json!("2")), with("dtype", json!("bfloat16")));
+    let by = |space: &Space| json!({"space": id(space)});
+    for other in [&revision, &dtype] {
+        serving.client.declare(other).await.unwrap();
+        assert_eq!(prefix(json!({})).await, Ok(64), "no engine uses it");
+    }
+    let two = serving.attach("two").await;
+    for other in [&dtype, &revision] {
+        two.reserve(&id(other), Vec::new()).await.unwrap();
+        assert_eq!(prefix(json!({})).await, Err("ambiguous_model".to_owned()));
+        assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(64));
+        assert_eq!(prefix(by(other)).await, Ok(0));
+    }
     // A window's chunks are needed as well.
-    serving
-        .client
-        .declare(&with("kind", json!({"window": 32})))
-        .await
-        .unwrap();
-    assert_eq!(prefix(by_space).await, Ok(0));
+    let window = with("kind", json!({"window": 32}));
+    serving.client.declare(&window).await.unwrap();
+    assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(64));
+    engine.reserve(&id(&window), Vec::new()).await.unwrap();
+    assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(0));
 
     for (path, question) in [
         ("/query", json!({"token_ids": [1]})),

@@ -6,7 +6,7 @@
 //! Hashes of a router's blocks can't be turned back into tokens. They are known here ([`BoundBlocks`]) once a call has
 //! told tokens and block size; others count as absent, which costs a hit and never gives a wrong one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, PoisonError};
 
 use hyper::body::Incoming;
@@ -159,7 +159,7 @@ fn ranges(present: &[bool], blocks: usize, chunk: (usize, usize)) -> Vec<(usize,
 
 const DEFAULT_TENANT: &str = "default";
 
-/// The kinds of KV of the model that a router names: every declared space of it but drafts.
+/// The kinds of KV of the model that a router names, but drafts.
 fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
     let named = request
         .space
@@ -179,34 +179,71 @@ fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
         of_tenant && names.into_iter().flatten().all(|name| name == space.model())
     };
     let mut meant = api.node.spaces();
-    meant.retain(|space| space.draft().is_empty() && is_meant(space));
-    let models: HashSet<ModelId> = meant.iter().map(Space::model_id).collect();
-    match models.len() {
-        1 if meant.len() <= KINDS_MAX => {}
-        0 => {
-            return Err(ApiProblem::new(
-                StatusCode::NOT_FOUND,
-                "unknown_space",
-                "no engine of this node has declared a space of that model and tenant: see `spaces` in /v1/status",
-            ));
-        }
-        1 => {
-            return Err(ApiProblem::bad(format!(
-                "a lookup is about at most {KINDS_MAX} spaces"
-            )));
-        }
-        several => {
-            return Err(ApiProblem::new(
-                StatusCode::CONFLICT,
-                "ambiguous_model",
-                format!(
-                    "{several} models fit (revisions, dtypes): give `space`, the id of a space of the one that is meant"
-                ),
-            ));
+    meant.retain(is_meant);
+    let mut of_models = of_models(api, meant, named.as_ref());
+    let several = of_models.len();
+    let mut spaces = of_models.pop().unwrap_or_default();
+    spaces.retain(|space| space.draft().is_empty());
+    if several > 1 {
+        return Err(ApiProblem::new(
+            StatusCode::CONFLICT,
+            "ambiguous_model",
+            format!(
+                "{several} models fit (revisions, dtypes): give `space`, the id of a space of the one that is meant"
+            ),
+        ));
+    }
+    if spaces.is_empty() {
+        return Err(ApiProblem::new(
+            StatusCode::NOT_FOUND,
+            "unknown_space",
+            "no engine of this node has declared a space of that model and tenant: see `spaces` in /v1/status",
+        ));
+    }
+    if spaces.len() > KINDS_MAX {
+        return Err(ApiProblem::bad(format!(
+            "a lookup is about at most {KINDS_MAX} spaces"
+        )));
+    }
+    spaces.sort_by_key(|space| (!space.kind().is_full(), space.id()));
+    Ok(ModelKinds::whole(spaces))
+}
+
+/// The spaces of each model apart: those that attached engines use together. A model's name says nothing of its dtype, and
+/// the spaces of an engine's earlier set-up stay declared. So what no attached engine uses counts only where that is all.
+fn of_models(api: &Api, spaces: Vec<Space>, named: Option<&Space>) -> Vec<Vec<Space>> {
+    let mut models: Vec<Vec<Space>> = Vec::new();
+    let mut rest = spaces.clone();
+    for used in api.node.engines().into_values() {
+        for mut together in by_model(spaces.iter().filter(|space| used.contains(&space.key()))) {
+            rest.retain(|space| !together.contains(space));
+            // Another engine, or rank, of the same set-up.
+            models.retain(|other| {
+                let is_apart = !other.iter().any(|space| together.contains(space));
+                if !is_apart {
+                    let more: Vec<Space> = other
+                        .iter()
+                        .filter(|space| !together.contains(space))
+                        .cloned()
+                        .collect();
+                    together.extend(more);
+                }
+                is_apart
+            });
+            models.push(together);
         }
     }
-    meant.sort_by_key(|space| (!space.kind().is_full(), space.id()));
-    Ok(ModelKinds::whole(meant))
+    models.retain(|model| named.is_none_or(|named| model.contains(named)));
+    match models.is_empty() {
+        true => by_model(rest.iter()),
+        false => models,
+    }
+}
+
+fn by_model<'a>(spaces: impl Iterator<Item = &'a Space>) -> Vec<Vec<Space>> {
+    let mut models = HashMap::<ModelId, Vec<Space>>::new();
+    spaces.for_each(|space| models.entry(space.model_id()).or_default().push(space.clone()));
+    models.into_values().collect()
 }
 
 /// What was found of a prompt.
