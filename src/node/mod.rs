@@ -21,7 +21,7 @@ mod store;
 mod trouble;
 mod unwritten;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -211,13 +211,6 @@ impl Node {
     pub fn spaces(&self) -> Vec<Space> {
         let declared = self.0.spaces.iter();
         declared.map(|declared| declared.space.clone()).collect()
-    }
-
-    /// The engines that are attached, each once, in order.
-    pub fn instances(&self) -> Vec<String> {
-        let sessions = self.0.sessions.iter();
-        let names: BTreeSet<String> = sessions.map(|session| session.instance.clone()).collect();
-        names.into_iter().collect()
     }
 
     /// The spaces that each attached engine has loaded from or stored to.

@@ -133,6 +133,28 @@ async fn routers_are_told_what_lookup_says_in_tokens_and_by_tier() {
     assert_eq!(dynamo["instances"], json!({"engine-1": expected}));
     assert_eq!(dynamo["scores"], json!({"engine-1": {"0": 112}}));
 
+    // Data-parallel ranks are one instance; an engine of another model is none.
+    let mut engines = Vec::new();
+    for rank in 0..2 {
+        engines.push(serving.attach(&format!("engine-2_dp{rank}")).await);
+        let space = id(&asked.prompt.space);
+        engines[rank].reserve(&space, Vec::new()).await.unwrap();
+    }
+    let _idle = serving.attach("engine-3").await;
+    let dynamo = ask(&serving, "/query", &question).await.unwrap();
+    let of_ranks = json!({"0": 112, "1": 112});
+    assert_eq!(
+        dynamo["scores"],
+        json!({"engine-1": {"0": 112}, "engine-2": of_ranks})
+    );
+    assert_eq!(
+        dynamo["instances"],
+        json!({"engine-1": expected, "engine-2": expected})
+    );
+    merge(&mut question, json!({"instance_id": "engine-2"}));
+    let dynamo = ask(&serving, "/query", &question).await.unwrap();
+    assert_eq!(dynamo["scores"], json!({"engine-2": of_ranks}));
+
     // With another salt it is another prompt.
     let other = asked.question(json!({"cache_salt": "other"}));
     let prefix = ask(&serving, "/v1/prefix", &other).await.unwrap();

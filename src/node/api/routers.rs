@@ -6,7 +6,7 @@
 //! Hashes of a router's blocks can't be turned back into tokens. They are known here ([`BoundBlocks`]) once a call has
 //! told tokens and block size; others count as absent, which costs a hit and never gives a wrong one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, PoisonError};
 
 use hyper::body::Incoming;
@@ -75,17 +75,17 @@ pub async fn query(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
     }
     let found = Found::of_tokens(api, &request).await?;
     let tokens = found.tokens().in_blocks(request.block_size);
-    let instances = instances(api, request.instance_id.as_ref());
+    let instances = instances(api, &found.kinds, request.instance_id.as_ref());
     if request.model.is_none() {
-        let scores: BTreeMap<_, _> = instances
+        let scores: BTreeMap<&String, BTreeMap<&String, usize>> = instances
             .iter()
-            .map(|name| (name, json!({"0": tokens.all})))
+            .map(|(name, ranks)| (name, ranks.iter().map(|rank| (rank, tokens.all)).collect()))
             .collect();
         let of = |name| {
             let counts = json!({"longest_matched": tokens.all, "gpu": 0, "dp": {}, "cpu": tokens.memory, "disk": tokens.all});
             (name, counts)
         };
-        let instances: BTreeMap<_, _> = instances.iter().map(of).collect();
+        let instances: BTreeMap<_, _> = instances.keys().map(of).collect();
         return Ok(reply(
             &json!({"scores": scores, "frequencies": [], "instances": instances}),
         ));
@@ -97,7 +97,7 @@ pub async fn query(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
             json!({"longest_matched": tokens.all, "GPU": 0, "DP": {}, "CPU": tokens.memory, "DISK": disk});
         (name, counts)
     };
-    let instances: BTreeMap<_, _> = instances.iter().map(of).collect();
+    let instances: BTreeMap<_, _> = instances.keys().map(of).collect();
     let tenant = request.tenant_id.unwrap_or_else(|| DEFAULT_TENANT.to_owned());
     Ok(reply(&BTreeMap::from([(tenant, instances)])))
 }
@@ -351,12 +351,33 @@ impl Found {
     }
 }
 
-/// The instances that an answer is for: the one that was asked about, else the node's engines.
-fn instances(api: &Api, asked: Option<&Value>) -> Vec<String> {
-    match asked {
-        Some(Value::String(name)) => vec![name.clone()],
-        Some(Value::Null) | None => api.node.instances(),
-        Some(other) => vec![other.to_string()],
+/// The instances that an answer is for, each with its data-parallel ranks: the one that was asked about, else the engines of
+/// the model.
+fn instances(api: &Api, kinds: &ModelKinds, asked: Option<&Value>) -> BTreeMap<String, BTreeSet<String>> {
+    let mut instances = BTreeMap::<String, BTreeSet<String>>::new();
+    for (engine, used) in api.node.engines() {
+        if kinds.has_one_of(&used) {
+            let (name, rank) = name_and_rank(&engine);
+            let ranks = instances.entry(name.to_owned()).or_default();
+            ranks.insert(rank.to_owned());
+        }
+    }
+    let name = match asked {
+        Some(Value::String(name)) => name.clone(),
+        Some(Value::Null) | None => return instances,
+        Some(other) => other.to_string(),
+    };
+    let ranks = instances.remove(&name);
+    let ranks = ranks.unwrap_or_else(|| BTreeSet::from(["0".to_owned()]));
+    BTreeMap::from([(name, ranks)])
+}
+
+/// vLLM appends a data-parallel rank to the name of the engine.
+fn name_and_rank(engine: &str) -> (&str, &str) {
+    let is_rank = |rank: &str| !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit());
+    match engine.rsplit_once("_dp") {
+        Some((name, rank)) if is_rank(rank) => (name, rank),
+        _ => (engine, "0"),
     }
 }
 
