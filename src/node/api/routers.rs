@@ -111,7 +111,7 @@ pub async fn check_blocks(api: &Arc<Api>, request: Request<Incoming>) -> Result<
             let kinds = kinds(api, &request)?;
             let model = kinds.first().model_id();
             let (chunks, chunk_blocks) = {
-                let bound = api.bound.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut bound = api.bound.lock().unwrap_or_else(PoisonError::into_inner);
                 bound.chunks(model, hashes)
             };
             if chunks.is_empty() {

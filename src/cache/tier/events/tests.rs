@@ -143,6 +143,28 @@ fn with_no_room_the_oldest_have_no_events_any_more() {
 }
 
 #[test]
+fn with_no_room_the_beginning_of_a_prompt_has_events_longest() {
+    let options = EventOptions {
+        chunks_max: 3,
+        ..MANY
+    };
+    let (events, mut reader) = (KvEvents::new(options), Reader::default());
+    let parent = |number: u8| Some(ChunkHash([number.checked_sub(1)?; 32]));
+    let prompt = (0..3).map(|number| BoundChunk {
+        parent: parent(number),
+        ..chunk(number)
+    });
+    events.bind(space(0), SCHEME, prompt.collect());
+    let here: Vec<_> = (0..5).map(|number| (number, Tier::Memory)).collect();
+    (0..3).for_each(|number| events.stored(&key(number), Tier::Memory));
+    bind(&events, &[3], &here);
+    let told = |numbers: &[u8]| -> Vec<_> { numbers.iter().map(|number| (*number, Tier::Memory)).collect() };
+    assert_eq!(reader.catch_up(&events, 9), told(&[0, 1, 3]));
+    bind(&events, &[4], &here);
+    assert_eq!(reader.catch_up(&events, 9), told(&[0, 3, 4]));
+}
+
+#[test]
 fn a_stream_without_chunks_leaves_nothing_behind_but_that_its_readers_lost_something() {
     let (events, mut reader) = (KvEvents::new(MANY), Reader::default());
     bind(&events, &[1], &[(1, Tier::Memory)]);
