@@ -274,7 +274,8 @@ impl PrefixTokens {
 }
 
 impl Found {
-    /// By tokens. If the request says the size of blocks, their hashes are known from then on.
+    /// By tokens. If the request says the size of blocks, their hashes are known from then on. Not with `lora_name` alone:
+    /// an engine may have bound the same blocks to chunks whose hashes have another word for the adapter.
     async fn of_tokens(api: &Arc<Api>, request: &RouterRequest) -> Result<Self, ApiProblem> {
         let tokens = request.token_ids.clone();
         let tokens = tokens.ok_or_else(|| ApiProblem::bad("give the prompt's `token_ids`"))?;
@@ -288,11 +289,12 @@ impl Found {
         };
         let hashes = chunks(api, &space, &asked)?;
         let chunk_tokens = space.chunk_tokens() as usize;
+        let text = |text: &Option<String>| text.clone().unwrap_or_default();
         if let Some(size) = request.block_size
             && size > 0
             && chunk_tokens.is_multiple_of(size)
+            && (request.adapter.is_some() || text(&request.lora_name).is_empty())
         {
-            let text = |text: &Option<String>| text.clone().unwrap_or_default();
             let hasher = LocalHasher::new(&text(&request.lora_name), &text(&request.cache_salt));
             let whole = hashes.len() * chunk_tokens;
             let tokens = asked.tokens.as_deref().unwrap_or_default();
