@@ -134,7 +134,9 @@ impl BoundBlocks {
     }
 
     fn insert(&mut self, model: ModelId, last: u64, bound: Bound) {
-        if self.younger.chunks.len() >= self.most {
+        // The same blocks under many adapters are one entry there, and many here.
+        let Generation { chunks, ends } = &self.younger;
+        if chunks.len().max(ends.len()) >= self.most {
             self.older = mem::take(&mut self.younger);
         }
         self.younger.chunks.insert((model, last), bound);
@@ -216,5 +218,14 @@ mod tests {
             assert_eq!(bound.chunks(model, &[101, 9]).0, [chunk(101)], "{n}");
         }
         assert_eq!(bound.chunks(model, &[100, 19]).0, [chunk(100), chunk(19)]);
+    }
+
+    #[test]
+    fn one_prompt_under_many_adapters_costs_no_more() {
+        let mut bound = BoundBlocks::new(2);
+        for n in 0..20 {
+            bound.bind(ModelId([1; 32]), None, &[7], &[chunk(n)]);
+        }
+        assert!(bound.younger.ends.len() + bound.older.ends.len() <= 4);
     }
 }
