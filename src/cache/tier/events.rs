@@ -242,7 +242,10 @@ impl KvEvents {
         let floor = stream.map_or(state.floor, |stream| stream.floor);
         let known = cursor.map(Cursor::from_str);
         let is_lost = known.as_ref().is_some_and(|known| match known {
-            Ok(known) => known.incarnation != self.incarnation || known.began.max(known.after) < floor,
+            Ok(known) => {
+                let latest = known.began.max(known.after);
+                known.incarnation != self.incarnation || latest < floor || latest > state.number
+            }
             Err(()) => true,
         });
         let mut cursor = match known {

@@ -115,7 +115,9 @@ fn a_cursor_of_another_incarnation_or_of_nonsense_is_lost() {
     let (events, other) = (KvEvents::new(MANY), KvEvents::new(MANY));
     bind(&events, &[1], &[(1, Tier::Memory)]);
     let cursor = other.read(space(0), SCHEME, None, 9).cursor;
-    for cursor in [cursor.as_str(), "", "0-0", "nonsense"] {
+    let own = format!("{:016x}", events.incarnation);
+    let (beyond, began) = (format!("{own}-0-{}", u64::MAX), format!("{own}-{}-0", u64::MAX));
+    for cursor in [cursor.as_str(), "", "0-0", "nonsense", &beyond, &began] {
         let answer = events.read(space(0), SCHEME, Some(cursor), 9);
         assert!(answer.is_lost && answer.events.len() == 1, "{cursor:?}");
     }
