@@ -184,6 +184,12 @@ class Follower:
         `parent`: the hash of the chunk before, None at the prompt's start; `tokens`: 4 bytes each, in the machine's order;
         `events`: what else to say of each chunk when it comes or leaves. `block_size`: tokens of a router's block."""
 
+    def tell_anew(self) -> None:
+        """Those that were told may have forgotten all: it is told anew, that it left at first."""
+
+    def succeeded_by(self, scheme: str) -> Follower:
+        """Another in the place of this one, which first tells that all that this one has told left."""
+
     def take(self, most: int) -> list[tuple[str, bool, bytes, str]]:
         """At most `most` chunks that came or left since the last call: tier (`memory`, `disk`), whether it came, tokens, event."""
 

@@ -79,6 +79,18 @@ impl PyFollower {
         self.run()
     }
 
+    fn tell_anew(&self) {
+        self.follower.tell_anew();
+    }
+
+    fn succeeded_by(&self, scheme: String) -> Self {
+        Self {
+            chunk_tokens: self.chunk_tokens,
+            follower: self.follower.succeeded_by(scheme),
+            task: Mutex::default(),
+        }
+    }
+
     fn take<'py>(&self, py: Python<'py>, most: usize) -> PyResult<Vec<PyChange<'py>>> {
         self.run()?;
         let changes = self.follower.take(most).into_iter().map(|change| {

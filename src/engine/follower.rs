@@ -7,8 +7,12 @@
 //!
 //! Routers drop a chunk whose parent they don't know. The log is in another order: a parent that left and came back is newer
 //! than what follows it. So a chunk is told of only after its parent, and waits until then.
+//!
+//! Routers also forget what they were told, when the engine says that its own cache is empty. Then all is told anew, that it
+//! is gone at first: some routers keep it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -52,6 +56,8 @@ struct Followed {
     changed: BTreeMap<u64, ChunkHash>,
     /// Chunks that are known and wait for their parents, each behind its parent.
     held: BTreeSet<(ChunkHash, ChunkHash)>,
+    /// To be told first: what was told, and is not told any more or is told anew.
+    gone: VecDeque<TierChange>,
     to_bind: VecDeque<BindRequest>,
     /// What is known is of a node that can't be reached, or whose log was lost: it may be there all the same.
     is_open: bool,
@@ -118,6 +124,29 @@ impl Follower {
         };
         self.0.lock().ask(request);
         self.0.is_asked.notify_one();
+    }
+
+    /// The engine's subscribers may have forgotten all.
+    pub fn tell_anew(&self) {
+        self.0.lock().tell_anew();
+    }
+
+    /// Another in the place of this one: it first tells that all that this one has told is gone.
+    #[must_use]
+    pub fn succeeded_by(&self, scheme: String) -> Self {
+        let mut before = self.0.lock();
+        before.retire();
+        let state = Followed {
+            gone: mem::take(&mut before.gone),
+            ..Followed::default()
+        };
+        Self(Arc::new(Following {
+            client: self.0.client.clone(),
+            space: self.0.space.clone(),
+            scheme,
+            state: Mutex::new(state),
+            is_asked: Notify::new(),
+        }))
     }
 
     /// At most so many changes since the last call.
@@ -376,7 +405,8 @@ impl Followed {
     }
 
     fn take(&mut self, most: usize) -> Vec<TierChange> {
-        let mut changes = Vec::new();
+        let gone = self.gone.len().min(most);
+        let mut changes: Vec<TierChange> = self.gone.drain(..gone).collect();
         while !self.is_reading
             && changes.len() < most
             && let Some((_, hash)) = self.changed.pop_first()
@@ -428,6 +458,25 @@ impl Followed {
         for hash in held {
             self.held.remove(&(parent, hash));
             self.note(hash);
+        }
+    }
+
+    fn tell_anew(&mut self) {
+        self.retire();
+        self.note_all(|_| {});
+    }
+
+    fn retire(&mut self) {
+        for known in self.known.values_mut() {
+            for (place, tier) in TIERS.into_iter().enumerate() {
+                if mem::take(&mut known.told[place]) {
+                    self.gone.push_back(TierChange {
+                        tier,
+                        is_stored: false,
+                        chunk: Arc::clone(&known.bound),
+                    });
+                }
+            }
         }
     }
 

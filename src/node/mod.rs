@@ -21,7 +21,7 @@ mod store;
 mod trouble;
 mod unwritten;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -215,11 +215,14 @@ impl Node {
             .collect()
     }
 
-    /// The engines that are attached, each once, in order.
-    pub fn instances(&self) -> Vec<String> {
-        let sessions = self.0.sessions.iter();
-        let names: BTreeSet<String> = sessions.map(|session| session.instance.clone()).collect();
-        names.into_iter().collect()
+    /// The spaces that each attached engine has loaded from or stored to.
+    pub fn engines(&self) -> BTreeMap<String, HashSet<SpaceKey>> {
+        let mut engines = BTreeMap::<String, HashSet<SpaceKey>>::new();
+        for session in &self.0.sessions {
+            let used = engines.entry(session.instance.clone()).or_default();
+            used.extend(session.spaces());
+        }
+        engines
     }
 
     /// A space that is declared and may be served: keys change by a reload.

@@ -467,6 +467,18 @@ class SchedulerTest(unittest.TestCase):
         self.assertTrue(self.scheduler.reset())
         self.assertEqual(self.hashes(), before)
 
+    def test_after_a_reset_events_are_of_what_is_stored_since(self):
+        events = mock.Mock()
+        settings = Settings.read({"socket": "/nowhere/sock"})
+        self.scheduler = SchedulerSide(self.model, settings, events=lambda *_: events)
+        self.scheduler.new_request(request())
+        self.scheduler.reset()
+        events.reset.assert_called_once_with(self.scheduler.epoch)
+        state = self.scheduler.requests["r"]
+        state.load_tokens = (0, 16)
+        self.scheduler.bind_loaded(state)
+        events.bind.assert_not_called()
+
     def test_prompts_by_embeddings_reuse_nothing(self):
         one = request(prompt_embeds=object())
         self.scheduler.new_request(one)

@@ -32,6 +32,7 @@ from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
@@ -77,8 +78,8 @@ class Engine:
         self.knows = {"CPU": set(), "STORAGE": set()}
         self.stored = []
 
-    def bind(self, one):
-        prompt = kvgate.Prompt(SPACE, salt=(one.cache_salt or "").encode())
+    def bind(self, one, epoch=b""):
+        prompt = kvgate.Prompt(SPACE, salt=(one.cache_salt or "").encode(), adapter=epoch)
         prompt.extend(one.all_token_ids)
         self.events.bind(one, prompt, [self.events.note(one, prompt, chunk) for chunk in range(len(prompt))])
         return prompt
@@ -244,6 +245,39 @@ class EventTest(EventsCase):
             self.assertEqual((event.block_size, event.lora_name, event.locality), (BLOCK, "adapter", "LOCAL"))
             self.assertEqual((event.group_idx, event.kv_cache_spec_kind), (0, "full_attention"))
         self.assertEqual(events[0].extra_keys[0], ("adapter", "salt"))
+
+    def test_after_a_reset_of_vllms_cache_all_is_told_anew(self):
+        engine = Engine(self.node)
+        pool = BlockPool(8, True, BLOCK, enable_kv_cache_events=True)
+        engine.events.bind_pool(pool)
+        with kvgate.connect(self.node.socket) as gateway:
+            self.store(gateway, list(range(2 * CHUNK)), engine)
+        index = self.agree(engine)
+        self.assertTrue(pool.reset_prefix_cache())
+        self.assertEqual([type(event).__name__ for event in pool.take_events()], ["AllBlocksCleared"])
+        engine.stored.clear()
+        self.agree(engine)
+        stored = {block for event in engine.stored if event.medium == "CPU" for block in event.block_hashes}
+        self.assertEqual(stored, index["CPU"])
+
+    def test_a_reset_that_other_weights_may_follow_leaves_nothing_told(self):
+        engine, other = Engine(self.node), Engine(self.node)
+        tokens, kv = list(range(2 * CHUNK)), np.zeros((1, 2, 2 * CHUNK, 1, 8), np.float16)
+        one, epoch = request(tokens), b"another epoch"
+        with kvgate.connect(self.node.socket) as gateway:
+            self.store(gateway, tokens, engine)
+            index = self.agree(engine, other)
+            engine.events.reset(epoch)
+            engine.step()
+            self.assertEqual(engine.knows, {"CPU": set(), "STORAGE": set()})
+            gateway.store_from(SPACE, tokens, kv, adapter=epoch)
+        # vLLM's hashes are the same, and what is stored now is something else.
+        engine.bind(one, epoch)
+        end = time.monotonic() + 60
+        while engine.step() or engine.knows["CPU"] != index["CPU"]:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.05)
+        self.assertEqual(self.agree(other)["CPU"], index["CPU"])
 
     def test_engines_with_other_blocks_are_apart(self):
         engine, other = Engine(self.node), Engine(self.node, block=8)

@@ -194,6 +194,39 @@ async fn routers_can_ask_for_bound_chunks_by_their_own_hashes() {
     assert_eq!(ranges().await, json!([[0, 8]]));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_question_with_an_adapters_name_leaves_what_its_engine_has_bound() {
+    let site = Site::new().await;
+    let serving = site.serve(&[]).await;
+    serving.ready().await;
+    let engine = serving.attach("one").await;
+    let prompt = Prompt::new(4);
+    store(&serving.client, &engine, &prompt).await;
+    let block = prompt.space.chunk_tokens() as usize;
+    let request = BindRequest {
+        block_size: Some(block),
+        lora_name: "adapter".to_owned(),
+        ..binding(&prompt)
+    };
+    serving.client.bind(&request).await.unwrap();
+    let tokens: Vec<u32> = bound(&prompt)
+        .into_iter()
+        .flat_map(|chunk| chunk.tokens)
+        .collect();
+    let seed = 1337_u64.wrapping_add(XxHash3_64::oneshot_with_seed(0, b"adapter"));
+    let hash = |block: &[u32]| {
+        let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
+        XxHash3_64::oneshot_with_seed(seed, &bytes)
+    };
+    let local: Vec<u64> = tokens.chunks_exact(block).map(hash).collect();
+    let model = prompt.space.model();
+    let by_name = json!({"model": model, "token_ids": tokens, "lora_name": "adapter", "block_size": block});
+    let _: Value = serving.client.post("/query", &by_name).await.unwrap();
+    let by_hashes = json!({"model": model, "block_hashes": local});
+    let found: Value = serving.client.post("/check_blocks", &by_hashes).await.unwrap();
+    assert_eq!(found["ranges"], json!([[0, 4]]));
+}
+
 fn followed(serving: &Serving, prompt: &Prompt) -> (Follower, tokio::task::JoinHandle<()>) {
     let follower = Follower::new(&serving.client, prompt.space.clone(), SCHEME.to_owned());
     let task = tokio::spawn(follower.follow());

@@ -133,6 +133,28 @@ async fn routers_are_told_what_lookup_says_in_tokens_and_by_tier() {
     assert_eq!(dynamo["instances"], json!({"engine-1": expected}));
     assert_eq!(dynamo["scores"], json!({"engine-1": {"0": 112}}));
 
+    // Data-parallel ranks are one instance; an engine of another model is none.
+    let mut engines = Vec::new();
+    for rank in 0..2 {
+        engines.push(serving.attach(&format!("engine-2_dp{rank}")).await);
+        let space = id(&asked.prompt.space);
+        engines[rank].reserve(&space, Vec::new()).await.unwrap();
+    }
+    let _idle = serving.attach("engine-3").await;
+    let dynamo = ask(&serving, "/query", &question).await.unwrap();
+    let of_ranks = json!({"0": 112, "1": 112});
+    assert_eq!(
+        dynamo["scores"],
+        json!({"engine-1": {"0": 112}, "engine-2": of_ranks})
+    );
+    assert_eq!(
+        dynamo["instances"],
+        json!({"engine-1": expected, "engine-2": expected})
+    );
+    merge(&mut question, json!({"instance_id": "engine-2"}));
+    let dynamo = ask(&serving, "/query", &question).await.unwrap();
+    assert_eq!(dynamo["scores"], json!({"engine-2": of_ranks}));
+
     // With another salt it is another prompt.
     let other = asked.question(json!({"cache_salt": "other"}));
     let prefix = ask(&serving, "/v1/prefix", &other).await.unwrap();
@@ -221,22 +243,26 @@ async fn a_router_is_told_of_the_tenant_and_model_that_it_names() {
     assert_eq!(checked("default").await, json!([[0, 4]]));
     assert_eq!(checked("acme").await, json!([]));
 
-    // Two revisions of the model: its name alone is not enough.
-    serving
-        .client
-        .declare(&with("revision", json!("2")))
-        .await
-        .unwrap();
-    assert_eq!(prefix(json!({})).await, Err("ambiguous_model".to_owned()));
-    let by_space = json!({"space": id(&asked.prompt.space)});
-    assert_eq!(prefix(by_space.clone()).await, Ok(64));
+    // Two revisions of the model, and two dtypes: once engines use both, its name alone is not enough.
+    let (revision, dtype) = (with("revision", json!("2")), with("dtype", json!("bfloat16")));
+    let by = |space: &Space| json!({"space": id(space)});
+    for other in [&revision, &dtype] {
+        serving.client.declare(other).await.unwrap();
+        assert_eq!(prefix(json!({})).await, Ok(64), "no engine uses it");
+    }
+    let two = serving.attach("two").await;
+    for other in [&dtype, &revision] {
+        two.reserve(&id(other), Vec::new()).await.unwrap();
+        assert_eq!(prefix(json!({})).await, Err("ambiguous_model".to_owned()));
+        assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(64));
+        assert_eq!(prefix(by(other)).await, Ok(0));
+    }
     // A window's chunks are needed as well.
-    serving
-        .client
-        .declare(&with("kind", json!({"window": 32})))
-        .await
-        .unwrap();
-    assert_eq!(prefix(by_space).await, Ok(0));
+    let window = with("kind", json!({"window": 32}));
+    serving.client.declare(&window).await.unwrap();
+    assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(64));
+    engine.reserve(&id(&window), Vec::new()).await.unwrap();
+    assert_eq!(prefix(by(&asked.prompt.space)).await, Ok(0));
 
     for (path, question) in [
         ("/query", json!({"token_ids": [1]})),

@@ -3,6 +3,9 @@
 The gateway keeps a log of what comes and leaves, whichever engine of the node it is from. A chunk is in it once an engine has
 said what vLLM's own event would tell of it: its blocks' hashes, its tokens. Each engine publishes all of it in its own stream,
 where routers credit it. S3 has no events: it is the same for all engines.
+
+After a reset vLLM's hashes are the same, and the chunks are others: what was told is told as gone, and what is stored since
+has a log of its own.
 """
 
 import base64
@@ -29,7 +32,8 @@ logger = init_logger(__name__)
 MEDIA = {"memory": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 PLACE = {"locality": "LOCAL", "ownership": "kvgate"}
 """In all events: the node's own, and whose tier it is."""
-EVENTS_A_STEP = 1024
+EVENTS_A_STEP = 64
+"""Some 15 microseconds each, in which the scheduler does nothing else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Note:
     hash: bytes
     tokens: bytes
     event: str
+    epoch: str
+    """Of the reset before it."""
 
 
 class Events:
@@ -54,23 +60,43 @@ class Events:
             "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
             "kv_cache_spec_sliding_window": getattr(spec, "sliding_window", None),
         }
-        self.lookahead_tokens = 0
+        self.lookahead_tokens, self.epoch = 0, ""
         self.decoder = msgspec.msgpack.Decoder(BlockStored)
         self._follower = None
 
     def bind_pool(self, pool):
         """vLLM's hash of a block may take tokens after it."""
         self.lookahead_tokens = getattr(pool, "num_hash_lookahead_tokens", 0)
+        reset = pool.reset_prefix_cache
+
+        def reset_and_tell_anew():
+            # vLLM says AllBlocksCleared then, and some routers forget also what is in the node's tiers.
+            is_reset = reset()
+            if is_reset and self._follower is not None:
+                self._follower.tell_anew()
+            return is_reset
+
+        pool.reset_prefix_cache = reset_and_tell_anew
+
+    def reset(self, epoch):
+        """Nothing that was stored so far is found any more by this engine."""
+        self.epoch = epoch.hex()
+        if self._follower is not None:
+            self._follower = self._follower.succeeded_by(self.scheme())
+
+    def scheme(self):
+        """Engines with the same one share what they tell."""
+        seed = kv_cache_utils.NONE_HASH.hex()[:16]
+        form = "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes"
+        words = ["vllm", self.algorithm, seed, self.block_tokens, form, self.lookahead_tokens, self.group, self.epoch]
+        return " ".join(map(str, words))
 
     @property
     def follower(self):
         # vLLM seeds its hashes after it has made the connector.
         if self._follower is None:
-            seed = kv_cache_utils.NONE_HASH.hex()[:16]
-            form = "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes"
-            words = ["vllm", self.algorithm, seed, self.block_tokens, form, self.lookahead_tokens, self.group]
             self._follower = Follower(
-                self.settings.socket, self.model.spaces[0], " ".join(map(str, words)), self.settings.socket_owner
+                self.settings.socket, self.model.spaces[0], self.scheme(), self.settings.socket_owner
             )
         return self._follower
 
@@ -107,12 +133,14 @@ class Events:
             prompt.hashes(chunk, chunk + 1),
             array("I", request.all_token_ids[start:end]).tobytes(),
             base64.b64encode(msgspec.msgpack.encode(BlockStored(**told))).decode(),
+            self.epoch,
         )
 
     def bind(self, request, prompt, notes):
         """The node has these chunks of a prompt."""
         runs = itertools.groupby(
-            enumerate(note for note in notes if note is not None), key=lambda place: place[1].chunk - place[0]
+            enumerate(note for note in notes if note is not None and note.epoch == self.epoch),
+            key=lambda place: place[1].chunk - place[0],
         )
         # A router's hashes know nothing of images.
         block_size = None if getattr(request, "mm_features", None) else self.block_tokens

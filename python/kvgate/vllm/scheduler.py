@@ -441,7 +441,7 @@ class SchedulerSide:
 
     def bind_loaded(self, state):
         """They are in the node's memory now, perhaps from S3."""
-        if self.events is not None:
+        if self.events is not None and not state.is_stale:
             start, tokens = state.load_tokens[0], self.loaded_tokens(state)
             chunks = range(start // self.chunk_tokens, (start + tokens) // self.chunk_tokens)
             notes = [self.events.note(state.request, state.prompt, chunk) for chunk in chunks]
@@ -498,6 +498,8 @@ class SchedulerSide:
             return True
         self.epoch = secrets.token_bytes(16)
         self.adapters.reset()
+        if self.events is not None:
+            self.events.reset(self.epoch)
         for state in self.requests.values():
             if state is not None:
                 state.is_stale = True

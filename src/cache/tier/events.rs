@@ -6,10 +6,12 @@
 //!
 //! A stream's log is compacted: of what is announced it keeps the latest record alone, beside a bounded number of removals.
 //! A reader goes on where its *cursor* is. Without one it reads what is there now, and so does one that lost removals, or
-//! whose cursor is of another *incarnation*: a daemon's start.
+//! whose cursor is of another *incarnation*: a daemon's start. Where too many chunks are announced, the ends of prompts go
+//! first: without its beginning the rest of a prompt is of no use.
 //!
 //! Tiers call [`KvEvents::stored`] and [`KvEvents::removed`] under their own locks, so the log has each tier's order.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::str::FromStr;
@@ -56,6 +58,12 @@ struct EventState {
 #[derive(Default)]
 struct EventStream {
     chunks: HashMap<ChunkHash, Announced, RandomState>,
+    /// Chunks that were bound so far.
+    bound: u64,
+    /// Of each chunk, how many that are bound follow it.
+    followers: HashMap<ChunkHash, usize, RandomState>,
+    /// Chunks that none follows, by when they were bound.
+    ends: BTreeMap<u64, ChunkHash>,
     /// By number: of each chunk and tier the latest.
     stored: BTreeMap<u64, (Tier, Arc<BoundChunk>)>,
     /// By number.
@@ -95,6 +103,8 @@ impl FromStr for Cursor {
 
 struct Announced {
     bound: Arc<BoundChunk>,
+    /// Of the stream's chunks that were bound, this one.
+    number: u64,
     /// For each tier the number of its record.
     stored: [Option<u64>; 2],
 }
@@ -139,18 +149,11 @@ impl KvEvents {
             ..EventStream::default()
         });
         for chunk in chunks {
-            let hash = chunk.hash;
-            stream.chunks.entry(hash).or_insert_with(|| {
-                *count += 1;
-                Announced {
-                    bound: Arc::new(chunk),
-                    stored: [None; 2],
-                }
-            });
+            *count += usize::from(stream.insert(chunk));
         }
     }
 
-    /// Forgets those of them that no tier has, and the oldest where there are too many.
+    /// Forgets those of them that no tier has, and the oldest ends of prompts where there are too many.
     pub fn settle(&self, space: SpaceKey, scheme: &str, hashes: &[ChunkHash]) {
         let mut state = self.lock();
         let EventState {
@@ -170,7 +173,7 @@ impl KvEvents {
             let Some(largest) = all.max_by_key(|stream| stream.chunks.len()) else {
                 break;
             };
-            let Some(hash) = largest.oldest() else { break };
+            let Some(hash) = largest.oldest_end() else { break };
             largest.remove_all(&hash, number);
             largest.trim(self.options.removals_max);
             *count -= 1;
@@ -239,7 +242,10 @@ impl KvEvents {
         let floor = stream.map_or(state.floor, |stream| stream.floor);
         let known = cursor.map(Cursor::from_str);
         let is_lost = known.as_ref().is_some_and(|known| match known {
-            Ok(known) => known.incarnation != self.incarnation || known.began.max(known.after) < floor,
+            Ok(known) => {
+                let latest = known.began.max(known.after);
+                known.incarnation != self.incarnation || latest < floor || latest > state.number
+            }
             Err(()) => true,
         });
         let mut cursor = match known {
@@ -300,9 +306,36 @@ impl KvEvents {
 }
 
 impl EventStream {
-    /// The chunk whose record is the oldest.
-    fn oldest(&self) -> Option<ChunkHash> {
-        self.stored.first_key_value().map(|(_, (_, bound))| bound.hash)
+    /// True if it was not known.
+    fn insert(&mut self, chunk: BoundChunk) -> bool {
+        let hash = chunk.hash;
+        if self.chunks.contains_key(&hash) {
+            return false;
+        }
+        self.bound += 1;
+        if !self.followers.contains_key(&hash) {
+            self.ends.insert(self.bound, hash);
+        }
+        if let Some(parent) = chunk.parent {
+            *self.followers.entry(parent).or_default() += 1;
+            self.chunks
+                .get(&parent)
+                .map(|parent| self.ends.remove(&parent.number));
+        }
+        let announced = Announced {
+            bound: Arc::new(chunk),
+            number: self.bound,
+            stored: [None; 2],
+        };
+        self.chunks.insert(hash, announced);
+        true
+    }
+
+    /// The chunk that was bound first, of those that none follows.
+    fn oldest_end(&self) -> Option<ChunkHash> {
+        let end = self.ends.first_key_value().map(|(_, hash)| *hash);
+        // Chunks in a circle, which no engine binds, have no end.
+        end.or_else(|| self.chunks.keys().next().copied())
     }
 
     fn remove_all(&mut self, hash: &ChunkHash, number: &mut u64) {
@@ -326,7 +359,30 @@ impl EventStream {
     /// True if it was known, and no tier has it.
     fn forget_absent(&mut self, hash: &ChunkHash) -> bool {
         let is_absent = |announced: &Announced| announced.stored == [None; 2];
-        self.chunks.get(hash).is_some_and(is_absent) && self.chunks.remove(hash).is_some()
+        if !self.chunks.get(hash).is_some_and(is_absent) {
+            return false;
+        }
+        let Some(forgotten) = self.chunks.remove(hash) else {
+            return false;
+        };
+        self.ends.remove(&forgotten.number);
+        if let Some(parent) = forgotten.bound.parent {
+            self.unfollow(parent);
+        }
+        true
+    }
+
+    fn unfollow(&mut self, parent: ChunkHash) {
+        let Entry::Occupied(mut followers) = self.followers.entry(parent) else {
+            return;
+        };
+        *followers.get_mut() -= 1;
+        if *followers.get() == 0 {
+            followers.remove();
+            if let Some(known) = self.chunks.get(&parent) {
+                self.ends.insert(known.number, parent);
+            }
+        }
     }
 
     fn trim(&mut self, removals_max: usize) {

@@ -128,6 +128,20 @@ fn what_came_and_left_between_two_steps_costs_no_memory() {
 }
 
 #[test]
+fn what_was_told_is_told_anew_once_subscribers_have_forgotten_it() {
+    let mut followed = Followed::default();
+    followed.apply(answer([(1, Tier::Disk, true), (2, Tier::Disk, true)]));
+    assert_eq!(taken(&mut followed, 1), [(1, Tier::Disk, true)]);
+    followed.tell_anew();
+    followed.tell_anew();
+    let mut anew = taken(&mut followed, 9);
+    assert_eq!(anew.remove(0), (1, Tier::Disk, false));
+    anew.sort_unstable();
+    assert_eq!(anew, [(1, Tier::Disk, true), (2, Tier::Disk, true)]);
+    assert!(taken(&mut followed, 9).is_empty());
+}
+
+#[test]
 fn a_node_that_answers_late_costs_no_memory() {
     let mut followed = Followed::default();
     for _ in 0..3 {

@@ -2,7 +2,8 @@
 //!
 //! Dynamo names a block by XXH3-64 of its tokens, with a seed that has the LoRA and the salt in it. It can't be turned
 //! back. So a call that tells tokens leaves behind, for the last block of each chunk, the hash of all block hashes up to
-//! it, and the chunk. Bounded: two generations, of which the older one goes when the younger is full.
+//! it, and the chunk. Bounded: two generations, of which the older one goes when the younger is full. What is asked for or
+//! followed is in the younger one from then on.
 
 use std::collections::HashMap;
 use std::mem;
@@ -87,49 +88,59 @@ impl BoundBlocks {
     /// `local` are the blocks of these chunks, equally many in each. They follow `parent`; None: they are the prompt's
     /// first. Those that follow one that is not known are not bound.
     pub fn bind(&mut self, model: ModelId, parent: Option<ChunkHash>, local: &[u64], chunks: &[ChunkHash]) {
-        let end = |of: ChunkHash| {
-            let key = (model, of);
-            self.younger
-                .ends
-                .get(&key)
-                .or_else(|| self.older.ends.get(&key))
-                .copied()
-        };
-        let end = parent.map(end);
+        let end = parent.map(|parent| self.end(model, parent));
         let blocks = local.len().checked_div(chunks.len()).filter(|blocks| *blocks > 0);
         let (Some(blocks), false) = (blocks, end == Some(None)) else {
             return;
         };
         let chained: Vec<u64> = chained(end.flatten(), local.iter().copied()).collect();
         for (last, chunk) in chained.iter().skip(blocks - 1).step_by(blocks).zip(chunks) {
-            if self.younger.chunks.len() >= self.most {
-                self.older = mem::take(&mut self.younger);
-            }
-            self.younger.chunks.insert((model, *last), (*chunk, blocks));
-            self.younger.ends.insert((model, *chunk), *last);
+            self.insert(model, *last, (*chunk, blocks));
         }
     }
 
     /// The chunks of leading blocks, as far as they are known, and how many blocks each has.
-    pub fn chunks(&self, model: ModelId, local: &[u64]) -> (Vec<ChunkHash>, usize) {
+    pub fn chunks(&mut self, model: ModelId, local: &[u64]) -> (Vec<ChunkHash>, usize) {
         let chained: Vec<u64> = chained(None, local.iter().copied()).collect();
-        let bound = |hash: &u64| {
-            let key = (model, *hash);
-            self.younger
-                .chunks
-                .get(&key)
-                .or_else(|| self.older.chunks.get(&key))
-        };
         let first = chained.iter().enumerate().find_map(|(i, hash)| {
-            let (_, blocks) = bound(hash)?;
-            (i + 1 == *blocks).then_some(*blocks)
+            let (_, blocks) = self.bound(model, *hash)?;
+            (i + 1 == blocks).then_some(blocks)
         });
         let Some(blocks) = first else {
             return (Vec::new(), 1);
         };
         let ends = chained.iter().skip(blocks - 1).step_by(blocks);
-        let known = ends.map_while(|hash| bound(hash).filter(|bound| bound.1 == blocks));
-        (known.map(|(chunk, _)| *chunk).collect(), blocks)
+        let known = ends.map_while(|hash| self.bound(model, *hash).filter(|bound| bound.1 == blocks));
+        (known.map(|(chunk, _)| chunk).collect(), blocks)
+    }
+
+    /// The hash of all blocks up to the chunk's end.
+    fn end(&mut self, model: ModelId, chunk: ChunkHash) -> Option<u64> {
+        let key = (model, chunk);
+        let ends = [&self.younger.ends, &self.older.ends];
+        let end = ends.into_iter().find_map(|ends| ends.get(&key)).copied()?;
+        self.bound(model, end);
+        Some(end)
+    }
+
+    fn bound(&mut self, model: ModelId, last: u64) -> Option<Bound> {
+        let key = (model, last);
+        if let Some(bound) = self.younger.chunks.get(&key) {
+            return Some(*bound);
+        }
+        let bound = *self.older.chunks.get(&key)?;
+        self.insert(model, last, bound);
+        Some(bound)
+    }
+
+    fn insert(&mut self, model: ModelId, last: u64, bound: Bound) {
+        // The same blocks under many adapters are one entry there, and many here.
+        let Generation { chunks, ends } = &self.younger;
+        if chunks.len().max(ends.len()) >= self.most {
+            self.older = mem::take(&mut self.younger);
+        }
+        self.younger.chunks.insert((model, last), bound);
+        self.younger.ends.insert((model, bound.0), last);
     }
 }
 
@@ -193,5 +204,28 @@ mod tests {
         let known = |n: u8| !bound.chunks(model, &[u64::from(n)]).0.is_empty();
         assert_eq!([0, 1, 2, 3, 4].map(known), [false, false, true, true, true]);
         assert!(bound.younger.chunks.len() + bound.older.chunks.len() <= 4);
+    }
+
+    #[test]
+    fn those_that_are_asked_for_or_followed_stay() {
+        let mut bound = BoundBlocks::new(4);
+        let model = ModelId([1; 32]);
+        bound.bind(model, None, &[100], &[chunk(100)]);
+        bound.bind(model, None, &[101], &[chunk(101)]);
+        for n in 0..20 {
+            bound.bind(model, Some(chunk(100)), &[u64::from(n)], &[chunk(n)]);
+            assert_eq!(bound.chunks(model, &[101]).0, [chunk(101)], "{n}");
+            assert_eq!(bound.chunks(model, &[101, 9]).0, [chunk(101)], "{n}");
+        }
+        assert_eq!(bound.chunks(model, &[100, 19]).0, [chunk(100), chunk(19)]);
+    }
+
+    #[test]
+    fn one_prompt_under_many_adapters_costs_no_more() {
+        let mut bound = BoundBlocks::new(2);
+        for n in 0..20 {
+            bound.bind(ModelId([1; 32]), None, &[7], &[chunk(n)]);
+        }
+        assert!(bound.younger.ends.len() + bound.older.ends.len() <= 4);
     }
 }

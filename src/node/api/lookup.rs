@@ -15,7 +15,7 @@ use super::body::{OCTETS, Reply, content_type, json};
 use super::problem::ApiProblem;
 use super::{Api, body, spaces};
 use crate::cache::gateway::{Boundary, Kinds, NeededRun};
-use crate::format::{ChunkHash, ChunkHasher, Mask, Space, SpaceId};
+use crate::format::{ChunkHash, ChunkHasher, Mask, Space, SpaceId, SpaceKey};
 use crate::metrics::trace::{self, CallTrace};
 use crate::protocol::{LookupAnswer, LookupRequest, Needed, Strategy, Tier};
 
@@ -141,6 +141,11 @@ impl ModelKinds {
     /// The space that an answer's masks are about.
     pub fn first(&self) -> &Space {
         &self.spaces[0]
+    }
+
+    /// Whether an engine that uses these spaces is of this model.
+    pub fn has_one_of(&self, used: &HashSet<SpaceKey>) -> bool {
+        self.spaces.iter().any(|space| used.contains(&space.key()))
     }
 
     pub fn count(&self) -> usize {

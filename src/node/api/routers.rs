@@ -6,7 +6,7 @@
 //! Hashes of a router's blocks can't be turned back into tokens. They are known here ([`BoundBlocks`]) once a call has
 //! told tokens and block size; others count as absent, which costs a hit and never gives a wrong one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, PoisonError};
 
 use hyper::body::Incoming;
@@ -75,17 +75,17 @@ pub async fn query(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
     }
     let found = Found::of_tokens(api, &request).await?;
     let tokens = found.tokens().in_blocks(request.block_size);
-    let instances = instances(api, request.instance_id.as_ref());
+    let instances = instances(api, &found.kinds, request.instance_id.as_ref());
     if request.model.is_none() {
-        let scores: BTreeMap<_, _> = instances
+        let scores: BTreeMap<&String, BTreeMap<&String, usize>> = instances
             .iter()
-            .map(|name| (name, json!({"0": tokens.all})))
+            .map(|(name, ranks)| (name, ranks.iter().map(|rank| (rank, tokens.all)).collect()))
             .collect();
         let of = |name| {
             let counts = json!({"longest_matched": tokens.all, "gpu": 0, "dp": {}, "cpu": tokens.memory, "disk": tokens.all});
             (name, counts)
         };
-        let instances: BTreeMap<_, _> = instances.iter().map(of).collect();
+        let instances: BTreeMap<_, _> = instances.keys().map(of).collect();
         return Ok(reply(
             &json!({"scores": scores, "frequencies": [], "instances": instances}),
         ));
@@ -97,7 +97,7 @@ pub async fn query(api: &Arc<Api>, request: Request<Incoming>) -> Result<Reply, 
             json!({"longest_matched": tokens.all, "GPU": 0, "DP": {}, "CPU": tokens.memory, "DISK": disk});
         (name, counts)
     };
-    let instances: BTreeMap<_, _> = instances.iter().map(of).collect();
+    let instances: BTreeMap<_, _> = instances.keys().map(of).collect();
     let tenant = request.tenant_id.unwrap_or_else(|| DEFAULT_TENANT.to_owned());
     Ok(reply(&BTreeMap::from([(tenant, instances)])))
 }
@@ -111,7 +111,7 @@ pub async fn check_blocks(api: &Arc<Api>, request: Request<Incoming>) -> Result<
             let kinds = kinds(api, &request)?;
             let model = kinds.first().model_id();
             let (chunks, chunk_blocks) = {
-                let bound = api.bound.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut bound = api.bound.lock().unwrap_or_else(PoisonError::into_inner);
                 bound.chunks(model, hashes)
             };
             if chunks.is_empty() {
@@ -159,7 +159,7 @@ fn ranges(present: &[bool], blocks: usize, chunk: (usize, usize)) -> Vec<(usize,
 
 const DEFAULT_TENANT: &str = "default";
 
-/// The kinds of KV of the model that a router names: every declared space of it but drafts.
+/// The kinds of KV of the model that a router names, but drafts.
 fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
     let named = request
         .space
@@ -179,34 +179,71 @@ fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
         of_tenant && names.into_iter().flatten().all(|name| name == space.model())
     };
     let mut meant = api.node.spaces();
-    meant.retain(|space| space.draft().is_empty() && is_meant(space));
-    let models: HashSet<ModelId> = meant.iter().map(Space::model_id).collect();
-    match models.len() {
-        1 if meant.len() <= KINDS_MAX => {}
-        0 => {
-            return Err(ApiProblem::new(
-                StatusCode::NOT_FOUND,
-                "unknown_space",
-                "no engine of this node has declared a space of that model and tenant: see `spaces` in /v1/status",
-            ));
-        }
-        1 => {
-            return Err(ApiProblem::bad(format!(
-                "a lookup is about at most {KINDS_MAX} spaces"
-            )));
-        }
-        several => {
-            return Err(ApiProblem::new(
-                StatusCode::CONFLICT,
-                "ambiguous_model",
-                format!(
-                    "{several} models fit (revisions, dtypes): give `space`, the id of a space of the one that is meant"
-                ),
-            ));
+    meant.retain(is_meant);
+    let mut of_models = of_models(api, meant, named.as_ref());
+    let several = of_models.len();
+    let mut spaces = of_models.pop().unwrap_or_default();
+    spaces.retain(|space| space.draft().is_empty());
+    if several > 1 {
+        return Err(ApiProblem::new(
+            StatusCode::CONFLICT,
+            "ambiguous_model",
+            format!(
+                "{several} models fit (revisions, dtypes): give `space`, the id of a space of the one that is meant"
+            ),
+        ));
+    }
+    if spaces.is_empty() {
+        return Err(ApiProblem::new(
+            StatusCode::NOT_FOUND,
+            "unknown_space",
+            "no engine of this node has declared a space of that model and tenant: see `spaces` in /v1/status",
+        ));
+    }
+    if spaces.len() > KINDS_MAX {
+        return Err(ApiProblem::bad(format!(
+            "a lookup is about at most {KINDS_MAX} spaces"
+        )));
+    }
+    spaces.sort_by_key(|space| (!space.kind().is_full(), space.id()));
+    Ok(ModelKinds::whole(spaces))
+}
+
+/// The spaces of each model apart: those that attached engines use together. A model's name says nothing of its dtype, and
+/// the spaces of an engine's earlier set-up stay declared. So what no attached engine uses counts only where that is all.
+fn of_models(api: &Api, spaces: Vec<Space>, named: Option<&Space>) -> Vec<Vec<Space>> {
+    let mut models: Vec<Vec<Space>> = Vec::new();
+    let mut rest = spaces.clone();
+    for used in api.node.engines().into_values() {
+        for mut together in by_model(spaces.iter().filter(|space| used.contains(&space.key()))) {
+            rest.retain(|space| !together.contains(space));
+            // Another engine, or rank, of the same set-up.
+            models.retain(|other| {
+                let is_apart = !other.iter().any(|space| together.contains(space));
+                if !is_apart {
+                    let more: Vec<Space> = other
+                        .iter()
+                        .filter(|space| !together.contains(space))
+                        .cloned()
+                        .collect();
+                    together.extend(more);
+                }
+                is_apart
+            });
+            models.push(together);
         }
     }
-    meant.sort_by_key(|space| (!space.kind().is_full(), space.id()));
-    Ok(ModelKinds::whole(meant))
+    models.retain(|model| named.is_none_or(|named| model.contains(named)));
+    match models.is_empty() {
+        true => by_model(rest.iter()),
+        false => models,
+    }
+}
+
+fn by_model<'a>(spaces: impl Iterator<Item = &'a Space>) -> Vec<Vec<Space>> {
+    let mut models = HashMap::<ModelId, Vec<Space>>::new();
+    spaces.for_each(|space| models.entry(space.model_id()).or_default().push(space.clone()));
+    models.into_values().collect()
 }
 
 /// What was found of a prompt.
@@ -237,7 +274,8 @@ impl PrefixTokens {
 }
 
 impl Found {
-    /// By tokens. If the request says the size of blocks, their hashes are known from then on.
+    /// By tokens. If the request says the size of blocks, their hashes are known from then on. Not with `lora_name` alone:
+    /// an engine may have bound the same blocks to chunks whose hashes have another word for the adapter.
     async fn of_tokens(api: &Arc<Api>, request: &RouterRequest) -> Result<Self, ApiProblem> {
         let tokens = request.token_ids.clone();
         let tokens = tokens.ok_or_else(|| ApiProblem::bad("give the prompt's `token_ids`"))?;
@@ -251,11 +289,12 @@ impl Found {
         };
         let hashes = chunks(api, &space, &asked)?;
         let chunk_tokens = space.chunk_tokens() as usize;
+        let text = |text: &Option<String>| text.clone().unwrap_or_default();
         if let Some(size) = request.block_size
             && size > 0
             && chunk_tokens.is_multiple_of(size)
+            && (request.adapter.is_some() || text(&request.lora_name).is_empty())
         {
-            let text = |text: &Option<String>| text.clone().unwrap_or_default();
             let hasher = LocalHasher::new(&text(&request.lora_name), &text(&request.cache_salt));
             let whole = hashes.len() * chunk_tokens;
             let tokens = asked.tokens.as_deref().unwrap_or_default();
@@ -314,12 +353,33 @@ impl Found {
     }
 }
 
-/// The instances that an answer is for: the one that was asked about, else the node's engines.
-fn instances(api: &Api, asked: Option<&Value>) -> Vec<String> {
-    match asked {
-        Some(Value::String(name)) => vec![name.clone()],
-        Some(Value::Null) | None => api.node.instances(),
-        Some(other) => vec![other.to_string()],
+/// The instances that an answer is for, each with its data-parallel ranks: the one that was asked about, else the engines of
+/// the model.
+fn instances(api: &Api, kinds: &ModelKinds, asked: Option<&Value>) -> BTreeMap<String, BTreeSet<String>> {
+    let mut instances = BTreeMap::<String, BTreeSet<String>>::new();
+    for (engine, used) in api.node.engines() {
+        if kinds.has_one_of(&used) {
+            let (name, rank) = name_and_rank(&engine);
+            let ranks = instances.entry(name.to_owned()).or_default();
+            ranks.insert(rank.to_owned());
+        }
+    }
+    let name = match asked {
+        Some(Value::String(name)) => name.clone(),
+        Some(Value::Null) | None => return instances,
+        Some(other) => other.to_string(),
+    };
+    let ranks = instances.remove(&name);
+    let ranks = ranks.unwrap_or_else(|| BTreeSet::from(["0".to_owned()]));
+    BTreeMap::from([(name, ranks)])
+}
+
+/// vLLM appends a data-parallel rank to the name of the engine.
+fn name_and_rank(engine: &str) -> (&str, &str) {
+    let is_rank = |rank: &str| !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit());
+    match engine.rsplit_once("_dp") {
+        Some((name, rank)) if is_rank(rank) => (name, rank),
+        _ => (engine, "0"),
     }
 }
 

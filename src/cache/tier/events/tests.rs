@@ -115,7 +115,9 @@ fn a_cursor_of_another_incarnation_or_of_nonsense_is_lost() {
     let (events, other) = (KvEvents::new(MANY), KvEvents::new(MANY));
     bind(&events, &[1], &[(1, Tier::Memory)]);
     let cursor = other.read(space(0), SCHEME, None, 9).cursor;
-    for cursor in [cursor.as_str(), "", "0-0", "nonsense"] {
+    let own = format!("{:016x}", events.incarnation);
+    let (beyond, began) = (format!("{own}-0-{}", u64::MAX), format!("{own}-{}-0", u64::MAX));
+    for cursor in [cursor.as_str(), "", "0-0", "nonsense", &beyond, &began] {
         let answer = events.read(space(0), SCHEME, Some(cursor), 9);
         assert!(answer.is_lost && answer.events.len() == 1, "{cursor:?}");
     }
@@ -140,6 +142,28 @@ fn with_no_room_the_oldest_have_no_events_any_more() {
     });
     bind(&off, &[0], &here);
     assert!(off.read(space(0), SCHEME, None, 9).events.is_empty());
+}
+
+#[test]
+fn with_no_room_the_beginning_of_a_prompt_has_events_longest() {
+    let options = EventOptions {
+        chunks_max: 3,
+        ..MANY
+    };
+    let (events, mut reader) = (KvEvents::new(options), Reader::default());
+    let parent = |number: u8| Some(ChunkHash([number.checked_sub(1)?; 32]));
+    let prompt = (0..3).map(|number| BoundChunk {
+        parent: parent(number),
+        ..chunk(number)
+    });
+    events.bind(space(0), SCHEME, prompt.collect());
+    let here: Vec<_> = (0..5).map(|number| (number, Tier::Memory)).collect();
+    (0..3).for_each(|number| events.stored(&key(number), Tier::Memory));
+    bind(&events, &[3], &here);
+    let told = |numbers: &[u8]| -> Vec<_> { numbers.iter().map(|number| (*number, Tier::Memory)).collect() };
+    assert_eq!(reader.catch_up(&events, 9), told(&[0, 1, 3]));
+    bind(&events, &[4], &here);
+    assert_eq!(reader.catch_up(&events, 9), told(&[0, 3, 4]));
 }
 
 #[test]
