@@ -307,7 +307,7 @@ fn digest(bench: &mut Bench) {
     let space = protected(Protection::Encrypted);
     let keys = Keyring::of_one(space.protection(), TenantSecret::new([7; 32]));
     let cipher = keys
-        .encrypts(&space, &hashes(1)[0])
+        .encrypts(&space, &hashes(1)[0], None)
         .expect("a key")
         .expect("encrypted");
     let mut plane = bytes.clone();

@@ -180,7 +180,7 @@ fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
     };
     let mut meant = api.node.spaces();
     meant.retain(is_meant);
-    let mut of_models = of_models(api, meant, named.as_ref());
+    let mut of_models = of_models(api, &meant, named.as_ref());
     let several = of_models.len();
     let mut spaces = of_models.pop().unwrap_or_default();
     spaces.retain(|space| space.draft().is_empty());
@@ -211,9 +211,9 @@ fn kinds(api: &Api, request: &RouterRequest) -> Result<ModelKinds, ApiProblem> {
 
 /// The spaces of each model apart: those that attached engines use together. A model's name says nothing of its dtype, and
 /// the spaces of an engine's earlier set-up stay declared. So what no attached engine uses counts only where that is all.
-fn of_models(api: &Api, spaces: Vec<Space>, named: Option<&Space>) -> Vec<Vec<Space>> {
+fn of_models(api: &Api, spaces: &[Space], named: Option<&Space>) -> Vec<Vec<Space>> {
     let mut models: Vec<Vec<Space>> = Vec::new();
-    let mut rest = spaces.clone();
+    let mut rest = spaces.to_vec();
     for used in api.node.engines().into_values() {
         for mut together in by_model(spaces.iter().filter(|space| used.contains(&space.key()))) {
             rest.retain(|space| !together.contains(space));

@@ -210,12 +210,13 @@ async fn drain(node: &Node, time: Duration) {
 
 fn tell(dropped: u64, kept: u64, declined: u64, time: Duration) {
     if dropped + kept == 0 {
-        match declined {
-            0 => tracing::info!("everything committed is stored"),
-            _ => tracing::info!(
+        if declined == 0 {
+            tracing::info!("everything committed is stored");
+        } else {
+            tracing::info!(
                 declined,
                 "everything committed is stored, but for what [store] admit declined"
-            ),
+            );
         }
     }
     if kept > 0 {
