@@ -347,7 +347,7 @@ const FORGETS: [(&str, &str); 3] = [
     ("store.admit_chunks", "1024"),
 ];
 
-/// One plane of 4 KiB.
+/// Two planes of 2 KiB.
 fn small() -> Space {
     Space::from_json(
         r#"{"model": "test/small", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
