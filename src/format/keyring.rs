@@ -183,8 +183,8 @@ impl Keyring {
         }
     }
 
-    /// What encrypts a new object of this chunk, with that key or else the newest; None where the space is not encrypted.
-    /// What was signed before its key was taken away still goes out as it is.
+    /// What encrypts a new object of this chunk, with that key or else the newest; None where the space is not
+    /// encrypted. What was signed before its key was taken away still goes out as it is.
     pub fn encrypts(
         &self,
         space: &Space,

@@ -46,7 +46,7 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64, keyless: Option<S
     disks(status, &mut troubles);
     behind(status, write_behind_max, &mut troubles);
     if let Some(latest) = keyless {
-        let todo = "Add the key, and reload: `systemctl reload kvgate`. If it was taken away on purpose, nothing is to be done.";
+        let todo = "Add the key and reload (`systemctl reload kvgate`), unless it was taken away on purpose.";
         troubles.push(odd(format!("A key is not here: {latest}"), todo));
     }
     troubles.sort_by_key(|trouble| !trouble.is_bad);
