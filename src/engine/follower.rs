@@ -396,11 +396,12 @@ impl Followed {
         }
         // Also if it came and left between two steps: an engine may not step for a long time.
         if let Some(known) = self.known.remove(hash) {
-            known.changed.and_then(|number| self.changed.remove(&number));
-            known
-                .bound
-                .parent
-                .map(|parent| self.held.remove(&(parent, *hash)));
+            if let Some(number) = known.changed {
+                self.changed.remove(&number);
+            }
+            if let Some(parent) = known.bound.parent {
+                self.held.remove(&(parent, *hash));
+            }
         }
     }
 

@@ -318,9 +318,9 @@ impl EventStream {
         }
         if let Some(parent) = chunk.parent {
             *self.followers.entry(parent).or_default() += 1;
-            self.chunks
-                .get(&parent)
-                .map(|parent| self.ends.remove(&parent.number));
+            if let Some(parent) = self.chunks.get(&parent) {
+                self.ends.remove(&parent.number);
+            }
         }
         let announced = Announced {
             bound: Arc::new(chunk),

@@ -110,8 +110,13 @@ impl BoundBlocks {
             return (Vec::new(), 1);
         };
         let ends = chained.iter().skip(blocks - 1).step_by(blocks);
-        let known = ends.map_while(|hash| self.bound(model, *hash).filter(|bound| bound.1 == blocks));
-        (known.map(|(chunk, _)| chunk).collect(), blocks)
+        let known = ends.map_while(|hash| Some((*hash, self.bound(model, *hash)?)));
+        let known: Vec<(u64, Bound)> = known.take_while(|(_, bound)| bound.1 == blocks).collect();
+        // After all were found: the older generation may go now.
+        for (last, bound) in &known {
+            self.renew(model, *last, *bound);
+        }
+        (known.into_iter().map(|(_, (chunk, _))| chunk).collect(), blocks)
     }
 
     /// The hash of all blocks up to the chunk's end.
@@ -119,18 +124,24 @@ impl BoundBlocks {
         let key = (model, chunk);
         let ends = [&self.younger.ends, &self.older.ends];
         let end = ends.into_iter().find_map(|ends| ends.get(&key)).copied()?;
-        self.bound(model, end);
+        if let Some(bound) = self.bound(model, end) {
+            self.renew(model, end, bound);
+        }
         Some(end)
     }
 
-    fn bound(&mut self, model: ModelId, last: u64) -> Option<Bound> {
-        let key = (model, last);
-        if let Some(bound) = self.younger.chunks.get(&key) {
-            return Some(*bound);
+    fn bound(&self, model: ModelId, last: u64) -> Option<Bound> {
+        let generations = [&self.younger.chunks, &self.older.chunks];
+        let mut found = generations
+            .into_iter()
+            .filter_map(|chunks| chunks.get(&(model, last)));
+        found.next().copied()
+    }
+
+    fn renew(&mut self, model: ModelId, last: u64, bound: Bound) {
+        if !self.younger.chunks.contains_key(&(model, last)) {
+            self.insert(model, last, bound);
         }
-        let bound = *self.older.chunks.get(&key)?;
-        self.insert(model, last, bound);
-        Some(bound)
     }
 
     fn insert(&mut self, model: ModelId, last: u64, bound: Bound) {
@@ -211,11 +222,11 @@ mod tests {
         let mut bound = BoundBlocks::new(4);
         let model = ModelId([1; 32]);
         bound.bind(model, None, &[100], &[chunk(100)]);
-        bound.bind(model, None, &[101], &[chunk(101)]);
+        let asked = [chunk(101), chunk(102)];
+        bound.bind(model, None, &[101, 102], &asked);
         for n in 0..20 {
             bound.bind(model, Some(chunk(100)), &[u64::from(n)], &[chunk(n)]);
-            assert_eq!(bound.chunks(model, &[101]).0, [chunk(101)], "{n}");
-            assert_eq!(bound.chunks(model, &[101, 9]).0, [chunk(101)], "{n}");
+            assert_eq!(bound.chunks(model, &[101, 102, 9]).0, asked, "{n}");
         }
         assert_eq!(bound.chunks(model, &[100, 19]).0, [chunk(100), chunk(19)]);
     }
