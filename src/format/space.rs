@@ -344,11 +344,6 @@ impl Fields {
                 problems.push(format!("`{name}` may have {TEXT_MAX} bytes, not {}", text.len()));
             }
         }
-        let named = [&self.model, &self.revision, &self.tenant, &self.draft];
-        if named.iter().any(|text| text.contains(char::is_control)) {
-            problems
-                .push("`model`, `revision`, `tenant` and `draft` may have no control characters".to_owned());
-        }
         problems.extend(self.kind.check().err());
         self.check_revision(problems);
         if !(1..=CHUNK_TOKENS_MAX).contains(&self.chunk_tokens) {
