@@ -770,7 +770,7 @@ async fn the_spaces_of_two_nodes_are_compared() {
         .has(
             "spaces",
             "failed",
-            &["protection is \"none\"", "signed", "keys demand"],
+            &["protection is", "none", "signed", "keys demand"],
         )
         .fails_only(&["spaces"]);
     there.client.declare(&space(&json("abc123", 16))).await.unwrap();

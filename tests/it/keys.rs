@@ -494,7 +494,12 @@ async fn a_space_whose_key_a_reload_takes_away_is_refused() {
         let place = daemon::Site::new().await;
         let serving = place.serve(&[("keys.file", file.as_str())]).await;
         serving.ready().await;
-        let prompt = Prompt::of(space_of("acme", protection), N);
+        let more = Prompt::of(space_of("acme", protection), N + 1);
+        let prompt = Prompt {
+            space: more.space.clone(),
+            root: more.root,
+            hashes: more.hashes[..N].to_vec(),
+        };
         let id = daemon::id(&prompt.space);
         let engine = serving.attach("one").await;
         assert_eq!(
@@ -502,7 +507,6 @@ async fn a_space_whose_key_a_reload_takes_away_is_refused() {
             ["stored"; N]
         );
         serving.flush().await;
-        let more = Prompt::of(prompt.space.clone(), N + 1);
         let last = daemon::chunks(&more).split_off(N);
         let reserved = engine.reserve(&id, last.clone()).await.unwrap();
         let name = daemon::write(&engine, &more, N, &reserved.own, &reserved.chunks[0]);
