@@ -228,7 +228,9 @@ engine_tests() {
     check "install the next vLLM's scheduler" tests/servers/install.sh vllm-next
     check "install SGLang" tests/servers/install.sh sglang
     # Most of their time one core works: engines start.
-    beside lives_tests kinds_and_sglang_tests
+    beside lives_tests kinds_tests
+    # It sizes its pools by the memory that is free.
+    sglang_tests
 }
 
 # What one engine does after another.
@@ -242,14 +244,13 @@ lives_tests() {
     KVGATE_TEST_WHEEL=$(echo "$WORK"/wheels/*.whl) tests "the README's lines for vLLM" "$env/bin/python" -B tests/engines/test_serve.py
 }
 
-kinds_and_sglang_tests() {
+kinds_tests() {
     local env=$KVGATE_TEST_CACHE/vllm
     tests "KV events" "$env/bin/python" -W ignore -B tests/engines/test_events.py
     tests "histories of vLLM's scheduler" "$env/bin/python" -B tests/engines/test_histories.py
     tests "the next vLLM: plugins, tiers, histories of its scheduler" env -C tests/engines \
         PYTHONPATH="$KVGATE_TEST_CACHE/vllm-next" KVGATE_TEST_HISTORIES_SHARE=10 "$env/bin/python" -B -m unittest -v \
         test_plugin test_histories test_tier test_pages
-    sglang_tests
     tests "several kinds of KV in vLLM" "$env/bin/python" -B tests/engines/test_kinds.py
 }
 
