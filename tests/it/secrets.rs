@@ -141,6 +141,14 @@ async fn a_log_of_everything_under_load_tells_no_secret() {
     };
     let said = collect(lines.into_inner());
     let mut told = Vec::new();
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.id().unwrap())).unwrap();
+    let core = limits.lines().find(|line| line.starts_with("Max core file size"));
+    let core: Vec<&str> = core.unwrap().split_whitespace().collect();
+    assert_eq!(
+        core[4..6],
+        ["0", "0"],
+        "with keys in its memory it writes no core file"
+    );
 
     let bearer = |token: &str| format!("authorization: Bearer {token}\r\n");
     let tcp = async |headers: &str| {
