@@ -490,20 +490,10 @@ impl Inventory {
     }
 }
 
-/// A node's objects, and whether each one's space is protected: those first, in the order in which they may tell the parent.
-fn objects_of(tree: &Tree, spaces: &[Listed], node: usize) -> impl Iterator<Item = (ChunkId, bool)> {
-    let of = move |wanted: bool| {
-        let objects = tree.objects[tree.nodes[node].objects.clone()].iter();
-        objects.filter_map(move |object| {
-            let listed = &spaces[object.space as usize];
-            let is_protected = listed
-                .space
-                .as_ref()
-                .is_some_and(|space| !space.protection().is_none());
-            (is_protected == wanted).then_some(((listed.key, object.hash), is_protected))
-        })
-    };
-    of(true).chain(of(false))
+/// A node's objects.
+fn objects_of(tree: &Tree, spaces: &[Listed], node: usize) -> impl Iterator<Item = ChunkId> {
+    let objects = tree.objects[tree.nodes[node].objects.clone()].iter();
+    objects.map(|object| (spaces[object.space as usize].key, object.hash))
 }
 
 impl Plan {

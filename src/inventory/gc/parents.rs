@@ -4,7 +4,7 @@
 //! ever: in memory for the next run of a daemon, in a file for the next run of a command.
 //!
 //! What is kept is what one object said. The same hash may be in many spaces: an engine's own hashes are the same in all
-//! models and tenants, and anybody may store them there with any parent. [`parent_of`] says which objects count.
+//! models and tenants, and anybody may store them there with any parent.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,26 +21,20 @@ const VERSION: u32 = 2;
 /// The parent of a first chunk, and of one whose engine did not tell it.
 const UNTOLD: ChunkHash = ChunkHash([0; 32]);
 
-/// The parent of a chunk by its objects in the spaces of one model, each with whether its space is protected: those come
-/// first, and where one of them tells, the others don't count, for anybody can store these. A parent counts more than
-/// none told. `say`: what an object's header says, if it is a good one. Err: this object must be read before.
+/// The parent of a chunk by its objects in the spaces of one model: one that is told counts more than none. `say`: what an
+/// object's header says, if it is a good one. Err: this object must be read before.
 pub fn parent_of(
-    objects: impl Iterator<Item = (ChunkId, bool)>,
+    objects: impl Iterator<Item = ChunkId>,
     say: impl Fn(&ChunkId) -> Option<Option<ChunkHash>>,
 ) -> Result<Option<ChunkHash>, ChunkId> {
-    let mut untold = None;
-    for (object, is_protected) in objects {
-        if untold.is_some_and(|by_protected| by_protected != is_protected) {
+    let mut parent = None;
+    for object in objects {
+        parent = say(&object).ok_or(object)?.or(parent);
+        if parent.is_some_and(|parent| parent != UNTOLD) {
             break;
         }
-        match say(&object) {
-            None => return Err(object),
-            Some(None) => {}
-            Some(Some(UNTOLD)) => untold = Some(is_protected),
-            Some(parent) => return Ok(parent),
-        }
     }
-    Ok(untold.map(|_| UNTOLD))
+    Ok(parent)
 }
 
 /// See the [module](self). With a file, also the beginning of the removal that is under way.
@@ -237,38 +231,25 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_anybody_may_store_hides_no_parent() {
+    fn a_parent_that_is_told_counts_more_than_none() {
         // By space: what its object says.
-        let said = [None, Some(UNTOLD), Some(hash(3)), Some(hash(4)), Some(UNTOLD)];
-        let by = |spaces: &[(u8, bool)]| {
-            let objects = spaces
-                .iter()
-                .map(|&(space, is_protected)| (object(space), is_protected));
-            let say = |id: &ChunkId| (0..5).find(|space| object(*space) == *id);
-            parent_of(objects, |id| Some(said[usize::from(say(id)?)])).unwrap()
+        let said = [None, Some(UNTOLD), Some(hash(3)), Some(hash(4))];
+        let say = |id: &ChunkId| {
+            (0..4)
+                .find(|space| object(*space) == *id)
+                .map(|space| said[usize::from(space)])
         };
-        assert_eq!(
-            by(&[(1, false), (2, false)]),
-            Some(hash(3)),
-            "untold, and a parent"
-        );
-        assert_eq!(by(&[(2, true), (3, false)]), Some(hash(3)), "the protected one");
-        assert_eq!(by(&[(1, true), (3, false)]), Some(UNTOLD), "the protected one");
-        assert_eq!(by(&[(1, true), (2, true), (3, false)]), Some(hash(3)));
-        assert_eq!(
-            by(&[(0, true), (3, false)]),
-            Some(hash(4)),
-            "the protected one is damaged"
-        );
-        assert_eq!(by(&[(0, true), (1, false), (4, false)]), Some(UNTOLD));
-        assert_eq!(by(&[(0, false)]), None);
+        let by = |spaces: &[u8]| parent_of(spaces.iter().map(|&space| object(space)), say).unwrap();
+        assert_eq!(by(&[1, 2]), Some(hash(3)));
+        assert_eq!(by(&[0, 3, 2]), Some(hash(4)), "the first one is damaged");
+        assert_eq!(by(&[1, 0]), Some(UNTOLD));
+        assert_eq!(by(&[0]), None);
         // They are read as far as that takes.
-        let read = |read: &[u8]| {
-            let objects = [(object(1), true), (object(2), true), (object(3), false)];
-            let is_read = |id: &ChunkId| read.iter().any(|space| object(*space) == *id);
-            let say =
-                |id: &ChunkId| is_read(id).then(|| said[usize::from(id.0.to_string().as_bytes()[1] - b'0')]);
-            parent_of(objects.into_iter(), say)
+        let read = |spaces: &[u8]| {
+            let is_read = |id: &ChunkId| spaces.iter().any(|space| object(*space) == *id);
+            parent_of([object(1), object(2), object(3)].into_iter(), |id| {
+                is_read(id).then(|| say(id)?)
+            })
         };
         assert_eq!(read(&[]), Err(object(1)));
         assert_eq!(read(&[1]), Err(object(2)));
