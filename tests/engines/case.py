@@ -47,10 +47,10 @@ class EngineCase(unittest.TestCase):
     def kv(self, **extra):
         return kvgate(self.gateway.socket, **extra)
 
-    def stored(self):
+    def stored(self, **extra):
         """One engine's life with the gateway, after which everything is on S3."""
         self.gateway.start()
-        first = self.alive(PROMPTS, self.kv())
+        first = self.alive(PROMPTS, self.kv(**extra))
         self.assertEqual(first["tokens"], self.plain["tokens"])
         self.assertEqual(first["external"], 0)
         self.gateway.flush()

@@ -103,6 +103,30 @@ class VllmTest(EngineCase):
             told = [body for body in collector.bodies if name in body and trace in body]
             self.assertTrue(told, (name, len(collector.bodies)))
 
+    def test_a_tenant_with_keys(self):
+        folder = self.gateway.folder
+        for name, digit in (("secret", "5"), ("key", "6")):
+            (folder / name).write_text(64 * digit)
+            (folder / name).chmod(0o400)
+        sources = f'secret = "file:{folder}/secret"\nkeys = ["file:{folder}/key"]\n'
+        (folder / "keys.toml").write_text(f'[[tenant]]\nname = "acme"\nprotection = "encrypted"\n{sources}')
+        (folder / "keyed.toml").write_text(f'[keys]\nfile = "{folder}/keys.toml"\n')
+        self.gateway.s3 += ["--config", folder / "keyed.toml"]
+        own = {"tenant": "acme", "protection": "encrypted", "tenant_secret_file": str(folder / "secret")}
+        self.stored(**own)
+        self.gateway.kill()
+        self.gateway.start()
+        # Without the protection the gateway refuses its spaces; with another secret all names are others.
+        (folder / "another").write_text(64 * "7")
+        (folder / "another").chmod(0o400)
+        for wrong in ({"protection": ""}, {"tenant_secret_file": str(folder / "another")}):
+            result = self.alive(PROMPTS, self.kv(**own | wrong))
+            self.assertEqual((result["external"], result["tokens"]), (0, self.plain["tokens"]), wrong)
+        result = self.alive(PROMPTS, self.kv(**own))
+        self.assertEqual((result["external"], result["tokens"]), (REUSED, self.plain["tokens"]))
+        result = life(self.model, PROMPTS, self.kv(**own | {"tenant_secret_file": str(folder / "keys.toml")}))
+        self.assertIn("chmod 0400", result["error"])
+
     def test_other_weights_are_another_model(self):
         self.stored()
         other = tiny_model.make(self.models.name + "/other", seed=5)
