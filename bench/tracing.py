@@ -11,7 +11,6 @@ Large chunks are loads as engines make them; small ones have the most spans a by
 """
 
 import argparse
-import http.server
 import os
 import random
 import signal
@@ -19,16 +18,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests/deploy"))
+sys.path.insert(0, str(ROOT / "tests/engines"))
 
 import kvgate  # noqa: E402
 import numpy as np  # noqa: E402
+from gateway import Collector  # noqa: E402
 
 SETTINGS = {
     "no traces": {"KVGATE__API__TRACES": "0"},
@@ -39,27 +39,6 @@ SETTINGS = {
 GIB = 1 << 30
 ARENA = 192 << 20
 """Of each daemon. The prompts of a round are larger."""
-
-
-class Collector:
-    """Takes spans and forgets them."""
-
-    def __init__(self):
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 class Node:

@@ -173,7 +173,6 @@ write_env() {
         export_line KVGATE_TEST_RGW_ENDPOINTS "$(urls http "$PORT")"
         export_line KVGATE_TEST_RGW_ACCESS_KEY "$ACCESS_KEY"
         export_line KVGATE_TEST_RGW_SECRET_KEY "$SECRET_KEY"
-        if ((LC_DAY > 0)); then export_line KVGATE_TEST_RGW_LC_DAY "$LC_DAY"; fi
         export_line KVGATE_TEST_RGW_DENIED_ACCESS_KEY "$DENIED_ACCESS_KEY"
         export_line KVGATE_TEST_RGW_DENIED_SECRET_KEY "$DENIED_SECRET_KEY"
         if [ -n "$SSL_PORT" ]; then

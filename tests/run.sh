@@ -29,8 +29,6 @@ FUZZ_SECONDS=${KVGATE_TEST_FUZZ_SECONDS:-300}
 export KVGATE_TEST_CACHE
 # radosgw listens with TLS too, for the tests of it.
 export KVGATE_CEPH_SSL_PORT=${KVGATE_CEPH_SSL_PORT:-7443}
-# A day of its lifecycle rules lasts that many seconds.
-export KVGATE_CEPH_LC_DAY=${KVGATE_CEPH_LC_DAY:-2}
 export KVGATE_TEST_SKIP_LOG=$WORK/skips
 touch "$KVGATE_TEST_SKIP_LOG"
 # Release builds are tested for their results, not their speed: optimizing takes many minutes on two cores.
@@ -326,6 +324,9 @@ demo() {
         check "demo on Ceph" "$RELEASED/bin/kvgate" \
             demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
         check "the demo's objects, seen by others" external_check
+        # Conversations that are made up: hits as in simulation, bytes and figures right.
+        check "a replay on Ceph" "$KVGATE_TEST_CACHE/vllm/bin/python" -W ignore -B bench/replay.py --requests 300 --speed 60 \
+            --kvgate "$RELEASED/bin/kvgate" --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}"
     else
         not_run+=("demo on Ceph: it is not up")
     fi

@@ -52,6 +52,11 @@ use crate::cache::gateway::{AfterMiss, Credit, Gateway, LoadSpec, LoadedChunk};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::protocol::{Flushed, Order};
 
+/// This machine's, for people who look at several.
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
 /// Limits of a node.
 #[derive(Debug, Clone, Copy)]
 pub struct NodeOptions {

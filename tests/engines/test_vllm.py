@@ -4,40 +4,14 @@ python tests/engines/test_vllm.py     in an environment with vLLM and the wheel 
 """
 
 import functools
-import http.server
 import os
-import threading
 import unittest
 import unittest.mock
 
 import tiny_model
 from case import CHUNK, PROMPTS, REUSED, EngineCase
+from gateway import Collector
 from lives import life, prompt
-
-
-class Collector:
-    """Of OpenTelemetry; keeps what it is sent."""
-
-    def __init__(self):
-        self.bodies = bodies = []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-                self.send_response(200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def end(self):
-        self.server.shutdown()
-        self.server.server_close()
 
 
 class VllmTest(EngineCase):

@@ -15,6 +15,13 @@ use crate::support::daemon::{Serving, Site, all, eventually, id, load, store};
 use crate::support::fixture::{Prompt, soon};
 
 const LITTLE: [(&str, &str); 2] = [("store.admit", "auto"), ("store.admit_rate", "20KiB")];
+/// A memory that little fits into.
+const SMALL: [(&str, &str); 4] = [
+    ("arena.size", "8MiB"),
+    ("load.reserve", "2MiB"),
+    ("load.window", "1MiB"),
+    ("store.write_behind", "3MiB"),
+];
 const PLENTY: [(&str, &str); 2] = [("store.admit", "auto"), ("store.admit_rate", "1GiB")];
 
 fn with<'a>(
@@ -252,13 +259,7 @@ async fn what_an_earlier_life_declined_is_admitted_when_it_is_asked_for() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_declined_and_left_is_admitted_when_it_is_stored_again() {
     let site = Site::new().await;
-    let small = [
-        ("arena.size", "8MiB"),
-        ("load.reserve", "2MiB"),
-        ("load.window", "1MiB"),
-        ("store.write_behind", "3MiB"),
-        ("memory.policy", "fifo"),
-    ];
+    let small = with(&SMALL, &[("memory.policy", "fifo")]);
     let serving = site.serve(&with(&LITTLE, &small)).await;
     serving.ready().await;
     let engine = serving.attach("one").await;
@@ -281,13 +282,7 @@ async fn what_was_declined_and_left_is_admitted_when_it_is_stored_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_stored_again_brings_its_parent_along() {
     let site = Site::new().await;
-    let small = [
-        ("arena.size", "8MiB"),
-        ("load.reserve", "2MiB"),
-        ("load.window", "1MiB"),
-        ("store.write_behind", "3MiB"),
-        ("memory.policy", "lru"),
-    ];
+    let small = with(&SMALL, &[("memory.policy", "lru")]);
     let serving = site.serve(&with(&LITTLE, &small)).await;
     serving.ready().await;
     let engine = serving.attach("one").await;

@@ -268,16 +268,22 @@ async fn forged_objects_heal(backend: &Backend) {
     }
 }
 
+/// Chunk 0 with the old key, the others with the new one; without a restart between.
+async fn written_by_two_keys(site: &Site, protection: Protection) -> (Gateway, Prompt) {
+    let prompt = Prompt::of(space_of("acme", protection), N);
+    let writer = reader(site, &ring(&[1]));
+    store_chunk(&writer, &prompt, 0).await;
+    writer.keyring().replace(&ring(&[2, 1]));
+    for chunk in 1..N {
+        store_chunk(&writer, &prompt, chunk).await;
+    }
+    (writer, prompt)
+}
+
 async fn keys_rotate(backend: &Backend) {
     for protection in PROTECTIONS {
         let site = Site::new(backend.store().await).await;
-        let prompt = Prompt::of(space_of("acme", protection), N);
-        let writer = reader(&site, &ring(&[1]));
-        store_chunk(&writer, &prompt, 0).await;
-        // Without a restart.
-        writer.keyring().replace(&ring(&[2, 1]));
-        store_chunk(&writer, &prompt, 1).await;
-        store_chunk(&writer, &prompt, 2).await;
+        let (writer, prompt) = written_by_two_keys(&site, protection).await;
         let id = async |i: usize| {
             let header = Header::parse(&site.read(&site.key(&prompt, i)).await).unwrap();
             header.seal.unwrap().key_id
@@ -333,12 +339,7 @@ async fn a_missing_key_harms_nothing(backend: &Backend) {
 async fn chunks_of_an_old_key_are_left_to_the_rule(backend: &Backend) {
     for protection in PROTECTIONS {
         let site = Site::new(backend.store().await).await;
-        let prompt = Prompt::of(space_of("acme", protection), N);
-        let writer = reader(&site, &ring(&[1]));
-        store_chunk(&writer, &prompt, 0).await;
-        writer.keyring().replace(&ring(&[2, 1]));
-        store_chunk(&writer, &prompt, 1).await;
-        store_chunk(&writer, &prompt, 2).await;
+        let (writer, prompt) = written_by_two_keys(&site, protection).await;
         let modified = async || {
             let mut times = Vec::new();
             for i in 0..N {

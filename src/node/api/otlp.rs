@@ -25,7 +25,6 @@ use opentelemetry_sdk::trace::{
     IdGenerator, RandomIdGenerator, Sampler, SamplingDecision, ShouldSample, SpanData, SpanEvents,
     SpanExporter, SpanLinks,
 };
-use rustix::system::uname;
 use rustls::ClientConfig;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
@@ -33,6 +32,7 @@ use tokio::time::Instant;
 
 use crate::cache::episode::Episode;
 use crate::metrics::trace::{Attribute, EndedCall, Export, TraceSpan};
+use crate::node::host_name;
 use crate::s3::net::client_config;
 
 /// Where spans go.
@@ -116,7 +116,7 @@ impl Otlp {
         let resource = Resource::builder()
             .with_service_name("kvgate")
             .with_attributes([
-                KeyValue::new("host.name", uname().nodename().to_string_lossy().into_owned()),
+                KeyValue::new("host.name", host_name()),
                 KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
             ])
             .build();

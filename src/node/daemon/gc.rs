@@ -15,7 +15,7 @@ use crate::config::units::ByteSize;
 use crate::inventory::{
     Collected, Count, GcError, GcLimits, GcSpec, Inventory, Lease, Parents, Select, Step,
 };
-use crate::node::Node;
+use crate::node::{Node, host_name};
 use crate::s3::object::ObjectStore;
 
 /// Pause between looks at what S3 can do.
@@ -53,7 +53,12 @@ pub async fn collect(config: Config, node: Node, store: Arc<dyn ObjectStore>) {
         return;
     }
     let keys = GatewayOptions::from(&config).keys;
-    let holder = format!("{}-{}-{:016x}", host(), std::process::id(), fastrand::u64(..));
+    let holder = format!(
+        "{}-{}-{:016x}",
+        host_name(),
+        std::process::id(),
+        fastrand::u64(..)
+    );
     let lease = Lease::new(Arc::clone(&store), keys.own("gc-lease"), holder, config.gc.lease);
     let (tell, until) = watch::channel(None);
     let keyring = node.gateway().keyring().clone();
@@ -150,9 +155,4 @@ async fn once(
         }
     };
     inventory.remove_planned(&plan, leads, step).await
-}
-
-fn host() -> String {
-    let name = rustix::system::uname();
-    name.nodename().to_string_lossy().into_owned()
 }
