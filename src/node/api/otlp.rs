@@ -48,6 +48,8 @@ pub struct OtlpOptions {
     pub timeout: Duration,
     /// Further authorities to trust.
     pub ca_file: Option<PathBuf>,
+    /// How often the log tells of a collector that fails.
+    pub log_repeat: Duration,
 }
 
 /// See the [module](self).
@@ -89,8 +91,6 @@ pub struct Sampled {
 const TOGETHER: usize = 2048;
 /// How long spans wait for others.
 const PAUSE: Duration = Duration::from_secs(1);
-/// While the collector fails, it is said once in this time.
-const REPEAT: Duration = Duration::from_mins(5);
 
 impl Otlp {
     /// Starts the task that sends. The collector is not asked for anything yet.
@@ -131,7 +131,17 @@ impl Otlp {
             failed: AtomicU64::new(0),
         });
         let ending: Arc<Notify> = Arc::default();
-        let task = tokio::spawn(send(exporter, waiting, Arc::clone(&counts), Arc::clone(&ending)));
+        let fails = Episode::new(
+            "spans did not reach the collector of [otlp] endpoint",
+            options.log_repeat,
+        );
+        let task = tokio::spawn(send(
+            exporter,
+            waiting,
+            Arc::clone(&counts),
+            Arc::clone(&ending),
+            fails,
+        ));
         let share = f64::from(options.sample_percent) / 100.0;
         Ok(Self {
             sampler: Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(share))),
@@ -343,8 +353,8 @@ async fn send(
     mut waiting: mpsc::UnboundedReceiver<Vec<SpanData>>,
     counts: Arc<OtlpCounts>,
     ending: Arc<Notify>,
+    fails: Episode,
 ) {
-    let fails = Episode::new("spans did not reach the collector of [otlp] endpoint", REPEAT);
     let (mut spans, mut due, mut is_ending) = (Vec::new(), Instant::now(), false);
     loop {
         tokio::select! {

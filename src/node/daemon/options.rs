@@ -151,6 +151,7 @@ pub fn api(config: &Config) -> ApiOptions {
             queue: u64::from(config.otlp.queue),
             timeout: config.otlp.timeout,
             ca_file: config.otlp.ca_file.clone(),
+            log_repeat: config.log.repeat,
         }),
     }
 }
