@@ -269,7 +269,7 @@ async fn forged_objects_heal(backend: &Backend) {
 }
 
 /// Chunk 0 with the old key, the others with the new one; without a restart between.
-async fn written_by_two_keys(site: &Site, protection: Protection) -> (Gateway, Prompt) {
+async fn written_by_two_keys(site: &Site, protection: Protection) -> Prompt {
     let prompt = Prompt::of(space_of("acme", protection), N);
     let writer = reader(site, &ring(&[1]));
     store_chunk(&writer, &prompt, 0).await;
@@ -277,13 +277,13 @@ async fn written_by_two_keys(site: &Site, protection: Protection) -> (Gateway, P
     for chunk in 1..N {
         store_chunk(&writer, &prompt, chunk).await;
     }
-    (writer, prompt)
+    prompt
 }
 
 async fn keys_rotate(backend: &Backend) {
     for protection in PROTECTIONS {
         let site = Site::new(backend.store().await).await;
-        let (writer, prompt) = written_by_two_keys(&site, protection).await;
+        let prompt = written_by_two_keys(&site, protection).await;
         let id = async |i: usize| {
             let header = Header::parse(&site.read(&site.key(&prompt, i)).await).unwrap();
             header.seal.unwrap().key_id
@@ -339,7 +339,7 @@ async fn a_missing_key_harms_nothing(backend: &Backend) {
 async fn chunks_of_an_old_key_are_left_to_the_rule(backend: &Backend) {
     for protection in PROTECTIONS {
         let site = Site::new(backend.store().await).await;
-        let (writer, prompt) = written_by_two_keys(&site, protection).await;
+        let prompt = written_by_two_keys(&site, protection).await;
         let modified = async || {
             let mut times = Vec::new();
             for i in 0..N {
