@@ -89,7 +89,7 @@ GROUPS = {
     "s3": "S3",
     "existence": "Known existence",
     "dns": "The name of S3",
-    "endpoint": "The addresses of S3",
+    "endpoint": "Each address of S3, while its name has it",
     "refresh": "Chunks in use that are refreshed",
     "gc": "Removal from S3",
     "events": "KV events",

@@ -11,7 +11,7 @@ use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
 use crate::format::{HashScheme, Kind, Protection, Shard};
 use crate::s3::dns::NameState;
-use crate::s3::fanout::EndpointState;
+use crate::s3::fanout::{EndpointState, Requests};
 use crate::s3::object::{Capabilities, RequestCounts};
 
 /// The status of a node, with all that an operator may want to see.
@@ -48,6 +48,8 @@ pub struct S3Status {
     pub requests: RequestCounts,
     pub names: Vec<NameState>,
     pub endpoints: Vec<EndpointState>,
+    /// Requests to all endpoints, also to those that have left.
+    pub totals: Requests,
     /// The chunks that are known to exist or not.
     pub existence_entries: usize,
 }
@@ -158,6 +160,7 @@ impl Node {
                 requests: gateway.requests(),
                 names: gateway.names(),
                 endpoints: gateway.endpoints(),
+                totals: gateway.s3_totals(),
                 existence_entries: gateway.existence_entries(),
             },
             sessions,

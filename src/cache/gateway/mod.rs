@@ -58,7 +58,7 @@ use crate::format::{ChunkHash, KeyError, Keyring, Space};
 use crate::metrics::Times;
 use crate::protocol::{BoundChunk, Flushed, Strategy};
 use crate::s3::dns::NameState;
-use crate::s3::fanout::EndpointState;
+use crate::s3::fanout::{EndpointState, Requests};
 use crate::s3::object::{Capabilities, ObjectError, ObjectStore, RequestCounts, RequestTimes};
 
 /// See the [module](self). Cheap to clone; clones share everything.
@@ -351,6 +351,11 @@ impl Gateway {
     /// The state of the server's endpoints.
     pub fn endpoints(&self) -> Vec<EndpointState> {
         self.0.bucket.store.endpoints()
+    }
+
+    /// Requests to all endpoints, also to those that have left.
+    pub fn s3_totals(&self) -> Requests {
+        self.0.bucket.store.totals()
     }
 
     /// The number of chunks that are known to exist or not.

@@ -172,7 +172,7 @@ impl HistoryTotals {
             found: tiers(&figures.lookup_chunks),
             asked: figures.lookup_chunks.read().map(|(_, count)| count).sum(),
             stored: of(&figures.committed_chunks, "published"),
-            s3_bytes: gateway.endpoints().iter().map(|one| one.totals.bytes).sum(),
+            s3_bytes: gateway.s3_totals().bytes,
             misses: figures.missed_chunks.read().collect(),
             lookup: figures.lookup.read(),
             load: figures.load.read(),

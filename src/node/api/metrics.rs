@@ -14,7 +14,7 @@ use crate::cache::admission::{AdmissionStats, Declined};
 use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::node::{GcStats, Status};
 use crate::s3::dns::NameState;
-use crate::s3::fanout::{BreakerPhase, EndpointState};
+use crate::s3::fanout::{BreakerPhase, EndpointState, Requests};
 
 /// Reads one figure of a part.
 type Value<'a, T> = &'a dyn Fn(&T) -> u64;
@@ -526,6 +526,7 @@ fn s3(text: &mut Families, status: &Status) {
         "kind",
         &lines,
     );
+    totals(text, &s3.totals);
     text.gauge(
         "kvgate_existence_entries",
         "Chunks that are known to exist or not.",
@@ -618,31 +619,53 @@ fn names(text: &mut Families, names: &[NameState]) {
     );
 }
 
+/// Requests to all addresses, also to those that have left: names whose addresses change leave series by address that end soon.
+fn totals(text: &mut Families, totals: &Requests) {
+    text.head("kvgate_s3_ended_total", "counter", ENDED);
+    for (outcome, count) in ends(totals) {
+        text.add(&[("outcome", outcome)], count);
+    }
+    text.counter(
+        "kvgate_s3_retries_total",
+        "Requests that were retries.",
+        totals.retries,
+    );
+    text.counter(
+        "kvgate_s3_hedges_total",
+        "Requests that were hedges.",
+        totals.hedges,
+    );
+    text.counter(
+        "kvgate_s3_moved_bytes_total",
+        "Bytes of bodies.",
+        totals.bytes,
+    );
+}
+
 /// One line for each address and way to end, from 0: a rate sees the first failure.
 fn ended(text: &mut Families, endpoints: &[EndpointState]) {
-    let name = "kvgate_endpoint_ended_total";
-    text.head(
-        name,
-        "counter",
-        "Requests by how they ended: ok, refused (4xx), denied (401 or 403), throttled (429 or 503), failed (other 5xx), lost (no \
-         connection or a broken one), timed_out, given_up (not waited for any more).",
-    );
+    text.head("kvgate_endpoint_ended_total", "counter", ENDED);
     for one in endpoints {
-        let (address, totals) = (one.address, &one.totals);
-        let ways = [
-            ("ok", totals.ok),
-            ("refused", totals.refused),
-            ("denied", totals.denied),
-            ("throttled", totals.throttled),
-            ("failed", totals.failed),
-            ("lost", totals.lost),
-            ("timed_out", totals.timed_out),
-            ("given_up", totals.given_up),
-        ];
-        for (outcome, count) in ways {
-            text.add(&[("address", &address.to_string()), ("outcome", outcome)], count);
+        for (outcome, count) in ends(&one.totals) {
+            text.add(&[("address", &one.address.to_string()), ("outcome", outcome)], count);
         }
     }
+}
+
+const ENDED: &str = "Requests by how they ended: ok, refused (4xx), denied (401 or 403), throttled (429 or 503), failed (other \
+                     5xx), lost (no connection or a broken one), timed_out, given_up (not waited for any more).";
+
+fn ends(totals: &Requests) -> [(&'static str, u64); 8] {
+    [
+        ("ok", totals.ok),
+        ("refused", totals.refused),
+        ("denied", totals.denied),
+        ("throttled", totals.throttled),
+        ("failed", totals.failed),
+        ("lost", totals.lost),
+        ("timed_out", totals.timed_out),
+        ("given_up", totals.given_up),
+    ]
 }
 
 #[cfg(test)]

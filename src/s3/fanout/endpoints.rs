@@ -15,7 +15,7 @@ use super::member::{Ending, Member, Took};
 use super::permit::{Class, Permit};
 use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
-use super::state::EndpointState;
+use super::state::{EndpointState, Requests};
 use super::window::WindowOptions;
 use crate::metrics::{Histogram, Times};
 
@@ -57,6 +57,8 @@ struct Shared<T> {
 struct Set<T> {
     members: Vec<Member<T>>,
     queue: PermitQueue<T>,
+    /// Requests to addresses that are no members any more.
+    departed: Requests,
     /// The number of permits, and of requests that were queued.
     numbers: u64,
     /// Over all endpoints.
@@ -78,6 +80,7 @@ impl<T> Endpoints<T> {
         let set = Set {
             members: Vec::new(),
             queue: PermitQueue::new(),
+            departed: Requests::default(),
             numbers: 0,
             typical: Estimate::default(),
             samples: 0,
@@ -95,7 +98,11 @@ impl<T> Endpoints<T> {
     pub fn update(&self, addresses: &[SocketAddr], payload: impl Fn(SocketAddr) -> T) {
         let now = Instant::now();
         let mut set = self.lock();
-        set.members.retain(|member| addresses.contains(&member.address));
+        let leaves = |member: &mut Member<T>| !addresses.contains(&member.address);
+        let leaving: Vec<_> = set.members.extract_if(.., leaves).collect();
+        set.departed = leaving
+            .iter()
+            .fold(set.departed, |sum, member| sum.and(&member.totals()));
         let known: BTreeSet<_> = set.members.iter().map(|member| member.address).collect();
         let new = addresses.iter().filter(|address| !known.contains(address));
         let new = new.map(|&address| Member::new(address, payload(address), &self.0.options, now));
@@ -185,7 +192,11 @@ impl<T> Endpoints<T> {
         let now = Instant::now();
         let mut set = self.lock();
         let member = set.members.iter_mut().find(|member| member.address == address);
-        if let Some(took) = member.and_then(|member| member.end(ending, now)) {
+        let Some(member) = member else {
+            set.departed.end(ending);
+            return;
+        };
+        if let Some(took) = member.end(ending, now) {
             set.learn(&took, ending, now);
         }
         self.grant(set);
@@ -241,6 +252,13 @@ impl<T> Endpoints<T> {
             .iter()
             .map(|member| member.state(now))
             .collect()
+    }
+
+    /// Of all endpoints, also of those that have left.
+    pub fn totals(&self) -> Requests {
+        let set = self.lock();
+        let members = set.members.iter().map(Member::totals);
+        members.fold(set.departed, |sum, one| sum.and(&one))
     }
 
     /// How requests for `bytes` are hedged.

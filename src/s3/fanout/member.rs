@@ -200,11 +200,11 @@ impl<T> Member<T> {
 
     /// Learns from how a request ended. Answers what it took, if its answer came whole.
     pub fn end(&mut self, ending: &Ending, now: Instant) -> Option<Took> {
+        self.totals.end(ending);
         let flight = self.flights.remove(&ending.permit)?;
         let (load, Flight { bytes, probe, .. }) = (self.load_of(&flight, now), flight);
         self.carry(now);
         self.in_flight_bytes -= bytes;
-        self.totals.bytes += ending.moved as u64;
         let patience = if ending.answered.is_some() {
             SILENCE
         } else {
@@ -214,25 +214,19 @@ impl<T> Member<T> {
         let took = match ending.outcome {
             Some(Outcome::Answered { status }) => self.answered(ending, status, probe, load, now),
             Some(Outcome::Lost(loss)) => {
-                match loss {
-                    Loss::Connection => self.totals.lost += 1,
-                    Loss::Timeout => {
-                        self.totals.timed_out += 1;
-                        self.window.shrink(now);
-                    }
+                if loss == Loss::Timeout {
+                    self.window.shrink(now);
                 }
                 self.breaker.failed(probe, now);
                 None
             }
             None if ending.waits => {
-                self.totals.given_up += 1;
                 if probe {
                     self.breaker.probe_given_up(now);
                 }
                 None
             }
             None => {
-                self.totals.given_up += 1;
                 let whole = now - ending.began;
                 let each = match ending.moved {
                     0 => whole,
@@ -263,26 +257,16 @@ impl<T> Member<T> {
     ) -> Option<Took> {
         match status {
             429 | 503 => {
-                self.totals.throttled += 1;
                 self.window.shrink(now);
                 self.breaker.failed(probe, now);
                 return None;
             }
-            401 | 403 => {
-                self.totals.denied += 1;
-                self.denied_in_a_row += 1;
-            }
-            // "Not implemented" is what the probe of capabilities may hear from a server that is well.
-            400..500 | 501 => self.totals.refused += 1,
-            500.. => {
-                self.totals.failed += 1;
+            500 | 502.. => {
                 self.breaker.failed(probe, now);
                 return None;
             }
-            _ => self.totals.ok += 1,
-        }
-        if !matches!(status, 401 | 403) {
-            self.denied_in_a_row = 0;
+            401 | 403 => self.denied_in_a_row += 1,
+            _ => self.denied_in_a_row = 0,
         }
         self.breaker.succeeded();
         let first = ending.answered.unwrap_or(now);
@@ -299,6 +283,10 @@ impl<T> Member<T> {
         }
         let (bytes, time) = (moved, now - ending.began);
         (status < 300).then_some(Took { bytes, time, load })
+    }
+
+    pub fn totals(&self) -> Requests {
+        self.totals
     }
 
     pub fn state(&self, now: Instant) -> EndpointState {
@@ -318,7 +306,7 @@ impl<T> Member<T> {
             latency_us: latency.map(|latency| u64::try_from(latency.as_micros()).unwrap_or(u64::MAX)),
             bytes_per_second,
             denied_in_a_row: self.denied_in_a_row,
-            totals: self.totals,
+            totals: self.totals(),
         }
     }
 }

@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use serde::Serialize;
 
 use super::breaker::BreakerPhase;
+use super::member::Ending;
+use super::permit::{Loss, Outcome};
 
 /// The state of one endpoint, for `bench`, the status page and the metrics.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -63,6 +65,43 @@ impl Requests {
             + self.lost
             + self.timed_out
             + self.given_up
+    }
+
+    /// A request ended.
+    pub(super) fn end(&mut self, ending: &Ending) {
+        self.bytes += ending.moved as u64;
+        let count = match ending.outcome {
+            None => &mut self.given_up,
+            Some(Outcome::Lost(Loss::Connection)) => &mut self.lost,
+            Some(Outcome::Lost(Loss::Timeout)) => &mut self.timed_out,
+            Some(Outcome::Answered { status }) => match status {
+                429 | 503 => &mut self.throttled,
+                401 | 403 => &mut self.denied,
+                // "Not implemented" is what the probe of capabilities may hear from a server that is well.
+                400..500 | 501 => &mut self.refused,
+                500.. => &mut self.failed,
+                _ => &mut self.ok,
+            },
+        };
+        *count += 1;
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        Self {
+            ok: self.ok + other.ok,
+            refused: self.refused + other.refused,
+            denied: self.denied + other.denied,
+            throttled: self.throttled + other.throttled,
+            failed: self.failed + other.failed,
+            lost: self.lost + other.lost,
+            timed_out: self.timed_out + other.timed_out,
+            given_up: self.given_up + other.given_up,
+            retries: self.retries + other.retries,
+            hedges: self.hedges + other.hedges,
+            bytes: self.bytes + other.bytes,
+        }
     }
 
     /// The difference since `earlier`. An address that went and came back counts from zero: then it may be less than

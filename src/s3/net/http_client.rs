@@ -27,7 +27,7 @@ use super::stats::{NetCounters, Traffic, add};
 use crate::metrics::Times;
 use crate::metrics::trace::{self, OpenSpan};
 use crate::s3::dns::{NameState, Resolver};
-use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Route};
+use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Requests, Route};
 
 /// The most bytes that are read of a refusal. S3's have some hundred.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
@@ -113,6 +113,11 @@ impl NetClient {
 
     pub fn endpoints(&self, origin: &Origin) -> Vec<EndpointState> {
         self.host(origin).endpoints().states()
+    }
+
+    /// Of all endpoints, also of those that have left.
+    pub fn totals(&self, origin: &Origin) -> Requests {
+        self.host(origin).endpoints().totals()
     }
 
     /// How requests that move `bytes` of body are hedged.

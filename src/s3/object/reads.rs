@@ -37,7 +37,7 @@ use super::client::{S3ClientError, S3Options};
 use super::sign::{Day, EXPIRES_SOON, Signable, Signer};
 use crate::metrics::Times;
 use crate::s3::dns::NameState;
-use crate::s3::fanout::{EndpointState, Hedge, Route};
+use crate::s3::fanout::{EndpointState, Hedge, Requests, Route};
 use crate::s3::net::{LandingCell, NetClient, NetError, Origin, Outgoing, Url, head_of};
 
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
@@ -197,6 +197,10 @@ impl Reads {
 
     pub fn endpoints(&self) -> Vec<EndpointState> {
         self.http.endpoints(&self.bucket.origin)
+    }
+
+    pub fn totals(&self) -> Requests {
+        self.http.totals(&self.bucket.origin)
     }
 
     pub fn window_waits(&self) -> Times {

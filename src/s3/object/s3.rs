@@ -28,7 +28,7 @@ use super::store::{
 };
 use crate::metrics::Times;
 use crate::s3::dns::NameState;
-use crate::s3::fanout::{Attempts, EndpointState, Handover, Route};
+use crate::s3::fanout::{Attempts, EndpointState, Handover, Requests, Route};
 use crate::s3::net::{Expect, Landing, LandingCell, NetClient, Traffic, unquoted};
 
 /// One bucket over the AWS SDK.
@@ -464,6 +464,10 @@ impl ObjectStore for S3 {
 
     fn endpoints(&self) -> Vec<EndpointState> {
         self.reads.endpoints()
+    }
+
+    fn totals(&self) -> Requests {
+        self.reads.totals()
     }
 
     fn window_bytes(&self) -> usize {

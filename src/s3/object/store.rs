@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::error::{ErrorKind, ObjectError, Operation};
 use crate::metrics::{Histogram, Times};
 use crate::s3::dns::NameState;
-use crate::s3::fanout::EndpointState;
+use crate::s3::fanout::{EndpointState, Requests};
 use crate::s3::net::{Landing, Traffic};
 
 pub type Result<T, E = ObjectError> = std::result::Result<T, E>;
@@ -227,6 +227,11 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// The state of the server's endpoints, if it has any.
     fn endpoints(&self) -> Vec<EndpointState> {
         Vec::new()
+    }
+
+    /// Requests to all endpoints, also to those that have left.
+    fn totals(&self) -> Requests {
+        Requests::default()
     }
 
     /// Bytes that may be in flight to all endpoints that work.

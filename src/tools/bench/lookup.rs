@@ -13,7 +13,7 @@ use super::settings::{BenchPhase, to_usize};
 use crate::arena::SLOT_ALIGN;
 use crate::format::{ChunkHash, ChunkHasher, Space};
 use crate::protocol::Strategy;
-use crate::s3::fanout::EndpointState;
+use crate::s3::fanout::{EndpointState, Requests};
 use crate::s3::net::{Landing, Traffic};
 use crate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
@@ -201,6 +201,10 @@ impl ObjectStore for Asked {
 
     fn traffic(&self) -> Traffic {
         self.inner.traffic()
+    }
+
+    fn totals(&self) -> Requests {
+        self.inner.totals()
     }
 
     fn endpoints(&self) -> Vec<EndpointState> {

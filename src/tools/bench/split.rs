@@ -53,22 +53,7 @@ pub(super) fn between(before: &[EndpointState], after: Vec<EndpointState>, secon
 
 /// The sum of all addresses' requests.
 pub(super) fn sum<'a>(states: impl Iterator<Item = &'a EndpointState>) -> Requests {
-    states.fold(Requests::default(), |sum, state| {
-        let one = &state.totals;
-        Requests {
-            ok: sum.ok + one.ok,
-            refused: sum.refused + one.refused,
-            denied: sum.denied + one.denied,
-            throttled: sum.throttled + one.throttled,
-            failed: sum.failed + one.failed,
-            lost: sum.lost + one.lost,
-            timed_out: sum.timed_out + one.timed_out,
-            given_up: sum.given_up + one.given_up,
-            retries: sum.retries + one.retries,
-            hedges: sum.hedges + one.hedges,
-            bytes: sum.bytes + one.bytes,
-        }
-    })
+    states.fold(Requests::default(), |sum, state| sum.and(&state.totals))
 }
 
 #[cfg(test)]

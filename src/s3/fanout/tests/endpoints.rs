@@ -16,6 +16,27 @@ async fn endpoints_that_are_alike_get_alike() {
     }
 }
 
+/// A name may have other addresses every minute: rates over all of them must not fall with each that leaves.
+#[tokio::test(start_paused = true)]
+async fn totals_keep_addresses_that_left() {
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&[address(0)], |_| ());
+    let permit = || async {
+        let mut permit = endpoints.permit(Class::Load, MIB, &Route::default()).await;
+        permit.answered(0);
+        permit.moved(MIB);
+        permit
+    };
+    permit().await.end(Outcome::Answered { status: 206 });
+    let late = permit().await;
+    endpoints.update(&[address(1)], |_| ());
+    late.end(Outcome::Answered { status: 503 });
+    permit().await.end(Outcome::Answered { status: 206 });
+    assert_eq!(endpoints.states().len(), 1);
+    let totals = endpoints.totals();
+    assert_eq!((totals.ok, totals.throttled, totals.bytes), (2, 1, 3 * MIB as u64));
+}
+
 /// How `parts` of 4 MiB are dealt to endpoints of so many MiB a second, which share that among what is under way; after
 /// some rounds to learn, over some more.
 async fn dealt(speeds: [usize; 4], parts: usize) -> Vec<[usize; 4]> {
