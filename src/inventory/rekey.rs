@@ -93,9 +93,8 @@ struct Rewriter {
     buffers: usize,
     /// The server compares checksums.
     checksum: bool,
-    started: Instant,
-    /// Bytes of the chunks that were begun.
-    begun: Mutex<u64>,
+    /// When the rate allows the next chunk.
+    next: Mutex<Instant>,
 }
 
 impl Inventory {
@@ -232,8 +231,7 @@ impl Rewriter {
             rate: rate.max(1),
             buffers,
             checksum: capabilities.checksum,
-            started: Instant::now(),
-            begun: Mutex::default(),
+            next: Mutex::new(Instant::now()),
         })
     }
 
@@ -305,16 +303,15 @@ impl Rewriter {
         put.map_or_else(|error| outcome_of(&error), |_| Outcome::Rewritten)
     }
 
-    /// Until the chunks that were begun before are due.
     async fn wait_for_rate(&self, bytes: u64) {
-        let before = {
-            let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
-            let before = *begun;
-            *begun += bytes;
-            before
+        let due = {
+            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            // Time in which there was nothing to do is not made up for.
+            let due = next.max(Instant::now());
+            *next = due + Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+            due
         };
-        let due = Duration::from_secs_f64(before as f64 / self.rate as f64);
-        tokio::time::sleep_until(self.started + due).await;
+        tokio::time::sleep_until(due).await;
     }
 }
 

@@ -386,5 +386,15 @@ async fn a_node_without_the_old_key_loads_past_its_disk() {
         );
         drop(engine);
         serving.end().await;
+
+        // They made way on the disk, too: S3 is not needed any more.
+        let serving = place.serve(&of(new.as_str())).await;
+        serving.ready().await;
+        serving.client.declare(&prompt.space).await.unwrap();
+        let engine = serving.attach("one").await;
+        let again = daemon::load(&engine, &prompt, "a", Order::Chunk).await;
+        assert_eq!(again, ["disk"; N], "{protection}");
+        drop(engine);
+        serving.end().await;
     }
 }
