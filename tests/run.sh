@@ -59,6 +59,9 @@ step() {
 # check NAME COMMAND... : a step that is one check and has no tests of its own to count.
 check() { step "$@" || failed=$((failed + 1)); }
 
+# needs NAME COMMAND... : a check that what follows can't do without:  needs ... || return 0
+needs() { step "$@" || { failed=$((failed + 1)) && return 1; }; }
+
 # tests NAME COMMAND... : a step that runs tests and prints their results, cargo's or Python's unittest's.
 tests() {
     local status=0 ok bad ignored
@@ -210,7 +213,7 @@ chart_tests() {
 
 # A real vLLM on a CPU, with the wheel as people install it. Its dependencies are then those of the demo.
 engine_tests() {
-    check "install vLLM" tests/servers/install.sh vllm || return 0
+    needs "install vLLM" tests/servers/install.sh vllm || return 0
     local env=$KVGATE_TEST_CACHE/vllm
     # As a release has it, but for Cargo's profile.
     check "build the wheel" release_build wheel
@@ -254,7 +257,7 @@ kinds_tests() {
 
 # page_tests PYTHON : the engine's.
 page_tests() {
-    check "install a browser" tests/servers/install.sh page || return 0
+    needs "install a browser" tests/servers/install.sh page || return 0
     KVGATE_TEST_PYTHON=$1 KVGATE_TEST_BIN=${CARGO_TARGET_DIR:-target}/debug/kvgate tests "the status page" "$VENV/bin/python" -B tests/page.py
 }
 
@@ -341,7 +344,7 @@ deploy_tests() {
         not_run+=("consul/: Consul is built from source and there is no Go")
         return
     fi
-    check "install Consul and CoreDNS" tests/servers/install.sh consul dns || return 0
+    needs "install Consul and CoreDNS" tests/servers/install.sh consul dns || return 0
     tests "consul/ with a real Consul and CoreDNS" "$VENV/bin/python" -B tests/deploy/test_consul.py
 }
 

@@ -105,6 +105,9 @@ void kvgate_disconnect(kvgate_session *session);
 
 /* json: docs/FORMAT.md section 1. It must be of the kind "full". */
 kvgate_status kvgate_space_new(const char *json, kvgate_space **space);
+/* The same of a tenant with a secret (docs/KEYS.md), which keys the names of its chunks: secret_len is 32. The library keeps a
+ * copy until kvgate_space_free. */
+kvgate_status kvgate_space_with_secret(const char *json, const uint8_t *secret, size_t secret_len, kvgate_space **space);
 /* 0: space is NULL. */
 uint32_t kvgate_space_chunk_tokens(const kvgate_space *space);
 void kvgate_space_free(kvgate_space *space);

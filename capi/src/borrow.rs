@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use kvgate::engine::copy::Tensor;
 use kvgate::engine::direct::DirectMemory;
-use kvgate::format::{ChunkHash, ChunkHasher, PLANES_MAX, Space};
+use kvgate::format::{ChunkHash, ChunkHasher, PLANES_MAX, Space, TenantSecret};
 
 use crate::status::Failed;
 
@@ -78,7 +78,7 @@ pub unsafe fn text<'a>(name: &str, pointer: *const c_char) -> Result<Option<&'a 
 
 /// # Safety
 /// `pointer` is NULL, or valid for reads of `len` values until the call returns.
-unsafe fn slice<'a, T>(name: &str, pointer: *const T, len: usize) -> Result<&'a [T], Failed> {
+pub unsafe fn slice<'a, T>(name: &str, pointer: *const T, len: usize) -> Result<&'a [T], Failed> {
     match (pointer.is_null(), len) {
         (_, 0) => Ok(&[]),
         (true, _) => Err(Failed::argument(format!("{name} is NULL, and {len} are named"))),
@@ -90,7 +90,7 @@ unsafe fn slice<'a, T>(name: &str, pointer: *const T, len: usize) -> Result<&'a 
 impl Prompt {
     /// # Safety
     /// Its pointers are NULL or valid for their lengths.
-    pub unsafe fn chain(&self, space: &Space) -> Result<Chain, Failed> {
+    pub unsafe fn chain(&self, space: &Space, secret: Option<&TenantSecret>) -> Result<Chain, Failed> {
         // SAFETY: as the caller says.
         let (tokens, salt, adapter) = unsafe {
             (
@@ -99,7 +99,7 @@ impl Prompt {
                 slice("prompt.adapter", self.adapter, self.adapter_len)?,
             )
         };
-        let hasher = ChunkHasher::new(space, None).map_err(Failed::argument)?;
+        let hasher = ChunkHasher::new(space, secret).map_err(Failed::argument)?;
         let root = hasher.root(salt, adapter).map_err(Failed::argument)?;
         let hashes = hasher.chain(&root, tokens, &[]).map_err(Failed::argument)?;
         Ok(Chain { root, hashes })

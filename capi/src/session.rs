@@ -99,11 +99,12 @@ pub unsafe extern "C" fn kvgate_lookup(
 ) -> Status {
     call(|| {
         // SAFETY: as the caller says.
-        let (session, space) = unsafe { (borrowed("session", session)?, &borrowed("space", space)?.0) };
+        let (session, named) = unsafe { (borrowed("session", session)?, borrowed("space", space)?) };
+        let space = &named.of;
         // SAFETY: as the caller says.
         let (chain, tokens) = unsafe {
             (
-                borrowed("prompt", prompt)?.chain(space)?,
+                borrowed("prompt", prompt)?.chain(space, named.secret.as_ref())?,
                 result("tokens", tokens)?,
             )
         };
@@ -129,11 +130,12 @@ pub unsafe extern "C" fn kvgate_load(
 ) -> Status {
     call(|| {
         // SAFETY: as the caller says.
-        let (session, space) = unsafe { (borrowed("session", session)?, &borrowed("space", space)?.0) };
+        let (session, named) = unsafe { (borrowed("session", session)?, borrowed("space", space)?) };
+        let space = &named.of;
         // SAFETY: as the caller says.
         let (chain, loaded) = unsafe {
             (
-                borrowed("prompt", prompt)?.chain(space)?,
+                borrowed("prompt", prompt)?.chain(space, named.secret.as_ref())?,
                 result("loaded", loaded)?,
             )
         };
@@ -170,11 +172,12 @@ pub unsafe extern "C" fn kvgate_store(
 ) -> Status {
     call(|| {
         // SAFETY: as the caller says.
-        let (session, space) = unsafe { (borrowed("session", session)?, &borrowed("space", space)?.0) };
+        let (session, named) = unsafe { (borrowed("session", session)?, borrowed("space", space)?) };
+        let space = &named.of;
         // SAFETY: as the caller says.
         let (chain, stored) = unsafe {
             (
-                borrowed("prompt", prompt)?.chain(space)?,
+                borrowed("prompt", prompt)?.chain(space, named.secret.as_ref())?,
                 result("stored", stored)?,
             )
         };

@@ -27,13 +27,18 @@ const ENCRYPTION_CONTEXT: &[u8] = b"kvgate encryption key v1";
 pub(super) const SALT_LEN: usize = 24;
 
 /// Names a key in headers and messages. Says nothing about the key.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyId(pub [u8; 16]);
 
 impl KeyId {
     pub fn of(key: &TenantSecret) -> Self {
         let digest = blake3::derive_key(ID_CONTEXT, key.as_bytes());
         Self(*digest.first_chunk().expect("16 of 32 bytes"))
+    }
+
+    /// From the 32 hex digits in messages.
+    pub fn from_hex(text: &str) -> Option<Self> {
+        hex::decode("a key's id", text).ok().map(Self)
     }
 }
 
@@ -241,6 +246,11 @@ impl Keyring {
             HeaderError::NoKey { key, tenant } => self.key(tenant, *key).is_some(),
             _ => true,
         }
+    }
+
+    /// Whether the tenant of a space has this key here.
+    pub fn has_key(&self, space: &Space, id: KeyId) -> bool {
+        self.key(space.tenant(), id).is_some()
     }
 
     fn key(&self, tenant: &str, id: KeyId) -> Option<TenantSecret> {

@@ -20,6 +20,7 @@ mod kind;
 mod layout;
 mod mask;
 mod protection;
+mod rekey;
 mod space;
 mod space_input;
 
@@ -41,5 +42,6 @@ pub use kind::Kind;
 pub use layout::{Layout, Plane, Section};
 pub use mask::{Mask, MaskError};
 pub use protection::Protection;
+pub use rekey::{KeyState, NotRekeyed};
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

@@ -13,7 +13,9 @@ mod gc;
 mod lease;
 mod lifecycle;
 mod list;
+mod rekey;
 mod remove;
+mod select;
 mod space_json;
 mod stat;
 mod summary;
@@ -25,11 +27,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-pub use gc::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+pub use gc::{Collected, GcError, GcLimits, GcSpec, Parents, Plan, Step};
 pub use lease::Lease;
 pub use lifecycle::{Lifecycle, LifecycleError, LifecycleRule};
 pub use list::{Page, StoredChunk};
+pub use rekey::{RekeyError, RekeySpec, Rekeyed};
 pub use remove::Removed;
+pub use select::Select;
 pub use space_json::SpaceJson;
 pub use stat::{ChunkStat, HeaderState};
 pub use summary::{SpaceSummary, Summary};

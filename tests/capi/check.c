@@ -150,6 +150,37 @@ static void load_of_nothing(const kvgate_session *session, const kvgate_space *s
     CHECK(strstr(kvgate_last_error(), "absent") != NULL);
 }
 
+/* The tenant's secret names the chunks: who lacks it finds none of them. */
+static void secrets(const kvgate_session *session, const kvgate_space *plain, const kvgate_prompt *prompt)
+{
+    static const uint8_t own[33] = "0123456789abcdef0123456789abcdef", others[33] = "0123456789abcdef0123456789abcdeg";
+    kvgate_tensor tensor = whole();
+    kvgate_memory memory = {&tensor, 1, NULL, 0};
+    kvgate_space *space = NULL, *again = NULL, *other = NULL, *wrong = NULL;
+    kvgate_prompt secret = *prompt;
+    kvgate_stored stored;
+    size_t tokens = 99;
+
+    secret.adapter = (const uint8_t *)"secret";
+    secret.adapter_len = 6;
+    CHECK(kvgate_space_with_secret(SPACE, own, 32, &space) == KVGATE_OK);
+    CHECK(kvgate_space_with_secret(SPACE, own, 32, &again) == KVGATE_OK);
+    CHECK(kvgate_space_with_secret(SPACE, others, 32, &other) == KVGATE_OK);
+    CHECK(kvgate_store(session, space, &secret, &memory, 10000, &stored) == KVGATE_OK && stored.tokens == FULL);
+    CHECK(kvgate_lookup(session, again, &secret, 1000, 0, &tokens) == KVGATE_OK && tokens == FULL);
+    CHECK(kvgate_lookup(session, plain, &secret, 1000, 0, &tokens) == KVGATE_OK && tokens == 0);
+    CHECK(kvgate_lookup(session, other, &secret, 1000, 0, &tokens) == KVGATE_OK && tokens == 0);
+    CHECK(kvgate_load(session, again, &secret, FULL, &memory, 10000, &tokens) == KVGATE_OK && tokens == FULL);
+
+    CHECK(kvgate_space_with_secret(SPACE, own, 31, &wrong) == KVGATE_ARGUMENT && wrong == NULL);
+    CHECK(strstr(kvgate_last_error(), "32 bytes") != NULL && strstr(kvgate_last_error(), "0123") == NULL);
+    CHECK(kvgate_space_with_secret(SPACE, NULL, 32, &wrong) == KVGATE_ARGUMENT);
+    CHECK(kvgate_space_with_secret(SPACE, NULL, 0, &wrong) == KVGATE_ARGUMENT);
+    kvgate_space_free(space);
+    kvgate_space_free(again);
+    kvgate_space_free(other);
+}
+
 static void mistakes(const kvgate_session *session, const kvgate_space *space, const kvgate_prompt *prompt)
 {
     kvgate_tensor tensor = whole();
@@ -225,6 +256,7 @@ int main(int count, char **arguments)
     CHECK(kvgate_space_chunk_tokens(space) == 8);
     store_and_load(session, space, &prompt);
     load_of_nothing(session, space, &prompt);
+    secrets(session, space, &prompt);
     mistakes(session, space, &prompt);
     kvgate_space_free(space);
     kvgate_disconnect(session);

@@ -43,6 +43,8 @@ pub struct Hooked {
     entered: Arc<AtomicUsize>,
     /// PUTs until one is made but its answer is lost, so that another attempt follows.
     puts_to_lost: AtomicUsize,
+    /// Another writer's object, which comes just before a PUT of its key.
+    pub overtakes: Mutex<Option<(String, Bytes)>>,
 }
 
 impl Hooked {
@@ -59,6 +61,7 @@ impl Hooked {
             delay: Duration::ZERO,
             entered: Arc::default(),
             puts_to_lost: AtomicUsize::new(usize::MAX),
+            overtakes: Mutex::default(),
         }
     }
 
@@ -165,6 +168,10 @@ impl ObjectStore for Hooked {
         self.inner.read(key, limit, deadline)
     }
 
+    fn read_front<'a>(&'a self, key: &'a str, bytes: usize, deadline: Instant) -> StoreFuture<'a, Bytes> {
+        self.inner.read_front(key, bytes, deadline)
+    }
+
     fn put<'a>(
         &'a self,
         key: &'a str,
@@ -174,6 +181,10 @@ impl ObjectStore for Hooked {
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
             self.enter(Operation::Put, key).await?;
+            let other = self.overtakes.lock().unwrap().take_if(|(at, _)| at == key);
+            if let Some((_, other)) = other {
+                self.inner.put(key, other, Condition::Always, deadline).await?;
+            }
             if self.puts_to_lost.fetch_sub(1, Ordering::SeqCst) == 0 {
                 self.inner.put(key, body.clone(), when, deadline).await?;
             }

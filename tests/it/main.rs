@@ -33,6 +33,7 @@ mod otlp;
 mod outage;
 mod processes;
 mod protocol;
+mod rekey;
 mod routers;
 mod secrets;
 mod shared_loads;

@@ -187,6 +187,7 @@ async fn gc(inventory: &Inventory, bytes: u64) -> u64 {
             bytes: Some(bytes),
             ..GcLimits::default()
         },
+        key: None,
         rate: 10_000,
         chunks_max: 1000,
     };

@@ -1,5 +1,5 @@
-//! Existence of chunks on S3: present with an ETag, or absent, each known for a time. Damaged versions are kept
-//! apart. The oldest entries leave first.
+//! Existence of chunks on S3: present with an ETag, or absent, each known for a time. Versions that this node can't use
+//! are kept apart. The oldest entries leave first.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::time::Instant;
 
-use crate::format::ChunkId;
+use crate::format::{ChunkId, HeaderError};
 use crate::s3::object::Version;
 
 /// The cache's limits.
@@ -35,6 +35,15 @@ struct Entry {
     learned: Instant,
 }
 
+/// Why a version is of no use to this node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Useless {
+    /// The next store replaces it.
+    Damaged,
+    /// Another node may read it, so it is left as it is.
+    Left(HeaderError),
+}
+
 /// The bytes of an entry: in the map with its control byte and load factor, in the order of age, and its ETag's
 /// text.
 const ENTRY_BYTES: usize = 2 * (size_of::<(ChunkId, Entry)>() + 1)
@@ -48,7 +57,7 @@ pub struct ExistenceCache {
     entries: DashMap<ChunkId, Entry>,
     /// Keys by the time of learning; an entry that was learned anew is here twice.
     order: Mutex<VecDeque<(ChunkId, Instant)>>,
-    quarantined: DashMap<ChunkId, Version>,
+    useless: DashMap<ChunkId, (Version, Useless)>,
     /// Length of `entries`; the map would have to lock every shard to count them.
     count: AtomicUsize,
     peak_entries: AtomicUsize,
@@ -60,7 +69,7 @@ impl ExistenceCache {
             limits,
             entries: DashMap::new(),
             order: Mutex::default(),
-            quarantined: DashMap::new(),
+            useless: DashMap::new(),
             count: AtomicUsize::new(0),
             peak_entries: AtomicUsize::new(0),
         }
@@ -101,7 +110,7 @@ impl ExistenceCache {
 
     /// Notes a store that S3 acknowledged: it replaces a damaged object.
     pub fn stored(&self, key: ChunkId, etag: Arc<str>) {
-        self.quarantined.remove(&key);
+        self.useless.remove(&key);
         self.learn(key, Known::Present(etag), Instant::now());
     }
 
@@ -121,29 +130,40 @@ impl ExistenceCache {
         order.clear();
     }
 
-    /// Notes that a read asked for at `asked` found this version damaged: the chunk counts as absent as long as S3
-    /// shows that version. Newer knowledge, from a store that replaced it, stays.
-    pub fn quarantine(&self, key: ChunkId, version: Version, asked: Instant) {
+    /// Notes that a read asked for at `asked` found this version of no use: the chunk counts as absent as long as S3 shows
+    /// that version. Newer knowledge, from a store that replaced it, stays.
+    pub fn pass_over(&self, key: ChunkId, version: Version, why: Useless, asked: Instant) {
         if self.entries.get(&key).is_some_and(|entry| entry.learned > asked) {
             return;
         }
-        if self.quarantined.len() >= self.most_entries() {
+        if self.useless.len() >= self.most_entries() {
             // Forgetting one, whichever, costs a load that fails again.
-            let any = self.quarantined.iter().next().map(|entry| *entry.key());
-            any.map(|key| self.quarantined.remove(&key));
+            let any = self.useless.iter().next().map(|entry| *entry.key());
+            any.map(|key| self.useless.remove(&key));
         }
-        self.quarantined.insert(key, version);
+        self.useless.insert(key, (version, why));
         self.learn(key, Known::Absent, asked);
     }
 
-    /// Notes that the damaged object is gone.
-    pub fn lift_quarantine(&self, key: &ChunkId) {
-        self.quarantined.remove(key);
+    /// Notes that the object is gone that was of no use.
+    pub fn is_gone(&self, key: &ChunkId) {
+        self.useless.remove(key);
     }
 
-    /// The damaged version of the object, if one was seen.
-    pub fn damaged(&self, key: &ChunkId) -> Option<Version> {
-        self.quarantined.get(key).map(|version| version.clone())
+    /// The version of the object that is of no use, if one was seen.
+    pub fn useless(&self, key: &ChunkId) -> Option<(Version, Useless)> {
+        self.useless.get(key).map(|useless| useless.clone())
+    }
+
+    /// Takes back what was left as it is: other keys are here now.
+    pub fn keys_changed(&self) {
+        self.useless.retain(|key, (_, why)| {
+            let is_left = *why != Useless::Damaged;
+            if is_left {
+                self.forget(key);
+            }
+            !is_left
+        });
     }
 
     /// The number of entries now, and its peak.
@@ -189,8 +209,7 @@ impl ExistenceCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::SpaceId;
-    use crate::format::{ChunkHash, SpaceKey};
+    use crate::format::{ChunkHash, KeyId, SpaceId, SpaceKey};
 
     fn key(i: u8) -> ChunkId {
         (SpaceKey::from(SpaceId([0; 32])), ChunkHash([i; 32]))
@@ -203,6 +222,13 @@ mod tests {
             absent_ttl,
             bytes,
         })
+    }
+
+    fn version(etag: &str) -> Version {
+        Version {
+            etag: etag.into(),
+            modified: 7,
+        }
     }
 
     fn present() -> Known {
@@ -231,15 +257,8 @@ mod tests {
         tokio::time::advance(Duration::from_millis(1)).await;
         cache.stored(key(1), "new".into());
         cache.learn(key(1), Known::Absent, asked);
-        cache.quarantine(
-            key(1),
-            Version {
-                etag: "old".into(),
-                modified: 7,
-            },
-            asked,
-        );
-        assert_eq!(cache.damaged(&key(1)), None);
+        cache.pass_over(key(1), version("old"), Useless::Damaged, asked);
+        assert_eq!(cache.useless(&key(1)), None);
         assert_eq!(cache.is_present(&key(1), Instant::now()), Some(true));
     }
 
@@ -260,16 +279,33 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn quarantine_holds_for_its_version_until_a_store() {
         let cache = cache(1 << 20);
-        let bad = Version {
-            etag: "bad".into(),
-            modified: 7,
-        };
-        cache.quarantine(key(1), bad.clone(), Instant::now());
+        let bad = (version("bad"), Useless::Damaged);
+        cache.pass_over(key(1), bad.0.clone(), bad.1.clone(), Instant::now());
         assert_eq!(cache.get(&key(1), Instant::now()), Some(Known::Absent));
-        assert_eq!(cache.damaged(&key(1)), Some(bad));
+        assert_eq!(cache.useless(&key(1)), Some(bad.clone()));
         cache.forget_all();
-        assert!(cache.damaged(&key(1)).is_some());
+        cache.keys_changed();
+        assert_eq!(cache.useless(&key(1)), Some(bad));
         cache.stored(key(1), "good".into());
-        assert_eq!(cache.damaged(&key(1)), None);
+        assert_eq!(cache.useless(&key(1)), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_lacks_a_key_is_passed_over_until_keys_change() {
+        let cache = cache(1 << 20);
+        let left = Useless::Left(HeaderError::NoKey {
+            key: KeyId([7; 16]),
+            tenant: "acme".into(),
+        });
+        cache.pass_over(key(1), version("old"), left.clone(), Instant::now());
+        assert_eq!(cache.is_present(&key(1), Instant::now()), Some(false));
+        assert_eq!(cache.useless(&key(1)), Some((version("old"), left)));
+        cache.keys_changed();
+        assert_eq!(cache.useless(&key(1)), None);
+        assert_eq!(
+            cache.is_present(&key(1), Instant::now()),
+            None,
+            "it is asked for anew"
+        );
     }
 }

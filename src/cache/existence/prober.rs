@@ -8,7 +8,7 @@ use dashmap::mapref::entry::Entry as MapEntry;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Duration, Instant};
 
-use super::cache::{ExistenceCache, Known};
+use super::cache::{ExistenceCache, Known, Useless};
 use crate::cache::episode::Episode;
 use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space};
 use crate::metrics::trace;
@@ -19,6 +19,8 @@ use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectMeta, Object
 pub enum ProbeAnswer {
     Present(Arc<str>),
     Absent,
+    /// There is one that this node can't use, and must not replace.
+    Left,
     Unknown(Arc<ObjectError>),
 }
 
@@ -38,6 +40,8 @@ struct Inner {
     damaged: Episode,
     /// Warning: S3 does not accept the keys.
     denied: Episode,
+    /// Warning: objects whose key is not here.
+    keyless: Episode,
     flights: DashMap<ChunkId, watch::Receiver<Option<ProbeAnswer>>>,
 }
 
@@ -50,7 +54,7 @@ impl Prober {
         capabilities: Arc<OnceLock<Capabilities>>,
         concurrency: usize,
         time_limit: Duration,
-        [damaged, denied]: [Episode; 2],
+        [damaged, denied, keyless]: [Episode; 3],
     ) -> Self {
         let permits = Semaphore::new(concurrency);
         Self(Arc::new(Inner {
@@ -62,6 +66,7 @@ impl Prober {
             time_limit,
             damaged,
             denied,
+            keyless,
             flights: DashMap::new(),
         }))
     }
@@ -148,6 +153,7 @@ impl Inner {
             let answer = match &answer {
                 ProbeAnswer::Present(_) => ("answer", "present".to_owned()),
                 ProbeAnswer::Absent => ("answer", "absent".to_owned()),
+                ProbeAnswer::Left => ("answer", "left".to_owned()),
                 ProbeAnswer::Unknown(error) => ("error", error.to_string()),
             };
             vec![
@@ -172,12 +178,22 @@ impl Inner {
                 let len = meta.len;
                 self.damaged
                     .tell(&format_args!("{key} has {len} bytes, not {object_len}"));
-                self.cache.quarantine(cache_key, meta.version, asked);
+                self.cache
+                    .pass_over(cache_key, meta.version, Useless::Damaged, asked);
                 ProbeAnswer::Absent
             }
-            Ok(meta) if self.cache.damaged(&cache_key).as_ref() == Some(&meta.version) => {
+            Ok(meta)
+                if let Some((version, why)) = self.cache.useless(&cache_key)
+                    && version == meta.version =>
+            {
                 self.cache.learn(cache_key, Known::Absent, asked);
-                ProbeAnswer::Absent
+                match why {
+                    Useless::Damaged => ProbeAnswer::Absent,
+                    Useless::Left(why) => {
+                        self.keyless.tell(&why);
+                        ProbeAnswer::Left
+                    }
+                }
             }
             Ok(meta) => {
                 self.cache
@@ -185,6 +201,7 @@ impl Inner {
                 ProbeAnswer::Present(meta.version.etag)
             }
             Err(error) if error.kind == ErrorKind::NotFound => {
+                self.cache.is_gone(&cache_key);
                 self.cache.learn(cache_key, Known::Absent, asked);
                 ProbeAnswer::Absent
             }

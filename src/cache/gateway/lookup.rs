@@ -196,7 +196,7 @@ impl Search<'_> {
                     .await
                 {
                     ProbeAnswer::Present(_) => Ok(ChunkState::Present),
-                    ProbeAnswer::Absent => Ok(ChunkState::Absent),
+                    ProbeAnswer::Absent | ProbeAnswer::Left => Ok(ChunkState::Absent),
                     ProbeAnswer::Unknown(error) => Err(error),
                 },
             };

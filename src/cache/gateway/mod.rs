@@ -234,7 +234,7 @@ impl Gateway {
         // A load that began meanwhile may have brought it back, or still will.
         self.0.delete_here(&key).await;
         self.0.bucket.cache.learn(key, Known::Absent, Instant::now());
-        self.0.bucket.cache.lift_quarantine(&key);
+        self.0.bucket.cache.is_gone(&key);
         Ok(())
     }
 

@@ -1,4 +1,5 @@
-//! Removal of what is least worth keeping: down to a size, or what was not used for a time, tails of prompts first.
+//! Removal of what is least worth keeping: down to a size, or what was not used for a time, tails of prompts first. And of
+//! what a key wrote.
 //!
 //! 1. List the bucket, and find out by the sizes and times listed whether anything must go.
 //! 2. Read the first [`CHAIN_LEN`] bytes of each chunk of the models concerned: its parent. Of a protected space it reads
@@ -10,6 +11,10 @@
 //! 4. Remove in batches, at a rate. Just before each batch every object in it is looked at again: one that was stored or
 //!    refreshed since it was listed stays, and with it all its ancestors. No batch has a chunk and one that needs it: in
 //!    whatever order a server removes them, and wherever it stops, prefixes stay whole.
+//!
+//! What a key wrote goes with all that follows it in its prompts: nobody finds that any more, and it was computed from KV
+//! that may be forged, where the key is in wrong hands. Chunks that are stored meanwhile do not keep it, or the head of a
+//! busy prompt would never go.
 //!
 //! A run begins when the server's clock has passed the second `began`. Nothing with a later `LastModified` goes, by the
 //! listing and by the second look. Two runs at once do no harm: they have the same order, and to remove what is gone is no
@@ -34,9 +39,9 @@ use tokio::time::Instant;
 pub use self::parents::Parents;
 use self::parents::parent_of;
 pub use self::tree::{Bounds, Object, Tree};
-use super::{Count, Inventory, SpaceJson};
+use super::{Count, Inventory, Select, SpaceJson};
 use crate::format::{
-    CHAIN_LEN, ChunkHash, ChunkId, Header, HeaderError, ModelId, Space, SpaceKey, place_in_chain,
+    CHAIN_LEN, ChunkHash, ChunkId, Header, HeaderError, KeyId, Space, SpaceKey, place_in_chain,
 };
 use crate::s3::object::{ErrorKind, ObjectError};
 
@@ -48,23 +53,6 @@ const BATCH_MAX: u32 = 500;
 const BATCHES: u32 = 4;
 /// Pause between questions for the server's clock.
 const TICK: Duration = Duration::from_millis(100);
-
-/// Which chunks a removal may take: those of all spaces that have all that is given. A space without a readable form only
-/// by its own key.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Select {
-    /// The model that this space is of, with all its kinds of KV.
-    pub space: Option<SpaceKey>,
-    pub model: Option<String>,
-    pub revision: Option<String>,
-    pub tenant: Option<String>,
-}
-
-impl Select {
-    pub fn is_all(&self) -> bool {
-        *self == Self::default()
-    }
-}
 
 /// What may stay. Without any limit nothing of the selection does.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -81,6 +69,8 @@ pub struct GcLimits {
 pub struct GcSpec {
     pub select: Select,
     pub limits: GcLimits,
+    /// In place of limits: what this key wrote goes, with all that follows it.
+    pub key: Option<KeyId>,
     /// Objects to remove a second, at most.
     pub rate: u32,
     /// Chunks of the selection that fit in memory: some 250 bytes each.
@@ -103,6 +93,8 @@ pub struct Plan {
     /// Objects of the selection, and of what shall go of them.
     pub found: Count,
     pub planned: Count,
+    /// Of what shall go, what the key wrote.
+    pub of_key: Count,
     /// What shall go, by space.
     pub by_space: Vec<(SpaceKey, Count)>,
     /// Spaces that are left alone: their readable form is missing or of no use, so nothing says whose they are.
@@ -111,6 +103,8 @@ pub struct Plan {
     spaces: Vec<Listed>,
     /// In their order.
     nodes: Vec<usize>,
+    /// Nodes with something that the key wrote; none without a key.
+    marked: Vec<bool>,
     /// Nothing stays, so the spaces' readable forms go as well.
     is_whole: bool,
     rate: u32,
@@ -197,9 +191,16 @@ impl Inventory {
             tenant_bytes: spec.limits.tenant_bytes,
             unused_since: spec.limits.unused.map(|time| began.saturating_sub(seconds(time))),
         };
-        let concerned = found.concerned(bounds);
+        let mut concerned = found.concerned(bounds);
         let tenants = found.group_tenants;
         let mut tree = Tree::new(found.objects);
+        let mut marked = Vec::new();
+        if let Some(key) = spec.key {
+            marked = self.nodes_of_key(&tree, &found.spaces, key, &mut step).await?;
+            concerned.fill(false);
+            let of_key = (0..tree.nodes.len()).filter(|&node| marked[node]);
+            of_key.for_each(|node| concerned[tree.group(node) as usize] = true);
+        }
         let reads = |tree: &Tree, node| concerned.get(tree.group(node) as usize).copied().unwrap_or(false);
         self.read_parents(&tree, &found.spaces, parents, &reads, &mut step)
             .await?;
@@ -209,29 +210,36 @@ impl Inventory {
                 .ok()
                 .flatten()
         });
-        let nodes = tree.choose(bounds, began, |group| {
-            tenants.get(group as usize).copied().flatten()
-        });
+        let nodes = match spec.key {
+            Some(_) => tree.choose_marked(&marked, began),
+            None => tree.choose(bounds, began, |group| {
+                tenants.get(group as usize).copied().flatten()
+            }),
+        };
         let mut by_space: BTreeMap<SpaceKey, Count> = BTreeMap::new();
-        let mut planned = Count::default();
-        for object in nodes
-            .iter()
-            .flat_map(|&node| &tree.objects[tree.nodes[node].objects.clone()])
-        {
-            planned.add(1, object.bytes);
-            let key = found.spaces[object.space as usize].key;
-            by_space.entry(key).or_default().add(1, object.bytes);
+        let (mut planned, mut of_key) = (Count::default(), Count::default());
+        for &node in &nodes {
+            for object in &tree.objects[tree.nodes[node].objects.clone()] {
+                planned.add(1, object.bytes);
+                if marked.get(node).is_some_and(|is_marked| *is_marked) {
+                    of_key.add(1, object.bytes);
+                }
+                let key = found.spaces[object.space as usize].key;
+                by_space.entry(key).or_default().add(1, object.bytes);
+            }
         }
         Ok(Plan {
             began,
             found: found.count,
             planned,
+            of_key,
             by_space: by_space.into_iter().collect(),
             unnamed: found.unnamed,
             tree,
             spaces: found.spaces,
             nodes,
-            is_whole: bounds.is_none(),
+            marked,
+            is_whole: bounds.is_none() && spec.key.is_none(),
             rate: spec.rate.max(1),
         })
     }
@@ -274,14 +282,7 @@ impl Inventory {
     /// Of the bucket, what is selected: objects and spaces, and how many bytes each tenant has.
     async fn select(&self, spec: &GcSpec, step: &mut impl FnMut(Step)) -> Result<Found, GcError> {
         let mut found = Found::default();
-        // The model of the space that was given, with all its kinds.
-        let wanted_model = match spec.select.space {
-            None => None,
-            Some(key) => match self.read_space(key).await? {
-                SpaceJson::Good(space) => Some(space.model_id()),
-                _ => None,
-            },
-        };
+        let wanted_model = self.model_of(&spec.select).await?;
         let (mut groups, mut tenants) = (HashMap::new(), HashMap::new());
         let mut last = None::<(SpaceKey, Option<u32>)>;
         let pages = self.pages(None);
@@ -332,6 +333,42 @@ impl Inventory {
             true => Err(GcError::NothingSelected),
             false => Ok(found),
         }
+    }
+
+    /// By node, whether any of its objects names the key. Of a chunk nothing else is read.
+    async fn nodes_of_key(
+        &self,
+        tree: &Tree,
+        spaces: &[Listed],
+        key: KeyId,
+        step: &mut impl FnMut(Step),
+    ) -> Result<Vec<bool>, GcError> {
+        let is_plain = |space: &Listed| space.space.as_ref().is_some_and(|of| of.protection().is_none());
+        let objects =
+            (0..tree.nodes.len()).flat_map(|node| objects_of(tree, spaces, node).map(move |id| (node, id)));
+        let objects: Vec<(usize, ChunkId)> = objects
+            .filter(|(node, _)| {
+                let first = tree.nodes[*node].objects.start;
+                // A model's spaces are all protected or all plain.
+                !is_plain(&spaces[tree.objects[first].space as usize])
+            })
+            .collect();
+        let total = objects.len();
+        let read = |(node, (space, chunk)): (usize, ChunkId)| async move {
+            let named = self.named_key(space, &chunk).await?;
+            Ok::<_, ObjectError>((node, named == Some(key)))
+        };
+        let answers = stream::iter(objects).map(read).buffer_unordered(REQUESTS);
+        pin_mut!(answers);
+        let (mut marked, mut done) = (vec![false; tree.nodes.len()], 0);
+        while let Some((node, is_of_key)) = answers.try_next().await? {
+            marked[node] |= is_of_key;
+            done += 1;
+            if done % 1000 == 0 {
+                step(Step::Reading(done, total));
+            }
+        }
+        Ok(marked)
     }
 
     /// Reads the parents that are not known yet.
@@ -450,7 +487,11 @@ impl Inventory {
             .await?;
         for &(node, _, _, has_changed) in &looked {
             if has_changed {
-                tree.with_ancestors(node).for_each(|node| stays[node] = true);
+                let is_marked = |node: usize| plan.marked.get(node).is_some_and(|is_marked| *is_marked);
+                let kept = tree
+                    .with_ancestors(node)
+                    .filter(|&of| of == node || !is_marked(of));
+                kept.for_each(|node| stays[node] = true);
             }
         }
         let kept = batch.iter().filter(|&&node| stays[node]);
@@ -507,26 +548,6 @@ impl Plan {
             let objects = &self.tree.objects[self.tree.nodes[node].objects.clone()];
             objects.iter().any(|object| object.space as usize == space)
         })
-    }
-}
-
-impl Select {
-    fn takes(&self, key: SpaceKey, space: Option<&Space>, wanted_model: Option<ModelId>) -> bool {
-        let same = |wanted: &Option<String>, is: Option<&str>| {
-            wanted.as_deref().is_none_or(|wanted| is == Some(wanted))
-        };
-        let by_space = match (self.space, space) {
-            // It may be a part of any model and tenant.
-            (None, None) => false,
-            (None, Some(_)) => true,
-            (Some(wanted), _) => {
-                wanted == key || wanted_model.is_some_and(|model| space.map(Space::model_id) == Some(model))
-            }
-        };
-        by_space
-            && same(&self.model, space.map(Space::model))
-            && same(&self.revision, space.map(Space::revision))
-            && same(&self.tenant, space.map(Space::tenant))
     }
 }
 

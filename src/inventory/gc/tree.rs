@@ -204,6 +204,31 @@ impl Tree {
         order
     }
 
+    /// The nodes that are marked, and all that follow one, in the order in which they may go. What was stored or refreshed
+    /// after `began` stays, and what it needs, but for marked ones.
+    pub fn choose_marked(&self, marked: &[bool], began: i64) -> Vec<usize> {
+        let mut first: Vec<usize> = (0..self.nodes.len()).collect();
+        first.sort_unstable_by_key(|&node| self.nodes[node].depth);
+        let mut goes = marked.to_vec();
+        for node in first {
+            goes[node] |= self.nodes[node].parent.is_some_and(|parent| goes[parent]);
+        }
+        let own = |node: usize| {
+            let times = self.objects[self.nodes[node].objects.clone()].iter();
+            times.map(|object| object.modified).max().unwrap_or(i64::MAX)
+        };
+        let used = |node: usize| {
+            if marked[node] {
+                own(node)
+            } else {
+                self.nodes[node].used
+            }
+        };
+        let mut order = self.order();
+        order.retain(|&node| goes[node] && used(node) <= began);
+        order
+    }
+
     /// Takes nodes for the next batch, of so many objects or a few more: the first ones, without any that another one of
     /// the batch needs. Those stay in front.
     pub fn batch(&self, nodes: &mut VecDeque<usize>, objects_max: usize) -> Vec<usize> {
@@ -327,6 +352,27 @@ mod tests {
         // The third group's tenant is not known.
         let chosen = tree.choose(bounds, 100, |group| (group < 2).then_some(group));
         assert_eq!(numbers(&tree, &chosen), [1]);
+    }
+
+    #[test]
+    fn what_is_marked_goes_with_all_that_follows_it() {
+        // 0 - 1 - 2 - 3 is a prompt, 0 - 4 another one; 2 is marked.
+        let at = |last: i64, middle: i64| {
+            let nodes = [
+                (None, 10, 1),
+                (Some(0), 11, 1),
+                (Some(1), middle, 1),
+                (Some(2), last, 1),
+                (Some(0), 5, 1),
+            ];
+            let tree = tree(&nodes);
+            let marked: Vec<bool> = (0..5).map(|node| tree.hash(node) == hash(2)).collect();
+            numbers(&tree, &tree.choose_marked(&marked, 20))
+        };
+        assert_eq!(at(13, 12), [3, 2]);
+        // A chunk that is stored meanwhile does not keep what is marked, and is itself kept.
+        assert_eq!(at(21, 12), [2]);
+        assert_eq!(at(13, 21), [3]);
     }
 
     #[test]

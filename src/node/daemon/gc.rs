@@ -31,6 +31,7 @@ fn spec(config: &Config) -> Option<GcSpec> {
     (limits != GcLimits::default()).then(|| GcSpec {
         select: Select::default(),
         limits,
+        key: None,
         rate: config.gc.rate,
         chunks_max: config.gc.chunks as usize,
     })

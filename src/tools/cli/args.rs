@@ -10,6 +10,7 @@ use super::output::tell;
 use crate::config::units::{ByteSize, MIB};
 use crate::config::{self, LoadedConfig, Override};
 use crate::format::{Space, SpaceId, SpaceKey};
+use crate::inventory::Select;
 use crate::tools::model::Preset;
 
 /// Where the configuration comes from: file, then environment, then these flags.
@@ -54,6 +55,41 @@ impl ConnectArgs {
         }
         Ok(loaded)
     }
+}
+
+/// Which spaces of the bucket are meant: those that have all of it.
+#[derive(Debug, Clone, Default, Args)]
+pub struct SelectArgs {
+    /// Only the model that this space is of, with all its kinds of KV (64 hex digits, or the first 32).
+    #[arg(long, value_name = "ID", value_parser = space_key)]
+    space: Option<SpaceKey>,
+    /// Only this model, by the name that `kvgate ls` shows.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Only this revision of the weights.
+    #[arg(long, value_name = "REVISION")]
+    revision: Option<String>,
+    /// Only this tenant; '' for chunks without one.
+    #[arg(long, value_name = "NAME")]
+    tenant: Option<String>,
+}
+
+impl From<SelectArgs> for Select {
+    fn from(args: SelectArgs) -> Self {
+        Self {
+            space: args.space,
+            model: args.model,
+            revision: args.revision,
+            tenant: args.tenant,
+        }
+    }
+}
+
+fn space_key(text: &str) -> Result<SpaceKey, String> {
+    let whole = text.parse::<SpaceId>().ok().map(SpaceKey::from);
+    whole
+        .or_else(|| SpaceKey::from_hex(text))
+        .ok_or_else(|| "it is not 32 or 64 hex digits; `kvgate ls` lists the ids".into())
 }
 
 /// Which space is meant.

@@ -7,15 +7,15 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
-use super::args::ConnectArgs;
+use super::args::{ConnectArgs, SelectArgs};
 use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
 use crate::config::units::{ByteSize, parse_duration};
-use crate::format::{SpaceId, SpaceKey};
-use crate::inventory::{Collected, Count, GcError, GcLimits, GcSpec, Parents, Plan, Select, Step};
+use crate::format::{KeyId, SpaceKey};
+use crate::inventory::{Collected, Count, GcError, GcLimits, GcSpec, Parents, Plan, Step};
 
 /// Removes the chunks that are least worth keeping: down to a size, or unused for a time.
 #[derive(Debug, Args)]
@@ -27,10 +27,12 @@ Examples:
   kvgate gc --bucket kv --tenant-size 1TiB --yes            each tenant down to 1 TiB
   kvgate gc --bucket kv --tenant acme --size 500GiB --yes   this one alone
   kvgate gc --bucket kv --revision 62bd457 --yes            all of an old revision
+  kvgate gc --bucket kv --key-id 53a1...c20e --yes          what a key wrote that is in wrong hands
 
 Chunks that were not used for the longest time go first, and of a prompt its last chunks first: whole prefixes are left,
 wherever it ends. A chunk counts as used when it, or one that needs it, was stored or refreshed ([refresh]). Chunks that are
-stored or refreshed while this runs stay. Without a limit the whole selection goes (--space, --model, --revision, --tenant).")]
+stored or refreshed while this runs stay. Without a limit the whole selection goes (--space, --model, --revision, --tenant). What
+a key wrote goes whatever is stored meanwhile, and all that follows it in its prompts, which was computed from it.")]
 pub struct GcArgs {
     /// Bytes that may stay.
     #[arg(long, value_name = "SIZE")]
@@ -41,18 +43,11 @@ pub struct GcArgs {
     /// Remove chunks that were not used for this time, such as 30d.
     #[arg(long, value_name = "TIME", value_parser = duration)]
     unused: Option<Duration>,
-    /// Only the model that this space is of, with all its kinds of KV (64 hex digits, or the first 32).
-    #[arg(long, value_name = "ID", value_parser = space)]
-    space: Option<SpaceKey>,
-    /// Only this model, by the name that `kvgate ls` shows.
-    #[arg(long, value_name = "NAME")]
-    model: Option<String>,
-    /// Only this revision of the weights.
-    #[arg(long, value_name = "REVISION")]
-    revision: Option<String>,
-    /// Only this tenant; '' for chunks without one.
-    #[arg(long, value_name = "NAME")]
-    tenant: Option<String>,
+    /// Remove what this key wrote, and all that follows it in its prompts; `kvgate rekey` shows the ids.
+    #[arg(long, value_name = "ID", value_parser = key_id, conflicts_with_all = ["size", "tenant_size", "unused"])]
+    key_id: Option<KeyId>,
+    #[command(flatten)]
+    select: SelectArgs,
     /// Objects to remove a second, at most.
     #[arg(long, value_name = "NUMBER", default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
     rate: u32,
@@ -79,11 +74,8 @@ fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| error.to_string())
 }
 
-fn space(text: &str) -> Result<SpaceKey, String> {
-    let whole = text.parse::<SpaceId>().ok().map(SpaceKey::from);
-    whole
-        .or_else(|| SpaceKey::from_hex(text))
-        .ok_or_else(|| "it is not 32 or 64 hex digits; `kvgate ls` lists the ids".into())
+fn key_id(text: &str) -> Result<KeyId, String> {
+    KeyId::from_hex(text).ok_or_else(|| "it is not 32 hex digits; `kvgate rekey` lists the ids".into())
 }
 
 impl From<GcError> for CliError {
@@ -143,24 +135,20 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
 impl GcArgs {
     fn spec(&self) -> Result<GcSpec, CliError> {
         let spec = GcSpec {
-            select: Select {
-                space: self.space,
-                model: self.model.clone(),
-                revision: self.revision.clone(),
-                tenant: self.tenant.clone(),
-            },
+            select: self.select.clone().into(),
             limits: GcLimits {
                 bytes: self.size.map(ByteSize::bytes),
                 tenant_bytes: self.tenant_size.map(ByteSize::bytes),
                 unused: self.unused,
             },
+            key: self.key_id,
             rate: self.rate,
             chunks_max: self.chunks_max,
         };
-        if spec.select.is_all() && spec.limits == GcLimits::default() {
+        if spec.select.is_all() && spec.limits == GcLimits::default() && spec.key.is_none() {
             return Err(CliError::usage(
                 "what may stay? Give --size SIZE, --tenant-size SIZE or --unused TIME; or what shall go: --space ID, \
-                 --model NAME, --revision REVISION or --tenant NAME",
+                 --model NAME, --revision REVISION, --tenant NAME or --key-id ID",
             ));
         }
         Ok(spec)
@@ -176,6 +164,7 @@ fn json(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
         "began": plan.began,
         "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
         "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
+        "of_key": { "objects": plan.of_key.chunks, "bytes": plan.of_key.bytes },
         "spaces": spaces(&plan.by_space),
         "unnamed": spaces(&plan.unnamed),
         "removed": { "objects": removed.chunks, "bytes": removed.bytes },
@@ -209,6 +198,12 @@ fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
     }
     let Some(collected) = collected else {
         out.line(format_args!("would go {}", what(plan.planned)))?;
+        if plan.of_key != Count::default() {
+            out.line(format_args!(
+                "of them  {} of the key; the rest follows them in their prompts",
+                what(plan.of_key)
+            ))?;
+        }
         if !plan.by_space.is_empty() {
             let row =
                 |(key, of): &(SpaceKey, Count)| vec![key.to_string(), of.chunks.to_string(), bytes(of.bytes)];

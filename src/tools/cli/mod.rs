@@ -26,6 +26,7 @@ mod picture;
 mod prefetch;
 mod progress;
 mod prompt;
+mod rekey;
 mod replay;
 mod rm;
 mod serve;
@@ -86,6 +87,7 @@ enum Command {
     Rm(rm::RmArgs),
     Usage(usage::UsageArgs),
     Gc(gc::GcArgs),
+    Rekey(rekey::RekeyArgs),
     #[command(subcommand)]
     Lifecycle(lifecycle::LifecycleCommand),
     Size(size::SizeArgs),
@@ -157,6 +159,7 @@ async fn dispatch(cli: Cli, out: &mut Out) -> Result<(), CliError> {
         Command::Rm(args) => rm::run(args, verbose, out).await,
         Command::Usage(args) => usage::run(args, verbose, out).await,
         Command::Gc(args) => gc::run(args, verbose, out).await,
+        Command::Rekey(args) => rekey::run(args, verbose, out).await,
         Command::Lifecycle(command) => lifecycle::run(command, verbose, out).await,
         Command::Size(args) => size::run(&args, out),
         Command::Replay(args) => replay::run(&args, out),

@@ -22,8 +22,8 @@ use super::miss::Miss;
 use super::options::GatewayOptions;
 use super::warnings::BucketWarnings;
 use crate::arena::Arena;
-use crate::cache::existence::{ExistenceCache, Prober};
-use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
+use crate::cache::existence::{ExistenceCache, Prober, Useless};
+use crate::format::{ChunkHash, ChunkId, HeaderError, Space, SpaceKey};
 use crate::s3::object::{Capabilities, ObjectStore};
 
 /// See the [module](self).
@@ -62,7 +62,11 @@ impl Bucket {
             Arc::clone(&capabilities),
             options.lookup_concurrency,
             options.lookup_deadline,
-            [warnings.damaged.clone(), warnings.denied.clone()],
+            [
+                warnings.damaged.clone(),
+                warnings.denied.clone(),
+                warnings.keyless.clone(),
+            ],
         );
         Arc::new(Self {
             get_turns: Turns::new(options.get_bytes_max, {
@@ -111,10 +115,14 @@ impl Bucket {
     /// The reason why the chunk is not worth a request, if one is known.
     pub fn missing(&self, space: &Space, chunk: &ChunkHash) -> Option<Miss> {
         let key = (space.key(), *chunk);
-        match self.is_present(&key) {
-            Some(false) if self.cache.damaged(&key).is_some() => Some(Miss::Quarantined),
-            Some(false) => Some(Miss::Absent),
-            _ => None,
+        if self.is_present(&key) != Some(false) {
+            return None;
         }
+        Some(match self.cache.useless(&key) {
+            None => Miss::Absent,
+            Some((_, Useless::Damaged)) => Miss::Quarantined,
+            Some((_, Useless::Left(why @ HeaderError::NoKey { .. }))) => Miss::NoKey(why),
+            Some((_, Useless::Left(why))) => Miss::Unreadable(why),
+        })
     }
 }

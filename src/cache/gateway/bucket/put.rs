@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Bucket;
 use crate::arena::Slot;
-use crate::cache::existence::ProbeAnswer;
+use crate::cache::existence::{ProbeAnswer, Useless};
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
 use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
@@ -181,25 +181,24 @@ impl Bucket {
         let crc64 = object_crc64(space.layout(), &body);
         let mut refused = None;
         for _ in 0..ROUNDS {
-            let damaged = self.cache.damaged(&cache_key);
+            let useless = self.cache.useless(&cache_key);
             let capabilities = self.capabilities();
-            let when = match &damaged {
-                Some(version) if capabilities.if_match => Condition::IfMatch(&version.etag),
-                Some(_) => Condition::Always,
+            let when = match &useless {
+                Some((version, Useless::Damaged)) if capabilities.if_match => {
+                    Condition::IfMatch(&version.etag)
+                }
+                Some((_, Useless::Damaged)) => Condition::Always,
                 None if capabilities.if_none_match => Condition::IfAbsent,
-                // This server overwrites, so ask first.
-                None => match self.prober.ask(space, &cache_key.1, deadline).await {
-                    ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
-                    ProbeAnswer::Unknown(error) => {
-                        return Err(ObjectError::new(
-                            Operation::Put,
-                            &key,
-                            error.kind,
-                            error.to_string(),
-                        ));
+                // This server overwrites, or would be sent a body that it does not take: so ask first.
+                None | Some((_, Useless::Left(_))) => {
+                    if self.is_there(space, &chunk, &key, deadline).await? {
+                        return Ok(StoreOutcome::Present);
                     }
-                    ProbeAnswer::Absent => Condition::Always,
-                },
+                    match capabilities.if_none_match {
+                        true => Condition::IfAbsent,
+                        false => Condition::Always,
+                    }
+                }
             };
             match self.put_body(&key, body.clone(), crc64, when, deadline).await {
                 // The bytes changed on their way.
@@ -214,17 +213,8 @@ impl Bucket {
                 // Another client's object, or our own first attempt. Only a HEAD tells whether it is good; if not,
                 // the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
-                    match self.prober.ask(space, &cache_key.1, deadline).await {
-                        ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
-                        ProbeAnswer::Absent => self.settle(&key, cache_key, deadline).await?,
-                        ProbeAnswer::Unknown(error) => {
-                            return Err(ObjectError::new(
-                                Operation::Put,
-                                &key,
-                                error.kind,
-                                error.to_string(),
-                            ));
-                        }
+                    if self.is_there(space, &chunk, &key, deadline).await? {
+                        return Ok(StoreOutcome::Present);
                     }
                 }
                 Err(error) => return Err(error),
@@ -252,14 +242,21 @@ impl Bucket {
         }
     }
 
-    /// Lifts the quarantine of a damaged object that is gone by now.
-    async fn settle(&self, key: &str, cache_key: ChunkId, deadline: Instant) -> Result<(), ObjectError> {
-        match self.store.head(key, deadline).await {
-            Err(error) if error.kind == ErrorKind::NotFound => {
-                self.cache.lift_quarantine(&cache_key);
-                Ok(())
+    /// Whether S3 has an object that must not be replaced.
+    async fn is_there(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        key: &str,
+        deadline: Instant,
+    ) -> Result<bool, ObjectError> {
+        match self.prober.ask(space, chunk, deadline).await {
+            ProbeAnswer::Present(_) | ProbeAnswer::Left => Ok(true),
+            ProbeAnswer::Absent => Ok(false),
+            ProbeAnswer::Unknown(error) => {
+                let (kind, why) = (error.kind, error.to_string());
+                Err(ObjectError::new(Operation::Put, key, kind, why))
             }
-            result => result.map(drop),
         }
     }
 

@@ -45,7 +45,16 @@ impl ChunkFetch {
             let (slot, no_key) = (Some(slot), None);
             return Err(NotRead { slot, no_key });
         };
-        let slot = read_verified(&self.tiers, disk, &self.space, &self.chunk, slot).await?;
+        let read = read_verified(&self.tiers, disk, &self.space, &self.chunk, slot).await;
+        let slot = read.inspect_err(|not_read| {
+            if not_read.no_key.is_some() {
+                disk.pass_over(self.cache_key());
+                // After it is there: one that comes before the change is taken back with the others.
+                if self.tiers.bucket.options.keyring.changes() != self.key_changes {
+                    disk.all_of_use();
+                }
+            }
+        })?;
         let chunk = LoadedChunk::whole(&self.space, self.chunk, slot.freeze(), Tier::Disk);
         self.keep(&chunk, None);
         Ok(chunk)

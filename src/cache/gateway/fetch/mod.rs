@@ -203,6 +203,7 @@ impl ChunkFetch {
         let cache = &self.bucket().cache;
         match error.kind {
             ErrorKind::NotFound => {
+                cache.is_gone(&self.cache_key());
                 cache.learn(self.cache_key(), Known::Absent, self.asked);
                 Miss::Absent
             }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{ChunkFetch, Part};
-use crate::cache::existence::Known;
+use crate::cache::existence::{Known, Useless};
 use crate::cache::gateway::miss::Miss;
 use crate::format::{Header, HeaderError, PlaneCheck, PlaneDigest};
 use crate::metrics::trace;
@@ -23,7 +23,7 @@ impl ChunkFetch {
     /// Checks the header, at the front of the first section.
     pub async fn head(&self, part: &mut Part, mut version: Version) -> Result<ObjectHead, Miss> {
         let cache = &self.bucket().cache;
-        if cache.damaged(&self.cache_key()).as_ref() == Some(&version) {
+        if cache.useless(&self.cache_key()) == Some((version.clone(), Useless::Damaged)) {
             cache.learn(self.cache_key(), Known::Absent, self.asked);
             return Err(Miss::Quarantined);
         }
@@ -41,9 +41,13 @@ impl ChunkFetch {
             }),
             Err(Miss::NoKey(error)) => {
                 self.bucket().warnings.keyless.tell(&error);
+                self.leave(version, &error);
                 Err(Miss::NoKey(error))
             }
-            Err(miss @ Miss::Unreadable(_)) => Err(miss),
+            Err(Miss::Unreadable(error)) => {
+                self.leave(version, &error);
+                Err(Miss::Unreadable(error))
+            }
             Err(miss) => Err(self.damaged(miss, version)),
         }
     }
@@ -124,7 +128,17 @@ impl ChunkFetch {
         let damaged = format_args!("{} with ETag {}: {miss}", self.key, version.etag);
         self.bucket().warnings.damaged.tell(&damaged);
         let cache = &self.bucket().cache;
-        cache.quarantine(self.cache_key(), version, self.asked);
+        cache.pass_over(self.cache_key(), version, Useless::Damaged, self.asked);
         miss
+    }
+
+    /// Lookups pass the version over, and stores leave it as it is.
+    fn leave(&self, version: Version, why: &HeaderError) {
+        let cache = &self.bucket().cache;
+        cache.pass_over(self.cache_key(), version, Useless::Left(why.clone()), self.asked);
+        // After it is there: one that comes before the change is taken back with the others.
+        if self.bucket().options.keyring.changes() != self.key_changes {
+            cache.keys_changed();
+        }
     }
 }

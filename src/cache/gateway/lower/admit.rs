@@ -195,7 +195,7 @@ async fn find_missing(
 async fn asks_s3(tiers: &Tiers, space: &Space, chunk: &ChunkHash) -> Option<bool> {
     let deadline = Instant::now() + tiers.bucket.options.lookup_deadline;
     match tiers.bucket.prober.ask(space, chunk, deadline).await {
-        ProbeAnswer::Present(_) => Some(true),
+        ProbeAnswer::Present(_) | ProbeAnswer::Left => Some(true),
         ProbeAnswer::Absent => Some(false),
         ProbeAnswer::Unknown(_) => None,
     }

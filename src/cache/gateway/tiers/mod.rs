@@ -276,6 +276,10 @@ impl Tiers {
     pub fn replace_keys(&self, keys: &Keyring) {
         let lost = self.bucket.options.keyring.replace(keys);
         self.arriving.forget_all();
+        self.bucket.cache.keys_changed();
+        if let Some(disk) = self.disk() {
+            disk.all_of_use();
+        }
         for tenant in lost {
             let chunks = self.memory.forget_tenant(&tenant);
             tracing::info!(

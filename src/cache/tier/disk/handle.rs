@@ -83,7 +83,18 @@ impl Disk {
 
     /// Whether a chunk is there, and not past its time. No I/O. For many keys, reading the clock costs as much as the rest.
     pub fn has(&self, key: &ChunkId, now: Instant) -> bool {
-        self.0.index.has(key, now)
+        self.0.index.has(key, now) && !self.0.passed_over.has(key)
+    }
+
+    /// The chunk's file is of no use now, and may be again: it is no hit until it is written anew, or
+    /// [`all_of_use`](Self::all_of_use).
+    pub fn pass_over(&self, key: ChunkId) {
+        self.0.passed_over.add(key);
+    }
+
+    /// Files that were passed over are hits again.
+    pub fn all_of_use(&self) {
+        self.0.passed_over.clear();
     }
 
     /// The chunk was used, though not read from here.
@@ -103,6 +114,10 @@ impl Disk {
     ) -> Result<Wrote, DiskError> {
         let object_len = length(space, &object)?;
         let key = (space.key(), *chunk);
+        if self.0.passed_over.remove(&key) {
+            // What the tier below has not stays.
+            self.remove(&key).await;
+        }
         let reservation = loop {
             let something_ends = self.0.index.something_ends();
             let mark = match below {

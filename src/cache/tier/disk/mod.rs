@@ -35,6 +35,7 @@ mod handle;
 mod index;
 mod open;
 mod options;
+mod passed_over;
 mod scan;
 mod shared;
 mod space_folder;

@@ -14,6 +14,7 @@ use super::folder::{Folder, FolderFound};
 use super::handle::Wrote;
 use super::index::{Gone, Index, IndexEntry, WriteReservation};
 use super::options::DiskOptions;
+use super::passed_over::PassedOver;
 use super::stats::{Backlog, DiskStats, PathStats};
 use crate::format::{ChunkId, Space, SpaceKey};
 use crate::metrics::Histogram;
@@ -39,6 +40,7 @@ pub(super) struct DiskShared {
     pub backlog_comes: Notify,
     /// Spaces that are not known, of which a disk has what the tier below has not.
     homeless: Mutex<HashSet<(usize, SpaceKey)>>,
+    pub passed_over: PassedOver,
 }
 
 /// A task that works on it has the folder as well, and so keeps it locked.
@@ -73,6 +75,7 @@ impl DiskShared {
             backlog: Mutex::new(backlog),
             backlog_comes: Notify::new(),
             homeless: Mutex::new(homeless),
+            passed_over: PassedOver::default(),
         };
         let folders = folders.into_iter().enumerate();
         folders.for_each(|(disk, folder)| shared.use_folder(disk, folder));

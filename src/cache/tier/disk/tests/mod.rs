@@ -16,6 +16,7 @@ mod concurrent;
 mod failures;
 mod files;
 mod hostile;
+mod passed_over;
 mod restart;
 mod room;
 mod unsent;
