@@ -38,7 +38,7 @@ pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
 pub use keyring::{KeyError, KeyId, Keyring, PlaneCheck, PlaneCipher, SigningKey, TenantKeys};
 pub use kind::Kind;
-pub use layout::{Layout, Plane, Section};
+pub use layout::{Layout, Plane, Section, parts};
 pub use mask::{Mask, MaskError};
 pub use protection::Protection;
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
