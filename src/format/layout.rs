@@ -98,8 +98,7 @@ impl Layout {
         self.bounds[index]..self.bounds[index + 1]
     }
 
-    /// Cuts the object at plane boundaries into sections of at least one plane and, where that leaves a choice, at
-    /// most `part_bytes`.
+    /// Cuts the object at plane boundaries into [`parts`] that are as even as the planes allow.
     pub fn sections(&self, part_bytes: usize) -> Vec<Section> {
         self.cut(1..=self.planes(), part_bytes)
     }
@@ -111,25 +110,39 @@ impl Layout {
 
     /// `ends`: numbers of planes after which it may be cut; the last is all.
     fn cut(&self, ends: impl Iterator<Item = usize>, part_bytes: usize) -> Vec<Section> {
-        let start = |first| if first == 0 { 0 } else { self.bounds[first] };
-        let section = |first, end| Section {
-            bytes: start(first)..self.bounds[end],
-            planes: first..end,
-        };
-        let mut sections = Vec::new();
-        let (mut first, mut last) = (0, 0);
-        for end in ends {
-            if last > first && self.bounds[end] - start(first) > part_bytes {
-                sections.push(section(first, last));
-                first = last;
+        let (payload, parts) = (self.payload_len(), parts(self.payload_len(), part_bytes));
+        // Where the nth cut would be if any byte could be one.
+        let ideal = |nth: usize| self.header_len + payload / parts * nth + payload % parts * nth / parts;
+        let (mut cuts, mut nth) = (vec![0], 1);
+        let mut ends = ends.peekable();
+        while let Some(end) = ends.next() {
+            let Some(&next) = ends.peek() else {
+                cuts.push(end);
+                break;
+            };
+            let is_nearest =
+                |nth| nth < parts && ideal(nth).abs_diff(self.bounds[end]) <= ideal(nth).abs_diff(self.bounds[next]);
+            if is_nearest(nth) {
+                cuts.push(end);
+                while is_nearest(nth) {
+                    nth += 1;
+                }
             }
-            last = end;
         }
-        if last > first {
-            sections.push(section(first, last));
-        }
-        sections
+        let start = |first| if first == 0 { 0 } else { self.bounds[first] };
+        let section = |pair: &[usize]| Section {
+            bytes: start(pair[0])..self.bounds[pair[1]],
+            planes: pair[0]..pair[1],
+        };
+        cuts.windows(2).map(section).collect()
     }
+}
+
+/// The number of ranged GETs for so many bytes: each as near to `part_bytes` as can be, and at most one and a half times
+/// that. A small rest would cost a request as a whole part does.
+pub fn parts(bytes: usize, part_bytes: usize) -> usize {
+    let part_bytes = part_bytes.max(1);
+    (bytes - (part_bytes / 2).min(bytes)).div_ceil(part_bytes).max(1)
 }
 
 #[cfg(test)]
@@ -168,23 +181,34 @@ mod tests {
                     prop_assert_eq!(section.planes.start, plane);
                     prop_assert!(!section.planes.is_empty());
                     let last = section.planes.end - 1;
-                    let one = if by_layer { layer(plane) == layer(last) } else { plane == last };
-                    prop_assert!(section.bytes.len() <= part || one);
                     prop_assert_eq!(section.bytes.end, layout.plane(last).end);
                     prop_assert!(!by_layer || plane == 0 || layer(plane - 1) < layer(plane));
                     (at, plane) = (section.bytes.end, section.planes.end);
                 }
                 prop_assert_eq!(at, layout.object_len());
                 prop_assert_eq!(plane, layout.planes());
-                for pair in sections.windows(2) {
-                    let next = pair[1].planes.clone();
-                    let next_end = next.clone().find(|&plane| {
-                        plane + 1 == layout.planes() || !by_layer || layer(plane) < layer(plane + 1)
-                    });
-                    let next_end = layout.plane(next_end.unwrap()).end;
-                    prop_assert!(next_end - pair[0].bytes.start > part, "no more would have gone in");
+                // As even as what can't be cut allows.
+                let most = parts(layout.payload_len(), part);
+                let ends: Vec<usize> = (0..layout.planes())
+                    .filter(|&at| !by_layer || at + 1 == layout.planes() || layer(at) < layer(at + 1))
+                    .map(|at| layout.plane(at).end)
+                    .collect();
+                let starts = std::iter::once(layout.header_len()).chain(ends.iter().copied());
+                let largest = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap();
+                prop_assert!(sections.len() <= most);
+                prop_assert!(sections.len() == most || largest > layout.payload_len() / most / 2);
+                for section in &sections {
+                    let payload = section.bytes.end - section.bytes.start.max(layout.header_len());
+                    prop_assert!(payload <= layout.payload_len() / most + largest + 1);
                 }
             }
+        }
+
+        #[test]
+        fn parts_are_near_the_size_that_was_asked_for(bytes in 1_usize..1 << 40, part in 1_usize..1 << 30) {
+            let parts = parts(bytes, part);
+            prop_assert!(bytes <= parts * part + part.div_ceil(2));
+            prop_assert!(parts == 1 || bytes > (parts - 1) * part);
         }
     }
 

@@ -39,7 +39,7 @@ pub use hex::HexError;
 pub use key::{ChunkId, Key, KeyPrefix, SpaceKey};
 pub use keyring::{KeyError, KeyId, Keyring, PlaneCheck, PlaneCipher, SigningKey, TenantKeys};
 pub use kind::Kind;
-pub use layout::{Layout, Plane, Section};
+pub use layout::{Layout, Plane, Section, parts};
 pub use mask::{Mask, MaskError};
 pub use protection::Protection;
 pub use rekey::{KeyState, NotRekeyed};

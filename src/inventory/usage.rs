@@ -15,6 +15,7 @@ use futures::{TryStreamExt, pin_mut};
 use serde::{Deserialize, Serialize};
 
 use super::{Inventory, Page, StoredChunk};
+use crate::format::parts;
 use crate::s3::object::ObjectError;
 
 /// Classes of age, each with its upper end in seconds.
@@ -162,7 +163,8 @@ impl Usage {
         let space = self.spaces.entry(chunk.space.to_string()).or_default();
         let is_first = space.count.chunks == 0;
         space.count.add(1, chunk.bytes);
-        space.gets += chunk.bytes.div_ceil(part_bytes.max(1));
+        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+        space.gets += parts(size(chunk.bytes), size(part_bytes)) as u64;
         space.oldest = if is_first {
             chunk.modified
         } else {

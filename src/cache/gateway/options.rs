@@ -22,7 +22,7 @@ pub struct GatewayOptions {
     pub digest: DigestKind,
     /// The keys of tenants, for spaces with a protection.
     pub keyring: Keyring,
-    /// Bytes that one ranged GET asks for, approximately.
+    /// Bytes that one ranged GET asks for, approximately; see [`part_bytes_of`](Self::part_bytes_of).
     pub part_bytes: usize,
     /// Bytes that one GET asks for in layer order, where it asks for whole layers.
     pub layer_part_bytes: usize,
@@ -38,6 +38,9 @@ pub struct GatewayOptions {
     /// Interval at which a repeated warning is logged, with its count.
     pub log_repeat: Duration,
 }
+
+/// GETs that a large load has in flight at least.
+const PARTS_AT_LEAST: usize = 8;
 
 /// The reason why a gateway can't start.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +70,15 @@ impl GatewayOptions {
             keyring,
             ..Self::from(config)
         })
+    }
+
+    /// Bytes that one ranged GET asks for in a load of `bytes`: twice as many in a large load, which takes half the requests
+    /// then. It is large when others wait for their turn all the time, and as long as enough may be in flight to keep every
+    /// endpoint busy.
+    pub fn part_bytes_of(&self, bytes: usize) -> usize {
+        let twice = self.part_bytes.saturating_mul(2);
+        let is_large = bytes / 2 >= self.get_bytes_max && self.get_bytes_max / PARTS_AT_LEAST >= twice;
+        if is_large { twice } else { self.part_bytes }
     }
 
     /// How new objects of a space are digested.

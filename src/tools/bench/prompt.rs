@@ -17,7 +17,7 @@ use super::raw::RawTarget;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{BenchPhase, PromptSettings, to_usize};
-use crate::cache::gateway::{AfterMiss, FilledSlot, Gateway, LoadSpec, StoreOutcome, StoreSlot};
+use crate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome, StoreSlot};
 use crate::config::Config;
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::protocol::Order;
@@ -78,7 +78,10 @@ impl BenchPrompt {
     pub fn part_bytes(&self, config: &Config) -> u64 {
         let layout = self.space.layout();
         let sections = match self.order {
-            Order::Chunk => layout.sections(to_usize(config.s3.part_size.bytes())),
+            Order::Chunk => {
+                let load_bytes = layout.object_len().saturating_mul(self.chunks.len());
+                layout.sections(GatewayOptions::from(config).part_bytes_of(load_bytes))
+            }
             Order::Layer => layout.layer_groups(to_usize(config.load.layer_part_size.bytes())),
         };
         let bytes = sections.iter().map(|section| section.bytes.len() as u64);

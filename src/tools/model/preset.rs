@@ -79,6 +79,32 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_takes_as_many_gets_as_it_has_parts() {
+        let gets = |space: &Space, part_bytes: usize| {
+            let sections = space.layout().sections(part_bytes);
+            let bytes = sections.iter().map(|section| section.bytes.len());
+            let (least, most) = (bytes.clone().min().unwrap(), bytes.max().unwrap());
+            // Planes are about 1 MiB.
+            assert!(most - least <= 2 << 20, "{}: {least} to {most} bytes", space.model());
+            sections.len()
+        };
+        // In a load, and in a large one.
+        let of_space = |space: &Space| (gets(space, 16 << 20), gets(space, 32 << 20));
+        let of = |name| of_space(&Preset::find(name).unwrap().spaces("0123abcd", 256).unwrap()[0]);
+        assert_eq!(of("llama-3-8b"), (2, 1));
+        assert_eq!(of("llama-3-70b"), (5, 2));
+        assert_eq!(of("qwen3-32b"), (4, 2));
+        let config = serde_json::json!({
+            "num_hidden_layers": 28, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"
+        });
+        let small = HfModel::of(&config, None).unwrap();
+        let small = small.spaces("Qwen/Qwen3-0.6B", "0123abcd", 256).unwrap();
+        assert_eq!(of_space(&small[0]), (2, 1));
+        assert_eq!(of("deepseek-v3"), (1, 1));
+        assert_eq!(of("deepseek-v3-fp8"), (1, 1));
+    }
+
+    #[test]
     fn all_kinds_of_every_preset_are_spaces_of_one_model() {
         for preset in PRESETS.iter() {
             let spaces = preset.spaces("0123abcd", 256).unwrap();

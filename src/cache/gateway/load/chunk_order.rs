@@ -1,5 +1,7 @@
 //! Whole chunks, in the order of the prompt.
 
+use std::sync::Arc;
+
 use super::drive::{Announce, ChunkSource, Drive};
 use super::stream::LoadGone;
 use crate::cache::gateway::chunk::LoadedChunk;
@@ -12,7 +14,7 @@ impl Drive {
     }
 
     async fn chunk_by_chunk(&mut self) -> Result<(), LoadGone> {
-        let sections = self.sections();
+        let sections = Arc::clone(&self.sections);
         for index in self.first..self.chunks.len() {
             let (credit, source) = self.source(index, Announce::Now).await;
             let with_credit = |chunk: LoadedChunk| chunk.with_credit(credit);

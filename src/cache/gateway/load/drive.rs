@@ -32,6 +32,8 @@ pub struct Drive {
     pub chunks: Vec<ChunkHash>,
     /// The first chunk for the driver; those before need none.
     pub first: usize,
+    /// Of each chunk in chunk order.
+    pub sections: Arc<[Section]>,
     pub deadline: Instant,
     number: u64,
     ticket: Option<Ticket>,
@@ -69,8 +71,14 @@ impl Drive {
         credit: Option<Credit>,
     ) -> (Self, mpsc::UnboundedReceiver<LoadStep>) {
         let (steps, receiver) = mpsc::unbounded_channel();
+        let layout = request.space.layout();
+        let part_bytes = tiers
+            .bucket
+            .options
+            .part_bytes_of(layout.object_len().saturating_mul(request.chunks.len()));
         let drive = Self {
             tiers: Arc::clone(tiers),
+            sections: layout.sections(part_bytes).into(),
             space: request.space,
             chunks: request.chunks,
             first: 0,
@@ -195,7 +203,7 @@ impl Drive {
             return Ok(ChunkSource::S3(slot, Some(announcement)));
         }
         let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
-        let (wanted, sections) = (self.wanted(index), self.sections());
+        let (wanted, sections) = (self.wanted(index), Arc::clone(&self.sections));
         let place = self.place(index * sections.len());
         let flight = announcement.fly(async move {
             match wanted.read_disk(slot).await {
@@ -308,7 +316,7 @@ impl Drive {
         index: usize,
         flight: Arc<Flight>,
     ) -> impl Future<Output = Result<LoadedChunk, Miss>> + Send + 'static {
-        let (wanted, sections, place) = (self.wanted(index), self.sections(), self.place(index));
+        let (wanted, sections, place) = (self.wanted(index), Arc::clone(&self.sections), self.place(index));
         let (tiers, space, chunk) = (Arc::clone(&self.tiers), self.space.clone(), self.chunks[index]);
         let deadline = self.deadline;
         async move {
@@ -340,10 +348,6 @@ impl Drive {
                 None => Err(Miss::ArenaFull),
             }
         }
-    }
-
-    pub fn sections(&self) -> Vec<Section> {
-        self.space.layout().sections(self.tiers.bucket.options.part_bytes)
     }
 
     pub fn wanted(&self, index: usize) -> Arc<ChunkFetch> {
