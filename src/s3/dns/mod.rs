@@ -19,5 +19,6 @@ mod lookup;
 mod servers;
 mod watch;
 
+pub use error::DnsError;
 pub use inspect::{Answered, NameInspected, ServerAnswers, inspect};
-pub use watch::{AddressSource, DnsOptions, NameState, Resolved, Resolver};
+pub use watch::{AddressLookup, AddressSource, DnsOptions, NameAddresses, NameState, Resolved, Resolver};

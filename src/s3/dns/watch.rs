@@ -5,11 +5,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::future::BoxFuture;
 use serde::Serialize;
 use tokio::sync::watch;
 
 use super::error::DnsError;
-use super::lookup::{NameAddresses, NameLookup};
+use super::lookup::NameLookup;
 
 /// The least time between two lookups, also with a lower `[dns] min_ttl`.
 const WAIT_MIN: Duration = Duration::from_millis(10);
@@ -40,9 +41,26 @@ pub struct DnsOptions {
 }
 
 /// Keeps lists of addresses up to date. Clones are cheap.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Resolver {
     options: Arc<DnsOptions>,
+    lookups: Arc<dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync>,
+}
+
+/// Looks one source up, again and again: a [`Resolver`]'s way to DNS.
+pub trait AddressLookup: Send {
+    fn look_up(&mut self) -> BoxFuture<'_, Result<NameAddresses, DnsError>>;
+}
+
+/// At least one family of one name had addresses.
+#[derive(Debug)]
+pub struct NameAddresses {
+    /// Sorted, without duplicates.
+    pub addresses: Vec<SocketAddr>,
+    /// The shortest of all records used.
+    pub ttl: Duration,
+    /// The error of a family (IPv4, IPv6) that failed beside one that did not.
+    pub failure: Option<DnsError>,
 }
 
 /// The state of an [`AddressSource`].
@@ -82,8 +100,21 @@ impl NameState {
 impl Resolver {
     /// Sends nothing and reads no file: what is wrong with the system's configuration is an error of the lookups.
     pub fn new(options: DnsOptions) -> Self {
+        let asked = Arc::new(options.clone());
+        let lookup = move |source: &AddressSource| -> Box<dyn AddressLookup> {
+            Box::new(NameLookup::new(Arc::clone(&asked), source.clone()))
+        };
+        Self::over(options, lookup)
+    }
+
+    /// Over lookups of another kind: a model of DNS.
+    pub fn over(
+        options: DnsOptions,
+        lookups: impl Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync + 'static,
+    ) -> Self {
         Self {
             options: Arc::new(options),
+            lookups: Arc::new(lookups),
         }
     }
 
@@ -101,7 +132,7 @@ impl Resolver {
             });
             return told;
         }
-        let lookup = NameLookup::new(Arc::clone(&self.options), source.clone());
+        let lookup = (self.lookups)(source);
         let refresh = Refresh {
             options: Arc::clone(&self.options),
             source: source.clone(),
@@ -114,6 +145,12 @@ impl Resolver {
             }
         });
         told
+    }
+}
+
+impl fmt::Debug for Resolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Resolver({:?})", self.options)
     }
 }
 
@@ -151,9 +188,9 @@ struct Refresh {
 }
 
 impl Refresh {
-    async fn run(&self, mut lookup: NameLookup) {
+    async fn run(&self, mut lookup: Box<dyn AddressLookup>) {
         loop {
-            let result = lookup.run().await;
+            let result = lookup.look_up().await;
             let wait = wait(&result, &self.options);
             self.publish(result);
             tokio::time::sleep(wait).await;
