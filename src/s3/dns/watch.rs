@@ -15,6 +15,9 @@ use super::lookup::NameLookup;
 /// The least time between two lookups, also with a lower `[dns] min_ttl`.
 const WAIT_MIN: Duration = Duration::from_millis(10);
 
+/// The part of the time that chance adds to it: gateways that started together must not ask together for ever.
+const JITTER: f64 = 0.25;
+
 /// Where addresses come from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum AddressSource {
@@ -193,7 +196,7 @@ impl Refresh {
             let result = lookup.look_up().await;
             let wait = wait(&result, &self.options);
             self.publish(result);
-            tokio::time::sleep(wait).await;
+            tokio::time::sleep(wait.mul_f64(1.0 + JITTER * fastrand::f64())).await;
         }
     }
 
@@ -247,7 +250,7 @@ impl Refresh {
     }
 }
 
-/// The time until the next lookup.
+/// The time until the next lookup, at least.
 fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Duration {
     let ttl = match result {
         Ok(NameAddresses {
@@ -271,6 +274,8 @@ fn difference(last: &[SocketAddr], next: &[SocketAddr]) -> (Vec<SocketAddr>, Vec
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
 
     const OPTIONS: DnsOptions = DnsOptions {
@@ -335,6 +340,34 @@ mod tests {
             ..OPTIONS
         };
         assert!(wait(&Ok(found(30)), &never) > Duration::ZERO);
+    }
+
+    /// Says always the same, and counts the questions in each second.
+    struct Counted(Arc<Mutex<[u32; 100]>>, tokio::time::Instant);
+
+    impl AddressLookup for Counted {
+        fn look_up(&mut self) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+            let second = usize::try_from(self.1.elapsed().as_secs()).unwrap();
+            if let Some(asked) = self.0.lock().unwrap().get_mut(second) {
+                *asked += 1;
+            }
+            Box::pin(async { Ok(found(10)) })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_that_start_together_ask_at_different_times() {
+        fastrand::seed(7);
+        let (asked, start) = (Arc::new(Mutex::new([0; 100])), tokio::time::Instant::now());
+        let counted = Arc::clone(&asked);
+        let resolver = Resolver::over(OPTIONS, move |_| Box::new(Counted(Arc::clone(&counted), start)));
+        let watches: Vec<_> = (0..200).map(|_| resolver.watch(&host("s3"))).collect();
+        tokio::time::sleep(Duration::from_secs(100)).await;
+        let asked = asked.lock().unwrap();
+        assert_eq!(asked[0], 200);
+        // 18 a second, once they are apart.
+        assert!(asked[70..].iter().all(|asked| *asked < 60), "{asked:?}");
+        drop(watches);
     }
 
     #[test]
