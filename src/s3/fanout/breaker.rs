@@ -117,6 +117,13 @@ impl EndpointBreaker {
         }
     }
 
+    /// What opened it may be over: the next probe may be sent now.
+    pub fn may_work(&mut self, now: Instant) {
+        if let State::Open { until } = &mut self.state {
+            *until = now.min(*until);
+        }
+    }
+
     /// The probe was given up: another one may be sent.
     pub fn probe_given_up(&mut self, now: Instant) {
         if let State::Probing = self.state {
