@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use kvgate::s3::dns::{AddressLookup, DnsError, NameAddresses};
+use kvgate::s3::dns::{AddressLookup, Carrier, DnsError, NameAddresses};
 use tokio::time::sleep;
 
 use super::rgw::lock;
@@ -54,16 +54,18 @@ impl Names {
         )
     }
 
-    fn answer(&self) -> NameAddresses {
+    fn answer(&self, carrier: Carrier) -> NameAddresses {
         let mut addresses = lock(&self.listed).clone();
-        self.questions.fetch_add(QUESTIONS, Ordering::Relaxed);
-        match self.cut {
+        let by_tcp = carrier == Carrier::Tcp;
+        let counter = if by_tcp { &self.by_tcp } else { &self.questions };
+        counter.fetch_add(QUESTIONS, Ordering::Relaxed);
+        match self.cut.filter(|_| !by_tcp) {
             Some(most) => {
                 fastrand::shuffle(&mut addresses);
                 addresses.truncate(most);
             }
             // It says that it was cut: the same question goes by TCP.
-            None if addresses.len() * RECORD_BYTES > UDP_BYTES => {
+            None if !by_tcp && addresses.len() * RECORD_BYTES > UDP_BYTES => {
                 self.by_tcp.fetch_add(1, Ordering::Relaxed);
             }
             None => {}
@@ -81,10 +83,10 @@ impl Names {
 pub struct Asks(pub Arc<Names>);
 
 impl AddressLookup for Asks {
-    fn look_up(&mut self) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
-        Box::pin(async {
+    fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+        Box::pin(async move {
             sleep(ROUND_TRIP).await;
-            Ok(self.0.answer())
+            Ok(self.0.answer(carrier))
         })
     }
 }

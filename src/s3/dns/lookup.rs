@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::answer::{Records, addresses, srv_targets};
 use super::error::DnsError;
-use super::servers::NameServers;
+use super::servers::{Carrier, NameServers};
 use super::watch::{AddressLookup, AddressSource, DnsOptions, NameAddresses};
 
 /// Targets of a SRV name that are resolved at a time. Each is two questions, and hickory takes at most 32 at a time
@@ -48,10 +48,10 @@ impl NameLookup {
         }
     }
 
-    async fn run(&mut self) -> Result<NameAddresses, DnsError> {
+    async fn run(&mut self, carrier: Carrier) -> Result<NameAddresses, DnsError> {
         let deadline = Instant::now() + self.options.timeout;
         let options = Arc::clone(&self.options);
-        let servers = tokio::task::spawn_blocking(move || NameServers::read(&options))
+        let servers = tokio::task::spawn_blocking(move || NameServers::read(&options, carrier))
             .await
             .unwrap_or_else(|error| Err(NetError::Msg(error.to_string())))
             .map_err(|cause| DnsError::System {
@@ -126,8 +126,8 @@ impl NameLookup {
 }
 
 impl AddressLookup for NameLookup {
-    fn look_up(&mut self) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
-        Box::pin(self.run())
+    fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+        Box::pin(self.run(carrier))
     }
 }
 
