@@ -8,7 +8,7 @@ use hickory_resolver::proto::rr::Name;
 
 /// Why a name gave no addresses: a sentence with the name, and what to check.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum DnsError {
+pub enum DnsError {
     #[error("{name:?} is no domain name ({cause}); check how it is spelled")]
     NotAName { name: String, cause: Box<ProtoError> },
     #[error(

@@ -79,7 +79,7 @@ impl Answered {
 pub async fn inspect(options: &DnsOptions, source: &AddressSource) -> Result<NameInspected, String> {
     let read = options.clone();
     let both = tokio::task::spawn_blocking(move || {
-        let of = |carrier| NameServers::read_for(&read, carrier);
+        let of = |carrier| NameServers::read(&read, carrier);
         Ok((of(Carrier::Udp)?, of(Carrier::Tcp)?))
     });
     let both = both.await.map_err(|error| error.to_string())?;

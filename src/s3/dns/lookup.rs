@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::future::join_all;
+use futures::future::{BoxFuture, join_all};
 use futures::stream::{self, StreamExt};
 use hickory_resolver::net::NetError;
 use hickory_resolver::proto::rr::{Name, RecordType};
@@ -13,8 +13,8 @@ use tokio::time::Instant;
 
 use super::answer::{Records, addresses, srv_targets};
 use super::error::DnsError;
-use super::servers::NameServers;
-use super::watch::{AddressSource, DnsOptions};
+use super::servers::{Carrier, NameServers};
+use super::watch::{AddressLookup, AddressSource, DnsOptions, NameAddresses};
 
 /// Targets of a SRV name that are resolved at a time. Each is two questions, and hickory takes at most 32 at a time
 /// for a server.
@@ -29,17 +29,6 @@ pub(super) struct NameLookup {
     /// The addresses that each family of each name had when it was answered last. A family that fails keeps it: the
     /// other one's addresses may be those that can't be reached from here.
     kept: HashMap<(Name, RecordType), Vec<IpAddr>>,
-}
-
-/// At least one family of one name had addresses.
-#[derive(Debug)]
-pub(super) struct NameAddresses {
-    /// Sorted, without duplicates.
-    pub addresses: Vec<SocketAddr>,
-    /// The shortest of all records used.
-    pub ttl: Duration,
-    /// The error of a family (IPv4, IPv6) that failed beside one that did not.
-    pub failure: Option<DnsError>,
 }
 
 /// The outcome of one question.
@@ -59,10 +48,10 @@ impl NameLookup {
         }
     }
 
-    pub async fn run(&mut self) -> Result<NameAddresses, DnsError> {
+    async fn run(&mut self, carrier: Carrier) -> Result<NameAddresses, DnsError> {
         let deadline = Instant::now() + self.options.timeout;
         let options = Arc::clone(&self.options);
-        let servers = tokio::task::spawn_blocking(move || NameServers::read(&options))
+        let servers = tokio::task::spawn_blocking(move || NameServers::read(&options, carrier))
             .await
             .unwrap_or_else(|error| Err(NetError::Msg(error.to_string())))
             .map_err(|cause| DnsError::System {
@@ -133,6 +122,12 @@ impl NameLookup {
             ttl: Duration::from_secs(ttl.into()),
             failure,
         })
+    }
+}
+
+impl AddressLookup for NameLookup {
+    fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+        Box::pin(self.run(carrier))
     }
 }
 

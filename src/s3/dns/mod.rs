@@ -10,6 +10,9 @@
 //! takes an answer to any question. So there is no cache of hickory's either, and every lookup begins anew, with
 //! `/etc/resolv.conf` and the hosts file as they are now.
 //!
+//! An answer by UDP may have been cut without saying so, as Consul does it. So where one differs from what is known, TCP is
+//! asked as well, and tells what is gone; where TCP does not answer, addresses that an answer lacks stay for a while.
+//!
 //! It never knows S3 or HTTP, nor which address is a good one.
 
 mod answer;
@@ -19,5 +22,7 @@ mod lookup;
 mod servers;
 mod watch;
 
+pub use error::DnsError;
 pub use inspect::{Answered, NameInspected, ServerAnswers, inspect};
-pub use watch::{AddressSource, DnsOptions, NameState, Resolved, Resolver};
+pub use servers::Carrier;
+pub use watch::{AddressLookup, AddressSource, DnsOptions, NameAddresses, NameState, Resolved, Resolver};

@@ -40,7 +40,7 @@ pub(super) struct Server {
 
 /// What carries the questions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Carrier {
+pub enum Carrier {
     /// UDP, and TCP where an answer says that it was cut.
     Both,
     Udp,
@@ -49,12 +49,7 @@ pub(super) enum Carrier {
 
 impl NameServers {
     /// The servers of the options, which take every name as it is; otherwise the system's, with its search list. Reads files.
-    pub fn read(options: &DnsOptions) -> Result<Self, NetError> {
-        let carrier = if options.tcp { Carrier::Tcp } else { Carrier::Both };
-        Self::read_for(options, carrier)
-    }
-
-    pub fn read_for(options: &DnsOptions, carrier: Carrier) -> Result<Self, NetError> {
+    pub fn read(options: &DnsOptions, carrier: Carrier) -> Result<Self, NetError> {
         let mut hickory = ResolverOpts::default();
         let (mut search, mut configs) = (Vec::new(), Vec::new());
         if options.servers.is_empty() {

@@ -1,18 +1,24 @@
 //! Keeps a name's addresses up to date in the background. While DNS fails the old ones stay.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::future::BoxFuture;
 use serde::Serialize;
 use tokio::sync::watch;
 
 use super::error::DnsError;
-use super::lookup::{NameAddresses, NameLookup};
+use super::lookup::NameLookup;
+use super::servers::Carrier;
 
 /// The least time between two lookups, also with a lower `[dns] min_ttl`.
 const WAIT_MIN: Duration = Duration::from_millis(10);
+
+/// The part of the time that chance adds to it: gateways that started together must not ask together for ever.
+const JITTER: f64 = 0.25;
 
 /// Where addresses come from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -29,20 +35,38 @@ pub struct DnsOptions {
     /// Asked in this order, each one when those before it failed. Empty: the system's (`/etc/resolv.conf`), with its
     /// search list; these here take every name as it is.
     pub servers: Vec<SocketAddr>,
-    /// Ask by TCP alone; otherwise by UDP first, and by TCP where an answer says that it was cut.
+    /// Ask by TCP alone; otherwise by UDP first, and by TCP where an answer says that it was cut, or differs from the last.
     pub tcp: bool,
     /// The floor of TTLs, and the wait after a failure.
     pub min_ttl: Duration,
-    /// The ceiling of TTLs. Where both disagree the floor wins.
+    /// The ceiling of TTLs; where both disagree the floor wins. Also how long an address stays that an answer by UDP lacks,
+    /// while TCP does not tell whether it is gone.
     pub max_ttl: Duration,
     /// One lookup as a whole.
     pub timeout: Duration,
 }
 
 /// Keeps lists of addresses up to date. Clones are cheap.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Resolver {
     options: Arc<DnsOptions>,
+    lookups: Arc<dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync>,
+}
+
+/// Looks one source up, again and again: a [`Resolver`]'s way to DNS.
+pub trait AddressLookup: Send {
+    fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>>;
+}
+
+/// At least one family of one name had addresses.
+#[derive(Debug)]
+pub struct NameAddresses {
+    /// Sorted, without duplicates.
+    pub addresses: Vec<SocketAddr>,
+    /// The shortest of all records used.
+    pub ttl: Duration,
+    /// The error of a family (IPv4, IPv6) that failed beside one that did not.
+    pub failure: Option<DnsError>,
 }
 
 /// The state of an [`AddressSource`].
@@ -82,8 +106,21 @@ impl NameState {
 impl Resolver {
     /// Sends nothing and reads no file: what is wrong with the system's configuration is an error of the lookups.
     pub fn new(options: DnsOptions) -> Self {
+        let asked = Arc::new(options.clone());
+        let lookup = move |source: &AddressSource| -> Box<dyn AddressLookup> {
+            Box::new(NameLookup::new(Arc::clone(&asked), source.clone()))
+        };
+        Self::over(options, lookup)
+    }
+
+    /// Over lookups of another kind: a model of DNS.
+    pub fn over(
+        options: DnsOptions,
+        lookups: impl Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync + 'static,
+    ) -> Self {
         Self {
             options: Arc::new(options),
+            lookups: Arc::new(lookups),
         }
     }
 
@@ -101,19 +138,27 @@ impl Resolver {
             });
             return told;
         }
-        let lookup = NameLookup::new(Arc::clone(&self.options), source.clone());
         let refresh = Refresh {
             options: Arc::clone(&self.options),
             source: source.clone(),
-            tell,
+            lookup: (self.lookups)(source),
+            is_cut: false,
+            seen: BTreeMap::new(),
+            tell: tell.clone(),
         };
         tokio::spawn(async move {
             tokio::select! {
-                () = refresh.tell.closed() => {}
-                () = refresh.run(lookup) => {}
+                () = tell.closed() => {}
+                () = refresh.run() => {}
             }
         });
         told
+    }
+}
+
+impl fmt::Debug for Resolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Resolver({:?})", self.options)
     }
 }
 
@@ -147,17 +192,77 @@ impl fmt::Display for AddressSource {
 struct Refresh {
     options: Arc<DnsOptions>,
     source: AddressSource,
+    lookup: Box<dyn AddressLookup>,
+    /// Answers by UDP lack addresses, and don't say so: TCP is asked first.
+    is_cut: bool,
+    /// When an answer had each address last.
+    seen: BTreeMap<SocketAddr, tokio::time::Instant>,
     tell: watch::Sender<Resolved>,
 }
 
 impl Refresh {
-    async fn run(&self, mut lookup: NameLookup) {
+    async fn run(mut self) {
         loop {
-            let result = lookup.run().await;
+            let result = self.look_up().await;
             let wait = wait(&result, &self.options);
             self.publish(result);
-            tokio::time::sleep(wait).await;
+            tokio::time::sleep(wait.mul_f64(1.0 + JITTER * fastrand::f64())).await;
         }
+    }
+
+    /// The addresses of the name, with those that an answer may have left out.
+    async fn look_up(&mut self) -> Result<NameAddresses, DnsError> {
+        if self.options.tcp {
+            return self.lookup.look_up(Carrier::Tcp).await;
+        }
+        if self.is_cut
+            && let Ok(all) = self.lookup.look_up(Carrier::Tcp).await
+        {
+            return Ok(self.saw(all, true));
+        }
+        let found = self.lookup.look_up(Carrier::Both).await?;
+        if found.addresses == *self.tell.borrow().addresses {
+            return Ok(self.saw(found, true));
+        }
+        let (few, ttl) = (found.addresses.clone(), found.ttl);
+        let failure = found.failure.is_some();
+        let found = self.saw(found, false);
+        // What came is used at once; TCP tells what is gone.
+        self.publish(Ok(NameAddresses {
+            addresses: found.addresses.clone(),
+            ttl,
+            failure: None,
+        }));
+        match self.lookup.look_up(Carrier::Tcp).await {
+            Ok(all) => {
+                let is_part = few
+                    .iter()
+                    .all(|address| all.addresses.binary_search(address).is_ok());
+                if is_part && few.len() < all.addresses.len() && !failure && all.failure.is_none() {
+                    self.is_cut = true;
+                    let (few, all) = (few.len(), all.addresses.len());
+                    tracing::info!(source = %self.source, few, all, "DNS cuts its answers by UDP: TCP is asked");
+                }
+                Ok(self.saw(all, true))
+            }
+            Err(error) => {
+                tracing::debug!(source = %self.source, "TCP does not tell whether that is all: {error}");
+                Ok(found)
+            }
+        }
+    }
+
+    /// Remembers what an answer has. Where it may not be `whole`, those that others had lately are in it, too.
+    fn saw(&mut self, mut answer: NameAddresses, whole: bool) -> NameAddresses {
+        let now = tokio::time::Instant::now();
+        if whole {
+            self.seen.clear();
+        }
+        self.seen
+            .extend(answer.addresses.iter().map(|&address| (address, now)));
+        self.seen.retain(|_, seen| now - *seen < self.options.max_ttl);
+        answer.addresses = self.seen.keys().copied().collect();
+        answer
     }
 
     fn publish(&self, result: Result<NameAddresses, DnsError>) {
@@ -210,7 +315,7 @@ impl Refresh {
     }
 }
 
-/// The time until the next lookup.
+/// The time until the next lookup, at least.
 fn wait(result: &Result<NameAddresses, DnsError>, options: &DnsOptions) -> Duration {
     let ttl = match result {
         Ok(NameAddresses {
@@ -234,6 +339,8 @@ fn difference(last: &[SocketAddr], next: &[SocketAddr]) -> (Vec<SocketAddr>, Vec
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
 
     const OPTIONS: DnsOptions = DnsOptions {
@@ -298,6 +405,116 @@ mod tests {
             ..OPTIONS
         };
         assert!(wait(&Ok(found(30)), &never) > Duration::ZERO);
+    }
+
+    /// Says always the same, and counts the questions in each second.
+    struct Counted(Arc<Mutex<[u32; 100]>>, tokio::time::Instant);
+
+    impl AddressLookup for Counted {
+        fn look_up(&mut self, _: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+            let second = usize::try_from(self.1.elapsed().as_secs()).unwrap();
+            if let Some(asked) = self.0.lock().unwrap().get_mut(second) {
+                *asked += 1;
+            }
+            Box::pin(async { Ok(found(10)) })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn those_that_start_together_ask_at_different_times() {
+        fastrand::seed(7);
+        let (asked, start) = (Arc::new(Mutex::new([0; 100])), tokio::time::Instant::now());
+        let counted = Arc::clone(&asked);
+        let resolver = Resolver::over(OPTIONS, move |_| Box::new(Counted(Arc::clone(&counted), start)));
+        let watches: Vec<_> = (0..200).map(|_| resolver.watch(&host("s3"))).collect();
+        tokio::time::sleep(Duration::from_secs(100)).await;
+        let asked = asked.lock().unwrap();
+        assert_eq!(asked[0], 200);
+        // 18 a second, once they are apart.
+        assert!(asked[70..].iter().all(|asked| *asked < 60), "{asked:?}");
+        drop(watches);
+    }
+
+    /// Ten addresses, of which an answer by UDP has three, others each time.
+    struct Cut {
+        asked: Arc<Mutex<(u32, u32)>>,
+        has_tcp: bool,
+    }
+
+    impl AddressLookup for Cut {
+        fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+            let mut asked = self.asked.lock().unwrap();
+            let first = asked.0 % 10;
+            let all = match carrier {
+                Carrier::Tcp => {
+                    asked.1 += 1;
+                    self.has_tcp.then_some(0..10)
+                }
+                _ => {
+                    asked.0 += 3;
+                    Some(first..first + 3)
+                }
+            };
+            let address = |n: u32| ([10, 0, 0, u8::try_from(n % 10).unwrap()], 80).into();
+            let mut addresses: Vec<_> = all.iter().cloned().flatten().map(address).collect();
+            addresses.sort_unstable();
+            Box::pin(async move {
+                all.map(|_| NameAddresses {
+                    addresses,
+                    ..found(1)
+                })
+                .ok_or_else(no_target)
+            })
+        }
+    }
+
+    async fn of_cut_answers(has_tcp: bool) -> (usize, (u32, u32)) {
+        let asked = Arc::default();
+        let counted = Arc::clone(&asked);
+        let resolver = Resolver::over(OPTIONS, move |_| {
+            let asked = Arc::clone(&counted);
+            Box::new(Cut { asked, has_tcp })
+        });
+        let told = resolver.watch(&host("s3"));
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        let addresses = told.borrow().addresses.len();
+        (addresses, *asked.lock().unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_was_cut_is_asked_for_by_tcp_from_then_on() {
+        let (addresses, (by_udp, by_tcp)) = of_cut_answers(true).await;
+        assert_eq!((addresses, by_udp), (10, 3));
+        assert!(by_tcp >= 8, "{by_tcp}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_tcp_addresses_stay_that_an_answer_lacks() {
+        assert_eq!(of_cut_answers(false).await.0, 10);
+    }
+
+    /// Nothing is left out of an answer that is the same as before, so TCP has nothing to say.
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_stays_is_no_question_by_tcp() {
+        struct Same(Arc<Mutex<u32>>);
+        impl AddressLookup for Same {
+            fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+                *self.0.lock().unwrap() += u32::from(carrier == Carrier::Tcp);
+                let addresses = vec![([10, 0, 0, 1], 80).into()];
+                Box::pin(async {
+                    Ok(NameAddresses {
+                        addresses,
+                        ..found(1)
+                    })
+                })
+            }
+        }
+        let by_tcp = Arc::default();
+        let counted = Arc::clone(&by_tcp);
+        let resolver = Resolver::over(OPTIONS, move |_| Box::new(Same(Arc::clone(&counted))));
+        let _told = resolver.watch(&host("s3"));
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(*by_tcp.lock().unwrap(), 1, "the first answer alone");
     }
 
     #[test]

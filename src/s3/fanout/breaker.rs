@@ -10,7 +10,7 @@ use tokio::time::Instant;
 pub struct BreakerOptions {
     /// Failures in a row that open it.
     pub failures: u32,
-    /// How long it stays open at first; doubles each time a probe fails.
+    /// The longest that it stays open at first; doubles each time a probe fails.
     pub open: Duration,
     pub open_max: Duration,
 }
@@ -26,6 +26,9 @@ pub enum BreakerPhase {
     /// Lets one through, the probe, or waits for how it ends.
     HalfOpen,
 }
+
+/// The part of the time that chance takes off it.
+const JITTER: f64 = 0.5;
 
 /// Keeps requests away from an endpoint that fails.
 #[derive(Debug)]
@@ -106,9 +109,18 @@ impl EndpointBreaker {
         if opens {
             let open = self.options.open.saturating_mul(1 << self.opened.min(16));
             self.opened += 1;
-            self.state = State::Open {
-                until: now + open.min(self.options.open_max),
-            };
+            // Many gateways see the same failure: their probes must not come together.
+            let open = open
+                .min(self.options.open_max)
+                .mul_f64(1.0 - JITTER * fastrand::f64());
+            self.state = State::Open { until: now + open };
+        }
+    }
+
+    /// What opened it may be over: the next probe may be sent now.
+    pub fn may_work(&mut self, now: Instant) {
+        if let State::Open { until } = &mut self.state {
+            *until = now.min(*until);
         }
     }
 
@@ -173,7 +185,7 @@ mod tests {
             // Requests that were under way when it opened.
             breaker.failed(false, now);
             let until = breaker.opens_again().unwrap();
-            assert_eq!(until - now, open * SECOND);
+            assert!((open * SECOND / 2..=open * SECOND).contains(&(until - now)));
             now = until;
             assert!(breaker.begin(now));
             breaker.failed(false, now);
@@ -184,6 +196,27 @@ mod tests {
             );
             breaker.failed(true, now);
         }
+    }
+
+    /// Of many that open at the same moment, no tenth of the time has much more than a tenth.
+    #[test]
+    fn breakers_that_open_together_probe_at_different_times() {
+        fastrand::seed(7);
+        let now = Instant::now();
+        let mut probes = [0; 10];
+        for _ in 0..1000 {
+            let mut breaker = breaker();
+            for _ in 0..3 {
+                breaker.failed(false, now);
+            }
+            let after = breaker.opens_again().unwrap() - now;
+            let tenth = (after.as_millis() as usize - 500) / 50;
+            probes[tenth.min(9)] += 1;
+        }
+        assert!(
+            probes.iter().all(|probes| (60..=140).contains(probes)),
+            "{probes:?}"
+        );
     }
 
     #[test]

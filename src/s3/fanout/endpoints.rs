@@ -191,6 +191,7 @@ impl<T> Endpoints<T> {
     pub(super) fn end(&self, address: SocketAddr, ending: &Ending) {
         let now = Instant::now();
         let mut set = self.lock();
+        let none_works = set.none_works(now);
         let member = set.members.iter_mut().find(|member| member.address == address);
         let Some(member) = member else {
             set.departed.end(ending);
@@ -198,6 +199,12 @@ impl<T> Endpoints<T> {
         };
         if let Some(took) = member.end(ending, now) {
             set.learn(&took, ending, now);
+        }
+        if none_works && !set.none_works(now) {
+            // What all had in common is over. Otherwise everything would go to this one, until the others are tried.
+            set.members
+                .iter_mut()
+                .for_each(|member| member.breaker.may_work(now));
         }
         self.grant(set);
     }
@@ -292,6 +299,12 @@ impl<T> Set<T> {
             let room = |at: &usize| self.members[*at].has_room(bytes);
             (0..self.members.len()).filter(room).min_by_key(opens)
         }
+    }
+
+    /// No breaker is closed.
+    fn none_works(&self, now: Instant) -> bool {
+        let closed = |member: &Member<T>| member.breaker.phase(now) == BreakerPhase::Closed;
+        !self.members.iter().any(closed)
     }
 
     /// One that this call has not taken, with a closed breaker.

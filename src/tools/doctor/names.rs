@@ -184,7 +184,7 @@ fn compared(server: &str, kind: &str, udp: &[String], tcp: &[String], by_tcp: bo
             "{server} gives {few} {kind} records by UDP and {all} by TCP, and does not say that the first answer was cut \
              (no TC bit; Consul does that)"
         );
-        let advice = "Set [dns] tcp = true (KVGATE__DNS__TCP=true): else addresses are never used";
+        let advice = "kvgate asks by TCP as well, so TCP must get through. Set [dns] tcp = true (KVGATE__DNS__TCP=true) to ask by TCP alone";
         return Finding::warning(CHECK, seen, advice);
     }
     let seen = if udp == tcp {

@@ -174,6 +174,33 @@ async fn where_all_fail_they_are_tried_all_the_same() {
     );
 }
 
+/// What they have in common has failed, such as the network. The first that works again does not get everything.
+#[tokio::test(start_paused = true)]
+async fn once_one_works_again_after_all_had_failed_all_are_tried() {
+    fastrand::seed(7);
+    let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);
+    endpoints.update(&(0..20).map(address).collect::<Vec<_>>(), |_| ());
+    let request = async |outcome| {
+        let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+        let at = permit.address();
+        permit.end(outcome);
+        at
+    };
+    let closed = || {
+        let states = endpoints.states().into_iter();
+        states
+            .filter(|state| state.breaker == BreakerPhase::Closed)
+            .count()
+    };
+    while closed() > 0 {
+        request(Outcome::Lost(Loss::Connection)).await;
+    }
+    for _ in 0..100 {
+        request(Outcome::Answered { status: 200 }).await;
+    }
+    assert_eq!(closed(), 20);
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_overloaded_one_gets_a_smaller_window() {
     let fleet = Fleet::new(&[Does::Serve(40), Does::Throttle]);

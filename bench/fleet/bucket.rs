@@ -1,0 +1,178 @@
+//! What is in the modelled bucket: the chunks of conversations that grow, and prompts that all share.
+//!
+//! Objects are real ones, small: header, digests and all. A byte of them stands for [`SCALE`] bytes on the way.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use kvgate::format::{ChunkHash, DigestKind, Header, KeyPrefix, PlaneDigest, Space};
+
+use super::rgw::{Share, lock};
+
+/// Bytes that each real one stands for: a chunk has 16 MiB then.
+pub const SCALE: usize = 3277;
+/// That a chunk's KV stands for.
+pub const CHUNK_TOKENS: u64 = 512;
+/// Chunks after which a conversation ends, and another takes its place.
+const LONGEST: u32 = 20;
+/// Of each turn.
+pub const NEW_CHUNKS: u32 = 2;
+/// Of the prompt that all share.
+pub const SHARED_CHUNKS: u32 = 16;
+
+const CONVERSATION: u8 = 0;
+const SHARED: u8 = 1;
+
+pub struct Bucket {
+    pub space: Space,
+    pub keys: KeyPrefix,
+    digest: PlaneDigest,
+    planes: Vec<[u8; 32]>,
+    conversations: Mutex<Vec<Conversation>>,
+    /// Each reads what is placed there.
+    osds: Vec<Share>,
+}
+
+#[derive(Clone, Copy)]
+pub struct Conversation {
+    number: u32,
+    /// How many were in its place before.
+    generation: u32,
+    pub chunks: u32,
+}
+
+impl Bucket {
+    pub fn new(conversations: usize, osds: usize, osd_bytes_per_second: f64) -> Self {
+        let space = Space::from_json(
+            r#"{"model": "fleet/model", "revision": "1", "dtype": "float16", "chunk_tokens": 16,
+                "mha": {"layers": 1, "heads": 1, "head_dim": 16}}"#,
+        )
+        .expect("a space");
+        let digest = PlaneDigest::open(DigestKind::default());
+        let layout = space.layout();
+        let zeros = vec![0; layout.payload_len()];
+        let planes = (0..layout.planes()).map(|plane| {
+            let len = layout.plane(plane).len();
+            digest.of(&zeros[..len])
+        });
+        let begun = |number| Conversation {
+            number,
+            generation: 0,
+            chunks: fastrand::u32(0..LONGEST / NEW_CHUNKS) * NEW_CHUNKS,
+        };
+        Self {
+            planes: planes.collect(),
+            digest,
+            keys: KeyPrefix::new("fleet"),
+            conversations: Mutex::new((0..).take(conversations).map(begun).collect()),
+            osds: (0..osds).map(|_| Share::new(osd_bytes_per_second)).collect(),
+            space,
+        }
+    }
+
+    pub fn any_conversation(&self) -> Conversation {
+        let conversations = lock(&self.conversations);
+        conversations[fastrand::usize(..conversations.len())]
+    }
+
+    /// A turn of it was stored.
+    pub fn grow(&self, turn: Conversation) {
+        let mut conversations = lock(&self.conversations);
+        let current = &mut conversations[turn.number as usize];
+        if current.generation == turn.generation && current.chunks == turn.chunks {
+            current.chunks += NEW_CHUNKS;
+            if current.chunks > LONGEST {
+                current.generation += 1;
+                current.chunks = 0;
+            }
+        }
+    }
+
+    pub fn has(&self, chunk: &ChunkHash) -> bool {
+        let at = |from: usize| u32::from_le_bytes(std::array::from_fn(|i| chunk.0[from + i]));
+        match chunk.0[8] {
+            SHARED => true,
+            _ => {
+                let current = lock(&self.conversations)[at(12) as usize];
+                at(16) < current.generation || at(20) < current.chunks
+            }
+        }
+    }
+
+    pub fn object_len(&self) -> usize {
+        self.space.layout().object_len()
+    }
+
+    pub fn key(&self, chunk: &ChunkHash) -> String {
+        self.keys.chunk(self.space.key(), chunk)
+    }
+
+    pub fn chunk_of(key: &str) -> Option<ChunkHash> {
+        key.rsplit('/').next()?.parse().ok()
+    }
+
+    /// The bytes of a chunk's object.
+    pub fn read(&self, chunk: ChunkHash, range: Range<usize>, into: &mut [u8]) {
+        let layout = self.space.layout();
+        let mut front = vec![0; layout.header_len()];
+        if range.start < front.len() {
+            let header = Header {
+                space_id: self.space.id(),
+                chunk,
+                parent: chunk,
+                tokens: self.space.chunk_tokens(),
+                payload_len: layout.payload_len() as u64,
+                kind: self.space.kind(),
+                is_draft: false,
+                digest_kind: self.digest.kind(),
+                digests: self.planes.clone(),
+                seal: None,
+            };
+            header.write(&mut front);
+        }
+        for (at, byte) in range.zip(into) {
+            *byte = front.get(at).copied().unwrap_or(0);
+        }
+    }
+
+    pub fn osd_of(&self, chunk: &ChunkHash) -> &Share {
+        let place = u64::from_le_bytes(std::array::from_fn(|i| chunk.0[i]));
+        let at = usize::try_from(place % self.osds.len() as u64).unwrap_or(0);
+        &self.osds[at]
+    }
+}
+
+impl Conversation {
+    /// The chunks of its next prompt: those that are stored, and new ones.
+    pub fn prompt(&self) -> Vec<ChunkHash> {
+        let chunk = |index| hash(CONVERSATION, [self.number, self.generation, index]);
+        (0..self.chunks + NEW_CHUNKS).map(chunk).collect()
+    }
+}
+
+pub fn shared_prompt(number: u32) -> Vec<ChunkHash> {
+    (0..SHARED_CHUNKS)
+        .map(|index| hash(SHARED, [number, 0, index]))
+        .collect()
+}
+
+fn hash(kind: u8, parts: [u32; 3]) -> ChunkHash {
+    let mut bytes = [0; 32];
+    bytes[8] = kind;
+    for (place, part) in [12, 16, 20].into_iter().zip(parts) {
+        bytes[place..place + 4].copy_from_slice(&part.to_le_bytes());
+    }
+    let mixed = parts
+        .iter()
+        .fold(u64::from(kind) + 1, |mixed, &part| mix(mixed ^ u64::from(part)));
+    bytes[..8].copy_from_slice(&mixed.to_le_bytes());
+    ChunkHash(bytes)
+}
+
+/// splitmix64.
+fn mix(seed: u64) -> u64 {
+    let mixed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}

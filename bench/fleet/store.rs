@@ -1,0 +1,402 @@
+//! A gateway's way to the modelled RGWs: the object store that its calls go to. Attempts, endpoints, windows, breakers and
+//! the watch of DNS are kvgate's own, called as `s3/object/s3.rs`, `s3/net/http_client.rs` and `s3/net/host.rs` call them.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvgate::s3::dns::{AddressSource, Resolver};
+use kvgate::s3::fanout::{Attempts, Class, Endpoints, Handover, Loss, Outcome, Permit, Route, Start};
+use kvgate::s3::net::{Landing, Traffic};
+use kvgate::s3::object::{
+    Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
+    RequestCounts, Result, S3Options, StoreFuture, Version,
+};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::bucket::{Bucket, SCALE};
+use super::link::{IDLE, Link};
+use super::names::{Asks, Names};
+use super::rgw::{Bins, Fault, Rgw};
+
+/// What all gateways share.
+pub struct World {
+    pub bucket: Bucket,
+    pub rgws: HashMap<SocketAddr, Arc<Rgw>>,
+    pub names: Arc<Names>,
+    pub counts: Counts,
+}
+
+/// Of the whole fleet.
+pub struct Counts {
+    pub calls: Bins,
+    pub attempts: Bins,
+    pub hedges: Bins,
+    pub retries: Bins,
+    /// Of bodies that arrived, in KiB.
+    pub kib: Bins,
+    /// The most attempts that one call took.
+    pub attempts_most: AtomicU64,
+}
+
+impl Counts {
+    pub fn new() -> Self {
+        Self {
+            calls: Bins::new(),
+            attempts: Bins::new(),
+            hedges: Bins::new(),
+            retries: Bins::new(),
+            kib: Bins::new(),
+            attempts_most: AtomicU64::new(0),
+        }
+    }
+}
+
+pub struct Store {
+    world: Arc<World>,
+    endpoints: Endpoints<Link>,
+    attempts: Attempts,
+    in_use: Semaphore,
+    connect_timeout: Duration,
+    request_timeout: Duration,
+}
+
+/// One request.
+struct Request<'a> {
+    operation: Operation,
+    key: &'a str,
+    /// Bytes of body on the way, as RGWs see them.
+    up: usize,
+    down: usize,
+    route: Route,
+}
+
+impl Store {
+    /// Starts the watch of DNS; needs a tokio runtime.
+    pub fn new(world: &Arc<World>, options: &S3Options) -> Arc<Self> {
+        let endpoints = Endpoints::new(options.endpoints);
+        let names = Arc::clone(&world.names);
+        let resolver = Resolver::over(options.dns.clone(), move |_| Box::new(Asks(Arc::clone(&names))));
+        follow(&resolver, endpoints.clone(), Arc::clone(world));
+        Arc::new(Self {
+            world: Arc::clone(world),
+            endpoints,
+            attempts: Attempts::new(options.attempts),
+            in_use: Semaphore::new(options.connections_max),
+            connect_timeout: options.connect_timeout,
+            request_timeout: options.request_timeout,
+        })
+    }
+
+    /// As `S3::attempt`.
+    async fn attempt<T>(
+        &self,
+        operation: Operation,
+        key: &str,
+        deadline: Instant,
+        request: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let failed = |kind| ObjectError::new(operation, key, kind, "");
+        let now = Instant::now();
+        if deadline <= now {
+            return Err(failed(ErrorKind::Deadline));
+        }
+        let limit = now + self.request_timeout;
+        match timeout_at(limit.min(deadline), request).await {
+            Ok(result) => result,
+            Err(_) if limit < deadline => Err(failed(ErrorKind::Timeout)),
+            Err(_) => Err(failed(ErrorKind::Deadline)),
+        }
+    }
+
+    /// As `NetClient::send`; with `land` for a body that comes.
+    async fn send(&self, request: &Request<'_>, land: Option<&Handover<Landing>>) -> Result<()> {
+        let failed = |kind| ObjectError::new(request.operation, request.key, kind, "");
+        let (route, bytes) = (&request.route, request.up + request.down);
+        let class = if request.up > 0 { Class::Store } else { Class::Load };
+        let mut permit = if route.start() == Start::Hedge {
+            let permit = self.endpoints.try_permit(bytes, route);
+            permit.ok_or_else(|| failed(ErrorKind::Throttled))?
+        } else {
+            let permit = self.endpoints.permit(class, bytes, route);
+            match self.endpoints.is_empty() {
+                false => permit.await,
+                true => timeout(self.connect_timeout, permit)
+                    .await
+                    .map_err(|_| failed(ErrorKind::Connect))?,
+            }
+        };
+        let _turn = if let Ok(turn) = self.in_use.try_acquire() {
+            turn
+        } else {
+            permit.waits(route);
+            let turn = self.in_use.acquire().await.expect("it is never closed");
+            permit.goes(route);
+            turn
+        };
+        self.count(route);
+        let mut failing = Failing(Some(Arc::clone(&permit.payload().rgw)));
+        let sent = self.exchange(&mut permit, request, land).await;
+        if sent.is_ok() {
+            failing.0 = None;
+        }
+        match sent {
+            Ok(status) => {
+                permit.end(Outcome::Answered { status });
+                match status {
+                    404 => Err(failed(ErrorKind::NotFound)),
+                    _ => Ok(()),
+                }
+            }
+            Err(Fault::Throttled) => {
+                permit.end(Outcome::Answered { status: 503 });
+                Err(failed(ErrorKind::Throttled))
+            }
+            Err(fault) => {
+                let (loss, kind) = match fault {
+                    Fault::Unreached => (Loss::Connection, ErrorKind::Connect),
+                    Fault::Timeout => (Loss::Timeout, ErrorKind::Timeout),
+                    Fault::Lost | Fault::Throttled => (Loss::Connection, ErrorKind::Broken),
+                };
+                permit.end(Outcome::Lost(loss));
+                Err(failed(kind))
+            }
+        }
+    }
+
+    /// The answer's status, after its body.
+    async fn exchange(
+        &self,
+        permit: &mut Permit<Link>,
+        request: &Request<'_>,
+        land: Option<&Handover<Landing>>,
+    ) -> std::result::Result<u16, Fault> {
+        let link = Arc::clone(permit.payload());
+        let connection = link.connection().await?;
+        let chunk = Bucket::chunk_of(request.key);
+        let found = chunk.filter(|chunk| self.world.bucket.has(chunk));
+        let whole = async {
+            let _serving = link.rgw.answer().await?;
+            if request.up > 0 {
+                link.rgw.carry(request.up, |_| {}).await?;
+                permit.answered(request.up);
+                return Ok(200);
+            }
+            let Some(chunk) = found else {
+                permit.answered(0);
+                return Ok(404);
+            };
+            let Some(land) = land else {
+                permit.answered(0);
+                return Ok(200);
+            };
+            let osd = self.world.bucket.osd_of(&chunk);
+            tokio::time::sleep_until(osd.through(request.down as f64, 1.0)).await;
+            permit.answered(0);
+            let mut held = land.claim(request.route.start()).await;
+            let mut landed = 0;
+            let progress = |moved: usize| {
+                // Real bytes stand for many.
+                let upto = (landed + moved) / SCALE;
+                held.arrived(landed / SCALE, upto - landed / SCALE);
+                landed += moved;
+                held.progress(landed, request.down);
+                permit.moved(moved);
+                self.world.counts.kib.add(moved as u64 >> 10);
+            };
+            link.rgw.carry(request.down, progress).await?;
+            Ok(206)
+        };
+        let status = link.rgw.while_alive(whole).await?;
+        link.keep(connection);
+        Ok(status)
+    }
+
+    fn count(&self, route: &Route) {
+        let counts = &self.world.counts;
+        counts.attempts.add(1);
+        match route.start() {
+            Start::First => counts.calls.add(1),
+            Start::Retry => counts.retries.add(1),
+            Start::Hedge => counts.hedges.add(1),
+        }
+    }
+
+    fn meta(&self) -> ObjectMeta {
+        ObjectMeta {
+            len: self.world.bucket.object_len() as u64,
+            version: Version {
+                etag: "version".into(),
+                modified: 0,
+            },
+        }
+    }
+}
+
+/// Brings what DNS says to the endpoints, as `s3/net/host.rs` does, and closes idle connections.
+fn follow(resolver: &Resolver, endpoints: Endpoints<Link>, world: Arc<World>) {
+    let mut told = resolver.watch(&AddressSource::Host {
+        name: "s3.fleet".into(),
+        port: 80,
+    });
+    tokio::spawn(async move {
+        loop {
+            if timeout(IDLE / 8, told.changed()).await.is_ok() {
+                let addresses = Arc::clone(&told.borrow_and_update().addresses);
+                endpoints.update(&addresses, |address| Link::new(Arc::clone(&world.rgws[&address])));
+            }
+            endpoints.each(Link::sweep);
+        }
+    });
+}
+
+/// An attempt that did not succeed, should this be dropped as it is.
+struct Failing(Option<Arc<Rgw>>);
+
+impl Drop for Failing {
+    fn drop(&mut self) {
+        if let Some(rgw) = &self.0 {
+            rgw.failures.add(1);
+        }
+    }
+}
+
+impl ObjectStore for Store {
+    fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        Box::pin(async move {
+            let operation = Operation::Head;
+            let made = AtomicU64::new(0);
+            let attempt = |route| {
+                made.fetch_add(1, Ordering::Relaxed);
+                let request = async move {
+                    let (up, down) = (0, 0);
+                    let request = Request {
+                        operation,
+                        key,
+                        up,
+                        down,
+                        route,
+                    };
+                    self.send(&request, None).await
+                };
+                self.attempt(operation, key, deadline, request)
+            };
+            let hedge = self.endpoints.hedge(0);
+            let nothing = None::<&Handover<()>>;
+            let ended = self.attempts.run_hedged(deadline, &hedge, nothing, attempt).await;
+            self.world
+                .counts
+                .attempts_most
+                .fetch_max(made.into_inner(), Ordering::Relaxed);
+            ended.map(|()| self.meta())
+        })
+    }
+
+    fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
+        Box::pin(async move {
+            let (operation, key) = (Operation::Get, get.key);
+            if let Some(chunk) = Bucket::chunk_of(key) {
+                self.world
+                    .bucket
+                    .read(chunk, get.range.clone(), &mut landing.slot);
+            }
+            let (up, down) = (0, get.range.len() * SCALE);
+            let handover = Handover::new(landing);
+            let made = AtomicU64::new(0);
+            let attempt = |route| {
+                made.fetch_add(1, Ordering::Relaxed);
+                let land = Some(&handover);
+                let request = async move {
+                    let request = Request {
+                        operation,
+                        key,
+                        up,
+                        down,
+                        route,
+                    };
+                    self.send(&request, land).await
+                };
+                self.attempt(operation, key, deadline, request)
+            };
+            let hedge = self.endpoints.hedge(down);
+            let ended = self
+                .attempts
+                .run_hedged(deadline, &hedge, Some(&handover), attempt)
+                .await;
+            self.world
+                .counts
+                .attempts_most
+                .fetch_max(made.into_inner(), Ordering::Relaxed);
+            let landing = handover.take().expect("no attempt is left");
+            (landing, ended.map(|()| self.meta()))
+        })
+    }
+
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        _when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        Box::pin(async move {
+            let operation = Operation::Put;
+            let (up, down) = (body.len() * SCALE, 0);
+            let attempt = |route| {
+                let request = async move {
+                    let request = Request {
+                        operation,
+                        key,
+                        up,
+                        down,
+                        route,
+                    };
+                    self.send(&request, None).await
+                };
+                self.attempt(operation, key, deadline, request)
+            };
+            self.attempts.run(deadline, attempt).await?;
+            Ok("version".into())
+        })
+    }
+
+    fn window_bytes(&self) -> usize {
+        self.endpoints.window_bytes() / SCALE
+    }
+
+    fn attributes<'a>(&'a self, _key: &'a str, _deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
+        unreachable!("lookups ask by HEAD")
+    }
+
+    fn read<'a>(&'a self, _key: &'a str, _limit: usize, _deadline: Instant) -> StoreFuture<'a, Bytes> {
+        unreachable!("nothing is read whole")
+    }
+
+    fn list<'a>(&'a self, _: &'a str, _: Option<&'a str>, _: Instant) -> StoreFuture<'a, ListPage> {
+        unreachable!("nothing is listed")
+    }
+
+    fn delete<'a>(&'a self, _keys: &'a [String], _deadline: Instant) -> StoreFuture<'a, ()> {
+        unreachable!("nothing is removed")
+    }
+
+    fn check_bucket(&self, _deadline: Instant) -> StoreFuture<'_, ()> {
+        unreachable!("it is there")
+    }
+
+    fn create_bucket(&self, _deadline: Instant) -> StoreFuture<'_, ()> {
+        unreachable!("it is there")
+    }
+
+    fn requests(&self) -> RequestCounts {
+        RequestCounts::default()
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+}
