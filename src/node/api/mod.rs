@@ -26,6 +26,7 @@ mod lookup;
 mod metrics;
 mod otlp;
 mod page;
+mod peers;
 mod problem;
 mod routers;
 mod routes;
@@ -43,6 +44,7 @@ use hyper::{HeaderMap, StatusCode};
 
 pub use history::run as keep_history;
 pub use otlp::OtlpOptions;
+pub use peers::PeerServer;
 pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
@@ -151,6 +153,11 @@ impl Api {
         if self.options.token_file.is_some() {
             self.read_token()?;
             reloaded.push("api.token_file".to_owned());
+        }
+        if let Some(peers) = self.node.gateway().peers()
+            && peers.read_token().map_err(|error| error.to_string())?
+        {
+            reloaded.push("peers.token_file".to_owned());
         }
         Ok(reloaded)
     }

@@ -29,7 +29,7 @@ pub enum BreakerPhase {
 
 /// Keeps requests away from an endpoint that fails.
 #[derive(Debug)]
-pub(super) struct EndpointBreaker {
+pub struct EndpointBreaker {
     options: BreakerOptions,
     state: State,
     failures: u32,
