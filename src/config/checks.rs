@@ -74,7 +74,8 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
     let tls = [&peers.cert_file, &peers.key_file, &peers.ca_file];
     let has_tls = tls.iter().all(|file| file.is_some()) && peers.server_name.is_some();
     if !has_tls && (tls.iter().any(|file| file.is_some()) || peers.server_name.is_some()) {
-        let message = "TLS between nodes needs cert_file, key_file, ca_file and server_name: set all of them or none";
+        let message =
+            "TLS between nodes needs cert_file, key_file, ca_file and server_name: set all of them or none";
         problems.push(("peers.cert_file", message.to_owned()));
     }
     if !peers.members.is_empty() && !has_tls && peers.token_file.is_none() {

@@ -136,9 +136,10 @@ impl Kind for Members {
             let name = match name.strip_prefix("srv:") {
                 Some(name) => dns_name(name).ok().map(PeerName::Srv),
                 None => match split_port(name) {
-                    (host, Some(port)) if is_host(host) && is_port(port) => {
-                        port.parse().ok().map(|port| PeerName::Host(host.to_owned(), port))
-                    }
+                    (host, Some(port)) if is_host(host) && is_port(port) => port
+                        .parse()
+                        .ok()
+                        .map(|port| PeerName::Host(host.to_owned(), port)),
                     _ => None,
                 },
             };

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
+pub use super::names::PeerName;
 use super::names::{
     ABSOLUTE_PATH, Address, BUCKET, COLLECTOR, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Members, Mode,
     PREFIX, REGION, Servers,
 };
-pub use super::names::PeerName;
 use crate::config::units::{ByteSize, GIB, KIB, MIB, TIB};
 use crate::format::DigestKind;
 use crate::protocol::{EvictionPolicy, ProbeMode, Strategy, WhenFull, choices};
@@ -344,6 +344,8 @@ sections! {
         first_byte: Duration = "100ms", Time { min_ms: 1, max_ms: 60_000 };
         /// Time without a byte of an answer that has begun; then the chunk comes from S3.
         stall: Duration = "5s", Time { min_ms: 10, max_ms: 600_000 };
+        /// Nodes that are asked for a chunk, one after the other while none answers.
+        owners: u32 = "2", Between(1, 16);
         /// A chunk that two nodes ask for within this time is fetched by its owner for all; 0: none is.
         hot: Duration = "10s", Time { min_ms: 0, max_ms: 3_600_000 };
         /// Chunks whose last asker is remembered; some 150 bytes each.

@@ -25,7 +25,7 @@ const N: usize = 3;
 const BAD: usize = 1;
 const PROTECTIONS: [Protection; 2] = [Protection::Signed, Protection::Encrypted];
 
-fn space_of(tenant: &str, protection: Protection) -> Space {
+pub fn space_of(tenant: &str, protection: Protection) -> Space {
     Space::from_json(&format!(
         r#"{{"model": "test/tiny", "revision": "1", "dtype": "float16", "chunk_tokens": 16, "tenant": "{tenant}",
             "protection": "{protection}", "mha": {{"layers": 6, "heads": 4, "head_dim": 64}}}}"#
@@ -409,7 +409,7 @@ async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
 }
 
 /// The keys of tenant `acme` in files, as an operator has them, for a daemon with this protection.
-fn key_files(folder: &std::path::Path, protection: &str) -> String {
+pub fn key_files(folder: &std::path::Path, protection: &str) -> String {
     use std::os::unix::fs::PermissionsExt;
     let [secret, key] = [("secret", 5_u8), ("key", 6)].map(|(name, number)| {
         let path = folder.join(name);

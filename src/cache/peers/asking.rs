@@ -53,6 +53,8 @@ pub struct Asking {
     peers: Arc<Peers>,
     member: Arc<Member>,
     chunk: ChunkId,
+    /// Members that may still be asked after this one.
+    owners_left: u32,
     /// Its outcome decides on the member's breaker.
     probe: bool,
     settled: bool,
@@ -61,7 +63,15 @@ pub struct Asking {
 impl Peers {
     /// The chunk's owner, to be asked; None: it is this node, or none may be asked now.
     pub fn ask(self: &Arc<Self>, chunk: ChunkId) -> Option<Asking> {
-        let member = self.members.owner(&chunk.1)?;
+        self.ask_after(chunk, None)
+    }
+
+    /// `before`: the one that did not answer.
+    fn ask_after(self: &Arc<Self>, chunk: ChunkId, before: Option<&Asking>) -> Option<Asking> {
+        let owners_left = before.map_or(self.options.owners, |before| before.owners_left);
+        let owners_left = owners_left.checked_sub(1)?;
+        let after = before.map(|before| &*before.member);
+        let member = self.members.owner(&chunk.1, after)?;
         if member.is_self() {
             return None;
         }
@@ -71,6 +81,7 @@ impl Peers {
             peers: Arc::clone(self),
             member,
             chunk,
+            owners_left,
             probe,
             settled: false,
         })
@@ -78,7 +89,7 @@ impl Peers {
 
     /// The address of the chunk's owner, of those that may be asked now.
     pub fn owner(&self, chunk: &ChunkId) -> Option<SocketAddr> {
-        self.members.owner(&chunk.1).map(|member| member.address)
+        self.members.owner(&chunk.1, None).map(|member| member.address)
     }
 
     /// Whether a peer is being asked for the chunk.
@@ -161,6 +172,11 @@ impl Asking {
         })
     }
 
+    /// The next owner, for a chunk whose owner does not answer: all nodes turn to the same one.
+    pub fn next(&self) -> Option<Self> {
+        self.peers.ask_after(self.chunk, Some(self))
+    }
+
     pub fn address(&self) -> SocketAddr {
         self.member.address
     }
@@ -171,7 +187,7 @@ impl Asking {
         let figures = &self.peers.figures;
         figures.asked.add(asked.word(), 1);
         if asked == Asked::Landed {
-            figures.asked_bytes.add("landed", bytes as u64);
+            figures.asked_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
         let mut breaker = self.member.breaker();
         match asked {

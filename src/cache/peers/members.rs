@@ -92,23 +92,28 @@ impl Members {
         Arc::clone(&self.all.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The chunk's owner, of those that may be asked now.
-    pub fn owner(&self, chunk: &ChunkHash) -> Option<Arc<Member>> {
-        let all = self.all();
-        owner(&all, chunk).cloned()
+    /// The chunk's owner, of those that may be asked now; or the one that is its owner without `after` and all before it.
+    pub fn owner(&self, chunk: &ChunkHash, after: Option<&Member>) -> Option<Arc<Member>> {
+        owner(&self.all(), chunk, after).cloned()
     }
 }
 
-/// The member with the highest score; the next one while its breaker is open.
-pub fn owner<'a>(all: &'a [Arc<Member>], chunk: &ChunkHash) -> Option<&'a Arc<Member>> {
-    let mut below = u64::MAX;
+/// The member with the highest score below that of `after`; the next one while its breaker is open.
+pub fn owner<'a>(
+    all: &'a [Arc<Member>],
+    chunk: &ChunkHash,
+    after: Option<&Member>,
+) -> Option<&'a Arc<Member>> {
+    let of = |member: &Member| score(member.seed, chunk);
+    let mut below = after.map(of);
     loop {
-        let scores = all.iter().map(|member| (score(member.seed, chunk), member));
-        let (score, best) = scores.filter(|(score, _)| *score < below).max_by_key(|(score, _)| *score)?;
+        let scores = all.iter().map(|member| (of(member), member));
+        let lower = scores.filter(|(score, _)| below.is_none_or(|below| *score < below));
+        let (score, best) = lower.max_by_key(|(score, _)| *score)?;
         if best.may_be_asked() {
             return Some(best);
         }
-        below = score;
+        below = Some(score);
     }
 }
 

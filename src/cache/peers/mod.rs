@@ -19,9 +19,12 @@ mod budget;
 mod hot;
 mod members;
 mod rendezvous;
+#[cfg(test)]
+mod tests;
 mod tls;
 
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -53,6 +56,8 @@ pub struct PeerOptions {
     pub connections_max: usize,
     pub idle_timeout: Duration,
     pub breaker: BreakerOptions,
+    /// Members that are asked for a chunk, one after the other, where they don't answer.
+    pub owners: u32,
     /// Two askers within this time make a chunk hot.
     pub hot: Duration,
     /// Chunks whose last asker is remembered.
@@ -90,9 +95,11 @@ pub struct Peers {
 pub struct PeerFigures {
     /// By [`Asked`].
     pub asked: Counts,
-    pub asked_bytes: Counts,
+    /// Of chunks that came from peers.
+    pub asked_bytes: AtomicU64,
+    /// By [`ANSWERS`].
     pub answered: Counts,
-    pub answered_bytes: Counts,
+    pub answered_bytes: AtomicU64,
 }
 
 /// The words of answers to peers.
@@ -137,9 +144,9 @@ impl Peers {
             budget: ServeBudget::new(options.serve_bytes),
             figures: PeerFigures {
                 asked: Counts::new(Asked::WORDS),
-                asked_bytes: Counts::new(&["landed"]),
+                asked_bytes: AtomicU64::new(0),
                 answered: Counts::new(ANSWERS),
-                answered_bytes: Counts::new(&["sent"]),
+                answered_bytes: AtomicU64::new(0),
             },
             options,
         };

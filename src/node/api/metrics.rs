@@ -10,6 +10,7 @@ use super::body::{Reply, bytes};
 use super::exposition::{Families, PROTOBUF, TEXT};
 use super::figures::Figures;
 use super::otlp::Otlp;
+use super::peer_metrics;
 use crate::cache::admission::{AdmissionStats, Declined};
 use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::node::{GcStats, Status};
@@ -41,6 +42,7 @@ pub fn metrics(api: &Arc<Api>, accept: Option<&HeaderValue>) -> Reply {
     refresh(&mut text, &api.node.gateway().refresh_stats());
     gc(&mut text, api.node.gc());
     tenants(&mut text, api.node.gateway());
+    peer_metrics::peers(&mut text, api.node.gateway().peers().map(|peers| &**peers));
     text.gauge(
         "kvgate_api_connections",
         "Connections now.",

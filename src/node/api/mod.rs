@@ -26,6 +26,7 @@ mod lookup;
 mod metrics;
 mod otlp;
 mod page;
+mod peer_metrics;
 mod peers;
 mod problem;
 mod routers;

@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -150,7 +150,9 @@ impl Shared {
         let service = service_fn(move |request| {
             let (shared, busy) = (Arc::clone(&self), of.busy());
             async move {
-                let answer = shared.answer(&request).unwrap_or_else(|problem| refusal(&problem));
+                let answer = shared
+                    .answer(&request)
+                    .unwrap_or_else(|problem| refusal(&problem));
                 Ok::<_, Infallible>(answer.map(|body| WhileSent::new(body, busy)))
             }
         });
@@ -205,11 +207,7 @@ impl Shared {
             Some(ForPeer::Full) => {
                 self.peers.figures.answered.add("full", 1);
                 let told = "there is no room to send the chunk now ([peers] budget): use S3";
-                return Err(ApiProblem::new(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "use_s3",
-                    told,
-                ));
+                return Err(ApiProblem::new(StatusCode::SERVICE_UNAVAILABLE, "use_s3", told));
             }
             Some(ForPeer::Memory(chunk, serving)) => {
                 let etag = etag_of(&chunk);
@@ -217,10 +215,17 @@ impl Shared {
                 ("memory", etag, Full::new(sent).map_err(infallible).boxed())
             }
             // Which bytes it will have is not known yet: the ETag is the chunk's, and weak.
-            Some(ForPeer::Arriving(flight, serving)) => ("arriving", weak(&hash), later(flight, wanted.clone(), serving)),
-            Some(ForPeer::Fetched(flight, serving)) => ("fetched", weak(&hash), later(flight, wanted.clone(), serving)),
+            Some(ForPeer::Arriving(flight, serving)) => {
+                ("arriving", weak(&hash), later(flight, wanted.clone(), serving))
+            }
+            Some(ForPeer::Fetched(flight, serving)) => {
+                ("fetched", weak(&hash), later(flight, wanted.clone(), serving))
+            }
         };
-        if headers.get(IF_MATCH).is_some_and(|wanted| wanted.as_bytes() != etag.as_bytes()) {
+        if headers
+            .get(IF_MATCH)
+            .is_some_and(|wanted| wanted.as_bytes() != etag.as_bytes())
+        {
             return Err(ApiProblem::new(
                 StatusCode::PRECONDITION_FAILED,
                 "other_version",
@@ -230,7 +235,9 @@ impl Shared {
         let figures = &self.peers.figures;
         figures.answered.add(word, 1);
         let of = wanted.clone().unwrap_or(0..len);
-        figures.answered_bytes.add("sent", of.len() as u64);
+        figures
+            .answered_bytes
+            .fetch_add(of.len() as u64, Ordering::Relaxed);
         let mut reply = Response::new(body);
         let headers = reply.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(OCTETS));
@@ -279,7 +286,10 @@ impl Shared {
 fn etag_of(chunk: &LoadedChunk) -> String {
     let header_len = chunk.space().layout().header_len();
     let header = chunk.object().map(|object| blake3::hash(&object[..header_len]));
-    format!("\"{}\"", header.map_or_else(String::new, |hash| hash.to_hex()[..32].to_owned()))
+    format!(
+        "\"{}\"",
+        header.map_or_else(String::new, |hash| hash.to_hex()[..32].to_owned())
+    )
 }
 
 fn weak(hash: &ChunkHash) -> String {
@@ -294,9 +304,7 @@ fn later(
 ) -> BoxBody<Bytes, io::Error> {
     let body = stream::once(async move {
         match flight.outcome().await {
-            Some(Ok(chunk)) if chunk.object().is_some() => {
-                Ok(Frame::data(Sent::of(&chunk, wanted, serving)))
-            }
+            Some(Ok(chunk)) if chunk.object().is_some() => Ok(Frame::data(Sent::of(&chunk, wanted, serving))),
             // Closes the connection, which says as much.
             _ => Err(io::Error::other("the chunk did not come")),
         }

@@ -53,7 +53,12 @@ pub fn peers(config: &Config) -> Option<PeerOptions> {
         PeerName::Host(name, port) => AddressSource::Host { name, port },
         PeerName::Srv(name) => AddressSource::Srv { name },
     };
-    let files = (&peers.cert_file, &peers.key_file, &peers.ca_file, &peers.server_name);
+    let files = (
+        &peers.cert_file,
+        &peers.key_file,
+        &peers.ca_file,
+        &peers.server_name,
+    );
     let tls = match files {
         (Some(cert_file), Some(key_file), Some(ca_file), Some(name)) => Some(PeerTls {
             cert_file: cert_file.clone(),
@@ -73,6 +78,7 @@ pub fn peers(config: &Config) -> Option<PeerOptions> {
         connections_max: peers.connections as usize,
         idle_timeout: config.s3.idle_timeout,
         breaker: s3.endpoints.breaker,
+        owners: peers.owners,
         hot: peers.hot,
         hot_chunks: peers.hot_chunks as usize,
         serve_bytes: bytes(peers.budget),

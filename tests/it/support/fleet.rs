@@ -66,7 +66,9 @@ impl Fleet {
     /// The number of the node that owns a chunk, as `of` sees it.
     pub fn owner(&self, of: &Serving, prompt: &Prompt, chunk: &ChunkHash) -> usize {
         let peers = of.node.gateway().peers().expect("it has peers");
-        let owner = peers.owner(&(prompt.space.key(), *chunk)).expect("none is left alone");
+        let owner = peers
+            .owner(&(prompt.space.key(), *chunk))
+            .expect("none is left alone");
         let at = self.members.iter().position(|one| *one == owner);
         at.expect("a member")
     }
@@ -75,4 +77,47 @@ impl Fleet {
 /// GETs that S3 was sent.
 pub fn gets(node: &Serving) -> u64 {
     node.node.status().s3.requests.get
+}
+
+/// How often something became of what a node asked its peers, by word.
+pub fn asked(node: &Serving, word: &str) -> u64 {
+    let peers = node.node.gateway().peers().expect("it has peers");
+    let counts = peers.figures.asked.read();
+    counts
+        .filter(|(name, _)| *name == word)
+        .map(|(_, count)| count)
+        .sum()
+}
+
+/// The same of what it answered.
+pub fn answered(node: &Serving, word: &str) -> u64 {
+    let peers = node.node.gateway().peers().expect("it has peers");
+    let counts = peers.figures.answered.read();
+    counts
+        .filter(|(name, _)| *name == word)
+        .map(|(_, count)| count)
+        .sum()
+}
+
+/// Certificates of an authority of its own, as the settings of `[peers]`.
+pub fn certificates(folder: &std::path::Path, name: &str) -> Vec<(&'static str, String)> {
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    let mut ca = CertificateParams::new(Vec::new()).unwrap();
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca = CertifiedIssuer::self_signed(ca, KeyPair::generate().unwrap()).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let own = CertificateParams::new(vec![name.to_owned()]).unwrap();
+    let own = own.signed_by(&key, &ca).unwrap();
+    std::fs::create_dir_all(folder).unwrap();
+    let file = |file: &str, text: String| {
+        let path = folder.join(file);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    vec![
+        ("peers.cert_file", file("cert.pem", own.pem())),
+        ("peers.key_file", file("key.pem", key.serialize_pem())),
+        ("peers.ca_file", file("ca.pem", ca.pem())),
+        ("peers.server_name", name.to_owned()),
+    ]
 }

@@ -39,10 +39,11 @@ impl ChunkFetch {
         }
         let another = || self.tiers.arena.try_reserve(self.space.layout().object_len());
         let mut slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
-        if let Some(peer) = peer {
-            slot = match self.read_peer(peer, slot, place).await {
+        let mut next = peer;
+        while let Some(peer) = next {
+            (slot, next) = match self.read_peer(peer, slot, place).await {
                 Ok(chunk) => return Ok(chunk),
-                Err(slot) => slot,
+                Err(unread) => unread,
             };
         }
         let place = |section| TurnPosition {

@@ -15,19 +15,19 @@ use crate::protocol::Tier;
 use crate::s3::net::Landing;
 
 impl ChunkFetch {
-    /// The slot comes back where the chunk did not: S3 is next.
+    /// The slot comes back where the chunk did not, with the peer that may be asked next.
     pub(super) async fn read_peer(
         &self,
         mut peer: Asking,
         slot: SlotMut,
         place: TurnPosition,
-    ) -> Result<LoadedChunk, SlotMut> {
+    ) -> Result<LoadedChunk, (SlotMut, Option<Asking>)> {
         let whole = self.space.layout().sections(usize::MAX);
         let mut parts = self.cut(slot, &whole, |_| place);
         let mut part = parts.pop().expect("a layout has sections");
         let waiting = self.wait(&part);
         let Ok(_turn) = tokio::time::timeout_at(self.deadline, waiting).await else {
-            return Err(part.slot);
+            return Err((part.slot, None));
         };
         let span = trace::begin("peer");
         let landing = Landing {
@@ -42,8 +42,10 @@ impl ChunkFetch {
             let (peer, asked) = (peer.address().to_string(), asked.word().to_owned());
             vec![("chunk", self.named()), ("peer", peer), ("answer", asked)]
         });
-        if asked != Asked::Landed {
-            return Err(part.slot);
+        match asked {
+            Asked::Landed => {}
+            Asked::Slow | Asked::Failed if Instant::now() < until => return Err((part.slot, peer.next())),
+            _ => return Err((part.slot, None)),
         }
         let verified = self.verify_peer(&part);
         let verdict = match &verified {
@@ -59,7 +61,7 @@ impl ChunkFetch {
         };
         peer.settle(verdict, part.slot.len());
         if verified.is_err() {
-            return Err(part.slot);
+            return Err((part.slot, None));
         }
         let chunk = LoadedChunk::whole(&self.space, self.chunk, part.slot.freeze(), Tier::Peer);
         self.keep(&chunk, None);
