@@ -72,7 +72,8 @@ pub fn for_peer(tiers: &Arc<Tiers>, peers: &Peers, space: &Space, chunk: &ChunkH
             let fetch = wanted.from_below(slot, sections, LAST, None);
             ForPeer::Fetched(announcement.fly(fetch), serving)
         }
-        // A load of this node's own came first, and may ask a peer.
+        // Another call was faster.
+        Err(flight) if !peers.is_asking(&key) => ForPeer::Arriving(flight, serving),
         Err(_) => ForPeer::UseS3,
     }
 }

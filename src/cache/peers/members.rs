@@ -1,7 +1,7 @@
 //! The fleet as this node sees it: the addresses behind the configured names, kept up to date in the background.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::PeerOptions;
 use super::rendezvous::{score, seed};
 use crate::format::ChunkHash;
-use crate::s3::dns::{Resolved, Resolver};
+use crate::s3::dns::{AddressSource, Resolved, Resolver};
 use crate::s3::fanout::{BreakerPhase, EndpointBreaker};
 use crate::s3::net::{NetClient, Origin};
 
@@ -22,7 +22,7 @@ pub struct Member {
     pub address: SocketAddr,
     pub(super) origin: Origin,
     seed: u64,
-    /// It is this very node, as it has said itself.
+    /// It is this very node: by its address, or as it has said itself.
     is_self: AtomicBool,
     breaker: Mutex<EndpointBreaker>,
 }
@@ -37,7 +37,7 @@ impl Member {
                 port: address.port(),
             },
             seed: seed(address),
-            is_self: AtomicBool::new(false),
+            is_self: AtomicBool::new(is_here(address, options.listen)),
             breaker: Mutex::new(EndpointBreaker::new(options.breaker)),
         }
     }
@@ -64,6 +64,15 @@ impl Member {
     }
 }
 
+/// Whether that is where this node listens.
+fn is_here(address: SocketAddr, listen: SocketAddr) -> bool {
+    match listen.ip().is_unspecified() {
+        // Only an address of this machine can be bound.
+        true => address.port() == listen.port() && UdpSocket::bind((address.ip(), 0)).is_ok(),
+        false => address == listen,
+    }
+}
+
 pub struct Members {
     all: Arc<RwLock<Arc<[Arc<Member>]>>>,
     follower: Option<AbortHandle>,
@@ -73,7 +82,11 @@ impl Members {
     /// Needs a tokio runtime.
     pub fn new(dns: &Resolver, options: &PeerOptions, http: &NetClient) -> Self {
         let all = Arc::default();
-        let literal: BTreeSet<_> = options.members.iter().filter_map(|one| one.literal()).collect();
+        let literal: BTreeSet<_> = options
+            .members
+            .iter()
+            .filter_map(AddressSource::literal)
+            .collect();
         let names = options.members.iter().filter(|one| one.literal().is_none());
         let watched: Vec<_> = names.map(|name| dns.watch(name)).collect();
         let mut follow = Follow {

@@ -23,6 +23,7 @@ mod rendezvous;
 mod tests;
 mod tls;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -47,6 +48,8 @@ use crate::s3::net::{NetClient, NetOptions, client_config};
 #[derive(Debug, Clone)]
 pub struct PeerOptions {
     pub members: Vec<AddressSource>,
+    /// Where this node is asked: it owns what the member there owns.
+    pub listen: SocketAddr,
     pub token_file: Option<PathBuf>,
     pub tls: Option<PeerTls>,
     /// The longest time until an answer begins, connecting included.

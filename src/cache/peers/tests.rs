@@ -19,6 +19,7 @@ fn options() -> PeerOptions {
     let second = Duration::from_secs(1);
     PeerOptions {
         members: Vec::new(),
+        listen: address(0xffff),
         token_file: None,
         tls: None,
         first_byte: second,
@@ -106,10 +107,27 @@ fn a_member_that_leaves_moves_only_its_own_chunks_and_they_go_to_their_next_owne
     );
 }
 
+#[test]
+fn a_node_knows_its_own_address() {
+    let of = |listen: &str, member: &str| {
+        let listen = listen.parse().unwrap();
+        let options = PeerOptions { listen, ..options() };
+        Member::new(member.parse().unwrap(), &options).is_self()
+    };
+    assert!(of("0.0.0.0:9181", "127.0.0.1:9181") && of("[::]:9181", "127.0.0.1:9181"));
+    assert!(!of("0.0.0.0:9181", "127.0.0.1:9182"), "another port");
+    assert!(!of("0.0.0.0:9181", "192.0.2.1:9181"), "another machine");
+    assert!(of("127.0.0.1:9181", "127.0.0.1:9181"));
+    assert!(
+        !of("127.0.0.1:9181", "127.0.0.2:9181"),
+        "another node of this machine"
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_member_that_fails_is_passed_over_until_a_probe_works() {
     let all = members(3);
-    let owned = (0..).find(|&number| owner(&all, &chunk(number), None).unwrap().address == address(0));
+    let owned = (0..1000).find(|&number| owner(&all, &chunk(number), None).unwrap().address == address(0));
     let chunk = chunk(owned.unwrap());
     for _ in 0..3 {
         all[0].breaker().failed(false, Instant::now());
@@ -168,7 +186,7 @@ fn storm(sees: impl Fn(usize, usize) -> bool, is_dead: impl Fn(usize) -> bool) -
         .collect();
     let (mut s3, mut sent) = (vec![0; CHUNKS], vec![0; NODES]);
     let now = Instant::now();
-    for number in 0..CHUNKS {
+    for (number, s3) in s3.iter_mut().enumerate() {
         let mut has = BTreeSet::new();
         let ranking = ranking(&all, &chunk(number));
         let mut nodes: Vec<usize> = (0..NODES).filter(|node| !is_dead(*node)).collect();
@@ -186,10 +204,10 @@ fn storm(sees: impl Fn(usize, usize) -> bool, is_dead: impl Fn(usize) -> bool) -
                 Some(owner) if has.contains(&owner) => sent[owner] += 1,
                 Some(owner) if hot[owner].asked(id(number), now) => {
                     has.insert(owner);
-                    s3[number] += 1;
+                    *s3 += 1;
                     sent[owner] += 1;
                 }
-                _ => s3[number] += 1,
+                _ => *s3 += 1,
             }
             has.insert(node);
         }

@@ -51,7 +51,12 @@ pub fn peers(text: &mut Families, peers: Option<&Peers>) {
     );
 }
 
-fn counts(text: &mut Families, name: &str, help: &str, (words, of): (&'static [&'static str], Option<&Counts>)) {
+fn counts(
+    text: &mut Families,
+    name: &str,
+    help: &str,
+    (words, of): (&'static [&'static str], Option<&Counts>),
+) {
     match of {
         Some(counts) => text.counts(name, help, "outcome", counts),
         None => text.counts(name, help, "outcome", &Counts::new(words)),

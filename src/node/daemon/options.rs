@@ -71,6 +71,7 @@ pub fn peers(config: &Config) -> Option<PeerOptions> {
     let s3 = s3_options(config).ok()?;
     Some(PeerOptions {
         members: peers.members.iter().map(source).collect(),
+        listen: peers.listen,
         token_file: peers.token_file.clone(),
         tls,
         first_byte: peers.first_byte,
