@@ -28,6 +28,7 @@ GATEWAY = [
     "tiers",
     "fetch",
     "lower",
+    "for_peer",
     "store",
     "load",
     "lookup",
@@ -46,6 +47,7 @@ LAYERS = {
     "cache/episode": [],
     "cache/existence": ["format", "metrics", "s3", "cache/episode"],
     "cache/recent": ["format"],
+    "cache/peers": ["format", "metrics", "s3", "cache/recent"],
     "cache/tier": ["arena", "format", "metrics", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
     "cache/gateway/task": ["metrics"],
@@ -59,16 +61,21 @@ LAYERS = {
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [
-        *("arena", "cache/admission", "cache/recent", "cache/tier", "format", "metrics", "protocol"),
+        *("arena", "cache/admission", "cache/peers", "cache/recent", "cache/tier", "format", "metrics", "protocol"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "credit", "miss", "task", "warnings")),
     ],
     "cache/gateway/fetch": [
-        *("arena", "cache/existence", "cache/tier", "format", "metrics", "protocol", "s3/net", "s3/object"),
+        *("arena", "cache/existence", "cache/peers", "cache/tier", "format", "metrics", "protocol"),
+        *("s3/net", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "miss", "task", "tiers")),
     ],
     "cache/gateway/lower": [
         *("arena", "cache/admission", "cache/existence", "cache/tier", "format", "metrics", "protocol", "s3/object"),
         *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "fetch", "tiers")),
+    ],
+    "cache/gateway/for_peer": [
+        *("cache/peers", "format"),
+        *(f"cache/gateway/{room}" for room in ("bucket", "chunk", "fetch", "lower", "tiers")),
     ],
     "cache/gateway/store": [
         *("cache/tier", "format", "protocol"),
@@ -83,7 +90,7 @@ LAYERS = {
     ],
     # The face: all public methods, and nothing that the rooms use.
     "cache/gateway": [
-        *("arena", "cache/existence", "config", "format", "metrics", "protocol", "s3"),
+        *("arena", "cache/existence", "cache/peers", "config", "format", "metrics", "protocol", "s3"),
         *(f"cache/gateway/{room}" for room in GATEWAY),
     ],
     "inventory": ["arena", "cache", "format", "protocol", "s3"],

@@ -14,6 +14,7 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
         api,
         gc,
         refresh,
+        peers,
         ..
     } = config;
     let mut problems = Vec::new();
@@ -69,6 +70,17 @@ pub(super) fn check(config: &Config) -> Vec<(&'static str, String)> {
     {
         let message = format!("{listen} can be reached from elsewhere, so api.token_file must be set");
         problems.push(("api.listen", message));
+    }
+    let tls = [&peers.cert_file, &peers.key_file, &peers.ca_file];
+    let has_tls = tls.iter().all(|file| file.is_some()) && peers.server_name.is_some();
+    if !has_tls && (tls.iter().any(|file| file.is_some()) || peers.server_name.is_some()) {
+        let message =
+            "TLS between nodes needs cert_file, key_file, ca_file and server_name: set all of them or none";
+        problems.push(("peers.cert_file", message.to_owned()));
+    }
+    if !peers.members.is_empty() && !has_tls && peers.token_file.is_none() {
+        let message = "is set, so peers.token_file must be set too, or the keys for TLS: anybody could read chunks otherwise";
+        problems.push(("peers.members", message.to_owned()));
     }
     if let Some(endpoint) = &s3.endpoint {
         if s3.ca_file.is_some() && endpoint.starts_with("http://") {

@@ -32,8 +32,8 @@ use serde::Serialize;
 pub use error::{ConfigError, ConfigProblem, SettingOrigin};
 pub use keys::{KeysError, read_keys, read_secret};
 pub use schema::{
-    Admit, Api, Arena, Config, Copies, Disk, Keys, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory, S3,
-    Store,
+    Admit, Api, Arena, Config, Copies, Disk, Keys, Load, Log, LogFormat, LogLevel, Lookup, Lower, Memory,
+    PeerName, S3, Store,
 };
 pub use sources::process_env;
 

@@ -124,6 +124,54 @@ impl Kind for Folders {
     }
 }
 
+/// The nodes of a fleet.
+pub(super) struct Members;
+
+impl Kind for Members {
+    type Value = Vec<PeerName>;
+
+    fn parse(&self, text: &str) -> Result<Vec<PeerName>, String> {
+        let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+        let parsed = names.map(|name| {
+            let name = match name.strip_prefix("srv:") {
+                Some(name) => dns_name(name).ok().map(PeerName::Srv),
+                None => match split_port(name) {
+                    (host, Some(port)) if is_host(host) && is_port(port) => port
+                        .parse()
+                        .ok()
+                        .map(|port| PeerName::Host(host.to_owned(), port)),
+                    _ => None,
+                },
+            };
+            name.ok_or_else(|| self.accepts())
+        });
+        parsed
+            .collect::<Result<_, _>>()
+            .map_err(|accepts| format!("{text:?} names no members; write {accepts}"))
+    }
+
+    fn show(&self, value: &Vec<PeerName>) -> String {
+        let names = value.iter().map(|name| match name {
+            PeerName::Host(host, port) => format!("{host}:{port}"),
+            PeerName::Srv(name) => format!("srv:{name}"),
+        });
+        names.collect::<Vec<_>>().join(",")
+    }
+
+    fn accepts(&self) -> String {
+        "HOST:PORT, each of whose addresses is a member, or srv:NAME of SRV records, with commas, such as \
+         \"kvgate-peers.kvgate:9181\""
+            .to_owned()
+    }
+}
+
+/// Where nodes of the fleet are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PeerName {
+    Host(String, u16),
+    Srv(String),
+}
+
 /// Names and addresses of this host, any number of them.
 pub(super) struct Hosts;
 

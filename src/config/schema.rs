@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use super::declare::sections;
 use super::kinds::{Between, Flag, OneOf, Optional, Time};
+pub use super::names::PeerName;
 use super::names::{
-    ABSOLUTE_PATH, Address, BUCKET, COLLECTOR, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Mode, PREFIX,
-    REGION, Servers,
+    ABSOLUTE_PATH, Address, BUCKET, COLLECTOR, DNS_NAME, ENDPOINTS, FILE_PATH, Folders, Hosts, Members, Mode,
+    PREFIX, REGION, Servers,
 };
 use crate::config::units::{ByteSize, GIB, KIB, MIB, TIB};
 use crate::format::DigestKind;
@@ -321,6 +322,38 @@ sections! {
         note_size: ByteSize = "16KiB", Between(ByteSize(KIB), ByteSize(MIB));
         /// Longest time that a call waits for an event.
         wait: Duration = "10s", Time { min_ms: 10, max_ms: 600_000 };
+    }
+
+    /// Other nodes, whose memory is asked before S3: docs/PEERS.md.
+    peers: Peers {
+        /// Where the nodes of the fleet are, this one among them, all with the same names here; not set: no node is asked.
+        members: Vec<PeerName> = "", Members;
+        /// Address to listen on for them.
+        listen: SocketAddr = "0.0.0.0:9181", Address;
+        /// File with the fleet's token, the same on all nodes.
+        token_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// PEM file with this node's certificate, which it shows as a server and as a client; not set: no TLS between nodes.
+        cert_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// PEM file with the certificate's key.
+        key_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// PEM file with the authority of all nodes' certificates. It must sign nobody else's.
+        ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
+        /// Name that all nodes' certificates have.
+        server_name: Option<String> = "", Optional(DNS_NAME);
+        /// Time until a peer's answer begins, connecting included; then the chunk comes from S3.
+        first_byte: Duration = "100ms", Time { min_ms: 1, max_ms: 60_000 };
+        /// Time without a byte of an answer that has begun; then the chunk comes from S3.
+        stall: Duration = "5s", Time { min_ms: 10, max_ms: 600_000 };
+        /// Nodes that are asked for a chunk, one after the other while none answers.
+        owners: u32 = "2", Between(1, 16);
+        /// A chunk that two nodes ask for within this time is fetched by its owner for all; 0: none is.
+        hot: Duration = "10s", Time { min_ms: 0, max_ms: 3_600_000 };
+        /// Chunks whose last asker is remembered; some 150 bytes each.
+        hot_chunks: u32 = "65536", Between(64, 100_000_000);
+        /// Bytes of slots that answers to other nodes may hold; beyond that they are told to use S3.
+        budget: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));
+        /// Connections of other nodes at a time, and to each of them.
+        connections: u32 = "4096", Between(8, 1_000_000);
     }
 
     /// The keys of tenants, which protect their chunks on S3: docs/KEYS.md.

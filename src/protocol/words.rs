@@ -41,6 +41,8 @@ choices! {
         Memory = "memory",
         /// A node's disks.
         Disk = "disk",
+        /// Another node's memory.
+        Peer = "peer",
         /// S3.
         S3 = "s3",
     }

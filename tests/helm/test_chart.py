@@ -311,6 +311,22 @@ class Pod(unittest.TestCase):
         self.assertEqual(environment["envFrom"], [{"secretRef": {"name": "kvgate-s3"}}])
         self.assertNotIn("env", environment)
 
+    def test_one_value_makes_the_gateways_peers(self):
+        manifests = render("--set", "peersSecret=fleet,networkPolicy.enabled=true,config.peers.listen=0.0.0.0:9999")
+        peers = yaml.safe_load(configuration(manifests))["peers"]
+        at = "/etc/kvgate/peers/token"
+        self.assertEqual(peers, {"members": "kvgate.kv.svc:9999", "token_file": at, "listen": "0.0.0.0:9999"})
+        self.assertIn(
+            ("peers", 9999), [(one["name"], one["port"]) for one in of_kind(manifests, "Service")["spec"]["ports"]]
+        )
+        pod = pod_of(manifests)
+        (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "peers"]
+        self.assertEqual(f"{mount['mountPath']}/token", at)
+        policy = of_kind(manifests, "NetworkPolicy")["spec"]
+        (rule,) = [one for one in policy["ingress"] if {"port": "peers", "protocol": "TCP"} in one["ports"]]
+        self.assertEqual([list(source) for source in rule["from"]], [["podSelector"]], "the gateways alone")
+        self.assertNotIn("peers", configuration(render()))
+
     def test_shared_folders_of_the_node_stay_as_they_are(self):
         (prepare,) = pod_of(render("--set", "tokenSecret=t"))["initContainers"]
         with tempfile.TemporaryDirectory() as folder:

@@ -436,7 +436,7 @@ async fn a_space_without_its_key_is_not_stored(backend: &Backend) {
 }
 
 /// The keys of tenant `acme` in files, as an operator has them, for a daemon with this protection.
-fn key_files(folder: &std::path::Path, protection: &str) -> String {
+pub fn key_files(folder: &std::path::Path, protection: &str) -> String {
     use std::os::unix::fs::PermissionsExt;
     let [secret, key] = [("secret", 5_u8), ("key", 6)].map(|(name, number)| {
         let path = folder.join(name);

@@ -31,6 +31,7 @@ mod operations;
 mod orders;
 mod otlp;
 mod outage;
+mod peers;
 mod processes;
 mod protocol;
 mod rekey;

@@ -34,6 +34,7 @@ fn tiers(disk: Option<Disk>) -> TierOptions {
             flow: BOTH,
             promotes: true,
         }),
+        peers: None,
         behind: BehindOptions {
             bytes_max: 1 << 20,
             when_full: WhenFull::Refuse,

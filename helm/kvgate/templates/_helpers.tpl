@@ -59,7 +59,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $at := printf "%s.%s" $name .Release.Namespace -}}
 {{- $_ := set $config.api "hosts" (printf "%s,%s,%s.svc,%s.svc.cluster.local" $name $at $at $at) -}}
 {{- end -}}
+{{- if and .Values.peersSecret (eq .Values.mode "daemonset") -}}
+{{- $members := printf "%s.%s.svc:%s" (include "kvgate.fullname" .) .Release.Namespace (include "kvgate.peersPort" .) -}}
+{{- $ours := dict "members" $members "token_file" "/etc/kvgate/peers/token" -}}
+{{- $_ := set $config "peers" (mergeOverwrite $ours (default dict $config.peers)) -}}
+{{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* The port where gateways ask each other. */}}
+{{- define "kvgate.peersPort" -}}
+{{- $peers := default dict .Values.config.peers -}}
+{{- regexFind "[0-9]+$" (default "0.0.0.0:9181" $peers.listen) -}}
 {{- end -}}
 
 {{/* Bytes of a size such as 64GiB. */}}

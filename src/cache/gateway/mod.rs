@@ -10,6 +10,7 @@
 //! - `fetch`: one chunk into its slot, from S3 or the disk, verified.
 //! - `lower`: chunks that go down to the disk and to S3.
 //! - `store`: an engine's reserve and commit.
+//! - `for_peer`: what another node is answered.
 //! - `load`: chunks handed out, in chunk order or in layer order.
 //! - `lookup`: which chunks exist.
 //!
@@ -22,6 +23,7 @@ mod bucket;
 mod chunk;
 mod credit;
 mod fetch;
+mod for_peer;
 mod load;
 mod lookup;
 mod lower;
@@ -43,6 +45,7 @@ use self::bucket::Bucket;
 pub use self::bucket::{RefreshOptions, RefreshStats, StoreOutcome};
 pub use self::chunk::LoadedChunk;
 pub use self::credit::Credit;
+pub use self::for_peer::ForPeer;
 pub use self::load::{AfterMiss, LoadSpec, LoadStream};
 pub use self::lookup::Lookup;
 pub use self::miss::Miss;
@@ -50,9 +53,10 @@ pub use self::options::{GatewayOptions, OpenError, open_store, s3_options};
 pub use self::slot::{ArenaFull, FilledSlot, StoreSlot};
 pub use self::store::{ReserveCall, Reserved, Skip};
 use self::tiers::Tiers;
-pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flow, KvEvents, TierOptions, TierStats};
+pub use self::tiers::{BehindOptions, BehindStats, DiskTier, Flight, Flow, KvEvents, TierOptions, TierStats};
 use crate::arena::Arena;
 use crate::cache::existence::Known;
+use crate::cache::peers::Peers;
 use crate::config::Config;
 use crate::format::{ChunkHash, KeyError, Keyring, Space};
 use crate::metrics::Times;
@@ -147,6 +151,17 @@ impl Gateway {
     /// The same as [`load`](Self::load), with a limit on the bytes of slots that it holds at a time.
     pub fn load_on_credit(&self, request: LoadSpec, credit: Credit) -> LoadStream {
         load::start(&self.0, request, Some(credit))
+    }
+
+    /// The answer to a peer that asks for a chunk. None: this node has no peers.
+    pub fn for_peer(&self, space: &Space, chunk: &ChunkHash) -> Option<ForPeer> {
+        let peers = self.peers()?;
+        Some(for_peer::for_peer(&self.0, peers, space, chunk))
+    }
+
+    /// Other nodes, asked before S3.
+    pub fn peers(&self) -> Option<&Arc<Peers>> {
+        self.0.options.peers.as_ref()
     }
 
     /// Keeps the chunks that are in memory there until `until`; returns how many.

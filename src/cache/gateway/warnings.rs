@@ -21,6 +21,8 @@ pub struct BucketWarnings {
     pub not_refreshed: Episode,
     /// Bytes from S3 that differed the first time.
     pub read_again: Episode,
+    /// Bytes from a peer that are not the chunk.
+    pub peer: Episode,
 }
 
 impl BucketWarnings {
@@ -36,6 +38,9 @@ impl BucketWarnings {
                 "S3 does not let this node look chunks up (`kvgate doctor` says why); they count as unknown",
             ),
             not_refreshed: of("chunks in use can't be refreshed on S3"),
+            peer: of(
+                "bytes from another node are not the chunk, which comes from S3; the node is left alone for a while",
+            ),
             read_again: of("bytes from S3 don't match their digest, and are read again"),
         }
     }

@@ -109,12 +109,12 @@ struct Announced {
     stored: [Option<u64>; 2],
 }
 
-/// The place of a tier's record. S3 has no events: it is the same for all engines.
+/// The place of a tier's record. Peers and S3 have no events: they are the same for all engines.
 fn place(tier: Tier) -> Option<usize> {
     match tier {
         Tier::Memory => Some(0),
         Tier::Disk => Some(1),
-        Tier::S3 => None,
+        Tier::Peer | Tier::S3 => None,
     }
 }
 

@@ -176,7 +176,7 @@ async fn delete(api: &Api, space: &Space, hash: &ChunkHash) -> Result<Reply, Api
 }
 
 /// Parses one range, as in RFC 9110.
-fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, ApiProblem> {
+pub(super) fn range(value: &HeaderValue, len: usize) -> Result<Range<usize>, ApiProblem> {
     let refused = || {
         ApiProblem::new(
             StatusCode::RANGE_NOT_SATISFIABLE,

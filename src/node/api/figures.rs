@@ -20,7 +20,7 @@ pub struct Figures {
     pub committed_chunks: Counts,
 }
 
-const TIERS: &[&str] = &["memory", "disk", "s3"];
+const TIERS: &[&str] = &["memory", "disk", "peer", "s3"];
 
 impl Default for Figures {
     fn default() -> Self {
@@ -46,7 +46,7 @@ impl Figures {
             match run.tier {
                 Tier::Memory => in_memory += run.count,
                 Tier::Disk => on_disk += run.count,
-                Tier::S3 => {}
+                Tier::Peer | Tier::S3 => {}
             }
         }
         let unknown = found.unknown.count();

@@ -161,7 +161,9 @@ impl HistoryTotals {
                 .map(|(_, count)| count)
                 .sum::<u64>()
         };
-        let tiers = |counts| ["memory", "disk", "s3"].map(|tier| of(counts, tier));
+        // From elsewhere: from S3, or from a peer.
+        let elsewhere = |counts| of(counts, "s3") + of(counts, "peer");
+        let tiers = |counts| [of(counts, "memory"), of(counts, "disk"), elsewhere(counts)];
         let times = gateway.request_times();
         let get = times
             .iter()

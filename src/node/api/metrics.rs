@@ -10,6 +10,7 @@ use super::body::{Reply, bytes};
 use super::exposition::{Families, PROTOBUF, TEXT};
 use super::figures::Figures;
 use super::otlp::Otlp;
+use super::peer_metrics;
 use crate::cache::admission::{AdmissionStats, Declined};
 use crate::cache::gateway::{Gateway, RefreshStats};
 use crate::node::{GcStats, Status};
@@ -41,6 +42,7 @@ pub fn metrics(api: &Arc<Api>, accept: Option<&HeaderValue>) -> Reply {
     refresh(&mut text, &api.node.gateway().refresh_stats());
     gc(&mut text, api.node.gc());
     tenants(&mut text, api.node.gateway());
+    peer_metrics::peers(&mut text, api.node.gateway().peers().map(|peers| &**peers));
     text.gauge(
         "kvgate_api_connections",
         "Connections now.",
@@ -635,11 +637,7 @@ fn totals(text: &mut Families, totals: &Requests) {
         "Requests that were hedges.",
         totals.hedges,
     );
-    text.counter(
-        "kvgate_s3_moved_bytes_total",
-        "Bytes of bodies.",
-        totals.bytes,
-    );
+    text.counter("kvgate_s3_moved_bytes_total", "Bytes of bodies.", totals.bytes);
 }
 
 /// One line for each address and way to end, from 0: a rate sees the first failure.
@@ -647,7 +645,10 @@ fn ended(text: &mut Families, endpoints: &[EndpointState]) {
     text.head("kvgate_endpoint_ended_total", "counter", ENDED);
     for one in endpoints {
         for (outcome, count) in ends(&one.totals) {
-            text.add(&[("address", &one.address.to_string()), ("outcome", outcome)], count);
+            text.add(
+                &[("address", &one.address.to_string()), ("outcome", outcome)],
+                count,
+            );
         }
     }
 }

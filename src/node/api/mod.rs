@@ -26,6 +26,8 @@ mod lookup;
 mod metrics;
 mod otlp;
 mod page;
+mod peer_metrics;
+mod peers;
 mod problem;
 mod routers;
 mod routes;
@@ -43,6 +45,7 @@ use hyper::{HeaderMap, StatusCode};
 
 pub use history::run as keep_history;
 pub use otlp::OtlpOptions;
+pub use peers::PeerServer;
 pub use problem::ApiProblem;
 pub use server::{ListenError, Listening, Server};
 
@@ -151,6 +154,11 @@ impl Api {
         if self.options.token_file.is_some() {
             self.read_token()?;
             reloaded.push("api.token_file".to_owned());
+        }
+        if let Some(peers) = self.node.gateway().peers()
+            && peers.read_token().map_err(|error| error.to_string())?
+        {
+            reloaded.push("peers.token_file".to_owned());
         }
         Ok(reloaded)
     }

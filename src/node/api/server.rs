@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use super::impatient::{Impatient, Patient};
 use super::{Api, Caller, routes};
 use crate::cache::episode::Episode;
+use crate::cache::peers::PeerTlsError;
 use crate::node::Process;
 
 /// The addresses that the API listens on.
@@ -43,6 +44,12 @@ pub enum ListenError {
         "can't listen on {address}: {source}. Give [api] listen a free port on an address of this machine"
     )]
     Tcp { address: SocketAddr, source: io::Error },
+    #[error(
+        "can't listen on {address} for other nodes: {source}. Give [peers] listen a free port on an address of this machine"
+    )]
+    Peers { address: SocketAddr, source: io::Error },
+    #[error(transparent)]
+    PeerTls(PeerTlsError),
 }
 
 /// Listeners that are bound but not yet served.
@@ -197,7 +204,7 @@ async fn accept_tcp(listener: Option<&TcpListener>) -> io::Result<(tokio::net::T
     }
 }
 
-async fn stopped(stop: &mut watch::Receiver<bool>) {
+pub(super) async fn stopped(stop: &mut watch::Receiver<bool>) {
     // An error means that the sender is gone, which is a stop too.
     let _ = stop.wait_for(|stop| *stop).await;
 }
@@ -227,7 +234,7 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
                 if answer.extensions().get::<Patient>().is_some() {
                     patient.store(true, Ordering::Relaxed);
                 }
-                let answer = answer.map(|body| WhileSent { body, _busy: busy });
+                let answer = answer.map(|body| WhileSent::new(body, busy));
                 Ok::<_, Infallible>(answer)
             }
         });
@@ -251,10 +258,16 @@ fn accept<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
 
 pin_project_lite::pin_project! {
     /// The connection has a call until its answer was sent.
-    struct WhileSent<B> {
+    pub(super) struct WhileSent<B> {
         #[pin]
         body: B,
         _busy: super::connections::Busy,
+    }
+}
+
+impl<B> WhileSent<B> {
+    pub(super) fn new(body: B, busy: super::connections::Busy) -> Self {
+        Self { body, _busy: busy }
     }
 }
 

@@ -21,10 +21,11 @@ use self::notify::Notify;
 use crate::arena::{Arena, ArenaError};
 use crate::cache::episode::Episode;
 use crate::cache::gateway::{Gateway, GatewayOptions};
+use crate::cache::peers::{PeerError, Peers};
 use crate::cache::tier::{Disk, DiskError};
 use crate::config::{Config, KeysError};
 use crate::node::Node;
-use crate::node::api::{Api, ListenError, Reload, Server, keep_history};
+use crate::node::api::{Api, ListenError, PeerServer, Reload, Server, keep_history};
 use crate::s3::fanout::BreakerPhase;
 use crate::s3::object::{Capabilities, ObjectStore};
 
@@ -41,6 +42,8 @@ pub enum StartError {
     Token(String),
     #[error(transparent)]
     Keys(#[from] KeysError),
+    #[error(transparent)]
+    Peers(#[from] PeerError),
     #[error("can't start: {0}")]
     System(String),
 }
@@ -51,6 +54,7 @@ pub struct Daemon {
     node: Node,
     api: Arc<Api>,
     server: Server,
+    peer_server: Option<PeerServer>,
     store: Arc<dyn ObjectStore>,
 }
 
@@ -88,11 +92,21 @@ impl Daemon {
             }
         };
         let arena = Arena::new(&options::arena(config))?;
-        let tiers = options::tiers(config, disk);
+        let peers = options::peers(config).map(Peers::new).transpose()?;
+        let tiers = options::tiers(config, disk, peers.clone());
         let gateway = Gateway::with_tiers(Arc::clone(&store), arena, gateway, tiers);
         let node = Node::new(gateway, options::node(config));
+        let peer_server = match peers {
+            None => None,
+            Some(peers) => {
+                let (listen, connections) = (config.peers.listen, config.peers.connections as usize);
+                let timeout = config.api.timeout;
+                Some(PeerServer::bind(listen, node.clone(), peers, connections, timeout).await?)
+            }
+        };
         let api = Api::new(node.clone(), options::api(config), reload).map_err(StartError::Token)?;
         Ok(Self {
+            peer_server,
             config: config.clone(),
             node,
             api,
@@ -117,6 +131,7 @@ impl Daemon {
             node,
             api,
             server,
+            peer_server,
             store,
         } = self;
         let notify = Arc::new(Notify::from_env());
@@ -148,6 +163,7 @@ impl Daemon {
             notify.tell("READY=1");
         }
         let (end, ended) = watch::channel(false);
+        let peers = peer_server.map(|server| tokio::spawn(server.serve(ended.clone())));
         let serving = tokio::spawn(server.serve(Arc::clone(&api), ended, CALLS_GRACE));
         signals(&api, stop)
             .await
@@ -157,6 +173,9 @@ impl Daemon {
         end.send_replace(true);
         // A panic of a connection's task ends that task only.
         let _ = serving.await;
+        if let Some(peers) = peers {
+            let _ = peers.await;
+        }
         // Stores chunks that a rank had reserved before and committed in the last moment.
         let declined = node.flush(Instant::now() + CALLS_GRACE).await.declined;
         api.end_traces(CALLS_GRACE).await;

@@ -1,15 +1,18 @@
 //! The daemon's limits, made from the configuration.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::arena::ArenaOptions;
 use crate::cache::admission::AdmissionOptions;
-use crate::cache::gateway::{BehindOptions, DiskTier, Flow, RefreshOptions, TierOptions};
+use crate::cache::gateway::{BehindOptions, DiskTier, Flow, RefreshOptions, TierOptions, s3_options};
+use crate::cache::peers::{PeerOptions, PeerTls, Peers};
 use crate::cache::tier::{Disk, DiskOptions, EventOptions, MemoryOptions};
 use crate::config::units::ByteSize;
-use crate::config::{self, Config};
+use crate::config::{self, Config, PeerName};
 use crate::node::NodeOptions;
 use crate::node::api::{ApiOptions, Listening, OtlpOptions};
+use crate::s3::dns::AddressSource;
 
 /// The arena's file if the configuration names none.
 const ARENA_PATH: &str = "/dev/shm/kvgate.arena";
@@ -40,7 +43,51 @@ pub fn has_room(config: &Config) -> Result<(), String> {
     Ok(())
 }
 
-pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
+/// None: no peers are asked.
+pub fn peers(config: &Config) -> Option<PeerOptions> {
+    let peers = &config.peers;
+    if peers.members.is_empty() {
+        return None;
+    }
+    let source = |name: &PeerName| match name.clone() {
+        PeerName::Host(name, port) => AddressSource::Host { name, port },
+        PeerName::Srv(name) => AddressSource::Srv { name },
+    };
+    let files = (
+        &peers.cert_file,
+        &peers.key_file,
+        &peers.ca_file,
+        &peers.server_name,
+    );
+    let tls = match files {
+        (Some(cert_file), Some(key_file), Some(ca_file), Some(name)) => Some(PeerTls {
+            cert_file: cert_file.clone(),
+            key_file: key_file.clone(),
+            ca_file: ca_file.clone(),
+            name: name.clone(),
+        }),
+        _ => None,
+    };
+    let s3 = s3_options(config).ok()?;
+    Some(PeerOptions {
+        members: peers.members.iter().map(source).collect(),
+        listen: peers.listen,
+        token_file: peers.token_file.clone(),
+        tls,
+        first_byte: peers.first_byte,
+        stall: peers.stall,
+        connections_max: peers.connections as usize,
+        idle_timeout: config.s3.idle_timeout,
+        breaker: s3.endpoints.breaker,
+        owners: peers.owners,
+        hot: peers.hot,
+        hot_chunks: peers.hot_chunks as usize,
+        serve_bytes: bytes(peers.budget),
+        dns: s3.dns,
+    })
+}
+
+pub fn tiers(config: &Config, disk: Option<Disk>, peers: Option<Arc<Peers>>) -> TierOptions {
     TierOptions {
         memory: MemoryOptions {
             policy: config.memory.policy,
@@ -55,6 +102,7 @@ pub fn tiers(config: &Config, disk: Option<Disk>) -> TierOptions {
             flow: flow(config.disk.lookup, config.disk.store),
             promotes: config.disk.promote,
         }),
+        peers,
         behind: BehindOptions {
             bytes_max: bytes(config.store.write_behind),
             when_full: config.store.when_full,

@@ -32,7 +32,7 @@ const JITTER: f64 = 0.5;
 
 /// Keeps requests away from an endpoint that fails.
 #[derive(Debug)]
-pub(super) struct EndpointBreaker {
+pub struct EndpointBreaker {
     options: BreakerOptions,
     state: State,
     failures: u32,

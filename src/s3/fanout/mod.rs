@@ -24,7 +24,7 @@ mod token_bucket;
 mod window;
 
 pub use attempts::{AttemptPolicy, AttemptVerdict, Attempts, Failure, Hedge};
-pub use breaker::{BreakerOptions, BreakerPhase};
+pub use breaker::{BreakerOptions, BreakerPhase, EndpointBreaker};
 pub use endpoints::{EndpointOptions, Endpoints, HedgeTo};
 pub use handover::{Handover, Held};
 pub use permit::{Class, Loss, Outcome, Permit};

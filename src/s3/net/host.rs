@@ -159,7 +159,7 @@ pub(super) fn places(origin: &Origin, options: &NetOptions) -> Vec<ServerAddress
                 name: origin.host.clone(),
                 port: origin.port,
             },
-            server_name: origin.host.clone(),
+            server_name: options.server_name.clone().unwrap_or_else(|| origin.host.clone()),
         }],
     }
 }

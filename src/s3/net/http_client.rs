@@ -27,7 +27,9 @@ use super::stats::{NetCounters, Traffic, add};
 use crate::metrics::Times;
 use crate::metrics::trace::{self, OpenSpan};
 use crate::s3::dns::{NameState, Resolver};
-use crate::s3::fanout::{Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Requests, Route};
+use crate::s3::fanout::{
+    Class, EndpointOptions, EndpointState, Hedge, Held, Loss, Outcome, Permit, Requests, Route,
+};
 
 /// The most bytes that are read of a refusal. S3's have some hundred.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
@@ -50,6 +52,8 @@ pub struct NetOptions {
     pub dns: Resolver,
     /// A host, and where it is, it and the buckets under its name, if DNS does not say it of the name itself.
     pub places: Option<(String, Vec<ServerAddress>)>,
+    /// The name that certificates have, if it is not the host's.
+    pub server_name: Option<String>,
 }
 
 /// The SDK's HTTP client. Clones share their connections.
@@ -123,6 +127,11 @@ impl NetClient {
     /// How requests that move `bytes` of body are hedged.
     pub fn hedge(&self, origin: &Origin, bytes: usize) -> impl Hedge + use<> {
         self.host(origin).endpoints().hedge(bytes)
+    }
+
+    /// Closes the idle connections to an origin that is not asked any more.
+    pub fn forget(&self, origin: &Origin) {
+        self.0.hosts.remove(origin);
     }
 
     fn host(&self, origin: &Origin) -> Arc<Host> {

@@ -120,6 +120,7 @@ pub(super) fn net_client_with(
         endpoints: options.endpoints,
         dns: Resolver::new(options.dns.clone()),
         places,
+        server_name: None,
     }))
 }
 

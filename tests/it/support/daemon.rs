@@ -339,7 +339,13 @@ pub fn load_request(prompt: &Prompt, load_id: &str, order: Order) -> LoadRequest
 
 /// Loads, compares every byte that came with what it must be, and releases. Of each chunk the tier, or why it is missing.
 pub async fn load(session: &ApiSession, prompt: &Prompt, load_id: &str, order: Order) -> Vec<String> {
-    let mut lines = session.load(load_request(prompt, load_id, order)).await.unwrap();
+    load_with(session, prompt, load_request(prompt, load_id, order)).await
+}
+
+/// The same, of a request of one's own.
+pub async fn load_with(session: &ApiSession, prompt: &Prompt, request: LoadRequest) -> Vec<String> {
+    let load_id = &request.load_id.clone();
+    let mut lines = session.load(request).await.unwrap();
     let layout = prompt.space.layout();
     let mut words = vec![String::new(); prompt.hashes.len()];
     let mut planes_seen = vec![0; prompt.hashes.len()];

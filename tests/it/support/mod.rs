@@ -5,6 +5,7 @@
 //! | `backends`      | the S3 servers that are there, and a test's own folder in each               |
 //! | `fixture`       | a small space, prompts, arenas, and gateways over any store                  |
 //! | `daemon`        | a daemon in this process, and what engines do with it                        |
+//! | `fleet`         | daemons in this process that are each other's peers                          |
 //! | `program`       | the program itself, as a process with a folder of its own                    |
 //! | `paused_store`  | a store in memory whose requests wait until a test lets them go              |
 //! | `capped`        | a proxy of so many bytes a second, which can fail, hang and come back        |
@@ -19,6 +20,7 @@ pub mod capped_prompt;
 pub mod daemon;
 pub mod dns_server;
 pub mod fixture;
+pub mod fleet;
 pub mod paused_store;
 pub mod program;
 pub mod ranks;

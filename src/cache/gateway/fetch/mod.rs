@@ -3,7 +3,9 @@
 
 mod decrypt;
 mod digests;
+mod from_below;
 mod from_disk;
+mod from_peer;
 mod verify;
 mod whole;
 

@@ -16,7 +16,7 @@ use crate::arena::{SlotMut, Ticket};
 use crate::cache::gateway::bucket::TurnPosition;
 use crate::cache::gateway::chunk::LoadedChunk;
 use crate::cache::gateway::credit::{Credit, Spent};
-use crate::cache::gateway::fetch::{ChunkFetch, NotRead, WholeFetch};
+use crate::cache::gateway::fetch::{ChunkFetch, WholeFetch};
 use crate::cache::gateway::lower::resident;
 use crate::cache::gateway::miss::Miss;
 use crate::cache::gateway::task::Task;
@@ -187,8 +187,14 @@ impl Drive {
         if let Some(source) = self.here(&chunk) {
             return Ok(source);
         }
+        let is_on_disk = tiers.is_on_disk(&key, Instant::now());
+        // Before others can join the flight: a peer must not wait for it.
+        let peer = match is_on_disk {
+            true => None,
+            false => tiers.asks_peer(&self.space, &chunk),
+        };
         let is_alone = when == Announce::Later || !tiers.options.shares_loads;
-        if is_alone && !tiers.is_on_disk(&key, Instant::now()) {
+        if is_alone && !is_on_disk && peer.is_none() {
             return Ok(ChunkSource::S3(slot, None));
         }
         let announcement = match tiers.arriving.announce(key) {
@@ -199,36 +205,13 @@ impl Drive {
         if let Some(chunk) = self.resident(&chunk) {
             return Ok(ChunkSource::Memory(chunk));
         }
-        if !tiers.is_on_disk(&key, Instant::now()) {
+        if !tiers.is_on_disk(&key, Instant::now()) && peer.is_none() {
             return Ok(ChunkSource::S3(slot, Some(announcement)));
         }
-        let (asks_s3, object_len) = (tiers.asks_s3(), self.space.layout().object_len());
         let (wanted, sections) = (self.wanted(index), Arc::clone(&self.sections));
         let place = self.place(index * sections.len());
-        let flight = announcement.fly(async move {
-            match wanted.read_disk(slot).await {
-                Ok(chunk) => Ok(chunk),
-                Err(NotRead { slot, no_key }) => {
-                    // Where S3 does not have it either, what the disk has tells more.
-                    let absent = no_key.map_or(Miss::Absent, Miss::NoKey);
-                    if !asks_s3 {
-                        return Err(absent);
-                    }
-                    let another = || tiers.arena.try_reserve(object_len);
-                    let slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
-                    let place = |section| TurnPosition {
-                        position: place.position + section as u64,
-                        ..place
-                    };
-                    let fetched = WholeFetch::new(wanted, slot, &sections, place).fetch().await;
-                    fetched.map_err(|miss| match miss {
-                        Miss::Absent => absent,
-                        miss => miss,
-                    })
-                }
-            }
-        });
-        Ok(ChunkSource::Flight(flight))
+        let fetch = wanted.from_below(slot, sections, place, peer);
+        Ok(ChunkSource::Flight(announcement.fly(fetch)))
     }
 
     /// None: another load brings it as well, and others wait for that one; or each load is by itself.

@@ -21,9 +21,10 @@ use super::credit::kib;
 use super::warnings::DiskWarnings;
 use crate::arena::Arena;
 use crate::cache::admission::{AdmissionOptions, AdmissionStats, Standing};
+use crate::cache::peers::{Asking, Peers};
 pub use crate::cache::tier::KvEvents;
 use crate::cache::tier::{Below, Disk, DiskStats, EventOptions, Memory, MemoryOptions, MemoryStats, Unsent};
-use crate::format::{ChunkHash, ChunkId, KeyId, Keyring, Space, SpaceKey};
+use crate::format::{ChunkHash, ChunkId, KeyId, Keyring, Protection, Space, SpaceKey};
 use crate::metrics::{Histogram, Times};
 use crate::protocol::{BoundChunk, EvictionPolicy, Flushed, Tier, WhenFull};
 
@@ -33,6 +34,8 @@ pub struct TierOptions {
     pub memory: MemoryOptions,
     pub memory_flow: Flow,
     pub disk: Option<DiskTier>,
+    /// Other nodes, asked before S3.
+    pub peers: Option<Arc<Peers>>,
     pub behind: BehindOptions,
     /// None: S3 is given all chunks.
     pub admission: Option<AdmissionOptions>,
@@ -62,6 +65,7 @@ impl TierOptions {
             },
             memory_flow: flow,
             disk: None,
+            peers: None,
             behind: BehindOptions {
                 bytes_max: 0,
                 when_full: WhenFull::Refuse,
@@ -184,6 +188,16 @@ impl Tiers {
         self.options.disk.as_ref().map(|tier| &tier.disk)
     }
 
+    /// The peer to ask for a chunk, if there is one: its owner. Encrypted chunks are plain in memory, and no peer is asked
+    /// for them.
+    pub fn asks_peer(&self, space: &Space, chunk: &ChunkHash) -> Option<Asking> {
+        let peers = self.options.peers.as_ref()?;
+        match space.protection() {
+            Protection::Encrypted => None,
+            Protection::None | Protection::Signed => peers.ask((space.key(), *chunk)),
+        }
+    }
+
     /// What each tenant has in memory, and on disks.
     pub fn tenants(&self) -> [Vec<(String, u64)>; 2] {
         [
@@ -252,7 +266,7 @@ impl Tiers {
             self.memory.delete(&key);
         }
         let promotes = self.options.disk.as_ref().is_some_and(|disk| disk.promotes);
-        let to_disk = promotes && chunk.tier == Tier::S3;
+        let to_disk = promotes && matches!(chunk.tier, Tier::Peer | Tier::S3);
         if let Some(disk) = self.disk().filter(|_| to_disk)
             && let Ok(permit) = Arc::clone(&self.promote_kib).try_acquire_many_owned(kib(object.len()))
         {

@@ -34,7 +34,10 @@ async fn totals_keep_addresses_that_left() {
     permit().await.end(Outcome::Answered { status: 206 });
     assert_eq!(endpoints.states().len(), 1);
     let totals = endpoints.totals();
-    assert_eq!((totals.ok, totals.throttled, totals.bytes), (2, 1, 3 * MIB as u64));
+    assert_eq!(
+        (totals.ok, totals.throttled, totals.bytes),
+        (2, 1, 3 * MIB as u64)
+    );
 }
 
 /// How `parts` of 4 MiB are dealt to endpoints of so many MiB a second, which share that among what is under way; after

@@ -1,0 +1,79 @@
+//! What a node answers to a peer that asks for a chunk: from memory, from a fetch under way, or, for a chunk that several
+//! ask for, from a fetch of its own. Never from another peer: so no two nodes wait for each other.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::bucket::TurnPosition;
+use super::chunk::LoadedChunk;
+use super::fetch::ChunkFetch;
+use super::lower::resident;
+use super::tiers::{Flight, Tiers};
+use crate::cache::peers::{Peers, Serving};
+use crate::format::{ChunkHash, Protection, Space};
+
+/// The answer to a peer.
+pub enum ForPeer {
+    Memory(LoadedChunk, Arc<Serving>),
+    /// On its way here already.
+    Arriving(Arc<Flight>, Arc<Serving>),
+    /// On its way here for those that ask.
+    Fetched(Arc<Flight>, Arc<Serving>),
+    /// It is not here, or may not leave.
+    UseS3,
+    /// It would be here, or come, but there is no room for it now.
+    Full,
+}
+
+/// The queue position of what peers want: after all that this node's engines want.
+const LAST: TurnPosition = TurnPosition {
+    load: u64::MAX,
+    position: 0,
+};
+
+pub fn for_peer(tiers: &Arc<Tiers>, peers: &Peers, space: &Space, chunk: &ChunkHash) -> ForPeer {
+    // In memory they are plain.
+    if space.protection() == Protection::Encrypted {
+        return ForPeer::UseS3;
+    }
+    let (key, bytes) = ((space.key(), *chunk), space.layout().object_len());
+    let is_hot = peers.is_hot(key);
+    if tiers.memory.has(&key) {
+        let Some(serving) = peers.budget.spend(key, bytes) else {
+            return ForPeer::Full;
+        };
+        // Its header may be still to come.
+        let found = resident(tiers, space, chunk).filter(|found| found.object().is_some());
+        return found.map_or(ForPeer::UseS3, |found| ForPeer::Memory(found, serving));
+    }
+    let flight = tiers.arriving.join(&key);
+    // Looked at after joining: whoever asks a peer says so before others can join.
+    if peers.is_asking(&key) || (flight.is_none() && !(is_hot && tiers.asks_s3())) {
+        return ForPeer::UseS3;
+    }
+    let Some(serving) = peers.budget.spend(key, bytes) else {
+        return ForPeer::Full;
+    };
+    if let Some(flight) = flight {
+        return ForPeer::Arriving(flight, serving);
+    }
+    if tiers.bucket.missing(space, chunk).is_some() {
+        return ForPeer::UseS3;
+    }
+    let Some(slot) = tiers.arena.try_reserve(bytes) else {
+        return ForPeer::Full;
+    };
+    match tiers.arriving.announce(key) {
+        Ok(announcement) => {
+            let deadline = Instant::now() + tiers.options.load_deadline;
+            let wanted = Arc::new(ChunkFetch::new(tiers, space, chunk, deadline));
+            let sections = space.layout().sections(tiers.bucket.options.part_bytes).into();
+            let fetch = wanted.from_below(slot, sections, LAST, None);
+            ForPeer::Fetched(announcement.fly(fetch), serving)
+        }
+        // Another call was faster.
+        Err(flight) if !peers.is_asking(&key) => ForPeer::Arriving(flight, serving),
+        Err(_) => ForPeer::UseS3,
+    }
+}

@@ -1,0 +1,180 @@
+//! The fleet as this node sees it: the addresses behind the configured names, kept up to date in the background.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use futures::future::select_all;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::PeerOptions;
+use super::rendezvous::{score, seed};
+use crate::format::ChunkHash;
+use crate::s3::dns::{AddressSource, Resolved, Resolver};
+use crate::s3::fanout::{BreakerPhase, EndpointBreaker};
+use crate::s3::net::{NetClient, Origin};
+
+/// A node that may be asked.
+pub struct Member {
+    pub address: SocketAddr,
+    pub(super) origin: Origin,
+    seed: u64,
+    /// It is this very node: by its address, or as it has said itself.
+    is_self: AtomicBool,
+    breaker: Mutex<EndpointBreaker>,
+}
+
+impl Member {
+    pub fn new(address: SocketAddr, options: &PeerOptions) -> Self {
+        Self {
+            address,
+            origin: Origin {
+                tls: options.tls.is_some(),
+                host: address.ip().to_string(),
+                port: address.port(),
+            },
+            seed: seed(address),
+            is_self: AtomicBool::new(is_here(address, options.listen)),
+            breaker: Mutex::new(EndpointBreaker::new(options.breaker)),
+        }
+    }
+
+    pub fn is_self(&self) -> bool {
+        self.is_self.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_this_node(&self) {
+        self.is_self.store(true, Ordering::Relaxed);
+    }
+
+    pub fn is_up(&self) -> bool {
+        self.breaker().phase(Instant::now()) == BreakerPhase::Closed
+    }
+
+    fn may_be_asked(&self) -> bool {
+        self.is_self() || self.breaker().admits(Instant::now())
+    }
+
+    pub(super) fn breaker(&self) -> MutexGuard<'_, EndpointBreaker> {
+        // No panic can leave it half-changed.
+        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether that is where this node listens.
+fn is_here(address: SocketAddr, listen: SocketAddr) -> bool {
+    match listen.ip().is_unspecified() {
+        // Only an address of this machine can be bound.
+        true => address.port() == listen.port() && UdpSocket::bind((address.ip(), 0)).is_ok(),
+        false => address == listen,
+    }
+}
+
+pub struct Members {
+    all: Arc<RwLock<Arc<[Arc<Member>]>>>,
+    follower: Option<AbortHandle>,
+}
+
+impl Members {
+    /// Needs a tokio runtime.
+    pub fn new(dns: &Resolver, options: &PeerOptions, http: &NetClient) -> Self {
+        let all = Arc::default();
+        let literal: BTreeSet<_> = options
+            .members
+            .iter()
+            .filter_map(AddressSource::literal)
+            .collect();
+        let names = options.members.iter().filter(|one| one.literal().is_none());
+        let watched: Vec<_> = names.map(|name| dns.watch(name)).collect();
+        let mut follow = Follow {
+            all: Arc::clone(&all),
+            literal,
+            watched,
+            options: options.clone(),
+            http: http.clone(),
+        };
+        follow.update();
+        let follower = (!follow.watched.is_empty()).then(|| tokio::spawn(follow.run()).abort_handle());
+        Self { all, follower }
+    }
+
+    pub fn all(&self) -> Arc<[Arc<Member>]> {
+        Arc::clone(&self.all.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The chunk's owner, of those that may be asked now; or the one that is its owner without `after` and all before it.
+    pub fn owner(&self, chunk: &ChunkHash, after: Option<&Member>) -> Option<Arc<Member>> {
+        owner(&self.all(), chunk, after).cloned()
+    }
+}
+
+/// The member with the highest score below that of `after`; the next one while its breaker is open.
+pub fn owner<'a>(
+    all: &'a [Arc<Member>],
+    chunk: &ChunkHash,
+    after: Option<&Member>,
+) -> Option<&'a Arc<Member>> {
+    let of = |member: &Member| score(member.seed, chunk);
+    let mut below = after.map(of);
+    loop {
+        let scores = all.iter().map(|member| (of(member), member));
+        let lower = scores.filter(|(score, _)| below.is_none_or(|below| *score < below));
+        let (score, best) = lower.max_by_key(|(score, _)| *score)?;
+        if best.may_be_asked() {
+            return Some(best);
+        }
+        below = Some(score);
+    }
+}
+
+impl Drop for Members {
+    fn drop(&mut self) {
+        if let Some(follower) = &self.follower {
+            follower.abort();
+        }
+    }
+}
+
+/// Brings what DNS says to the members.
+struct Follow {
+    all: Arc<RwLock<Arc<[Arc<Member>]>>>,
+    literal: BTreeSet<SocketAddr>,
+    watched: Vec<watch::Receiver<Resolved>>,
+    options: PeerOptions,
+    http: NetClient,
+}
+
+impl Follow {
+    async fn run(mut self) {
+        loop {
+            let changes = self.watched.iter_mut().map(|watched| Box::pin(watched.changed()));
+            if select_all(changes).await.0.is_err() {
+                // The resolver is gone, and the process with it.
+                return;
+            }
+            self.update();
+        }
+    }
+
+    /// Members that stay keep what is known of them.
+    fn update(&mut self) {
+        let mut addresses = self.literal.clone();
+        for watched in &mut self.watched {
+            addresses.extend(watched.borrow_and_update().addresses.iter());
+        }
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let mut before: HashMap<_, _> = all.iter().map(|one| (one.address, Arc::clone(one))).collect();
+        let member = |address| {
+            let known = before.remove(&address);
+            known.unwrap_or_else(|| Arc::new(Member::new(address, &self.options)))
+        };
+        *all = addresses.into_iter().map(member).collect();
+        drop(all);
+        for gone in before.values() {
+            self.http.forget(&gone.origin);
+        }
+    }
+}
