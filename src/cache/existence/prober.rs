@@ -10,7 +10,7 @@ use tokio::time::{Duration, Instant};
 
 use super::cache::{ExistenceCache, Known, Useless};
 use crate::cache::episode::Episode;
-use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space};
+use crate::format::{ChunkHash, ChunkId, HeaderError, KeyPrefix, Space};
 use crate::metrics::trace;
 use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectMeta, ObjectStore, Operation};
 
@@ -190,7 +190,9 @@ impl Inner {
                 match why {
                     Useless::Damaged => ProbeAnswer::Absent,
                     Useless::Left(why) => {
-                        self.keyless.tell(&why);
+                        if matches!(why, HeaderError::NoKey { .. }) {
+                            self.keyless.tell(&why);
+                        }
                         ProbeAnswer::Left
                     }
                 }
