@@ -120,8 +120,9 @@ impl Layout {
                 cuts.push(end);
                 break;
             };
-            let is_nearest =
-                |nth| nth < parts && ideal(nth).abs_diff(self.bounds[end]) <= ideal(nth).abs_diff(self.bounds[next]);
+            let is_nearest = |nth| {
+                nth < parts && ideal(nth).abs_diff(self.bounds[end]) <= ideal(nth).abs_diff(self.bounds[next])
+            };
             if is_nearest(nth) {
                 cuts.push(end);
                 while is_nearest(nth) {

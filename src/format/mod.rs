@@ -20,6 +20,7 @@ mod kind;
 mod layout;
 mod mask;
 mod protection;
+mod run;
 mod space;
 mod space_input;
 
@@ -41,5 +42,6 @@ pub use kind::Kind;
 pub use layout::{Layout, Plane, Section, parts};
 pub use mask::{Mask, MaskError};
 pub use protection::Protection;
+pub use run::{RUN_CHUNKS_MAX, RUN_KEY, Run};
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

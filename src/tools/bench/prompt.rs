@@ -17,7 +17,9 @@ use super::raw::RawTarget;
 use super::report::{Latency, PhaseReport, PromptReport, gib_per_s};
 use super::session::{Bench, Clock, ends_phase};
 use super::settings::{BenchPhase, PromptSettings, to_usize};
-use crate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome, StoreSlot};
+use crate::cache::gateway::{
+    AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome, StoreSlot,
+};
 use crate::config::Config;
 use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
 use crate::protocol::Order;

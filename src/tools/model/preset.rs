@@ -85,7 +85,11 @@ mod tests {
             let bytes = sections.iter().map(|section| section.bytes.len());
             let (least, most) = (bytes.clone().min().unwrap(), bytes.max().unwrap());
             // Planes are about 1 MiB.
-            assert!(most - least <= 2 << 20, "{}: {least} to {most} bytes", space.model());
+            assert!(
+                most - least <= 2 << 20,
+                "{}: {least} to {most} bytes",
+                space.model()
+            );
             sections.len()
         };
         // In a load, and in a large one.

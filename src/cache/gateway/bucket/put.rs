@@ -13,12 +13,12 @@ use tokio::time::Instant;
 
 use super::Bucket;
 use crate::arena::Slot;
-use crate::cache::existence::ProbeAnswer;
+use crate::cache::existence::{ProbeAnswer, Wanted};
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
 use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
 use crate::metrics::trace;
-use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
+use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation, PutExtras};
 
 /// The outcome for a chunk.
 #[derive(Debug, Clone)]
@@ -179,6 +179,11 @@ impl Bucket {
         let cache_key = (space.key(), chunk);
         self.declare(space, deadline).await?;
         let crc64 = object_crc64(space.layout(), &body);
+        let run = self.runs.of(&cache_key).map(|run| run.text());
+        let extras = PutExtras {
+            crc64,
+            run: run.as_deref(),
+        };
         let mut refused = None;
         for _ in 0..ROUNDS {
             let damaged = self.cache.damaged(&cache_key);
@@ -188,7 +193,11 @@ impl Bucket {
                 Some(_) => Condition::Always,
                 None if capabilities.if_none_match => Condition::IfAbsent,
                 // This server overwrites, so ask first.
-                None => match self.prober.ask(space, &cache_key.1, deadline).await {
+                None => match self
+                    .prober
+                    .ask(space, &cache_key.1, Wanted::Existence, deadline)
+                    .await
+                {
                     ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
                     ProbeAnswer::Unknown(error) => {
                         return Err(ObjectError::new(
@@ -201,7 +210,7 @@ impl Bucket {
                     ProbeAnswer::Absent => Condition::Always,
                 },
             };
-            match self.put_body(&key, body.clone(), crc64, when, deadline).await {
+            match self.put_body(&key, body.clone(), extras, when, deadline).await {
                 // The bytes changed on their way.
                 Err(error) if error.kind == ErrorKind::Checksum => {
                     self.warnings.sent_again.tell(&error);
@@ -214,7 +223,11 @@ impl Bucket {
                 // Another client's object, or our own first attempt. Only a HEAD tells whether it is good; if not,
                 // the next round replaces it.
                 Err(error) if matches!(error.kind, ErrorKind::Changed | ErrorKind::NotFound) => {
-                    match self.prober.ask(space, &cache_key.1, deadline).await {
+                    match self
+                        .prober
+                        .ask(space, &cache_key.1, Wanted::Existence, deadline)
+                        .await
+                    {
                         ProbeAnswer::Present(_) => return Ok(StoreOutcome::Present),
                         ProbeAnswer::Absent => self.settle(&key, cache_key, deadline).await?,
                         ProbeAnswer::Unknown(error) => {
@@ -237,19 +250,21 @@ impl Bucket {
         Err(refused.unwrap_or_else(changing))
     }
 
-    /// Puts with the checksum where the server is known to compare it.
+    /// Puts with the checksum where the server is known to compare it, and with the hint where it keeps that.
     async fn put_body(
         &self,
         key: &str,
         body: Bytes,
-        crc64: Option<u64>,
+        extras: PutExtras<'_>,
         when: Condition<'_>,
         deadline: Instant,
     ) -> Result<Arc<str>, ObjectError> {
-        match crc64.filter(|_| self.capabilities().checksum) {
-            Some(crc64) => self.store.put_checked(key, body, crc64, when, deadline).await,
-            None => self.store.put(key, body, when, deadline).await,
-        }
+        let capabilities = self.capabilities();
+        let extras = PutExtras {
+            crc64: extras.crc64.filter(|_| capabilities.checksum),
+            run: extras.run.filter(|_| capabilities.metadata),
+        };
+        self.store.put_with(key, body, extras, when, deadline).await
     }
 
     /// Lifts the quarantine of a damaged object that is gone by now.
@@ -285,12 +300,15 @@ impl Bucket {
 
     async fn put_space_json(&self, space: &Space, key: &str, deadline: Instant) -> Result<(), ObjectError> {
         let json = space.canonical_json();
-        let crc64 = Some(Crc64::of(json.as_bytes()));
+        let extras = PutExtras {
+            crc64: Some(Crc64::of(json.as_bytes())),
+            run: None,
+        };
         let put = |when| {
             self.put_body(
                 key,
                 Bytes::copy_from_slice(json.as_bytes()),
-                crc64,
+                extras,
                 when,
                 deadline,
             )
