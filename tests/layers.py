@@ -57,7 +57,7 @@ LAYERS = {
     "cache/gateway/slot": ["arena", "format"],
     "cache/gateway/chunk": ["arena", "cache/gateway/credit", "format", "protocol"],
     "cache/gateway/bucket": [
-        *("arena", "cache/existence", "format", "metrics", "s3/object"),
+        *("arena", "cache/existence", "cache/recent", "format", "metrics", "s3/object"),
         *(f"cache/gateway/{leaf}" for leaf in ("credit", "miss", "options", "slot", "warnings")),
     ],
     "cache/gateway/tiers": [

@@ -70,11 +70,11 @@ sections! {
         path_style: Option<bool> = "", Optional(Flag);
         /// PEM file with the certificate authorities to trust.
         ca_file: Option<PathBuf> = "", Optional(FILE_PATH);
-        /// How existence is asked of S3.
+        /// How existence is asked of S3; a search for the end of a prefix always asks by HEAD, which has run hints.
         probe: ProbeMode = "auto", OneOf(ProbeMode::WORDS);
         /// Digest that new chunks are stored with.
         digest: DigestKind = "crc64nvme", OneOf(DigestKind::WORDS);
-        /// Bytes that one ranged GET asks for.
+        /// Bytes that one ranged GET asks for, about; twice as many in loads of more than twice `[load] in_flight`.
         part_size: ByteSize = "16MiB", Between(ByteSize(MIB), ByteSize(5 * GIB));
         /// Time to connect, TLS included.
         connect_timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
@@ -150,7 +150,7 @@ sections! {
         cache_size: ByteSize = "64MiB", Between(ByteSize(64 * KIB), ByteSize(64 * GIB));
         /// Existence requests in flight.
         concurrency: u32 = "64", Between(1, 4096);
-        /// Positions that strategy `prefix` asks for in one round.
+        /// Positions that strategy `prefix` asks for in one round, at most.
         probes: u32 = "15", Between(1, 1024);
     }
 

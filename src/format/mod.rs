@@ -21,6 +21,7 @@ mod layout;
 mod mask;
 mod protection;
 mod rekey;
+mod run;
 mod space;
 mod space_input;
 
@@ -43,5 +44,6 @@ pub use layout::{Layout, Plane, Section, parts};
 pub use mask::{Mask, MaskError};
 pub use protection::Protection;
 pub use rekey::{KeyState, NotRekeyed};
+pub use run::{RUN_CHUNKS_MAX, RUN_KEY, Run};
 pub use space::{CHUNK_BYTES_MAX, PLANES_MAX, Shard, Space, SpaceError};
 pub use space_input::{Mha, Mla, SpaceInput};

@@ -183,7 +183,11 @@ mod tests {
             Box::pin(async move {
                 let etag = etag.ok_or_else(|| error(ErrorKind::NotFound))?;
                 let version = Version { etag, modified: 0 };
-                Ok(ObjectMeta { len: 1, version })
+                Ok(ObjectMeta {
+                    len: 1,
+                    version,
+                    run: None,
+                })
             })
         }
 

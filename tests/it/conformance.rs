@@ -24,11 +24,12 @@ on_backends! {
 
 async fn capabilities_are_found_out(backend: &Backend) {
     let site = Site::new(backend.store().await).await;
-    let (if_none_match, if_match, attributes, checksum) = match backend.name {
-        "embedded" => (true, true, false, true),
-        "rgw" => (true, true, false, false),
-        "minio" => (true, true, true, true),
-        _ => (false, false, false, false),
+    let (if_none_match, if_match, attributes, checksum, metadata) = match backend.name {
+        "embedded" => (true, true, false, true, true),
+        "rgw" => (true, true, false, false, true),
+        "minio" => (true, true, true, true, true),
+        "rclone" => (false, false, false, false, true),
+        _ => (false, false, false, false, false),
     };
     assert_eq!(
         site.capabilities,
@@ -37,6 +38,7 @@ async fn capabilities_are_found_out(backend: &Backend) {
             if_match,
             attributes,
             checksum,
+            metadata,
         }
     );
     let left = site.store.list(site.keys.as_str(), None, soon()).await.unwrap();

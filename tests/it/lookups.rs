@@ -5,16 +5,18 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream;
-use kvgate::cache::gateway::{Boundary, GatewayOptions, Kinds, NeededRun};
-use kvgate::format::Space;
+use kvgate::cache::gateway::{Boundary, Gateway, GatewayOptions, Kinds, NeededRun};
+use kvgate::format::{Run, Space};
 use kvgate::protocol::{Strategy, Tier, TierRun};
-use kvgate::s3::object::Condition;
+use kvgate::s3::object::{Condition, PutExtras};
 
 use crate::support::backends::{Backend, on_backends};
-use crate::support::fixture::{Prompt, Site, lookup, soon};
+use crate::support::fixture::{Prompt, Site, lookup, soon, store_all};
 
 on_backends! {
     a_prompt_of_4096_chunks_of_which_3000_exist: embedded, rgw, minio;
+    run_hints_lead_to_the_end_of_a_prompt: embedded, rgw, minio, rclone, swift;
+    forged_hints_change_no_answer: embedded, rgw;
     a_prompt_of_4096_chunks_over_three_kinds: embedded, rgw, minio;
     snapshots_of_branching_prompts: embedded, rgw, minio;
     what_is_inferred_of_a_long_window_is_marked: embedded;
@@ -47,12 +49,10 @@ async fn a_prompt_of_4096_chunks_of_which_3000_exist(backend: &Backend) {
     let put: Vec<_> = stream::iter(puts).buffer_unordered(16).collect().await;
     put.into_iter().for_each(|put| put.unwrap());
 
-    let asked =
-        |gateway: &kvgate::cache::gateway::Gateway| gateway.requests().head + gateway.requests().attributes;
     let gateway = site.gateway();
-    let before = asked(&gateway);
+    let before = questions(&gateway);
     let prefix = lookup(&gateway, &prompt, Strategy::Prefix).await;
-    let cost = asked(&gateway) - before;
+    let cost = questions(&gateway) - before;
     assert!(cost <= 64, "{cost} requests");
     assert_eq!((prefix.prefix, prefix.unknown.count()), (STORED, 0));
     assert_eq!(
@@ -62,21 +62,91 @@ async fn a_prompt_of_4096_chunks_of_which_3000_exist(backend: &Backend) {
     );
     let known = lookup(&gateway, &prompt, Strategy::Prefix).await;
     assert_eq!(
-        (known.prefix, asked(&gateway)),
+        (known.prefix, questions(&gateway)),
         (STORED, before + cost),
         "warm: no request"
     );
 
-    let before = asked(&gateway);
+    let before = questions(&gateway);
     let exact = lookup(&gateway, &prompt, Strategy::Exact).await;
     assert_eq!(exact.mask, prefix.mask);
     assert_eq!(exact.inferred.count(), 0);
-    let asked_now = asked(&gateway) - before;
+    let asked_now = questions(&gateway) - before;
     // Absent chunks may have expired since, and inferred ones were not known.
     assert!(
         asked_now >= CHUNKS as u64 - cost,
         "what was inferred is asked for: {asked_now}"
     );
+}
+
+/// Requests about existence so far.
+fn questions(gateway: &Gateway) -> u64 {
+    gateway.requests().head + gateway.requests().attributes
+}
+
+/// A node looks a prompt up and stores it. Another has a longer one that begins with it.
+async fn run_hints_lead_to_the_end_of_a_prompt(backend: &Backend) {
+    const SHARED: usize = 120;
+    let site = Site::new(backend.store().await).await;
+    let (first, longer) = (
+        Prompt::of(smallest_space(), SHARED),
+        Prompt::of(smallest_space(), SHARED + 60),
+    );
+    assert_eq!(first.hashes, longer.hashes[..SHARED]);
+    let writer = site.gateway();
+    lookup(&writer, &first, Strategy::Prefix).await;
+    store_all(&writer, &first).await;
+
+    let reader = site.gateway();
+    let before = questions(&reader);
+    let found = lookup(&reader, &longer, Strategy::Prefix).await;
+    let cost = questions(&reader) - before;
+    assert_eq!((found.prefix, found.unknown.count()), (SHARED, 0));
+    // What a hint says is no answer: all but the chunks that were asked for are inferred.
+    assert_eq!(found.inferred.count(), longer.hashes.len() - cost as usize);
+    match site.capabilities.metadata {
+        // The first chunk and five near the end; then the last that the hint names, the one after it, and two between.
+        true => assert_eq!(cost, 10),
+        false => assert!(cost <= 64, "{cost} requests"),
+    }
+    let exact = lookup(&site.gateway(), &longer, Strategy::Exact).await;
+    assert_eq!((exact.mask, exact.inferred.count()), (found.mask, 0));
+}
+
+/// An attacker may write any hint.
+async fn forged_hints_change_no_answer(backend: &Backend) {
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::of(smallest_space(), 180);
+    let body = Bytes::from(vec![0; prompt.space.layout().object_len()]);
+    for (stored, hint) in [
+        (50, Run::of(&prompt.hashes[1..]).text()),
+        (100, Run::of([]).text()),
+        (150, "1////".to_owned()),
+        (160, "no hint".to_owned()),
+        (170, "A".repeat(1900)),
+    ] {
+        let puts = (0..stored).map(|i| {
+            let (store, key, body, hint) = (&site.store, site.key(&prompt, i), body.clone(), &hint);
+            async move {
+                let extras = PutExtras {
+                    crc64: None,
+                    run: Some(hint),
+                };
+                store
+                    .put_with(&key, body, extras, Condition::Always, soon())
+                    .await
+                    .map(drop)
+            }
+        });
+        let put: Vec<_> = stream::iter(puts).buffer_unordered(16).collect().await;
+        put.into_iter().for_each(|put| put.unwrap());
+        let reader = site.gateway();
+        let before = questions(&reader);
+        let found = lookup(&reader, &prompt, Strategy::Prefix).await;
+        let cost = questions(&reader) - before;
+        assert_eq!((found.prefix, found.unknown.count()), (stored, 0), "{hint}");
+        assert!(cost <= 64, "{cost} requests: {hint}");
+    }
 }
 
 /// The kinds of a model, as small: a chunk has a token.

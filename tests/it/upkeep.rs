@@ -28,7 +28,7 @@ use tokio::time::Instant;
 use crate::outage::{ALL_RGW, rgw, rgw_with};
 use crate::support::backends::{Backend, listen, on_backends, options};
 use crate::support::daemon;
-use crate::support::fixture::{Prompt, Site, arena, soon, store_all};
+use crate::support::fixture::{Prompt, Site, arena, lookup, soon, store_all};
 use crate::support::program::{Said, kvgate};
 
 on_backends! {
@@ -635,6 +635,7 @@ async fn a_killed_gc_is_resumed_at_its_rate(backend: &Backend) {
 async fn a_copy_in_place_makes_an_object_new(backend: &Backend) {
     let place = Place::new(backend).await;
     let prompt = Prompt::new(1);
+    lookup(&place.gateway, &prompt, Strategy::Prefix).await;
     store_all(&place.gateway, &prompt).await;
     let (store, key) = (&place.site.store, place.site.key(&prompt, 0));
     let before = (
@@ -642,22 +643,25 @@ async fn a_copy_in_place_makes_an_object_new(backend: &Backend) {
         place.site.read(&key).await,
     );
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    let etag = &before.0.version.etag;
-    store.copy_in_place(&key, etag, soon()).await.unwrap();
+    assert!(before.0.run.is_some(), "{before:?}");
+    store.copy_in_place(&key, &before.0, soon()).await.unwrap();
     let after = (
         store.head(&key, soon()).await.unwrap(),
         place.site.read(&key).await,
     );
     assert!(after.0.version.modified > before.0.version.modified, "{after:?}");
-    assert_eq!((&after.0.version.etag, &after.1), (etag, &before.1));
+    assert_eq!(
+        (&after.0.version.etag, &after.0.run, &after.1),
+        (&before.0.version.etag, &before.0.run, &before.1)
+    );
     // RGW 16 ignores the condition. A copy onto itself mixes no versions all the same.
     if backend.name != "rgw" {
-        let wrong = store
-            .copy_in_place(&key, "0123456789abcdef0123456789abcdef", soon())
-            .await;
+        let mut wrong = before.0.clone();
+        wrong.version.etag = "0123456789abcdef0123456789abcdef".into();
+        let wrong = store.copy_in_place(&key, &wrong, soon()).await;
         assert_eq!(wrong.unwrap_err().kind, ErrorKind::Changed);
     }
-    let gone = store.copy_in_place("nothing/there", etag, soon()).await;
+    let gone = store.copy_in_place("nothing/there", &before.0, soon()).await;
     assert_eq!(gone.unwrap_err().kind, ErrorKind::NotFound);
 }
 

@@ -2,7 +2,7 @@
 
 use kvgate::format::{
     ChunkHash, ChunkHasher, DigestKind, Extra, Header, KeyPrefix, Keyring, Kind, Mask, PlaneCheck,
-    PlaneDigest, Space, SpaceId, TenantKeys, TenantSecret,
+    PlaneDigest, Run, Space, SpaceId, TenantKeys, TenantSecret,
 };
 use serde_json::Value;
 
@@ -345,5 +345,21 @@ fn masks() {
             .for_each(|bit| mask.set(number(bit)));
         assert_eq!(mask.to_hex(), case["hex"]);
         assert_eq!(Mask::from_bytes(n, &unhex(text(&case["hex"]))), Ok(mask));
+    }
+}
+
+#[test]
+fn run_hints() {
+    let hashes = |case: &Value, member: &str| -> Vec<ChunkHash> {
+        let hashes = case[member].as_array().unwrap().iter();
+        hashes
+            .map(|hash| ChunkHash(unhex(text(hash)).try_into().unwrap()))
+            .collect()
+    };
+    for case in cases(&vectors(), "runs") {
+        let run = Run::of(&hashes(&case, "following"));
+        assert_eq!(run.text(), text(&case["text"]));
+        let read = Run::parse(text(&case["text"])).unwrap();
+        assert_eq!(read.agrees(&hashes(&case, "reader")), number(&case["agrees"]));
     }
 }

@@ -5,6 +5,7 @@ Needs PyPI `blake3`. The CRC is this file's own; `crc64nvme_fast` uses `awscrt` 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
@@ -58,6 +59,9 @@ PROTECTED: Final[Mapping[str, str]] = {"blake3-keyed": "signed", "aes256-gcm": "
 PROTECTIONS: Final = ("none", "signed", "encrypted")
 ENCRYPTION_CONTEXT: Final = b"kvgate encryption key v1"
 TAG_AT: Final = 192
+RUN_VERSION: Final = "1"
+RUN_CHUNKS: Final = 256
+RUN_LETTERS: Final = re.compile(r"[A-Za-z0-9+/]*")
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     "dtype": "bfloat16",
@@ -797,3 +801,28 @@ def mask_bits(data: bytes, n: int) -> list[int]:
     if bits and bits[-1] >= n:
         raise FormatError("padding of the mask is not zero")
     return bits
+
+
+# ---------------------------------------------------------------- run hints
+
+
+def run_text(following: Sequence[bytes]) -> str:
+    """The hint of a chunk that these follow."""
+    first = b"".join(chunk[:4] for chunk in following[:RUN_CHUNKS])
+    return RUN_VERSION + base64.b64encode(first).decode().rstrip("=")
+
+
+def run_agrees(text: str, following: Sequence[bytes]) -> int:
+    """How many of these chunks follow as the hint says."""
+    letters = text[1:]
+    if text[:1] != RUN_VERSION or not RUN_LETTERS.fullmatch(letters) or len(letters) % 4 == 1:
+        raise FormatError("it is no hint of this version")
+    said = base64.b64decode(letters + "=" * (-len(letters) % 4))
+    if len(said) % 4 or len(said) > 4 * RUN_CHUNKS:
+        raise FormatError("it is no whole number of chunks, or too many")
+    agree = 0
+    for at, chunk in enumerate(following):
+        if said[4 * at : 4 * at + 4] != chunk[:4]:
+            break
+        agree += 1
+    return agree

@@ -24,6 +24,8 @@ from kvgate_format import (
     encrypted,
     mask,
     plane_digests,
+    run_agrees,
+    run_text,
     seal,
     space_key,
 )
@@ -726,6 +728,24 @@ def patched(header: bytes, patches: list[tuple[int, bytes]], reseal: bool) -> by
     return seal(bytes(bad[:-32])) if reseal else bytes(bad)
 
 
+def runs() -> list[Json]:
+    def chunks(n: int) -> list[bytes]:
+        return [blake3(str(i).encode()).digest() for i in range(n)]
+
+    two = [bytes.fromhex("00010203" + 28 * "11"), bytes.fromhex("ff000000" + 28 * "22")]
+    cases = [([], []), (two, two), (two, two[:1]), (two, two[::-1]), (chunks(5), [*chunks(3), *two])]
+    cases += [(chunks(n), chunks(4)) for n in (1, 2, 3, 257)]
+    return [
+        {
+            "following": [chunk.hex() for chunk in following],
+            "text": run_text(following),
+            "reader": [chunk.hex() for chunk in reader],
+            "agrees": run_agrees(run_text(following), reader),
+        }
+        for following, reader in cases
+    ]
+
+
 def masks() -> list[Json]:
     cases = [
         (0, []),
@@ -762,6 +782,7 @@ def vectors() -> Json:
         "headers": headers(spaces),
         "bad_headers": bad_headers(spaces),
         "masks": masks(),
+        "runs": runs(),
     }
 
 

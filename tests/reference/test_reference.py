@@ -213,6 +213,18 @@ class Masks(unittest.TestCase):
                 kv.mask_bits(data, n)
 
 
+class Runs(unittest.TestCase):
+    def test_the_page_has_this_hint(self) -> None:
+        following = [bytes.fromhex("00010203" + 28 * "00"), bytes.fromhex("ff000000" + 28 * "00")]
+        page = PAGE.read_text(encoding="utf-8")
+        self.assertIn(f"\n    {kv.run_text(following)}\n", page)
+
+    def test_what_is_no_hint_is_refused(self) -> None:
+        for bad in ("", "0", "2AAAAAA", "1AAAAAA==", "1AAAAA", "1A", "1AAAAAA ", "1AAAAAAA", "1ä", "1" + 1368 * "A"):
+            with self.assertRaises(kv.FormatError, msg=bad):
+                kv.run_agrees(bad, [])
+
+
 class Page(unittest.TestCase):
     def test_worked_example(self) -> None:
         """Every indented line of section 7 is computed, and every computed line is there, in order."""

@@ -17,4 +17,4 @@ mod prober;
 pub use boundary::{BoundarySearch, Scope};
 pub use cache::{CacheLimits, ExistenceCache, Known, Useless};
 pub use prefix::{ChunkState, PrefixSearch};
-pub use prober::{ProbeAnswer, Prober};
+pub use prober::{ProbeAnswer, Prober, Wanted};

@@ -1,6 +1,8 @@
 //! The search for the end of a prompt's stored prefix. It asks for several positions a round and narrows the
 //! interval in which the run must end. No I/O.
 
+use std::collections::BTreeMap;
+
 /// The state of one chunk of a prompt, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChunkState {
@@ -14,39 +16,90 @@ pub enum ChunkState {
 /// Finds the end of the leading run of present chunks, asking for several positions a round.
 ///
 /// Chunks are stored in order and removed with their descendants, so a present chunk nearly always means that those
-/// before it are present too; the load confirms it. With k positions a round, n chunks take about log(n) / log(k +
-/// 1) rounds of k questions instead of n questions.
+/// before it are present too; the load confirms it.
+///
+/// The run goes on from where what is known ends, and most often not at all, or nearly to the end of the prompt. So the
+/// first round asks for the first unknown chunk, and at growing distances back from the end. The next two ask where a
+/// *run hint* of the last chunk that was found says that its prompt's chunks end, and further back. What is then still open
+/// is cut evenly, whatever hints say. A hint never counts as an answer.
 pub struct PrefixSearch {
     states: Vec<ChunkState>,
+    /// For present chunks, where the prompt that they were stored for leaves this one.
+    run_ends: BTreeMap<usize, usize>,
+    rounds: usize,
 }
+
+/// Distances back from the end at which the first round asks, each with the number of open chunks from which on it does. On
+/// recorded prompts these take the fewest questions and rounds: `kvgate replay`.
+const BACK: [(usize, usize); 5] = [(1, 0), (2, 0), (3, 40), (5, 40), (9, 80)];
+/// After the first round, so few chunks are all asked for.
+const FEW: usize = 4;
+/// Positions that the next rounds ask for beside those that a hint or a distance tells.
+const SPREAD: usize = 3;
 
 impl PrefixSearch {
     /// Starts from the known states.
     pub fn new(states: Vec<ChunkState>) -> Self {
-        Self { states }
+        Self {
+            states,
+            run_ends: BTreeMap::new(),
+            rounds: 0,
+        }
     }
 
-    /// The positions to ask for next, in order; empty when the end is found or can't be found.
-    pub fn next(&self, probes: usize) -> Vec<usize> {
+    /// The positions to ask for next, in order, `probes` at most; empty when the end is found or can't be found.
+    pub fn next(&mut self, probes: usize) -> Vec<usize> {
         let (first, end) = self.open();
         let open: Vec<usize> = (first..end)
             .filter(|&i| self.states[i] == ChunkState::NotAsked)
             .collect();
-        if open.len() <= probes {
-            return open;
-        }
-        let bounded = end < self.states.len();
-        let mut ask: Vec<usize> = if first == 0 || !bounded {
-            // Whole hits and whole misses are the most common: ask for both ends.
-            let last = open.len() - 1;
-            (0..=probes).map(|i| open[i * last / probes]).collect()
-        } else {
-            (1..=probes)
-                .map(|i| open[i * open.len() / (probes + 1)])
-                .collect()
+        self.rounds += 1;
+        let run_end = first.checked_sub(1).and_then(|last| self.run_ends.get(&last));
+        // The most important first.
+        let mut ask: Vec<usize> = match (self.rounds, run_end) {
+            (1, _) => {
+                let back = BACK.iter().filter(|(_, open_chunks)| open.len() >= *open_chunks);
+                let back = back.filter_map(|(distance, _)| open.len().checked_sub(*distance));
+                open.first()
+                    .copied()
+                    .into_iter()
+                    .chain(back.map(|i| open[i]))
+                    .collect()
+            }
+            _ if open.len() <= FEW => open.clone(),
+            (2, Some(&run_end)) if end - run_end.min(end) <= 2 => vec![run_end - 1, run_end],
+            (2, Some(&run_end)) => [vec![run_end - 1, run_end], self.further_back(first, end)].concat(),
+            (2, None) => {
+                // A server without metadata has no hints: more questions make up for them.
+                let more = match self.run_ends.is_empty() {
+                    true => probes.saturating_sub(3).max(SPREAD),
+                    false => SPREAD,
+                };
+                [vec![first], self.further_back(first, end), spread(&open, more)].concat()
+            }
+            (3, Some(&run_end)) => [vec![run_end - 1, run_end], spread(&open, SPREAD)].concat(),
+            _ => Vec::new(),
         };
+        ask.retain(|i| open.binary_search(i).is_ok());
+        if ask.is_empty() {
+            ask = spread(&open, probes);
+        }
+        ask.truncate(probes.max(1));
+        ask.sort_unstable();
         ask.dedup();
         ask
+    }
+
+    /// The end is nearer than all that the last round asked for: twice and four times as far from the prompt's end.
+    fn further_back(&self, first: usize, end: usize) -> Vec<usize> {
+        let distance = self.states.len() - end;
+        let back = |times| end.saturating_sub(times * distance).max(first);
+        [1, 3].map(back).to_vec()
+    }
+
+    /// A hint of a present chunk: chunks until `run_end` were in the prompt that it was stored for.
+    pub fn hint(&mut self, position: usize, run_end: usize) {
+        self.run_ends.insert(position, run_end);
     }
 
     pub fn learn(&mut self, position: usize, state: ChunkState) {
@@ -79,29 +132,56 @@ impl PrefixSearch {
     }
 }
 
+/// So many of them, evenly.
+fn spread(open: &[usize], positions: usize) -> Vec<usize> {
+    let at = |i| open.get(i * open.len() / (positions + 1)).copied();
+    (1..=positions).filter_map(at).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Asks `answer` for every position; returns the run and the number of questions and rounds.
-    fn search(
-        n: usize,
+    /// Asks `answer` for every position, and `hint` for where it says that the run ends; returns the run and the number
+    /// of questions and rounds.
+    fn search_with(
+        states: Vec<ChunkState>,
         probes: usize,
         answer: impl Fn(usize) -> ChunkState,
+        hint: impl Fn(usize) -> Option<usize>,
     ) -> ((usize, usize), usize, usize) {
-        let mut search = PrefixSearch::new(vec![ChunkState::NotAsked; n]);
+        let mut search = PrefixSearch::new(states);
+        let (first, _) = search.open();
         let (mut asked, mut rounds) = (0, 0);
         loop {
             let ask = search.next(probes);
             if ask.is_empty() {
                 return (search.run(), asked, rounds);
             }
-            assert!(rounds > 0 || ask[0] == 0, "chunk 0 is always asked");
-            assert!(ask.is_sorted_by(|a, b| a < b));
+            assert!(
+                rounds > 0 || ask[0] == first,
+                "the first unknown chunk is always asked"
+            );
+            assert!(ask.is_sorted_by(|a, b| a < b) && ask.len() <= probes);
             (asked, rounds) = (asked + ask.len(), rounds + 1);
-            ask.into_iter().for_each(|i| search.learn(i, answer(i)));
+            for i in ask {
+                assert_eq!(search.states()[i], ChunkState::NotAsked, "no question twice");
+                search.learn(i, answer(i));
+                if let Some(run_end) = hint(i).filter(|_| answer(i) == ChunkState::Present) {
+                    search.hint(i, run_end);
+                }
+            }
         }
+    }
+
+    /// The same of a prompt of which nothing is known, without hints.
+    fn search(
+        n: usize,
+        probes: usize,
+        answer: impl Fn(usize) -> ChunkState,
+    ) -> ((usize, usize), usize, usize) {
+        search_with(vec![ChunkState::NotAsked; n], probes, answer, |_| None)
     }
 
     fn state(present: bool) -> ChunkState {
@@ -116,15 +196,43 @@ mod tests {
     fn the_end_of_3000_among_4096_is_cheap_to_find() {
         let (run, asked, rounds) = search(4096, 15, |i| state(i < 3000));
         assert_eq!(run, (3000, 3000));
-        assert!(asked <= 64 && rounds <= 4, "{asked} questions in {rounds} rounds");
+        assert!(asked <= 64 && rounds <= 5, "{asked} questions in {rounds} rounds");
     }
 
     #[test]
     fn whole_hits_and_whole_misses_take_one_round() {
-        assert_eq!(search(4096, 15, |_| ChunkState::Absent), ((0, 0), 16, 1));
-        let (run, asked, _) = search(4096, 15, |_| ChunkState::Present);
-        assert_eq!((run, asked), ((4096, 4096), 16));
+        assert_eq!(search(4096, 15, |_| ChunkState::Absent), ((0, 0), 6, 1));
+        assert_eq!(search(4096, 15, |_| ChunkState::Present), ((4096, 4096), 6, 1));
         assert_eq!(search(0, 15, |_| unreachable!()), ((0, 0), 0, 0));
+    }
+
+    #[test]
+    fn a_prompt_with_one_new_chunk_takes_three_questions() {
+        let mut states = vec![ChunkState::NotAsked; 30];
+        states[..10].fill(ChunkState::Present);
+        let found = search_with(states, 15, |i| state(i < 29), |_| None);
+        assert_eq!(found, ((29, 29), 3, 1));
+    }
+
+    #[test]
+    fn a_hint_leads_to_the_end() {
+        let cold = || vec![ChunkState::NotAsked; 200];
+        let found = search_with(cold(), 15, |i| state(i < 150), |_| Some(150));
+        // Six at first; then the last chunk that the hint promises, the one after it, and two further back.
+        assert_eq!(found, ((150, 150), 10, 2));
+        // The writer gave up the last ten.
+        let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 140), |_| Some(150));
+        assert_eq!(run, (140, 140));
+        assert!(asked <= 30 && rounds <= 4, "{asked} questions in {rounds} rounds");
+        // Another prompt went on from where the first writer's ends.
+        let (run, asked, rounds) = search_with(cold(), 15, |i| state(i < 170), |i| (i < 60).then_some(60));
+        assert_eq!(run, (170, 170));
+        assert!(asked <= 40 && rounds <= 5, "{asked} questions in {rounds} rounds");
+    }
+
+    /// From the fourth round on each leaves a share of 1 / (k + 1). The last few chunks are asked for k at a time.
+    fn rounds_max(n: usize, probes: usize) -> usize {
+        (n.max(1) as f64).log((probes + 1) as f64).ceil() as usize + 4 + FEW.div_ceil(probes)
     }
 
     proptest! {
@@ -133,10 +241,25 @@ mod tests {
             let end = end.min(n);
             let (run, asked, _) = search(n, probes, |i| state(i < end));
             prop_assert_eq!(run, (end, end));
-            // Each round leaves a share of 1 / (k + 1): k questions for each such digit of n, and one round to
-            // spare.
-            let rounds = (n.max(1) as f64).log((probes + 1) as f64).ceil() as usize + 2;
-            prop_assert!(asked <= (probes + 1) * rounds, "{asked} questions for {n}");
+            prop_assert!(asked <= probes * rounds_max(n, probes), "{asked} questions for {n}");
+        }
+
+        #[test]
+        fn whatever_hints_say_it_finds_the_same_and_is_not_held_up(
+            n in 0_usize..3000,
+            end in 0_usize..3000,
+            probes in 1_usize..40,
+            known in 0_usize..3000,
+            hints in prop::collection::vec(prop::option::of(0_usize..4000), 1..20),
+        ) {
+            let end = end.min(n);
+            let mut states = vec![ChunkState::NotAsked; n];
+            states[..known.min(end)].fill(ChunkState::Present);
+            // A hint never ends before the chunk after its own.
+            let hint = |i: usize| hints[i % hints.len()].map(|end| (i + 1).max(end).min(n));
+            let (run, _, rounds) = search_with(states, probes, |i| state(i < end), hint);
+            prop_assert_eq!(run, (end, end));
+            prop_assert!(rounds <= rounds_max(n, probes), "{rounds} rounds for {n}");
         }
 
         #[test]

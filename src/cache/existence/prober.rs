@@ -10,18 +10,27 @@ use tokio::time::{Duration, Instant};
 
 use super::cache::{ExistenceCache, Known, Useless};
 use crate::cache::episode::Episode;
-use crate::format::{ChunkHash, ChunkId, KeyPrefix, Space};
+use crate::format::{ChunkHash, ChunkId, HeaderError, KeyPrefix, Run, Space};
 use crate::metrics::trace;
 use crate::s3::object::{Capabilities, ErrorKind, ObjectError, ObjectMeta, ObjectStore, Operation};
 
 /// The answer to "does this chunk exist?".
 #[derive(Debug, Clone)]
 pub enum ProbeAnswer {
-    Present(Arc<str>),
+    /// With its hint, if it came with one.
+    Present(Option<Run>),
     Absent,
     /// There is one that this node can't use, and must not replace.
     Left,
     Unknown(Arc<ObjectError>),
+}
+
+/// What a caller can use of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    Existence,
+    /// Run hints as well: only the answer to a HEAD has them.
+    Hints,
 }
 
 /// Asks S3 for chunks that the cache does not know, each question once at a time.
@@ -73,20 +82,32 @@ impl Prober {
 
     /// Asks S3, or joins the same question under way. The answer is remembered, also when the caller is gone by
     /// then.
-    pub async fn ask(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> ProbeAnswer {
-        match self.ask_or_join(space, chunk, deadline).await {
+    pub async fn ask(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        wanted: Wanted,
+        deadline: Instant,
+    ) -> ProbeAnswer {
+        match self.ask_or_join(space, chunk, wanted, deadline).await {
             // The first caller's deadline passed, not this one's.
             (ProbeAnswer::Unknown(error), true)
                 if error.kind == ErrorKind::Deadline && Instant::now() < deadline =>
             {
-                self.ask_or_join(space, chunk, deadline).await.0
+                self.ask_or_join(space, chunk, wanted, deadline).await.0
             }
             (answer, _) => answer,
         }
     }
 
     /// Also returns whether another caller had asked already.
-    async fn ask_or_join(&self, space: &Space, chunk: &ChunkHash, deadline: Instant) -> (ProbeAnswer, bool) {
+    async fn ask_or_join(
+        &self,
+        space: &Space,
+        chunk: &ChunkHash,
+        wanted: Wanted,
+        deadline: Instant,
+    ) -> (ProbeAnswer, bool) {
         let cache_key = (space.key(), *chunk);
         let key = || self.0.keys.chunk(cache_key.0, chunk);
         let (mut flight, joined) = match self.0.flights.entry(cache_key) {
@@ -102,7 +123,9 @@ impl Prober {
                 let deadline = deadline.max(Instant::now() + inner.time_limit);
                 let key = key();
                 tokio::spawn(trace::carry(async move {
-                    let answer = inner.ask_store(cache_key, &key, object_len, deadline).await;
+                    let answer = inner
+                        .ask_store(cache_key, &key, object_len, wanted, deadline)
+                        .await;
                     inner.flights.remove(&cache_key);
                     tell.send_replace(Some(answer));
                 }));
@@ -132,6 +155,7 @@ impl Inner {
         cache_key: ChunkId,
         key: &str,
         object_len: u64,
+        wanted: Wanted,
         deadline: Instant,
     ) -> ProbeAnswer {
         let mut span = trace::begin("probe");
@@ -140,7 +164,8 @@ impl Inner {
         };
         trace::mark(&mut span, "turn");
         let asked = Instant::now();
-        let attributes = self.capabilities.get().is_some_and(|known| known.attributes);
+        let has_attributes = self.capabilities.get().is_some_and(|known| known.attributes);
+        let attributes = has_attributes && wanted == Wanted::Existence;
         let ask = async {
             match attributes {
                 true => self.store.attributes(key, deadline).await,
@@ -190,15 +215,17 @@ impl Inner {
                 match why {
                     Useless::Damaged => ProbeAnswer::Absent,
                     Useless::Left(why) => {
-                        self.keyless.tell(&why);
+                        if matches!(why, HeaderError::NoKey { .. }) {
+                            self.keyless.tell(&why);
+                        }
                         ProbeAnswer::Left
                     }
                 }
             }
             Ok(meta) => {
                 self.cache
-                    .learn(cache_key, Known::Present(Arc::clone(&meta.version.etag)), asked);
-                ProbeAnswer::Present(meta.version.etag)
+                    .learn(cache_key, Known::Present(meta.version.etag), asked);
+                ProbeAnswer::Present(meta.run.as_deref().and_then(Run::parse))
             }
             Err(error) if error.kind == ErrorKind::NotFound => {
                 self.cache.is_gone(&cache_key);

@@ -9,8 +9,8 @@ use tokio::time::Instant;
 
 use super::bucket::Bucket;
 use super::tiers::Tiers;
-use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer};
-use crate::format::{ChunkHash, Mask, Space};
+use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer, Wanted};
+use crate::format::{ChunkHash, Mask, Run, Space};
 use crate::protocol::Strategy;
 use crate::protocol::Tier;
 use crate::protocol::TierRun;
@@ -76,6 +76,10 @@ pub(super) async fn look(
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
     lookup.tiers = tier_runs(lookup.present(), &local);
+    if space.kind().is_full() {
+        // What an engine computes now, it stores.
+        tiers.bucket.runs.looked_up(space.key(), chunks, lookup.prefix);
+    }
     (lookup, local)
 }
 
@@ -115,6 +119,9 @@ fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Ve
     }
     local
 }
+
+/// A position, what is known of the chunk there, and its hint.
+type Answer = (usize, ChunkState, Option<Run>);
 
 /// The questions to S3 for chunks whose existence is not known yet.
 pub(super) struct Search<'a> {
@@ -156,12 +163,15 @@ impl Search<'_> {
                 break;
             }
             asked += ask.len();
-            let (answers, failed) = self.ask(ask).await;
+            let (answers, failed) = self.ask_for(ask, Wanted::Hints).await;
             error = error.or(failed);
             // No question was answered: more of them would only make that worse.
-            let lost = answers.iter().all(|(_, state)| *state == ChunkState::Unknown);
-            for (i, state) in answers {
+            let lost = answers.iter().all(|(_, state, _)| *state == ChunkState::Unknown);
+            for (i, state, run) in answers {
                 search.learn(i, state);
+                if let Some(run) = run {
+                    search.hint(i, i + 1 + run.agrees(&self.chunks[i + 1..]));
+                }
             }
             if lost {
                 break;
@@ -183,37 +193,46 @@ impl Search<'_> {
 
     /// Asks for some positions at once. Also returns the first error that was met.
     pub async fn ask(&self, positions: Vec<usize>) -> (Vec<(usize, ChunkState)>, Option<Arc<ObjectError>>) {
+        let (answers, error) = self.ask_for(positions, Wanted::Existence).await;
+        (
+            answers.into_iter().map(|(i, state, _)| (i, state)).collect(),
+            error,
+        )
+    }
+
+    async fn ask_for(
+        &self,
+        positions: Vec<usize>,
+        wanted: Wanted,
+    ) -> (Vec<Answer>, Option<Arc<ObjectError>>) {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
-            let state = match self.bucket.is_present(&(self.space.key(), self.chunks[i])) {
-                Some(true) => Ok(ChunkState::Present),
-                Some(false) => Ok(ChunkState::Absent),
-                None => match self
-                    .bucket
-                    .prober
-                    .ask(self.space, &self.chunks[i], self.deadline)
-                    .await
-                {
-                    ProbeAnswer::Present(_) => Ok(ChunkState::Present),
-                    ProbeAnswer::Absent | ProbeAnswer::Left => Ok(ChunkState::Absent),
-                    ProbeAnswer::Unknown(error) => Err(error),
-                },
+            let answer = match self.bucket.is_present(&(self.space.key(), self.chunks[i])) {
+                Some(true) => ProbeAnswer::Present(None),
+                Some(false) => ProbeAnswer::Absent,
+                None => {
+                    let prober = &self.bucket.prober;
+                    prober
+                        .ask(self.space, &self.chunks[i], wanted, self.deadline)
+                        .await
+                }
             };
-            (i, state)
+            (i, answer)
         });
         let answers: Vec<_> = stream::iter(asked)
             .buffer_unordered(self.bucket.options.lookup_concurrency)
             .collect()
             .await;
-        let states = answers.into_iter().map(|(i, state)| {
-            let state = state.unwrap_or_else(|cause| {
+        let answers = answers.into_iter().map(|(i, answer)| match answer {
+            ProbeAnswer::Present(run) => (i, ChunkState::Present, run),
+            ProbeAnswer::Absent | ProbeAnswer::Left => (i, ChunkState::Absent, None),
+            ProbeAnswer::Unknown(cause) => {
                 error.get_or_insert(cause);
-                ChunkState::Unknown
-            });
-            (i, state)
+                (i, ChunkState::Unknown, None)
+            }
         });
-        (states.collect(), error)
+        (answers.collect(), error)
     }
 }
 

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::error::{ErrorKind, ObjectError};
-use super::store::{Condition, ObjectStore, Result};
-use crate::format::Crc64;
+use super::store::{Condition, ObjectStore, PutExtras, Result};
+use crate::format::{ChunkHash, Crc64, RUN_CHUNKS_MAX, Run};
 use crate::protocol::ProbeMode;
 
 /// The server's behaviour, as it was seen.
@@ -26,6 +26,8 @@ pub struct Capabilities {
     pub attributes: bool,
     /// A PUT whose body has not the CRC-64/NVME that was sent with it is refused.
     pub checksum: bool,
+    /// An object keeps the user metadata that its PUT said, of the length of a run hint.
+    pub metadata: bool,
 }
 
 /// How a server treats something that a request asks for.
@@ -48,6 +50,8 @@ pub struct Probed {
     pub attributes: Support,
     /// A PUT with a wrong CRC-64/NVME, then with the right one.
     pub checksum: Support,
+    /// A PUT with the longest run hint, which a HEAD then shows.
+    pub metadata: Support,
 }
 
 const BODY: &[u8] = b"kvgate start-up probe, may be deleted";
@@ -91,6 +95,7 @@ impl Capabilities {
                 ProbeMode::Auto => found.attributes == Support::Honoured,
             },
             checksum: found.checksum == Support::Honoured,
+            metadata: found.metadata == Support::Honoured,
         })
     }
 }
@@ -127,6 +132,7 @@ impl Probed {
             if_match,
             attributes,
             checksum: Self::checksum(store, key, deadline).await?,
+            metadata: Self::metadata(store, key, deadline).await?,
         })
     }
 
@@ -135,7 +141,11 @@ impl Probed {
         let right = Crc64::of(BODY);
         let put = |crc64| {
             let body = Bytes::from_static(BODY);
-            store.put_checked(key, body, crc64, Condition::Always, deadline)
+            let extras = PutExtras {
+                crc64: Some(crc64),
+                run: None,
+            };
+            store.put_with(key, body, extras, Condition::Always, deadline)
         };
         match put(right ^ 1).await.map_err(passing) {
             Ok(_) => return Ok(Support::Ignored),
@@ -143,6 +153,28 @@ impl Probed {
         }
         match put(right).await.map_err(passing) {
             Ok(_) => Ok(Support::Honoured),
+            Err(error) => Ok(Support::Refused(error?.detail().to_owned())),
+        }
+    }
+}
+
+impl Probed {
+    /// Swift refuses metadata of more than 256 bytes, and others may lose it.
+    async fn metadata(store: &dyn ObjectStore, key: &str, deadline: Instant) -> Result<Support> {
+        let run = Run::of(&[ChunkHash([0xA5; 32]); RUN_CHUNKS_MAX]).text();
+        let extras = PutExtras {
+            crc64: None,
+            run: Some(&run),
+        };
+        let put = store.put_with(key, Bytes::from_static(BODY), extras, Condition::Always, deadline);
+        match put.await.map_err(passing) {
+            Ok(_) => {
+                let meta = store.head(key, deadline).await?;
+                Ok(match meta.run.as_deref() == Some(&run) {
+                    true => Support::Honoured,
+                    false => Support::Ignored,
+                })
+            }
             Err(error) => Ok(Support::Refused(error?.detail().to_owned())),
         }
     }

@@ -24,6 +24,6 @@ pub use error::{ErrorKind, ObjectError, Operation};
 pub use inspect::{AgeRule, RangeAnswer};
 pub use s3::S3;
 pub use store::{
-    Condition, GetFuture, GetRange, LifecycleRules, ListPage, Listed, ObjectMeta, ObjectStore, RequestCounts,
-    RequestTimes, Result, StoreFuture, Version,
+    Condition, GetFuture, GetRange, LifecycleRules, ListPage, Listed, ObjectMeta, ObjectStore, PutExtras,
+    RequestCounts, RequestTimes, Result, StoreFuture, Version,
 };

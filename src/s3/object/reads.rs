@@ -40,6 +40,8 @@ use crate::s3::dns::NameState;
 use crate::s3::fanout::{EndpointState, Hedge, Requests, Route};
 use crate::s3::net::{LandingCell, NetClient, NetError, Origin, Outgoing, Url, head_of};
 
+/// The name of the user metadata, as a header.
+const RUN_HEADER: &str = "x-amz-meta-kvgate-run";
 const SCHEME: AuthSchemeId = AuthSchemeId::new("kvgate-sigv4");
 
 /// Makes HEADs and ranged GETs.
@@ -89,6 +91,7 @@ pub(super) struct AnswerHead {
     pub etag: Option<String>,
     pub last_modified: Option<DateTime>,
     pub has_request_id: bool,
+    pub run: Option<Box<str>>,
 }
 
 /// Any other answer, in the server's words.
@@ -311,6 +314,7 @@ fn answer<'a>(
             last_modified: header("last-modified")
                 .and_then(|date| DateTime::from_str(date, Format::HttpDate).ok()),
             has_request_id: request_id.is_some(),
+            run: header(RUN_HEADER).map(Into::into),
         });
     }
     let body = String::from_utf8_lossy(body);

@@ -24,8 +24,9 @@ use super::error::{ErrorKind, ObjectError, Operation};
 use super::reads::{AnswerHead, Read, ReadError, Reads};
 use super::store::{
     CallCounters, Condition, GetFuture, GetRange, LifecycleRules, ListPage, Listed, ObjectMeta, ObjectStore,
-    RequestCounts, RequestTimes, Result, StoreFuture, Version,
+    PutExtras, RequestCounts, RequestTimes, Result, StoreFuture, Version,
 };
+use crate::format::RUN_KEY;
 use crate::metrics::Times;
 use crate::s3::dns::NameState;
 use crate::s3::fanout::{Attempts, EndpointState, Handover, Requests, Route};
@@ -194,6 +195,7 @@ fn meta_of(
     Ok(ObjectMeta {
         len: len.ok_or_else(|| missing("length"))?,
         version,
+        run: None,
     })
 }
 
@@ -234,13 +236,17 @@ impl ObjectStore for S3 {
                 };
                 let request = pin!(async {
                     let answer = self.send(operation, read).await?;
-                    meta_of(
+                    let meta = meta_of(
                         operation,
                         key,
                         answer.content_length,
                         answer.etag.as_deref(),
                         answer.last_modified.as_ref(),
-                    )
+                    );
+                    meta.map(|meta| ObjectMeta {
+                        run: answer.run,
+                        ..meta
+                    })
                 });
                 self.attempt(operation, key, deadline, request).await
             };
@@ -334,18 +340,40 @@ impl ObjectStore for S3 {
         when: Condition<'a>,
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
-        self.put_with(key, body, None, when, deadline)
+        self.put_with(key, body, PutExtras::default(), when, deadline)
     }
 
-    fn put_checked<'a>(
+    fn put_with<'a>(
         &'a self,
         key: &'a str,
         body: Bytes,
-        crc64: u64,
+        extras: PutExtras<'a>,
         when: Condition<'a>,
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
-        self.put_with(key, body, Some(crc64), when, deadline)
+        let operation = Operation::Put;
+        let checksum = extras.crc64.map(|crc64| base64::encode(crc64.to_be_bytes()));
+        Box::pin(self.call(operation, key, deadline, move |route| {
+            let (body, checksum) = (ByteStream::from(body.clone()), checksum.clone());
+            async move {
+                let mut request = self.client.put_object().bucket(&self.bucket).key(key).body(body);
+                // Given with the request, so that the SDK reads no body for it.
+                request = request.set_checksum_crc64_nvme(checksum);
+                if let Some(run) = extras.run {
+                    request = request.metadata(RUN_KEY, run);
+                }
+                let request = match when {
+                    Condition::Always => request,
+                    Condition::IfAbsent => request.if_none_match("*"),
+                    // Without quotes: with them, RGW 16 never finds it equal; the others take both.
+                    Condition::IfMatch(etag) => request.if_match(etag),
+                };
+                // The payload has digests of its own; hashing it for the signature would cost more than sending it.
+                let request = by(route, request.customize()).disable_payload_signing().send();
+                let answer = self.answer(operation, key, request).await?;
+                Ok(answer.e_tag().and_then(usable_etag).unwrap_or_default().into())
+            }
+        }))
     }
 
     fn list<'a>(
@@ -378,8 +406,13 @@ impl ObjectStore for S3 {
         Box::pin(self.front(key, bytes, deadline))
     }
 
-    fn copy_in_place<'a>(&'a self, key: &'a str, etag: &'a str, deadline: Instant) -> StoreFuture<'a, ()> {
-        Box::pin(self.renew(key, etag, deadline))
+    fn copy_in_place<'a>(
+        &'a self,
+        key: &'a str,
+        meta: &'a ObjectMeta,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ()> {
+        Box::pin(self.renew(key, meta, deadline))
     }
 
     fn server_time(&self, deadline: Instant) -> StoreFuture<'_, i64> {
@@ -541,36 +574,6 @@ impl S3 {
                 objects: objects.ok_or_else(|| odd("an entry without key or size"))?,
                 next,
             })
-        }))
-    }
-
-    fn put_with<'a>(
-        &'a self,
-        key: &'a str,
-        body: Bytes,
-        crc64: Option<u64>,
-        when: Condition<'a>,
-        deadline: Instant,
-    ) -> StoreFuture<'a, Arc<str>> {
-        let operation = Operation::Put;
-        let checksum = crc64.map(|crc64| base64::encode(crc64.to_be_bytes()));
-        Box::pin(self.call(operation, key, deadline, move |route| {
-            let (body, checksum) = (ByteStream::from(body.clone()), checksum.clone());
-            async move {
-                let request = self.client.put_object().bucket(&self.bucket).key(key).body(body);
-                // Given with the request, so that the SDK reads no body for it.
-                let request = request.set_checksum_crc64_nvme(checksum);
-                let request = match when {
-                    Condition::Always => request,
-                    Condition::IfAbsent => request.if_none_match("*"),
-                    // Without quotes: with them, RGW 16 never finds it equal; the others take both.
-                    Condition::IfMatch(etag) => request.if_match(etag),
-                };
-                // The payload has digests of its own; hashing it for the signature would cost more than sending it.
-                let request = by(route, request.customize()).disable_payload_signing().send();
-                let answer = self.answer(operation, key, request).await?;
-                Ok(answer.e_tag().and_then(usable_etag).unwrap_or_default().into())
-            }
         }))
     }
 

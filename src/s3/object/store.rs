@@ -36,6 +36,17 @@ pub struct ObjectMeta {
     /// Bytes of the whole object.
     pub len: u64,
     pub version: Version,
+    /// The user metadata `kvgate-run`, where it was asked for by HEAD.
+    pub run: Option<Box<str>>,
+}
+
+/// What a PUT may say beside its bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PutExtras<'a> {
+    /// The CRC-64/NVME of the body, which a server that [checks it](super::Capabilities) compares with what has arrived.
+    pub crc64: Option<u64>,
+    /// The user metadata `kvgate-run`.
+    pub run: Option<&'a str>,
 }
 
 /// A ranged GET.
@@ -110,17 +121,16 @@ pub trait ObjectStore: Send + Sync + 'static {
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>>;
 
-    /// The same with the CRC-64/NVME of the body, which a server that [checks it](super::Capabilities) compares with what has
-    /// arrived. A store that is put around another one and leaves this out sends none.
-    fn put_checked<'a>(
+    /// The same with more. A store that is put around another one and leaves this out sends no more.
+    fn put_with<'a>(
         &'a self,
         key: &'a str,
         body: Bytes,
-        crc64: u64,
+        extras: PutExtras<'a>,
         when: Condition<'a>,
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
-        let _ = crc64;
+        let _ = extras;
         self.put(key, body, when, deadline)
     }
 
@@ -165,10 +175,15 @@ pub trait ObjectStore: Send + Sync + 'static {
         lacks(Operation::Get, key, deadline)
     }
 
-    /// Copies the version with this ETag onto itself, so that it is as old as a new one. Its bytes and its ETag stay. A
+    /// Copies this version onto itself, so that it is as old as a new one. Its bytes, its ETag and its hint stay. A
     /// server that ignores the condition (RGW 16) does the same to another version that has taken its place.
-    fn copy_in_place<'a>(&'a self, key: &'a str, etag: &'a str, deadline: Instant) -> StoreFuture<'a, ()> {
-        let _ = etag;
+    fn copy_in_place<'a>(
+        &'a self,
+        key: &'a str,
+        meta: &'a ObjectMeta,
+        deadline: Instant,
+    ) -> StoreFuture<'a, ()> {
+        let _ = meta;
         lacks(Operation::Put, key, deadline)
     }
 

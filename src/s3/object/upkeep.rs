@@ -24,7 +24,8 @@ use tokio::time::Instant;
 use super::error::{ErrorKind, ObjectError, Operation};
 use super::reads::encode_key;
 use super::s3::{S3, by, quoted};
-use super::store::{LifecycleRules, Result};
+use super::store::{LifecycleRules, ObjectMeta, Result};
+use crate::format::RUN_KEY;
 
 impl S3 {
     pub(super) async fn front(&self, key: &str, bytes: usize, deadline: Instant) -> Result<Bytes> {
@@ -48,7 +49,7 @@ impl S3 {
         .await
     }
 
-    pub(super) async fn renew(&self, key: &str, etag: &str, deadline: Instant) -> Result<()> {
+    pub(super) async fn renew(&self, key: &str, meta: &ObjectMeta, deadline: Instant) -> Result<()> {
         let operation = Operation::Put;
         let source = encode_key(&format!("{}/{key}", self.bucket)).into_owned();
         let source = &source;
@@ -56,7 +57,13 @@ impl S3 {
             let request = self.client.copy_object().bucket(&self.bucket).key(key);
             // Without this a server refuses a copy onto itself: nothing would change.
             let request = request.metadata_directive(MetadataDirective::Replace);
-            let request = request.copy_source(source).copy_source_if_match(quoted(etag));
+            let mut request = request
+                .copy_source(source)
+                .copy_source_if_match(quoted(&meta.version.etag));
+            // It replaces all metadata.
+            if let Some(run) = &meta.run {
+                request = request.metadata(RUN_KEY, &**run);
+            }
             let request = by(route, request.customize()).send();
             self.answer(operation, key, request).await.map(drop)
         })

@@ -11,10 +11,11 @@ use crate::tools::cli::error::CliError;
 use crate::tools::cli::input;
 use crate::tools::cli::output::{Out, bytes};
 use crate::tools::replay::{
-    Cost, CostSettings, Curve, Prompt, S3Plan, Trace, best, cost, infinite, simulate, svg,
+    Cost, CostSettings, Curve, LookupPlan, Lookups, Prompt, S3Plan, Trace, best, cost, infinite, lookups,
+    simulate, svg,
 };
 
-/// Simulates how much of a recorded trace each eviction policy would hit; asks no server.
+/// Simulates how much of a recorded trace each eviction policy would hit, and what lookups would ask; asks no server.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -46,7 +47,7 @@ pub struct ReplayArgs {
     /// Blocks in the memory of all nodes together, for requests and money.
     #[arg(long, value_name = "BLOCKS", value_parser = blocks, default_value = "10k")]
     cost_blocks: usize,
-    /// Nodes that the prompts go to at random, each number some lines of the costs.
+    /// Nodes that the prompts go to at random, each number some lines of the costs and of the lookups.
     #[arg(long, value_name = "NODES,..", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024), default_value = "1")]
     nodes: Vec<u16>,
     /// What S3 is given, each a line of the costs: all, or a budget of all nodes together as bytes a second, or as a
@@ -81,6 +82,9 @@ pub struct ReplayArgs {
 const TRACE_MAX: ByteSize = ByteSize(4 << 30);
 /// Positions that a search asks for in one round: the default of `[lookup] probes`.
 const PROBES: usize = 15;
+/// The defaults of `[lookup] present_ttl` and `absent_ttl`.
+const PRESENT_TTL_MS: u64 = 300_000;
+const ABSENT_TTL_MS: u64 = 2_000;
 
 fn blocks(text: &str) -> Result<usize, String> {
     let lower = text.to_ascii_lowercase();
@@ -161,13 +165,14 @@ pub fn run(args: &ReplayArgs, out: &mut Out) -> Result<(), CliError> {
         .map(|&blocks| args.at_size(&trace, blocks))
         .collect();
     let costs = args.costs(&trace);
+    let looked_up = args.lookups(&trace);
     if let Some(path) = &args.svg {
         let title = format!("hits in % of {} blocks, by policy and size", trace.blocks());
         std::fs::write(path, svg(&title, &curves(&sizes, everything)))
             .map_err(|error| CliError::usage(format!("can't write {}: {error}", path.display())))?;
     }
     if args.json {
-        return out.json(&args.report(&trace, everything, &sizes, &costs));
+        return out.json(&args.report(&trace, everything, &sizes, &costs, &looked_up));
     }
     out.line(format_args!(
         "{} prompts, {} full blocks of {} tokens ({}). Hits are blocks of leading runs, in % of all.\n",
@@ -177,7 +182,27 @@ pub fn run(args: &ReplayArgs, out: &mut Out) -> Result<(), CliError> {
         trace.format
     ))?;
     show_sizes(out, &sizes, everything)?;
-    args.show_costs(out, &trace, &costs)
+    args.show_costs(out, &trace, &costs)?;
+    show_lookups(out, &trace, &looked_up)
+}
+
+fn show_lookups(out: &mut Out, trace: &Trace, lookups: &[Lookups]) -> Result<(), CliError> {
+    let prompts = trace.prompts.len() as f64;
+    let row = |of: &Lookups| {
+        vec![
+            of.plan.strategy.to_string(),
+            of.plan.nodes.to_string(),
+            if of.plan.hints { "yes" } else { "no" }.to_owned(),
+            format!("{:.2}", of.heads as f64 / prompts),
+            format!("{:.2}", of.rounds as f64 / prompts),
+            of.rounds_p99.to_string(),
+            of.rounds_max.to_string(),
+        ]
+    };
+    let rows: Vec<Vec<String>> = lookups.iter().map(row).collect();
+    out.line("\nQuestions of a lookup. Each node remembers what it saw, for the default times; no block is in its memory:\n")?;
+    let headings = ["lookup", ">nodes", "hints", ">HEAD", ">rounds", ">p99", ">most"];
+    out.table(&headings, &rows)
 }
 
 fn show_sizes(out: &mut Out, sizes: &[AtSize], everything: f64) -> Result<(), CliError> {
@@ -287,6 +312,26 @@ impl ReplayArgs {
             .collect()
     }
 
+    fn lookups(&self, trace: &Trace) -> Vec<Lookups> {
+        let ways = [
+            (Strategy::Exact, false),
+            (Strategy::Prefix, false),
+            (Strategy::Prefix, true),
+        ];
+        let of_nodes = |&nodes: &u16| {
+            ways.map(|(strategy, hints)| LookupPlan {
+                strategy,
+                nodes: usize::from(nodes),
+                hints,
+                present_ttl_ms: PRESENT_TTL_MS,
+                absent_ttl_ms: ABSENT_TTL_MS,
+                probes: PROBES,
+            })
+        };
+        let plans = self.nodes.iter().flat_map(of_nodes);
+        plans.map(|plan| lookups(trace, plan)).collect()
+    }
+
     fn show_costs(&self, out: &mut Out, trace: &Trace, costs: &[Cost]) -> Result<(), CliError> {
         let (prompts, asked) = (trace.prompts.len() as f64, trace.blocks().max(1) as f64);
         let row = |cost: &Cost| {
@@ -330,7 +375,14 @@ impl ReplayArgs {
         ))
     }
 
-    fn report(&self, trace: &Trace, everything: f64, sizes: &[AtSize], costs: &[Cost]) -> serde_json::Value {
+    fn report(
+        &self,
+        trace: &Trace,
+        everything: f64,
+        sizes: &[AtSize],
+        costs: &[Cost],
+        lookups: &[Lookups],
+    ) -> serde_json::Value {
         let size = |size: &AtSize| {
             let percents: serde_json::Map<String, serde_json::Value> = size
                 .percents
@@ -351,6 +403,7 @@ impl ReplayArgs {
             "token_bytes": self.token_bytes.bytes(),
             "prices_of": self.prices_of,
             "costs": costs,
+            "lookups": lookups,
         })
     }
 }

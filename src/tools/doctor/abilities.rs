@@ -191,7 +191,7 @@ pub async fn check(
         let probed = Probed::of(s3, &own.key(OBJECT), true, Instant::now() + limit).await;
         found.extend(probed_findings(probed, config.s3.probe));
     } else {
-        for check in ["if_none_match", "if_match", "attributes", "checksum"] {
+        for check in ["if_none_match", "if_match", "attributes", "checksum", "metadata"] {
             found.push(Finding::not_checked(check, "nothing may be written"));
         }
     }
@@ -323,6 +323,17 @@ fn probed_findings(probed: Result<Probed>, mode: ProbeMode) -> Vec<Finding> {
                 "the server does not compare CRC-64/NVME: kvgate's own digests find damage when a chunk is read",
             ),
         },
+        match &probed.metadata {
+            Support::Honoured => Finding::ok(
+                "metadata",
+                "an object keeps user metadata: run hints save lookups some of their questions",
+            ),
+            Support::Ignored | Support::Refused(_) => Finding::ok(
+                "metadata",
+                "an object keeps no user metadata of 1.4 KB: chunks are stored without run hints, and lookups ask some more \
+                 questions",
+            ),
+        },
     ]
 }
 
@@ -336,7 +347,10 @@ fn attributes_finding(support: &Support, mode: ProbeMode) -> Finding {
             );
         }
         Support::Honoured => {
-            return Finding::ok(CHECK, "GetObjectAttributes works: existence is asked by it");
+            return Finding::ok(
+                CHECK,
+                "GetObjectAttributes works: existence is asked by it, but for the end of a prefix by HEAD",
+            );
         }
         Support::Ignored => "GetObjectAttributes is ignored: the object itself is the answer",
         Support::Refused(_) => "the server does not know GetObjectAttributes",

@@ -79,7 +79,14 @@ impl Held {
             modified: 0,
         };
         let len = object.len() as u64;
-        Ok((object, ObjectMeta { len, version }))
+        Ok((
+            object,
+            ObjectMeta {
+                len,
+                version,
+                run: None,
+            },
+        ))
     }
 
     async fn fill(&self, get: &GetRange<'_>, landing: &mut Landing) -> Result<ObjectMeta, ObjectError> {

@@ -4,6 +4,7 @@
 mod outgoing;
 mod put;
 mod refresh;
+mod runs;
 mod turns;
 
 use std::sync::{Arc, Mutex, OnceLock};
@@ -16,6 +17,7 @@ use tokio::time::Instant;
 pub use self::put::StoreOutcome;
 use self::refresh::Refresh;
 pub use self::refresh::{RefreshOptions, RefreshStats};
+use self::runs::Runs;
 pub use self::turns::{Turn, TurnPosition, Turns, Waiting};
 use super::credit::kib;
 use super::miss::Miss;
@@ -35,6 +37,7 @@ pub struct Bucket {
     pub get_turns: Turns,
     pub warnings: BucketWarnings,
     pub refresh: Refresh,
+    pub runs: Runs,
     capabilities: Arc<OnceLock<Capabilities>>,
     /// KiB that PUTs may have in flight together.
     put_kib: Arc<Semaphore>,
@@ -78,6 +81,7 @@ impl Bucket {
             buffers: Mutex::default(),
             changed: Notify::new(),
             refresh: Refresh::default(),
+            runs: Runs::new(),
             spaces: DashMap::new(),
             store,
             warnings,

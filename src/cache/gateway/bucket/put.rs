@@ -13,12 +13,12 @@ use tokio::time::Instant;
 
 use super::Bucket;
 use crate::arena::Slot;
-use crate::cache::existence::{ProbeAnswer, Useless};
+use crate::cache::existence::{ProbeAnswer, Useless, Wanted};
 use crate::cache::gateway::credit::kib;
 use crate::cache::gateway::slot::{FilledSlot, seal};
 use crate::format::{ChunkHash, ChunkId, Crc64, Space, object_crc64};
 use crate::metrics::trace;
-use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation};
+use crate::s3::object::{Condition, ErrorKind, ObjectError, Operation, PutExtras};
 
 /// The outcome for a chunk.
 #[derive(Debug, Clone)]
@@ -179,6 +179,11 @@ impl Bucket {
         let cache_key = (space.key(), chunk);
         self.declare(space, deadline).await?;
         let crc64 = object_crc64(space.layout(), &body);
+        let run = self.runs.of(&cache_key).map(|run| run.text());
+        let extras = PutExtras {
+            crc64,
+            run: run.as_deref(),
+        };
         let mut refused = None;
         for _ in 0..ROUNDS {
             let useless = self.cache.useless(&cache_key);
@@ -200,7 +205,7 @@ impl Bucket {
                     }
                 }
             };
-            match self.put_body(&key, body.clone(), crc64, when, deadline).await {
+            match self.put_body(&key, body.clone(), extras, when, deadline).await {
                 // The bytes changed on their way.
                 Err(error) if error.kind == ErrorKind::Checksum => {
                     self.warnings.sent_again.tell(&error);
@@ -227,19 +232,21 @@ impl Bucket {
         Err(refused.unwrap_or_else(changing))
     }
 
-    /// Puts with the checksum where the server is known to compare it.
+    /// Puts with the checksum where the server is known to compare it, and with the hint where it keeps that.
     async fn put_body(
         &self,
         key: &str,
         body: Bytes,
-        crc64: Option<u64>,
+        extras: PutExtras<'_>,
         when: Condition<'_>,
         deadline: Instant,
     ) -> Result<Arc<str>, ObjectError> {
-        match crc64.filter(|_| self.capabilities().checksum) {
-            Some(crc64) => self.store.put_checked(key, body, crc64, when, deadline).await,
-            None => self.store.put(key, body, when, deadline).await,
-        }
+        let capabilities = self.capabilities();
+        let extras = PutExtras {
+            crc64: extras.crc64.filter(|_| capabilities.checksum),
+            run: extras.run.filter(|_| capabilities.metadata),
+        };
+        self.store.put_with(key, body, extras, when, deadline).await
     }
 
     /// Whether S3 has an object that must not be replaced.
@@ -250,7 +257,7 @@ impl Bucket {
         key: &str,
         deadline: Instant,
     ) -> Result<bool, ObjectError> {
-        match self.prober.ask(space, chunk, deadline).await {
+        match self.prober.ask(space, chunk, Wanted::Existence, deadline).await {
             ProbeAnswer::Present(_) | ProbeAnswer::Left => Ok(true),
             ProbeAnswer::Absent => Ok(false),
             ProbeAnswer::Unknown(error) => {
@@ -282,12 +289,15 @@ impl Bucket {
 
     async fn put_space_json(&self, space: &Space, key: &str, deadline: Instant) -> Result<(), ObjectError> {
         let json = space.canonical_json();
-        let crc64 = Some(Crc64::of(json.as_bytes()));
+        let extras = PutExtras {
+            crc64: Some(Crc64::of(json.as_bytes())),
+            run: None,
+        };
         let put = |when| {
             self.put_body(
                 key,
                 Bytes::copy_from_slice(json.as_bytes()),
-                crc64,
+                extras,
                 when,
                 deadline,
             )

@@ -340,10 +340,7 @@ impl Worker<'_> {
             }
         }
         self.ticks.tick().await;
-        match store
-            .copy_in_place(key, &meta.version.etag, Instant::now() + CALL)
-            .await
-        {
+        match store.copy_in_place(key, &meta, Instant::now() + CALL).await {
             Ok(()) => {}
             // Another version took its place: a new one.
             Err(error) if error.kind == ErrorKind::Changed => {}

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::write_behind;
 use crate::arena::Slot;
 use crate::cache::admission::{Offer, Standing};
-use crate::cache::existence::ProbeAnswer;
+use crate::cache::existence::{ProbeAnswer, Wanted};
 use crate::cache::gateway::fetch::read_verified;
 use crate::cache::gateway::tiers::{Admitting, Link, Next, Resting, Sealed, Tiers};
 use crate::format::{ChunkHash, ChunkId, Header, Space};
@@ -194,7 +194,12 @@ async fn find_missing(
 /// Whether S3 has a chunk. None: it does not answer.
 async fn asks_s3(tiers: &Tiers, space: &Space, chunk: &ChunkHash) -> Option<bool> {
     let deadline = Instant::now() + tiers.bucket.options.lookup_deadline;
-    match tiers.bucket.prober.ask(space, chunk, deadline).await {
+    match tiers
+        .bucket
+        .prober
+        .ask(space, chunk, Wanted::Existence, deadline)
+        .await
+    {
         ProbeAnswer::Present(_) | ProbeAnswer::Left => Some(true),
         ProbeAnswer::Absent => Some(false),
         ProbeAnswer::Unknown(_) => None,
