@@ -59,7 +59,7 @@ ADVANCED = {
     "s3": "probe part_size connect_timeout request_timeout idle_timeout answer_max credentials_ttl retries retry_base "
     "retry_max retry_budget",
     "dns": "min_ttl max_ttl timeout",
-    "endpoints": "window window_min window_max breaker_failures breaker_open breaker_open_max hedges hedge_min",
+    "endpoints": "window window_min window_max breaker_failures breaker_open breaker_open_max hedges hedge_min subset",
     "lookup": "strategy absent_ttl cache_size concurrency probes",
     "memory": "policy watermark lookup pin_max",
     "disk": "policy watermark lookup failures timeout retry depth lost_max",

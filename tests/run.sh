@@ -199,7 +199,7 @@ aws_names() {
 }
 
 # Each once: their figures say nothing here, but they check their own answers.
-bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro; }
+bench_tests() { check "the benchmarks run" cargo test --quiet "${LOCKED[@]}" --bench api --bench micro --bench fleet; }
 
 # The chart, by the real helm; without Go there is none.
 chart_tests() {

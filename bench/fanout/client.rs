@@ -45,6 +45,7 @@ const OPTIONS: EndpointOptions = EndpointOptions {
         open_max: Duration::from_secs(30),
     },
     hedge_min: Duration::from_millis(20),
+    subset: 16,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -106,11 +106,11 @@ sections! {
         servers: Vec<SocketAddr> = "", Servers;
         /// Name of SRV records that say where the server is, instead of A and AAAA records of its host.
         srv: Option<String> = "", Optional(DNS_NAME);
-        /// Ask by TCP alone. Otherwise UDP comes first, and TCP where an answer says that it was cut: Consul's may not say it.
+        /// Ask by TCP alone. Otherwise UDP comes first, and TCP where an answer says that it was cut or differs from the last.
         tcp: bool = "false", Flag;
         /// Shortest time that addresses are kept; also the time from a failure to the next question.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
-        /// Longest time that addresses are kept.
+        /// Longest time that addresses are kept; also those that an answer by UDP lacks while TCP does not answer.
         max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// Time for one lookup as a whole.
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
@@ -126,12 +126,14 @@ sections! {
         window_max: ByteSize = "1GiB", Between(ByteSize(MIB), ByteSize(TIB));
         /// Failures in a row after which an endpoint is left alone.
         breaker_failures: u32 = "5", Between(1, 1000);
-        /// How long such an endpoint is left alone; the time doubles with each probe that fails.
+        /// Longest time that such an endpoint is left alone at first, and half of it at least; doubles with each failed probe.
         breaker_open: Duration = "1s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Longest time that an endpoint is left alone.
         breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
         hedges: u32 = "10", Between(0, 100);
+        /// Addresses that one node uses of more than twice as many, more only while these are full or fail.
+        subset: u32 = "16", Between(1, 65_536);
         /// No read is slow sooner than this.
         hedge_min: Duration = "20ms", Time { min_ms: 1, max_ms: 60_000 };
     }

@@ -164,6 +164,7 @@ pub fn s3_options(config: &Config) -> Result<S3Options, OpenError> {
                 open_max: config.endpoints.breaker_open_max,
             },
             hedge_min: config.endpoints.hedge_min,
+            subset: config.endpoints.subset as usize,
         },
         dns: DnsOptions {
             servers: config.dns.servers.clone(),

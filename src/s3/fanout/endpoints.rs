@@ -16,6 +16,7 @@ use super::permit::{Class, Permit};
 use super::queue::{PermitQueue, Waiter};
 use super::route::{Route, Start};
 use super::state::{EndpointState, Requests};
+use super::subset::Subset;
 use super::window::WindowOptions;
 use crate::metrics::{Histogram, Times};
 
@@ -26,6 +27,8 @@ pub struct EndpointOptions {
     pub breaker: BreakerOptions,
     /// No request is hedged sooner.
     pub hedge_min: Duration,
+    /// Of more than twice as many endpoints, so many are used while they have room and work.
+    pub subset: usize,
 }
 
 /// Up to this many endpoints, all are looked at. A load has a few parts for each then, and one too many at one of them
@@ -55,7 +58,9 @@ struct Shared<T> {
 }
 
 struct Set<T> {
+    /// In the order in which this gateway uses them.
     members: Vec<Member<T>>,
+    subset: Subset,
     queue: PermitQueue<T>,
     /// Requests to addresses that are no members any more.
     departed: Requests,
@@ -79,6 +84,7 @@ impl<T> Endpoints<T> {
     pub fn new(options: EndpointOptions) -> Self {
         let set = Set {
             members: Vec::new(),
+            subset: Subset::new(options.subset, Instant::now()),
             queue: PermitQueue::new(),
             departed: Requests::default(),
             numbers: 0,
@@ -107,6 +113,8 @@ impl<T> Endpoints<T> {
         let new = addresses.iter().filter(|address| !known.contains(address));
         let new = new.map(|&address| Member::new(address, payload(address), &self.0.options, now));
         set.members.extend(new);
+        let Set { members, subset, .. } = &mut *set;
+        members.sort_by_cached_key(|member| subset.place(member.address));
         self.grant(set);
     }
 
@@ -254,11 +262,10 @@ impl<T> Endpoints<T> {
 
     pub fn states(&self) -> Vec<EndpointState> {
         let now = Instant::now();
-        self.lock()
-            .members
-            .iter()
-            .map(|member| member.state(now))
-            .collect()
+        let set = self.lock();
+        let mut states: Vec<_> = set.members.iter().map(|member| member.state(now)).collect();
+        states.sort_by_key(|state| state.address);
+        states
     }
 
     /// Of all endpoints, also of those that have left.
@@ -283,16 +290,32 @@ impl<T> Endpoints<T> {
 }
 
 impl<T> Set<T> {
-    /// The [best](Self::best) that has room; not one that this call has taken, if there is another that
-    /// works. With all breakers open, the one that opens again first.
-    fn choose(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
+    /// The [best](Self::best) of the subset that has room; not one that this call has taken, if there is another that
+    /// works. Where all of the subset are full or crowded, it widens. With all breakers open, the one that opens again first.
+    fn choose(&mut self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
         let works = |member: &Member<T>| member.breaker.admits(now);
         let fresh = |member: &Member<T>| works(member) && !taken.contains(&member.address);
         if self.members.iter().any(fresh) {
-            self.best(bytes, now, |member| fresh(member) && member.has_room(bytes))
+            let has_room = |member: &Member<T>| fresh(member) && member.has_room(bytes);
+            let used = self.used(now);
+            if used == self.members.len() {
+                return self.best(bytes, now, |_, member| has_room(member));
+            }
+            let is_free = |member: &Member<T>| has_room(member) && !member.is_crowded(bytes);
+            // One that joined and failed is probed, though it has left.
+            let near =
+                |at, member: &Member<T>| at < used || member.breaker.phase(now) == BreakerPhase::HalfOpen;
+            if let Some(best) = self.best(bytes, now, |at, member| near(at, member) && is_free(member)) {
+                return Some(best);
+            }
+            if let Some(next) = (used..self.members.len()).find(|&at| is_free(&self.members[at])) {
+                self.subset.widen(now);
+                return Some(next);
+            }
+            self.best(bytes, now, |_, member| has_room(member))
         } else if self.members.iter().any(works) {
-            self.best(bytes, now, |member| works(member) && member.has_room(bytes))
+            self.best(bytes, now, |_, member| works(member) && member.has_room(bytes))
         } else {
             let opens = |at: &usize| self.members[*at].breaker.opens_again();
             // Endpoints whose probe is under way have no time, and come first.
@@ -310,20 +333,35 @@ impl<T> Set<T> {
     /// One that this call has not taken, with a closed breaker.
     fn choose_other(&self, bytes: usize, route: &Route, now: Instant) -> Option<usize> {
         let taken = route.taken();
-        self.best(bytes, now, |member| {
-            member.breaker.phase(now) == BreakerPhase::Closed
+        let used = self.used(now);
+        self.best(bytes, now, |at, member| {
+            at < used
+                && member.breaker.phase(now) == BreakerPhase::Closed
                 && !taken.contains(&member.address)
                 && member.has_room_for_hedge(bytes)
         })
     }
 
-    /// The best of few. Of many, the better of two picked at random, or the best of four if both are poor: where one in
+    /// So many of the members, from the first on, have as many that work as the subset has.
+    fn used(&self, now: Instant) -> usize {
+        let mut left = self.subset.len(self.members.len(), now);
+        if left == self.members.len() {
+            return left;
+        }
+        let last = self.members.iter().position(|member| {
+            left -= usize::from(member.breaker.admits(now));
+            left == 0
+        });
+        last.map_or(self.members.len(), |last| last + 1)
+    }
+
+    /// The best of few; its place. Of many, the better of two picked at random, or the best of four if both are poor: where one in
     /// eight is slow, one pair in 64 has no other, and a load of many ranges would meet one each time.
-    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(&Member<T>) -> bool) -> Option<usize> {
+    fn best(&self, bytes: usize, now: Instant, fits: impl Fn(usize, &Member<T>) -> bool) -> Option<usize> {
         // Some of an unknown number, each as likely as any other, in any order.
         let mut drawn = [0; FEW];
         let mut count = 0;
-        for at in (0..self.members.len()).filter(|&at| fits(&self.members[at])) {
+        for at in (0..self.members.len()).filter(|&at| fits(at, &self.members[at])) {
             let place = if count < drawn.len() {
                 count
             } else {

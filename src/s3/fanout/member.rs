@@ -25,6 +25,9 @@ const NO_ANSWER: Duration = Duration::from_millis(250);
 /// endpoint looks better than busy fast ones.
 const LOAD: f64 = 0.25;
 
+/// Requests in flight at each endpoint of a subset from which on another one joins: a gateway that loads much at a time is not
+/// held up by the speed of a few.
+const CROWD: usize = 2;
 /// The most in flight with hedges, in windows.
 const HEDGED_WINDOWS: usize = 2;
 
@@ -108,6 +111,11 @@ impl<T> Member<T> {
     /// full, and that is where something hangs. There are few of them.
     pub fn has_room_for_hedge(&self, bytes: usize) -> bool {
         self.has_room(bytes) || self.in_flight_bytes + bytes <= HEDGED_WINDOWS * self.window.bytes()
+    }
+
+    /// It has enough of such requests, as long as there are others.
+    pub fn is_crowded(&self, bytes: usize) -> bool {
+        bytes > 0 && self.in_flight_bytes >= CROWD * bytes
     }
 
     pub fn window_bytes(&self) -> usize {

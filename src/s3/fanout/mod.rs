@@ -18,6 +18,7 @@ mod permit;
 mod queue;
 mod route;
 mod state;
+mod subset;
 #[cfg(test)]
 mod tests;
 mod token_bucket;

@@ -195,6 +195,7 @@ pub(super) fn for_tests(endpoint: &str, bucket: &str) -> S3Options {
                 open_max: second,
             },
             hedge_min: second,
+            subset: 16,
         },
         dns: DnsOptions {
             servers: Vec::new(),

@@ -57,6 +57,7 @@ pub const ENDPOINTS: EndpointOptions = EndpointOptions {
         open_max: Duration::from_secs(30),
     },
     hedge_min: Duration::from_millis(20),
+    subset: 16,
 };
 
 impl Backend {

@@ -35,6 +35,7 @@ pub const ENDPOINTS: EndpointOptions = EndpointOptions {
         open_max: Duration::from_secs(30),
     },
     hedge_min: Duration::from_millis(20),
+    subset: 16,
 };
 
 /// Chunks of 4 MiB, in parts of one.

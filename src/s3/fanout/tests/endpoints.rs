@@ -294,6 +294,76 @@ async fn a_request_before_the_first_address_waits_for_it() {
     assert_eq!(head.await.address(), address(0));
 }
 
+/// Of 40 endpoints, those that a gateway uses.
+async fn used(endpoints: &Endpoints<()>, bytes: usize, requests: usize) -> Vec<SocketAddr> {
+    let mut used = Vec::new();
+    for _ in 0..requests {
+        let permit = endpoints.permit(Class::Load, bytes, &Route::default()).await;
+        used.push(permit.address());
+        permit.end(Outcome::Answered { status: 200 });
+    }
+    used.sort_unstable();
+    used.dedup();
+    used
+}
+
+fn many() -> Endpoints<()> {
+    fastrand::seed(7);
+    let endpoints = Endpoints::new(OPTIONS);
+    endpoints.update(&(0..40).map(address).collect::<Vec<_>>(), |_| ());
+    endpoints
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_many_a_subset_is_used_and_the_next_takes_the_place_of_one_that_fails() {
+    let endpoints = many();
+    let first = used(&endpoints, 0, 1000).await;
+    assert_eq!(first.len(), OPTIONS.subset);
+    // The fleet loses one that is used.
+    let dead = first[3];
+    while endpoints
+        .states()
+        .iter()
+        .any(|state| state.address == dead && state.breaker == BreakerPhase::Closed)
+    {
+        let permit = endpoints.permit(Class::Load, 0, &Route::default()).await;
+        let outcome = match permit.address() == dead {
+            true => Outcome::Lost(Loss::Connection),
+            false => Outcome::Answered { status: 200 },
+        };
+        permit.end(outcome);
+    }
+    let then = used(&endpoints, 0, 1000).await;
+    assert_eq!(then.len(), OPTIONS.subset);
+    let new: Vec<_> = then.iter().filter(|address| !first.contains(address)).collect();
+    assert_eq!((new.len(), then.contains(&dead)), (1, false));
+    // It comes back, and so do the first.
+    sleep(OPTIONS.breaker.open).await;
+    assert_eq!(used(&endpoints, 0, 1000).await, first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_subset_without_room_widens_and_narrows_again() {
+    let endpoints = many();
+    let all = OPTIONS.window.start;
+    let mut permits = Vec::new();
+    for _ in 0..30 {
+        let route = Route::default();
+        let permit = endpoints.permit(Class::Load, all, &route).now_or_never();
+        permits.push(permit.expect("another has room"));
+    }
+    let mut at: Vec<_> = permits.iter().map(Permit::address).collect();
+    at.sort_unstable();
+    at.dedup();
+    assert_eq!(at.len(), 30, "each is full");
+    permits
+        .into_iter()
+        .for_each(|permit| permit.end(Outcome::Answered { status: 200 }));
+    assert!(used(&endpoints, 0, 2000).await.len() >= 30);
+    sleep(60 * SECOND).await;
+    assert_eq!(used(&endpoints, 0, 1000).await.len(), OPTIONS.subset);
+}
+
 #[tokio::test(start_paused = true)]
 async fn loads_go_first_and_stores_are_not_starved() {
     let endpoints: Endpoints<()> = Endpoints::new(OPTIONS);

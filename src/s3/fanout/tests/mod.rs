@@ -27,6 +27,7 @@ const OPTIONS: EndpointOptions = EndpointOptions {
         open_max: Duration::from_secs(8),
     },
     hedge_min: Duration::from_millis(20),
+    subset: 16,
 };
 
 const POLICY: AttemptPolicy = AttemptPolicy {
