@@ -25,7 +25,7 @@ use crate::format::{
 };
 use crate::protocol::ProbeMode;
 use crate::s3::net::Landing;
-use crate::s3::object::{Capabilities, Condition, ErrorKind, GetRange, ObjectError};
+use crate::s3::object::{Capabilities, Condition, ErrorKind, GetRange, ObjectError, PutExtras};
 
 /// Requests at a time for the first bytes of chunks.
 const READS: usize = 64;
@@ -293,13 +293,14 @@ impl Rewriter {
             Err(outcome) => return outcome,
         };
         let (when, deadline) = (Condition::IfMatch(&version.etag), self.inventory.deadline());
-        let put = match self.checksum {
-            true => {
-                let crc64 = Crc64::of(&body);
-                store.put_checked(&key, body, crc64, when, deadline).await
-            }
-            false => store.put(&key, body, when, deadline).await,
+        // The hint goes on with its object. A GET does not bring it, and without it lookups ask more.
+        let head = store.head(&key, deadline).await.ok();
+        let run = head.and_then(|meta| meta.run);
+        let extras = PutExtras {
+            crc64: self.checksum.then(|| Crc64::of(&body)),
+            run: run.as_deref(),
         };
+        let put = store.put_with(&key, body, extras, when, deadline).await;
         put.map_or_else(|error| outcome_of(&error), |_| Outcome::Rewritten)
     }
 

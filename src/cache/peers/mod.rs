@@ -132,6 +132,8 @@ impl Peers {
                 window,
                 breaker: options.breaker,
                 hedge_min: options.stall,
+                // Each member is an origin of its own.
+                subset: 1,
             },
             dns: dns.clone(),
             places: None,
