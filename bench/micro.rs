@@ -643,6 +643,7 @@ impl ObjectStore for Heads {
                 etag: "d41d8cd98f00b204e9800998ecf8427e".into(),
                 modified: 0,
             },
+            run: None,
         };
         Box::pin(async move { Ok(meta) })
     }

@@ -507,7 +507,7 @@ const SPACE_JSON: &str = r#"{"model":"tiny","revision":"abc123","chunk_tokens":1
 async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
     let place = Place::new().await;
     std::fs::write(place.home.path().join("space.json"), SPACE_JSON).unwrap();
-    // 9 chunks of 4 layers of 8 KiB, with the header more than one part.
+    // 9 chunks of 4 layers of 8 KiB, in two parts each.
     let prompt = [
         "--space",
         "space.json",
@@ -516,7 +516,7 @@ async fn a_prompt_is_stored_looked_up_and_loaded_as_a_whole() {
         "-t",
         "3",
         "--part-size",
-        "32KiB",
+        "16KiB",
     ];
     let bench = |more: &[&'static str]| {
         let args = ["bench"]
