@@ -50,8 +50,10 @@ pub struct DnsOptions {
 #[derive(Clone)]
 pub struct Resolver {
     options: Arc<DnsOptions>,
-    lookups: Arc<dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync>,
+    lookups: Lookups,
 }
+
+type Lookups = Arc<dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync>;
 
 /// Looks one source up, again and again: a [`Resolver`]'s way to DNS.
 pub trait AddressLookup: Send {
@@ -445,15 +447,12 @@ mod tests {
         fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
             let mut asked = self.asked.lock().unwrap();
             let first = asked.0 % 10;
-            let all = match carrier {
-                Carrier::Tcp => {
-                    asked.1 += 1;
-                    self.has_tcp.then_some(0..10)
-                }
-                _ => {
-                    asked.0 += 3;
-                    Some(first..first + 3)
-                }
+            let all = if carrier == Carrier::Tcp {
+                asked.1 += 1;
+                self.has_tcp.then_some(0..10)
+            } else {
+                asked.0 += 3;
+                Some(first..first + 3)
             };
             let address = |n: u32| ([10, 0, 0, u8::try_from(n % 10).unwrap()], 80).into();
             let mut addresses: Vec<_> = all.iter().cloned().flatten().map(address).collect();
