@@ -210,7 +210,7 @@ mod tests {
                 breaker.failed(false, now);
             }
             let after = breaker.opens_again().unwrap() - now;
-            let tenth = (after - SECOND / 2).as_nanos() / (SECOND / 20).as_nanos();
+            let tenth = after.checked_sub(SECOND / 2).unwrap().as_nanos() / (SECOND / 20).as_nanos();
             probes[usize::try_from(tenth).unwrap().min(9)] += 1;
         }
         assert!(
