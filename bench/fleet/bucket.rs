@@ -90,13 +90,11 @@ impl Bucket {
 
     pub fn has(&self, chunk: &ChunkHash) -> bool {
         let at = |from: usize| u32::from_le_bytes(std::array::from_fn(|i| chunk.0[from + i]));
-        match chunk.0[8] {
-            SHARED => true,
-            _ => {
-                let current = lock(&self.conversations)[at(12) as usize];
-                at(16) < current.generation || at(20) < current.chunks
-            }
+        if chunk.0[8] == SHARED {
+            return true;
         }
+        let current = lock(&self.conversations)[at(12) as usize];
+        at(16) < current.generation || at(20) < current.chunks
     }
 
     pub fn object_len(&self) -> usize {

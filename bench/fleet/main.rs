@@ -92,7 +92,11 @@ fn check() {
     for scenario in scenario::all(SMALL, SHORT) {
         let [row, again] = [0, 1].map(|_| run::run(SMALL, &scenario, SHORT, SEED));
         assert_eq!(row, again, "the same seed gives the same report");
-        assert!(row.before.prompts > 0 && row.before.failed == 0, "{row:?}");
+        assert!(row.before.prompts > 0, "{row:?}");
+        // An absence is remembered for two seconds, in which another gateway may store the chunk.
+        let is_quiet = scenario.script.is_empty() && scenario.cut.is_none();
+        let failed = row.before.failed + row.meanwhile.failed;
+        assert!(!is_quiet || failed * 20 <= row.before.prompts, "{row:?}");
     }
 }
 

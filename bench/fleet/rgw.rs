@@ -115,7 +115,6 @@ impl Bins {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "minutes")]
 fn bin(since: Duration) -> usize {
     (since.as_nanos() / BIN.as_nanos()) as usize
 }

@@ -50,10 +50,10 @@ pub struct DnsOptions {
 #[derive(Clone)]
 pub struct Resolver {
     options: Arc<DnsOptions>,
-    lookups: Arc<Lookups>,
+    lookups: Lookups,
 }
 
-type Lookups = dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync;
+type Lookups = Arc<dyn Fn(&AddressSource) -> Box<dyn AddressLookup> + Send + Sync>;
 
 /// Looks one source up, again and again: a [`Resolver`]'s way to DNS.
 pub trait AddressLookup: Send {
@@ -447,7 +447,7 @@ mod tests {
         fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
             let mut asked = self.asked.lock().unwrap();
             let first = asked.0 % 10;
-            let all = if matches!(carrier, Carrier::Tcp) {
+            let all = if carrier == Carrier::Tcp {
                 asked.1 += 1;
                 self.has_tcp.then_some(0..10)
             } else {

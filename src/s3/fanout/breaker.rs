@@ -210,8 +210,8 @@ mod tests {
                 breaker.failed(false, now);
             }
             let after = breaker.opens_again().unwrap() - now;
-            let tenth = (after.as_millis() as usize - 500) / 50;
-            probes[tenth.min(9)] += 1;
+            let tenth = after.checked_sub(SECOND / 2).unwrap().as_nanos() / (SECOND / 20).as_nanos();
+            probes[usize::try_from(tenth).unwrap().min(9)] += 1;
         }
         assert!(
             probes.iter().all(|probes| (60..=140).contains(probes)),
