@@ -7,7 +7,6 @@ use futures::StreamExt;
 use futures::stream;
 use tokio::time::Instant;
 
-use super::bucket::Bucket;
 use super::tiers::Tiers;
 use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer};
 use crate::format::{ChunkHash, Mask, Space};
@@ -65,7 +64,7 @@ pub(super) async fn look(
 ) -> (Lookup, Vec<Option<Tier>>) {
     let (local, states) = known(tiers, space, chunks);
     let search = Search {
-        bucket: &tiers.bucket,
+        tiers,
         space,
         chunks,
         deadline,
@@ -75,7 +74,14 @@ pub(super) async fn look(
         Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
-    lookup.tiers = tier_runs(lookup.present(), &local);
+    let with_peers = |(i, tier): (usize, &Option<Tier>)| {
+        let key = (space.key(), chunks[i]);
+        let is_a_peers =
+            || tiers.a_peer_has(space, &chunks[i]) && tiers.bucket.is_present(&key) != Some(true);
+        tier.or_else(|| is_a_peers().then_some(Tier::Peer))
+    };
+    let places: Vec<_> = local.iter().enumerate().map(with_peers).collect();
+    lookup.tiers = tier_runs(lookup.present(), &places);
     (lookup, local)
 }
 
@@ -94,6 +100,8 @@ pub(super) fn known(
         None if !asks_s3 => ChunkState::Absent,
         None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
             Some(true) => ChunkState::Present,
+            // A peer may have it: that costs a question to the peers alone.
+            Some(false) if tiers.peers_of(space).is_some() => ChunkState::NotAsked,
             Some(false) => ChunkState::Absent,
             None => ChunkState::NotAsked,
         },
@@ -118,7 +126,7 @@ fn local(tiers: &Tiers, space: &Space, chunks: &[ChunkHash], now: Instant) -> Ve
 
 /// The questions to S3 for chunks whose existence is not known yet.
 pub(super) struct Search<'a> {
-    pub bucket: &'a Bucket,
+    pub tiers: &'a Tiers,
     pub space: &'a Space,
     pub chunks: &'a [ChunkHash],
     pub deadline: Instant,
@@ -151,7 +159,7 @@ impl Search<'_> {
         let mut search = PrefixSearch::new(states);
         let (mut error, mut asked) = (None, 0);
         loop {
-            let ask = search.next(self.bucket.options.lookup_probes);
+            let ask = search.next(self.tiers.bucket.options.lookup_probes);
             if ask.is_empty() || Instant::now() >= self.deadline {
                 break;
             }
@@ -186,24 +194,25 @@ impl Search<'_> {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
-            let state = match self.bucket.is_present(&(self.space.key(), self.chunks[i])) {
+            let state = match self.tiers.bucket.is_present(&(self.space.key(), self.chunks[i])) {
                 Some(true) => Ok(ChunkState::Present),
-                Some(false) => Ok(ChunkState::Absent),
+                Some(false) => Ok(self.of_peers(i).await),
                 None => match self
+                    .tiers
                     .bucket
                     .prober
                     .ask(self.space, &self.chunks[i], self.deadline)
                     .await
                 {
                     ProbeAnswer::Present(_) => Ok(ChunkState::Present),
-                    ProbeAnswer::Absent => Ok(ChunkState::Absent),
+                    ProbeAnswer::Absent => Ok(self.of_peers(i).await),
                     ProbeAnswer::Unknown(error) => Err(error),
                 },
             };
             (i, state)
         });
         let answers: Vec<_> = stream::iter(asked)
-            .buffer_unordered(self.bucket.options.lookup_concurrency)
+            .buffer_unordered(self.tiers.bucket.options.lookup_concurrency)
             .collect()
             .await;
         let states = answers.into_iter().map(|(i, state)| {
@@ -214,6 +223,18 @@ impl Search<'_> {
             (i, state)
         });
         (states.collect(), error)
+    }
+
+    /// The state of a chunk that S3 does not have.
+    async fn of_peers(&self, i: usize) -> ChunkState {
+        let has = match self.tiers.peers_of(self.space) {
+            Some(peers) => peers.finds((self.space.key(), self.chunks[i])).await,
+            None => false,
+        };
+        match has {
+            true => ChunkState::Present,
+            false => ChunkState::Absent,
+        }
     }
 }
 
