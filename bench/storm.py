@@ -238,10 +238,10 @@ def main():
             if re.fullmatch(r"[0-9a-f]{64}", one["Key"].rpartition("/")[2])
         ]
         assert len(objects) == told.chunks, f"{len(objects)} chunks"
-        prefix, space, _ = objects[0]["Key"].rsplit("/", 2)
+        *prefix, space, _ = objects[0]["Key"].split("/")
         told.object_bytes = objects[0]["Size"]
         chunks = [one["Key"].rpartition("/")[2] for one in objects]
-        environment = {**ceph.environment, "KVGATE__S3__PREFIX": prefix}
+        environment = {**ceph.environment, "KVGATE__S3__PREFIX": "/".join(prefix)}
         radosgw, rows = Radosgw(ceph), []
         for number in range(told.rounds):
             for case in random.sample(CASES, len(CASES)):

@@ -233,6 +233,7 @@ impl Store {
                 etag: "version".into(),
                 modified: 0,
             },
+            run: None,
         }
     }
 }

@@ -350,7 +350,7 @@ sections! {
         owners: u32 = "2", Between(1, 16);
         /// A chunk that two nodes ask for within this time is fetched by its owner for all; 0: none is.
         hot: Duration = "10s", Time { min_ms: 0, max_ms: 3_600_000 };
-        /// Chunks whose last asker is remembered; some 150 bytes each.
+        /// Chunks whose last asker is remembered, and as many whose holder is; some 150 bytes each.
         hot_chunks: u32 = "65536", Between(64, 100_000_000);
         /// Bytes of slots that answers to other nodes may hold; beyond that they are told to use S3.
         budget: ByteSize = "256MiB", Between(ByteSize(MIB), ByteSize(TIB));

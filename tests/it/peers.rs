@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
-use kvgate::protocol::Order;
+use kvgate::protocol::{LookupRequest, Order};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::keys::{key_files, space_of};
-use crate::support::daemon::{Serving, Site, all, load, load_request, store};
+use crate::support::daemon::{Serving, Site, all, id, load, load_request, store};
 use crate::support::fixture::{Prompt, soon};
 use crate::support::fleet::{Fleet, answered, asked, certificates, gets};
 
@@ -23,10 +23,15 @@ fn owners(fleet: &Fleet, of: &Serving, prompt: &Prompt) -> Vec<usize> {
     prompt.hashes.iter().map(owner).collect()
 }
 
-/// Of each chunk "s3" if the asker owns it, else "peer".
-fn expected(owners: &[usize], asker: usize) -> Vec<String> {
-    let word = |owner: &usize| if *owner == asker { "s3" } else { "peer" };
-    owners.iter().map(|owner| word(owner).to_owned()).collect()
+/// Each chunk came from the writer, or from S3 if the asker owns it and was not told yet who has it. Answers how many S3 sent.
+fn all_but_own_from_peers(words: &[String], owners: &[usize], asker: usize) -> u64 {
+    for (word, owner) in words.iter().zip(owners) {
+        assert!(
+            word == "peer" || (word == "s3" && *owner == asker),
+            "{words:?} of {owners:?}"
+        );
+    }
+    words.iter().filter(|word| *word == "s3").count() as u64
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -44,8 +49,8 @@ async fn a_chunk_in_a_neighbours_memory_is_read_from_there() {
         let owners = owners(&fleet, &nodes[1], &prompt);
         assert!(owners.contains(&0) && owners.contains(&1), "{owners:?}");
         let before = gets(&nodes[1]);
-        assert_eq!(load(&reader, &prompt, "a", order).await, expected(&owners, 1));
-        let own = owners.iter().filter(|owner| **owner == 1).count() as u64;
+        let words = load(&reader, &prompt, "a", order).await;
+        let own = all_but_own_from_peers(&words, &owners, 1);
         // The tests' chunks are smaller than a part.
         assert_eq!(gets(&nodes[1]) - before, own, "S3 sent the others' chunks");
         assert_eq!(load(&reader, &prompt, "b", Order::Chunk).await, all("memory", 24));
@@ -417,7 +422,7 @@ async fn chunks_of_encrypted_spaces_stay_on_their_node_and_signed_ones_are_verif
                 header.digest_kind.protection() == Protection::Signed,
                 "{header:?}"
             );
-            assert_eq!(words, expected(&owners(&fleet, &nodes[1], &prompt), 1));
+            all_but_own_from_peers(&words, &owners(&fleet, &nodes[1], &prompt), 1);
         }
     }
 }
@@ -468,7 +473,7 @@ async fn with_certificates_only_nodes_of_the_fleet_are_answered() {
     nodes[0].flush().await;
     nodes[1].client.declare(&prompt.space).await.unwrap();
     let words = load(&reader, &prompt, "a", Order::Chunk).await;
-    assert_eq!(words, expected(&owners(&fleet, &nodes[1], &prompt), 1));
+    all_but_own_from_peers(&words, &owners(&fleet, &nodes[1], &prompt), 1);
 
     // A node with a certificate of another authority gets nothing, and loads from S3.
     drop(reader);
@@ -483,4 +488,53 @@ async fn with_certificates_only_nodes_of_the_fleet_are_answered() {
     assert_eq!(load(&reader, &prompt, "a", Order::Chunk).await, all("s3", 12));
     assert!(asked(&stranger, "failed") > 0);
     drop(first);
+}
+
+/// Prefill and decode apart: nothing of it is on S3, and nothing goes there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_is_a_hit_on_other_nodes_before_s3_has_it() {
+    for (strategy, order) in [
+        ("strategy=exact", Order::Chunk),
+        ("strategy=prefix", Order::Layer),
+    ] {
+        let site = Site::new().await;
+        let fleet = Fleet::new(&site, 3);
+        let nodes = fleet.serve_all(&site, &[("memory.store", "stop")]).await;
+        let prompt = Prompt::new(24);
+        let (prefill, decode) = (nodes[0].attach("prefill").await, nodes[1].attach("decode").await);
+        nodes[1].client.declare(&prompt.space).await.unwrap();
+        let space = id(&prompt.space);
+        let lookup = || async {
+            let found = nodes[1].client.lookup_hashes(&space, &prompt.hashes, strategy);
+            found.await.unwrap()
+        };
+        assert_eq!(lookup().await.mask.count(), 0);
+        store(&nodes[0].client, &prefill, &prompt).await;
+        let mut found = lookup().await;
+        while found.mask.count() < 24 {
+            // The owners are told in the background.
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            found = lookup().await;
+        }
+        let request = LookupRequest {
+            space: space.clone(),
+            hashes: Some(prompt.hashes.clone()),
+            ..LookupRequest::default()
+        };
+        let told = nodes[1].client.lookup(&request).await.unwrap();
+        assert_eq!(serde_json::to_value(&told.tiers).unwrap()[0]["tier"], "peer");
+        assert_eq!(load(&decode, &prompt, "a", order).await, all("peer", 24));
+        assert_eq!(gets(&nodes[0]) + gets(&nodes[1]) + gets(&nodes[2]), 0);
+        // Its writer is gone: what was known of it ends with the first load, and nothing else fails.
+        let other = nodes[2].attach("decode").await;
+        nodes[2].client.declare(&prompt.space).await.unwrap();
+        let mut nodes = nodes.into_iter();
+        drop(prefill);
+        nodes.next().unwrap().end().await;
+        let words = load(&other, &prompt, "b", Order::Chunk).await;
+        assert!(
+            words.iter().all(|word| word == "peer" || word == "absent"),
+            "{words:?}"
+        );
+    }
 }

@@ -174,7 +174,7 @@ async fn draft(
     let chunks = &chunks[run.clone()];
     let (local, mut states) = known(tiers, space, chunks);
     let asks = Search {
-        bucket: &tiers.bucket,
+        tiers,
         space,
         chunks,
         deadline,
@@ -235,7 +235,7 @@ async fn search(
             let positions: Vec<usize> = of.map(|&(_, chunk)| chunk).collect();
             async move {
                 let asks = Search {
-                    bucket: &tiers.bucket,
+                    tiers,
                     space,
                     chunks,
                     deadline,

@@ -26,6 +26,13 @@ pub enum ForPeer {
     Full,
 }
 
+/// Whether a peer that asks would be answered the chunk, now or soon. Is no use of it.
+pub fn has_for_peer(tiers: &Tiers, peers: &Peers, space: &Space, chunk: &ChunkHash) -> bool {
+    let key = (space.key(), *chunk);
+    space.protection() != Protection::Encrypted
+        && (tiers.memory.has(&key) || (tiers.arriving.join(&key).is_some() && !peers.is_asking(&key)))
+}
+
 /// The queue position of what peers want: after all that this node's engines want.
 const LAST: TurnPosition = TurnPosition {
     load: u64::MAX,

@@ -7,7 +7,6 @@ use futures::StreamExt;
 use futures::stream;
 use tokio::time::Instant;
 
-use super::bucket::Bucket;
 use super::tiers::Tiers;
 use crate::cache::existence::{ChunkState, PrefixSearch, ProbeAnswer, Wanted};
 use crate::format::{ChunkHash, Mask, Run, Space};
@@ -65,7 +64,7 @@ pub(super) async fn look(
 ) -> (Lookup, Vec<Option<Tier>>) {
     let (local, states) = known(tiers, space, chunks);
     let search = Search {
-        bucket: &tiers.bucket,
+        tiers,
         space,
         chunks,
         deadline,
@@ -75,7 +74,14 @@ pub(super) async fn look(
         Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
-    lookup.tiers = tier_runs(lookup.present(), &local);
+    let with_peers = |(i, tier): (usize, &Option<Tier>)| {
+        let key = (space.key(), chunks[i]);
+        let is_a_peers =
+            || tiers.a_peer_has(space, &chunks[i]) && tiers.bucket.is_present(&key) != Some(true);
+        tier.or_else(|| is_a_peers().then_some(Tier::Peer))
+    };
+    let places: Vec<_> = local.iter().enumerate().map(with_peers).collect();
+    lookup.tiers = tier_runs(lookup.present(), &places);
     if space.kind().is_full() {
         // What an engine computes now, it stores.
         tiers.bucket.runs.looked_up(space.key(), chunks, lookup.prefix);
@@ -98,6 +104,8 @@ pub(super) fn known(
         None if !asks_s3 => ChunkState::Absent,
         None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
             Some(true) => ChunkState::Present,
+            // A peer may have it: that costs a question to the peers alone.
+            Some(false) if tiers.peers_of(space).is_some() => ChunkState::NotAsked,
             Some(false) => ChunkState::Absent,
             None => ChunkState::NotAsked,
         },
@@ -125,7 +133,7 @@ type Answer = (usize, ChunkState, Option<Run>);
 
 /// The questions to S3 for chunks whose existence is not known yet.
 pub(super) struct Search<'a> {
-    pub bucket: &'a Bucket,
+    pub tiers: &'a Tiers,
     pub space: &'a Space,
     pub chunks: &'a [ChunkHash],
     pub deadline: Instant,
@@ -158,7 +166,7 @@ impl Search<'_> {
         let mut search = PrefixSearch::new(states);
         let (mut error, mut asked) = (None, 0);
         loop {
-            let ask = search.next(self.bucket.options.lookup_probes);
+            let ask = search.next(self.tiers.bucket.options.lookup_probes);
             if ask.is_empty() || Instant::now() >= self.deadline {
                 break;
             }
@@ -208,20 +216,23 @@ impl Search<'_> {
         let mut error = None;
         let asked = positions.into_iter().map(|i| async move {
             // Others may have asked since the lookup began.
-            let answer = match self.bucket.is_present(&(self.space.key(), self.chunks[i])) {
+            let (bucket, chunk) = (&self.tiers.bucket, &self.chunks[i]);
+            let answer = match bucket.is_present(&(self.space.key(), *chunk)) {
                 Some(true) => ProbeAnswer::Present(None),
                 Some(false) => ProbeAnswer::Absent,
-                None => {
-                    let prober = &self.bucket.prober;
-                    prober
-                        .ask(self.space, &self.chunks[i], wanted, self.deadline)
-                        .await
-                }
+                None => bucket.prober.ask(self.space, chunk, wanted, self.deadline).await,
+            };
+            let answer = match answer {
+                ProbeAnswer::Absent | ProbeAnswer::Left => match self.a_peer_has(chunk).await {
+                    true => ProbeAnswer::Present(None),
+                    false => ProbeAnswer::Absent,
+                },
+                answer => answer,
             };
             (i, answer)
         });
         let answers: Vec<_> = stream::iter(asked)
-            .buffer_unordered(self.bucket.options.lookup_concurrency)
+            .buffer_unordered(self.tiers.bucket.options.lookup_concurrency)
             .collect()
             .await;
         let answers = answers.into_iter().map(|(i, answer)| match answer {
@@ -233,6 +244,14 @@ impl Search<'_> {
             }
         });
         (answers.collect(), error)
+    }
+
+    /// Whether a chunk that S3 does not have is a hit all the same.
+    async fn a_peer_has(&self, chunk: &ChunkHash) -> bool {
+        match self.tiers.peers_of(self.space) {
+            Some(peers) => peers.finds((self.space.key(), *chunk)).await,
+            None => false,
+        }
     }
 }
 

@@ -159,6 +159,12 @@ impl Gateway {
         Some(for_peer::for_peer(&self.0, peers, space, chunk))
     }
 
+    /// Whether a peer that asks for a chunk would get it.
+    pub fn has_for_peer(&self, space: &Space, chunk: &ChunkHash) -> bool {
+        let has = |peers: &Arc<Peers>| for_peer::has_for_peer(&self.0, peers, space, chunk);
+        self.peers().is_some_and(has)
+    }
+
     /// Other nodes, asked before S3.
     pub fn peers(&self) -> Option<&Arc<Peers>> {
         self.0.options.peers.as_ref()

@@ -189,10 +189,14 @@ pub fn commit(
     }
     let (tell, sealed) = oneshot::channel();
     let (in_memory, of) = (Arc::clone(&tiers.memory), space.clone());
+    let peers = tiers.peers_of(&space).cloned();
     // Off the runtime: digests take a millisecond and more.
     tokio::task::spawn_blocking(move || {
         let object = slot::seal(&digest, &of, &chunk, &parent, header, &payload);
         in_memory.sealed(&key, object.clone());
+        if let Some(peers) = peers {
+            peers.committed(key);
+        }
         // The receiver is gone where the chunk goes no lower, or was dropped.
         let _ = tell.send(object);
     });

@@ -35,6 +35,17 @@ impl Asked {
     pub const WORDS: &'static [&'static str] =
         &["landed", "use_s3", "own", "slow", "failed", "refused", "wrong"];
 
+    /// By the status of an answer.
+    pub fn of(status: u16) -> Self {
+        match status {
+            200..=299 => Self::Landed,
+            503 => Self::UseS3,
+            421 => Self::Own,
+            401 | 403 => Self::Refused,
+            _ => Self::Failed,
+        }
+    }
+
     pub fn word(self) -> &'static str {
         match self {
             Self::Landed => "landed",
@@ -53,37 +64,87 @@ pub struct Asking {
     peers: Arc<Peers>,
     member: Arc<Member>,
     chunk: ChunkId,
-    /// Members that may still be asked after this one.
+    /// Asked as the owner, and not because it is known to have the chunk.
+    is_owner: bool,
+    /// Owners that may still be asked after this one.
     owners_left: u32,
+    /// The node that has the chunk, as this one says.
+    told: Option<SocketAddr>,
     /// Its outcome decides on the member's breaker.
     probe: bool,
     settled: bool,
 }
 
 impl Peers {
-    /// The chunk's owner, to be asked; None: it is this node, or none may be asked now.
+    /// The node to ask for a chunk: the one that has it, if that is known, else its owner. None: it is this node, or none may
+    /// be asked now.
     pub fn ask(self: &Arc<Self>, chunk: ChunkId) -> Option<Asking> {
-        self.ask_after(chunk, None)
+        let owners = self.options.owners;
+        match self.member_that_has(&chunk) {
+            Some(holder) => Some(self.asking(holder, chunk, false, owners)),
+            None => self.ask_owner(chunk, owners, None),
+        }
     }
 
-    /// `before`: the one that did not answer.
-    fn ask_after(self: &Arc<Self>, chunk: ChunkId, before: Option<&Asking>) -> Option<Asking> {
-        let owners_left = before.map_or(self.options.owners, |before| before.owners_left);
-        let owners_left = owners_left.checked_sub(1)?;
-        let after = before.map(|before| &*before.member);
+    /// The owner that comes after another one, of so many.
+    fn ask_owner(self: &Arc<Self>, chunk: ChunkId, owners: u32, after: Option<&Member>) -> Option<Asking> {
+        let owners_left = owners.checked_sub(1)?;
         let member = self.members.owner(&chunk.1, after)?;
-        if member.is_self() {
-            return None;
-        }
+        (!member.is_self()).then(|| self.asking(member, chunk, true, owners_left))
+    }
+
+    fn asking(
+        self: &Arc<Self>,
+        member: Arc<Member>,
+        chunk: ChunkId,
+        is_owner: bool,
+        owners_left: u32,
+    ) -> Asking {
         let probe = member.breaker().begin(Instant::now());
         *self.asking.entry(chunk).or_default() += 1;
-        Some(Asking {
+        Asking {
             peers: Arc::clone(self),
             member,
             chunk,
+            is_owner,
             owners_left,
+            told: None,
             probe,
             settled: false,
+        }
+    }
+
+    /// One request to a member, without a time limit for its answer.
+    pub(super) async fn request(
+        &self,
+        member: &Member,
+        method: &str,
+        path: &str,
+        body: &[u8],
+        cell: Option<&LandingCell>,
+    ) -> Result<Said, NetError> {
+        let (host, port) = (member.address.to_string(), self.options.listen.port().to_string());
+        let bearer = self.token().map(|token| format!("Bearer {token}"));
+        let bearer = bearer.as_deref().map(|bearer| ("authorization", bearer));
+        let length = (method == "POST").then(|| body.len().to_string());
+        let length = length.as_deref().map(|length| ("content-length", length));
+        let headers = [
+            ("host", host.as_str()),
+            (NODE_HEADER, self.id()),
+            (PORT_HEADER, &port),
+        ];
+        let head = head_of(method, path, headers.into_iter().chain(bearer).chain(length));
+        let outgoing = Outgoing {
+            head: head.as_bytes(),
+            body,
+            bodyless: method == "HEAD",
+        };
+        let (limit, route) = (self.options.first_byte, Route::default());
+        let sent = self.http.send(&member.origin, &outgoing, cell, &route, limit);
+        let (head, _) = sent.await?;
+        Ok(Said {
+            status: head.status,
+            holder: head.header(HOLDER_HEADER).and_then(|holder| holder.parse().ok()),
         })
     }
 
@@ -138,43 +199,34 @@ impl Asking {
         (landing, asked)
     }
 
-    async fn send(&self, cell: &LandingCell, begun: &AtomicBool) -> Result<Asked, NetError> {
+    async fn send(&mut self, cell: &LandingCell, begun: &AtomicBool) -> Result<Asked, NetError> {
         let Self {
             peers, member, chunk, ..
         } = self;
-        let host = member.address.to_string();
-        let bearer = peers.token().map(|token| format!("Bearer {token}"));
-        let bearer = bearer.as_deref().map(|bearer| ("authorization", bearer));
-        let headers = [("host", host.as_str()), (NODE_HEADER, peers.id())];
         let path = format!("/v1/peer/{}/{}", chunk.0, chunk.1);
-        let head = head_of("GET", &path, headers.into_iter().chain(bearer));
-        let outgoing = Outgoing {
-            head: head.as_bytes(),
-            body: &[],
-            bodyless: false,
-        };
-        let (first_byte, route) = (peers.options.first_byte, Route::default());
-        let sent = peers
-            .http
-            .send(&member.origin, &outgoing, Some(cell), &route, first_byte);
+        let sent = peers.request(member, "GET", &path, &[], Some(cell));
         tokio::pin!(sent);
-        let sent = match tokio::time::timeout(first_byte, &mut sent).await {
+        let sent = match tokio::time::timeout(peers.options.first_byte, &mut sent).await {
             Ok(sent) => sent,
             Err(_) if begun.load(Ordering::Relaxed) => sent.await,
             Err(_) => return Ok(Asked::Slow),
         };
-        Ok(match sent?.0.status {
-            200..=299 => Asked::Landed,
-            503 => Asked::UseS3,
-            421 => Asked::Own,
-            401 | 403 => Asked::Refused,
-            _ => Asked::Failed,
-        })
+        let said = sent?;
+        self.told = said.holder;
+        Ok(Asked::of(said.status))
     }
 
     /// The next owner, for a chunk whose owner does not answer: all nodes turn to the same one.
     pub fn next(&self) -> Option<Self> {
-        self.peers.ask_after(self.chunk, Some(self))
+        let after = self.is_owner.then_some(&*self.member);
+        self.peers.ask_owner(self.chunk, self.owners_left, after)
+    }
+
+    /// The node that has the chunk, as this one said.
+    pub fn holder(&self) -> Option<Self> {
+        let member = self.peers.member(self.told?)?;
+        let is_fit = !member.is_self() && member.may_be_asked() && member.address != self.member.address;
+        is_fit.then(|| self.peers.asking(member, self.chunk, false, 0))
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -189,17 +241,10 @@ impl Asking {
         if asked == Asked::Landed {
             figures.asked_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
-        let mut breaker = self.member.breaker();
-        match asked {
-            Asked::Landed | Asked::UseS3 => breaker.succeeded(),
-            Asked::Own => {
-                self.member.is_this_node();
-                breaker.succeeded();
-            }
-            Asked::Slow | Asked::Failed | Asked::Refused | Asked::Wrong => {
-                breaker.failed(self.probe, Instant::now());
-            }
+        if !self.is_owner && asked != Asked::Landed {
+            self.peers.holders.forget(&self.chunk);
         }
+        self.member.settle(asked, self.probe);
     }
 }
 
@@ -217,8 +262,19 @@ impl Drop for Asking {
     }
 }
 
+/// An answer's head.
+pub(super) struct Said {
+    pub status: u16,
+    /// The node that has the chunk, where the one that was asked has not.
+    pub holder: Option<SocketAddr>,
+}
+
 /// The header with the asker's [`id`](Peers::id).
 pub const NODE_HEADER: &str = "kvgate-node";
+/// The header with the port where the asker is asked.
+pub const PORT_HEADER: &str = "kvgate-port";
+/// The header of an answer with the node that has the chunk.
+pub const HOLDER_HEADER: &str = "kvgate-holder";
 
 /// Notes that an answer has begun: the client tells the watch of the bytes that came with the head, even if there are none.
 struct Begun {

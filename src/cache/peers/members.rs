@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::PeerOptions;
 use super::rendezvous::{score, seed};
+use super::{Asked, PeerOptions};
 use crate::format::ChunkHash;
 use crate::s3::dns::{AddressSource, Resolved, Resolver};
 use crate::s3::fanout::{BreakerPhase, EndpointBreaker};
@@ -46,16 +46,25 @@ impl Member {
         self.is_self.load(Ordering::Relaxed)
     }
 
-    pub(super) fn is_this_node(&self) {
-        self.is_self.store(true, Ordering::Relaxed);
-    }
-
     pub fn is_up(&self) -> bool {
         self.breaker().phase(Instant::now()) == BreakerPhase::Closed
     }
 
-    fn may_be_asked(&self) -> bool {
+    pub(super) fn may_be_asked(&self) -> bool {
         self.is_self() || self.breaker().admits(Instant::now())
+    }
+
+    /// What became of a request decides whether it is asked again. `probe`: it was the breaker's.
+    pub(super) fn settle(&self, asked: Asked, probe: bool) {
+        if asked == Asked::Own {
+            self.is_self.store(true, Ordering::Relaxed);
+        }
+        match asked {
+            Asked::Landed | Asked::UseS3 | Asked::Own => self.breaker().succeeded(),
+            Asked::Slow | Asked::Failed | Asked::Refused | Asked::Wrong => {
+                self.breaker().failed(probe, Instant::now());
+            }
+        }
     }
 
     pub(super) fn breaker(&self) -> MutexGuard<'_, EndpointBreaker> {

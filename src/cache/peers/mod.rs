@@ -16,6 +16,7 @@
 
 mod asking;
 mod budget;
+mod holders;
 mod hot;
 mod members;
 mod rendezvous;
@@ -32,8 +33,10 @@ use std::time::Duration;
 use dashmap::DashMap;
 use tokio::time::Instant;
 
-pub use self::asking::{Asked, Asking, NODE_HEADER};
+pub use self::asking::{Asked, Asking, HOLDER_HEADER, NODE_HEADER, PORT_HEADER};
 pub use self::budget::{ServeBudget, Serving};
+use self::holders::Holders;
+pub use self::holders::TOLD_MAX;
 use self::hot::HotChunks;
 pub use self::members::Member;
 use self::members::Members;
@@ -63,8 +66,10 @@ pub struct PeerOptions {
     pub owners: u32,
     /// Two askers within this time make a chunk hot.
     pub hot: Duration,
-    /// Chunks whose last asker is remembered.
+    /// Chunks whose last asker is remembered, and as many whose holder is.
     pub hot_chunks: usize,
+    /// How long a node counts as having a chunk.
+    pub holder_ttl: Duration,
     /// Bytes of slots that answers to peers may hold.
     pub serve_bytes: usize,
     pub dns: DnsOptions,
@@ -90,6 +95,7 @@ pub struct Peers {
     /// Chunks that a peer is being asked for.
     asking: DashMap<ChunkId, usize>,
     hot: HotChunks,
+    holders: Holders,
     pub budget: ServeBudget,
     pub figures: PeerFigures,
 }
@@ -139,6 +145,7 @@ impl Peers {
             places: None,
             server_name: options.tls.as_ref().map(|tls| tls.name.clone()),
         });
+        let (holders, committed) = Holders::new(options.holder_ttl, options.hot_chunks);
         let peers = Self {
             members: Members::new(&dns, &options, &http),
             http,
@@ -146,6 +153,7 @@ impl Peers {
             token: RwLock::new(None),
             asking: DashMap::new(),
             hot: HotChunks::new(options.hot, options.hot_chunks),
+            holders,
             budget: ServeBudget::new(options.serve_bytes),
             figures: PeerFigures {
                 asked: Counts::new(Asked::WORDS),
@@ -156,7 +164,9 @@ impl Peers {
             options,
         };
         peers.read_token()?;
-        Ok(Arc::new(peers))
+        let peers = Arc::new(peers);
+        tokio::spawn(Self::tell(Arc::downgrade(&peers), committed));
+        Ok(peers)
     }
 
     /// Reads the fleet's token again, if there is one.

@@ -34,6 +34,7 @@ fn options() -> PeerOptions {
         owners: 2,
         hot: 10 * second,
         hot_chunks: 1000,
+        holder_ttl: second,
         serve_bytes: 1 << 20,
         dns: DnsOptions {
             servers: Vec::new(),

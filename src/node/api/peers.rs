@@ -1,12 +1,15 @@
-//! The listener for other nodes: `GET /v1/peer/{space}/{hash}`, a chunk's object from memory. It has nothing else, and the
-//! API's listeners don't have it.
+//! The listener for other nodes, which has nothing else, and the API's listeners don't have it:
+//!
+//! - `GET /v1/peer/{space}/{hash}`: a chunk's object, from memory.
+//! - `HEAD`: whether it is here, or who has it.
+//! - `POST /v1/peer/{space}`: chunks that the caller has, and that are owned here.
 //!
 //! 503 says "use S3": the chunk is not here, or there is no room to send it. A chunk that is on its way is answered at once,
 //! and its bytes follow when they are verified; if they don't come, the connection closes.
 
 use std::convert::Infallible;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +26,7 @@ use hyper::header::{
 };
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
@@ -31,7 +34,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
-use super::body::OCTETS;
+use super::body::{self, OCTETS};
 use super::chunk::range;
 use super::connections::{Connected, Connections};
 use super::impatient::Impatient;
@@ -39,12 +42,14 @@ use super::problem::ApiProblem;
 use super::server::{ListenError, WhileSent, stopped};
 use crate::arena::Slot;
 use crate::cache::gateway::{Flight, ForPeer, LoadedChunk};
-use crate::cache::peers::{NODE_HEADER, PeerTls, Peers, Serving};
-use crate::format::{ChunkHash, SpaceKey};
+use crate::cache::peers::{HOLDER_HEADER, NODE_HEADER, PORT_HEADER, PeerTls, Peers, Serving, TOLD_MAX};
+use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::node::Node;
 
 type PeerReply = Response<BoxBody<Bytes, io::Error>>;
 
+/// Bytes of a hash in a message.
+const HASH_LEN: usize = 32;
 /// Bytes of a request's head.
 const HEAD_BYTES_MAX: usize = 16 << 10;
 /// Pause after a failed accept, such as for want of file descriptors.
@@ -107,11 +112,11 @@ impl PeerServer {
             while calls.try_join_next().is_some() {}
             tokio::select! {
                 accepted = self.listener.accept() => match accepted {
-                    Ok((stream, _)) => {
+                    Ok((stream, from)) => {
                         let _ = stream.set_nodelay(true);
                         // Without one, all others have calls under way, and the connection is closed.
                         if let Some(connected) = self.shared.connections.open() {
-                            calls.spawn(Arc::clone(&self.shared).connection(stream, connected));
+                            calls.spawn(Arc::clone(&self.shared).connection(from.ip(), stream, connected));
                         }
                     }
                     Err(error) => {
@@ -126,13 +131,13 @@ impl PeerServer {
 }
 
 impl Shared {
-    async fn connection(self: Arc<Self>, stream: TcpStream, connected: Connected) {
+    async fn connection(self: Arc<Self>, from: IpAddr, stream: TcpStream, connected: Connected) {
         let Some(tls) = &self.tls else {
-            return Arc::clone(&self).requests(stream, connected).await;
+            return Arc::clone(&self).requests(from, stream, connected).await;
         };
         // A peer without a certificate of the fleet ends here.
         match tokio::time::timeout(self.timeout, tls.accept(stream)).await {
-            Ok(Ok(stream)) => Arc::clone(&self).requests(stream, connected).await,
+            Ok(Ok(stream)) => Arc::clone(&self).requests(from, stream, connected).await,
             Ok(Err(error)) => tracing::debug!(%error, "a peer's TLS was refused"),
             Err(_) => {}
         }
@@ -140,6 +145,7 @@ impl Shared {
 
     async fn requests<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         self: Arc<Self>,
+        from: IpAddr,
         stream: S,
         connected: Connected,
     ) {
@@ -150,9 +156,8 @@ impl Shared {
         let service = service_fn(move |request| {
             let (shared, busy) = (Arc::clone(&self), of.busy());
             async move {
-                let answer = shared
-                    .answer(&request)
-                    .unwrap_or_else(|problem| refusal(&problem));
+                let answer = shared.answer(from, request).await;
+                let answer = answer.unwrap_or_else(|problem| refusal(&problem));
                 Ok::<_, Infallible>(answer.map(|body| WhileSent::new(body, busy)))
             }
         });
@@ -168,33 +173,85 @@ impl Shared {
         }
     }
 
-    fn answer(&self, request: &Request<Incoming>) -> Result<PeerReply, ApiProblem> {
-        self.check_token(request)?;
-        let headers = request.headers();
-        if headers.get(NODE_HEADER).is_some_and(|id| id == self.peers.id()) {
+    async fn answer(&self, from: IpAddr, request: Request<Incoming>) -> Result<PeerReply, ApiProblem> {
+        self.check_token(&request)?;
+        if request
+            .headers()
+            .get(NODE_HEADER)
+            .is_some_and(|id| id == self.peers.id())
+        {
             let (status, told) = (StatusCode::MISDIRECTED_REQUEST, "this node asked itself");
             return Err(ApiProblem::new(status, "own_node", told));
         }
-        let segments: Vec<&str> = request.uri().path().split('/').skip(1).collect();
-        let ["v1", "peer", space, hash] = segments.as_slice() else {
-            return Err(ApiProblem::not_found(
-                "peers are answered GET /v1/peer/{space}/{hash} alone",
-            ));
-        };
-        if request.method() != Method::GET {
-            let told = "GET";
-            return Err(ApiProblem::new(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "method_not_allowed",
-                told,
-            ));
+        let path = request.uri().path().to_owned();
+        let segments: Vec<&str> = path.split('/').skip(1).collect();
+        let space_of =
+            |name: &str| SpaceKey::from_hex(name).ok_or_else(|| ApiProblem::bad("a space is 32 hex digits"));
+        match (request.method().as_str(), segments.as_slice()) {
+            ("GET", ["v1", "peer", space, hash]) => {
+                let key = (space_of(space)?, hash.parse().map_err(ApiProblem::bad)?);
+                self.chunk(key, request.headers())
+            }
+            ("HEAD", ["v1", "peer", space, hash]) => {
+                let key = (space_of(space)?, hash.parse().map_err(ApiProblem::bad)?);
+                Ok(self.whether(key))
+            }
+            ("POST", ["v1", "peer", space]) => self.hears(space_of(space)?, from, request).await,
+            _ => Err(ApiProblem::not_found(
+                "peers are answered GET and HEAD /v1/peer/{space}/{hash}, and POST /v1/peer/{space}",
+            )),
         }
-        let space = SpaceKey::from_hex(space).ok_or_else(|| ApiProblem::bad("a space is 32 hex digits"))?;
-        let hash: ChunkHash = hash.parse().map_err(ApiProblem::bad)?;
+    }
+
+    /// Notes the chunks that another node has.
+    async fn hears(
+        &self,
+        space: SpaceKey,
+        from: IpAddr,
+        request: Request<Incoming>,
+    ) -> Result<PeerReply, ApiProblem> {
+        let port = request.headers().get(PORT_HEADER);
+        let port = port
+            .and_then(|port| port.to_str().ok())
+            .and_then(|port| port.parse().ok())
+            .ok_or_else(|| {
+                ApiProblem::bad(format!("the header {PORT_HEADER} says where the caller is asked"))
+            })?;
+        let body = body::read(request, TOLD_MAX * HASH_LEN, self.timeout).await?;
+        let hashes = body
+            .chunks_exact(HASH_LEN)
+            .filter_map(|hash| hash.try_into().ok());
+        let from = SocketAddr::new(from.to_canonical(), port);
+        self.peers.hears_of(from, space, hashes.map(ChunkHash));
+        Ok(empty(StatusCode::NO_CONTENT))
+    }
+
+    /// Whether a chunk is here, or who has it.
+    fn whether(&self, key: ChunkId) -> PeerReply {
+        let space = self.node.space(key.0).ok();
+        let is_here = |space: &Space| self.node.gateway().has_for_peer(space, &key.1);
+        match space.as_ref().is_some_and(is_here) {
+            true => empty(StatusCode::OK),
+            false => self.pointed(empty(StatusCode::SERVICE_UNAVAILABLE), &key),
+        }
+    }
+
+    /// An answer without the chunk says who has it, as far as is known.
+    fn pointed(&self, mut reply: PeerReply, key: &ChunkId) -> PeerReply {
+        if let Some(holder) = self.peers.holder(key)
+            && let Ok(holder) = HeaderValue::from_str(&holder.to_string())
+        {
+            reply.headers_mut().insert(HOLDER_HEADER, holder);
+        }
+        reply
+    }
+
+    fn chunk(&self, key: ChunkId, headers: &HeaderMap) -> Result<PeerReply, ApiProblem> {
+        let hash = key.1;
         // A tenant whose key is not here, or was taken away, is not served.
-        let space = match self.node.space(space) {
+        let space = match self.node.space(key.0) {
             Ok(space) => space,
-            Err(error) => return Err(self.use_s3(&error.to_string())),
+            Err(error) => return Ok(self.use_s3(&error.to_string(), &key)),
         };
         let len = space.layout().object_len();
         let wanted = match headers.get(RANGE) {
@@ -203,7 +260,9 @@ impl Shared {
         };
         let answer = self.node.gateway().for_peer(&space, &hash);
         let (word, etag, body) = match answer {
-            None | Some(ForPeer::UseS3) => return Err(self.use_s3("the chunk is not in this node's memory")),
+            None | Some(ForPeer::UseS3) => {
+                return Ok(self.use_s3("the chunk is not in this node's memory", &key));
+            }
             Some(ForPeer::Full) => {
                 self.peers.figures.answered.add("full", 1);
                 let told = "there is no room to send the chunk now ([peers] budget): use S3";
@@ -275,10 +334,11 @@ impl Shared {
         }
     }
 
-    fn use_s3(&self, why: &str) -> ApiProblem {
+    fn use_s3(&self, why: &str, key: &ChunkId) -> PeerReply {
         self.peers.figures.answered.add("use_s3", 1);
         let told = format!("{why}: use S3");
-        ApiProblem::new(StatusCode::SERVICE_UNAVAILABLE, "use_s3", told)
+        let problem = ApiProblem::new(StatusCode::SERVICE_UNAVAILABLE, "use_s3", told);
+        self.pointed(refusal(&problem), key)
     }
 }
 
@@ -344,6 +404,12 @@ fn refusal(problem: &ApiProblem) -> PeerReply {
     *reply.status_mut() = problem.status;
     let kind = HeaderValue::from_static("application/problem+json");
     reply.headers_mut().insert(CONTENT_TYPE, kind);
+    reply
+}
+
+fn empty(status: StatusCode) -> PeerReply {
+    let mut reply = Response::new(Full::new(Bytes::new()).map_err(infallible).boxed());
+    *reply.status_mut() = status;
     reply
 }
 

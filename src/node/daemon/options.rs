@@ -82,6 +82,7 @@ pub fn peers(config: &Config) -> Option<PeerOptions> {
         owners: peers.owners,
         hot: peers.hot,
         hot_chunks: peers.hot_chunks as usize,
+        holder_ttl: config.lookup.present_ttl,
         serve_bytes: bytes(peers.budget),
         dns: s3.dns,
     })

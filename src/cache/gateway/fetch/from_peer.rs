@@ -45,6 +45,7 @@ impl ChunkFetch {
         match asked {
             Asked::Landed => {}
             Asked::Slow | Asked::Failed if Instant::now() < until => return Err((part.slot, peer.next())),
+            Asked::UseS3 => return Err((part.slot, peer.holder())),
             _ => return Err((part.slot, None)),
         }
         let verified = self.verify_peer(&part);

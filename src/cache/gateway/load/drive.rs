@@ -180,7 +180,9 @@ impl Drive {
             if !tiers.asks_s3() {
                 return Err(Miss::Absent);
             }
-            self.may_be_there(&chunk)?;
+            if !tiers.a_peer_has(&self.space, &chunk) {
+                self.may_be_there(&chunk)?;
+            }
         }
         let slot = self.slot().await?;
         // Another load may have brought it during the wait.

@@ -188,14 +188,21 @@ impl Tiers {
         self.options.disk.as_ref().map(|tier| &tier.disk)
     }
 
-    /// The peer to ask for a chunk, if there is one: its owner. Encrypted chunks are plain in memory, and no peer is asked
-    /// for them.
+    /// The peer to ask for a chunk, if there is one. Encrypted chunks are plain in memory, and no peer is asked for them.
     pub fn asks_peer(&self, space: &Space, chunk: &ChunkHash) -> Option<Asking> {
-        let peers = self.options.peers.as_ref()?;
-        match space.protection() {
-            Protection::Encrypted => None,
-            Protection::None | Protection::Signed => peers.ask((space.key(), *chunk)),
-        }
+        self.peers_of(space)?.ask((space.key(), *chunk))
+    }
+
+    /// Those that may be asked about a space.
+    pub fn peers_of(&self, space: &Space) -> Option<&Arc<Peers>> {
+        let is_encrypted = space.protection() == Protection::Encrypted;
+        self.options.peers.as_ref().filter(|_| !is_encrypted)
+    }
+
+    /// Whether a peer is known to have a chunk.
+    pub fn a_peer_has(&self, space: &Space, chunk: &ChunkHash) -> bool {
+        let holder = |peers: &Arc<Peers>| peers.holder(&(space.key(), *chunk));
+        self.peers_of(space).and_then(holder).is_some()
     }
 
     /// What each tenant has in memory, and on disks.

@@ -1,0 +1,154 @@
+//! Who has a chunk. A node that has committed chunks tells their owners, and a lookup that finds a chunk nowhere asks its
+//! owner. So a chunk is a hit elsewhere before S3 has it, and is read from its writer. What is known here is a hint, of
+//! bounded size and age: the load finds out.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::{Asked, Member, Peers};
+use crate::cache::recent::Recent;
+use crate::format::{ChunkHash, ChunkId, SpaceKey};
+
+/// Chunks that one message to an owner names.
+pub const TOLD_MAX: usize = 4096;
+
+pub struct Holders {
+    keep: Duration,
+    known: Mutex<Recent<(SocketAddr, Instant)>>,
+    committed: mpsc::Sender<ChunkId>,
+}
+
+impl Holders {
+    /// Also returns the chunks to tell of.
+    pub fn new(keep: Duration, most: usize) -> (Self, mpsc::Receiver<ChunkId>) {
+        let (committed, to_tell) = mpsc::channel(most);
+        let holders = Self {
+            keep,
+            known: Mutex::new(Recent::new(most)),
+            committed,
+        };
+        (holders, to_tell)
+    }
+
+    pub fn note(&self, chunk: ChunkId, holder: SocketAddr) {
+        self.lock().add(chunk, (holder, Instant::now()));
+    }
+
+    pub fn get(&self, chunk: &ChunkId) -> Option<SocketAddr> {
+        let known = self.lock();
+        let (holder, since) = known.get(chunk)?;
+        (since.elapsed() < self.keep).then_some(*holder)
+    }
+
+    pub fn forget(&self, chunk: &ChunkId) {
+        self.lock().remove(chunk);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Recent<(SocketAddr, Instant)>> {
+        // No panic can leave it half-changed.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Peers {
+    /// A chunk was committed here: its owner is told. With too many to tell, some are found once S3 has them.
+    pub fn committed(&self, chunk: ChunkId) {
+        let _ = self.holders.committed.try_send(chunk);
+    }
+
+    /// The node that has a chunk, as far as is known here.
+    pub fn holder(&self, chunk: &ChunkId) -> Option<SocketAddr> {
+        self.holders.get(chunk)
+    }
+
+    /// A peer at that address says that it has chunks. Only a member may.
+    pub fn hears_of(&self, from: SocketAddr, space: SpaceKey, hashes: impl Iterator<Item = ChunkHash>) {
+        if self.member(from).is_some() {
+            hashes.for_each(|hash| self.holders.note((space, hash), from));
+        }
+    }
+
+    /// Whether a peer has a chunk, as its owner knows.
+    pub async fn finds(&self, chunk: ChunkId) -> bool {
+        if self.member_that_has(&chunk).is_some() {
+            return true;
+        }
+        let Some(owner) = self.members.owner(&chunk.1, None) else {
+            return false;
+        };
+        if owner.is_self() {
+            return false;
+        }
+        let path = format!("/v1/peer/{}/{}", chunk.0, chunk.1);
+        let said = self.request(&owner, "HEAD", &path, &[], None);
+        let holder = match tokio::time::timeout(self.options.first_byte, said).await {
+            Ok(Ok(said)) => {
+                owner.settle(Asked::of(said.status), false);
+                match said.status {
+                    200 => Some(owner.address),
+                    503 => said.holder,
+                    _ => None,
+                }
+            }
+            Ok(Err(_)) => {
+                owner.settle(Asked::Failed, false);
+                None
+            }
+            Err(_) => {
+                owner.settle(Asked::Slow, false);
+                None
+            }
+        };
+        if let Some(holder) = holder {
+            self.holders.note(chunk, holder);
+        }
+        self.member_that_has(&chunk).is_some()
+    }
+
+    /// The node that has a chunk, if it may be asked.
+    pub(super) fn member_that_has(&self, chunk: &ChunkId) -> Option<Arc<Member>> {
+        let member = self.member(self.holder(chunk)?)?;
+        (!member.is_self() && member.may_be_asked()).then_some(member)
+    }
+
+    pub(super) fn member(&self, address: SocketAddr) -> Option<Arc<Member>> {
+        self.members
+            .all()
+            .iter()
+            .find(|one| one.address == address)
+            .cloned()
+    }
+
+    /// Tells owners of committed chunks, many in a message.
+    pub(super) async fn tell(peers: Weak<Self>, mut committed: mpsc::Receiver<ChunkId>) {
+        let mut chunks = Vec::new();
+        while committed.recv_many(&mut chunks, TOLD_MAX).await > 0 {
+            let Some(peers) = peers.upgrade() else { return };
+            let mut messages: HashMap<(SocketAddr, SpaceKey), (Arc<Member>, Vec<u8>)> = HashMap::new();
+            for (space, hash) in chunks.drain(..) {
+                let owner = peers.members.owner(&hash, None).filter(|owner| !owner.is_self());
+                if let Some(owner) = owner {
+                    let message = messages
+                        .entry((owner.address, space))
+                        .or_insert((owner, Vec::new()));
+                    message.1.extend_from_slice(hash.as_bytes());
+                }
+            }
+            for ((_, space), (owner, hashes)) in messages {
+                let path = format!("/v1/peer/{space}");
+                let told = peers.request(&owner, "POST", &path, &hashes, None);
+                let asked = match tokio::time::timeout(peers.options.first_byte, told).await {
+                    Ok(Ok(said)) => Asked::of(said.status),
+                    Ok(Err(_)) => Asked::Failed,
+                    Err(_) => Asked::Slow,
+                };
+                owner.settle(asked, false);
+            }
+        }
+    }
+}
