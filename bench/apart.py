@@ -2,11 +2,11 @@
 # ruff: noqa: E402
 """Prefill and decode apart: how long after a prefill's store another engine finds the prompt, on the same node and on another.
 
-bench/apart.py --endpoint URL --bucket NAME [--rounds 5] [--save]     with the Python of an environment that has the wheel and numpy
+bench/apart.py --endpoint URL --bucket NAME [--rounds 5] [--peers] [--save]     with the Python of an environment that has the wheel and numpy
 
 Two gateways stand for two nodes; credentials come from the environment. A prompt is stored by the first one's Python API, and
 both are asked until they say that all of it is there. A node that asks before S3 has a chunk goes by that for
-`[lookup] absent_ttl`."""
+`[lookup] absent_ttl`, unless it may ask the other node (`--peers`)."""
 
 import argparse
 import json
@@ -29,6 +29,7 @@ from gateway import Gateway
 SHAPE = {"layers": 32, "heads": 8, "head_dim": 128}
 CHUNK_TOKENS = 256
 GIVE_UP_SECONDS = 60
+PEERS = [f"127.0.0.1:{port}" for port in (9481, 9482)]
 
 
 def measure(here, there, space, chunks, is_asked_at_once):
@@ -63,6 +64,7 @@ def main():
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--bucket", required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="each node may read from the other's memory")
     parser.add_argument("--save", action="store_true", help="writes bench/results/apart-DATE.md and .json")
     args = parser.parse_args()
     space = kvgate.space(
@@ -74,7 +76,15 @@ def main():
         nodes = [Gateway(folder, name, s3) for name in ("prefill", "decode")]
         try:
             os.environ["KVGATE__ARENA__SIZE"] = "2GiB"
-            for node in nodes:
+            for node, listen in zip(nodes, PEERS, strict=True):
+                if args.peers:
+                    token = Path(folder) / "token"
+                    token.write_text("apart\n")
+                    os.environ |= {
+                        "KVGATE__PEERS__MEMBERS": ",".join(PEERS),
+                        "KVGATE__PEERS__LISTEN": listen,
+                        "KVGATE__PEERS__TOKEN_FILE": str(token),
+                    }
                 node.start()
             with kvgate.connect(nodes[0].socket) as here, kvgate.connect(nodes[1].socket) as there:
                 for chunks in (1, 4, 8):
@@ -87,7 +97,9 @@ def main():
         finally:
             for node in nodes:
                 node.end()
-    text = f"# apart-{date.today()}\n\nMedians of {args.rounds} rounds, seconds after the store. `bench/apart.py`\n\n"
+    name = f"apart{'-peers' if args.peers else ''}-{date.today()}"
+    command = f"bench/apart.py --rounds {args.rounds}{' --peers' if args.peers else ''}"
+    text = f"# {name}\n\nMedians of {args.rounds} rounds, seconds after the store. `{command}`\n\n"
     text += "| prompt | KV | the same node | S3 has it | another node, asked then | another node, asked at once |\n"
     text += "|---|---:|---:|---:|---:|---:|\n"
     for row in rows:
@@ -98,7 +110,7 @@ def main():
         )
     print(text)
     if args.save:
-        results = ROOT / "bench" / "results" / f"apart-{date.today()}"
+        results = ROOT / "bench" / "results" / name
         results.with_suffix(".md").write_text(text)
         results.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 
