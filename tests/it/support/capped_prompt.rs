@@ -171,7 +171,8 @@ fn gateway_options(site: &Site) -> GatewayOptions {
     GatewayOptions {
         part_bytes: MIB,
         layer_part_bytes: MIB,
-        get_bytes_max: 32 * MIB,
+        // 16 chunks are no large load, whose parts would be twice that.
+        get_bytes_max: 40 * MIB,
         put_bytes_max: 32 * MIB,
         ..site.options()
     }
