@@ -26,6 +26,13 @@ write_hosts() {
 
 answers() { dig +tries=1 +time=1 "@$ADDR" -p "$PORT" "$NAME" | grep -q 'status:'; }
 
+# gives [ADDRESS...] : whether these are its answer.
+gives() {
+    local told
+    told=$(dig +tcp +short +tries=1 +time=1 "@$ADDR" -p "$PORT" "$NAME" | sort)
+    [ "$told" = "$(for address in "$@"; do echo "$address"; done | sort)" ]
+}
+
 up() {
     need dnsmasq dns
     need dig dns
@@ -54,6 +61,7 @@ replace() {
     pid=$(runs "$DIR/pid/dnsmasq") || fail "no dnsmasq runs from $DIR"
     write_hosts "$@"
     kill -HUP "$pid"
+    wait_for 10 gives "$@" || fail "dnsmasq does not read its new addresses"
 }
 
 case ${1:-} in

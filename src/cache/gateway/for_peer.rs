@@ -33,12 +33,6 @@ pub fn has_for_peer(tiers: &Tiers, peers: &Peers, space: &Space, chunk: &ChunkHa
         && (tiers.memory.has(&key) || (tiers.arriving.join(&key).is_some() && !peers.is_asking(&key)))
 }
 
-/// The queue position of what peers want: after all that this node's engines want.
-const LAST: TurnPosition = TurnPosition {
-    load: u64::MAX,
-    position: 0,
-};
-
 pub fn for_peer(tiers: &Arc<Tiers>, peers: &Peers, space: &Space, chunk: &ChunkHash) -> ForPeer {
     // In memory they are plain.
     if space.protection() == Protection::Encrypted {
@@ -76,7 +70,12 @@ pub fn for_peer(tiers: &Arc<Tiers>, peers: &Peers, space: &Space, chunk: &ChunkH
             let deadline = Instant::now() + tiers.options.load_deadline;
             let wanted = Arc::new(ChunkFetch::new(tiers, space, chunk, deadline));
             let sections = space.layout().sections(tiers.bucket.options.part_bytes).into();
-            let fetch = wanted.from_below(slot, sections, LAST, None);
+            // In turn with the loads of this node, one of which may join it.
+            let place = TurnPosition {
+                load: tiers.bucket.get_turns.load(),
+                position: 0,
+            };
+            let fetch = wanted.from_below(slot, sections, place, None);
             ForPeer::Fetched(announcement.fly(fetch), serving)
         }
         // Another call was faster.

@@ -249,7 +249,12 @@ impl Search<'_> {
     /// Whether a chunk that S3 does not have is a hit all the same.
     async fn a_peer_has(&self, chunk: &ChunkHash) -> bool {
         match self.tiers.peers_of(self.space) {
-            Some(peers) => peers.finds((self.space.key(), *chunk)).await,
+            Some(peers) => {
+                let finds = peers.finds((self.space.key(), *chunk));
+                tokio::time::timeout_at(self.deadline, finds)
+                    .await
+                    .unwrap_or(false)
+            }
             None => false,
         }
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dashmap::mapref::entry::Entry;
 use tokio::time::Instant;
 
+use super::members::Attempt;
 use super::{Member, Peers};
 use crate::format::ChunkId;
 use crate::s3::fanout::Route;
@@ -62,7 +63,7 @@ impl Asked {
 /// A chunk's owner, about to be asked. As long as it lives, no peer waits here for this chunk: that might close a circle.
 pub struct Asking {
     peers: Arc<Peers>,
-    member: Arc<Member>,
+    attempt: Attempt,
     chunk: ChunkId,
     /// Asked as the owner, and not because it is known to have the chunk.
     is_owner: bool,
@@ -70,9 +71,6 @@ pub struct Asking {
     owners_left: u32,
     /// The node that has the chunk, as this one says.
     told: Option<SocketAddr>,
-    /// Its outcome decides on the member's breaker.
-    probe: bool,
-    settled: bool,
 }
 
 impl Peers {
@@ -100,17 +98,14 @@ impl Peers {
         is_owner: bool,
         owners_left: u32,
     ) -> Asking {
-        let probe = member.breaker().begin(Instant::now());
         *self.asking.entry(chunk).or_default() += 1;
         Asking {
             peers: Arc::clone(self),
-            member,
+            attempt: member.begin(),
             chunk,
             is_owner,
             owners_left,
             told: None,
-            probe,
-            settled: false,
         }
     }
 
@@ -164,10 +159,10 @@ impl Asking {
     /// [settled](Self::settle); anything else is settled already.
     pub async fn get(&mut self, landing: Landing, until: Instant) -> (Landing, Asked) {
         let len = landing.slot.len();
-        let begun = Arc::new(AtomicBool::new(false));
+        let came = Arc::new(Came::default());
         let Landing { slot, watch } = landing;
         let watch: Box<dyn BodyWatch> = Box::new(Begun {
-            begun: Arc::clone(&begun),
+            came: Arc::clone(&came),
             watch,
         });
         let expect = Expect {
@@ -182,13 +177,17 @@ impl Asking {
             },
             expect,
         );
-        let asked = tokio::time::timeout_at(until, self.send(&cell, &begun)).await;
+        let asked = tokio::time::timeout_at(until, self.send(&cell, &came)).await;
         // The request is over or given up, so nothing else holds it.
         let landing = cell.take().expect("the HTTP client gives the landing back");
         let asked = match asked {
             Ok(Ok(asked)) => asked,
+            // The chunk was on its way to the peer, and did not come there.
+            Ok(Err(NetError::Cut { .. } | NetError::Io(_) | NetError::Closed)) if came.head_alone() => {
+                Asked::UseS3
+            }
             Ok(Err(error)) => {
-                tracing::debug!(peer = %self.member.address, %error, "a peer did not answer");
+                tracing::debug!(peer = %self.attempt.member.address, %error, "a peer did not answer");
                 Asked::Failed
             }
             Err(_) => Asked::Slow,
@@ -199,16 +198,19 @@ impl Asking {
         (landing, asked)
     }
 
-    async fn send(&mut self, cell: &LandingCell, begun: &AtomicBool) -> Result<Asked, NetError> {
+    async fn send(&mut self, cell: &LandingCell, came: &Came) -> Result<Asked, NetError> {
         let Self {
-            peers, member, chunk, ..
+            peers,
+            attempt,
+            chunk,
+            ..
         } = self;
         let path = format!("/v1/peer/{}/{}", chunk.0, chunk.1);
-        let sent = peers.request(member, "GET", &path, &[], Some(cell));
+        let sent = peers.request(&attempt.member, "GET", &path, &[], Some(cell));
         tokio::pin!(sent);
         let sent = match tokio::time::timeout(peers.options.first_byte, &mut sent).await {
             Ok(sent) => sent,
-            Err(_) if begun.load(Ordering::Relaxed) => sent.await,
+            Err(_) if came.head.load(Ordering::Relaxed) => sent.await,
             Err(_) => return Ok(Asked::Slow),
         };
         let said = sent?;
@@ -218,24 +220,27 @@ impl Asking {
 
     /// The next owner, for a chunk whose owner does not answer: all nodes turn to the same one.
     pub fn next(&self) -> Option<Self> {
-        let after = self.is_owner.then_some(&*self.member);
+        let after = self.is_owner.then_some(&*self.attempt.member);
         self.peers.ask_owner(self.chunk, self.owners_left, after)
     }
 
-    /// The node that has the chunk, as this one said.
+    /// The node that has the chunk, as its owner said. A holder sends nobody on: two might point to each other.
     pub fn holder(&self) -> Option<Self> {
+        if !self.is_owner {
+            return None;
+        }
         let member = self.peers.member(self.told?)?;
-        let is_fit = !member.is_self() && member.may_be_asked() && member.address != self.member.address;
+        let is_fit =
+            !member.is_self() && member.may_be_asked() && member.address != self.attempt.member.address;
         is_fit.then(|| self.peers.asking(member, self.chunk, false, 0))
     }
 
     pub fn address(&self) -> SocketAddr {
-        self.member.address
+        self.attempt.member.address
     }
 
     /// What became of it; `bytes` of the chunk if it came.
     pub fn settle(&mut self, asked: Asked, bytes: usize) {
-        self.settled = true;
         let figures = &self.peers.figures;
         figures.asked.add(asked.word(), 1);
         if asked == Asked::Landed {
@@ -244,15 +249,12 @@ impl Asking {
         if !self.is_owner && asked != Asked::Landed {
             self.peers.holders.forget(&self.chunk);
         }
-        self.member.settle(asked, self.probe);
+        self.attempt.settle(asked);
     }
 }
 
 impl Drop for Asking {
     fn drop(&mut self) {
-        if !self.settled && self.probe {
-            self.member.breaker().probe_given_up(Instant::now());
-        }
         if let Entry::Occupied(mut asks) = self.peers.asking.entry(self.chunk) {
             *asks.get_mut() -= 1;
             if *asks.get() == 0 {
@@ -276,15 +278,29 @@ pub const PORT_HEADER: &str = "kvgate-port";
 /// The header of an answer with the node that has the chunk.
 pub const HOLDER_HEADER: &str = "kvgate-holder";
 
-/// Notes that an answer has begun: the client tells the watch of the bytes that came with the head, even if there are none.
+/// What has come of an answer.
+#[derive(Default)]
+struct Came {
+    head: AtomicBool,
+    body: AtomicBool,
+}
+
+impl Came {
+    fn head_alone(&self) -> bool {
+        self.head.load(Ordering::Relaxed) && !self.body.load(Ordering::Relaxed)
+    }
+}
+
+/// Notes what has come: the client tells the watch of the bytes that came with the head, even if there are none.
 struct Begun {
-    begun: Arc<AtomicBool>,
+    came: Arc<Came>,
     watch: Option<Box<dyn BodyWatch>>,
 }
 
 impl BodyWatch for Begun {
     fn arrived(&mut self, at: usize, bytes: &[u8]) {
-        self.begun.store(true, Ordering::Relaxed);
+        self.came.head.store(true, Ordering::Relaxed);
+        self.came.body.fetch_or(!bytes.is_empty(), Ordering::Relaxed);
         if let Some(watch) = &mut self.watch {
             watch.arrived(at, bytes);
         }

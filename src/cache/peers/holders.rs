@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::asking::Said;
 use super::{Asked, Member, Peers};
 use crate::cache::recent::Recent;
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
@@ -85,29 +86,46 @@ impl Peers {
             return false;
         }
         let path = format!("/v1/peer/{}/{}", chunk.0, chunk.1);
-        let said = self.request(&owner, "HEAD", &path, &[], None);
-        let holder = match tokio::time::timeout(self.options.first_byte, said).await {
-            Ok(Ok(said)) => {
-                owner.settle(Asked::of(said.status), false);
-                match said.status {
-                    200 => Some(owner.address),
-                    503 => said.holder,
-                    _ => None,
+        let holder = match self.ask_shortly(&owner, "HEAD", &path, &[]).await {
+            Some(Said { status: 200, .. }) => owner,
+            Some(Said {
+                status: 503,
+                holder: Some(holder),
+            }) => {
+                let Some(holder) = self.member(holder).filter(|holder| !holder.is_self()) else {
+                    return false;
+                };
+                // It may have lost the chunk since the owner heard of it.
+                let said = self.ask_shortly(&holder, "HEAD", &path, &[]).await;
+                if said.is_none_or(|said| said.status != 200) {
+                    return false;
                 }
+                holder
+            }
+            _ => return false,
+        };
+        self.holders.note(chunk, holder.address);
+        true
+    }
+
+    /// One small request, which counts for the member's breaker.
+    async fn ask_shortly(&self, member: &Arc<Member>, method: &str, path: &str, body: &[u8]) -> Option<Said> {
+        let mut attempt = member.begin();
+        let said = self.request(member, method, path, body, None);
+        match tokio::time::timeout(self.options.first_byte, said).await {
+            Ok(Ok(said)) => {
+                attempt.settle(Asked::of(said.status));
+                Some(said)
             }
             Ok(Err(_)) => {
-                owner.settle(Asked::Failed, false);
+                attempt.settle(Asked::Failed);
                 None
             }
             Err(_) => {
-                owner.settle(Asked::Slow, false);
+                attempt.settle(Asked::Slow);
                 None
             }
-        };
-        if let Some(holder) = holder {
-            self.holders.note(chunk, holder);
         }
-        self.member_that_has(&chunk).is_some()
     }
 
     /// The node that has a chunk, if it may be asked.
@@ -141,13 +159,7 @@ impl Peers {
             }
             for ((_, space), (owner, hashes)) in messages {
                 let path = format!("/v1/peer/{space}");
-                let told = peers.request(&owner, "POST", &path, &hashes, None);
-                let asked = match tokio::time::timeout(peers.options.first_byte, told).await {
-                    Ok(Ok(said)) => Asked::of(said.status),
-                    Ok(Err(_)) => Asked::Failed,
-                    Err(_) => Asked::Slow,
-                };
-                owner.settle(asked, false);
+                peers.ask_shortly(&owner, "POST", &path, &hashes).await;
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The fleet as this node sees it: the addresses behind the configured names, kept up to date in the background.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -54,8 +54,18 @@ impl Member {
         self.is_self() || self.breaker().admits(Instant::now())
     }
 
+    /// It is about to be asked something.
+    pub(super) fn begin(self: &Arc<Self>) -> Attempt {
+        let probe = self.breaker().begin(Instant::now());
+        Attempt {
+            member: Arc::clone(self),
+            probe,
+            settled: false,
+        }
+    }
+
     /// What became of a request decides whether it is asked again. `probe`: it was the breaker's.
-    pub(super) fn settle(&self, asked: Asked, probe: bool) {
+    fn settle(&self, asked: Asked, probe: bool) {
         if asked == Asked::Own {
             self.is_self.store(true, Ordering::Relaxed);
         }
@@ -73,13 +83,48 @@ impl Member {
     }
 }
 
+/// A request to a member, whose outcome decides on its breaker.
+pub struct Attempt {
+    pub member: Arc<Member>,
+    probe: bool,
+    settled: bool,
+}
+
+impl Attempt {
+    pub fn settle(&mut self, asked: Asked) {
+        self.settled = true;
+        self.member.settle(asked, self.probe);
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        if !self.settled && self.probe {
+            self.member.breaker().probe_given_up(Instant::now());
+        }
+    }
+}
+
 /// Whether that is where this node listens.
 fn is_here(address: SocketAddr, listen: SocketAddr) -> bool {
     match listen.ip().is_unspecified() {
-        // Only an address of this machine can be bound.
-        true => address.port() == listen.port() && UdpSocket::bind((address.ip(), 0)).is_ok(),
+        true => address.port() == listen.port() && is_of_this_machine(address.ip()),
         false => address == listen,
     }
+}
+
+/// A datagram to an own address would come from it; nothing is sent.
+fn is_of_this_machine(ip: IpAddr) -> bool {
+    let any: IpAddr = match ip {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let from = || {
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect((ip, 9))?;
+        socket.local_addr()
+    };
+    ip.is_loopback() || from().is_ok_and(|from| from.ip() == ip)
 }
 
 pub struct Members {

@@ -136,7 +136,11 @@ impl Shared {
             return Arc::clone(&self).requests(from, stream, connected).await;
         };
         // A peer without a certificate of the fleet ends here.
-        match tokio::time::timeout(self.timeout, tls.accept(stream)).await {
+        let accepted = tokio::select! {
+            accepted = tokio::time::timeout(self.timeout, tls.accept(stream)) => accepted,
+            () = connected.must_close() => return,
+        };
+        match accepted {
             Ok(Ok(stream)) => Arc::clone(&self).requests(from, stream, connected).await,
             Ok(Err(error)) => tracing::debug!(%error, "a peer's TLS was refused"),
             Err(_) => {}

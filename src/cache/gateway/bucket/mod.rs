@@ -35,6 +35,8 @@ pub struct Bucket {
     pub cache: Arc<ExistenceCache>,
     pub prober: Prober,
     pub get_turns: Turns,
+    /// Of what peers are asked for. Apart from those of S3: a peer may be waiting for S3 to answer, and both for each other's turns.
+    pub peer_turns: Turns,
     pub warnings: BucketWarnings,
     pub refresh: Refresh,
     pub runs: Runs,
@@ -76,6 +78,7 @@ impl Bucket {
                 let store = Arc::clone(&store);
                 move || store.window_bytes()
             }),
+            peer_turns: Turns::new(options.get_bytes_max, || usize::MAX),
             put_kib: Arc::new(Semaphore::new(kib(options.put_bytes_max) as usize)),
             changing: DashMap::new(),
             buffers: Mutex::default(),

@@ -40,8 +40,10 @@ impl ChunkFetch {
         let another = || self.tiers.arena.try_reserve(self.space.layout().object_len());
         let mut slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
         let mut next = peer;
+        // Half of the time is left for S3.
+        let until = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
         while let Some(peer) = next {
-            (slot, next) = match self.read_peer(peer, slot, place).await {
+            (slot, next) = match self.read_peer(peer, slot, place, until).await {
                 Ok(chunk) => return Ok(chunk),
                 Err(unread) => unread,
             };

@@ -21,12 +21,13 @@ impl ChunkFetch {
         mut peer: Asking,
         slot: SlotMut,
         place: TurnPosition,
+        until: Instant,
     ) -> Result<LoadedChunk, (SlotMut, Option<Asking>)> {
         let whole = self.space.layout().sections(usize::MAX);
         let mut parts = self.cut(slot, &whole, |_| place);
         let mut part = parts.pop().expect("a layout has sections");
-        let waiting = self.wait(&part);
-        let Ok(_turn) = tokio::time::timeout_at(self.deadline, waiting).await else {
+        let waiting = self.bucket().peer_turns.wait(place, part.bytes().len());
+        let Ok(_turn) = tokio::time::timeout_at(until, waiting).await else {
             return Err((part.slot, None));
         };
         let span = trace::begin("peer");
@@ -34,8 +35,6 @@ impl ChunkFetch {
             slot: part.slot.split_off(0),
             watch: self.guess().map(|digest| part.digests.watch(digest)),
         };
-        // Half of the time is left for S3.
-        let until = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
         let (landing, asked) = peer.get(landing, until).await;
         part.slot = landing.slot;
         trace::end(span, || {
