@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
 use kvgate::protocol::{LookupRequest, Order};
@@ -537,4 +538,84 @@ async fn a_chunk_is_a_hit_on_other_nodes_before_s3_has_it() {
             "{words:?}"
         );
     }
+}
+
+/// What is known of who has a chunk may be old. A lookup is wrong once at most.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_that_its_holder_lost_is_not_promised_again() {
+    let site = Site::new().await;
+    let fleet = Fleet::new(&site, 3);
+    let nodes = fleet.serve_all(&site, &[("memory.store", "stop")]).await;
+    let prompt = Prompt::new(24);
+    let (writer, reader) = (nodes[0].attach("writer").await, nodes[2].attach("reader").await);
+    for node in &nodes {
+        node.client.declare(&prompt.space).await.unwrap();
+    }
+    let space = id(&prompt.space);
+    let found = async |node: &Serving| {
+        let found = node
+            .client
+            .lookup_hashes(&space, &prompt.hashes, "strategy=exact");
+        found.await.unwrap().mask.count()
+    };
+    store(&nodes[0].client, &writer, &prompt).await;
+    while found(&nodes[1]).await < 24 {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    // Its next life has nothing in memory.
+    drop(writer);
+    let mut nodes = nodes.into_iter();
+    nodes.next().unwrap().end().await;
+    let (_other, asker) = (nodes.next().unwrap(), nodes.next().unwrap());
+    let _again = fleet.serve(&site, 0, &[("memory.store", "stop")]).await;
+    found(&asker).await;
+    assert_eq!(load(&reader, &prompt, "a", Order::Chunk).await, all("absent", 24));
+    assert_eq!(found(&asker).await, 0);
+}
+
+/// Two members that say of each other that they have everything; answers how often they were asked.
+async fn pointing(fleet: &mut Fleet) -> Arc<AtomicU64> {
+    let asks = Arc::new(AtomicU64::new(0));
+    let mut listeners = Vec::new();
+    for member in &mut fleet.members[..2] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        *member = listener.local_addr().unwrap();
+        listeners.push(listener);
+    }
+    for (at, listener) in listeners.into_iter().enumerate() {
+        let (other, asks) = (fleet.members[1 - at], Arc::clone(&asks));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(points_to(other, stream, Arc::clone(&asks)));
+            }
+        });
+    }
+    asks
+}
+
+async fn points_to(other: SocketAddr, mut stream: TcpStream, asks: Arc<AtomicU64>) -> std::io::Result<()> {
+    let mut head = Vec::new();
+    loop {
+        head.push(stream.read_u8().await?);
+        if head.ends_with(b"\r\n\r\n") {
+            head.clear();
+            asks.fetch_add(1, Ordering::Relaxed);
+            let say = format!("HTTP/1.1 503 x\r\nkvgate-holder: {other}\r\nContent-Length: 0\r\n\r\n");
+            stream.write_all(say.as_bytes()).await?;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_nodes_that_point_to_each_other_each_is_asked_once() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(12);
+    site.store_by_another(&prompt, &[]).await;
+    let mut fleet = Fleet::new(&site, 3);
+    let asks = pointing(&mut fleet).await;
+    let node = fleet.serve(&site, 2, &[]).await;
+    node.client.declare(&prompt.space).await.unwrap();
+    let engine = node.attach("one").await;
+    assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("s3", 12));
+    assert!(asks.load(Ordering::Relaxed) <= 2 * 12);
 }
