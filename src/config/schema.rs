@@ -110,7 +110,7 @@ sections! {
         tcp: bool = "false", Flag;
         /// Shortest time that addresses are kept; also the time from a failure to the next question.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
-        /// Longest time that addresses are kept; also those that an answer by UDP lacks while TCP does not answer.
+        /// Longest time that addresses are kept; also those that an answer by UDP lacks while TCP does not answer, which stay for eight answers at least.
         max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// Time for one lookup as a whole.
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };

@@ -23,6 +23,7 @@ on_backends! {
     decay_that_keeps_the_etag_heals: embedded, rgw;
     a_server_without_conditions: embedded, rgw;
     a_short_object_in_the_way_of_a_first_store: embedded, rgw, minio, rclone, swift;
+    a_chunk_that_is_known_to_be_damaged_is_never_inferred: embedded, rgw, minio, rclone, swift;
 }
 
 const N: usize = 4;
@@ -319,5 +320,46 @@ async fn a_short_object_in_the_way_of_a_first_store(backend: &Backend) {
     assert_eq!(
         load_codes(&site.gateway(), &prompt, AfterMiss::Stop).await,
         ["ok"]
+    );
+}
+
+/// All chunks after the damaged one are there, so that nothing else would be asked for.
+async fn a_chunk_that_is_known_to_be_damaged_is_never_inferred(backend: &Backend) {
+    const CHUNKS: usize = 20;
+    const FLIPPED: usize = 5;
+    let site = Site::new(backend.store().await).await;
+    let prompt = Prompt::new(CHUNKS);
+    store_all(&site.gateway(), &prompt).await;
+    let key = site.key(&prompt, FLIPPED);
+    let mut bytes = site.read(&key).await;
+    bytes[70_000] ^= 1;
+    site.overwrite(&key, bytes).await;
+
+    let reader = site.gateway();
+    let prefix = || lookup(&reader, &prompt, Strategy::Prefix);
+    assert_eq!(prefix().await.prefix, CHUNKS, "nobody has read it yet");
+    assert_eq!(
+        load_codes(&reader, &prompt, AfterMiss::Continue).await[FLIPPED],
+        "bad_digest"
+    );
+    assert_eq!(prefix().await.prefix, FLIPPED);
+    tokio::time::sleep(ABSENT_TTL).await;
+    let found = prefix().await;
+    assert_eq!(
+        (found.prefix, found.asked, found.unknown.count()),
+        (FLIPPED, 1, 0)
+    );
+
+    // Another node, which has read it too, stores it anew.
+    let other = site.gateway();
+    load_codes(&other, &prompt, AfterMiss::Continue).await;
+    let outcome = store_chunk(&other, &prompt, FLIPPED).await;
+    assert!(matches!(outcome, StoreOutcome::Stored), "{outcome:?}");
+    tokio::time::sleep(ABSENT_TTL).await;
+    assert_eq!(prefix().await.prefix, CHUNKS);
+    assert_eq!(prefix().await.asked, 0);
+    assert_eq!(
+        load_codes(&reader, &prompt, AfterMiss::Stop).await,
+        ["ok"; CHUNKS]
     );
 }

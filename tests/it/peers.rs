@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
 use kvgate::protocol::{LookupRequest, Order};
+use kvgate::s3::object::Condition;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -548,6 +549,26 @@ async fn a_chunk_that_its_holder_lost_is_not_promised_again() {
     let nodes = fleet.serve_all(&site, &[("memory.store", "stop")]).await;
     let prompt = Prompt::new(24);
     let (writer, reader) = (nodes[0].attach("writer").await, nodes[2].attach("reader").await);
+/// With peers, a chunk that S3 lacks is asked for at once: a peer may have it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_that_is_known_to_be_damaged_is_never_inferred() {
+    const FLIPPED: usize = 5;
+    let site = Site::new().await;
+    let prompt = Prompt::new(20);
+    site.store_by_another(&prompt, &[]).await;
+    let (s3, key) = (
+        site.store().await,
+        KeyPrefix::new("").chunk(prompt.space.key(), &prompt.hashes[FLIPPED]),
+    );
+    let mut bytes = s3.read(&key, 1 << 24, soon()).await.unwrap().to_vec();
+    bytes[70_000] ^= 1;
+    s3.put(&key, bytes.into(), Condition::Always, soon())
+        .await
+        .unwrap();
+
+    let fleet = Fleet::new(&site, 2);
+    let nodes = fleet.serve_all(&site, &[]).await;
+    let reader = nodes[1].attach("reader").await;
     for node in &nodes {
         node.client.declare(&prompt.space).await.unwrap();
     }
@@ -618,4 +639,21 @@ async fn of_nodes_that_point_to_each_other_each_is_asked_once() {
     let engine = node.attach("one").await;
     assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("s3", 12));
     assert!(asks.load(Ordering::Relaxed) <= 2 * 12);
+    let prefix = || async {
+        let found = nodes[1]
+            .client
+            .lookup_hashes(&space, &prompt.hashes, "strategy=prefix");
+        found.await.unwrap().mask.prefix()
+    };
+    assert_eq!(prefix().await, 20, "nobody has read it yet");
+    let mut words = load(&reader, &prompt, "a", Order::Chunk).await;
+    assert_eq!(words.remove(FLIPPED), "bad_digest");
+    assert!(
+        words.iter().all(|word| ["s3", "peer"].contains(&word.as_str())),
+        "{words:?}"
+    );
+    assert_eq!(prefix().await, FLIPPED);
+    // More than `[lookup] absent_ttl`.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    assert_eq!(prefix().await, FLIPPED);
 }

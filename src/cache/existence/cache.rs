@@ -155,6 +155,16 @@ impl ExistenceCache {
         self.useless.get(key).map(|useless| useless.clone())
     }
 
+    /// Whether any object was of no use lately: nearly always, none was.
+    pub fn has_useless(&self) -> bool {
+        !self.useless.is_empty()
+    }
+
+    /// Whether a version of the object was of no use, when it was seen last.
+    pub fn is_useless(&self, key: &ChunkId) -> bool {
+        self.useless.contains_key(key)
+    }
+
     /// Takes back what was left as it is: other keys are here now.
     pub fn keys_changed(&self) {
         self.useless.retain(|key, (_, why)| {

@@ -22,8 +22,13 @@ pub enum ChunkState {
 /// first round asks for the first unknown chunk, and at growing distances back from the end. The next two ask where a
 /// *run hint* of the last chunk that was found says that its prompt's chunks end, and further back. What is then still open
 /// is cut evenly, whatever hints say. A hint never counts as an answer.
+///
+/// Of a *doubtful* chunk, one that was absent or of no use lately, those after it tell nothing: it is asked for before all
+/// others.
 pub struct PrefixSearch {
     states: Vec<ChunkState>,
+    /// In order.
+    doubtful: Vec<usize>,
     /// For present chunks, where the prompt that they were stored for leaves this one.
     run_ends: BTreeMap<usize, usize>,
     rounds: usize,
@@ -38,10 +43,11 @@ const FEW: usize = 4;
 const SPREAD: usize = 3;
 
 impl PrefixSearch {
-    /// Starts from the known states.
-    pub fn new(states: Vec<ChunkState>) -> Self {
+    /// Starts from the known states. `doubtful` are positions, in order.
+    pub fn new(states: Vec<ChunkState>, doubtful: Vec<usize>) -> Self {
         Self {
             states,
+            doubtful,
             run_ends: BTreeMap::new(),
             rounds: 0,
         }
@@ -49,6 +55,13 @@ impl PrefixSearch {
 
     /// The positions to ask for next, in order, `probes` at most; empty when the end is found or can't be found.
     pub fn next(&mut self, probes: usize) -> Vec<usize> {
+        let absent = self.first_absent();
+        let is_to_ask = |i: &usize| *i < absent && self.states[*i] == ChunkState::NotAsked;
+        let doubtful = self.doubtful.iter().copied().filter(is_to_ask);
+        let doubtful: Vec<usize> = doubtful.take(probes.max(1)).collect();
+        if !doubtful.is_empty() {
+            return doubtful;
+        }
         let (first, end) = self.open();
         let open: Vec<usize> = (first..end)
             .filter(|&i| self.states[i] == ChunkState::NotAsked)
@@ -106,25 +119,28 @@ impl PrefixSearch {
         self.states[position] = state;
     }
 
-    /// The interval in which the run ends: from the position after the last present chunk before the first absent
-    /// one, up to that absent one.
+    /// The interval in which the run ends, as far as questions can tell: from the position after the last present chunk
+    /// before the first absent one, up to that absent one. What comes after a doubtful chunk without an answer is left out.
     fn open(&self) -> (usize, usize) {
-        let is = |state| move |&seen: &ChunkState| seen == state;
-        let end = self
-            .states
-            .iter()
-            .position(is(ChunkState::Absent))
-            .unwrap_or(self.states.len());
+        let is_told = |i: &usize| matches!(self.states[*i], ChunkState::Present | ChunkState::Absent);
+        let lost = self.doubtful.iter().copied().find(|i| !is_told(i));
+        let end = self.first_absent().min(lost.unwrap_or(usize::MAX));
         let first = self.states[..end]
             .iter()
-            .rposition(is(ChunkState::Present))
+            .rposition(|&state| state == ChunkState::Present)
             .map_or(0, |last| last + 1);
         (first, end)
     }
 
+    /// Its position; the prompt's end if none is known to be absent.
+    fn first_absent(&self) -> usize {
+        let absent = self.states.iter().position(|&state| state == ChunkState::Absent);
+        absent.unwrap_or(self.states.len())
+    }
+
     /// The chunks before `.0` are taken as present, those from `.1` on as absent; those between are unknown.
     pub fn run(&self) -> (usize, usize) {
-        self.open()
+        (self.open().0, self.first_absent())
     }
 
     pub fn states(&self) -> &[ChunkState] {
@@ -151,7 +167,7 @@ mod tests {
         answer: impl Fn(usize) -> ChunkState,
         hint: impl Fn(usize) -> Option<usize>,
     ) -> ((usize, usize), usize, usize) {
-        let mut search = PrefixSearch::new(states);
+        let mut search = PrefixSearch::new(states, Vec::new());
         let (first, _) = search.open();
         let (mut asked, mut rounds) = (0, 0);
         loop {
@@ -230,6 +246,62 @@ mod tests {
         assert!(asked <= 40 && rounds <= 5, "{asked} questions in {rounds} rounds");
     }
 
+    /// Asks until the search is over; returns the run and all questions.
+    fn search_doubting(
+        states: Vec<ChunkState>,
+        doubtful: Vec<usize>,
+        probes: usize,
+        answer: impl Fn(usize) -> ChunkState,
+    ) -> ((usize, usize), Vec<Vec<usize>>) {
+        let (mut search, mut asked) = (PrefixSearch::new(states, doubtful), Vec::new());
+        loop {
+            let ask = search.next(probes);
+            if ask.is_empty() {
+                return (search.run(), asked);
+            }
+            assert!(ask.is_sorted_by(|a, b| a < b) && ask.len() <= probes);
+            for &i in &ask {
+                assert_eq!(search.states()[i], ChunkState::NotAsked, "no question twice");
+                search.learn(i, answer(i));
+            }
+            asked.push(ask);
+        }
+    }
+
+    /// All others are known to be present, so that nothing else would be asked for.
+    #[test]
+    fn a_doubtful_chunk_is_asked_for_itself() {
+        let mut states = vec![ChunkState::Present; 20];
+        states[5] = ChunkState::NotAsked;
+        let asked = |answer| search_doubting(states.clone(), vec![5], 15, |_| answer);
+        assert_eq!(asked(ChunkState::Absent), ((5, 5), vec![vec![5]]));
+        assert_eq!(asked(ChunkState::Present), ((20, 20), vec![vec![5]]));
+        // Nobody can tell, and a chunk after it least of all.
+        assert_eq!(asked(ChunkState::Unknown), ((5, 20), vec![vec![5]]));
+        // Before it was asked for, it is no hit either.
+        assert_eq!(PrefixSearch::new(states, vec![5]).run(), (5, 20));
+    }
+
+    #[test]
+    fn doubtful_chunks_after_an_absent_one_are_no_question() {
+        let mut states = vec![ChunkState::NotAsked; 20];
+        (states[2], states[4]) = (ChunkState::Present, ChunkState::Absent);
+        let (run, asked) = search_doubting(states, vec![3, 6, 7], 15, |_| ChunkState::Present);
+        assert_eq!((run, asked), ((4, 4), vec![vec![3]]));
+    }
+
+    #[test]
+    fn without_an_answer_of_a_doubtful_chunk_the_search_goes_on_before_it() {
+        let cold = vec![ChunkState::NotAsked; 200];
+        let unknown_at_100 = |i| match i {
+            100 => ChunkState::Unknown,
+            _ => ChunkState::Present,
+        };
+        let (run, asked) = search_doubting(cold, vec![100], 15, unknown_at_100);
+        assert_eq!(run, (100, 200));
+        assert!(asked.iter().flatten().all(|&i| i <= 100), "{asked:?}");
+    }
+
     /// From the fourth round on each leaves a share of 1 / (k + 1). The last few chunks are asked for k at a time.
     fn rounds_max(n: usize, probes: usize) -> usize {
         (n.max(1) as f64).log((probes + 1) as f64).ceil() as usize + 4 + FEW.div_ceil(probes)
@@ -260,6 +332,21 @@ mod tests {
             let (run, _, rounds) = search_with(states, probes, |i| state(i < end), hint);
             prop_assert_eq!(run, (end, end));
             prop_assert!(rounds <= rounds_max(n, probes), "{rounds} rounds for {n}");
+        }
+
+        #[test]
+        fn no_hole_that_is_doubtful_is_promised(
+            is_there in prop::collection::vec(prop::bool::weighted(0.9), 0..300),
+            known in prop::collection::vec(any::<bool>(), 300),
+            also_doubtful in 1_usize..20,
+            probes in 1_usize..20,
+        ) {
+            let known = |i: usize| if is_there[i] && known[i] { ChunkState::Present } else { ChunkState::NotAsked };
+            let states: Vec<_> = (0..is_there.len()).map(known).collect();
+            let doubtful = (0..is_there.len()).filter(|i| !is_there[*i] || i % also_doubtful == 0).collect();
+            let (run, _) = search_doubting(states, doubtful, probes, |i| state(is_there[i]));
+            let leading = is_there.iter().take_while(|is_there| **is_there).count();
+            prop_assert_eq!(run, (leading, leading));
         }
 
         #[test]

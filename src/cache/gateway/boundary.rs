@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::join_all;
 use tokio::time::Instant;
 
-use super::lookup::{Lookup, Search, known, look, tier_runs};
+use super::lookup::{Known, Lookup, Search, known, look, tier_runs};
 use super::tiers::Tiers;
 use crate::cache::existence::{BoundarySearch, ChunkState, Scope};
 use crate::format::{ChunkHash, Mask, Space};
@@ -172,7 +172,11 @@ async fn draft(
 ) -> NeededRun {
     let run = space.needed(at);
     let chunks = &chunks[run.clone()];
-    let (local, mut states) = known(tiers, space, chunks);
+    let Known {
+        local,
+        mut states,
+        doubtful,
+    } = known(tiers, space, chunks);
     let asks = Search {
         tiers,
         space,
@@ -188,7 +192,7 @@ async fn draft(
             for (i, state) in asks.ask(ends).await.0 {
                 states[i] = state;
             }
-            asks.prefix(states).await
+            asks.prefix(states, doubtful).await
         }
     };
     tiers.bucket.refresh.used(space, &chunks[..found.prefix]);
@@ -215,8 +219,8 @@ async fn search(
     deadline: Instant,
 ) -> Searched {
     let of_space = |space: &&Space| {
-        let (local, states) = known(tiers, space, chunks);
-        (local, (space.kind(), states))
+        let known = known(tiers, space, chunks);
+        (known.local, (space.kind(), known.states))
     };
     let (local, kinds) = spaces.iter().map(of_space).unzip();
     let mut search = BoundarySearch::new(kinds, chunks.len(), spaces[0].chunk_tokens(), scope);

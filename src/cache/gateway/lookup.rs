@@ -62,7 +62,8 @@ pub(super) async fn look(
     strategy: Strategy,
     deadline: Instant,
 ) -> (Lookup, Vec<Option<Tier>>) {
-    let (local, states) = known(tiers, space, chunks);
+    let known = known(tiers, space, chunks);
+    let (local, states) = (known.local, known.states);
     let search = Search {
         tiers,
         space,
@@ -71,7 +72,7 @@ pub(super) async fn look(
     };
     // Windows and snapshots are there without those before them: their neighbours tell nothing of them.
     let mut lookup = match strategy {
-        Strategy::Prefix if space.kind().is_full() => search.prefix(states).await,
+        Strategy::Prefix if space.kind().is_full() => search.prefix(states, known.doubtful).await,
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
     let with_peers = |(i, tier): (usize, &Option<Tier>)| {
@@ -89,29 +90,49 @@ pub(super) async fn look(
     (lookup, local)
 }
 
-/// The tier of this node that has each chunk, and what is known of each without a question to S3. It is the work of a
-/// lookup that grows with the prompt, so each space is looked through once.
-pub(super) fn known(
-    tiers: &Tiers,
-    space: &Space,
-    chunks: &[ChunkHash],
-) -> (Vec<Option<Tier>>, Vec<ChunkState>) {
+/// What is known of chunks without a question to S3.
+pub(super) struct Known {
+    /// The tier of this node that has each.
+    pub local: Vec<Option<Tier>>,
+    pub states: Vec<ChunkState>,
+    /// Positions of chunks that are to be asked for, and that S3 lately did not have, or not in a version of use.
+    pub doubtful: Vec<usize>,
+}
+
+/// It is the work of a lookup that grows with the prompt, so each space is looked through once.
+pub(super) fn known(tiers: &Tiers, space: &Space, chunks: &[ChunkHash]) -> Known {
     let now = Instant::now();
     let local = local(tiers, space, chunks, now);
-    let asks_s3 = tiers.asks_s3();
-    let cached = |(i, chunk): (usize, &ChunkHash)| match local[i] {
-        Some(_) => ChunkState::Present,
-        None if !asks_s3 => ChunkState::Absent,
-        None => match tiers.bucket.cache.is_present(&(space.key(), *chunk), now) {
-            Some(true) => ChunkState::Present,
+    let (asks_s3, has_peers) = (tiers.asks_s3(), tiers.peers_of(space).is_some());
+    let cache = &tiers.bucket.cache;
+    let has_useless = cache.has_useless();
+    let mut doubtful = Vec::new();
+    let cached = |(i, chunk): (usize, &ChunkHash)| {
+        if local[i].is_some() {
+            return ChunkState::Present;
+        }
+        if !asks_s3 {
+            return ChunkState::Absent;
+        }
+        let key = (space.key(), *chunk);
+        let is_doubtful = match cache.is_present(&key, now) {
+            Some(true) => return ChunkState::Present,
+            Some(false) if !has_peers => return ChunkState::Absent,
             // A peer may have it: that costs a question to the peers alone.
-            Some(false) if tiers.peers_of(space).is_some() => ChunkState::NotAsked,
-            Some(false) => ChunkState::Absent,
-            None => ChunkState::NotAsked,
-        },
+            Some(false) => true,
+            None => has_useless && cache.is_useless(&key),
+        };
+        if is_doubtful {
+            doubtful.push(i);
+        }
+        ChunkState::NotAsked
     };
     let states = chunks.iter().enumerate().map(cached).collect();
-    (local, states)
+    Known {
+        local,
+        states,
+        doubtful,
+    }
 }
 
 /// The tier of this node that has each chunk; None if neither memory nor disk has it.
@@ -161,12 +182,14 @@ impl Search<'_> {
         }
     }
 
-    pub async fn prefix(&self, states: Vec<ChunkState>) -> Lookup {
-        let chunks = states.len();
-        let mut search = PrefixSearch::new(states);
+    /// Of the `doubtful` chunks, as many are asked for as a round takes: the first of them nearly always end the prefix.
+    pub async fn prefix(&self, states: Vec<ChunkState>, mut doubtful: Vec<usize>) -> Lookup {
+        let (chunks, probes) = (states.len(), self.tiers.bucket.options.lookup_probes);
+        doubtful.truncate(probes);
+        let mut search = PrefixSearch::new(states, doubtful);
         let (mut error, mut asked) = (None, 0);
         loop {
-            let ask = search.next(self.tiers.bucket.options.lookup_probes);
+            let ask = search.next(probes);
             if ask.is_empty() || Instant::now() >= self.deadline {
                 break;
             }

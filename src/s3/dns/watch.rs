@@ -20,6 +20,10 @@ const WAIT_MIN: Duration = Duration::from_millis(10);
 /// The part of the time that chance adds to it: gateways that started together must not ask together for ever.
 const JITTER: f64 = 0.25;
 
+/// So many answers by UDP in a row may lack an address that stays. Where each has 3 of 10 addresses at random, as many lack
+/// one in 17.
+const LACKED_BY: u64 = 8;
+
 /// Where addresses come from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum AddressSource {
@@ -39,8 +43,8 @@ pub struct DnsOptions {
     pub tcp: bool,
     /// The floor of TTLs, and the wait after a failure.
     pub min_ttl: Duration,
-    /// The ceiling of TTLs; where both disagree the floor wins. Also how long an address stays that an answer by UDP lacks,
-    /// while TCP does not tell whether it is gone.
+    /// The ceiling of TTLs; where both disagree the floor wins. Also how long an address stays that answers by UDP lack,
+    /// while TCP does not tell whether it is gone; and for [`LACKED_BY`] answers, which may take longer.
     pub max_ttl: Duration,
     /// One lookup as a whole.
     pub timeout: Duration,
@@ -146,6 +150,7 @@ impl Resolver {
             lookup: (self.lookups)(source),
             is_cut: false,
             seen: BTreeMap::new(),
+            answers: 0,
             tell: tell.clone(),
         };
         tokio::spawn(async move {
@@ -197,8 +202,10 @@ struct Refresh {
     lookup: Box<dyn AddressLookup>,
     /// Answers by UDP lack addresses, and don't say so: TCP is asked first.
     is_cut: bool,
-    /// When an answer had each address last.
-    seen: BTreeMap<SocketAddr, tokio::time::Instant>,
+    /// When an answer had each address last, and which one that was.
+    seen: BTreeMap<SocketAddr, (tokio::time::Instant, u64)>,
+    /// Answers so far.
+    answers: u64,
     tell: watch::Sender<Resolved>,
 }
 
@@ -260,9 +267,13 @@ impl Refresh {
         if whole {
             self.seen.clear();
         }
+        self.answers += 1;
+        let last = (now, self.answers);
         self.seen
-            .extend(answer.addresses.iter().map(|&address| (address, now)));
-        self.seen.retain(|_, seen| now - *seen < self.options.max_ttl);
+            .extend(answer.addresses.iter().map(|&address| (address, last)));
+        self.seen.retain(|_, (seen, answer)| {
+            now - *seen < self.options.max_ttl || self.answers - *answer <= LACKED_BY
+        });
         answer.addresses = self.seen.keys().copied().collect();
         answer
     }
@@ -441,6 +452,7 @@ mod tests {
     struct Cut {
         asked: Arc<Mutex<(u32, u32)>>,
         has_tcp: bool,
+        ttl: u64,
     }
 
     impl AddressLookup for Cut {
@@ -454,42 +466,80 @@ mod tests {
                 asked.0 += 3;
                 Some(first..first + 3)
             };
+            let ttl = self.ttl;
             let address = |n: u32| ([10, 0, 0, u8::try_from(n % 10).unwrap()], 80).into();
             let mut addresses: Vec<_> = all.iter().cloned().flatten().map(address).collect();
             addresses.sort_unstable();
             Box::pin(async move {
                 all.map(|_| NameAddresses {
                     addresses,
-                    ..found(1)
+                    ..found(ttl)
                 })
                 .ok_or_else(no_target)
             })
         }
     }
 
-    async fn of_cut_answers(has_tcp: bool) -> (usize, (u32, u32)) {
+    /// The addresses after ten of these answers, and the questions.
+    async fn of_cut_answers(has_tcp: bool, ttl: u64) -> (usize, (u32, u32)) {
         let asked = Arc::default();
         let counted = Arc::clone(&asked);
         let resolver = Resolver::over(OPTIONS, move |_| {
             let asked = Arc::clone(&counted);
-            Box::new(Cut { asked, has_tcp })
+            Box::new(Cut { asked, has_tcp, ttl })
         });
         let told = resolver.watch(&host("s3"));
-        tokio::time::sleep(Duration::from_secs(10)).await;
+        tokio::time::sleep(Duration::from_secs(10 * ttl)).await;
         let addresses = told.borrow().addresses.len();
         (addresses, *asked.lock().unwrap())
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_answer_that_was_cut_is_asked_for_by_tcp_from_then_on() {
-        let (addresses, (by_udp, by_tcp)) = of_cut_answers(true).await;
+        let (addresses, (by_udp, by_tcp)) = of_cut_answers(true, 1).await;
         assert_eq!((addresses, by_udp), (10, 3));
         assert!(by_tcp >= 8, "{by_tcp}");
     }
 
     #[tokio::test(start_paused = true)]
     async fn without_tcp_addresses_stay_that_an_answer_lacks() {
-        assert_eq!(of_cut_answers(false).await.0, 10);
+        assert_eq!(of_cut_answers(false, 1).await.0, 10);
+        // Each question comes after all that the ceiling keeps.
+        assert_eq!(of_cut_answers(false, 60).await.0, 10);
+        assert_eq!(of_cut_answers(false, 3600).await.0, 10);
+    }
+
+    /// The first answer has an address that no other has.
+    #[tokio::test(start_paused = true)]
+    async fn without_tcp_an_address_goes_that_many_answers_lack() {
+        struct Leaving(Arc<Mutex<u64>>);
+        impl AddressLookup for Leaving {
+            fn look_up(&mut self, carrier: Carrier) -> BoxFuture<'_, Result<NameAddresses, DnsError>> {
+                let address = |n: u8| SocketAddr::from(([10, 0, 0, n], 80));
+                if carrier == Carrier::Tcp {
+                    return Box::pin(async { Err(no_target()) });
+                }
+                let mut asked = self.0.lock().unwrap();
+                *asked += 1;
+                let mut addresses = vec![address(1)];
+                addresses.extend((*asked == 1).then(|| address(2)));
+                Box::pin(async {
+                    Ok(NameAddresses {
+                        addresses,
+                        ..found(60)
+                    })
+                })
+            }
+        }
+        let asked = Arc::default();
+        let counted = Arc::clone(&asked);
+        let resolver = Resolver::over(OPTIONS, move |_| Box::new(Leaving(Arc::clone(&counted))));
+        let mut told = resolver.watch(&host("s3"));
+        for addresses in [2, 1] {
+            let is = |resolved: &Resolved| resolved.addresses.len() == addresses;
+            told.wait_for(is).await.unwrap();
+        }
+        assert_eq!(*asked.lock().unwrap(), 1 + LACKED_BY + 1);
     }
 
     /// Nothing is left out of an answer that is the same as before, so TCP has nothing to say.

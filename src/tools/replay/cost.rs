@@ -165,7 +165,7 @@ fn questions(strategy: Strategy, probes: usize, blocks: &[u64], queue: &Queue<u6
             .filter(|&&state| state == ChunkState::NotAsked)
             .count() as u64;
     }
-    let mut search = PrefixSearch::new(states);
+    let mut search = PrefixSearch::new(states, Vec::new());
     let mut asked = 0;
     loop {
         let ask = search.next(probes);

@@ -140,7 +140,7 @@ fn exact(mut states: Vec<ChunkState>, ask: &mut impl FnMut(usize) -> Answer) -> 
 }
 
 fn prefix(states: Vec<ChunkState>, probes: usize, ask: &mut impl FnMut(usize) -> Answer) -> (usize, u64) {
-    let (mut search, mut rounds) = (PrefixSearch::new(states), 0);
+    let (mut search, mut rounds) = (PrefixSearch::new(states, Vec::new()), 0);
     loop {
         let places = search.next(probes);
         if places.is_empty() {
