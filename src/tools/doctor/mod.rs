@@ -17,6 +17,7 @@
 //! | `addresses`     | each address: connection, TLS, latency, clock                    |
 //! | `account`       | credentials, region, bucket, where the bucket's name is           |
 //! | `abilities`     | what the server can do                                           |
+//! | `removal`       | the bucket's rules, `[gc]`, versions                             |
 //! | `transfer`      | a short write and read, verified, with its speed                 |
 //! | `own_objects`   | the objects that are written, and their removal                  |
 //! | `memory`        | the arena's folder, huge pages, limits                           |
@@ -38,6 +39,7 @@ mod listeners;
 mod memory;
 mod names;
 mod own_objects;
+mod removal;
 mod spaces;
 mod system;
 mod transfer;
