@@ -490,7 +490,15 @@ async fn ls_and_stat_show_spaces_chunks_and_headers() {
         .say(&["ls"])
         .await
         .exits(0)
-        .says(&["tiny", "1 other object"]);
+        .says(&["tiny", "1 other object", "no chunks under this prefix"]);
+    // Under another prefix they are kvgate's all the same.
+    for command in ["ls", "usage"] {
+        let said = stored.say(&[command, "--prefix", ""]).await.exits(0);
+        said.says(&[
+            &format!("{} other objects", CHUNKS + 2),
+            "that are no chunks under this prefix",
+        ]);
+    }
     let id = stored.id();
     let json = stored
         .say(&["ls", "--space", &id, "--limit", "2", "--json"])
@@ -744,6 +752,12 @@ async fn rm_asks_first_and_leaves_what_is_not_ours() {
     assert_eq!(json["objects"], CHUNKS);
     assert!(stored.file("notes.txt").exists());
     assert!(!stored.file("space.json").exists());
+    std::fs::write(stored.file("space.json"), SPACE_JSON).unwrap();
+    stored
+        .say(&["rm", "--space", &id, "--yes"])
+        .await
+        .exits(0)
+        .says(&["removed space", "not its chunks, so left: 1 object"]);
     stored
         .say(&["rm", "--space", &id, "--yes"])
         .await
