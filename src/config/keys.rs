@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::{File, Metadata};
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -242,10 +242,25 @@ impl KeySource {
 
 /// A file that others can't read.
 fn read_closed(path: &Path) -> Result<Zeroizing<String>, String> {
-    let unread = |error| format!("can't be read: {error}");
-    let file = File::open(path).map_err(unread)?;
-    is_closed(&file.metadata().map_err(unread)?, TOO_OPEN, "0400")?;
+    let file = File::open(path).map_err(|error| unread(&error))?;
+    is_closed(
+        &file.metadata().map_err(|error| unread(&error))?,
+        TOO_OPEN,
+        "0400",
+    )?;
     text_of(file)
+}
+
+fn unread(error: &io::Error) -> String {
+    let what = format!("can't be read: {error}");
+    if error.kind() != io::ErrorKind::PermissionDenied {
+        return what;
+    }
+    let user = rustix::process::geteuid().as_raw();
+    format!(
+        "{what}: chown it to user {user}, or chgrp it to a group of that user and chmod 0440 it; and let that user into \
+         its folder"
+    )
 }
 
 /// Whether the file has none of these rights, and nobody else owns it.
@@ -267,7 +282,7 @@ fn is_closed(of: &Metadata, too_open: u32, chmod: &str) -> Result<(), String> {
 }
 
 fn run(command: &str, timeout: Duration) -> Result<Zeroizing<String>, String> {
-    let failed = |error: std::io::Error| format!("can't be run: {error}");
+    let failed = |error: io::Error| format!("can't be run: {error}");
     let mut child = Command::new("/bin/sh")
         .args(["-c", command])
         .stdin(Stdio::null())
@@ -488,6 +503,17 @@ mod tests {
             said.contains("is there twice") && said.contains("is not set"),
             "{said}"
         );
+    }
+
+    /// Root may read everything, so no file is refused to it.
+    #[test]
+    fn a_file_that_may_not_be_read_says_who_must_own_it() {
+        let said = unread(&io::Error::from(io::ErrorKind::PermissionDenied));
+        let user = rustix::process::geteuid().as_raw();
+        assert!(said.contains(&format!("chown it to user {user}")), "{said}");
+        assert!(said.contains("chgrp") && said.contains("chmod 0440"), "{said}");
+        let said = unread(&io::Error::from(io::ErrorKind::NotFound));
+        assert!(!said.contains("chown"), "{said}");
     }
 
     /// Its commands run as the daemon's user.

@@ -360,6 +360,22 @@ async fn config_is_checked_whole_and_its_file_loads_back() {
     let json = said(bad).await.exits(2).json();
     assert_eq!(json["problems"].as_array().unwrap().len(), 3);
     say(&["config", "check"]).await.exits(0).says(&["ok"]);
+    // As `serve` refuses it.
+    let small = |args: &[&str]| {
+        let mut command = kvgate(home.path(), args);
+        command.env("KVGATE__ARENA__SIZE", "64MiB");
+        command
+    };
+    let words = ["[arena] size, 64MiB, has no room", "[load] reserve"];
+    for command in [["config", "check"].as_slice(), &["serve", "--embedded", "s3"]] {
+        said(small(command)).await.exits(2).says(&words);
+    }
+    let json = said(small(&["config", "check", "--json"])).await.exits(2).json();
+    assert_eq!(
+        (&json["ok"], &json["problems"][0]["path"]),
+        (&false.into(), &"arena.size".into())
+    );
+    assert_eq!(json["problems"][0]["origin"]["name"], "KVGATE__ARENA__SIZE");
 
     let mut show = kvgate(home.path(), &["config", "show", "--toml", "--bucket", "123"]);
     show.env("KVGATE__ARENA__SIZE", "1.5GiB")
@@ -490,7 +506,15 @@ async fn ls_and_stat_show_spaces_chunks_and_headers() {
         .say(&["ls"])
         .await
         .exits(0)
-        .says(&["tiny", "1 other object"]);
+        .says(&["tiny", "1 other object", "no chunks under this prefix"]);
+    // Under another prefix they are kvgate's all the same.
+    for command in ["ls", "usage"] {
+        let said = stored.say(&[command, "--prefix", ""]).await.exits(0);
+        said.says(&[
+            &format!("{} other objects", CHUNKS + 2),
+            "that are no chunks under this prefix",
+        ]);
+    }
     let id = stored.id();
     let json = stored
         .say(&["ls", "--space", &id, "--limit", "2", "--json"])
@@ -744,6 +768,12 @@ async fn rm_asks_first_and_leaves_what_is_not_ours() {
     assert_eq!(json["objects"], CHUNKS);
     assert!(stored.file("notes.txt").exists());
     assert!(!stored.file("space.json").exists());
+    std::fs::write(stored.file("space.json"), SPACE_JSON).unwrap();
+    stored
+        .say(&["rm", "--space", &id, "--yes"])
+        .await
+        .exits(0)
+        .says(&["removed space", "not its chunks, so left: 1 object"]);
     stored
         .say(&["rm", "--space", &id, "--yes"])
         .await

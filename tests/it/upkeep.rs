@@ -313,7 +313,26 @@ async fn gc_leaves_whole_prefixes_and_says_what_it_would_do(backend: &Backend) {
         (&8.into(), &0.into())
     );
     assert_eq!(place.there().await.len(), 18);
-    place.say(&gc).await.exits(0).says(&["would go", "--yes"]);
+    place
+        .say(&gc)
+        .await
+        .exits(0)
+        .says(&["would go", "--yes", "limit    down to"]);
+    // Days are meant, and seconds would take everything.
+    for bare in ["30", " 30 "] {
+        place
+            .say(&["gc", "--unused", bare, "--yes"])
+            .await
+            .exits(2)
+            .says(&["write 30d, or 30s"]);
+    }
+    assert_eq!(place.there().await.len(), 18);
+    let month = ["gc", "--unused", "30d", "--tenant-size", "1TiB"];
+    place.say(&month).await.exits(0).says(&[
+        "each tenant down to 1 TiB; what was unused for 30d",
+        "would go 0 objects",
+    ]);
+    assert_eq!(place.json(&month).await["limits"]["unused_seconds"], 2_592_000.0);
 
     let json = place.json(&[&gc[..], &["--yes"]].concat()).await;
     assert_eq!(json["removed"]["objects"], 8);

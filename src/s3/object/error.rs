@@ -135,7 +135,9 @@ impl ErrorKind {
                 "the bucket does not exist: create it, or give another with --bucket ([s3] bucket)"
             }
             Self::Denied => "access denied: the credentials may not do this; check the bucket's policy",
-            Self::Quota => "the quota is used up: raise it, or remove chunks (kvgate rm, a lifecycle rule)",
+            Self::Quota => {
+                "the quota is used up: raise it, or remove chunks (kvgate gc, [gc], kvgate lifecycle apply)"
+            }
             Self::Credentials => {
                 "the credentials are missing or not accepted: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             }

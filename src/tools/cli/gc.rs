@@ -13,7 +13,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
-use crate::config::units::{ByteSize, parse_duration};
+use crate::config::units::{ByteSize, parse_duration, show_duration};
 use crate::format::{KeyId, SpaceKey};
 use crate::inventory::{Collected, Count, GcError, GcLimits, GcSpec, Parents, Plan, Step};
 
@@ -40,8 +40,8 @@ pub struct GcArgs {
     /// Bytes of each tenant that may stay.
     #[arg(long, value_name = "SIZE")]
     tenant_size: Option<ByteSize>,
-    /// Remove chunks that were not used for this time, such as 30d.
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    /// Remove chunks that were not used for this time, such as 30d. It needs a unit.
+    #[arg(long, value_name = "TIME", value_parser = unused)]
     unused: Option<Duration>,
     /// Remove what this key wrote, and all that follows it in its prompts; `kvgate rekey` shows the ids.
     #[arg(long, value_name = "ID", value_parser = key_id, conflicts_with_all = ["size", "tenant_size", "unused"])]
@@ -70,7 +70,12 @@ pub struct GcArgs {
     connect: ConnectArgs,
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+/// A number alone would be seconds, and who writes 30 means days.
+fn unused(text: &str) -> Result<Duration, String> {
+    let number = text.trim();
+    if !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("it has no unit: write {number}d, or {number}s"));
+    }
     parse_duration(text).map_err(|error| error.to_string())
 }
 
@@ -127,9 +132,23 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
         parents.settle(|_| true, None)?;
     }
     match args.json {
-        true => json(&plan, collected, out),
-        false => text(&plan, collected, out),
+        true => json(&plan, collected, &spec, out),
+        false => text(&plan, collected, &spec, out),
     }
+}
+
+/// As it was understood.
+fn words(limits: &GcLimits) -> String {
+    let parts = [
+        limits.bytes.map(|size| format!("down to {}", bytes(size))),
+        limits
+            .tenant_bytes
+            .map(|size| format!("each tenant down to {}", bytes(size))),
+        limits
+            .unused
+            .map(|time| format!("what was unused for {}", show_duration(time))),
+    ];
+    parts.into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 
 impl GcArgs {
@@ -155,13 +174,18 @@ impl GcArgs {
     }
 }
 
-fn json(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+fn json(plan: &Plan, collected: Option<Collected>, spec: &GcSpec, out: &mut Out) -> Result<(), CliError> {
     let space = |(key, count): &(SpaceKey, Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
     let spaces = |of: &[_]| of.iter().map(space).collect::<Vec<_>>();
     let removed = collected.map(|collected| collected.removed).unwrap_or_default();
     out.json(&json!({
         "dry_run": collected.is_none(),
         "began": plan.began,
+        "limits": {
+            "bytes": spec.limits.bytes,
+            "tenant_bytes": spec.limits.tenant_bytes,
+            "unused_seconds": spec.limits.unused.map(|time| time.as_secs_f64()),
+        },
         "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
         "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
         "of_key": { "objects": plan.of_key.chunks, "bytes": plan.of_key.bytes },
@@ -172,7 +196,7 @@ fn json(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
     }))
 }
 
-fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), CliError> {
+fn text(plan: &Plan, collected: Option<Collected>, spec: &GcSpec, out: &mut Out) -> Result<(), CliError> {
     let what = |count: crate::inventory::Count| {
         format!(
             "{}, {}",
@@ -185,6 +209,9 @@ fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
         what(plan.found),
         time(plan.began)
     ))?;
+    if spec.limits != GcLimits::default() {
+        out.line(format_args!("limit    {}", words(&spec.limits)))?;
+    }
     if !plan.unnamed.is_empty() {
         let mut left = Count::default();
         plan.unnamed
@@ -195,6 +222,9 @@ fn text(plan: &Plan, collected: Option<Collected>, out: &mut Out) -> Result<(), 
             what(left),
             count(plan.unnamed.len() as u64, "space")
         ))?;
+    }
+    if spec.key.is_some() && plan.planned == Count::default() {
+        return out.line("no chunk names this key: `kvgate rekey` lists the ids");
     }
     let Some(collected) = collected else {
         out.line(format_args!("would go {}", what(plan.planned)))?;

@@ -217,7 +217,7 @@ fn foreign(objects: u64, sum: u64, out: &mut Out) -> Result<(), CliError> {
     match objects {
         0 => Ok(()),
         _ => out.line(format_args!(
-            "{}, {} that kvgate did not write",
+            "{}, {} that are no chunks under this prefix",
             count(objects, "other object"),
             bytes(sum)
         )),

@@ -123,7 +123,7 @@ async fn whole(bucket: &OpenBucket, given: &SpaceRef, args: &RmArgs, out: &mut O
     }
     let left = match summary.foreign {
         0 => String::new(),
-        foreign => format!("; {} that kvgate did not write stay", count(foreign, "object")),
+        foreign => format!("; not its chunks, so left: {}", count(foreign, "object")),
     };
     let what = format!("{}, {}", count(removed.objects, "object"), bytes(removed.bytes));
     out.line(format_args!("removed space {space} {name}: {what}{left}"))

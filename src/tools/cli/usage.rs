@@ -263,7 +263,7 @@ impl Report<'_> {
         if usage.foreign.chunks > 0 {
             let others = count(usage.foreign.chunks, "other object");
             out.line(format_args!(
-                "{others}, {} that kvgate did not write",
+                "{others}, {} that are no chunks under this prefix",
                 bytes(usage.foreign.bytes)
             ))?;
         }

@@ -7,12 +7,11 @@ use tokio::time::Instant;
 
 use super::Finding;
 use super::own_objects::OwnObjects;
+use super::removal;
 use crate::config::{Config, Lower};
 use crate::format::KeyPrefix;
 use crate::protocol::ProbeMode;
-use crate::s3::object::{
-    AgeRule, Condition, ErrorKind, ObjectError, ObjectStore, Probed, RangeAnswer, Result, S3, Support,
-};
+use crate::s3::object::{Condition, ErrorKind, ObjectStore, Probed, RangeAnswer, Result, S3, Support};
 
 /// Bytes of the object that ranges are tried on.
 const OBJECT_LEN: usize = 64 << 10;
@@ -89,7 +88,7 @@ fn write_finding(written: &Result<std::sync::Arc<str>>, config: &Config) -> Find
         ErrorKind::Quota => Finding::failed(
             CHECK,
             format!("the quota of the bucket or its owner is used up: {words}"),
-            "Raise it, or remove chunks (`kvgate rm`, a lifecycle rule)",
+            "Raise it, or remove chunks (`kvgate gc`, [gc], `kvgate lifecycle apply`)",
         ),
         ErrorKind::NoBucket => Finding::failed(
             "path_style",
@@ -195,10 +194,9 @@ pub async fn check(
             found.push(Finding::not_checked(check, "nothing may be written"));
         }
     }
-    let keys = KeyPrefix::new(&config.s3.prefix);
     let deadline = Instant::now() + limit;
-    found.push(lifecycle_finding(s3.age_rules(deadline).await, keys.as_str()));
-    found.extend(versions_finding(&s3.keeps_versions(deadline).await));
+    found.push(removal::lifecycle(s3.age_rules(deadline).await, config));
+    found.extend(removal::versions(&s3.keeps_versions(deadline).await));
     found
 }
 
@@ -363,60 +361,4 @@ fn attributes_finding(support: &Support, mode: ProbeMode) -> Finding {
         ),
         _ => Finding::ok(CHECK, format!("{instead}; existence is asked by HEAD")),
     }
-}
-
-fn is_unknown(error: &ObjectError) -> bool {
-    matches!(
-        error.kind,
-        ErrorKind::Unsupported | ErrorKind::Refused | ErrorKind::Unavailable
-    )
-}
-
-fn lifecycle_finding(rules: Result<Vec<AgeRule>>, prefix: &str) -> Finding {
-    const CHECK: &str = "lifecycle";
-    let bounded = "Bound the bucket by a lifecycle rule on the prefix, or by `kvgate rm`: kvgate removes nothing from S3 by itself";
-    let rules = match rules {
-        Ok(rules) => rules,
-        Err(error) if error.kind == ErrorKind::Denied => {
-            return Finding::not_checked(
-                CHECK,
-                "this user may not read the rules (s3:GetLifecycleConfiguration)",
-            );
-        }
-        Err(error) if is_unknown(&error) => {
-            return Finding::ok(
-                CHECK,
-                "the server has no lifecycle rules: `kvgate rm` removes chunks",
-            );
-        }
-        Err(error) => return Finding::warning(CHECK, error.to_string(), bounded),
-    };
-    let ours: Vec<&AgeRule> = rules
-        .iter()
-        .filter(|rule| prefix.starts_with(&rule.prefix) || rule.prefix.starts_with(prefix))
-        .collect();
-    if let Some(rule) = ours.iter().find(|rule| rule.moves_after.is_some()) {
-        let seen = format!(
-            "a rule moves objects under {:?} to another storage class",
-            rule.prefix
-        );
-        let advice = "Leave the prefix out of it: chunks in an archive can't be loaded, and each read of a cold class costs";
-        return Finding::warning(CHECK, seen, advice);
-    }
-    match ours.iter().filter_map(|rule| rule.days).min() {
-        Some(days) => Finding::ok(
-            CHECK,
-            format!("a rule removes objects under the prefix after {days} days"),
-        ),
-        None => Finding::ok(
-            CHECK,
-            format!("no rule removes objects under the prefix by age. {bounded}"),
-        ),
-    }
-}
-
-fn versions_finding(keeps: &Result<bool>) -> Option<Finding> {
-    let seen = "the bucket keeps versions: what is removed or replaced stays, and counts";
-    let advice = "Suspend versioning of this bucket, or add a rule that expires noncurrent versions";
-    matches!(keeps, Ok(true)).then(|| Finding::warning("versioning", seen, advice))
 }
