@@ -26,7 +26,8 @@ PGS_MIN = 8
 OBJECTS_PER_SHARD = 100_000
 SHARDS_MIN = 11
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-RULE = "kvgate-chunks-expire"
+# The rule's name before it was that of `kvgate lifecycle`.
+OLD_RULE = "kvgate-chunks-expire"
 
 
 class ClusterError(Exception):
@@ -522,28 +523,37 @@ class Policy(OnBucket):
 
 
 class Lifecycle(OnBucket):
-    """The rule with our name; others stay."""
+    """The rule of `kvgate lifecycle` for this prefix; others stay."""
 
     name, absent = "lifecycle", "NoSuchLifecycleConfiguration"
 
+    def __init__(self, cluster):
+        super().__init__(cluster)
+        self.prefix = f"{cluster.chosen.prefix}/"
+        self.id = f"kvgate-age {self.prefix}"
+
     def wanted(self):
-        chosen = self.cluster.chosen
         return {
-            "ID": RULE,
+            "ID": self.id,
             "Status": "Enabled",
-            "Filter": {"Prefix": f"{chosen.prefix}/"},
-            "Expiration": {"Days": chosen.days},
+            "Filter": {"Prefix": self.prefix},
+            "Expiration": {"Days": self.cluster.chosen.days},
         }
 
     def found(self, s3):
         return s3.get_bucket_lifecycle_configuration(Bucket=self.cluster.chosen.bucket)["Rules"]
 
     def parts(self, found):
-        words = f"no rule {RULE} that removes what is older than {self.cluster.chosen.days} days"
-        yield words, self.wanted() in (found or [])
+        ours = [rule for rule in found or [] if self.is_ours(rule)]
+        words = f"no rule {self.id} that removes what is older than {self.cluster.chosen.days} days, and no other of kvgate's"
+        yield words, ours == [self.wanted()]
+
+    def is_ours(self, rule):
+        is_old = rule.get("ID") == OLD_RULE and rule.get("Filter", {}).get("Prefix") == self.prefix
+        return rule.get("ID") == self.id or is_old
 
     def put(self, found):
-        rules = [*(rule for rule in found or [] if rule.get("ID") != RULE), self.wanted()]
+        rules = [*(rule for rule in found or [] if not self.is_ours(rule)), self.wanted()]
         self.cluster.change_s3(
             f"put lifecycle {json.dumps(rules)}",
             lambda: self.cluster.s3().put_bucket_lifecycle_configuration(

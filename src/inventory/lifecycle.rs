@@ -11,6 +11,8 @@ use crate::s3::object::{ErrorKind, LifecycleRules, ObjectError};
 
 /// The start of the ids of kvgate's rules; the prefix follows, so that two prefixes of a bucket have a rule each.
 const ID: &str = "kvgate-age ";
+/// The id of the same rule as `ceph/apply.py` wrote it before it took this one.
+const OLD_ID: &str = "kvgate-chunks-expire";
 const EMPTY: &str = concat!(
     r#"<LifecycleConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">"#,
     "</LifecycleConfiguration>"
@@ -38,6 +40,8 @@ pub struct LifecycleRule {
     pub days: Option<u32>,
     /// It is kvgate's own for this prefix.
     pub ours: bool,
+    /// It is kvgate's for another prefix.
+    pub ours_elsewhere: bool,
     /// It takes chunks of this prefix.
     pub takes_chunks: bool,
 }
@@ -101,9 +105,14 @@ impl Lifecycle {
         let (id, prefix) = (of("ID", text), of("Prefix", text));
         let enabled = of("Status", text) == "Enabled";
         let days = element("Days", expiration).and_then(|days| days.trim().parse().ok());
+        let is_kvgates = id.starts_with(ID) || id == OLD_ID;
+        let ours = id == self.id() || (id == OLD_ID && prefix == self.prefix);
+        // Chunks have no tags.
+        let has_tag = element("Tag", text).is_some();
         LifecycleRule {
-            ours: id == self.id(),
-            takes_chunks: enabled && days.is_some() && self.prefix.starts_with(&prefix),
+            ours,
+            ours_elsewhere: is_kvgates && !ours,
+            takes_chunks: enabled && days.is_some() && !has_tag && self.prefix.starts_with(&prefix),
             id,
             prefix,
             enabled,
@@ -301,6 +310,35 @@ mod tests {
         let both = read(one.clone(), "b/").with_rule(Some(2)).unwrap();
         assert_eq!(read(both.clone(), "a/").rules().unwrap().len(), 2);
         assert_eq!(read(both, "b/").with_rule(None).unwrap(), one);
+    }
+
+    #[test]
+    fn the_rule_of_ceph_apply_is_kvgates_under_its_old_id() {
+        let old = format!(
+            "<Rule><ID>{OLD_ID}</ID><Filter><Prefix>a/</Prefix></Filter><Status>Enabled</Status>\
+             <Expiration><Days>30</Days></Expiration></Rule>"
+        );
+        let old = document(&old).xml;
+        let ours = read(old.clone(), "a/");
+        let rules = ours.rules().unwrap();
+        assert!(rules[0].ours && rules[0].takes_chunks && !rules[0].ours_elsewhere);
+        assert_eq!(ours.with_rule(None).unwrap(), None);
+        let new = read(ours.with_rule(Some(90)).unwrap(), "a/");
+        let rules = new.rules().unwrap();
+        assert_eq!(
+            (rules.len(), rules[0].id.as_str(), rules[0].days),
+            (1, "kvgate-age a/", Some(90))
+        );
+        let other = read(old, "b/").rules().unwrap();
+        assert!(!other[0].ours && !other[0].takes_chunks && other[0].ours_elsewhere);
+    }
+
+    #[test]
+    fn a_rule_for_tagged_objects_takes_no_chunks() {
+        let tagged = FOREIGN.replace("logs/", "");
+        assert!(!document(&tagged).rules().unwrap()[0].takes_chunks);
+        let all = tagged.replace("<Tag><Key>a</Key><Value>b</Value></Tag>", "");
+        assert!(document(&all).rules().unwrap()[0].takes_chunks);
     }
 
     #[test]

@@ -179,6 +179,13 @@ class Cephs(unittest.TestCase):
             "Filter": {"Prefix": "other-old/"},
             "Expiration": {"Days": 1000},
         }
+        # As apply.py wrote it before.
+        old_rule = {
+            "ID": "kvgate-chunks-expire",
+            "Status": "Enabled",
+            "Filter": {"Prefix": "kvgate/"},
+            "Expiration": {"Days": 30},
+        }
         for command in (
             "ceph osd pool application disable default.rgw.buckets.data rgw --yes-i-really-mean-it",
             "ceph osd pool set default.rgw.buckets.index pg_autoscale_mode on",
@@ -192,7 +199,8 @@ class Cephs(unittest.TestCase):
         owner.put_bucket_policy(
             Bucket="kvgate", Policy=json.dumps({"Version": "2012-10-17", "Statement": [other_statement]})
         )
-        owner.put_bucket_lifecycle_configuration(Bucket="kvgate", LifecycleConfiguration={"Rules": [other_rule]})
+        rules = {"Rules": [other_rule, old_rule]}
+        owner.put_bucket_lifecycle_configuration(Bucket="kvgate", LifecycleConfiguration=rules)
         more = ("--shards", "16", "--osds", "2")
         red = self.program("check.py", *more, status=1)
         for words in (
@@ -212,7 +220,7 @@ class Cephs(unittest.TestCase):
         statements = json.loads(owner.get_bucket_policy(Bucket="kvgate")["Policy"])["Statement"]
         self.assertIn(other_statement, statements)
         rules = owner.get_bucket_lifecycle_configuration(Bucket="kvgate")["Rules"]
-        self.assertEqual(sorted(rule["ID"] for rule in rules), ["kvgate-chunks-expire", "other"])
+        self.assertEqual(sorted(rule["ID"] for rule in rules), ["kvgate-age kvgate/", "other"])
 
         key = self.keys("engines")["access_key"]
         self.admin("key", "rm", "--uid=engines", f"--access-key={key}")

@@ -7,8 +7,8 @@ use super::args::ConnectArgs;
 use super::bucket::OpenBucket;
 use super::error::CliError;
 use super::logging;
-use super::output::Out;
-use crate::inventory::{Lifecycle, LifecycleError, LifecycleRule};
+use super::output::{Out, printable};
+use crate::inventory::{LifecycleError, LifecycleRule};
 
 /// Shows, sets or removes the age rule that takes chunks out of the bucket.
 #[derive(Debug, Subcommand)]
@@ -100,44 +100,84 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
         Some(days) => bucket.inventory.set_lifecycle(&before, days).await?,
         None => before.clone(),
     };
-    let had = ours(&before)?.and_then(|rule| rule.days);
+    let (seen, rules) = (before.rules()?, after.rules()?);
+    let had = days_of(&seen, true).map(|(days, _)| days);
+    // Before a change, and after it: the rules of others stay.
+    let theirs = days_of(&seen, false);
+    let days = change.unwrap_or(had);
+    let first = [days, theirs.map(|(days, _)| days)].into_iter().flatten().min();
     if common.json {
         return out.json(&json!({
-            "rules": after.rules()?,
+            "rules": rules,
             "before_days": had,
-            "days": change.unwrap_or(had),
-            "changed": change.is_some_and(|days| days != had) && !dry_run,
+            "days": days,
+            "takes_chunks_after_days": first,
+            "changed": changes(change, had, &seen) && !dry_run,
             "dry_run": dry_run,
         }));
     }
-    let rules = after.rules()?;
     if !rules.is_empty() {
         let rows: Vec<_> = rules.iter().map(row).collect();
         out.table(&["rule", "prefix", "state", ">days", "takes chunks"], &rows)?;
     }
-    let would = if dry_run { "would be " } else { "" };
-    let days = |days: u32| format!("chunks go {days} days after they were stored or refreshed");
-    match (change, had) {
-        (None, None) => out.line("no rule of kvgate's: `kvgate lifecycle apply --days DAYS` makes one"),
-        (None, Some(had)) => out.line(days(had)),
-        (Some(wanted), had) if wanted == had => out.line("nothing to change"),
-        (Some(Some(wanted)), _) => {
-            let after = bucket.config.refresh.after;
-            out.line(format_args!("the rule {would}set: {}", days(wanted)))?;
-            match after {
-                Some(after) if after.as_secs() / 86_400 < u64::from(wanted) => Ok(()),
-                _ => out.line(
-                    "chunks in use go as well, unless the nodes refresh them before: set [refresh] after to less, such as \
-                     half of it",
-                ),
-            }
-        }
-        (Some(None), _) => out.line(format_args!("the rule {would}removed: chunks stay")),
+    for line in said(change, had, &seen, dry_run) {
+        out.line(printable(line))?;
     }
+    let after = bucket.config.refresh.after.map(|after| after.as_secs() / 86_400);
+    if matches!(change, Some(Some(_)))
+        && changes(change, had, &seen)
+        && first.is_some_and(|first| after.is_none_or(|after| after >= u64::from(first)))
+    {
+        return out.line(
+            "chunks in use go as well, unless the nodes refresh them before: set [refresh] after to less, such as half of it",
+        );
+    }
+    Ok(())
 }
 
-fn ours(rules: &Lifecycle) -> Result<Option<LifecycleRule>, CliError> {
-    Ok(rules.rules()?.into_iter().find(|rule| rule.ours))
+/// What the rules of `seen` mean once the change is made. `had`: days of kvgate's rule.
+fn said(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule], dry_run: bool) -> Vec<String> {
+    let would = if dry_run { "would be " } else { "" };
+    let go = |days: u32| format!("chunks go {days} days after they were stored or refreshed");
+    let days = change.unwrap_or(had);
+    let theirs = days_of(seen, false).filter(|(theirs, _)| days.is_none_or(|days| *theirs < days));
+    let mut lines = vec![match (change, had) {
+        (None, None) => "no rule of kvgate's: `kvgate lifecycle apply --days DAYS` makes one".to_owned(),
+        (None, Some(had)) if theirs.is_some() => format!("kvgate's rule has {had} days"),
+        (None, Some(had)) => go(had),
+        (Some(_), _) if !changes(change, had, seen) => "nothing to change".to_owned(),
+        (Some(Some(wanted)), _) if theirs.is_some() => format!("the rule {would}set: {wanted} days"),
+        (Some(Some(wanted)), _) => format!("the rule {would}set: {}", go(wanted)),
+        (Some(None), _) if theirs.is_some() => format!("the rule {would}removed"),
+        (Some(None), _) => format!("the rule {would}removed: chunks stay"),
+    }];
+    if let Some((days, id)) = theirs {
+        lines.push(format!(
+            "but rule {id} takes chunks after {days} days: change it with the server's own tools, or chunks go that early"
+        ));
+    }
+    if had.is_none() {
+        let elsewhere = seen.iter().filter(|rule| rule.ours_elsewhere);
+        lines.extend(elsewhere.map(|rule| {
+            format!(
+                "kvgate's rule {} is for the prefix {:?}: was --prefix ([s3] prefix) another then?",
+                rule.id, rule.prefix
+            )
+        }));
+    }
+    lines
+}
+
+/// A rule of kvgate's that is off, say, is written anew, or goes.
+fn changes(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule]) -> bool {
+    let has_idle = seen.iter().any(|rule| rule.ours && !rule.takes_chunks);
+    change.is_some_and(|days| days != had || has_idle)
+}
+
+/// The fewest days after which kvgate's rules, or those of others, take chunks, and which rule it is.
+fn days_of(rules: &[LifecycleRule], ours: bool) -> Option<(u32, &str)> {
+    let take = rules.iter().filter(|rule| rule.takes_chunks && rule.ours == ours);
+    take.filter_map(|rule| Some((rule.days?, rule.id.as_str()))).min()
 }
 
 fn row(rule: &LifecycleRule) -> Vec<String> {
@@ -148,4 +188,75 @@ fn row(rule: &LifecycleRule) -> Vec<String> {
         rule.days.map(|days| days.to_string()).unwrap_or_default(),
         if rule.takes_chunks { "yes" } else { "no" }.to_owned(),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(id: &str, days: u32, ours: bool) -> LifecycleRule {
+        LifecycleRule {
+            id: id.to_owned(),
+            prefix: String::new(),
+            enabled: true,
+            days: Some(days),
+            ours,
+            ours_elsewhere: false,
+            takes_chunks: true,
+        }
+    }
+
+    fn text(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule]) -> String {
+        said(change, had, seen, false).join("\n")
+    }
+
+    #[test]
+    fn the_rule_that_takes_chunks_first_has_the_last_word() {
+        let theirs = [rule("theirs-all", 5, false), rule("theirs-late", 400, false)];
+        let takes = "but rule theirs-all takes chunks after 5 days";
+        for (change, had) in [
+            (None, None),
+            (None, Some(30)),
+            (Some(Some(30)), Some(30)),
+            (Some(Some(90)), Some(30)),
+            (Some(None), Some(30)),
+            (Some(None), None),
+        ] {
+            let said = text(change, had, &theirs);
+            assert!(said.contains(takes), "{said}");
+            assert!(
+                !said.contains("chunks stay")
+                    && !said.contains("chunks go 30")
+                    && !said.contains("chunks go 90"),
+                "{said}"
+            );
+        }
+        let off = LifecycleRule {
+            takes_chunks: false,
+            ..rule("kvgate-age kv/", 30, true)
+        };
+        assert!(text(Some(None), None, &[off]).starts_with("the rule removed"));
+        // kvgate's own is the first.
+        assert!(text(None, Some(4), &theirs).starts_with("chunks go 4 days"));
+        assert!(!text(Some(Some(4)), None, &theirs).contains("theirs"));
+        assert!(text(Some(None), Some(4), &[]).ends_with("chunks stay"));
+        let off = LifecycleRule {
+            takes_chunks: false,
+            ..rule("off", 1, false)
+        };
+        assert!(text(Some(None), Some(4), &[off]).ends_with("chunks stay"));
+    }
+
+    #[test]
+    fn kvgates_rule_for_another_prefix_is_named() {
+        let elsewhere = LifecycleRule {
+            prefix: "kv/".to_owned(),
+            ours_elsewhere: true,
+            takes_chunks: false,
+            ..rule("kvgate-age kv/", 30, false)
+        };
+        let said = text(None, None, std::slice::from_ref(&elsewhere));
+        assert!(said.contains("kvgate-age kv/ is for the prefix"), "{said}");
+        assert!(!text(None, Some(30), &[elsewhere]).contains("another then"));
+    }
 }
