@@ -549,26 +549,6 @@ async fn a_chunk_that_its_holder_lost_is_not_promised_again() {
     let nodes = fleet.serve_all(&site, &[("memory.store", "stop")]).await;
     let prompt = Prompt::new(24);
     let (writer, reader) = (nodes[0].attach("writer").await, nodes[2].attach("reader").await);
-/// With peers, a chunk that S3 lacks is asked for at once: a peer may have it.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_chunk_that_is_known_to_be_damaged_is_never_inferred() {
-    const FLIPPED: usize = 5;
-    let site = Site::new().await;
-    let prompt = Prompt::new(20);
-    site.store_by_another(&prompt, &[]).await;
-    let (s3, key) = (
-        site.store().await,
-        KeyPrefix::new("").chunk(prompt.space.key(), &prompt.hashes[FLIPPED]),
-    );
-    let mut bytes = s3.read(&key, 1 << 24, soon()).await.unwrap().to_vec();
-    bytes[70_000] ^= 1;
-    s3.put(&key, bytes.into(), Condition::Always, soon())
-        .await
-        .unwrap();
-
-    let fleet = Fleet::new(&site, 2);
-    let nodes = fleet.serve_all(&site, &[]).await;
-    let reader = nodes[1].attach("reader").await;
     for node in &nodes {
         node.client.declare(&prompt.space).await.unwrap();
     }
@@ -639,6 +619,32 @@ async fn of_nodes_that_point_to_each_other_each_is_asked_once() {
     let engine = node.attach("one").await;
     assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("s3", 12));
     assert!(asks.load(Ordering::Relaxed) <= 2 * 12);
+}
+
+/// With peers, a chunk that S3 lacks is asked for at once: a peer may have it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chunk_that_is_known_to_be_damaged_is_never_inferred() {
+    const FLIPPED: usize = 5;
+    let site = Site::new().await;
+    let prompt = Prompt::new(20);
+    site.store_by_another(&prompt, &[]).await;
+    let (s3, key) = (
+        site.store().await,
+        KeyPrefix::new("").chunk(prompt.space.key(), &prompt.hashes[FLIPPED]),
+    );
+    let mut bytes = s3.read(&key, 1 << 24, soon()).await.unwrap().to_vec();
+    bytes[70_000] ^= 1;
+    s3.put(&key, bytes.into(), Condition::Always, soon())
+        .await
+        .unwrap();
+
+    let fleet = Fleet::new(&site, 2);
+    let nodes = fleet.serve_all(&site, &[]).await;
+    let reader = nodes[1].attach("reader").await;
+    for node in &nodes {
+        node.client.declare(&prompt.space).await.unwrap();
+    }
+    let space = id(&prompt.space);
     let prefix = || async {
         let found = nodes[1]
             .client
