@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::net::{UnixDatagram, UnixStream};
 use tokio::process::{Child, ChildStderr, ChildStdout};
 
@@ -205,7 +205,10 @@ async fn a_refused_reload_is_a_trouble_until_one_succeeds() {
     let seen = async || {
         let troubles = client.status().await.unwrap()["troubles"].to_string();
         let mut stream = UnixStream::connect(&socket).await.unwrap();
-        let metrics = say(&mut stream, "GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").await;
+        let asked = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        stream.write_all(asked).await.unwrap();
+        let mut metrics = String::new();
+        stream.read_to_string(&mut metrics).await.unwrap();
         let failed = metrics.contains("\nkvgate_reload_failed 1");
         assert_ne!(failed, metrics.contains("\nkvgate_reload_failed 0"));
         assert_eq!(
