@@ -79,6 +79,7 @@ ADVANCED = {
 # The metrics by the second word of their names.
 GROUPS = {
     "node": "The node and its engines",
+    "reload": "Reloads of settings",
     "lookup": "Lookups",
     "load": "Loads",
     "store": "Stores",

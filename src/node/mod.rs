@@ -103,6 +103,8 @@ struct Inner {
     running: DashMap<(SessionId, String), Arc<AtomicBool>>,
     draining: AtomicBool,
     s3_answered: AtomicBool,
+    /// Why the last reload was refused.
+    reload_refused: Mutex<Option<String>>,
     gc: GcStats,
     /// Warning: chunks that were not committed in time.
     late: Episode,
@@ -140,6 +142,7 @@ impl Node {
             draining: AtomicBool::new(false),
             gc: GcStats::default(),
             s3_answered: AtomicBool::new(false),
+            reload_refused: Mutex::default(),
             late: Episode::new(
                 "chunks were not committed by all ranks within [store] commit_timeout, and are not stored",
                 options.log_repeat,
@@ -425,6 +428,21 @@ impl Node {
     /// Notes that S3 answered, and its capabilities are known.
     pub fn s3_answered(&self) {
         self.0.s3_answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes how the last reload of settings went.
+    pub fn reloaded(&self, refused: Option<String>) {
+        *self
+            .0
+            .reload_refused
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = refused;
+    }
+
+    /// Why the last reload was refused; None: it was not.
+    pub fn reload_refused(&self) -> Option<String> {
+        let refused = self.0.reload_refused.lock();
+        refused.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// What this node does for `[gc]`.

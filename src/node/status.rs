@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use serde::Serialize;
 
 use super::Node;
-use super::trouble::{Trouble, troubles};
+use super::trouble::{Noted, Trouble, troubles};
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
 use crate::format::{HashScheme, Kind, Protection, Shard};
@@ -171,7 +171,11 @@ impl Node {
             },
             spaces,
         };
-        status.troubles = troubles(&status, gateway.write_behind_max() as u64, gateway.keyless());
+        let noted = Noted {
+            keyless: gateway.keyless(),
+            reload_refused: self.reload_refused(),
+        };
+        status.troubles = troubles(&status, gateway.write_behind_max() as u64, noted);
         status
     }
 }

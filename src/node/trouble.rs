@@ -32,8 +32,14 @@ fn odd(what: impl Into<String>, todo: impl Into<String>) -> Trouble {
     }
 }
 
+/// What the status does not have otherwise, each with its latest reason.
+pub(super) struct Noted {
+    pub keyless: Option<String>,
+    pub reload_refused: Option<String>,
+}
+
 /// The worst first.
-pub(super) fn troubles(status: &Status, write_behind_max: u64, keyless: Option<String>) -> Vec<Trouble> {
+pub(super) fn troubles(status: &Status, write_behind_max: u64, noted: Noted) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     if !status.s3.answered {
         let todo = "`kvgate doctor` with the same settings says which link is broken: name, address, certificate, clock, keys or \
@@ -45,7 +51,12 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64, keyless: Option<S
     names(status, &mut troubles);
     disks(status, &mut troubles);
     behind(status, write_behind_max, &mut troubles);
-    if let Some(latest) = keyless {
+    if let Some(why) = noted.reload_refused {
+        let todo = "Mend what it names, and reload again (`systemctl reload kvgate`): until then a key or token that was taken \
+                    away may still be in use.";
+        troubles.push(odd(format!("The last reload was refused: {why}"), todo));
+    }
+    if let Some(latest) = noted.keyless {
         let todo = "Add the key and reload (`systemctl reload kvgate`), unless it was taken away on purpose.";
         troubles.push(odd(format!("A key is not here: {latest}"), todo));
     }

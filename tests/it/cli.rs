@@ -585,6 +585,38 @@ async fn names_in_a_bucket_say_nothing_to_a_terminal() {
     }
 }
 
+/// A tenant's plain space and its signed one have the same model.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_space_is_shown_with_its_tenant_and_protection() {
+    let stored = Stored::new().await;
+    for command in ["ls", "usage"] {
+        let said = stored.say(&[command]).await.exits(0);
+        assert!(!said.out.contains("protection"), "{}", said.out);
+    }
+    let json = SPACE_JSON.replace(
+        r#""chunk_tokens""#,
+        r#""tenant":"acme","protection":"signed","chunk_tokens""#,
+    );
+    let space = Space::from_json(&json).unwrap();
+    let id = space.key().to_string();
+    let folder = stored.bucket().join(PREFIX).join(&id);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("space.json"), space.canonical_json()).unwrap();
+    // A chunk's name, for usage counts no space without chunks.
+    std::fs::write(folder.join("0".repeat(64)), "x").unwrap();
+    for command in ["ls", "usage"] {
+        let said = stored.say(&[command]).await.exits(0);
+        said.says(&["tenant", "protection", "acme", "signed", "none"]);
+        let json = stored.say(&[command, "--json"]).await.exits(0).json();
+        let spaces = json["spaces"].as_array().unwrap().iter();
+        let mut shown: Vec<_> = spaces.map(|of| [&of["tenant"], &of["protection"]]).collect();
+        shown.sort_by_key(|of| of[0].to_string());
+        assert_eq!(shown, [["", "none"], ["acme", "signed"]], "{command}");
+    }
+    let said = stored.say(&["rm", "--space", &id, "--dry-run"]).await.exits(0);
+    said.says(&["(tiny, tenant acme, signed)"]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_kinds_of_a_model_stand_together_and_each_object_says_its_own() {
     let stored = Stored::new().await;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::net::{UnixDatagram, UnixStream};
 use tokio::process::{Child, ChildStderr, ChildStdout};
 
@@ -192,6 +192,45 @@ async fn a_reload_changes_the_token_and_the_log_level() {
     attach("again").await;
     let said = says(&mut served.err, "again").await;
     assert!(!said.iter().any(|line| line.contains("hushed")), "{said:?}");
+}
+
+/// The log alone would tell it to nobody who takes a stolen key away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_reload_is_a_trouble_until_one_succeeds() {
+    let folder = TempDir::new().unwrap();
+    let config = folder.path().join("kvgate.toml");
+    std::fs::write(&config, "[log]\nlevel = \"info\"\n").unwrap();
+    let mut served = Served::new(&["--config", config.to_str().unwrap()], &[]).await;
+    let (client, socket) = (served.client(), served.socket());
+    let seen = async || {
+        let troubles = client.status().await.unwrap()["troubles"].to_string();
+        let mut stream = UnixStream::connect(&socket).await.unwrap();
+        let asked = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        stream.write_all(asked).await.unwrap();
+        let mut metrics = String::new();
+        stream.read_to_string(&mut metrics).await.unwrap();
+        let failed = metrics.contains("\nkvgate_reload_failed 1");
+        assert_ne!(failed, metrics.contains("\nkvgate_reload_failed 0"));
+        assert_eq!(
+            failed,
+            troubles.contains("The last reload was refused"),
+            "{troubles}"
+        );
+        failed.then_some(troubles)
+    };
+    assert_eq!(seen().await, None);
+    std::fs::write(&config, "[log]\nlevel = \"shrill\"\n").unwrap();
+    served.signal(Signal::HUP);
+    says(&mut served.err, "not reloaded").await;
+    let troubles = seen().await.unwrap();
+    assert!(
+        troubles.contains("shrill") && troubles.contains("reload again"),
+        "{troubles}"
+    );
+    std::fs::write(&config, "[log]\nlevel = \"info\"\n").unwrap();
+    served.signal(Signal::HUP);
+    says(&mut served.err, "reloaded").await;
+    assert_eq!(seen().await, None);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -37,6 +37,11 @@ fn each<'a, T>(
 pub fn metrics(api: &Arc<Api>, accept: Option<&HeaderValue>) -> Reply {
     let mut text = Families::default();
     node(&mut text, &api.node.status());
+    text.gauge(
+        "kvgate_reload_failed",
+        "1 if the last reload (SIGHUP, POST /v1/reload) was refused: what it should have changed may be as before.",
+        u64::from(api.node.reload_refused().is_some()),
+    );
     engines(&mut text, &api.figures);
     waits(&mut text, api.node.gateway());
     refresh(&mut text, &api.node.gateway().refresh_stats());

@@ -148,8 +148,15 @@ impl Api {
         Ok(Arc::new(api))
     }
 
-    /// Reads again the settings that may have changed; answers which were reloaded.
+    /// Reads again the settings that may have changed; answers which were reloaded. The status tells of a refusal until
+    /// the next one is none.
     pub fn reload(&self) -> Result<Vec<String>, String> {
+        let reloaded = self.read_again();
+        self.node.reloaded(reloaded.as_ref().err().cloned());
+        reloaded
+    }
+
+    fn read_again(&self) -> Result<Vec<String>, String> {
         let mut reloaded = (self.reload)(self.node.gateway())?;
         if self.options.token_file.is_some() {
             self.read_token()?;

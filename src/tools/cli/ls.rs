@@ -11,7 +11,7 @@ use super::error::CliError;
 use super::logging;
 use super::output::{Out, bytes, count, time};
 use super::progress::Progress;
-use crate::format::{Kind, ModelId, SpaceKey};
+use crate::format::{Kind, ModelId, Protection, SpaceKey};
 use crate::inventory::{Page, SpaceJson, SpaceSummary, StoredChunk};
 
 /// Lists the spaces in the bucket, or the chunks of one.
@@ -65,10 +65,18 @@ async fn spaces(bucket: &OpenBucket, args: &LsArgs, out: &mut Out) -> Result<(),
             "foreign": { "objects": summary.foreign, "bytes": summary.foreign_bytes },
         }));
     }
-    let rows: Vec<Vec<String>> = shown.iter().map(|space| SpaceRow::of(space).cells()).collect();
+    let rows: Vec<SpaceRow> = shown.iter().map(SpaceRow::of).collect();
     if !rows.is_empty() {
-        let headings = ["space", "model", "revision", "kind", "dtype", ">chunks", ">bytes"];
-        out.table(&headings, &rows)?;
+        // Spaces of one model differ by these.
+        let is_shared = rows.iter().any(SpaceRow::is_a_tenants);
+        let owner: &[_] = if is_shared { &["tenant", "protection"] } else { &[] };
+        let headings = [
+            &["space", "model", "revision"],
+            owner,
+            &["kind", "dtype", ">chunks", ">bytes"],
+        ];
+        let rows: Vec<_> = rows.into_iter().map(|row| row.cells(is_shared)).collect();
+        out.table(&headings.concat(), &rows)?;
     }
     let spaces = count(summary.spaces.len() as u64, "space");
     out.line(format_args!(
@@ -92,6 +100,8 @@ struct SpaceRow {
     model_id: Option<ModelId>,
     kind: Option<Kind>,
     draft: String,
+    tenant: String,
+    protection: Option<Protection>,
     dtype: &'static str,
     chunk_tokens: u32,
     chunks: u64,
@@ -111,6 +121,8 @@ impl SpaceRow {
             model_id: None,
             kind: None,
             draft: String::new(),
+            tenant: String::new(),
+            protection: None,
             dtype: "",
             chunk_tokens: 0,
             chunks: summary.chunks,
@@ -126,6 +138,8 @@ impl SpaceRow {
                 row.model_id = Some(space.model_id());
                 row.kind = Some(space.kind());
                 space.draft().clone_into(&mut row.draft);
+                space.tenant().clone_into(&mut row.tenant);
+                row.protection = Some(space.protection());
                 row.dtype = space.dtype().name();
                 row.chunk_tokens = space.chunk_tokens();
             }
@@ -136,11 +150,22 @@ impl SpaceRow {
         row
     }
 
-    fn cells(self) -> Vec<String> {
-        vec![
+    fn is_a_tenants(&self) -> bool {
+        !self.tenant.is_empty() || self.protection.is_some_and(|protection| !protection.is_none())
+    }
+
+    /// `is_shared`: with tenant and protection.
+    fn cells(self, is_shared: bool) -> Vec<String> {
+        let mut cells = vec![
             self.key.to_string(),
             self.problem.map_or(self.model, |problem| format!("({problem})")),
             self.revision,
+        ];
+        if is_shared {
+            let protection = self.protection.map(|protection| protection.to_string());
+            cells.extend([self.tenant, protection.unwrap_or_default()]);
+        }
+        cells.extend([
             match (self.kind, self.draft.is_empty()) {
                 (Some(kind), true) => kind.to_string(),
                 (Some(kind), false) => format!("{kind}, draft"),
@@ -149,7 +174,8 @@ impl SpaceRow {
             self.dtype.to_owned(),
             self.chunks.to_string(),
             bytes(self.bytes),
-        ]
+        ]);
+        cells
     }
 }
 

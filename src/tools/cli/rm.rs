@@ -12,7 +12,7 @@ use super::logging;
 use super::output::{Out, bytes, count, printable};
 use super::progress::Progress;
 use crate::format::{ChunkHash, SpaceKey};
-use crate::inventory::{Page, SpaceSummary};
+use crate::inventory::{Page, SpaceJson, SpaceSummary};
 
 /// Removes a whole space, or some of its chunks.
 #[derive(Debug, Args)]
@@ -129,11 +129,19 @@ async fn whole(bucket: &OpenBucket, given: &SpaceRef, args: &RmArgs, out: &mut O
     out.line(format_args!("removed space {space} {name}: {what}{left}"))
 }
 
+/// Spaces of one model differ by tenant and protection.
 fn name_of(space: &SpaceSummary) -> String {
-    match &space.json {
-        crate::inventory::SpaceJson::Good(known) => format!("({})", printable(known.model())),
-        json => format!("({})", json.code()),
+    let SpaceJson::Good(known) = &space.json else {
+        return format!("({})", space.json.code());
+    };
+    let mut words = vec![known.model().to_owned()];
+    if !known.tenant().is_empty() {
+        words.push(format!("tenant {}", known.tenant()));
     }
+    if !known.protection().is_none() {
+        words.push(known.protection().to_string());
+    }
+    format!("({})", printable(words.join(", ")))
 }
 
 /// Asks on the terminal.

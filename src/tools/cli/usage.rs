@@ -105,6 +105,8 @@ struct Named {
     model: String,
     revision: String,
     tenant: String,
+    /// Empty: not known.
+    protection: String,
     kind: String,
     row: Row,
 }
@@ -113,28 +115,30 @@ impl Named {
     fn new(key: String, json: &SpaceJson, usage: &SpaceUsage) -> Self {
         let mut row = Row::default();
         row.add(usage);
-        let (model, revision, tenant, kind) = match json {
-            SpaceJson::Good(space) => (
-                space.model().to_owned(),
-                space.revision().to_owned(),
-                space.tenant().to_owned(),
-                space.kind().to_string(),
-            ),
-            other => (
-                format!("({})", other.code()),
-                String::new(),
-                String::new(),
-                String::new(),
-            ),
-        };
-        Self {
+        let mut named = Self {
             key,
-            model,
-            revision,
-            tenant,
-            kind,
+            model: String::new(),
+            revision: String::new(),
+            tenant: String::new(),
+            protection: String::new(),
+            kind: String::new(),
             row,
+        };
+        match json {
+            SpaceJson::Good(space) => {
+                space.model().clone_into(&mut named.model);
+                space.revision().clone_into(&mut named.revision);
+                space.tenant().clone_into(&mut named.tenant);
+                named.protection = space.protection().to_string();
+                named.kind = space.kind().to_string();
+            }
+            other => named.model = format!("({})", other.code()),
         }
+        named
+    }
+
+    fn is_a_tenants(&self) -> bool {
+        !self.tenant.is_empty() || !matches!(self.protection.as_str(), "" | "none")
     }
 }
 
@@ -229,6 +233,7 @@ impl Report<'_> {
                 ("model", &space.model),
                 ("revision", &space.revision),
                 ("tenant", &space.tenant),
+                ("protection", &space.protection),
                 ("kind", &space.kind),
             ];
             with(&names, &space.row)
@@ -323,11 +328,19 @@ impl Report<'_> {
             with(vec![name.to_owned()], row)
         };
         self.table(out, &["tenant"], &figures, self.tenants.iter().map(tenant))?;
+        // Spaces of one model differ by tenant and protection.
+        let is_shared = self.spaces.iter().any(Named::is_a_tenants);
         let spaces = self.spaces.iter().map(|space| {
-            let names = vec![space.key.clone(), space.model.clone(), space.kind.clone()];
+            let mut names = vec![space.key.clone(), space.model.clone()];
+            if is_shared {
+                names.extend([space.tenant.clone(), space.protection.clone()]);
+            }
+            names.push(space.kind.clone());
             with(names, &space.row)
         });
-        self.table(out, &["space", "model", "kind"], &figures, spaces)
+        let owner: &[_] = if is_shared { &["tenant", "protection"] } else { &[] };
+        let headings = [&["space", "model"], owner, &["kind"]].concat();
+        self.table(out, &headings, &figures, spaces)
     }
 
     fn table(
