@@ -314,6 +314,14 @@ async fn gc_removes_what_a_key_wrote_and_all_that_follows(backend: &Backend) {
             .await
             .exits(2)
             .says(&["32 hex digits", "kvgate rekey"]);
+        // One digit is wrong.
+        let last = if id.ends_with('0') { "1" } else { "0" };
+        let mistyped = format!("{}{last}", &id[..31]);
+        for more in [&[][..], &["--yes"]] {
+            let said = place.say(&[&["gc", "--key-id", &mistyped], more].concat()).await;
+            let said = said.exits(0).says(&["no chunk names this key", "kvgate rekey"]);
+            assert!(!said.out.contains("would go"), "{said:?}");
+        }
 
         let json = place.json(&[&gc[..], &["--yes"]].concat()).await;
         assert_eq!(json["removed"]["objects"], 4, "{json}");

@@ -132,8 +132,8 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
         parents.settle(|_| true, None)?;
     }
     match args.json {
-        true => json(&plan, collected, &spec.limits, out),
-        false => text(&plan, collected, &spec.limits, out),
+        true => json(&plan, collected, &spec, out),
+        false => text(&plan, collected, &spec, out),
     }
 }
 
@@ -174,7 +174,7 @@ impl GcArgs {
     }
 }
 
-fn json(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut Out) -> Result<(), CliError> {
+fn json(plan: &Plan, collected: Option<Collected>, spec: &GcSpec, out: &mut Out) -> Result<(), CliError> {
     let space = |(key, count): &(SpaceKey, Count)| json!({ "space": key.to_string(), "objects": count.chunks, "bytes": count.bytes });
     let spaces = |of: &[_]| of.iter().map(space).collect::<Vec<_>>();
     let removed = collected.map(|collected| collected.removed).unwrap_or_default();
@@ -182,9 +182,9 @@ fn json(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut 
         "dry_run": collected.is_none(),
         "began": plan.began,
         "limits": {
-            "bytes": limits.bytes,
-            "tenant_bytes": limits.tenant_bytes,
-            "unused_seconds": limits.unused.map(|time| time.as_secs_f64()),
+            "bytes": spec.limits.bytes,
+            "tenant_bytes": spec.limits.tenant_bytes,
+            "unused_seconds": spec.limits.unused.map(|time| time.as_secs_f64()),
         },
         "found": { "objects": plan.found.chunks, "bytes": plan.found.bytes },
         "planned": { "objects": plan.planned.chunks, "bytes": plan.planned.bytes },
@@ -196,7 +196,7 @@ fn json(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut 
     }))
 }
 
-fn text(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut Out) -> Result<(), CliError> {
+fn text(plan: &Plan, collected: Option<Collected>, spec: &GcSpec, out: &mut Out) -> Result<(), CliError> {
     let what = |count: crate::inventory::Count| {
         format!(
             "{}, {}",
@@ -209,8 +209,8 @@ fn text(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut 
         what(plan.found),
         time(plan.began)
     ))?;
-    if *limits != GcLimits::default() {
-        out.line(format_args!("limit    {}", words(limits)))?;
+    if spec.limits != GcLimits::default() {
+        out.line(format_args!("limit    {}", words(&spec.limits)))?;
     }
     if !plan.unnamed.is_empty() {
         let mut left = Count::default();
@@ -222,6 +222,9 @@ fn text(plan: &Plan, collected: Option<Collected>, limits: &GcLimits, out: &mut 
             what(left),
             count(plan.unnamed.len() as u64, "space")
         ))?;
+    }
+    if spec.key.is_some() && plan.planned == Count::default() {
+        return out.line("no chunk names this key: `kvgate rekey` lists the ids");
     }
     let Some(collected) = collected else {
         out.line(format_args!("would go {}", what(plan.planned)))?;
