@@ -1,5 +1,7 @@
 //! What removes chunks from the bucket: rules of the bucket, `[gc]`, or nobody.
 
+use std::time::Duration;
+
 use super::Finding;
 use crate::config::Config;
 use crate::config::units::show_duration;
@@ -43,13 +45,35 @@ pub fn lifecycle(rules: Result<Vec<AgeRule>>, config: &Config) -> Finding {
         return Finding::warning(CHECK, seen, advice);
     }
     match ours.iter().filter_map(|rule| rule.days).min() {
-        Some(days) => Finding::ok(
-            CHECK,
-            format!("a rule removes objects under the prefix after {days} days"),
-        ),
+        Some(days) => by_age(days, config.refresh.after),
         None => Finding::ok(
             CHECK,
             format!("no rule removes objects under the prefix by age. {bounded}"),
+        ),
+    }
+}
+
+/// `after`: of `[refresh]`, which makes chunks in use young again.
+fn by_age(days: i32, after: Option<Duration>) -> Finding {
+    const CHECK: &str = "lifecycle";
+    let age = Duration::from_secs(u64::try_from(days).unwrap_or(0) * 86_400);
+    let seen = format!("a rule removes objects under the prefix after {days} days");
+    let half = show_duration(age / 2);
+    match after {
+        None => Finding::ok(
+            CHECK,
+            format!("{seen}, in use or not: [refresh] after = \"{half}\" keeps those in use"),
+        ),
+        Some(after) if after < age => Finding::ok(CHECK, format!("{seen}, and [refresh] keeps those in use")),
+        Some(after) => Finding::warning(
+            CHECK,
+            format!(
+                "{seen}, and [refresh] after is {}: those in use go before they are refreshed",
+                show_duration(after)
+            ),
+            format!(
+                "Set [refresh] after to less than the rule's days, such as \"{half}\", on every node; or give the rule more days"
+            ),
         ),
     }
 }
@@ -83,6 +107,7 @@ pub fn versions(keeps: &Result<bool>) -> Option<Finding> {
 mod tests {
     use super::*;
     use crate::config::{Override, load};
+    use crate::tools::doctor::Verdict;
 
     fn config(settings: &[(&'static str, &str)]) -> Config {
         let set = |&(path, value): &(&'static str, &str)| Override {
@@ -104,5 +129,31 @@ mod tests {
         let said = format!("{:?}", lifecycle(Ok(Vec::new()), &config(&settings)));
         assert!(said.contains("size 100TiB, tenant_size 10TiB"), "{said}");
         assert!(!said.contains("Bound the bucket"), "{said}");
+    }
+
+    #[test]
+    fn a_rule_that_is_faster_than_refresh_is_a_warning() {
+        let rule = |prefix: &str, days| AgeRule {
+            prefix: prefix.to_owned(),
+            days: Some(days),
+            moves_after: None,
+        };
+        let judged = |settings: &[(&'static str, &str)]| {
+            let rules = vec![rule("kv/", 30), rule("", 10), rule("other/", 1)];
+            let settings = [&[("s3.prefix", "kv")][..], settings].concat();
+            lifecycle(Ok(rules), &config(&settings))
+        };
+        for (after, verdict, words) in [
+            (None, Verdict::Ok, "[refresh] after = \"5d\" keeps"),
+            (Some("9d"), Verdict::Ok, "keeps those in use"),
+            (Some("10d"), Verdict::Warning, "[refresh] after is 10d"),
+            (Some("15d"), Verdict::Warning, "such as \"5d\""),
+        ] {
+            let settings: Vec<_> = after.map(|after| ("refresh.after", after)).into_iter().collect();
+            let found = judged(&settings);
+            assert_eq!(found.verdict, verdict, "{after:?}: {found:?}");
+            let said = format!("{} {}", found.seen, found.advice.unwrap_or_default());
+            assert!(said.contains("after 10 days") && said.contains(words), "{said}");
+        }
     }
 }
