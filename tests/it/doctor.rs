@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use aws_credential_types::Credentials;
 use aws_sdk_s3::config::{BehaviorVersion, Region};
+use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::format::Space;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -669,6 +670,36 @@ async fn this_machine() {
         "failed",
         &["no room", "Raise [arena] size"],
     );
+}
+
+/// Only the kvgate that answers at the socket may have the arena.
+#[tokio::test]
+async fn an_arena_of_another_kvgate() {
+    let place = Place::new().await;
+    let path = place.home.path().join("arena");
+    let options = ArenaOptions {
+        size: 1 << 20,
+        path: Some(path.clone()),
+        ..ArenaOptions::default()
+    };
+    let _other = Arena::new(&options).unwrap();
+    let socket = place.home.path().join("kvgate.sock");
+    let ask = || {
+        let mut command = place.command(&["doctor", "--json"]);
+        let others = ["s3", "engines", "gpu", "disks", "api"];
+        command.args(others.iter().flat_map(|part| ["--skip", part]));
+        command
+            .env("KVGATE__ARENA__PATH", &path)
+            .env("KVGATE__API__SOCKET", &socket);
+        command
+    };
+    let words = ["nobody answers at [api] socket", "another [arena] path"];
+    findings(&mut ask()).await.has("arena", "failed", &words);
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let found = findings(&mut ask()).await;
+    found.has("arena", "ok", &["belongs to a kvgate that runs"]);
+    drop(listener);
+    findings(&mut ask()).await.has("arena", "failed", &words);
 }
 
 /// Of Pythons without an engine; tests/engines has those with one.

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use rustix::fs::FlockOperation;
@@ -19,7 +20,7 @@ const CONTAINER_SHM: u64 = 64 << 20;
 pub fn check(config: &Config) -> Vec<Finding> {
     let options = arena_options(config);
     let need = needed(&options);
-    let mut found = vec![folder(&options, need)];
+    let mut found = vec![folder(&options, need, &config.api.socket)];
     found.extend(huge_pages(&options, need));
     found.push(lock_limit(&options, need));
     found.extend(available(need));
@@ -32,7 +33,7 @@ fn needed(options: &ArenaOptions) -> u64 {
     slots + slots / 512 + 8192
 }
 
-fn folder(options: &ArenaOptions, need: u64) -> Finding {
+fn folder(options: &ArenaOptions, need: u64, socket: &Path) -> Finding {
     let Some(path) = &options.path else {
         return Finding::ok(CHECK, "private memory");
     };
@@ -56,10 +57,18 @@ fn folder(options: &ArenaOptions, need: u64) -> Finding {
     // What an earlier start left is removed before the new one is made.
     let old = match fs::symlink_metadata(path) {
         Ok(file) if is_in_use(path) => {
-            let has = size(file.len());
-            return Finding::ok(
+            let seen = format!(
+                "{} belongs to a kvgate that runs, with {}",
+                path.display(),
+                size(file.len())
+            );
+            if !nobody_listens(socket) {
+                return Finding::ok(CHECK, seen);
+            }
+            return Finding::failed(
                 CHECK,
-                format!("{} belongs to a kvgate that runs, with {has}", path.display()),
+                format!("{seen}, and nobody answers at [api] socket, {}", socket.display()),
+                "Give another [arena] path, or the [api] socket of that kvgate: `kvgate serve` does not start beside it",
             );
         }
         Ok(file) => file.blocks() * 512,
@@ -101,6 +110,13 @@ fn folder(options: &ArenaOptions, need: u64) -> Finding {
         );
     }
     Finding::ok(CHECK, format!("{wanted} fit in {place}, {} are free", size(room)))
+}
+
+/// Somebody who may not be asked counts as there.
+fn nobody_listens(socket: &Path) -> bool {
+    use std::io::ErrorKind;
+    let kind = UnixStream::connect(socket).err().map(|error| error.kind());
+    matches!(kind, Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused))
 }
 
 /// A lock that is let go at once.
