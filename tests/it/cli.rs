@@ -360,6 +360,22 @@ async fn config_is_checked_whole_and_its_file_loads_back() {
     let json = said(bad).await.exits(2).json();
     assert_eq!(json["problems"].as_array().unwrap().len(), 3);
     say(&["config", "check"]).await.exits(0).says(&["ok"]);
+    // As `serve` refuses it.
+    let small = |args: &[&str]| {
+        let mut command = kvgate(home.path(), args);
+        command.env("KVGATE__ARENA__SIZE", "64MiB");
+        command
+    };
+    let words = ["[arena] size, 64MiB, has no room", "[load] reserve"];
+    for command in [["config", "check"].as_slice(), &["serve", "--embedded", "s3"]] {
+        said(small(command)).await.exits(2).says(&words);
+    }
+    let json = said(small(&["config", "check", "--json"])).await.exits(2).json();
+    assert_eq!(
+        (&json["ok"], &json["problems"][0]["path"]),
+        (&false.into(), &"arena.size".into())
+    );
+    assert_eq!(json["problems"][0]["origin"]["name"], "KVGATE__ARENA__SIZE");
 
     let mut show = kvgate(home.path(), &["config", "show", "--toml", "--bucket", "123"]);
     show.env("KVGATE__ARENA__SIZE", "1.5GiB")

@@ -9,6 +9,7 @@ use super::args::ConnectArgs;
 use super::error::CliError;
 use super::output::Out;
 use crate::config::{SettingOrigin, Shown};
+use crate::node::daemon::has_room;
 
 /// Checks the configuration, or shows it as it takes effect.
 #[derive(Debug, Subcommand)]
@@ -18,7 +19,8 @@ Examples:
   KVGATE__S3__BUCKET=kv kvgate config show
   kvgate config show --toml > kvgate.toml")]
 pub enum ConfigCommand {
-    /// Says `ok`, or everything that is wrong. Warns of keys that are given by their old names.
+    /// Says `ok`, or everything that is wrong. Warns of keys that are given by their old names. Opens none of the files that
+    /// the configuration names: `kvgate doctor` does.
     Check(ConfigCheckArgs),
     /// Shows every key, its value and where that comes from.
     Show(ShowArgs),
@@ -54,8 +56,17 @@ pub fn run(command: ConfigCommand, out: &mut Out) -> Result<(), CliError> {
 
 fn check(args: &ConfigCheckArgs, out: &mut Out) -> Result<(), CliError> {
     match (args.connect.load(Vec::new()), args.json) {
-        (Ok(_), false) => out.line("ok"),
-        (Ok(loaded), true) => out.json(&json!({ "ok": true, "problems": [], "warnings": loaded.warnings })),
+        (Ok(loaded), as_json) => match (has_room(&loaded.config), as_json) {
+            (Ok(()), false) => out.line("ok"),
+            (Ok(()), true) => out.json(&json!({ "ok": true, "problems": [], "warnings": loaded.warnings })),
+            (Err(sentence), false) => Err(CliError::Usage(sentence)),
+            (Err(sentence), true) => {
+                let origin = loaded.origins.get("arena.size");
+                let problem = json!({ "path": "arena.size", "origin": origin, "message": sentence });
+                out.json(&json!({ "ok": false, "problems": [problem], "warnings": loaded.warnings }))?;
+                Err(CliError::ReportedUsage)
+            }
+        },
         (Err(CliError::Config(error)), true) => {
             out.json(&json!({ "ok": false, "problems": error.problems(), "warnings": [] }))?;
             Err(CliError::ReportedUsage)
