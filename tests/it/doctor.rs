@@ -19,6 +19,7 @@ use crate::support::capped::Capped;
 use crate::support::daemon::Site;
 use crate::support::dns_server::{A, DnsServer, Dnsmasq, Record, Reply};
 use crate::support::fixture::soon;
+use crate::support::fleet::certificates;
 use crate::support::program::{PREFIX, Place, Said, kvgate, kvgate_under};
 use crate::support::tls_front::TlsFront;
 
@@ -700,6 +701,83 @@ async fn an_arena_of_another_kvgate() {
     found.has("arena", "ok", &["belongs to a kvgate that runs"]);
     drop(listener);
     findings(&mut ask()).await.has("arena", "failed", &words);
+}
+
+/// `serve` would say the same, and not start.
+#[tokio::test]
+async fn keys_and_the_secrets_of_peers_are_read() {
+    let place = Place::new().await;
+    let file = |name: &str, text: &str, mode: u32| {
+        let path = place.home.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+        path
+    };
+    let key = file("acme.key", &"a1".repeat(32), 0o400);
+    let keys = |source: &str| {
+        let text = format!("[[tenant]]\nname = \"acme\"\nkeys = \"{source}\"\n");
+        file("keys.toml", &text, 0o644)
+    };
+    let ask = |settings: &[(&str, &str)]| {
+        let mut command = place.command(&["doctor", "--json"]);
+        let others = ["s3", "engines", "gpu", "disks", "api", "memory"];
+        command.args(others.iter().flat_map(|part| ["--skip", part]));
+        command.envs(settings.iter().copied());
+        command
+    };
+    let none = findings(&mut ask(&[])).await;
+    assert!(none.verdict("keys").is_empty() && none.verdict("peers").is_empty());
+
+    let named = keys(&format!("file:{}", key.display()));
+    let with_keys = [("KVGATE__KEYS__FILE", named.to_str().unwrap())];
+    let found = findings(&mut ask(&with_keys)).await;
+    found.has("keys", "ok", &["keys.toml"]).fails_only(&[]);
+    keys("file:/nowhere/acme.key");
+    let found = findings(&mut ask(&with_keys)).await;
+    found
+        .has(
+            "keys",
+            "failed",
+            &["acme", "/nowhere/acme.key can't be read", "docs/KEYS.md"],
+        )
+        .fails_only(&["keys"]);
+
+    let token = file("token", "", 0o400);
+    let members = ("KVGATE__PEERS__MEMBERS", "127.0.0.1:1");
+    let with_token = [members, ("KVGATE__PEERS__TOKEN_FILE", token.to_str().unwrap())];
+    let found = findings(&mut ask(&with_token)).await;
+    found
+        .has(
+            "peers",
+            "failed",
+            &["[peers] token_file", "one line", "docs/PEERS.md"],
+        )
+        .fails_only(&["peers"]);
+    let token = file("good", "fleet\n", 0o400);
+    let with_token = [members, ("KVGATE__PEERS__TOKEN_FILE", token.to_str().unwrap())];
+    let found = findings(&mut ask(&with_token)).await;
+    found.has("peers", "ok", &["token"]).fails_only(&[]);
+    let pem = token.to_str().unwrap();
+    let with_tls = [
+        members,
+        ("KVGATE__PEERS__CERT_FILE", pem),
+        ("KVGATE__PEERS__KEY_FILE", pem),
+        ("KVGATE__PEERS__CA_FILE", pem),
+        ("KVGATE__PEERS__SERVER_NAME", "fleet.test"),
+    ];
+    let found = findings(&mut ask(&with_tls)).await;
+    found
+        .has("peers", "failed", &["[peers] cert_file", "no certificate"])
+        .fails_only(&["peers"]);
+    let mut command = ask(&[members]);
+    for (key, value) in certificates(&place.home.path().join("tls"), "fleet.test") {
+        let name = format!("KVGATE__{}", key.replace('.', "__").to_uppercase());
+        command.env(name, value);
+    }
+    let found = findings(&mut command).await;
+    found
+        .has("peers", "ok", &["authority can be used"])
+        .fails_only(&[]);
 }
 
 /// Of Pythons without an engine; tests/engines has those with one.

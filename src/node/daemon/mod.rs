@@ -8,7 +8,7 @@ mod gc;
 mod notify;
 mod options;
 
-pub use options::{arena as arena_options, has_room};
+pub use options::{arena as arena_options, has_room, peers as peer_options};
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -24,6 +24,7 @@
 //! | `disks`         | each disk: direct I/O, room, file system, rights                 |
 //! | `gpus`          | the driver and its devices                                       |
 //! | `listeners`     | the socket's folder, the port, the token                         |
+//! | `secrets`       | the keys of tenants, the peers' token and certificates           |
 //! | `engines`       | each Python: engines, and whether the connector loads there      |
 //! | `spaces`        | the spaces of two nodes, and the fields in which they differ     |
 
@@ -40,6 +41,7 @@ mod memory;
 mod names;
 mod own_objects;
 mod removal;
+mod secrets;
 mod spaces;
 mod system;
 mod transfer;
@@ -252,6 +254,15 @@ async fn objects(
 async fn local(config: &Config, options: &DoctorOptions, stop: &Stop, tell: &mut impl FnMut(Finding)) {
     let wanted = |part: Part| !options.skip.contains(&part) && !stop.is_set();
     let limit = options.timeout;
+    if config.keys.file.is_some() && !stop.is_set() {
+        let keys = config.keys.clone();
+        let read = move || secrets::keys(&keys).into_iter().collect();
+        let found = stop.or(blocking("keys", limit, read)).await;
+        found.into_iter().flatten().for_each(&mut *tell);
+    }
+    if !stop.is_set() {
+        secrets::peers(config).into_iter().for_each(&mut *tell);
+    }
     if wanted(Part::Memory) {
         let config = config.clone();
         let found = stop
