@@ -316,9 +316,9 @@ async fn gc_removes_what_a_key_wrote_and_all_that_follows(backend: &Backend) {
             .says(&["32 hex digits", "kvgate rekey"]);
         // One digit is wrong.
         let last = if id.ends_with('0') { "1" } else { "0" };
-        let other = format!("{}{last}", &id[..31]);
+        let mistyped = format!("{}{last}", &id[..31]);
         for more in [&[][..], &["--yes"]] {
-            let said = place.say(&[&["gc", "--key-id", &other], more].concat()).await;
+            let said = place.say(&[&["gc", "--key-id", &mistyped], more].concat()).await;
             let said = said.exits(0).says(&["no chunk names this key", "kvgate rekey"]);
             assert!(!said.out.contains("would go"), "{said:?}");
         }

@@ -140,7 +140,7 @@ mod tests {
         };
         let judged = |settings: &[(&'static str, &str)]| {
             let rules = vec![rule("kv/", 30), rule("", 10), rule("other/", 1)];
-            let settings = [&[("s3.prefix", "kv")], settings].concat();
+            let settings = [&[("s3.prefix", "kv")][..], settings].concat();
             lifecycle(Ok(rules), &config(&settings))
         };
         for (after, verdict, words) in [
