@@ -32,6 +32,7 @@ pub struct Lifecycle {
 
 /// One rule, as far as it is looked at.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[expect(clippy::struct_excessive_bools, reason = "fields of the report")]
 pub struct LifecycleRule {
     pub id: String,
     pub prefix: String,

@@ -79,7 +79,7 @@ impl Peers {
     pub fn ask(self: &Arc<Self>, chunk: ChunkId) -> Option<Asking> {
         let owners = self.options.owners;
         match self.member_that_has(&chunk) {
-            Some(holder) => Some(self.asking(holder, chunk, false, owners)),
+            Some(holder) => Some(self.asking(&holder, chunk, false, owners)),
             None => self.ask_owner(chunk, owners, None),
         }
     }
@@ -88,12 +88,12 @@ impl Peers {
     fn ask_owner(self: &Arc<Self>, chunk: ChunkId, owners: u32, after: Option<&Member>) -> Option<Asking> {
         let owners_left = owners.checked_sub(1)?;
         let member = self.members.owner(&chunk.1, after)?;
-        (!member.is_self()).then(|| self.asking(member, chunk, true, owners_left))
+        (!member.is_self()).then(|| self.asking(&member, chunk, true, owners_left))
     }
 
     fn asking(
         self: &Arc<Self>,
-        member: Arc<Member>,
+        member: &Arc<Member>,
         chunk: ChunkId,
         is_owner: bool,
         owners_left: u32,
@@ -232,7 +232,7 @@ impl Asking {
         let member = self.peers.member(self.told?)?;
         let is_fit =
             !member.is_self() && member.may_be_asked() && member.address != self.attempt.member.address;
-        is_fit.then(|| self.peers.asking(member, self.chunk, false, 0))
+        is_fit.then(|| self.peers.asking(&member, self.chunk, false, 0))
     }
 
     pub fn address(&self) -> SocketAddr {

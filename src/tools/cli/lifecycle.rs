@@ -79,16 +79,35 @@ impl From<LifecycleError> for CliError {
     }
 }
 
+/// What becomes of kvgate's rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Change {
+    No,
+    Remove,
+    Days(u32),
+}
+
+impl Change {
+    /// The days of the rule afterwards, which `had` some.
+    fn days(self, had: Option<u32>) -> Option<u32> {
+        match self {
+            Self::No => had,
+            Self::Remove => None,
+            Self::Days(days) => Some(days),
+        }
+    }
+}
+
 pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let may_take_all = matches!(&command, LifecycleCommand::Apply(args) if args.whole_bucket);
     let (common, change, dry_run) = match command {
-        LifecycleCommand::Show(args) => (args.common, None, false),
-        LifecycleCommand::Apply(args) => (args.common, Some(Some(args.days)), args.dry_run),
-        LifecycleCommand::Remove(args) => (args.common, Some(None), args.dry_run),
+        LifecycleCommand::Show(args) => (args.common, Change::No, false),
+        LifecycleCommand::Apply(args) => (args.common, Change::Days(args.days), args.dry_run),
+        LifecycleCommand::Remove(args) => (args.common, Change::Remove, args.dry_run),
     };
     let config = common.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
-    if config.s3.prefix.is_empty() && matches!(change, Some(Some(_))) && !may_take_all {
+    if config.s3.prefix.is_empty() && matches!(change, Change::Days(_)) && !may_take_all {
         return Err(CliError::usage(
             "without a prefix the rule takes everything in the bucket, other programs' objects as well: give --prefix PREFIX \
              ([s3] prefix), or --whole-bucket if that is meant",
@@ -96,15 +115,17 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
     }
     let bucket = OpenBucket::open(config).await?;
     let before = bucket.inventory.lifecycle().await?;
-    let after = match change.filter(|_| !dry_run) {
-        Some(days) => bucket.inventory.set_lifecycle(&before, days).await?,
-        None => before.clone(),
+    let after = match change {
+        Change::No => before.clone(),
+        _ if dry_run => before.clone(),
+        Change::Remove => bucket.inventory.set_lifecycle(&before, None).await?,
+        Change::Days(days) => bucket.inventory.set_lifecycle(&before, Some(days)).await?,
     };
     let (seen, rules) = (before.rules()?, after.rules()?);
     let had = days_of(&seen, true).map(|(days, _)| days);
     // Before a change, and after it: the rules of others stay.
     let theirs = days_of(&seen, false);
-    let days = change.unwrap_or(had);
+    let days = change.days(had);
     let first = [days, theirs.map(|(days, _)| days)].into_iter().flatten().min();
     if common.json {
         return out.json(&json!({
@@ -124,7 +145,7 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
         out.line(printable(line))?;
     }
     let after = bucket.config.refresh.after.map(|after| after.as_secs() / 86_400);
-    if matches!(change, Some(Some(_)))
+    if matches!(change, Change::Days(_))
         && changes(change, had, &seen)
         && first.is_some_and(|first| after.is_none_or(|after| after >= u64::from(first)))
     {
@@ -136,20 +157,22 @@ pub async fn run(command: LifecycleCommand, verbose: u8, out: &mut Out) -> Resul
 }
 
 /// What the rules of `seen` mean once the change is made. `had`: days of kvgate's rule.
-fn said(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule], dry_run: bool) -> Vec<String> {
+fn said(change: Change, had: Option<u32>, seen: &[LifecycleRule], dry_run: bool) -> Vec<String> {
     let would = if dry_run { "would be " } else { "" };
     let go = |days: u32| format!("chunks go {days} days after they were stored or refreshed");
-    let days = change.unwrap_or(had);
+    let days = change.days(had);
     let theirs = days_of(seen, false).filter(|(theirs, _)| days.is_none_or(|days| *theirs < days));
     let mut lines = vec![match (change, had) {
-        (None, None) => "no rule of kvgate's: `kvgate lifecycle apply --days DAYS` makes one".to_owned(),
-        (None, Some(had)) if theirs.is_some() => format!("kvgate's rule has {had} days"),
-        (None, Some(had)) => go(had),
-        (Some(_), _) if !changes(change, had, seen) => "nothing to change".to_owned(),
-        (Some(Some(wanted)), _) if theirs.is_some() => format!("the rule {would}set: {wanted} days"),
-        (Some(Some(wanted)), _) => format!("the rule {would}set: {}", go(wanted)),
-        (Some(None), _) if theirs.is_some() => format!("the rule {would}removed"),
-        (Some(None), _) => format!("the rule {would}removed: chunks stay"),
+        (Change::No, None) => {
+            "no rule of kvgate's: `kvgate lifecycle apply --days DAYS` makes one".to_owned()
+        }
+        (Change::No, Some(had)) if theirs.is_some() => format!("kvgate's rule has {had} days"),
+        (Change::No, Some(had)) => go(had),
+        (_, _) if !changes(change, had, seen) => "nothing to change".to_owned(),
+        (Change::Days(wanted), _) if theirs.is_some() => format!("the rule {would}set: {wanted} days"),
+        (Change::Days(wanted), _) => format!("the rule {would}set: {}", go(wanted)),
+        (Change::Remove, _) if theirs.is_some() => format!("the rule {would}removed"),
+        (Change::Remove, _) => format!("the rule {would}removed: chunks stay"),
     }];
     if let Some((days, id)) = theirs {
         lines.push(format!(
@@ -169,9 +192,9 @@ fn said(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule], d
 }
 
 /// A rule of kvgate's that is off, say, is written anew, or goes.
-fn changes(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule]) -> bool {
+fn changes(change: Change, had: Option<u32>, seen: &[LifecycleRule]) -> bool {
     let has_idle = seen.iter().any(|rule| rule.ours && !rule.takes_chunks);
-    change.is_some_and(|days| days != had || has_idle)
+    change != Change::No && (change.days(had) != had || has_idle)
 }
 
 /// The fewest days after which kvgate's rules, or those of others, take chunks, and which rule it is.
@@ -206,7 +229,7 @@ mod tests {
         }
     }
 
-    fn text(change: Option<Option<u32>>, had: Option<u32>, seen: &[LifecycleRule]) -> String {
+    fn text(change: Change, had: Option<u32>, seen: &[LifecycleRule]) -> String {
         said(change, had, seen, false).join("\n")
     }
 
@@ -215,12 +238,12 @@ mod tests {
         let theirs = [rule("theirs-all", 5, false), rule("theirs-late", 400, false)];
         let takes = "but rule theirs-all takes chunks after 5 days";
         for (change, had) in [
-            (None, None),
-            (None, Some(30)),
-            (Some(Some(30)), Some(30)),
-            (Some(Some(90)), Some(30)),
-            (Some(None), Some(30)),
-            (Some(None), None),
+            (Change::No, None),
+            (Change::No, Some(30)),
+            (Change::Days(30), Some(30)),
+            (Change::Days(90), Some(30)),
+            (Change::Remove, Some(30)),
+            (Change::Remove, None),
         ] {
             let said = text(change, had, &theirs);
             assert!(said.contains(takes), "{said}");
@@ -235,16 +258,16 @@ mod tests {
             takes_chunks: false,
             ..rule("kvgate-age kv/", 30, true)
         };
-        assert!(text(Some(None), None, &[off]).starts_with("the rule removed"));
+        assert!(text(Change::Remove, None, &[off]).starts_with("the rule removed"));
         // kvgate's own is the first.
-        assert!(text(None, Some(4), &theirs).starts_with("chunks go 4 days"));
-        assert!(!text(Some(Some(4)), None, &theirs).contains("theirs"));
-        assert!(text(Some(None), Some(4), &[]).ends_with("chunks stay"));
+        assert!(text(Change::No, Some(4), &theirs).starts_with("chunks go 4 days"));
+        assert!(!text(Change::Days(4), None, &theirs).contains("theirs"));
+        assert!(text(Change::Remove, Some(4), &[]).ends_with("chunks stay"));
         let off = LifecycleRule {
             takes_chunks: false,
             ..rule("off", 1, false)
         };
-        assert!(text(Some(None), Some(4), &[off]).ends_with("chunks stay"));
+        assert!(text(Change::Remove, Some(4), &[off]).ends_with("chunks stay"));
     }
 
     #[test]
@@ -255,8 +278,8 @@ mod tests {
             takes_chunks: false,
             ..rule("kvgate-age kv/", 30, false)
         };
-        let said = text(None, None, std::slice::from_ref(&elsewhere));
+        let said = text(Change::No, None, std::slice::from_ref(&elsewhere));
         assert!(said.contains("kvgate-age kv/ is for the prefix"), "{said}");
-        assert!(!text(None, Some(30), &[elsewhere]).contains("another then"));
+        assert!(!text(Change::No, Some(30), &[elsewhere]).contains("another then"));
     }
 }
