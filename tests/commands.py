@@ -164,6 +164,9 @@ class Walk:
         if "kvgate serve" not in command:
             if ".sock" in command and self.daemon is None:
                 self.step(GATEWAY)
+            elif "kvgate doctor" in command:
+                # It looks at a node before the start: one of before has its arena.
+                self.end()
             self.run(self.own(command), shell=True)
             return
         self.end()
