@@ -63,7 +63,7 @@ fn main() -> Result<(), Failure> {
             })
         };
         let rows: Vec<_> = rows.iter().map(row).collect();
-        saving::save("api", "client and daemon in one process", &text, &rows)?;
+        saving::save("api", "api", "client and daemon in one process", &text, &rows)?;
     }
     Ok(())
 }

@@ -60,7 +60,7 @@ fn main() -> Result<(), Failure> {
         rows.push(row);
     }
     if given("--save") {
-        saving::save("copy", "one thread", &table, &rows)?;
+        saving::save("copy", "copy", "one thread", &table, &rows)?;
     }
     Ok(())
 }

@@ -74,7 +74,7 @@ fn main() -> Result<(), Failure> {
         let ms = |time: &Duration| time.as_secs_f64() * 1e3;
         let row = |row: &Row| json!({ "what": row.what, "ms": row.times.iter().map(ms).collect::<Vec<_>>() });
         let rows: Vec<_> = rows.iter().map(row).collect();
-        saving::save("disk", "one disk", &table, &rows)?;
+        saving::save("disk", "disk", "one disk", &table, &rows)?;
     }
     Ok(())
 }

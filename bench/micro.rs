@@ -4,11 +4,11 @@
 //! the ratio is the median over the rounds' ratios, and seconds are CPU seconds of this thread, so that other work on
 //! the machine changes little. Nothing here fails for being slow.
 
+mod saving;
+
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::hint::black_box;
-use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,7 +43,7 @@ const CHUNK_TOKENS: usize = 256;
 /// Live slots in the arena.
 const SLOTS: [usize; 3] = [1, 1000, 30_000];
 
-fn main() {
+fn main() -> std::io::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let given = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let mut bench = Bench {
@@ -63,11 +63,12 @@ fn main() {
     existence(&mut bench);
     lookup(&mut bench);
     policy(&mut bench);
-    let report = Report::new(bench.rows);
-    println!("\n{}", report.markdown());
+    let table = markdown(&bench.rows);
+    println!("\n{table}");
     if given("--save") {
-        report.save();
+        saving::save("micro", "micro", "medians of CPU time", &table, &bench.rows)?;
     }
+    Ok(())
 }
 
 // ---------------------------------------------------------------- the harness
@@ -694,89 +695,30 @@ impl ObjectStore for Heads {
 
 // ---------------------------------------------------------------- the report
 
-#[derive(Serialize)]
-struct Report {
-    date: String,
-    cpu: String,
-    cores: usize,
-    rustc: String,
-    commit: String,
-    command: String,
-    rows: Vec<Row>,
-}
-
-impl Report {
-    fn new(rows: Vec<Row>) -> Self {
-        let dirty = !output_of(
-            "git",
-            &["status", "--porcelain", "src", "bench/micro.rs", "Cargo.lock"],
-        )
-        .is_empty();
-        let commit = output_of("git", &["rev-parse", "--short=12", "HEAD"]);
-        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let model = cpuinfo.lines().find(|line| line.starts_with("model name"));
-        let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
-        let words: Vec<String> = "cargo bench --bench micro --"
-            .split(' ')
-            .map(Into::into)
-            .chain(arguments)
-            .collect();
-        Self {
-            date: output_of("date", &["-u", "+%Y-%m-%d"]),
-            cpu: model
-                .and_then(|line| line.split_once(": "))
-                .map_or("unknown", |(_, model)| model)
-                .into(),
-            cores: std::thread::available_parallelism().map_or(0, usize::from),
-            rustc: output_of("rustc", &["--version"]),
-            commit: commit + if dirty { ", with changes" } else { "" },
-            command: words.join(" "),
-            rows,
-        }
-    }
-
-    fn markdown(&self) -> String {
-        let mut text = format!(
-            "# micro, {}\n\n- CPU: {}, {} cores\n- {}\n- commit {}\n- `{}`\n\n",
-            self.date, self.cpu, self.cores, self.rustc, self.commit, self.command
+fn markdown(rows: &[Row]) -> String {
+    let mut text = "| what | CPU time | floor | its CPU time | ratio | 10 % to 90 % | wanted |\n".to_owned();
+    text += "|---|---:|---|---:|---:|---:|---|\n";
+    for row in rows {
+        let (low, high) = row.ratio_spread;
+        let wanted = match row.wanted {
+            None => String::new(),
+            Some(Wanted::RatioAtMost(most)) => format!("≤ {most}x: {}", kept(row.ratio <= most)),
+            Some(Wanted::NanosecondsBelow(most)) => {
+                format!("< {}: {}", duration(most), kept(row.subject_ns < most))
+            }
+        };
+        // Writing to a String can't fail.
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {:.2} | {low:.2} to {high:.2} | {wanted} |",
+            row.name,
+            duration(row.subject_ns),
+            row.floor,
+            duration(row.floor_ns),
+            row.ratio,
         );
-        text += "| what | CPU time | floor | its CPU time | ratio | 10 % to 90 % | wanted |\n";
-        text += "|---|---:|---|---:|---:|---:|---|\n";
-        for row in &self.rows {
-            let (low, high) = row.ratio_spread;
-            let wanted = match row.wanted {
-                None => String::new(),
-                Some(Wanted::RatioAtMost(most)) => format!("≤ {most}x: {}", kept(row.ratio <= most)),
-                Some(Wanted::NanosecondsBelow(most)) => {
-                    format!("< {}: {}", duration(most), kept(row.subject_ns < most))
-                }
-            };
-            // Writing to a String can't fail.
-            let _ = writeln!(
-                text,
-                "| {} | {} | {} | {} | {:.2} | {low:.2} to {high:.2} | {wanted} |",
-                row.name,
-                duration(row.subject_ns),
-                row.floor,
-                duration(row.floor_ns),
-                row.ratio,
-            );
-        }
-        text
     }
-
-    fn save(&self) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results");
-        let file = folder.join(format!("micro-{}", self.date));
-        let json = serde_json::to_string_pretty(self).expect("a report in JSON");
-        let written = std::fs::create_dir_all(&folder)
-            .and_then(|()| std::fs::write(file.with_extension("md"), self.markdown()))
-            .and_then(|()| std::fs::write(file.with_extension("json"), json + "\n"));
-        match written {
-            Ok(()) => println!("saved as {}.md and .json", file.display()),
-            Err(error) => eprintln!("can't save {}: {error}", file.display()),
-        }
-    }
+    text
 }
 
 fn kept(kept: bool) -> &'static str {
@@ -789,15 +731,4 @@ fn duration(ns: f64) -> String {
         1e3..1e6 => format!("{:.1} µs", ns / 1e3),
         _ => format!("{:.2} ms", ns / 1e6),
     }
-}
-
-fn output_of(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program)
-        .args(arguments)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output();
-    output.map_or_else(
-        |_| "unknown".into(),
-        |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
-    )
 }

@@ -328,7 +328,7 @@ demo() {
             demo --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}" --bucket kvgate-demo
         check "the demo's objects, seen by others" external_check
         # Conversations that are made up: hits as in simulation, bytes and figures right.
-        check "a replay on Ceph" "$KVGATE_TEST_CACHE/vllm/bin/python" -W ignore -B bench/replay.py --requests 300 --speed 60 \
+        check "a replay on Ceph" "$KVGATE_TEST_CACHE/vllm/bin/python" -W ignore -B bench/replay.py --requests 1000 --speed 60 \
             --kvgate "$RELEASED/bin/kvgate" --endpoint "${KVGATE_TEST_RGW_ENDPOINTS%% *}"
     else
         not_run+=("demo on Ceph: it is not up")

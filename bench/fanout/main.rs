@@ -9,6 +9,8 @@
 mod client;
 mod report;
 mod run;
+#[path = "../saving.rs"]
+mod saving;
 mod scenario;
 mod server;
 
@@ -16,13 +18,12 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use client::Policy;
-use report::Report;
 use run::Row;
 use scenario::{Scenario, WORKLOADS, Workload};
 
 const SEED: u64 = 20_261_121;
 
-fn main() {
+fn main() -> std::io::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let given = |flag: &str| arguments.iter().position(|argument| argument == flag);
     let seed = given("--seed").and_then(|at| arguments.get(at + 1)?.parse().ok());
@@ -51,11 +52,13 @@ fn main() {
     }
     let began = Instant::now();
     let rows = all(&cases, seed);
-    let report = Report::new(seed, began.elapsed().as_secs_f64(), rows);
-    println!("{}", report.markdown());
+    let note = format!("simulated in {:.0} s, seed {seed}", began.elapsed().as_secs_f64());
+    let table = report::markdown(&rows);
+    println!("{note}\n\n{table}");
     if given("--save").is_some() {
-        report.save();
+        saving::save("fanout", "fanout-sim", &note, &table, &rows)?;
     }
+    Ok(())
 }
 
 /// Each in a thread of its own, as many at a time as there are cores.

@@ -19,13 +19,14 @@ mod node;
 mod report;
 mod rgw;
 mod run;
+#[path = "../saving.rs"]
+mod saving;
 mod scenario;
 mod store;
 
 use std::sync::Mutex;
 use std::time::Instant;
 
-use report::Report;
 use run::Row;
 use scenario::{Fleet, LONG, SHORT, Scenario, Times};
 
@@ -49,11 +50,12 @@ const SMALL: Fleet = Fleet {
     rgws: 6,
 };
 
-fn main() {
+fn main() -> std::io::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let given = |flag: &str| arguments.iter().position(|argument| argument == flag);
     if given("--bench").is_none() {
-        return check();
+        check();
+        return Ok(());
     }
     let word_after = |flag: &str| {
         let next = arguments.get(given(flag)? + 1)?;
@@ -76,11 +78,14 @@ fn main() {
     }
     let began = Instant::now();
     let rows = all(&cases, LONG, seed);
-    let report = Report::new(seed, began.elapsed().as_secs_f64(), rows);
-    println!("{}", report.markdown());
+    let note = format!("simulated in {:.0} s, seed {seed}", began.elapsed().as_secs_f64());
+    let tables = report::markdown(&rows);
+    println!("{note}\n\n{tables}");
     if given("--save").is_some() {
-        report.save(word_after("--save"));
+        let name = word_after("--save").map_or("fleet".to_owned(), |name| format!("fleet-{name}"));
+        saving::save("fleet", &name, &note, &tables, &rows)?;
     }
+    Ok(())
 }
 
 fn size(fleet: Fleet) -> String {

@@ -1,111 +1,44 @@
-//! The tables, and the files that `--save` writes.
+//! The tables.
 
 use std::fmt::Write as _;
-use std::path::Path;
-use std::process::Command;
-
-use serde::Serialize;
 
 use super::run::{Row, Took};
 use super::scenario::{LONG, OSD_BYTES_PER_SECOND, OSDS, PROMPTS, RGW, Times};
 
-#[derive(Serialize)]
-pub struct Report {
-    date: String,
-    cpu: String,
-    cores: usize,
-    rustc: String,
-    commit: String,
-    command: String,
-    seed: u64,
-    /// That it took to simulate.
-    seconds: f64,
-    pub rows: Vec<Row>,
-}
-
-impl Report {
-    pub fn new(seed: u64, seconds: f64, rows: Vec<Row>) -> Self {
-        let changed = ["status", "--porcelain", "src", "bench/fleet", "Cargo.lock"];
-        let dirty = !output_of("git", &changed).is_empty();
-        let commit = output_of("git", &["rev-parse", "--short=12", "HEAD"]);
-        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let model = cpuinfo.lines().find(|line| line.starts_with("model name"));
-        let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
-        let words: Vec<String> = "cargo bench --bench fleet --"
-            .split(' ')
-            .map(Into::into)
-            .chain(arguments)
-            .collect();
-        Self {
-            date: output_of("date", &["-u", "+%Y-%m-%d"]),
-            cpu: model
-                .and_then(|line| line.split_once(": "))
-                .map_or("unknown", |(_, model)| model)
-                .into(),
-            cores: std::thread::available_parallelism().map_or(0, usize::from),
-            rustc: output_of("rustc", &["--version"]),
-            commit: commit + if dirty { ", with changes" } else { "" },
-            command: words.join(" "),
-            seed,
-            seconds,
-            rows,
+pub fn markdown(rows: &[Row]) -> String {
+    let mut text = String::new();
+    let Times {
+        begin,
+        fault,
+        well,
+        end,
+    } = LONG;
+    // Writing to a String can't fail.
+    let _ = writeln!(
+        text,
+        "Each gateway gets {PROMPTS} prompts a second. An RGW has {} cores, {:.1} GB/s, {:.1} GB/s a connection, \
+         {OSDS} OSDs of {:.0} GB/s, and {} ms to a first byte. Seconds {begin} to {fault} are the time before, {fault} \
+         to {well} meanwhile, and up to {end} after.",
+        RGW.cores,
+        RGW.nic_bytes_per_second / 1e9,
+        RGW.connection_bytes_per_second / 1e9,
+        OSD_BYTES_PER_SECOND / 1e9,
+        RGW.latency.as_millis(),
+    );
+    let mut fleet = (0, 0);
+    for row in rows {
+        if (row.gateways, row.rgws) != fleet {
+            fleet = (row.gateways, row.rgws);
+            let rows: Vec<&Row> = rows
+                .iter()
+                .filter(|row| (row.gateways, row.rgws) == fleet)
+                .collect();
+            let _ = writeln!(text, "\n## {} gateways, {} RGWs\n", row.gateways, row.rgws);
+            times(&mut text, &rows);
+            counts(&mut text, &rows);
         }
     }
-
-    pub fn markdown(&self) -> String {
-        let mut text = format!(
-            "# fleet, {}\n\n- simulated in {:.0} s on {}, {} cores; seed {}\n- {}\n- commit {}\n- `{}`\n\n",
-            self.date, self.seconds, self.cpu, self.cores, self.seed, self.rustc, self.commit, self.command
-        );
-        let Times {
-            begin,
-            fault,
-            well,
-            end,
-        } = LONG;
-        // Writing to a String can't fail.
-        let _ = writeln!(
-            text,
-            "Each gateway gets {PROMPTS} prompts a second. An RGW has {} cores, {:.1} GB/s, {:.1} GB/s a connection, \
-             {OSDS} OSDs of {:.0} GB/s, and {} ms to a first byte. Seconds {begin} to {fault} are the time before, {fault} \
-             to {well} meanwhile, and up to {end} after.",
-            RGW.cores,
-            RGW.nic_bytes_per_second / 1e9,
-            RGW.connection_bytes_per_second / 1e9,
-            OSD_BYTES_PER_SECOND / 1e9,
-            RGW.latency.as_millis(),
-        );
-        let mut fleet = (0, 0);
-        for row in &self.rows {
-            if (row.gateways, row.rgws) != fleet {
-                fleet = (row.gateways, row.rgws);
-                let rows: Vec<&Row> = self
-                    .rows
-                    .iter()
-                    .filter(|row| (row.gateways, row.rgws) == fleet)
-                    .collect();
-                let _ = writeln!(text, "\n## {} gateways, {} RGWs\n", row.gateways, row.rgws);
-                times(&mut text, &rows);
-                counts(&mut text, &rows);
-            }
-        }
-        text
-    }
-
-    /// As `fleet-DATE`, or `fleet-NAME-DATE`.
-    pub fn save(&self, name: Option<&str>) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results");
-        let name = name.map(|name| format!("{name}-")).unwrap_or_default();
-        let file = folder.join(format!("fleet-{name}{}", self.date));
-        let json = serde_json::to_string_pretty(self).expect("a report in JSON");
-        let written = std::fs::create_dir_all(&folder)
-            .and_then(|()| std::fs::write(file.with_extension("md"), self.markdown()))
-            .and_then(|()| std::fs::write(file.with_extension("json"), json + "\n"));
-        match written {
-            Ok(()) => println!("saved as {}.md and .json", file.display()),
-            Err(error) => eprintln!("can't save {}: {error}", file.display()),
-        }
-    }
+    text
 }
 
 /// Until a prompt's last chunk is there.
@@ -162,15 +95,4 @@ fn counts(text: &mut String, rows: &[&Row]) {
             row.dns_by_tcp,
         );
     }
-}
-
-fn output_of(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program)
-        .args(arguments)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output();
-    output.map_or_else(
-        |_| "unknown".into(),
-        |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
-    )
 }

@@ -93,20 +93,19 @@ impl Store {
     }
 
     /// As `S3::attempt`.
-    async fn attempt<T>(
+    async fn attempt(
         &self,
-        operation: Operation,
-        key: &str,
+        request: Request<'_>,
         deadline: Instant,
-        request: impl Future<Output = Result<T>>,
-    ) -> Result<T> {
-        let failed = |kind| ObjectError::new(operation, key, kind, "");
+        land: Option<&Handover<Landing>>,
+    ) -> Result<()> {
+        let failed = |kind| ObjectError::new(request.operation, request.key, kind, "");
         let now = Instant::now();
         if deadline <= now {
             return Err(failed(ErrorKind::Deadline));
         }
         let limit = now + self.request_timeout;
-        match timeout_at(limit.min(deadline), request).await {
+        match timeout_at(limit.min(deadline), self.send(&request, land)).await {
             Ok(result) => result,
             Err(_) if limit < deadline => Err(failed(ErrorKind::Timeout)),
             Err(_) => Err(failed(ErrorKind::Deadline)),
@@ -269,22 +268,17 @@ impl Drop for Failing {
 impl ObjectStore for Store {
     fn head<'a>(&'a self, key: &'a str, deadline: Instant) -> StoreFuture<'a, ObjectMeta> {
         Box::pin(async move {
-            let operation = Operation::Head;
             let made = AtomicU64::new(0);
             let attempt = |route| {
                 made.fetch_add(1, Ordering::Relaxed);
-                let request = async move {
-                    let (up, down) = (0, 0);
-                    let request = Request {
-                        operation,
-                        key,
-                        up,
-                        down,
-                        route,
-                    };
-                    self.send(&request, None).await
+                let request = Request {
+                    operation: Operation::Head,
+                    key,
+                    up: 0,
+                    down: 0,
+                    route,
                 };
-                self.attempt(operation, key, deadline, request)
+                self.attempt(request, deadline, None)
             };
             let hedge = self.endpoints.hedge(0);
             let nothing = None::<&Handover<()>>;
@@ -299,29 +293,25 @@ impl ObjectStore for Store {
 
     fn get<'a>(&'a self, get: GetRange<'a>, mut landing: Landing, deadline: Instant) -> GetFuture<'a> {
         Box::pin(async move {
-            let (operation, key) = (Operation::Get, get.key);
+            let key = get.key;
             if let Some(chunk) = Bucket::chunk_of(key) {
                 self.world
                     .bucket
                     .read(chunk, get.range.clone(), &mut landing.slot);
             }
-            let (up, down) = (0, get.range.len() * SCALE);
+            let down = get.range.len() * SCALE;
             let handover = Handover::new(landing);
             let made = AtomicU64::new(0);
             let attempt = |route| {
                 made.fetch_add(1, Ordering::Relaxed);
-                let land = Some(&handover);
-                let request = async move {
-                    let request = Request {
-                        operation,
-                        key,
-                        up,
-                        down,
-                        route,
-                    };
-                    self.send(&request, land).await
+                let request = Request {
+                    operation: Operation::Get,
+                    key,
+                    up: 0,
+                    down,
+                    route,
                 };
-                self.attempt(operation, key, deadline, request)
+                self.attempt(request, deadline, Some(&handover))
             };
             let hedge = self.endpoints.hedge(down);
             let ended = self
@@ -345,20 +335,15 @@ impl ObjectStore for Store {
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
-            let operation = Operation::Put;
-            let (up, down) = (body.len() * SCALE, 0);
             let attempt = |route| {
-                let request = async move {
-                    let request = Request {
-                        operation,
-                        key,
-                        up,
-                        down,
-                        route,
-                    };
-                    self.send(&request, None).await
+                let request = Request {
+                    operation: Operation::Put,
+                    key,
+                    up: body.len() * SCALE,
+                    down: 0,
+                    route,
                 };
-                self.attempt(operation, key, deadline, request)
+                self.attempt(request, deadline, None)
             };
             self.attempts.run(deadline, attempt).await?;
             Ok("version".into())

@@ -452,6 +452,18 @@ pub fn key_files(folder: &std::path::Path, protection: &str) -> String {
     file.display().to_string()
 }
 
+/// A file of keys for tenant `acme`; the first writes.
+pub fn acme_keys(folder: &std::path::Path, name: &str, numbers: &[u8]) -> String {
+    let keys = numbers
+        .iter()
+        .map(|number| format!("\"command:echo {}\"", format!("{number:02x}").repeat(32)));
+    let keys: Vec<String> = keys.collect();
+    let path = folder.join(name);
+    let text = format!("[[tenant]]\nname = \"acme\"\nkeys = [{}]\n", keys.join(", "));
+    std::fs::write(&path, text).unwrap();
+    path.display().to_string()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_serves_a_tenant_with_keys() {
     for protection in PROTECTIONS {
@@ -673,18 +685,8 @@ async fn what_a_key_wrote_that_is_taken_away_is_a_miss_on_every_tier() {
     for protection in PROTECTIONS {
         let place = daemon::Site::new().await;
         let folder = tempfile::tempdir().unwrap();
-        let file = |name: &str, numbers: &[u8]| {
-            let keys: Vec<String> = numbers
-                .iter()
-                .map(|number| format!("\"command:printf %064d {number}\""))
-                .collect();
-            let path = folder.path().join(name);
-            let text = format!("[[tenant]]\nname = \"acme\"\nkeys = [{}]\n", keys.join(", "));
-            std::fs::write(&path, text).unwrap();
-            path.display().to_string()
-        };
         let [old, both, new] = [("1.toml", &[1_u8][..]), ("2.toml", &[2, 1]), ("3.toml", &[2])]
-            .map(|(name, numbers)| file(name, numbers));
+            .map(|(name, numbers)| acme_keys(folder.path(), name, numbers));
         let disk = folder.path().join("disk");
         std::fs::create_dir(&disk).unwrap();
         let disk = disk.display().to_string();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::cache::gateway::AfterMiss;
-use kvgate::format::{Header, KeyId, KeyState, Keyring, Protection};
+use kvgate::format::{Header, KeyId, KeyPrefix, KeyState, Keyring, Protection};
 use kvgate::inventory::{Inventory, RekeyError, RekeySpec, Rekeyed, Select};
 use kvgate::protocol::{Order, Strategy};
 use kvgate::s3::object::ObjectStore;
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use tokio::process::Command;
 
 use crate::faults::Hooked;
-use crate::keys::{BAD, N, PROTECTIONS, forgeries, key, reader, ring, space_of};
+use crate::keys::{BAD, N, PROTECTIONS, acme_keys, forgeries, key, reader, ring, space_of};
 use crate::support::backends::{Backend, on_backends};
 use crate::support::daemon;
 use crate::support::fixture::{Prompt, Site, load_codes, lookup, store_all, store_chunk};
@@ -40,13 +40,22 @@ async fn rekey(
     keys: &[u8],
     rate: Option<u64>,
 ) -> Result<Rekeyed, RekeyError> {
+    rekey_at(site.keys.clone(), store, keys, rate).await
+}
+
+async fn rekey_at(
+    prefix: KeyPrefix,
+    store: &Arc<dyn ObjectStore>,
+    keys: &[u8],
+    rate: Option<u64>,
+) -> Result<Rekeyed, RekeyError> {
     let spec = RekeySpec {
         select: Select::default(),
         rate,
         buffers: 1 << 20,
     };
     let timeout = Duration::from_secs(60);
-    let inventory = Inventory::new(Arc::clone(store), site.keys.clone(), ring(keys), timeout);
+    let inventory = Inventory::new(Arc::clone(store), prefix, ring(keys), timeout);
     inventory.rekey(&spec, |_| ()).await
 }
 
@@ -347,17 +356,10 @@ async fn a_node_without_the_old_key_loads_past_its_disk() {
     for protection in PROTECTIONS {
         let place = daemon::Site::new().await;
         let folder = tempfile::tempdir().unwrap();
-        let file = |name: &str, numbers: &[u8]| {
-            let keys: Vec<String> = numbers
-                .iter()
-                .map(|number| format!("\"command:echo {}\"", format!("{number:02x}").repeat(32)))
-                .collect();
-            let path = folder.path().join(name);
-            let text = format!("[[tenant]]\nname = \"acme\"\nkeys = [{}]\n", keys.join(", "));
-            std::fs::write(&path, text).unwrap();
-            path.display().to_string()
-        };
-        let (old, new) = (file("old.toml", &[1]), file("new.toml", &[2]));
+        let (old, new) = (
+            acme_keys(folder.path(), "old.toml", &[1]),
+            acme_keys(folder.path(), "new.toml", &[2]),
+        );
         let disk = folder.path().join("disk");
         std::fs::create_dir(&disk).unwrap();
         let disk = disk.display().to_string();
@@ -370,14 +372,9 @@ async fn a_node_without_the_old_key_loads_past_its_disk() {
         };
         let prompt = Prompt::of(space_of("acme", protection), N);
         place.store_by_another(&prompt, &of(old.as_str())).await;
-        let spec = RekeySpec {
-            select: Select::default(),
-            rate: Some(RATE),
-            buffers: 1 << 20,
-        };
-        let (keys, timeout) = (kvgate::format::KeyPrefix::new(""), Duration::from_secs(60));
-        let inventory = Inventory::new(place.store().await, keys, ring(&[2, 1]), timeout);
-        assert_eq!(inventory.rekey(&spec, |_| ()).await.unwrap().rewritten.chunks, 3);
+        let (store, prefix) = (place.store().await, KeyPrefix::new(""));
+        let done = rekey_at(prefix, &store, &[2, 1], Some(RATE)).await.unwrap();
+        assert_eq!(done.rewritten.chunks, 3);
 
         let serving = place.serve(&of(new.as_str())).await;
         serving.ready().await;

@@ -35,7 +35,7 @@ pub struct Bucket {
     pub cache: Arc<ExistenceCache>,
     pub prober: Prober,
     pub get_turns: Turns,
-    /// Of what peers are asked for. Apart from those of S3: a peer may be waiting for S3 to answer, and both for each other's turns.
+    /// Of what peers are asked for. Apart from those of S3: the peer may be waiting for S3, and both of them for each other.
     pub peer_turns: Turns,
     pub warnings: BucketWarnings,
     pub refresh: Refresh,
