@@ -75,14 +75,17 @@ pub(super) async fn look(
         Strategy::Prefix if space.kind().is_full() => search.prefix(states, known.doubtful).await,
         Strategy::Prefix | Strategy::Exact => search.exact(states).await,
     };
-    let with_peers = |(i, tier): (usize, &Option<Tier>)| {
-        let key = (space.key(), chunks[i]);
-        let is_a_peers =
-            || tiers.a_peer_has(space, &chunks[i]) && tiers.bucket.is_present(&key) != Some(true);
-        tier.or_else(|| is_a_peers().then_some(Tier::Peer))
+    let a_peer_has = |i: usize| {
+        let is_on_s3 = tiers.bucket.is_present(&(space.key(), chunks[i])) == Some(true);
+        !is_on_s3 && tiers.a_peer_has(space, &chunks[i])
     };
-    let places: Vec<_> = local.iter().enumerate().map(with_peers).collect();
-    lookup.tiers = tier_runs(lookup.present(), &places);
+    lookup.tiers = if tiers.peers_of(space).is_some() {
+        let place = |(i, tier): (usize, &Option<Tier>)| tier.or_else(|| a_peer_has(i).then_some(Tier::Peer));
+        let places: Vec<_> = local.iter().enumerate().map(place).collect();
+        tier_runs(lookup.present(), &places)
+    } else {
+        tier_runs(lookup.present(), &local)
+    };
     if space.kind().is_full() {
         // What an engine computes now, it stores.
         tiers.bucket.runs.looked_up(space.key(), chunks, lookup.prefix);
