@@ -31,6 +31,7 @@ mod peers;
 mod problem;
 mod routers;
 mod routes;
+mod s3_metrics;
 mod server;
 mod spaces;
 mod store;
