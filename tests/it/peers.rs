@@ -621,6 +621,66 @@ async fn of_nodes_that_point_to_each_other_each_is_asked_once() {
     assert!(asks.load(Ordering::Relaxed) <= 2 * 12);
 }
 
+/// A member that says that it has each chunk, and sends no byte of it.
+async fn hanging(listener: TcpListener, asks: Arc<AtomicU64>, object_len: usize) {
+    let mut held = Vec::new();
+    while let Ok((mut stream, _)) = listener.accept().await {
+        let mut head = Vec::new();
+        while let Ok(byte) = stream.read_u8().await
+            && !head.ends_with(b"\r\n\r")
+        {
+            head.push(byte);
+        }
+        let say = format!("HTTP/1.1 200 OK\r\nETag: \"x\"\r\nContent-Length: {object_len}\r\n\r\n");
+        if stream.write_all(say.as_bytes()).await.is_ok() {
+            asks.fetch_add(1, Ordering::Relaxed);
+            held.push(stream);
+        }
+    }
+}
+
+/// Or two nodes that ask each other would wait for each other's turns.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_peers_are_asked_for_holds_up_nothing_that_comes_from_s3() {
+    let site = Site::new().await;
+    let file = key_files(site.home.path(), "encrypted");
+    // For these no peer is asked.
+    let from_s3 = Prompt::of(space_of("acme", Protection::Encrypted), 3);
+    site.store_by_another(&from_s3, &[("keys.file", &file)]).await;
+    let prompt = Prompt::new(96);
+    site.store_by_another(&prompt, &[]).await;
+    let mut fleet = Fleet::new(&site, 2);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    fleet.members[0] = listener.local_addr().unwrap();
+    let asks = Arc::new(AtomicU64::new(0));
+    let len = prompt.space.layout().object_len();
+    tokio::spawn(hanging(listener, Arc::clone(&asks), len));
+    let settings = [
+        ("keys.file", file.as_str()),
+        ("s3.part_size", "1MiB"),
+        ("load.in_flight", "1MiB"),
+    ];
+    let node = fleet.serve(&site, 1, &settings).await;
+    for space in [&prompt.space, &from_s3.space] {
+        node.client.declare(space).await.unwrap();
+    }
+    let (one, other) = (node.attach("one").await, node.attach("other").await);
+    let held_up = load(&one, &prompt, "a", Order::Chunk);
+    let hold = async {
+        while asks.load(Ordering::Relaxed) < (1 << 20) / len as u64 {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        load(&other, &from_s3, "b", Order::Chunk).await
+    };
+    tokio::select! {
+        words = hold => {
+            assert_eq!(words, all("s3", 3));
+            assert_eq!(asked(&node, "failed") + asked(&node, "slow"), 0, "all asks had to end first");
+        }
+        words = held_up => panic!("the other load had to wait for this one: {words:?}"),
+    }
+}
+
 /// With peers, a chunk that S3 lacks is asked for at once: a peer may have it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_chunk_that_is_known_to_be_damaged_is_never_inferred() {
