@@ -35,6 +35,8 @@ pub struct BoundarySearch {
 struct KindStates {
     kind: Kind,
     states: Vec<ChunkState>,
+    /// Chunks that were absent or of no use lately, in order: their neighbours tell nothing of them.
+    doubtful: Vec<usize>,
 }
 
 /// The questions that a search may ask.
@@ -54,14 +56,35 @@ const STATES_AT_FIRST: usize = 8;
 /// Of a run of more chunks the middle is inferred.
 const WHOLE_RUN: usize = 16;
 
+impl KindStates {
+    /// The chunks of a long run from which all of it is inferred: its ends, and the first of the doubtful ones.
+    fn tells(&self, run: &Range<usize>) -> impl Iterator<Item = usize> {
+        let first = self.doubtful.partition_point(|&chunk| chunk <= run.start);
+        let end = run.end - 1;
+        let between = self.doubtful[first..].iter().copied();
+        [run.start, end]
+            .into_iter()
+            .chain(between.take_while(move |&chunk| chunk < end).take(WHOLE_RUN))
+    }
+}
+
 impl BoundarySearch {
-    /// `kinds`: each with the known states of the first `prefix` chunks.
-    pub fn new(kinds: Vec<(Kind, Vec<ChunkState>)>, prefix: usize, chunk_tokens: u32, scope: Scope) -> Self {
+    /// `kinds`: each with the known states of the first `prefix` chunks, and its doubtful chunks in order.
+    pub fn new(
+        kinds: Vec<(Kind, Vec<ChunkState>, Vec<usize>)>,
+        prefix: usize,
+        chunk_tokens: u32,
+        scope: Scope,
+    ) -> Self {
         let kinds: Vec<KindStates> = kinds
             .into_iter()
-            .map(|(kind, mut states)| {
+            .map(|(kind, mut states, doubtful)| {
                 states.resize(prefix, ChunkState::NotAsked);
-                KindStates { kind, states }
+                KindStates {
+                    kind,
+                    states,
+                    doubtful,
+                }
             })
             .collect();
         let (budget, state_every) = match scope {
@@ -206,9 +229,9 @@ impl BoundarySearch {
         kinds.all(|(of, not_asked)| {
             let run = self.run(of, boundary);
             match self.infers(&run) {
-                true => [run.start, run.end - 1]
-                    .iter()
-                    .all(|&chunk| of.states[chunk] != ChunkState::NotAsked),
+                true => of
+                    .tells(&run)
+                    .all(|chunk| of.states[chunk] != ChunkState::NotAsked),
                 false => not_asked[boundary] <= run.start,
             }
         })
@@ -239,7 +262,7 @@ impl BoundarySearch {
                 }
             };
             match self.infers(&run) {
-                true => [run.start, run.end - 1].into_iter().for_each(&mut ask_for),
+                true => of.tells(&run).for_each(&mut ask_for),
                 false => run.for_each(&mut ask_for),
             }
         }
@@ -261,8 +284,17 @@ mod tests {
         scope: Scope,
         answer: impl Fn(usize, usize) -> ChunkState,
     ) -> (usize, usize) {
-        let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
-        let mut search = BoundarySearch::new(states, prefix, CHUNK, scope);
+        search_doubting(kinds, &[], prefix, scope, answer)
+    }
+
+    fn search_doubting(
+        kinds: &[Kind],
+        doubtful: &[usize],
+        prefix: usize,
+        scope: Scope,
+        answer: impl Fn(usize, usize) -> ChunkState,
+    ) -> (usize, usize) {
+        let mut search = BoundarySearch::new(unknown(kinds, doubtful), prefix, CHUNK, scope);
         let mut asked = 0;
         loop {
             let ask = search.next(15);
@@ -279,6 +311,11 @@ mod tests {
                 search.learn(kind, chunk, answer(kind, chunk));
             }
         }
+    }
+
+    fn unknown(kinds: &[Kind], doubtful: &[usize]) -> Vec<(Kind, Vec<ChunkState>, Vec<usize>)> {
+        let of_kind = |&kind| (kind, Vec::new(), doubtful.to_vec());
+        kinds.iter().map(of_kind).collect()
     }
 
     fn state(is_present: bool) -> ChunkState {
@@ -312,6 +349,20 @@ mod tests {
             ChunkState::Present
         });
         assert_eq!((boundary, asked), (4096, 1 + STATES_AT_FIRST));
+    }
+
+    #[test]
+    fn a_doubtful_chunk_in_the_middle_of_a_window_is_asked_for() {
+        let window = [Kind::Window(40 * CHUNK)];
+        let with_a_gap = |_, chunk: usize| state(chunk != 80);
+        // From its ends alone the window would be promised.
+        assert_eq!(search(&window, 100, LIKELY, with_a_gap), (100, 2));
+        assert_eq!(search_doubting(&window, &[80], 100, LIKELY, with_a_gap).0, 80);
+        let all_there = |_, _| ChunkState::Present;
+        assert_eq!(search_doubting(&window, &[80], 100, LIKELY, all_there), (100, 3));
+        let many: Vec<usize> = (0..100).collect();
+        let (boundary, asked) = search_doubting(&window, &many, 100, LIKELY, all_there);
+        assert_eq!((boundary, asked), (100, 2 + WHOLE_RUN));
     }
 
     #[test]
@@ -396,8 +447,8 @@ mod tests {
         for scope in [LIKELY, Scope::All] {
             search(&kinds, 1 << 16, scope, |_, chunk| state(chunk % 1000 != 0));
             // One that its deadline ends before the first answer.
-            let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
-            assert_eq!(BoundarySearch::new(states, 1 << 16, CHUNK, scope).boundary(), 0);
+            let search = BoundarySearch::new(unknown(&kinds, &[]), 1 << 16, CHUNK, scope);
+            assert_eq!(search.boundary(), 0);
         }
         assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
     }
@@ -459,8 +510,7 @@ mod tests {
             (kinds, prefix, stored) in any_store(600), every in 0_usize..9, questions in 0_usize..80, probes in 1_usize..20,
         ) {
             let scope = Scope::Likely { questions, state_every: every };
-            let states = kinds.iter().map(|&kind| (kind, Vec::new())).collect();
-            let mut search = BoundarySearch::new(states, prefix, CHUNK, scope);
+            let mut search = BoundarySearch::new(unknown(&kinds, &[]), prefix, CHUNK, scope);
             let mut asked = 0;
             loop {
                 let ask = search.next(probes);
@@ -486,7 +536,7 @@ mod tests {
 
         #[test]
         fn with_all_questions_it_is_open_only_if_an_answer_could_tell_of_more((kinds, prefix, stored) in any_store(100)) {
-            let states = kinds.iter().zip(&stored).map(|(&kind, stored)| (kind, stored.clone())).collect();
+            let states = kinds.iter().zip(&stored).map(|(&kind, stored)| (kind, stored.clone(), Vec::new())).collect();
             let mut search = BoundarySearch::new(states, prefix, CHUNK, Scope::All);
             prop_assert_eq!(search.next(15), []);
             let optimist = |&is: &ChunkState| if is == ChunkState::Unknown { ChunkState::Present } else { is };

@@ -220,7 +220,7 @@ async fn search(
 ) -> Searched {
     let of_space = |space: &&Space| {
         let known = known(tiers, space, chunks);
-        (known.local, (space.kind(), known.states))
+        (known.local, (space.kind(), known.states, known.doubtful))
     };
     let (local, kinds) = spaces.iter().map(of_space).unzip();
     let mut search = BoundarySearch::new(kinds, chunks.len(), spaces[0].chunk_tokens(), scope);

@@ -13,7 +13,7 @@ pub use options::{arena as arena_options, has_room, peers as peer_options};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -56,6 +56,7 @@ pub struct Daemon {
     server: Server,
     peer_server: Option<PeerServer>,
     store: Arc<dyn ObjectStore>,
+    signals: Signals,
 }
 
 /// The chunks that were not stored when the daemon ended.
@@ -112,6 +113,8 @@ impl Daemon {
             api,
             server,
             store,
+            // Before anyone is told that the daemon serves: a SIGHUP would end a process that doesn't take it yet.
+            signals: Signals::new().map_err(|error| StartError::System(error.to_string()))?,
         })
     }
 
@@ -133,6 +136,7 @@ impl Daemon {
             server,
             peer_server,
             store,
+            signals,
         } = self;
         let notify = Arc::new(Notify::from_env());
         let gc = tokio::spawn(gc::collect(config.clone(), node.clone(), Arc::clone(&store)));
@@ -165,9 +169,7 @@ impl Daemon {
         let (end, ended) = watch::channel(false);
         let peers = peer_server.map(|server| tokio::spawn(server.serve(ended.clone())));
         let serving = tokio::spawn(server.serve(Arc::clone(&api), ended, CALLS_GRACE));
-        signals(&api, stop)
-            .await
-            .map_err(|error| StartError::System(error.to_string()))?;
+        signals.wait(&api, stop).await;
         notify.tell("STOPPING=1");
         drain(&node, config.store.drain).await;
         end.send_replace(true);
@@ -196,20 +198,35 @@ impl Daemon {
     }
 }
 
-/// Waits for the signal that ends the daemon, and reloads on SIGHUP meanwhile.
-async fn signals(api: &Api, stop: impl Future<Output = ()>) -> std::io::Result<()> {
-    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let mut hup = signal(SignalKind::hangup())?;
-    tokio::pin!(stop);
-    loop {
-        tokio::select! {
-            () = &mut stop => return Ok(()),
-            _ = term.recv() => return Ok(()),
-            _ = int.recv() => return Ok(()),
-            _ = hup.recv() => match api.reload() {
-                Ok(what) => tracing::info!(?what, "reloaded"),
-                Err(error) => tracing::error!("not reloaded: {error}"),
-            },
+/// The signals that a daemon takes, from the moment that this is made.
+struct Signals {
+    term: Signal,
+    int: Signal,
+    hup: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+            hup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Waits for the signal that ends the daemon, and reloads on SIGHUP meanwhile.
+    async fn wait(mut self, api: &Api, stop: impl Future<Output = ()>) {
+        tokio::pin!(stop);
+        loop {
+            tokio::select! {
+                () = &mut stop => return,
+                _ = self.term.recv() => return,
+                _ = self.int.recv() => return,
+                _ = self.hup.recv() => match api.reload() {
+                    Ok(what) => tracing::info!(?what, "reloaded"),
+                    Err(error) => tracing::error!("not reloaded: {error}"),
+                },
+            }
         }
     }
 }
