@@ -9,8 +9,9 @@ use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
 use kvgate::protocol::{LookupRequest, Order};
 use kvgate::s3::object::Condition;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 
+use crate::abuse::say;
 use crate::keys::{key_files, space_of};
 use crate::support::daemon::{Serving, Site, all, id, load, load_request, store};
 use crate::support::fixture::{Prompt, soon};
@@ -476,6 +477,22 @@ async fn with_certificates_only_nodes_of_the_fleet_are_answered() {
     nodes[1].client.declare(&prompt.space).await.unwrap();
     let words = load(&reader, &prompt, "a", Order::Chunk).await;
     all_but_own_from_peers(&words, &owners(&fleet, &nodes[1], &prompt), 1);
+
+    let reload = async || {
+        let mut stream = UnixStream::connect(&nodes[0].config.api.socket).await.unwrap();
+        say(&mut stream, "POST /v1/reload HTTP/1.1\r\nhost: x\r\n\r\n").await
+    };
+    let answer = reload().await;
+    assert!(
+        answer.ends_with(r#"{"reloaded":["peers.cert_file"]}"#),
+        "{answer}"
+    );
+    let cert = site.home.path().join("own/cert.pem");
+    let good = std::fs::read(&cert).unwrap();
+    std::fs::write(&cert, "nonsense").unwrap();
+    let answer = reload().await;
+    assert!(answer.contains("can't use [peers] cert_file"), "{answer}");
+    std::fs::write(&cert, good).unwrap();
 
     // A node with a certificate of another authority gets nothing, and loads from S3.
     drop(reader);

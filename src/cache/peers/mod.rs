@@ -40,7 +40,7 @@ pub use self::holders::TOLD_MAX;
 use self::hot::HotChunks;
 pub use self::members::Member;
 use self::members::Members;
-pub use self::tls::{PeerTls, PeerTlsError};
+pub use self::tls::{Identity, PeerTls, PeerTlsError};
 use crate::format::ChunkId;
 use crate::metrics::Counts;
 use crate::s3::dns::{AddressSource, DnsOptions, Resolver};
@@ -92,6 +92,7 @@ pub struct Peers {
     /// Tells this node from others, also where it does not know its own address.
     id: String,
     token: RwLock<Option<String>>,
+    identity: Option<Arc<Identity>>,
     /// Chunks that a peer is being asked for.
     asking: DashMap<ChunkId, usize>,
     hot: HotChunks,
@@ -123,9 +124,10 @@ impl Peers {
             max: usize::MAX,
         };
         let dns = Resolver::new(options.dns.clone());
+        let identity = options.tls.clone().map(Identity::new).transpose()?.map(Arc::new);
         let http = NetClient::new(NetOptions {
-            tls: match &options.tls {
-                Some(tls) => tls.client()?,
+            tls: match &identity {
+                Some(identity) => identity.client()?,
                 None => client_config(None).map_err(PeerTlsError::from)?,
             },
             connect_timeout: options.first_byte,
@@ -151,6 +153,7 @@ impl Peers {
             http,
             id: format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..)),
             token: RwLock::new(None),
+            identity,
             asking: DashMap::new(),
             hot: HotChunks::new(options.hot, options.hot_chunks),
             holders,
@@ -169,8 +172,7 @@ impl Peers {
         Ok(peers)
     }
 
-    /// Reads the fleet's token again, if there is one.
-    pub fn read_token(&self) -> Result<bool, PeerError> {
+    fn read_token(&self) -> Result<bool, PeerError> {
         let Some(path) = &self.options.token_file else {
             return Ok(false);
         };
@@ -198,8 +200,22 @@ impl Peers {
         &self.id
     }
 
-    pub fn tls(&self) -> Option<&PeerTls> {
-        self.options.tls.as_ref()
+    /// What this node shows to others, where they want a certificate.
+    pub fn identity(&self) -> Option<&Arc<Identity>> {
+        self.identity.as_ref()
+    }
+
+    /// Reads the token and the certificate again. Answers the settings that are there.
+    pub fn read_again(&self) -> Result<Vec<&'static str>, PeerError> {
+        let mut read = Vec::new();
+        if self.read_token()? {
+            read.push("peers.token_file");
+        }
+        if let Some(identity) = &self.identity {
+            identity.read_again()?;
+            read.push("peers.cert_file");
+        }
+        Ok(read)
     }
 
     /// All members, as this node sees them; itself among them.

@@ -163,10 +163,9 @@ impl Api {
             self.read_token()?;
             reloaded.push("api.token_file".to_owned());
         }
-        if let Some(peers) = self.node.gateway().peers()
-            && peers.read_token().map_err(|error| error.to_string())?
-        {
-            reloaded.push("peers.token_file".to_owned());
+        if let Some(peers) = self.node.gateway().peers() {
+            let read = peers.read_again().map_err(|error| error.to_string())?;
+            reloaded.extend(read.into_iter().map(str::to_owned));
         }
         Ok(reloaded)
     }

@@ -42,7 +42,7 @@ use super::problem::ApiProblem;
 use super::server::{ListenError, WhileSent, stopped};
 use crate::arena::Slot;
 use crate::cache::gateway::{Flight, ForPeer, LoadedChunk};
-use crate::cache::peers::{HOLDER_HEADER, NODE_HEADER, PORT_HEADER, PeerTls, Peers, Serving, TOLD_MAX};
+use crate::cache::peers::{HOLDER_HEADER, Identity, NODE_HEADER, PORT_HEADER, Peers, Serving, TOLD_MAX};
 use crate::format::{ChunkHash, ChunkId, Space, SpaceKey};
 use crate::node::Node;
 
@@ -79,7 +79,7 @@ impl PeerServer {
         connections: usize,
         timeout: Duration,
     ) -> Result<Self, ListenError> {
-        let tls = peers.tls().map(PeerTls::server).transpose();
+        let tls = peers.identity().map(Identity::server).transpose();
         let tls = tls.map_err(ListenError::PeerTls)?;
         let fail = |source| ListenError::Peers {
             address: listen,

@@ -1,7 +1,7 @@
 //! The keys of tenants, and what peers prove themselves with: read as `kvgate serve` reads them.
 
 use super::Finding;
-use crate::cache::peers::{PeerTls, Peers};
+use crate::cache::peers::{Identity, Peers};
 use crate::config::{Config, Keys, read_keys};
 use crate::node::daemon::peer_options;
 
@@ -30,7 +30,7 @@ pub fn peers(config: &Config) -> Option<Finding> {
     let files: Vec<&str> = files.into_iter().flatten().collect();
     let read = || {
         let peers = Peers::new(options).map_err(|error| error.to_string())?;
-        let tls = peers.tls().map(PeerTls::server).transpose();
+        let tls = peers.identity().map(Identity::server).transpose();
         tls.map_err(|error| error.to_string())
     };
     Some(match read() {
