@@ -474,13 +474,13 @@ class Policy(OnBucket):
             "Engines": (chosen.engines, ["s3:GetObject", "s3:PutObject"]),
             "Readers": (chosen.reader, ["s3:GetObject"]),
         }
-        # kvgate tries at its start what the server can do, on an object that it removes again.
+        # kvgate tries at its start what the server can do, and kvgate doctor more, on objects that they remove again.
         yield {
             "Sid": "KvGateEnginesProbe",
             "Effect": "Allow",
             "Principal": {"AWS": [f"arn:aws:iam:::user/{chosen.engines}"]},
             "Action": ["s3:DeleteObject"],
-            "Resource": [f"{objects[:-1]}.kvgate/probe-*"],
+            "Resource": [f"{objects[:-1]}.kvgate/{own}-*" for own in ("probe", "doctor")],
         }
         for role, (uid, actions) in users.items():
             principal = {"AWS": [f"arn:aws:iam:::user/{uid}"]}

@@ -196,7 +196,7 @@ class UsedTest(Case):
         self.assertEqual(page.locator("#state").inner_text(), "ready")
         self.assertTrue(page.locator("#troubles").is_hidden())
         cards = page.locator("#cards").inner_text()
-        self.assertRegex(cards, r"memory [1-9][\d.]* %, disk [\d.]+ %, S3")
+        self.assertRegex(cards, r"memory [1-9][\d.]* %, disk [\d.]+ %, peers [\d.]+ %, S3")
         self.assertIn("loaded by engines", cards)
         charts = page.locator("#charts svg")
         self.assertEqual(charts.count(), 4)

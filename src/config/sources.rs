@@ -17,6 +17,7 @@ use super::Override;
 use super::error::{ConfigProblem, SettingOrigin};
 use super::file::read_file;
 use super::renames::{Names, Rename, is_written, move_key};
+use super::schema::SECTIONS;
 use super::unknown::{key_advice, keys_of, section_advice};
 
 const ENV_PREFIX: &str = "KVGATE__";
@@ -163,6 +164,15 @@ impl Merged {
         for (name, value) in env {
             // In any case, so that `kvgate__s3__bucket` is reported and not ignored.
             let Some(rest) = strip_prefix_ignoring_case(&name, ENV_PREFIX) else {
+                // `KVGATE_S3_BUCKET`. Other names may be anybody's.
+                if let Some((section, key)) = strip_prefix_ignoring_case(&name, "KVGATE_").and_then(flat) {
+                    let message = format!("unknown key; did you mean `{}`?", env_name(section, key));
+                    self.problem(
+                        Some(format!("{section}.{key}")),
+                        SettingOrigin::Env(name),
+                        message,
+                    );
+                }
                 continue;
             };
             let path = rest.to_lowercase().replace("__", ".");
@@ -183,7 +193,8 @@ impl Merged {
                 kept.insert(name, value);
             } else {
                 let spell = |section: &str, key: &str| format!("`{}`", env_name(section, key));
-                let message = match renamed.and_then(|rename| rename.new.split_once('.')) {
+                let known = renamed.and_then(|rename| rename.new.split_once('.'));
+                let message = match known.or_else(|| flat(rest)) {
                     Some((section, key)) => format!("unknown key; did you mean {}?", spell(section, key)),
                     None => key_advice(section, key, spell),
                 };
@@ -211,6 +222,16 @@ impl Merged {
         }
         kept
     }
+}
+
+/// The key that is written with one underscore after its section.
+fn flat(name: &str) -> Option<(&'static str, &'static str)> {
+    let name = name.to_lowercase().replace("__", "_");
+    SECTIONS.iter().find_map(|(section, keys)| {
+        let key = name.strip_prefix(section)?.strip_prefix('_')?;
+        let known = keys.iter().find(|known| **known == key);
+        known.map(|known| (*section, *known))
+    })
 }
 
 pub(super) fn env_name(section: &str, key: &str) -> String {

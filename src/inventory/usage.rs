@@ -194,7 +194,11 @@ impl Usage {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             text => text.map_err(fail)?,
         };
-        let usage: Self = serde_json::from_slice(&text).map_err(|error| fail(error.into()))?;
+        let other = |error| {
+            let what = "it was not written by `kvgate usage --resume`: give another file, or remove this one";
+            fail(io::Error::other(format!("{what} ({error})")))
+        };
+        let usage: Self = serde_json::from_slice(&text).map_err(other)?;
         if usage.days.len() != DAYS {
             return Err(fail(io::Error::other("it is of another version of kvgate")));
         }

@@ -425,7 +425,7 @@ impl Node {
         self.0.gateway.flush(deadline).await
     }
 
-    /// Notes that S3 answered, and its capabilities are known.
+    /// Notes that S3 answered: objects can be read.
     pub fn s3_answered(&self) {
         self.0.s3_answered.store(true, Ordering::Relaxed);
     }

@@ -9,6 +9,7 @@ use super::Node;
 use super::trouble::{Noted, Trouble, troubles};
 use crate::arena::ArenaStats;
 use crate::cache::gateway::TierStats;
+use crate::cache::peers::MemberState;
 use crate::format::{HashScheme, Kind, Protection, Shard};
 use crate::s3::dns::NameState;
 use crate::s3::fanout::{EndpointState, Requests};
@@ -26,6 +27,8 @@ pub struct Status {
     pub arena: ArenaStatus,
     pub tiers: TierStats,
     pub s3: S3Status,
+    /// The fleet, this node among it; None without `[peers]`.
+    pub peers: Option<Vec<MemberState>>,
     pub sessions: Vec<SessionStatus>,
     pub slots: SlotStatus,
     pub spaces: Vec<SpaceStatus>,
@@ -44,6 +47,8 @@ pub struct ArenaStatus {
 #[derive(Debug, Clone, Serialize)]
 pub struct S3Status {
     pub answered: bool,
+    /// The latest PUT was refused because a quota is used up.
+    pub over_quota: bool,
     pub capabilities: Capabilities,
     pub requests: RequestCounts,
     pub names: Vec<NameState>,
@@ -156,6 +161,7 @@ impl Node {
             tiers: gateway.tier_stats(),
             s3: S3Status {
                 answered: self.0.s3_answered.load(Ordering::Relaxed),
+                over_quota: gateway.is_over_quota(),
                 capabilities: gateway.capabilities(),
                 requests: gateway.requests(),
                 names: gateway.names(),
@@ -163,6 +169,9 @@ impl Node {
                 totals: gateway.s3_totals(),
                 existence_entries: gateway.existence_entries(),
             },
+            peers: gateway
+                .peers()
+                .map(|peers| peers.members().iter().map(|member| member.state()).collect()),
             sessions,
             slots: SlotStatus {
                 filling,

@@ -4,6 +4,7 @@
 use serde::Serialize;
 
 use super::status::Status;
+use crate::cache::peers::MemberState;
 use crate::cache::tier::DiskState;
 use crate::s3::fanout::BreakerPhase;
 
@@ -50,6 +51,7 @@ pub(super) fn troubles(status: &Status, write_behind_max: u64, noted: Noted) -> 
     keys(status, &mut troubles);
     names(status, &mut troubles);
     disks(status, &mut troubles);
+    peers(status, &mut troubles);
     behind(status, write_behind_max, &mut troubles);
     if let Some(why) = noted.reload_refused {
         let todo = "Mend what it names, and reload again (`systemctl reload kvgate`): until then a key or token that was taken \
@@ -86,10 +88,19 @@ fn addresses(status: &Status, troubles: &mut Vec<Trouble>) {
     }
 }
 
+/// Peers that a line names.
+const NAMED: usize = 4;
 /// Answers in a row that are no accident.
 const DENIED: u64 = 3;
 
 fn keys(status: &Status, troubles: &mut Vec<Trouble>) {
+    if status.s3.over_quota {
+        let what = "The quota of the bucket or its owner is used up: loads go on, and nothing new reaches S3";
+        let todo = "Raise the quota, or remove chunks: `kvgate gc --size`, `kvgate gc --unused` or `kvgate lifecycle apply` with the \
+                    owner's keys. Stores go on by themselves.";
+        // It is a 403, too, and no key would help.
+        return troubles.push(bad(what, todo));
+    }
     let endpoints = &status.s3.endpoints;
     if endpoints.iter().any(|one| one.denied_in_a_row >= DENIED) {
         let what =
@@ -120,6 +131,40 @@ fn disks(status: &Status, troubles: &mut Vec<Trouble>) {
             let todo = "Repair or replace it: kvgate tries it again every [disk] retry, and reads it anew.";
             troubles.push(bad(what, todo));
         }
+    }
+}
+
+fn peers(status: &Status, troubles: &mut Vec<Trouble>) {
+    let Some(members) = &status.peers else { return };
+    if members.is_empty() {
+        let todo = "Look at DNS: `dig` the name in [peers] members; the log has the resolver's words. Until then all comes from S3.";
+        return troubles.push(odd("No node of [peers] members is known", todo));
+    }
+    let others = members.iter().filter(|one| !one.is_self);
+    let (up, down): (Vec<_>, Vec<_>) = others.partition(|one| one.is_up);
+    let named = |of: &[&MemberState]| {
+        let shown: Vec<String> = of.iter().take(NAMED).map(|one| one.address.to_string()).collect();
+        let more = match of.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        shown.join(", ") + &more
+    };
+    let refusing: Vec<_> = down
+        .iter()
+        .copied()
+        .filter(|one| one.latest == Some("refused"))
+        .collect();
+    if !refusing.is_empty() {
+        let what = format!("Peers refuse this node: {}", named(&refusing));
+        let todo = "Give all nodes the same token in [peers] token_file, and reload (`systemctl reload kvgate`). Until \
+                    then their chunks come from S3.";
+        troubles.push(odd(what, todo));
+    } else if up.is_empty() && !down.is_empty() {
+        let what = format!("No peer answers: {}", named(&down));
+        let todo = "Look at the network between the nodes: `nc -vz` one of these, as the port of [peers] listen must be open. With \
+                    certificates `kvgate doctor` reads them, on both. Until then all comes from S3.";
+        troubles.push(odd(what, todo));
     }
 }
 

@@ -161,6 +161,9 @@ class Cephs(unittest.TestCase):
         self.kvgate("kvgate-reader", "verify")
         refused = self.kvgate("kvgate-reader", "demo", *model, check=False)
         self.assertNotEqual(refused.returncode, 0)
+        skip = [word for part in ("engines", "memory", "gpu", "api") for word in ("--skip", part)]
+        doctor = self.kvgate("engines", "doctor", *skip, "--transfer-size", "1MiB")
+        self.assertIn("nothing is left", doctor.stdout)
         left = self.s3("kvgate-owner").list_objects_v2(Bucket="kvgate", Prefix="kvgate/.kvgate/")
         self.assertEqual(left["KeyCount"], 0, "what kvgate tries at its start is removed again")
 

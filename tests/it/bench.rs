@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -13,8 +12,10 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::process::Command;
 use tokio::sync::watch;
 
+use crate::keys::{PROTECTIONS, acme_keys, space_of};
 use crate::support::backends::listen;
 use crate::support::program::{PREFIX, Place, Said, say};
+use crate::support::way;
 
 /// Where small benches run.
 struct Site(Place);
@@ -789,6 +790,17 @@ impl Way {
     }
 }
 
+/// A way to the site's server on which requests for objects or chunks get another answer, or none.
+async fn way_that_answers(
+    site: &Place,
+    method: &'static str,
+    times: usize,
+    answer: Option<&'static str>,
+) -> String {
+    let is_meant = move |piece: &[u8]| is_for_object(method, piece);
+    way::that_answers(&site.s3.endpoint(), is_meant, times, answer).await
+}
+
 /// Whether a request begins here, for an object or for a chunk.
 fn is_for_object(method: &str, piece: &[u8]) -> bool {
     let line = String::from_utf8_lossy(piece.split(|&byte| byte == b'\r').next().unwrap_or_default());
@@ -798,48 +810,6 @@ fn is_for_object(method: &str, piece: &[u8]) -> bool {
         .and_then(|path| path.split('?').next()?.rsplit('/').next());
     let ours = |name: &str| ["bench-o", "mine-o"].iter().any(|start| name.starts_with(start));
     line.starts_with(method) && name.is_some_and(|name| ours(name) || name.len() == 64)
-}
-
-/// A way to a server on which the first requests of one method for objects of the bench get another answer, or none.
-async fn way_that_answers(
-    site: &Place,
-    method: &'static str,
-    times: usize,
-    answer: Option<&'static str>,
-) -> String {
-    let server = site.s3.endpoint().strip_prefix("http://").unwrap().to_owned();
-    let (listener, endpoint) = listen().await;
-    let came = Arc::new(AtomicUsize::new(0));
-    tokio::spawn(async move {
-        while let Ok((client, _)) = listener.accept().await {
-            let (mut answers, mut requests) = TcpStream::connect(&server).await.unwrap().into_split();
-            let (mut asks, mut hears) = client.into_split();
-            let came = Arc::clone(&came);
-            tokio::spawn(async move {
-                let (mut asked, mut answered) = (vec![0; 64 << 10], vec![0; 64 << 10]);
-                loop {
-                    tokio::select! {
-                        len = asks.read(&mut asked) => {
-                            let Ok(len @ 1..) = len else { return };
-                            if is_for_object(method, &asked[..len]) && came.fetch_add(1, Ordering::Relaxed) < times {
-                                let answer = answer.unwrap_or_default().as_bytes();
-                                hears.write_all(answer).await.unwrap();
-                                return;
-                            }
-                            requests.write_all(&asked[..len]).await.unwrap();
-                        }
-                        len = answers.read(&mut answered) => {
-                            let Ok(len @ 1..) = len else { return };
-                            if hears.write_all(&answered[..len]).await.is_err() {
-                                return;
-                            }
-                        }
-                    }
-                }
-            });
-        }
-    });
-    endpoint
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -879,6 +849,36 @@ async fn measurements_before_a_refusal_are_told() {
     assert_eq!(names(&phases), ["write", "read", "delete"]);
     assert_eq!(phases[1]["errors"]["count"], 1);
     assert_eq!(site.objects(), 0);
+}
+
+/// It had no keys, so it could store nothing of such a space.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_of_a_protected_space_is_stored_and_loaded_with_its_key() {
+    for protection in PROTECTIONS {
+        let site = Site::new().await;
+        let home = site.0.home.path();
+        std::fs::write(
+            home.join("space.json"),
+            space_of("acme", protection).canonical_json(),
+        )
+        .unwrap();
+        let keys = acme_keys(home, "keys.toml", &[1]);
+        let bench = [
+            "bench",
+            "write",
+            "read",
+            "--space",
+            "space.json",
+            "--tokens",
+            "64",
+            "--json",
+        ];
+        let mut command = site.0.command(&bench);
+        let said = Said::new(command.env("KVGATE__KEYS__FILE", keys).output().await.unwrap()).exits(0);
+        let phases = phases(&said);
+        assert_eq!(phases[1]["ops"], 4, "{protection}: {}", phases[1]);
+        site.0.say(&bench).await.exits(1).says(&["key of tenant"]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -320,6 +320,10 @@ async fn bad_input_is_status_2_and_says_what_to_type() {
         ),
         (&["lookup", "--strategy", "fast"], &["exact", "prefix"]),
         (&["stat", "--bucket", "kv1", "xyz"], &["64 hex digits"]),
+        (
+            &["stat", "--space", "5c2f0a3bd1e94f7786a0c1d2e3f4a5b6"],
+            &["which chunk", "kvgate ls"],
+        ),
         (&["rm", "--bucket", "kv1"], &["--space ID"]),
         (&["rm", "--chunk", "xyz"], &["64 hex digits"]),
     ];
@@ -488,6 +492,11 @@ async fn wrong_bucket_credentials_space_or_server() {
     Said::new(none.output().await.unwrap())
         .exits(2)
         .says(&["AWS_PROFILE"]);
+    let mut half = stored.command(&["ls"]);
+    half.env_remove("AWS_SECRET_ACCESS_KEY");
+    Said::new(half.output().await.unwrap())
+        .exits(2)
+        .says(&["AWS_SECRET_ACCESS_KEY is not"]);
     // Nobody listens there.
     let away = ["ls", "--endpoint", "http://127.0.0.1:1"];
     stored.say(&away).await.exits(1).says(&["no connection"]);

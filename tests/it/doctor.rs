@@ -22,6 +22,7 @@ use crate::support::fixture::soon;
 use crate::support::fleet::certificates;
 use crate::support::program::{PREFIX, Place, Said, kvgate, kvgate_under};
 use crate::support::tls_front::TlsFront;
+use crate::support::way;
 
 const BUCKET: &str = "kvgate-it";
 const NAME: &str = "s3.kvgate.test";
@@ -894,6 +895,24 @@ async fn the_spaces_of_two_nodes_are_compared() {
     );
     node.end().await;
     there.end().await;
+}
+
+/// It said that the user must be allowed to remove chunks, which ceph/apply.py allows to no node.
+#[tokio::test]
+async fn what_it_may_not_remove_needs_no_right_to_remove_chunks() {
+    const DENIED: &str = "HTTP/1.1 403 Forbidden\r\nContent-Length: 50\r\nx-amz-request-id: 1\r\nConnection: close\r\n\r\n\
+                          <Error><Code>AccessDenied</Code><Message/></Error>";
+    let place = Place::new().await;
+    let is_delete = |piece: &[u8]| piece.starts_with(b"DELETE ");
+    let way = way::that_answers(&place.s3.endpoint(), is_delete, usize::MAX, Some(DENIED)).await;
+    let mut command = place.command(&S3_ALONE);
+    let found = findings(command.args(["--transfer-size=1MiB", "--endpoint", &way])).await;
+    let words = format!("{PREFIX}/.kvgate/doctor-*");
+    found.has(
+        "cleanup",
+        "warning",
+        &["may not be removed", &words, "chunks need no such right"],
+    );
 }
 
 /// A killed examination leaves objects. One of today may still be under way.

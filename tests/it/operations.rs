@@ -2,9 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
+use kvgate::s3::object::{Condition, ErrorKind};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
@@ -12,8 +15,9 @@ use tokio::net::{UnixDatagram, UnixStream};
 use tokio::process::{Child, ChildStderr, ChildStdout};
 
 use crate::abuse::say;
-use crate::support::daemon::{Site, alone};
+use crate::support::daemon::{Site, alone, eventually};
 use crate::support::program::kvgate;
+use crate::support::way;
 
 /// `kvgate serve --embedded`, as a process of its own.
 struct Served {
@@ -194,6 +198,28 @@ async fn a_reload_changes_the_token_and_the_log_level() {
     assert!(!said.iter().any(|line| line.contains("hushed")), "{said:?}");
 }
 
+/// `kill -HUP` did well whatever the daemon said.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_units_reload_fails_when_it_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let config = folder.path().join("kvgate.toml");
+    std::fs::write(&config, "[log]\nlevel = \"info\"\n").unwrap();
+    let mut served = Served::new(&["--config", config.to_str().unwrap()], &[]).await;
+    let unit = include_str!("../../docs/kvgate.service");
+    let reload = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecReload="))
+        .unwrap();
+    let reload = reload.replace("/run/kvgate/kvgate.sock", served.socket().to_str().unwrap());
+    let mut words = reload.split(' ');
+    let mut command = tokio::process::Command::new(words.next().unwrap());
+    command.args(words);
+    assert!(command.status().await.unwrap().success());
+    std::fs::write(&config, "[log]\nlevel = \"shrill\"\n").unwrap();
+    assert!(!command.status().await.unwrap().success());
+    says(&mut served.err, "not reloaded").await;
+}
+
 /// The log alone would tell it to nobody who takes a stolen key away.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refused_reload_is_a_trouble_until_one_succeeds() {
@@ -252,6 +278,50 @@ async fn it_is_not_ready_before_s3_has_answered() {
     site.start_s3().await;
     serving.ready().await;
     ready().await.unwrap();
+}
+
+/// A used-up quota is a 403, too. It kept a starting node from ready, and looked like wrong keys.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_quota_that_is_used_up_leaves_a_node_ready_and_is_told_as_such() {
+    const REFUSED: &str = "HTTP/1.1 403 Forbidden\r\nContent-Length: 51\r\nx-amz-request-id: 1\r\nConnection: close\r\n\r\n\
+                           <Error><Code>QuotaExceeded</Code><Message/></Error>";
+    let site = Site::new().await;
+    let is_full = Arc::new(AtomicBool::new(true));
+    let full = Arc::clone(&is_full);
+    let is_put = move |piece: &[u8]| full.load(Ordering::Relaxed) && piece.starts_with(b"PUT ");
+    let server = site.config(&[]).s3.endpoint.unwrap();
+    let way = way::that_answers(&server, is_put, usize::MAX, Some(REFUSED)).await;
+    let store = site.store_with(|options| options.endpoint = Some(way)).await;
+    let serving = site.serve_over(Arc::clone(&store), &[]).await;
+    serving.ready().await;
+    let told = async || {
+        let status = serving.client.status().await.unwrap();
+        (
+            status["s3"]["over_quota"].clone(),
+            status["troubles"].as_array().unwrap().clone(),
+        )
+    };
+    // Refused often enough to look like denied keys.
+    while serving.client.status().await.unwrap()["s3"]["endpoints"][0]["denied_in_a_row"].as_u64() < Some(3) {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
+        let put = store.put("full", "".into(), Condition::Always, deadline);
+        assert_eq!(put.await.unwrap_err().kind, ErrorKind::Quota);
+    }
+    let (over, troubles) = told().await;
+    assert_eq!(over, true);
+    assert_eq!(troubles.len(), 1, "{troubles:#?}");
+    assert!(
+        troubles[0]["what"].as_str().unwrap().contains("quota"),
+        "{troubles:#?}"
+    );
+    assert!(
+        troubles[0]["todo"].as_str().unwrap().contains("kvgate gc"),
+        "{troubles:#?}"
+    );
+    is_full.store(false, Ordering::Relaxed);
+    eventually(|| serving.node.gateway().known_capabilities().is_some()).await;
+    let (over, troubles) = told().await;
+    assert_eq!((over, troubles), (false.into(), Vec::new()));
 }
 
 /// It was a line for each chunk and try.

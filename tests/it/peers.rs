@@ -315,6 +315,50 @@ async fn peers_that_are_gone_hang_or_lie_fail_no_load_and_bring_no_wrong_byte() 
 }
 
 /// One answer, read to its end.
+/// It was told in metrics only.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn peers_that_refuse_or_do_not_answer_are_told_with_what_to_do() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(12);
+    site.store_by_another(&prompt, &[]).await;
+    let other_token = site.home.path().join("other-token");
+    std::fs::write(&other_token, "of-another-fleet\n").unwrap();
+    let other_token = other_token.display().to_string();
+    let left_alone = [
+        ("endpoints.breaker_failures", "1"),
+        ("endpoints.breaker_open", "1h"),
+        ("endpoints.breaker_open_max", "1h"),
+    ];
+    for (is_there, what, todo) in [
+        (true, "Peers refuse this node: ", "token_file"),
+        (false, "No peer answers: ", "nc -vz"),
+    ] {
+        let fleet = Fleet::new(&site, 2);
+        let other = match is_there {
+            true => Some(fleet.serve(&site, 0, &[("peers.token_file", &other_token)]).await),
+            false => None,
+        };
+        let node = fleet.serve(&site, 1, &left_alone).await;
+        assert_eq!(node.node.status().troubles, []);
+        node.client.declare(&prompt.space).await.unwrap();
+        let engine = node.attach("one").await;
+        assert_eq!(load(&engine, &prompt, "a", Order::Chunk).await, all("s3", 12));
+        let told = node.client.status().await.unwrap();
+        let troubles = told["troubles"].as_array().unwrap();
+        let [trouble] = &troubles[..] else {
+            panic!("{troubles:#?}");
+        };
+        let word = |name: &str| trouble[name].as_str().unwrap();
+        assert_eq!(word("what"), format!("{what}{}", fleet.members[0]));
+        assert!(word("todo").contains(todo), "{trouble:#}");
+        drop(engine);
+        node.end().await;
+        if let Some(other) = other {
+            other.end().await;
+        }
+    }
+}
+
 async fn get(address: SocketAddr, path: &str, headers: &str) -> (u16, String, Vec<u8>) {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n");

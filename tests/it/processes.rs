@@ -14,7 +14,7 @@ use tokio::process::{Child, Command};
 
 use crate::support::daemon::{all, alone, eventually, id, load, load_request, store};
 use crate::support::fixture::Prompt;
-use crate::support::program::Place;
+use crate::support::program::{Place, Said};
 use kvgate::engine::client::{Client, ClientError, DaemonAddress};
 use kvgate::engine::follower::Follower;
 use kvgate::protocol::Order;
@@ -611,11 +611,22 @@ async fn the_command_line_asks_a_daemon() {
     say(&args).await.exits(0).says(&["1 chunk"]);
     say(&["health"]).await.exits(0).says(&["ok"]);
     say(&["health", "--ready"]).await.exits(0).says(&["ready"]);
+    signal(&daemon.child, Signal::STOP);
+    let hanging = [["stat"], ["top"], ["health"]];
+    for said in futures::future::join_all(hanging.iter().map(|args| say(args))).await {
+        said.exits(1)
+            .says(&["did not answer within 5s", "journalctl -u kvgate"]);
+    }
+    signal(&daemon.child, Signal::CONT);
     drop(daemon);
     let nobody = home.place.say(&["health", "--socket", "/tmp/nobody.sock"]).await;
     nobody.exits(1).says(&["Is `kvgate serve` running"]);
+    let mut configured = home.place.command(&["stat"]);
+    configured.env("KVGATE__API__SOCKET", "/tmp/nobody.sock");
+    let nobody = Said::new(configured.output().await.unwrap());
+    nobody.exits(1).says(&["can't reach kvgate at /tmp/nobody.sock"]);
     let nobody = home.place.say(&["flush", "--socket", "/tmp/nobody.sock"]).await;
-    nobody.exits(2).says(&["kvgate serve"]);
+    nobody.exits(1).says(&["kvgate serve"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

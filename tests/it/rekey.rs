@@ -30,6 +30,7 @@ on_backends! {
     a_killed_rekey_is_resumed: rgw, minio;
     no_chunk_is_put_at_risk_without_conditional_puts: rclone;
     gc_removes_what_a_key_wrote_and_all_that_follows: embedded, rgw, minio;
+    verify_says_once_that_a_key_is_not_here: embedded;
 }
 
 const RATE: u64 = 1 << 30;
@@ -281,6 +282,20 @@ async fn a_killed_rekey_is_resumed(backend: &Backend) {
             (&new.into(), &"newest".into())
         );
         assert_eq!(found["rewritten"]["objects"], 0);
+    }
+}
+
+/// It was a line for each chunk.
+async fn verify_says_once_that_a_key_is_not_here(backend: &Backend) {
+    for protection in PROTECTIONS {
+        let place = Place::new(backend, &[2]).await;
+        let prompt = Prompt::of(space_of("acme", protection), 9);
+        store_all(&reader(&place.site, &ring(&[1])), &prompt).await;
+        let said = place.say(&["verify"]).await.exits(1);
+        let said = said.says(&["9 chunks: ", "add that key to the tenant's `keys`", "unknown 9"]);
+        assert_eq!(said.out.matches("no_key").count(), 1, "{said:?}");
+        let json = place.say(&["verify", "--json"]).await.exits(1).json();
+        assert_eq!(json["problems"].as_array().unwrap().len(), 9);
     }
 }
 

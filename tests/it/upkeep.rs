@@ -42,6 +42,7 @@ on_backends! {
     gc_follows_no_parents_of_other_models: embedded;
     gc_follows_the_parents_that_a_key_has_signed: embedded;
     a_killed_gc_is_resumed_at_its_rate: rgw;
+    an_interrupted_gc_says_what_it_did: embedded;
     a_copy_in_place_makes_an_object_new: embedded, rgw, minio;
     chunks_in_use_are_refreshed_with_all_before_them: embedded, rgw;
     nodes_remove_nothing_where_none_can_lead: rclone;
@@ -292,6 +293,14 @@ async fn an_interrupted_usage_goes_on(backend: &Backend) {
         .say(&["usage", "--resume", "usage.json", "--prefix", "other"])
         .await;
     other.exits(2).says(&["--resume"]);
+    let notes = place.home.path().join("notes.txt");
+    std::fs::write(&notes, "buy milk\n").unwrap();
+    for command in [&["usage"][..], &["gc", "--size", "1GiB"]] {
+        let said = place.say(&[command, &["--resume", "notes.txt"]].concat()).await;
+        said.exits(2)
+            .says(&["notes.txt: it was not written by", "give another file"]);
+    }
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), "buy milk\n");
 }
 
 async fn gc_leaves_whole_prefixes_and_says_what_it_would_do(backend: &Backend) {
@@ -566,6 +575,35 @@ async fn gc_follows_the_parents_that_a_key_has_signed(backend: &Backend) {
     let half = 12 * full.layout().object_len() as u64;
     assert_eq!(gc(&place.inventory_with(keyring), half).await, 12);
     assert_eq!(prefix_of(&prompt, &place.there_in(Some(full.key())).await), 6);
+}
+
+async fn an_interrupted_gc_says_what_it_did(backend: &Backend) {
+    let place = Place::new(backend).await;
+    let space = tiny("m/stopped", "");
+    place.store(&prompts(&space, 1, 0, 20)[0]).await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let gc = ["gc", "--model", "m/stopped", "--yes", "--resume", "gc.log"];
+    let mut slow = place.command(&gc);
+    slow.args(["--rate", "1", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let child = slow.spawn().unwrap();
+    while place.there().await.len() == 20 {}
+    let pid = rustix::process::Pid::from_raw(child.id().unwrap().cast_signed()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    let said = Said::new(child.wait_with_output().await.unwrap()).exits(1);
+    let json = said.json();
+    let removed = json["removed"]["objects"].as_u64().unwrap();
+    assert_eq!(
+        (json["stopped"].clone(), removed),
+        (true.into(), 20 - place.there().await.len() as u64)
+    );
+    said.says(&[
+        &format!("stopped: {removed} of 20 objects removed"),
+        "--resume gc.log",
+    ]);
+    place.say(&gc).await.exits(0).says(&["removed"]);
+    assert_eq!(place.there().await.len(), 0);
 }
 
 async fn a_killed_gc_is_resumed_at_its_rate(backend: &Backend) {

@@ -379,6 +379,11 @@ impl Gateway {
         self.0.bucket.store.totals()
     }
 
+    /// Whether the latest PUT was refused because a quota is used up.
+    pub fn is_over_quota(&self) -> bool {
+        self.0.bucket.store.is_over_quota()
+    }
+
     /// The number of chunks that are known to exist or not.
     pub fn existence_entries(&self) -> usize {
         self.0.bucket.cache.entries().0

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use futures::future::select_all;
+use serde::Serialize;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -25,6 +26,19 @@ pub struct Member {
     /// It is this very node: by its address, or as it has said itself.
     is_self: AtomicBool,
     breaker: Mutex<EndpointBreaker>,
+    /// What became of the latest ask that was settled.
+    latest: Mutex<Option<Asked>>,
+}
+
+/// A member as the node sees it, for the status.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MemberState {
+    pub address: SocketAddr,
+    pub is_self: bool,
+    /// It is asked; otherwise it is left alone, but for a try now and then.
+    pub is_up: bool,
+    /// What became of the latest ask.
+    pub latest: Option<&'static str>,
 }
 
 impl Member {
@@ -39,6 +53,7 @@ impl Member {
             seed: seed(address),
             is_self: AtomicBool::new(is_here(address, options.listen)),
             breaker: Mutex::new(EndpointBreaker::new(options.breaker)),
+            latest: Mutex::default(),
         }
     }
 
@@ -48,6 +63,16 @@ impl Member {
 
     pub fn is_up(&self) -> bool {
         self.breaker().phase(Instant::now()) == BreakerPhase::Closed
+    }
+
+    pub fn state(&self) -> MemberState {
+        let latest = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        MemberState {
+            address: self.address,
+            is_self: self.is_self(),
+            is_up: self.is_up(),
+            latest: latest.map(Asked::word),
+        }
     }
 
     pub(super) fn may_be_asked(&self) -> bool {
@@ -66,6 +91,7 @@ impl Member {
 
     /// What became of a request decides whether it is asked again. `probe`: it was the breaker's.
     fn settle(&self, asked: Asked, probe: bool) {
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
         if asked == Asked::Own {
             self.is_self.store(true, Ordering::Relaxed);
         }

@@ -96,6 +96,8 @@ fn names_that_the_config_crate_would_read_as_paths() {
 fn which_environment_variables_are_configuration() {
     let ignored = [
         ("KVGATE_TEST_S3", "x"),
+        // Kubernetes has such for services.
+        ("KVGATE_PEERS_PORT", "tcp://10.0.0.1:9181"),
         ("KVGATE_", "x"),
         ("KVGAT\u{e9}", "x"),
         ("PATH", "x"),
@@ -110,6 +112,9 @@ fn which_environment_variables_are_configuration() {
             ("KVGATE__S3", "1"),
             ("KVGATE__", "1"),
             ("KVGATE__S3__RETRIES__X", "1"),
+            ("KVGATE_S3_PART_SIZE", "1"),
+            ("KVGATE__S3_REGION", "1"),
+            ("KVGATE_DISK__PATHS", "1"),
         ]),
         &[
             ("s3.partsize", "did you mean `KVGATE__S3__PART_SIZE`?"),
@@ -119,6 +124,9 @@ fn which_environment_variables_are_configuration() {
             ("s3", "unknown key; the sections are"),
             ("", "unknown key; the sections are"),
             ("s3.retries.x", "did you mean `KVGATE__S3__RETRIES`?"),
+            ("s3.part_size", "did you mean `KVGATE__S3__PART_SIZE`?"),
+            ("s3_region", "did you mean `KVGATE__S3__REGION`?"),
+            ("disk.paths", "did you mean `KVGATE__DISK__PATHS`?"),
         ],
     );
 }

@@ -75,7 +75,12 @@ impl Parents {
             file => {
                 let mut lines = BufReader::new(file.map_err(fail)?).lines();
                 let first = lines.next().transpose().map_err(fail)?.unwrap_or_default();
-                let head: Head = serde_json::from_str(&first).map_err(|error| fail(error.into()))?;
+                let other = |error| {
+                    let what =
+                        "it was not written by `kvgate gc --resume`: give another file, or remove this one";
+                    fail(io::Error::other(format!("{what} ({error})")))
+                };
+                let head: Head = serde_json::from_str(&first).map_err(other)?;
                 if head.version != VERSION {
                     return Err(fail(io::Error::other(
                         "it is of another version of kvgate: give another file with --resume, or remove this one",

@@ -20,7 +20,7 @@ pub struct Figures {
     pub committed_chunks: Counts,
 }
 
-const TIERS: &[&str] = &["memory", "disk", "peer", "s3"];
+pub(super) const TIERS: [&str; 4] = ["memory", "disk", "peer", "s3"];
 
 impl Default for Figures {
     fn default() -> Self {
@@ -28,9 +28,9 @@ impl Default for Figures {
             lookup: Histogram::default(),
             load_first: Histogram::default(),
             load: Histogram::default(),
-            lookup_chunks: Counts::new(&["memory", "disk", "s3", "unknown", "absent"]),
-            loaded_chunks: Counts::new(TIERS),
-            loaded_bytes: Counts::new(TIERS),
+            lookup_chunks: Counts::new(&["memory", "disk", "peer", "s3", "unknown", "absent"]),
+            loaded_chunks: Counts::new(&TIERS),
+            loaded_bytes: Counts::new(&TIERS),
             missed_chunks: Counts::new(Miss::CODES),
             reserved_chunks: Counts::new(&["reserved", "present", "pending", "full", "other_rank"]),
             committed_chunks: Counts::new(&["published", "share", "refused"]),
@@ -40,23 +40,18 @@ impl Default for Figures {
 
 impl Figures {
     pub fn looked_up(&self, found: &Lookup) {
-        let (mut there, mut in_memory, mut on_disk) = (0, 0, 0);
-        for run in &found.tiers {
-            there += run.count;
-            match run.tier {
-                Tier::Memory => in_memory += run.count,
-                Tier::Disk => on_disk += run.count,
-                Tier::Peer | Tier::S3 => {}
-            }
-        }
+        let of = |tier| -> usize {
+            let runs = found.tiers.iter().filter(|run| run.tier == tier);
+            runs.map(|run| run.count).sum()
+        };
+        let tiers = [Tier::Memory, Tier::Disk, Tier::Peer, Tier::S3].map(|tier| (tier.word(), of(tier)));
+        let there: usize = tiers.iter().map(|(_, chunks)| chunks).sum();
         let unknown = found.unknown.count();
-        for (word, chunks) in [
-            ("memory", in_memory),
-            ("disk", on_disk),
-            ("s3", there - in_memory - on_disk),
-            ("unknown", unknown),
-            ("absent", found.chunks.saturating_sub(there + unknown)),
-        ] {
+        let absent = found.chunks.saturating_sub(there + unknown);
+        for (word, chunks) in tiers
+            .into_iter()
+            .chain([("unknown", unknown), ("absent", absent)])
+        {
             self.lookup_chunks.add(word, chunks as u64);
         }
     }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Api;
 use super::body::{self, Reply};
-use super::figures::Figures;
+use super::figures::{Figures, TIERS};
 use crate::cache::gateway::Gateway;
 use crate::metrics::Times;
 
@@ -23,14 +23,16 @@ const STEP: Duration = Duration::from_secs(10);
 const MISSES_MAX: usize = 200;
 
 /// Names of a row's figures. Rates are per second, times are seconds.
-const COLUMNS: [&str; 20] = [
+const COLUMNS: [&str; 22] = [
     "loaded_bytes_memory",
     "loaded_bytes_disk",
+    "loaded_bytes_peer",
     "loaded_bytes_s3",
     "stored_chunks",
     "s3_bytes",
     "found_memory",
     "found_disk",
+    "found_peer",
     "found_s3",
     "asked",
     "missed",
@@ -78,8 +80,8 @@ struct MissedChunks {
 /// Counters at one time.
 #[derive(Debug, Clone, Default)]
 struct HistoryTotals {
-    loaded_bytes: [u64; 3],
-    found: [u64; 3],
+    loaded_bytes: [u64; TIERS.len()],
+    found: [u64; TIERS.len()],
     asked: u64,
     stored: u64,
     s3_bytes: u64,
@@ -161,9 +163,7 @@ impl HistoryTotals {
                 .map(|(_, count)| count)
                 .sum::<u64>()
         };
-        // From elsewhere: from S3, or from a peer.
-        let elsewhere = |counts| of(counts, "s3") + of(counts, "peer");
-        let tiers = |counts| [of(counts, "memory"), of(counts, "disk"), elsewhere(counts)];
+        let tiers = |counts| TIERS.map(|tier| of(counts, tier));
         let times = gateway.request_times();
         let get = times
             .iter()
@@ -199,18 +199,21 @@ fn values(
 ) -> [Option<f32>; COLUMNS.len()] {
     // An address that left takes its bytes along.
     let rate = |now: u64, before: u64| Some(now.saturating_sub(before) as f64 / seconds);
-    let of_tier = |now: &[u64; 3], before: &[u64; 3], tier: usize| rate(now[tier], before[tier]);
+    let of_tier =
+        |now: &[u64; TIERS.len()], before: &[u64; TIERS.len()], tier: usize| rate(now[tier], before[tier]);
     let quantile = |now: &Times, before: &Times, share| now.since(before).quantile(share);
     let level = |bytes: u64| Some(bytes as f64);
     [
         of_tier(&now.loaded_bytes, &before.loaded_bytes, 0),
         of_tier(&now.loaded_bytes, &before.loaded_bytes, 1),
         of_tier(&now.loaded_bytes, &before.loaded_bytes, 2),
+        of_tier(&now.loaded_bytes, &before.loaded_bytes, 3),
         rate(now.stored, before.stored),
         rate(now.s3_bytes, before.s3_bytes),
         of_tier(&now.found, &before.found, 0),
         of_tier(&now.found, &before.found, 1),
         of_tier(&now.found, &before.found, 2),
+        of_tier(&now.found, &before.found, 3),
         rate(now.asked, before.asked),
         rate(missed, 0),
         quantile(&now.lookup, &before.lookup, 0.5),
@@ -267,7 +270,7 @@ mod tests {
 
     fn totals(loaded: u64, misses: u64) -> HistoryTotals {
         HistoryTotals {
-            loaded_bytes: [loaded, 0, 0],
+            loaded_bytes: [loaded, 0, 40 * misses, 0],
             misses: vec![("absent", misses), ("bad_digest", 0)],
             ..HistoryTotals::default()
         }
@@ -289,6 +292,8 @@ mod tests {
         let shown = history.json();
         assert_eq!(shown["at_ms"], json!([11_000]));
         assert_eq!(shown["columns"]["loaded_bytes_memory"], json!([100.0]));
+        assert_eq!(shown["columns"]["loaded_bytes_peer"], json!([12.0]));
+        assert_eq!(shown["columns"]["loaded_bytes_s3"], json!([0.0]));
         assert_eq!(shown["columns"]["memory_bytes"], json!([8.0]));
         assert_eq!(shown["columns"]["lookup_p99"], json!([null]));
         assert_eq!(

@@ -127,7 +127,7 @@ fn engines(text: &mut Families, figures: &Figures) {
     );
     text.counts(
         "kvgate_lookup_chunks_total",
-        "Chunks of lookups, by where they were found: in memory, on disk, on S3, nowhere (absent), or not known by the \
+        "Chunks of lookups, by where they were found: in memory, on disk, at a peer, on S3, nowhere (absent), or not known by the \
          deadline (unknown). Of a model with several kinds of KV, those of the first full kind.",
         "found",
         &figures.lookup_chunks,

@@ -154,6 +154,10 @@ impl Api {
     pub fn reload(&self) -> Result<Vec<String>, String> {
         let reloaded = self.read_again();
         self.node.reloaded(reloaded.as_ref().err().cloned());
+        match &reloaded {
+            Ok(what) => tracing::info!(?what, "reloaded"),
+            Err(error) => tracing::error!("not reloaded: {error}"),
+        }
         reloaded
     }
 

@@ -156,8 +156,8 @@ fn ended(text: &mut Families, endpoints: &[EndpointState]) {
     }
 }
 
-const ENDED: &str = "Requests by how they ended: ok, refused (4xx), denied (401 or 403), throttled (429 or 503), failed (other \
-                     5xx), lost (no connection or a broken one), timed_out, given_up (not waited for any more).";
+const ENDED: &str = "Requests by how they ended: ok, refused (4xx), denied (401 or 403, also for a quota that is used up), \
+                     throttled (429 or 503), failed (other 5xx), lost (no connection or a broken one), timed_out, given_up (not waited for any more).";
 
 fn ends(totals: &Requests) -> [(&'static str, u64); 8] {
     [

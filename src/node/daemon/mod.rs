@@ -27,7 +27,7 @@ use crate::config::{Config, KeysError};
 use crate::node::Node;
 use crate::node::api::{Api, ListenError, PeerServer, Reload, Server, keep_history};
 use crate::s3::fanout::BreakerPhase;
-use crate::s3::object::{Capabilities, ObjectStore};
+use crate::s3::object::{Capabilities, ErrorKind, ObjectStore};
 
 /// Why the daemon can't start.
 #[derive(Debug, thiserror::Error)]
@@ -222,10 +222,7 @@ impl Signals {
                 () = &mut stop => return,
                 _ = self.term.recv() => return,
                 _ = self.int.recv() => return,
-                _ = self.hup.recv() => match api.reload() {
-                    Ok(what) => tracing::info!(?what, "reloaded"),
-                    Err(error) => tracing::error!("not reloaded: {error}"),
-                },
+                _ = self.hup.recv() => drop(api.reload()),
             }
         }
     }
@@ -274,6 +271,10 @@ async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: 
     let options = GatewayOptions::from(&config);
     let mut pause = S3_PAUSE.0;
     let silent = Episode::new("S3 does not answer; serving what is here", config.log.repeat);
+    let full = Episode::new(
+        "S3 answers and takes no chunks: loads work, stores wait",
+        config.log.repeat,
+    );
     loop {
         let deadline = Instant::now() + 2 * config.s3.request_timeout;
         let probe_key = options.keys.own(&format!("probe-{:016x}", fastrand::u64(..)));
@@ -288,6 +289,12 @@ async fn reach(config: Config, node: Node, store: Arc<dyn ObjectStore>, notify: 
                 tracing::info!(?capabilities, "S3 answers");
                 notify.tell("READY=1");
                 return;
+            }
+            // What the server can do is tried when it takes PUTs again.
+            Err(error) if error.kind == ErrorKind::Quota => {
+                full.tell(&error);
+                node.s3_answered();
+                notify.tell("READY=1");
             }
             Err(error) => silent.tell(&error),
         }

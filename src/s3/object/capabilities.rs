@@ -192,7 +192,7 @@ fn kept(answer: Result<Arc<str>>) -> Result<Support> {
 
 /// An error that says something of the server; or else one that says something of this moment alone.
 fn passing(error: ObjectError) -> Result<ObjectError> {
-    match error.kind.retryable() || error.kind == ErrorKind::Deadline {
+    match error.kind.retryable() || matches!(error.kind, ErrorKind::Deadline | ErrorKind::Quota) {
         true => Err(error),
         false => Ok(error),
     }

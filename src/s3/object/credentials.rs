@@ -45,6 +45,9 @@ impl CredentialChain {
     }
 
     async fn credentials(&self) -> provider::Result {
+        if let Some(error) = half(|name| std::env::var(name).ok()) {
+            return Err(CredentialsError::invalid_configuration(error));
+        }
         let kept = match &*self.lock() {
             Last::Session(chain) => Some(Arc::clone(chain)),
             Last::Nothing | Last::Keys(_) => None,
@@ -97,6 +100,21 @@ impl CredentialChain {
     }
 }
 
+/// Half a pair of keys in the environment. The chain would go on to other places, and the message would be of those.
+fn half(variable: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let is_set = |name| variable(name).is_some_and(|value| !value.trim().is_empty());
+    let (id, secret) = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY");
+    // The SDK's other name.
+    let has_secret = is_set(secret) || is_set("SECRET_ACCESS_KEY");
+    match (is_set(id), has_secret) {
+        (true, false) => Some(format!("{id} is set and {secret} is not: set both, or neither")),
+        (false, true) if is_set(secret) => {
+            Some(format!("{secret} is set and {id} is not: set both, or neither"))
+        }
+        _ => None,
+    }
+}
+
 /// A key goes into request heads as it is, and a line break that somebody's `echo` left at its end would end a line there.
 fn printable(keys: Credentials) -> provider::Result {
     let parts = [
@@ -135,6 +153,22 @@ impl ProvideCredentials for CredentialChain {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn half_a_pair_of_keys_names_the_other_half() {
+        let (id, secret) = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY");
+        let of = |set: &[&str]| half(|name| set.contains(&name).then(|| "x".to_owned()));
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[id, secret]), None);
+        assert_eq!(of(&[id, "SECRET_ACCESS_KEY"]), None);
+        assert_eq!(of(&["SECRET_ACCESS_KEY"]), None, "anybody's");
+        assert!(of(&[id]).unwrap().contains("AWS_SECRET_ACCESS_KEY is not"));
+        assert!(of(&[secret]).unwrap().contains("AWS_ACCESS_KEY_ID is not"));
+        assert_eq!(
+            half(|name| Some(if name == id { " " } else { "" }.to_owned())),
+            None
+        );
+    }
 
     #[tokio::test]
     async fn keys_without_an_expiry_are_asked_for_again_and_not_forgotten() {

@@ -47,6 +47,8 @@ pub struct S3 {
     counters: CallCounters,
     /// An answer had a request id. Then one without is not this server's, but a proxy's in front of it.
     signs: AtomicBool,
+    /// The latest PUT was refused because a quota is used up.
+    over_quota: AtomicBool,
 }
 
 impl S3 {
@@ -66,6 +68,7 @@ impl S3 {
             request_timeout: options.request_timeout,
             counters: CallCounters::default(),
             signs: AtomicBool::new(false),
+            over_quota: AtomicBool::new(false),
         })
     }
 
@@ -106,7 +109,10 @@ impl S3 {
         let limit = now + self.request_timeout;
         let ended = tokio::time::timeout_at(limit.min(deadline), request);
         match self.counters.times_of(operation).of(ended).await {
-            Ok(result) => result,
+            Ok(result) => {
+                self.saw_quota(operation, result.as_ref().err());
+                result
+            }
             Err(_) if limit < deadline => Err(ObjectError::new(
                 operation,
                 target,
@@ -164,6 +170,19 @@ impl S3 {
 
     fn signs(&self) -> bool {
         self.signs.load(Ordering::Relaxed)
+    }
+
+    fn saw_quota(&self, operation: Operation, error: Option<&ObjectError>) {
+        let over = match error.map(|error| error.kind) {
+            Some(ErrorKind::Quota) => true,
+            None if operation == Operation::Put => false,
+            // Other 403s are the keys' again.
+            Some(ErrorKind::Denied | ErrorKind::Credentials) => false,
+            _ => return,
+        };
+        if over != self.over_quota.load(Ordering::Relaxed) {
+            self.over_quota.store(over, Ordering::Relaxed);
+        }
     }
 }
 
@@ -529,6 +548,10 @@ impl ObjectStore for S3 {
 
     fn traffic(&self) -> Traffic {
         self.http.traffic()
+    }
+
+    fn is_over_quota(&self) -> bool {
+        self.over_quota.load(Ordering::Relaxed)
     }
 }
 

@@ -239,6 +239,11 @@ pub trait ObjectStore: Send + Sync + 'static {
     /// The bytes that the connections carried so far.
     fn traffic(&self) -> Traffic;
 
+    /// Whether the latest PUT was refused because a quota is used up.
+    fn is_over_quota(&self) -> bool {
+        false
+    }
+
     /// The state of the server's endpoints, if it has any.
     fn endpoints(&self) -> Vec<EndpointState> {
         Vec::new()

@@ -20,7 +20,7 @@ use super::usage::{Usage, memory_available};
 use crate::arena::{Arena, ArenaOptions, SLOT_ALIGN};
 use crate::cache::gateway::{Gateway, GatewayOptions};
 use crate::config::Config;
-use crate::format::KeyPrefix;
+use crate::format::{KeyPrefix, Keyring};
 use crate::protocol::ProbeMode;
 use crate::s3::fanout::EndpointState;
 use crate::s3::net::Traffic;
@@ -32,6 +32,8 @@ pub struct Bench {
     pub(super) target: Arc<RawTarget>,
     /// The prompt whose chunks are the objects, if any.
     pub(super) prompt: Option<BenchPrompt>,
+    /// For prompts of protected spaces.
+    keyring: Keyring,
     /// Number of existing objects: after a write that was cut short, fewer than asked for.
     pub(super) objects: u64,
     /// The digests that parts must have, made when a phase first needs them.
@@ -92,7 +94,7 @@ impl Bench {
         store: Arc<dyn ObjectStore>,
         config: Config,
         settings: BenchSettings,
-        prompt: Option<BenchPrompt>,
+        (prompt, keyring): (Option<BenchPrompt>, Keyring),
         interrupts: Interrupts,
     ) -> Result<Self, BenchError> {
         settings.check()?;
@@ -106,6 +108,7 @@ impl Bench {
         Ok(Self {
             objects: settings.objects,
             prompt,
+            keyring,
             crcs: None,
             parts: None,
             target: Arc::new(RawTarget {
@@ -248,11 +251,14 @@ impl Bench {
         capabilities: Capabilities,
     ) -> Gateway {
         let settings = &self.target.settings;
+        let object_bytes = to_usize(settings.object_bytes).next_multiple_of(SLOT_ALIGN);
         let options = GatewayOptions {
             get_bytes_max: to_usize(settings.part_bytes).saturating_mul(settings.concurrency),
-            put_bytes_max: usize::MAX,
+            // Of encrypted spaces each has a buffer.
+            put_bytes_max: object_bytes.saturating_mul(settings.concurrency),
             lookup_concurrency: settings.concurrency,
             lookup_deadline: self.target.read_limit,
+            keyring: self.keyring.clone(),
             ..GatewayOptions::from(&self.config)
         };
         Gateway::new(store, arena, capabilities, options)

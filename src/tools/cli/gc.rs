@@ -1,6 +1,7 @@
 //! `kvgate gc`: removes the chunks that are least worth keeping, down to a size or by the time since their last use. Tells
 //! what would go, and removes it with `--yes`.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,8 +11,9 @@ use serde_json::json;
 use super::args::{ConnectArgs, SelectArgs};
 use super::bucket::OpenBucket;
 use super::error::CliError;
+use super::interrupts::interrupts;
 use super::logging;
-use super::output::{Out, bytes, count, time};
+use super::output::{Out, bytes, count, tell, time};
 use super::progress::Progress;
 use crate::config::units::{ByteSize, parse_duration, show_duration};
 use crate::format::{KeyId, SpaceKey};
@@ -22,7 +24,7 @@ use crate::inventory::{Collected, Count, GcError, GcLimits, GcSpec, Parents, Pla
 #[command(after_help = "\
 Examples:
   kvgate gc --bucket kv --size 10TiB                        what would go
-  kvgate gc --bucket kv --size 10TiB --yes --resume gc.log  killed? run it again, and it goes on
+  kvgate gc --bucket kv --size 10TiB --yes --resume gc.log  stopped? run it again, and it goes on
   kvgate gc --bucket kv --unused 30d --yes --rate 100
   kvgate gc --bucket kv --tenant-size 1TiB --yes            each tenant down to 1 TiB
   kvgate gc --bucket kv --tenant acme --size 500GiB --yes   this one alone
@@ -107,34 +109,61 @@ pub async fn run(args: GcArgs, verbose: u8, out: &mut Out) -> Result<(), CliErro
         None => inventory.begin_gc().await?,
     };
     let progress = Progress::spinner("listing");
-    let tell = |step| match step {
+    let show = |step| match step {
         Step::Listing(found) => progress.seen("listing", found.chunks, found.bytes),
         Step::Reading(done, total) => progress.say(format!("reading headers: {done} of {total}")),
         Step::Removing(..) => {}
     };
-    let plan = inventory.plan_gc(&spec, began, &mut parents, tell).await?;
+    let mut interrupts = interrupts()?;
+    let plan = tokio::select! {
+        plan = inventory.plan_gc(&spec, began, &mut parents, show) => Some(plan?),
+        _ = interrupts.changed() => None,
+    };
     drop(progress);
+    let Some(plan) = plan else {
+        parents.flush()?;
+        return Err(args.stopped("nothing was removed"));
+    };
     let under_way = match args.yes {
         true => Some(began),
         false => parents.began(),
     };
     parents.settle(|chunk| plan.has(chunk), under_way)?;
-    let mut collected = None;
+    let (mut collected, mut stopped) = (None, None);
     if args.yes {
         let progress = Progress::bar("removing", plan.planned.chunks);
+        let gone = Cell::new(0);
         let step = |step| {
             if let Step::Removing(removed, _) = step {
+                gone.set(removed.chunks);
                 progress.set(removed.chunks, removed.bytes);
             }
         };
-        collected = Some(inventory.remove_planned(&plan, || true, step).await?);
+        let (goes_on, mut again) = (|| *interrupts.borrow() == 0, interrupts.clone());
+        let removal = tokio::select! {
+            removal = inventory.remove_planned(&plan, goes_on, step) => removal.map_err(CliError::from),
+            _ = again.wait_for(|count| *count > 1) => Err(CliError::Failed("interrupted".into())),
+        };
         drop(progress);
-        parents.settle(|_| true, None)?;
+        let so_far = || {
+            format!(
+                "{} of {} removed",
+                gone.get(),
+                count(plan.planned.chunks, "object")
+            )
+        };
+        let done = removal.inspect_err(|_| tell(args.stopped(&so_far())))?;
+        match done.stopped {
+            true => stopped = Some(args.stopped(&so_far())),
+            false => parents.settle(|_| true, None)?,
+        }
+        collected = Some(done);
     }
     match args.json {
-        true => json(&plan, collected, &spec, out),
-        false => text(&plan, collected, &spec, out),
+        true => json(&plan, collected, &spec, out)?,
+        false => text(&plan, collected, &spec, out)?,
     }
+    stopped.map_or(Ok(()), Err)
 }
 
 /// As it was understood.
@@ -152,6 +181,14 @@ fn words(limits: &GcLimits) -> String {
 }
 
 impl GcArgs {
+    fn stopped(&self, done: &str) -> CliError {
+        let next = match &self.resume {
+            Some(path) => format!("run it again with --resume {} to go on", path.display()),
+            None => "run it again to go on; --resume FILE would save it from reading all anew".to_owned(),
+        };
+        CliError::Failed(format!("stopped: {done}; {next}"))
+    }
+
     fn spec(&self) -> Result<GcSpec, CliError> {
         let spec = GcSpec {
             select: self.select.clone().into(),
@@ -193,6 +230,7 @@ fn json(plan: &Plan, collected: Option<Collected>, spec: &GcSpec, out: &mut Out)
         "unnamed": spaces(&plan.unnamed),
         "removed": { "objects": removed.chunks, "bytes": removed.bytes },
         "kept": collected.map_or(0, |collected| collected.kept),
+        "stopped": collected.is_some_and(|collected| collected.stopped),
     }))
 }
 

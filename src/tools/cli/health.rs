@@ -30,6 +30,9 @@ pub async fn run(args: HealthArgs, out: &mut Out) -> Result<(), CliError> {
     let path = if args.ready { "/readyz" } else { "/healthz" };
     let answer = args.node.client(&config).get(path).await;
     // Container engines keep status 2 for themselves.
-    let answer = answer.map_err(|error| CliError::Failed(error.to_string()))?;
+    let answer = answer.map_err(|error| match error.into() {
+        CliError::Usage(said) => CliError::Failed(said),
+        error => error,
+    })?;
     out.line(String::from_utf8_lossy(&answer).trim_end())
 }

@@ -1,7 +1,7 @@
 //! The command line: a file for each command, over the library. Reports go to the standard output, as text or with
 //! `--json` as one JSON document; progress, questions, logs and errors go to the standard error.
 //!
-//! Exit status: 0 done, 1 failed (also: damage found, something unknown), 2 usage or configuration.
+//! Exit status: 0 done, 1 failed (also: damage found, something unknown, nobody answers), 2 usage or configuration.
 
 mod args;
 mod bench;
@@ -16,6 +16,7 @@ mod gc;
 mod gpu;
 mod health;
 mod input;
+mod interrupts;
 mod lifecycle;
 mod logging;
 mod lookup;

@@ -1,6 +1,7 @@
 //! Connections of commands to a running `kvgate serve`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 
@@ -18,11 +19,16 @@ pub struct NodeArgs {
     pub socket: Option<PathBuf>,
 }
 
+/// How long an answer may take beyond the time that the call gives the daemon.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 impl NodeArgs {
     /// A client of the named daemon, or else of the configured one.
     pub fn client(&self, config: &Config) -> Client {
         let socket = self.socket.as_ref().unwrap_or(&config.api.socket);
-        Client::new(DaemonAddress::Unix(socket.clone())).trusting(config.api.socket_owner)
+        Client::new(DaemonAddress::Unix(socket.clone()))
+            .trusting(config.api.socket_owner)
+            .with_patience(PATIENCE)
     }
 }
 
@@ -43,7 +49,10 @@ pub async fn declared(client: &Client, space: &SpaceRef) -> Result<String, CliEr
 impl From<ClientError> for CliError {
     fn from(error: ClientError) -> Self {
         match &error {
-            ClientError::Connect { .. } | ClientError::Stranger { .. } => Self::usage(error.to_string()),
+            ClientError::Stranger { .. } => Self::usage(error.to_string()),
+            ClientError::Late(_) => Self::Failed(format!(
+                "{error} Its log says what it did last (`journalctl -u kvgate`), and `systemctl restart kvgate` ends it"
+            )),
             _ => Self::Failed(error.to_string()),
         }
     }

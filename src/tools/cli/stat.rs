@@ -1,4 +1,4 @@
-//! `kvgate stat`: the header of one chunk, or the status of a daemon with `--socket`.
+//! `kvgate stat`: the header of one chunk, or the status of a daemon.
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -13,18 +13,19 @@ use crate::config::Config;
 use crate::format::{ChunkHash, Header, Key, KeyPrefix, Space, SpaceKey};
 use crate::inventory::{ChunkStat, HeaderState, SpaceJson};
 
-/// Shows one chunk: its object, and what its header says. `verify` checks its payload too.
+/// Shows a daemon's state; or one chunk: its object, and what its header says. `verify` checks its payload too.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   kvgate stat --bucket kv --space 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6 HASH
   kvgate stat --bucket kv 5c2f0a3bd1e94f7786a0c1d2e3f4a5b6/HASH
+  kvgate stat                            the daemon of [api] socket
   kvgate stat --socket /tmp/kvgate.sock
 
 Exit status: 1 if the chunk is missing or damaged.")]
 pub struct StatArgs {
     /// A chunk's hash (64 hex digits), with a space; or an object's whole key.
-    #[arg(value_name = "KEY|HASH", required_unless_present = "socket")]
+    #[arg(value_name = "KEY|HASH")]
     chunk: Option<String>,
     /// Report as JSON.
     #[arg(long)]
@@ -40,7 +41,12 @@ pub struct StatArgs {
 pub async fn run(args: StatArgs, verbose: u8, out: &mut Out) -> Result<(), CliError> {
     let config = args.connect.load(Vec::new())?.config;
     logging::init(&config.log, verbose);
-    if args.node.socket.is_some() {
+    if args.chunk.is_none() && args.space.given()?.is_some() {
+        let message =
+            "which chunk of the space? Give its hash (64 hex digits); `kvgate ls --space ID` lists hashes";
+        return Err(CliError::usage(message));
+    }
+    if args.node.socket.is_some() || args.chunk.is_none() {
         return of_node(&args, &config, out).await;
     }
     let (given, hash) = target(&args, &config.s3.prefix)?;

@@ -185,12 +185,12 @@ impl Frame<'_> {
 
     fn rates(&self) -> [String; 5] {
         let found = |tier: &str| self.sum(&format!("found_{tier}"));
-        let (asked, tiers) = (self.sum("asked"), ["memory", "disk", "s3"]);
+        let (asked, tiers) = (self.sum("asked"), ["memory", "disk", "peer", "s3"]);
         let percent = |part: f64| match asked {
             0.0 => "-".to_owned(),
             _ => format!("{:.1} %", 100.0 * part / asked),
         };
-        let [memory, disk, s3] = tiers.map(found);
+        let [memory, disk, peers, s3] = tiers.map(found);
         let loaded = |tier: &str| self.last(&format!("loaded_bytes_{tier}"));
         let rate =
             |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{}/s", bytes(whole(value))));
@@ -205,10 +205,11 @@ impl Frame<'_> {
             self.line(
                 "found",
                 &format!(
-                    "{}: memory {}, disk {}, S3 {}",
-                    percent(memory + disk + s3),
+                    "{}: memory {}, disk {}, peers {}, S3 {}",
+                    percent(memory + disk + peers + s3),
                     percent(memory),
                     percent(disk),
+                    percent(peers),
                     percent(s3)
                 ),
                 "found_memory",
@@ -216,9 +217,10 @@ impl Frame<'_> {
             self.line(
                 "loaded",
                 &format!(
-                    "memory {}, disk {}, S3 {}",
+                    "memory {}, disk {}, peers {}, S3 {}",
                     rate(loaded("memory")),
                     rate(loaded("disk")),
+                    rate(loaded("peer")),
                     rate(loaded("s3"))
                 ),
                 "loaded_bytes_memory",
@@ -436,7 +438,7 @@ mod tests {
         });
         let history = json!({"columns": {
             "asked": [10.0, 10.0], "found_memory": [0.0, 5.0], "found_disk": [0.0, 0.0], "found_s3": [5.0, 0.0],
-            "loaded_bytes_memory": [0.0, 2048.0], "lookup_p99": [0.0005, null],
+            "loaded_bytes_memory": [0.0, 2048.0], "loaded_bytes_peer": [0.0, 4096.0], "lookup_p99": [0.0005, null],
         }});
         Frame {
             status: &status,
@@ -454,7 +456,7 @@ mod tests {
         let all = lines.join("\n");
         for words in [
             "found     50.0 %: memory 25.0 %",
-            "memory 2 KiB/s",
+            "memory 2 KiB/s, disk -, peers 4 KiB/s, S3 -",
             "99 % 500 us",
             "1 KiB of 4 KiB, 2 read",
             "left alone",

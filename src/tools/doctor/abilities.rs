@@ -78,7 +78,7 @@ fn write_finding(written: &Result<std::sync::Arc<str>>, config: &Config) -> Find
                 );
             }
             let advice = format!(
-                "Allow s3:PutObject and s3:DeleteObject on {}/{}* to this user; or, for a node that only reads, set [memory] \
+                "Allow s3:PutObject on {}/{}* to this user; or, for a node that only reads, set [memory] \
                  store = \"stop\"",
                 config.s3.bucket.as_deref().unwrap_or_default(),
                 KeyPrefix::new(&config.s3.prefix).as_str()

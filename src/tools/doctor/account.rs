@@ -113,7 +113,7 @@ fn refused(key: &str, options: &S3Options, error: &ObjectError) -> (Vec<Finding>
                 under(options)
             );
             let advice = format!(
-                "Allow s3:ListBucket on {0}, and s3:GetObject, s3:PutObject, s3:DeleteObject on {0}/{1}*, to this user; or \
+                "Allow s3:ListBucket on {0}, and s3:GetObject and s3:PutObject on {0}/{1}*, to this user; or \
                  set the keys of another",
                 options.bucket, options.prefix
             );

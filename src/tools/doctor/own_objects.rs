@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::Finding;
 use crate::format::KeyPrefix;
-use crate::s3::object::{ErrorKind, ObjectStore, S3};
+use crate::s3::object::{ErrorKind, ObjectStore, Result, S3};
 
 const CHECK: &str = "cleanup";
 /// The start of the names of all examinations' objects; a number follows.
@@ -17,6 +17,8 @@ const OVER: Duration = Duration::from_secs(24 * 3600);
 
 pub struct OwnObjects {
     store: Arc<S3>,
+    /// Of kvgate's own objects.
+    prefix: String,
     /// The start of all their keys, unlike that of any other examination.
     start: String,
     /// Those that may be there.
@@ -27,6 +29,7 @@ impl OwnObjects {
     pub fn new(store: Arc<S3>, keys: &KeyPrefix) -> Self {
         Self {
             store,
+            prefix: keys.own(""),
             start: keys.own(&format!("{NAME}{:016x}/", fastrand::u64(..))),
             keys: Mutex::default(),
         }
@@ -51,7 +54,7 @@ impl OwnObjects {
             let mut left = store.list(&place, None, deadline).await?.objects;
             left.retain(|object| object.modified < until);
             let keys: Vec<String> = left.into_iter().map(|object| object.key).collect();
-            store.delete(&keys, deadline).await.map(|()| keys.len())
+            each(store, &keys, deadline).await.map(|()| keys.len())
         };
         match removed.await {
             Ok(0) => None,
@@ -76,7 +79,7 @@ impl OwnObjects {
             return None;
         }
         let deadline = Instant::now() + limit;
-        let removed = self.store.delete(&keys, deadline).await;
+        let removed = each(&self.store, &keys, deadline).await;
         let left = self.store.list(&self.start, None, deadline).await;
         let place = &self.start;
         Some(match (removed, left) {
@@ -84,7 +87,11 @@ impl OwnObjects {
                 Finding::ok(CHECK, format!("nothing is left under {place}"))
             }
             (Err(error), _) if error.kind == ErrorKind::Denied => {
-                let advice = "Allow s3:DeleteObject under the prefix: `kvgate rm` and repairs of damage need it. Then remove what is left";
+                let advice = format!(
+                    "Allow s3:DeleteObject on BUCKET/{prefix}doctor-* and BUCKET/{prefix}probe-* to this user, as ceph/apply.py \
+                     does; chunks need no such right here. Then remove what is left",
+                    prefix = self.prefix
+                );
                 Finding::warning(
                     CHECK,
                     format!("objects may not be removed, and stay under {place}"),
@@ -105,4 +112,12 @@ impl OwnObjects {
             }
         })
     }
+}
+
+/// One by one: for several at once, RGW wants the right to remove anything.
+async fn each(store: &S3, keys: &[String], deadline: Instant) -> Result<()> {
+    for key in keys {
+        store.delete(std::slice::from_ref(key), deadline).await?;
+    }
+    Ok(())
 }

@@ -13,6 +13,7 @@
 //! | `dns_server`    | a DNS server whose answers a test chooses, and dnsmasq                       |
 //! | `ranks`         | ranks of a model with several kinds of KV, and what must be in their pages   |
 //! | `tls_front`     | TLS in front of a server that has none                                       |
+//! | `way`           | a way to a server on which some requests get another answer                  |
 
 pub mod backends;
 pub mod capped;
@@ -25,3 +26,4 @@ pub mod paused_store;
 pub mod program;
 pub mod ranks;
 pub mod tls_front;
+pub mod way;

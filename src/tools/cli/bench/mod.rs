@@ -8,17 +8,16 @@ mod endpoints;
 mod live;
 mod table;
 
-use std::io;
-
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::error::CliError;
+use super::interrupts::interrupts;
 use super::logging;
 use super::output::{self, Out};
+use crate::cache::gateway::{GatewayOptions, OpenError};
 use crate::config::Config;
 use crate::config::units::ByteSize;
+use crate::format::Keyring;
 use crate::tools::bench::{
     Bench, BenchError, BenchPhase, BenchPrompt, BenchReport, BenchSettings, Interrupts, PhaseReport,
 };
@@ -39,8 +38,7 @@ pub async fn run(args: BenchArgs, verbose: u8, out: &mut Out) -> Result<(), CliE
     make_room(&mut config, &settings);
     // Opened first, so that nothing is measured that could not be reported.
     let csv = args.output.csv.as_deref().map(Csv::open).transpose()?;
-    let mut interrupts =
-        interrupts().map_err(|error| CliError::Failed(format!("can't wait for signals: {error}")))?;
+    let mut interrupts = interrupts()?;
     let host = S3Server::start(&config, "kvgate-bench", false).await?;
     let bench = tokio::select! {
         bench = args.bench(&host, config, settings, prompt, interrupts.clone()) => bench,
@@ -97,6 +95,16 @@ impl BenchArgs {
                 output::bytes(free)
             )));
         }
+        let keyring = match &prompt {
+            Some(_) => {
+                GatewayOptions::with_keys(&config)
+                    .await
+                    .map_err(OpenError::from)?
+                    .keyring
+            }
+            None => Keyring::default(),
+        };
+        let prompt = (prompt, keyring);
         let bench = Bench::new(host.store.clone(), config, settings, prompt, interrupts)?;
         bench.check(&self.phases())?;
         Ok(bench)
@@ -215,25 +223,6 @@ fn verdict(report: &BenchReport) -> Result<(), CliError> {
         true => Ok(()),
         false => Err(CliError::Failed(failures.join("\n"))),
     }
-}
-
-/// Counts Ctrl-C and SIGTERM: each ends the phase under way.
-fn interrupts() -> io::Result<Interrupts> {
-    let (mut int, mut term) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    let (sender, receiver) = watch::channel(0);
-    tokio::spawn(async move {
-        loop {
-            tokio::select! {
-                Some(()) = int.recv() => {}
-                Some(()) = term.recv() => {}
-            }
-            if *sender.borrow() == 0 {
-                tracing::warn!("interrupted: requests under way end first; interrupt again to end at once");
-            }
-            sender.send_modify(|count| *count += 1);
-        }
-    });
-    Ok(receiver)
 }
 
 impl From<BenchError> for CliError {

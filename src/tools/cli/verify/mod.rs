@@ -3,6 +3,8 @@
 
 mod report;
 
+use std::collections::BTreeMap;
+
 use clap::Args;
 use futures::{TryStreamExt, pin_mut};
 use tokio::time::Instant;
@@ -18,6 +20,9 @@ use crate::tools::cli::logging;
 use crate::tools::cli::output::{Out, bytes, count};
 use crate::tools::cli::progress::Progress;
 use report::{ObjectProblem, Totals, VerifyReport};
+
+/// The code of a chunk whose key is not here.
+const NO_KEY: &str = "no_key";
 
 /// Reads every chunk and checks key, header and digests.
 #[derive(Debug, Args)]
@@ -65,6 +70,7 @@ pub async fn run(args: VerifyArgs, verbose: u8, out: &mut Out) -> Result<(), Cli
         out,
         totals: Totals::default(),
         problems: Vec::new(),
+        keyless: BTreeMap::new(),
     };
     // Checks all geometries first, so that a long run does not fail at the last one.
     let spaces: Vec<(&SpaceSummary, Option<Space>)> = summary
@@ -105,6 +111,8 @@ struct Check<'a> {
     out: &'a mut Out,
     totals: Totals,
     problems: Vec<ObjectProblem>,
+    /// Of the space under way: chunks whose key is not here, by what is said of them.
+    keyless: BTreeMap<String, u64>,
 }
 
 impl Check<'_> {
@@ -125,7 +133,19 @@ impl Check<'_> {
 
     async fn spaces(&mut self, spaces: &[(&SpaceSummary, Option<Space>)]) -> Result<(), CliError> {
         for (found, space) in spaces {
-            self.space(found, space.as_ref()).await?;
+            let outcome = self.space(found, space.as_ref()).await;
+            for (reason, chunks) in std::mem::take(&mut self.keyless) {
+                let key = self.bucket.inventory.keys().space(found.key);
+                let reason = format!("{}: {reason}", count(chunks, "chunk"));
+                self.line(ObjectProblem {
+                    key,
+                    state: "unknown",
+                    code: NO_KEY,
+                    reason,
+                    deleted: false,
+                })?;
+            }
+            outcome?;
         }
         Ok(())
     }
@@ -223,13 +243,21 @@ impl Check<'_> {
         )
     }
 
-    /// Written at once, or kept for the JSON document.
+    /// Written at once, or kept for the JSON document. What lacks a key is the same for all chunks, and told at the end.
     fn problem(&mut self, problem: ObjectProblem) -> Result<(), CliError> {
         self.totals.deleted += u64::from(problem.deleted);
         if self.args.json {
             self.problems.push(problem);
             return Ok(());
         }
+        if problem.code == NO_KEY {
+            *self.keyless.entry(problem.reason).or_default() += 1;
+            return Ok(());
+        }
+        self.line(problem)
+    }
+
+    fn line(&mut self, problem: ObjectProblem) -> Result<(), CliError> {
         let out = &mut *self.out;
         self.progress.pause(|| {
             out.line(problem)?;
