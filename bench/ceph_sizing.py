@@ -27,6 +27,13 @@ TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 2**20
 
 
+def start_ceph():
+    # What is overwritten and deleted goes at once: the file has no room for two hours of it.
+    gc = "rgw gc obj min wait = 1\nrgw gc processor period = 5"
+    size = str(12 * 2**30)
+    return Ceph(3, [ADDRESS], KVGATE_CEPH_STORE="bluestore", KVGATE_CEPH_SIZE=size, KVGATE_CEPH_RGW_EXTRA=gc)
+
+
 class Server:
     """CPU seconds and memory of the Ceph's daemons."""
 
@@ -102,14 +109,17 @@ def memory(bench):
 WORDS = {"write": "PUT", "read": "GET", "head": "HEAD, there", "lookup": "HEAD, not there"}
 
 
+def ceph_version():
+    return subprocess.run(["ceph", "--version"], capture_output=True, text=True).stdout.split()[2]
+
+
 def report(told, sizes, asked, resident):
     machine = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    version = subprocess.run(["ceph", "--version"], capture_output=True, text=True).stdout.split()[2]
     lines = [
         "# What requests cost a Ceph",
         "",
-        f"`bench/ceph_sizing.py --rounds {told.rounds}`; {date.today()}; Ceph {version}, one radosgw, one OSD (BlueStore in a",
-        f"sparse file, one copy); {machine}, {os.cpu_count()} cores; load average at the end {os.getloadavg()[0]:.1f}.",
+        f"`bench/ceph_sizing.py --rounds {told.rounds}`; {date.today()}; Ceph {ceph_version()}, one radosgw, one OSD (BlueStore",
+        f"in a sparse file, one copy); {machine}, {os.cpu_count()} cores; load average at the end {os.getloadavg()[0]:.1f}.",
         "",
         "| objects of | request | radosgw, CPU s/GiB | OSD, CPU s/GiB |",
         "|---|---|---:|---:|",
@@ -140,10 +150,7 @@ def main():
     parser.add_argument("--kvgate", type=Path, default=ROOT / "target/release/kvgate")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results")
     told = parser.parse_args()
-    # What is overwritten and deleted goes at once: the file has no room for two hours of it.
-    gc = "rgw gc obj min wait = 1\nrgw gc processor period = 5"
-    size = str(12 * 2**30)
-    ceph = Ceph(3, [ADDRESS], KVGATE_CEPH_STORE="bluestore", KVGATE_CEPH_SIZE=size, KVGATE_CEPH_RGW_EXTRA=gc)
+    ceph = start_ceph()
     try:
         bench = Bench(ceph, told.kvgate.resolve(), told.rounds)
         resident = list(memory(bench))

@@ -1,11 +1,13 @@
-//! What is in the modelled bucket: the chunks of conversations that grow, and prompts that all share.
+//! What is in the modelled bucket: chunks, each with the hint that its PUT said; and the conversations that grow there.
 //!
 //! Objects are real ones, small: header, digests and all. A byte of them stands for [`SCALE`] bytes on the way.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use kvgate::format::{ChunkHash, DigestKind, Header, KeyPrefix, PlaneDigest, Space};
+use kvgate::format::{ChunkHash, DigestKind, Header, KeyPrefix, PlaneDigest, Run, Space};
 
 use super::rgw::{Share, lock};
 
@@ -18,10 +20,12 @@ const LONGEST: u32 = 20;
 /// Of each turn.
 pub const NEW_CHUNKS: u32 = 2;
 /// Of the prompt that all share.
-pub const SHARED_CHUNKS: u32 = 16;
+pub const SHARED_CHUNKS: u64 = 16;
 
-const CONVERSATION: u8 = 0;
-const SHARED: u8 = 1;
+/// Kinds of chunks.
+const CONVERSATION: u64 = 1;
+const SHARED: u64 = 2;
+const TRACED: u64 = 3;
 
 pub struct Bucket {
     pub space: Space,
@@ -29,16 +33,20 @@ pub struct Bucket {
     digest: PlaneDigest,
     planes: Vec<[u8; 32]>,
     conversations: Mutex<Vec<Conversation>>,
+    stored: Mutex<HashMap<ChunkHash, Hint>>,
     /// Each reads what is placed there.
     osds: Vec<Share>,
 }
+
+/// The user metadata `kvgate-run`.
+pub type Hint = Option<Box<str>>;
 
 #[derive(Clone, Copy)]
 pub struct Conversation {
     number: u32,
     /// How many were in its place before.
     generation: u32,
-    pub chunks: u32,
+    chunks: u32,
 }
 
 impl Bucket {
@@ -60,13 +68,30 @@ impl Bucket {
             generation: 0,
             chunks: fastrand::u32(0..LONGEST / NEW_CHUNKS) * NEW_CHUNKS,
         };
-        Self {
+        let bucket = Self {
             planes: planes.collect(),
             digest,
             keys: KeyPrefix::new("fleet"),
             conversations: Mutex::new((0..).take(conversations).map(begun).collect()),
+            stored: Mutex::default(),
             osds: (0..osds).map(|_| Share::new(osd_bytes_per_second)).collect(),
             space,
+        };
+        let turns = NEW_CHUNKS as usize;
+        for conversation in lock(&bucket.conversations).iter() {
+            let chunks = conversation.prompt();
+            let stored = chunks[..conversation.chunks as usize].chunks(turns);
+            stored.for_each(|turn| bucket.store(turn));
+        }
+        bucket.store(&shared_prompt());
+        bucket
+    }
+
+    /// What a gateway stored after one lookup.
+    fn store(&self, chunks: &[ChunkHash]) {
+        for (place, chunk) in chunks.iter().enumerate() {
+            let run = Run::of(&chunks[place + 1..]);
+            self.put(*chunk, Some(run.text().into()));
         }
     }
 
@@ -89,20 +114,26 @@ impl Bucket {
     }
 
     pub fn has(&self, chunk: &ChunkHash) -> bool {
-        let at = |from: usize| u32::from_le_bytes(std::array::from_fn(|i| chunk.0[from + i]));
-        if chunk.0[8] == SHARED {
-            return true;
+        lock(&self.stored).contains_key(chunk)
+    }
+
+    pub fn hint(&self, chunk: &ChunkHash) -> Hint {
+        lock(&self.stored).get(chunk).cloned().flatten()
+    }
+
+    /// False: it is there already, and stays as it is.
+    pub fn put(&self, chunk: ChunkHash, hint: Hint) -> bool {
+        match lock(&self.stored).entry(chunk) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(place) => {
+                place.insert(hint);
+                true
+            }
         }
-        let current = lock(&self.conversations)[at(12) as usize];
-        at(16) < current.generation || at(20) < current.chunks
     }
 
     pub fn object_len(&self) -> usize {
         self.space.layout().object_len()
-    }
-
-    pub fn key(&self, chunk: &ChunkHash) -> String {
-        self.keys.chunk(self.space.key(), chunk)
     }
 
     pub fn chunk_of(key: &str) -> Option<ChunkHash> {
@@ -143,26 +174,27 @@ impl Bucket {
 impl Conversation {
     /// The chunks of its next prompt: those that are stored, and new ones.
     pub fn prompt(&self) -> Vec<ChunkHash> {
-        let chunk = |index| hash(CONVERSATION, [self.number, self.generation, index]);
+        let text = u64::from(self.number) << 32 | u64::from(self.generation);
+        let chunk = |index| hash([CONVERSATION, text, u64::from(index)]);
         (0..self.chunks + NEW_CHUNKS).map(chunk).collect()
     }
 }
 
-pub fn shared_prompt(number: u32) -> Vec<ChunkHash> {
-    (0..SHARED_CHUNKS)
-        .map(|index| hash(SHARED, [number, 0, index]))
-        .collect()
+pub fn shared_prompt() -> Vec<ChunkHash> {
+    (0..SHARED_CHUNKS).map(|index| hash([SHARED, 0, index])).collect()
 }
 
-fn hash(kind: u8, parts: [u32; 3]) -> ChunkHash {
+/// Of an id of a trace.
+pub fn traced(id: u64) -> ChunkHash {
+    hash([TRACED, 0, id])
+}
+
+fn hash(parts: [u64; 3]) -> ChunkHash {
     let mut bytes = [0; 32];
-    bytes[8] = kind;
-    for (place, part) in [12, 16, 20].into_iter().zip(parts) {
-        bytes[place..place + 4].copy_from_slice(&part.to_le_bytes());
+    for (place, part) in [8, 16, 24].into_iter().zip(parts) {
+        bytes[place..place + 8].copy_from_slice(&part.to_le_bytes());
     }
-    let mixed = parts
-        .iter()
-        .fold(u64::from(kind) + 1, |mixed, &part| mix(mixed ^ u64::from(part)));
+    let mixed = parts.iter().fold(0, |mixed, &part| mix(mixed ^ part));
     bytes[..8].copy_from_slice(&mixed.to_le_bytes());
     ChunkHash(bytes)
 }

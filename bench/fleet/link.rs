@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
-use super::rgw::{Fault, Mood, ROUND_TRIP, Rgw, lock};
+use super::rgw::{Fault, Mood, ROUND_TRIP, Rgw, lock, pass_until};
 
 /// As `[s3] idle_timeout`.
 pub const IDLE: Duration = Duration::from_secs(50);
@@ -34,7 +34,7 @@ impl Link {
                 return Ok(kept);
             }
         }
-        sleep(ROUND_TRIP).await;
+        pass_until(Instant::now() + ROUND_TRIP).await;
         if self.rgw.mood() == Mood::Dead {
             return Err(Fault::Unreached);
         }

@@ -9,10 +9,14 @@
 //!
 //!     cargo bench --bench fleet                        all fleets, all scenarios
 //!     cargo bench --bench fleet -- 100x20 dead         of these fleets, scenarios with these words
+//!     cargo bench --bench fleet -- --trace [FILE]      a trace in Mooncake's format or Qwen-Bailian's, or a made-up one, at its
+//!                                                      pace and as fast as it keeps the fleet busy; [--block-tokens N]
+//!     cargo bench --bench fleet -- curves              the modelled RGW beside the measured one
 //!     cargo bench --bench fleet -- --save [NAME]       writes bench/results/fleet-[NAME-]DATE.md and .json
-//!     cargo test --bench fleet                         a short one, twice: both must be equal
+//!     cargo test --bench fleet                         short ones, twice: both must be equal
 
 mod bucket;
+mod ceph;
 mod link;
 mod names;
 mod node;
@@ -23,12 +27,13 @@ mod run;
 mod saving;
 mod scenario;
 mod store;
+mod trace;
 
+use std::fmt::Debug;
 use std::sync::Mutex;
 use std::time::Instant;
 
-use run::Row;
-use scenario::{Fleet, LONG, SHORT, Scenario, Times};
+use scenario::{Fleet, LONG, SHORT};
 
 const SEED: u64 = 20_261_126;
 const FLEETS: [Fleet; 3] = [
@@ -45,6 +50,7 @@ const FLEETS: [Fleet; 3] = [
         rgws: 200,
     },
 ];
+const TRACED: Fleet = FLEETS[1];
 const SMALL: Fleet = Fleet {
     gateways: 12,
     rgws: 6,
@@ -67,23 +73,43 @@ fn main() -> std::io::Result<()> {
     let words = arguments.iter().take_while(|word| !word.starts_with('-'));
     let (sizes, names): (Vec<&String>, Vec<&String>) =
         words.partition(|word| FLEETS.iter().any(|fleet| **word == size(*fleet)));
-    let mut cases = Vec::new();
-    for fleet in FLEETS {
-        let wanted = sizes.is_empty() || sizes.iter().any(|word| **word == size(fleet));
-        let scenarios = scenario::all(fleet, LONG).into_iter();
-        let scenarios = scenarios.filter(|scenario| {
-            wanted && (names.is_empty() || names.iter().any(|word| scenario.name.contains(word.as_str())))
-        });
-        cases.extend(scenarios.map(|scenario| (fleet, scenario)));
-    }
+    let fleets: Vec<Fleet> = FLEETS
+        .into_iter()
+        .filter(|fleet| sizes.is_empty() || sizes.contains(&&size(*fleet)))
+        .collect();
     let began = Instant::now();
-    let rows = all(&cases, LONG, seed);
+    let (tables, rows) = if given("--trace").is_some() {
+        let block_tokens = word_after("--block-tokens").and_then(|tokens| tokens.parse().ok());
+        let trace = trace::read(word_after("--trace"), block_tokens);
+        let fleets = if sizes.is_empty() { vec![TRACED] } else { fleets };
+        let cases = fleets
+            .iter()
+            .flat_map(|&fleet| [(fleet, 1.0), (fleet, trace::busy(&trace, fleet))]);
+        let rows = all(&cases.collect::<Vec<_>>(), |&(fleet, speed)| {
+            (format!("{speed:.0} times as fast"), trace::replay(fleet, &trace, speed, seed))
+        });
+        (report::replays(&rows), serde_json::to_value(&rows))
+    } else if names.iter().any(|name| *name == "curves") {
+        let curves = ceph::curves();
+        (ceph::markdown(&curves), serde_json::to_value(&curves))
+    } else {
+        let cases = fleets.into_iter().flat_map(|fleet| {
+            let scenarios = scenario::all(fleet, LONG).into_iter();
+            let wanted = scenarios.filter(|scenario| {
+                names.is_empty() || names.iter().any(|word| scenario.name.contains(word.as_str()))
+            });
+            wanted.map(move |scenario| (fleet, scenario))
+        });
+        let rows = all(&cases.collect::<Vec<_>>(), |(fleet, scenario)| {
+            (scenario.name.to_owned(), run::run(*fleet, scenario, LONG, seed))
+        });
+        (report::markdown(&rows), serde_json::to_value(&rows))
+    };
     let note = format!("simulated in {:.0} s, seed {seed}", began.elapsed().as_secs_f64());
-    let tables = report::markdown(&rows);
     println!("{note}\n\n{tables}");
     if given("--save").is_some() {
         let name = word_after("--save").map_or("fleet".to_owned(), |name| format!("fleet-{name}"));
-        saving::save("fleet", &name, &note, &tables, &rows)?;
+        saving::save("fleet", &name, &note, &tables, &rows?)?;
     }
     Ok(())
 }
@@ -92,21 +118,35 @@ fn size(fleet: Fleet) -> String {
     format!("{}x{}", fleet.gateways, fleet.rgws)
 }
 
-/// A small fleet, each scenario twice.
+/// A small fleet, each scenario twice, and the start of a made-up trace; and whether the modelled RGW is like the measured one.
 fn check() {
     for scenario in scenario::all(SMALL, SHORT) {
-        let [row, again] = [0, 1].map(|_| run::run(SMALL, &scenario, SHORT, SEED));
-        assert_eq!(row, again, "the same seed gives the same report");
+        let row = twice(|| run::run(SMALL, &scenario, SHORT, SEED));
         assert!(row.before.prompts > 0, "{row:?}");
         // An absence is remembered for two seconds, in which another gateway may store the chunk.
         let is_quiet = scenario.script.is_empty() && scenario.cut.is_none();
         let failed = row.before.failed + row.meanwhile.failed;
         assert!(!is_quiet || failed * 20 <= row.before.prompts, "{row:?}");
     }
+    let mut trace = trace::read(None, None);
+    trace.prompts.truncate(200);
+    let speed = trace::busy(&trace, SMALL);
+    let row = twice(|| trace::replay(SMALL, &trace, speed, SEED));
+    assert_eq!(row.took.prompts, trace.prompts.len(), "{row:?}");
+    assert!(row.loaded_percent > 0.5 * row.most_percent, "{row:?}");
+    for curve in ceph::curves() {
+        assert!((0.5..2.0).contains(&curve.over()), "{curve:?}");
+    }
 }
 
-/// Each in a thread of its own, as many at a time as there are cores; the largest first.
-fn all(cases: &[(Fleet, Scenario)], times: Times, seed: u64) -> Vec<Row> {
+fn twice<T: PartialEq + Debug>(run: impl Fn() -> T) -> T {
+    let row = run();
+    assert_eq!(row, run(), "the same seed gives the same report");
+    row
+}
+
+/// Each in a thread of its own, as many at a time as there are cores; the last first: the largest. `run` also tells its name.
+fn all<Case: Sync, Row: Send>(cases: &[Case], run: impl Fn(&Case) -> (String, Row) + Sync) -> Vec<Row> {
     let left = Mutex::new((0..cases.len()).collect::<Vec<_>>());
     let rows = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
@@ -116,11 +156,9 @@ fn all(cases: &[(Fleet, Scenario)], times: Times, seed: u64) -> Vec<Row> {
                     let Some(at) = left.lock().expect("no panic").pop() else {
                         break;
                     };
-                    let (fleet, scenario) = &cases[at];
                     let began = Instant::now();
-                    let row = run::run(*fleet, scenario, times, seed);
-                    let took = began.elapsed().as_secs_f64();
-                    eprintln!("{}, {}: {took:.1} s", size(*fleet), row.scenario);
+                    let (name, row) = run(&cases[at]);
+                    eprintln!("{name}: {:.1} s", began.elapsed().as_secs_f64());
                     rows.lock().expect("no panic").push((at, row));
                 }
             });

@@ -28,18 +28,14 @@ pub struct Names {
 }
 
 impl Names {
-    pub fn new(ttl: Duration, cut: Option<usize>) -> Arc<Self> {
-        Arc::new(Self {
+    pub fn new(ttl: Duration, cut: Option<usize>) -> Self {
+        Self {
             listed: Mutex::default(),
             ttl,
             cut,
             questions: AtomicU64::new(0),
             by_tcp: AtomicU64::new(0),
-        })
-    }
-
-    pub fn list(&self, addresses: Vec<SocketAddr>) {
-        *lock(&self.listed) = addresses;
+        }
     }
 
     pub fn change(&self, change: impl FnOnce(&mut Vec<SocketAddr>)) {

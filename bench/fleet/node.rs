@@ -4,14 +4,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::cache::gateway::{AfterMiss, Gateway, GatewayOptions, LoadSpec};
+use futures::{StreamExt, stream};
+use kvgate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome};
 use kvgate::config::Config;
 use kvgate::format::ChunkHash;
 use kvgate::protocol::{Order, Strategy};
-use kvgate::s3::object::{Capabilities, Condition, ObjectStore, S3Options};
+use kvgate::s3::object::{Capabilities, S3Options};
 use tokio::time::{Instant, sleep};
 
-use super::bucket::{Conversation, NEW_CHUNKS, SCALE, shared_prompt};
+use super::bucket::{SCALE, shared_prompt};
 use super::rgw::lock;
 use super::scenario::PROMPTS;
 use super::store::{Store, World};
@@ -23,10 +24,11 @@ const CACHE_BYTES: usize = 1 << 20;
 const PART_BYTES: usize = 1 << 13;
 /// Until an engine has computed what was not there.
 const COMPUTES: Duration = Duration::from_millis(500);
+/// Chunks of a prompt that are stored at a time.
+const STORES: usize = 8;
 
 pub struct Node {
     gateway: Gateway,
-    store: Arc<Store>,
     world: Arc<World>,
     limits: Limits,
     pub prompts: Arc<Mutex<Vec<Prompt>>>,
@@ -44,7 +46,7 @@ pub struct Prompt {
     pub came: Instant,
     pub looked_up: Duration,
     pub took: Duration,
-    pub chunks: usize,
+    pub loaded: usize,
     /// A chunk that is there was not found, or not loaded.
     pub failed: bool,
 }
@@ -65,12 +67,16 @@ impl Node {
         limits.keys = world.bucket.keys.clone();
         limits.part_bytes = PART_BYTES;
         limits.get_bytes_max /= SCALE;
+        limits.put_bytes_max /= SCALE;
         limits.cache.bytes = CACHE_BYTES;
-        let seen: Arc<dyn ObjectStore> = Arc::<Store>::clone(&store);
-        let gateway = Gateway::new(seen, arena.expect("an arena"), Capabilities::default(), limits);
+        let can = Capabilities {
+            if_none_match: true,
+            metadata: true,
+            ..Capabilities::default()
+        };
+        let gateway = Gateway::new(store, arena.expect("an arena"), can, limits);
         Arc::new(Self {
             gateway,
-            store,
             world: Arc::clone(world),
             limits: Limits {
                 lookup: config.lookup.deadline,
@@ -91,28 +97,37 @@ impl Node {
             let turn = self.world.bucket.any_conversation();
             let node = Arc::clone(&self);
             tokio::spawn(async move {
-                node.load(turn.prompt(), turn.chunks as usize).await;
-                sleep(COMPUTES).await;
-                node.keep(turn).await;
+                node.answer(&turn.prompt()).await;
+                node.world.bucket.grow(turn);
             });
         }
     }
 
     pub async fn load_shared(self: Arc<Self>, within: f64) {
         sleep(Duration::from_secs_f64(within * fastrand::f64())).await;
-        let prompt = shared_prompt(0);
-        let there = prompt.len();
-        self.load(prompt, there).await;
+        self.load(&shared_prompt()).await;
     }
 
-    /// `there`: so many of its chunks are stored.
-    async fn load(&self, prompt: Vec<ChunkHash>, there: usize) {
+    /// Loads what is there, computes the rest, and stores that.
+    pub async fn answer(&self, prompt: &[ChunkHash]) {
+        let loaded = self.load(prompt).await;
+        sleep(COMPUTES).await;
+        let new = (loaded..prompt.len()).map(|place| self.keep(prompt, place));
+        let mut stores = stream::iter(new).buffered(STORES);
+        // What follows one that is missing is of no use.
+        while stores.next().await == Some(true) {}
+    }
+
+    /// How many chunks it loaded.
+    async fn load(&self, prompt: &[ChunkHash]) -> usize {
         let came = Instant::now();
-        let space = &self.world.bucket.space;
+        let bucket = &self.world.bucket;
+        let there = prompt.iter().take_while(|chunk| bucket.has(chunk)).count();
+        let space = &bucket.space;
         let deadline = came + self.limits.lookup;
         let found = self
             .gateway
-            .lookup(space, &prompt, Strategy::Prefix, deadline)
+            .lookup(space, prompt, Strategy::Prefix, deadline)
             .await;
         let looked_up = came.elapsed();
         let mut loaded = 0;
@@ -132,29 +147,25 @@ impl Node {
             came,
             looked_up,
             took: came.elapsed(),
-            chunks: loaded,
+            loaded,
             failed: loaded < there,
         });
+        loaded
     }
 
-    /// What the engine has computed.
-    async fn keep(&self, turn: Conversation) {
-        let body = vec![0; self.world.bucket.object_len()];
+    /// Stores a chunk that the engine has computed.
+    async fn keep(&self, prompt: &[ChunkHash], place: usize) -> bool {
+        let Ok(mut slot) = self.gateway.reserve(&self.world.bucket.space) else {
+            return false;
+        };
+        slot.payload_mut().fill(0);
+        let chunk = FilledSlot {
+            hash: prompt[place],
+            parent: prompt[place.saturating_sub(1)],
+            slot,
+        };
         let deadline = Instant::now() + self.limits.store;
-        let new = turn.prompt().split_off(turn.chunks as usize);
-        debug_assert_eq!(new.len(), NEW_CHUNKS as usize);
-        for chunk in new {
-            let key = self.world.bucket.key(&chunk);
-            let body = body.clone().into();
-            if self
-                .store
-                .put(&key, body, Condition::IfAbsent, deadline)
-                .await
-                .is_err()
-            {
-                return;
-            }
-        }
-        self.world.bucket.grow(turn);
+        let outcome = self.gateway.write_through(chunk, deadline).await;
+        !matches!(outcome, StoreOutcome::Failed(_))
     }
 }

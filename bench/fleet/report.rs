@@ -2,8 +2,11 @@
 
 use std::fmt::Write as _;
 
+use super::ceph::RGW;
+use super::rgw::Abilities;
 use super::run::{Row, Took};
-use super::scenario::{LONG, OSD_BYTES_PER_SECOND, OSDS, PROMPTS, RGW, Times};
+use super::scenario::{CORES, LONG, NIC_BYTES_PER_SECOND, OSD_BYTES_PER_SECOND, OSDS, PROMPTS, Times};
+use super::trace::Replay;
 
 pub fn markdown(rows: &[Row]) -> String {
     let mut text = String::new();
@@ -16,14 +19,9 @@ pub fn markdown(rows: &[Row]) -> String {
     // Writing to a String can't fail.
     let _ = writeln!(
         text,
-        "Each gateway gets {PROMPTS} prompts a second. An RGW has {} cores, {:.1} GB/s, {:.1} GB/s a connection, \
-         {OSDS} OSDs of {:.0} GB/s, and {} ms to a first byte. Seconds {begin} to {fault} are the time before, {fault} \
-         to {well} meanwhile, and up to {end} after.",
-        RGW.cores,
-        RGW.nic_bytes_per_second / 1e9,
-        RGW.connection_bytes_per_second / 1e9,
-        OSD_BYTES_PER_SECOND / 1e9,
-        RGW.latency.as_millis(),
+        "Each gateway gets {PROMPTS} prompts a second. Seconds {begin} to {fault} are the time before, {fault} to {well} \
+         meanwhile, and up to {end} after. {}",
+        model(),
     );
     let mut fleet = (0, 0);
     for row in rows {
@@ -37,6 +35,61 @@ pub fn markdown(rows: &[Row]) -> String {
             times(&mut text, &rows);
             counts(&mut text, &rows);
         }
+    }
+    text
+}
+
+fn model() -> String {
+    let Abilities { head, get, put, .. } = *RGW;
+    let requests = [("HEAD", head), ("GET", get), ("PUT", put)].map(|(name, cost)| {
+        format!(
+            "a {name} {:.2} ms of CPU and {:.2} ms until it answers, {:.2} s of CPU and {:.2} s for a GiB",
+            cost.cpu * 1e3,
+            cost.latency * 1e3,
+            cost.gib_cpu,
+            cost.gib
+        )
+    });
+    format!(
+        "An RGW has {CORES} cores, {:.1} GB/s, and {OSDS} OSDs of {:.0} GB/s; {}.",
+        NIC_BYTES_PER_SECOND / 1e9,
+        OSD_BYTES_PER_SECOND / 1e9,
+        requests.join("; "),
+    )
+}
+
+/// Of traces.
+pub fn replays(replays: &[Replay]) -> String {
+    let mut text = format!("{}\n\n", model());
+    text += "| gateways | RGWs | times as fast | prompts | chunks of one | of 100 chunks: loaded | there at any pace | of a prompt: \
+             HEADs | GETs | PUTs | attempts a call | failed | lookup, ms: p50 | p99 | load, ms: p50 | p99 | p99.9 |\n";
+    text += "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n";
+    for row in replays {
+        let Took {
+            prompts,
+            failed,
+            lookup_ms,
+            load_ms,
+        } = &row.took;
+        let [heads, gets, puts] = row.requests_a_prompt;
+        // Writing to a String can't fail.
+        let _ = writeln!(
+            text,
+            "| {} | {} | {:.0} | {prompts} | {:.1} | {:.1} | {:.1} | {heads:.1} | {gets:.1} | {puts:.1} | {:.3} | {failed} | \
+             {:.1} | {:.1} | {:.0} | {:.0} | {:.0} |",
+            row.gateways,
+            row.rgws,
+            row.speed,
+            row.chunks_a_prompt,
+            row.loaded_percent,
+            row.most_percent,
+            row.attempts_a_call,
+            lookup_ms[0],
+            lookup_ms[1],
+            load_ms[0],
+            load_ms[1],
+            load_ms[2],
+        );
     }
     text
 }

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvgate::s3::object::Operation;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::scenario::BIN;
 
@@ -19,22 +20,30 @@ const STALL: Duration = Duration::from_secs(10);
 pub const ROUND_TRIP: Duration = Duration::from_micros(200);
 /// In which a body goes over the NIC. More cost time and tell nothing new.
 const PIECES: usize = 4;
-const GIB: f64 = (1 << 30) as f64;
+pub const GIB: f64 = (1 << 30) as f64;
 
 /// The abilities of one RGW.
 #[derive(Debug, Clone, Copy)]
 pub struct Abilities {
     pub cores: f64,
-    /// CPU time of a request, and of a GiB of its body.
-    pub request: Duration,
-    pub gib: Duration,
-    /// The time that RADOS takes, on average, however idle all is. Half of it is always there, the rest has a long tail.
-    pub latency: Duration,
+    pub head: Cost,
+    pub get: Cost,
+    pub put: Cost,
     pub nic_bytes_per_second: f64,
-    /// However idle the NIC is.
-    pub connection_bytes_per_second: f64,
     /// `rgw_max_concurrent_requests`.
     pub requests_max: usize,
+}
+
+/// What a request costs, in seconds.
+#[derive(Debug, Clone, Copy)]
+pub struct Cost {
+    /// CPU time, without its body, and of a GiB of that.
+    pub cpu: f64,
+    pub gib_cpu: f64,
+    /// Time that passes on average, however idle all is. Half of it is always there, the rest has a long tail.
+    pub latency: f64,
+    /// Time of a GiB, however idle all is.
+    pub gib: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -133,11 +142,11 @@ impl Share {
         }
     }
 
-    /// When a piece is through that queues now.
-    pub fn through(&self, piece: f64, speed: f64) -> Instant {
+    /// When a piece is through that queues from then on.
+    pub fn through(&self, from: Instant, piece: f64, speed: f64) -> Instant {
         let mut free_at = lock(&self.free_at);
         let takes = Duration::from_secs_f64(piece / (self.per_second * speed));
-        *free_at = (*free_at).max(Instant::now()) + takes;
+        *free_at = (*free_at).max(from) + takes;
         *free_at
     }
 }
@@ -189,11 +198,19 @@ impl Rgw {
         self.connections.fetch_sub(1, Ordering::Relaxed);
     }
 
+    fn cost(&self, of: Operation) -> Cost {
+        match of {
+            Operation::Get => self.abilities.get,
+            Operation::Put => self.abilities.put,
+            _ => self.abilities.head,
+        }
+    }
+
     /// A request arrives; until its answer begins.
-    pub async fn answer(self: &Arc<Self>) -> Result<Serving, Fault> {
+    pub async fn answer(self: &Arc<Self>, operation: Operation) -> Result<Serving, Fault> {
+        let cost = self.cost(operation);
         self.arrivals.add(1);
         let serving = Serving::new(self);
-        sleep(ROUND_TRIP).await;
         let most = match self.mood() {
             Mood::Takes(most) => most,
             _ => self.abilities.requests_max,
@@ -203,26 +220,32 @@ impl Rgw {
         }
         self.awake().await?;
         let speed = self.speed();
-        let done = self.cpu.through(self.abilities.request.as_secs_f64(), speed);
-        sleep_until(done).await;
+        let done = self.cpu.through(Instant::now() + ROUND_TRIP, cost.cpu, speed);
         let luck = 0.5 - 0.5 * (1.0 - fastrand::f64()).ln();
-        sleep(self.abilities.latency.mul_f64(luck / speed)).await;
+        pass_until(done + Duration::from_secs_f64(cost.latency * luck / speed)).await;
         self.awake().await?;
         Ok(serving)
     }
 
     /// A body, piece by piece: down or up.
-    pub async fn carry(&self, bytes: usize, mut moved: impl FnMut(usize)) -> Result<(), Fault> {
-        let mut sent = 0;
+    pub async fn carry(
+        &self,
+        operation: Operation,
+        bytes: usize,
+        mut moved: impl FnMut(usize),
+    ) -> Result<(), Fault> {
+        let (cost, mut sent) = (self.cost(operation), 0);
+        let mut at = Instant::now();
         for piece in 1..=PIECES {
             let len = bytes * piece / PIECES - sent;
-            let speed = self.speed();
-            let alone =
-                Duration::from_secs_f64(len as f64 / (self.abilities.connection_bytes_per_second * speed));
-            let alone = Instant::now() + alone;
-            let work = self.abilities.gib.as_secs_f64() * len as f64 / GIB;
-            let computed = self.cpu.through(work, speed);
-            sleep_until(self.nic.through(len as f64, speed).max(computed).max(alone)).await;
+            let (speed, gib) = (self.speed(), len as f64 / GIB);
+            // It may have hung.
+            at = at.max(Instant::now() - HALF_TICK);
+            let computed = self.cpu.through(at, cost.gib_cpu * gib, speed);
+            let sent_on = self.nic.through(at, len as f64, speed);
+            let alone = at + Duration::from_secs_f64(cost.gib * gib / speed);
+            at = sent_on.max(computed).max(alone);
+            pass_until(at).await;
             self.awake().await?;
             moved(len);
             sent += len;
@@ -259,6 +282,13 @@ impl Rgw {
             _ => 1.0,
         }
     }
+}
+
+const HALF_TICK: Duration = Duration::from_micros(500);
+
+/// tokio's timers fire at whole milliseconds, late rather than early. This is as often early: the mean stays right.
+pub async fn pass_until(at: Instant) {
+    sleep_until(at - HALF_TICK).await;
 }
 
 /// A request that it has, until this is dropped.

@@ -10,16 +10,17 @@ use serde::Serialize;
 use tokio::time::{Instant, sleep_until};
 
 use super::bucket::{Bucket, CHUNK_TOKENS};
+use super::ceph::RGW;
 use super::names::Names;
 use super::node::{Node, Prompt};
 use super::rgw::{Rgw, lock};
-use super::scenario::{Act, CONVERSATIONS, Fleet, OSD_BYTES_PER_SECOND, OSDS, RGW, Scenario, Times};
+use super::scenario::{Act, CONVERSATIONS, Fleet, OSD_BYTES_PER_SECOND, OSDS, Scenario, Times};
 use super::store::{Counts, World};
 
 /// In bins.
 const SECOND: usize = 100;
 /// Time for the last prompts to end.
-const DRAIN: f64 = 40.0;
+pub const DRAIN: f64 = 40.0;
 /// Prompts that come within this time before something happens are not of the time before.
 const NEAR: f64 = 1.0;
 /// Gateways start one after the other within this time.
@@ -76,50 +77,79 @@ pub struct Peaks {
 
 /// The same for the same seed.
 pub fn run(fleet: Fleet, scenario: &Scenario, times: Times, seed: u64) -> Row {
+    in_simulated_time(seed, simulate(fleet, scenario, times))
+}
+
+pub fn in_simulated_time<T>(seed: u64, work: impl Future<Output = T>) -> T {
     fastrand::seed(seed);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime");
-    runtime.block_on(simulate(fleet, scenario, times))
+    runtime.block_on(work)
+}
+
+/// A fleet whose gateways have started.
+pub struct Running {
+    pub began: Instant,
+    pub world: Arc<World>,
+    pub rgws: Vec<Arc<Rgw>>,
+    pub nodes: Vec<Arc<Node>>,
+    pub prompts: Arc<Mutex<Vec<Prompt>>>,
+}
+
+impl Running {
+    pub async fn start(fleet: Fleet, conversations: usize, names: Names) -> Self {
+        let began = Instant::now();
+        let rgws: Vec<Arc<Rgw>> = (0..fleet.rgws)
+            .map(|number| Rgw::new(address(number), *RGW))
+            .collect();
+        names.change(|listed| listed.extend(rgws.iter().map(|rgw| rgw.address)));
+        let world = Arc::new(World {
+            bucket: Bucket::new(conversations, OSDS * fleet.rgws, OSD_BYTES_PER_SECOND),
+            rgws: rgws.iter().map(|rgw| (rgw.address, Arc::clone(rgw))).collect(),
+            names: Arc::new(names),
+            counts: Counts::new(),
+        });
+        let mut config = Config::default();
+        config.s3.bucket = Some("fleet".into());
+        let options = s3_options(&config).expect("a bucket is named");
+        let prompts: Arc<Mutex<Vec<Prompt>>> = Arc::default();
+        let mut nodes = Vec::new();
+        for number in 0..fleet.gateways {
+            sleep_until(began + Duration::from_secs_f64(START * number as f64 / fleet.gateways as f64)).await;
+            nodes.push(Node::new(&world, &config, &options, &prompts));
+        }
+        Self {
+            began,
+            world,
+            rgws,
+            nodes,
+            prompts,
+        }
+    }
 }
 
 async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
-    let start = Instant::now();
-    let at = move |seconds: f64| start + Duration::from_secs_f64(seconds);
-    let rgws: Vec<Arc<Rgw>> = (0..fleet.rgws)
-        .map(|number| Rgw::new(address(number), RGW))
-        .collect();
     let names = Names::new(scenario.ttl, scenario.cut);
-    names.list(rgws.iter().map(|rgw| rgw.address).collect());
-    let world = Arc::new(World {
-        bucket: Bucket::new(
-            CONVERSATIONS * fleet.gateways,
-            OSDS * fleet.rgws,
-            OSD_BYTES_PER_SECOND,
-        ),
-        rgws: rgws.iter().map(|rgw| (rgw.address, Arc::clone(rgw))).collect(),
-        names: Arc::clone(&names),
-        counts: Counts::new(),
-    });
-    let mut config = Config::default();
-    config.s3.bucket = Some("fleet".into());
-    let options = s3_options(&config).expect("a bucket is named");
-    let prompts: Arc<Mutex<Vec<Prompt>>> = Arc::default();
-    let mut nodes = Vec::new();
-    for number in 0..fleet.gateways {
-        sleep_until(at(START * number as f64 / fleet.gateways as f64)).await;
-        let node = Node::new(&world, &config, &options, &prompts);
-        tokio::spawn(Arc::clone(&node).serve(at(times.end)));
-        nodes.push(node);
+    let Running {
+        began,
+        world,
+        rgws,
+        nodes,
+        prompts,
+    } = Running::start(fleet, CONVERSATIONS * fleet.gateways, names).await;
+    let at = move |seconds: f64| began + Duration::from_secs_f64(seconds);
+    for node in &nodes {
+        tokio::spawn(Arc::clone(node).serve(at(times.end)));
     }
     for (when, act) in &scenario.script {
         sleep_until(at(*when)).await;
         match act.clone() {
             Act::Set(those, mood) => rgws[those].iter().for_each(|rgw| rgw.set(mood)),
-            Act::Unlist(number) => names.change(|listed| listed.retain(|one| *one != address(number))),
-            Act::List(number) => names.change(|listed| listed.push(address(number))),
+            Act::Unlist(number) => world.names.change(|listed| listed.retain(|one| *one != address(number))),
+            Act::List(number) => world.names.change(|listed| listed.push(address(number))),
             Act::Herd(within) => {
                 for node in &nodes {
                     tokio::spawn(Arc::clone(node).load_shared(within));
@@ -128,7 +158,7 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         }
     }
     sleep_until(at(times.end)).await;
-    let (questions, by_tcp) = names.questions();
+    let (questions, by_tcp) = world.names.questions();
     sleep_until(at(times.end + DRAIN)).await;
     let prompts = lock(&prompts);
     let took = |from: f64, to: f64| took(&prompts, at(from), at(to));
@@ -142,7 +172,7 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         let came = prompts
             .iter()
             .filter(|prompt| (at(from)..at(to)).contains(&prompt.came));
-        came.map(|prompt| prompt.chunks as u64 * CHUNK_TOKENS)
+        came.map(|prompt| prompt.loaded as u64 * CHUNK_TOKENS)
             .sum::<u64>() as f64
     };
     let Times {
@@ -153,7 +183,7 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
     } = times;
     let counts = &world.counts;
     let over = |from, to| {
-        let attempts = counts.attempts.sum(from, to) as f64;
+        let attempts = counts.attempts(from, to) as f64;
         (
             attempts * 1e3 / tokens(from, to),
             attempts / counts.calls.sum(from, to) as f64,
@@ -188,25 +218,30 @@ fn took(prompts: &[Prompt], from: Instant, to: Instant) -> Took {
         .iter()
         .filter(|prompt| (from..to).contains(&prompt.came))
         .collect();
-    let percentiles = |mut took: Vec<Duration>| {
-        took.sort_unstable();
-        [0.5, 0.99, 0.999].map(|of| {
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
-            let place = (took.len().saturating_sub(1) as f64 * of).round() as usize;
-            took.get(place).map_or(f64::NAN, |took| took.as_secs_f64() * 1e3)
-        })
-    };
-    Took {
-        prompts: came.len(),
-        failed: came.iter().filter(|prompt| prompt.failed).count(),
-        lookup_ms: percentiles(came.iter().map(|prompt| prompt.looked_up).collect()),
-        load_ms: percentiles(
-            came.iter()
-                .filter(|prompt| prompt.chunks > 0 || prompt.failed)
-                .map(|prompt| prompt.took)
-                .collect(),
-        ),
+    Took::of(&came)
+}
+
+impl Took {
+    pub fn of(came: &[&Prompt]) -> Self {
+        let percentiles = |mut took: Vec<Duration>| {
+            took.sort_unstable();
+            [0.5, 0.99, 0.999].map(|of| percentile(&took, of).as_secs_f64() * 1e3)
+        };
+        let loads = came.iter().filter(|prompt| prompt.loaded > 0 || prompt.failed);
+        Self {
+            prompts: came.len(),
+            failed: came.iter().filter(|prompt| prompt.failed).count(),
+            lookup_ms: percentiles(came.iter().map(|prompt| prompt.looked_up).collect()),
+            load_ms: percentiles(loads.map(|prompt| prompt.took).collect()),
+        }
     }
+}
+
+/// Of times in their order; none of none.
+pub fn percentile(took: &[Duration], of: f64) -> Duration {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
+    let place = (took.len().saturating_sub(1) as f64 * of).round() as usize;
+    took.get(place).copied().unwrap_or_default()
 }
 
 /// What was counted at the RGWs.
@@ -283,7 +318,7 @@ impl Seen<'_> {
     }
 }
 
-fn address(number: usize) -> SocketAddr {
+pub fn address(number: usize) -> SocketAddr {
     let [high, low] = u16::try_from(number).expect("fewer than 65,536").to_be_bytes();
     (Ipv4Addr::new(10, 0, high, low), 80).into()
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::rgw::{Abilities, Mood};
+use super::rgw::Mood;
 
 /// In which arrivals are counted.
 pub const BIN: Duration = Duration::from_millis(10);
@@ -12,19 +12,15 @@ pub const BIN: Duration = Duration::from_millis(10);
 pub const PROMPTS: f64 = 2.0;
 /// For each gateway.
 pub const CONVERSATIONS: usize = 40;
+/// Of an address in DNS.
+pub const TTL: Duration = Duration::from_secs(5);
 /// Addresses in a UDP answer that is cut, as Consul has it.
 const CUT: usize = 3;
 
-/// One of four on a node with 100 Gbit/s. What requests and bodies cost it is measured (bench/results/ceph-sizing-*).
-pub const RGW: Abilities = Abilities {
-    cores: 8.0,
-    request: Duration::from_micros(330),
-    gib: Duration::from_millis(850),
-    latency: Duration::from_millis(2),
-    nic_bytes_per_second: 3.1e9,
-    connection_bytes_per_second: 1e9,
-    requests_max: 1024,
-};
+/// One of four on a node with 100 Gbit/s. The rest is measured ([`super::ceph`]).
+pub const CORES: f64 = 8.0;
+pub const NIC_BYTES_PER_SECOND: f64 = 3.1e9;
+pub const REQUESTS_MAX: usize = 1024;
 /// For each RGW.
 pub const OSDS: usize = 4;
 pub const OSD_BYTES_PER_SECOND: f64 = 3e9;
@@ -90,7 +86,7 @@ pub fn all(fleet: Fleet, times: Times) -> Vec<Scenario> {
         name,
         hit,
         well,
-        ttl: Duration::from_secs(5),
+        ttl: TTL,
         cut: None,
         script,
     };

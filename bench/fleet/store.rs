@@ -13,7 +13,7 @@ use kvgate::s3::fanout::{Attempts, Class, Endpoints, Handover, Loss, Outcome, Pe
 use kvgate::s3::net::{Landing, Traffic};
 use kvgate::s3::object::{
     Condition, ErrorKind, GetFuture, GetRange, ListPage, ObjectError, ObjectMeta, ObjectStore, Operation,
-    RequestCounts, Result, S3Options, StoreFuture, Version,
+    PutExtras, RequestCounts, Result, S3Options, StoreFuture, Version,
 };
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -21,7 +21,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::bucket::{Bucket, SCALE};
 use super::link::{IDLE, Link};
 use super::names::{Asks, Names};
-use super::rgw::{Bins, Fault, Rgw};
+use super::rgw::{Bins, Fault, Rgw, pass_until};
 
 /// What all gateways share.
 pub struct World {
@@ -34,9 +34,9 @@ pub struct World {
 /// Of the whole fleet.
 pub struct Counts {
     pub calls: Bins,
-    pub attempts: Bins,
-    pub hedges: Bins,
-    pub retries: Bins,
+    pub heads: Bins,
+    pub gets: Bins,
+    pub puts: Bins,
     /// Of bodies that arrived, in KiB.
     pub kib: Bins,
     /// The most attempts that one call took.
@@ -47,12 +47,17 @@ impl Counts {
     pub fn new() -> Self {
         Self {
             calls: Bins::new(),
-            attempts: Bins::new(),
-            hedges: Bins::new(),
-            retries: Bins::new(),
+            heads: Bins::new(),
+            gets: Bins::new(),
+            puts: Bins::new(),
             kib: Bins::new(),
             attempts_most: AtomicU64::new(0),
         }
+    }
+
+    pub fn attempts(&self, from: f64, to: f64) -> u64 {
+        let operations = [&self.heads, &self.gets, &self.puts];
+        operations.iter().map(|attempts| attempts.sum(from, to)).sum()
     }
 }
 
@@ -72,6 +77,7 @@ struct Request<'a> {
     /// Bytes of body on the way, as RGWs see them.
     up: usize,
     down: usize,
+    hint: Option<&'a str>,
     route: Route,
 }
 
@@ -137,7 +143,7 @@ impl Store {
             permit.goes(route);
             turn
         };
-        self.count(route);
+        self.count(request);
         let mut failing = Failing(Some(Arc::clone(&permit.payload().rgw)));
         let sent = self.exchange(&mut permit, request, land).await;
         if sent.is_ok() {
@@ -148,6 +154,7 @@ impl Store {
                 permit.end(Outcome::Answered { status });
                 match status {
                     404 => Err(failed(ErrorKind::NotFound)),
+                    412 => Err(failed(ErrorKind::Changed)),
                     _ => Ok(()),
                 }
             }
@@ -179,11 +186,14 @@ impl Store {
         let chunk = Bucket::chunk_of(request.key);
         let found = chunk.filter(|chunk| self.world.bucket.has(chunk));
         let whole = async {
-            let _serving = link.rgw.answer().await?;
+            let _serving = link.rgw.answer(request.operation).await?;
             if request.up > 0 {
-                link.rgw.carry(request.up, |_| {}).await?;
+                link.rgw.carry(request.operation, request.up, |_| {}).await?;
                 permit.answered(request.up);
-                return Ok(200);
+                // A PUT of a chunk is `IfAbsent`.
+                let hint = request.hint.map(Into::into);
+                let is_new = chunk.is_none_or(|chunk| self.world.bucket.put(chunk, hint));
+                return Ok(if is_new { 200 } else { 412 });
             }
             let Some(chunk) = found else {
                 permit.answered(0);
@@ -194,7 +204,7 @@ impl Store {
                 return Ok(200);
             };
             let osd = self.world.bucket.osd_of(&chunk);
-            tokio::time::sleep_until(osd.through(request.down as f64, 1.0)).await;
+            pass_until(osd.through(Instant::now(), request.down as f64, 1.0)).await;
             permit.answered(0);
             let mut held = land.claim(request.route.start()).await;
             let mut landed = 0;
@@ -207,7 +217,7 @@ impl Store {
                 permit.moved(moved);
                 self.world.counts.kib.add(moved as u64 >> 10);
             };
-            link.rgw.carry(request.down, progress).await?;
+            link.rgw.carry(request.operation, request.down, progress).await?;
             Ok(206)
         };
         let status = link.rgw.while_alive(whole).await?;
@@ -215,24 +225,25 @@ impl Store {
         Ok(status)
     }
 
-    fn count(&self, route: &Route) {
+    fn count(&self, request: &Request<'_>) {
         let counts = &self.world.counts;
-        counts.attempts.add(1);
-        match route.start() {
-            Start::First => counts.calls.add(1),
-            Start::Retry => counts.retries.add(1),
-            Start::Hedge => counts.hedges.add(1),
+        match request.operation {
+            Operation::Head => counts.heads.add(1),
+            Operation::Get => counts.gets.add(1),
+            _ => counts.puts.add(1),
         }
+        counts.calls.add(u64::from(request.route.start() == Start::First));
     }
 
-    fn meta(&self) -> ObjectMeta {
+    fn meta(&self, key: &str) -> ObjectMeta {
+        let chunk = Bucket::chunk_of(key);
         ObjectMeta {
             len: self.world.bucket.object_len() as u64,
             version: Version {
                 etag: "version".into(),
                 modified: 0,
             },
-            run: None,
+            run: chunk.and_then(|chunk| self.world.bucket.hint(&chunk)),
         }
     }
 }
@@ -276,6 +287,7 @@ impl ObjectStore for Store {
                     key,
                     up: 0,
                     down: 0,
+                    hint: None,
                     route,
                 };
                 self.attempt(request, deadline, None)
@@ -287,7 +299,7 @@ impl ObjectStore for Store {
                 .counts
                 .attempts_most
                 .fetch_max(made.into_inner(), Ordering::Relaxed);
-            ended.map(|()| self.meta())
+            ended.map(|()| self.meta(key))
         })
     }
 
@@ -309,6 +321,7 @@ impl ObjectStore for Store {
                     key,
                     up: 0,
                     down,
+                    hint: None,
                     route,
                 };
                 self.attempt(request, deadline, Some(&handover))
@@ -323,7 +336,7 @@ impl ObjectStore for Store {
                 .attempts_most
                 .fetch_max(made.into_inner(), Ordering::Relaxed);
             let landing = handover.take().expect("no attempt is left");
-            (landing, ended.map(|()| self.meta()))
+            (landing, ended.map(|()| self.meta(key)))
         })
     }
 
@@ -331,16 +344,30 @@ impl ObjectStore for Store {
         &'a self,
         key: &'a str,
         body: Bytes,
+        when: Condition<'a>,
+        deadline: Instant,
+    ) -> StoreFuture<'a, Arc<str>> {
+        self.put_with(key, body, PutExtras::default(), when, deadline)
+    }
+
+    fn put_with<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        extras: PutExtras<'a>,
         _when: Condition<'a>,
         deadline: Instant,
     ) -> StoreFuture<'a, Arc<str>> {
         Box::pin(async move {
+            // The description of a space is as large as it is.
+            let scale = Bucket::chunk_of(key).map_or(1, |_| SCALE);
             let attempt = |route| {
                 let request = Request {
                     operation: Operation::Put,
                     key,
-                    up: body.len() * SCALE,
+                    up: body.len() * scale,
                     down: 0,
+                    hint: extras.run,
                     route,
                 };
                 self.attempt(request, deadline, None)
