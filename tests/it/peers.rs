@@ -276,14 +276,14 @@ async fn peers_that_are_gone_hang_or_lie_fail_no_load_and_bring_no_wrong_byte() 
             fault => Some(tokio::spawn(faulty(listener, fault, objects.clone()))),
         };
         let settings = [
-            ("peers.first_byte", "200ms"),
-            ("peers.stall", "200ms"),
+            ("peers.first_byte", "1s"),
+            ("peers.stall", "1s"),
             ("peers.owners", "1"),
             ("endpoints.breaker_failures", "1"),
             ("endpoints.breaker_open", "1h"),
             ("endpoints.breaker_open_max", "1h"),
             // Half of it is for peers.
-            ("load.deadline", "4s"),
+            ("load.deadline", "8s"),
         ];
         let node = fleet.serve(&site, 1, &settings).await;
         node.client.declare(&prompt.space).await.unwrap();
@@ -294,7 +294,7 @@ async fn peers_that_are_gone_hang_or_lie_fail_no_load_and_bring_no_wrong_byte() 
         assert!(owned > 0, "the prompt is long enough");
         let engine = node.attach("one").await;
         let mut request = load_request(&prompt, "a", Order::Chunk);
-        request.deadline_ms = Some(4_000);
+        request.deadline_ms = Some(8_000);
         let words = crate::support::daemon::load_with(&engine, &prompt, request).await;
         assert_eq!(words, all("s3", 12), "{fault:?}");
         let (word, is_left_alone) = fault.counts_as();
