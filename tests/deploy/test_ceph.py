@@ -8,10 +8,12 @@ The Ceph has no manager: what cephadm does with the specifications is not tested
 import json
 import subprocess
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 
 from botocore.exceptions import ClientError
-from lab import KVGATE, PORT, ROOT, Ceph, until
+from lab import KVGATE, PORT, ROOT, Ceph, Process, until
 
 ADDRESS = "127.0.0.21"
 # Fields of the concentrator, which Debian's Ceph does not know.
@@ -268,6 +270,30 @@ class Cephs(unittest.TestCase):
         engines.get_object(Bucket="kvgate", Key="kvgate/a")
         told = self.kvgate("engines", "demo", *["--model", "deepseek-v3", "--tokens", "512"], check=False)
         self.assertIn("the quota is used up", told.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            self.a_node_starts_all_the_same(folder)
+
+    def a_node_starts_all_the_same(self, folder):
+        socket, keys = ["--socket", f"{folder}/kvgate.sock"], self.keys("engines")
+        where = ["--endpoint", f"http://{ADDRESS}:{PORT}", "--bucket", "kvgate", "--prefix", "kvgate"]
+
+        def ask(*command):
+            return self.ceph.run(KVGATE, *command, *socket, check=False)
+
+        node = Process(
+            folder,
+            "node",
+            [KVGATE, "serve", *socket, *where],
+            lambda: ask("health", "--ready").returncode == 0,
+            AWS_ACCESS_KEY_ID=keys["access_key"],
+            AWS_SECRET_ACCESS_KEY=keys["secret_key"],
+            KVGATE__API__LISTEN="127.0.0.1:0",
+            KVGATE__ARENA__PATH=f"/dev/shm/kvgate-{Path(folder).name}",
+        )
+        self.addCleanup(node.kill)
+        self.assertIn("quota of the bucket or its owner is used up", ask("stat").stdout)
+        node.process.terminate()
+        self.assertEqual(node.process.wait(), 0)
 
     def old_chunks_go_and_others_stay(self):
         owner = self.s3("kvgate-owner")
