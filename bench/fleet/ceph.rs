@@ -36,7 +36,8 @@ struct Point {
 }
 
 static POINTS: LazyLock<Vec<Point>> = LazyLock::new(|| {
-    let measured: Measured = serde_json::from_str(include_str!("ceph.json")).expect("ceph_curves.py wrote it");
+    let measured: Measured =
+        serde_json::from_str(include_str!("ceph.json")).expect("ceph_curves.py wrote it");
     measured.points
 });
 
@@ -94,7 +95,11 @@ fn line(points: impl Iterator<Item = (usize, f64)>) -> (f64, f64) {
     }
     let apart = w * wxx - wx * wx;
     // HEADs have one size: none.
-    let slope = if apart > 0.0 { (w * wxy - wx * wy) / apart } else { 0.0 };
+    let slope = if apart > 0.0 {
+        (w * wxy - wx * wy) / apart
+    } else {
+        0.0
+    };
     let slope = slope.max(0.0);
     ((wy - slope * wx) / w, slope)
 }

@@ -86,7 +86,10 @@ fn main() -> std::io::Result<()> {
             .iter()
             .flat_map(|&fleet| [(fleet, 1.0), (fleet, trace::busy(&trace, fleet))]);
         let rows = all(&cases.collect::<Vec<_>>(), |&(fleet, speed)| {
-            (format!("{speed:.0} times as fast"), trace::replay(fleet, &trace, speed, seed))
+            (
+                format!("{speed:.0} times as fast"),
+                trace::replay(fleet, &trace, speed, seed),
+            )
         });
         (report::replays(&rows), serde_json::to_value(&rows))
     } else if names.iter().any(|name| *name == "curves") {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvgate::arena::{Arena, ArenaOptions};
 use futures::{StreamExt, stream};
+use kvgate::arena::{Arena, ArenaOptions};
 use kvgate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome};
 use kvgate::config::Config;
 use kvgate::format::ChunkHash;

@@ -148,7 +148,9 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         sleep_until(at(*when)).await;
         match act.clone() {
             Act::Set(those, mood) => rgws[those].iter().for_each(|rgw| rgw.set(mood)),
-            Act::Unlist(number) => world.names.change(|listed| listed.retain(|one| *one != address(number))),
+            Act::Unlist(number) => world
+                .names
+                .change(|listed| listed.retain(|one| *one != address(number))),
             Act::List(number) => world.names.change(|listed| listed.push(address(number))),
             Act::Herd(within) => {
                 for node in &nodes {
