@@ -38,14 +38,13 @@ pub struct Replay {
 
 /// A file's, or else a made-up one, with blocks that are chunks of the fleet.
 pub fn read(file: Option<&str>, block_tokens: Option<u64>) -> Trace {
-    let text = match file {
-        Some(file) => std::fs::read(file).unwrap_or_else(|error| panic!("--trace {file}: {error}")),
-        None => {
-            let program = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/agent_trace.py");
-            let said = Command::new("python3").arg(program).output();
-            said.unwrap_or_else(|error| panic!("{program}: {error}; or give --trace FILE"))
-                .stdout
-        }
+    let text = if let Some(file) = file {
+        std::fs::read(file).unwrap_or_else(|error| panic!("--trace {file}: {error}"))
+    } else {
+        let program = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/agent_trace.py");
+        let said = Command::new("python3").arg(program).output();
+        let said = said.unwrap_or_else(|error| panic!("{program}: {error}; give --trace FILE"));
+        said.stdout
     };
     let block_tokens = block_tokens.or(file.is_none().then_some(AGENT_TOKENS));
     let trace = Trace::parse(&String::from_utf8_lossy(&text), block_tokens);
