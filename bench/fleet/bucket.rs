@@ -19,6 +19,8 @@ pub const CHUNK_TOKENS: u64 = 512;
 const LONGEST: u32 = 20;
 /// Of each turn.
 pub const NEW_CHUNKS: u32 = 2;
+/// Of a prompt on average, loaded and stored.
+pub const CHUNKS: f64 = (LONGEST / 2 + NEW_CHUNKS) as f64;
 /// Of the prompt that all share.
 pub const SHARED_CHUNKS: u64 = 16;
 

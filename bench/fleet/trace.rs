@@ -2,14 +2,15 @@
 //! there, and computes and stores the rest.
 
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvgate::format::ChunkHash;
 use kvgate::tools::replay::{Trace, infinite};
 use serde::Serialize;
-use tokio::time::sleep_until;
+use tokio::time::{Instant, sleep, sleep_until};
 
-use super::bucket::{CHUNK_TOKENS, traced};
+use super::bucket::{CHUNK_TOKENS, CHUNKS, traced};
 use super::names::Names;
 use super::rgw::lock;
 use super::run::{DRAIN, Running, Took, in_simulated_time};
@@ -42,8 +43,8 @@ pub fn read(file: Option<&str>, block_tokens: Option<u64>) -> Trace {
     } else {
         let program = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/agent_trace.py");
         let said = Command::new("python3").arg(program).output();
-        said.unwrap_or_else(|error| panic!("{program}: {error}; or give --trace FILE"))
-            .stdout
+        let said = said.unwrap_or_else(|error| panic!("{program}: {error}; give --trace FILE"));
+        said.stdout
     };
     let block_tokens = block_tokens.or(file.is_none().then_some(AGENT_TOKENS));
     let trace = Trace::parse(&String::from_utf8_lossy(&text), block_tokens);
@@ -57,10 +58,10 @@ pub fn read(file: Option<&str>, block_tokens: Option<u64>) -> Trace {
     trace
 }
 
-/// How many times as fast it must be for a fleet to have as much to do as in the other scenarios.
+/// How many times as fast it must be for a fleet to move as many chunks as in the other scenarios.
 pub fn busy(trace: &Trace, fleet: Fleet) -> f64 {
     let took = Duration::from_millis(last_ms(trace)).as_secs_f64();
-    PROMPTS * fleet.gateways as f64 * took / trace.prompts.len() as f64
+    PROMPTS * CHUNKS * fleet.gateways as f64 * took / trace.blocks() as f64
 }
 
 fn last_ms(trace: &Trace) -> u64 {
@@ -74,15 +75,14 @@ pub fn replay(fleet: Fleet, trace: &Trace, speed: f64, seed: u64) -> Replay {
 
 async fn replay_now(fleet: Fleet, trace: &Trace, speed: f64) -> Replay {
     let running = Running::start(fleet, 0, Names::new(TTL, None)).await;
-    let begin = tokio::time::Instant::now();
+    let begin = Instant::now();
     for prompt in &trace.prompts {
         sleep_until(begin + Duration::from_millis(prompt.at_ms).div_f64(speed)).await;
-        let node = &running.nodes[fastrand::usize(..running.nodes.len())];
+        let node = Arc::clone(&running.nodes[fastrand::usize(..running.nodes.len())]);
         let chunks: Vec<ChunkHash> = prompt.blocks.iter().map(|&id| traced(id)).collect();
-        let node = std::sync::Arc::clone(node);
         tokio::spawn(async move { node.answer(&chunks).await });
     }
-    tokio::time::sleep(Duration::from_secs_f64(DRAIN)).await;
+    sleep(Duration::from_secs_f64(DRAIN)).await;
     let end = running.began.elapsed().as_secs_f64();
     let (prompts, counts) = (lock(&running.prompts), &running.world.counts);
     let number = prompts.len() as f64;
