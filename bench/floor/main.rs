@@ -10,6 +10,7 @@
 mod cap;
 mod measure;
 mod raw;
+mod ring;
 mod sdk;
 mod server;
 mod sink;
@@ -62,6 +63,18 @@ enum Command {
     Receive {
         #[arg(long)]
         server: SocketAddr,
+        /// Drop the bytes in the kernel: what is left of the cost is not the copy's.
+        #[arg(long)]
+        drop: bool,
+        #[command(flatten)]
+        workload: Workload,
+    },
+    /// The same by io_uring.
+    ReceiveRing {
+        #[arg(long)]
+        server: SocketAddr,
+        #[arg(long, value_delimiter = ',')]
+        with: Vec<ring::With>,
         #[command(flatten)]
         workload: Workload,
     },
@@ -120,7 +133,16 @@ fn main() -> Result<(), Error> {
         Command::Sink { raw, http } => return sink::run(raw, http),
         Command::Cap { listen, to, rate } => return cap::run(listen, to, &rate),
         Command::Seed { bucket, folder } => return sdk::seed(&bucket, &folder),
-        Command::Receive { server, workload } => raw::receive(server, &workload),
+        Command::Receive {
+            server,
+            drop,
+            workload,
+        } => raw::receive(server, &workload, drop),
+        Command::ReceiveRing {
+            server,
+            with,
+            workload,
+        } => ring::receive(server, &workload, &with),
         Command::Send { server, workload } => raw::send(server, &workload),
         Command::TlsGet {
             host,

@@ -14,13 +14,22 @@ use crate::Error;
 use crate::measure::{Measured, Meter};
 use crate::workload::{Part, Queue, Workload};
 
-/// A thread for each core, and the connections divided among them.
-pub fn receive(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> {
+/// A thread for each core, and the connections divided among them. Bytes are dropped in the kernel if told so: what is left
+/// of the cost is not the copy's.
+pub fn receive(server: SocketAddr, workload: &Workload, drop: bool) -> Result<Measured, Error> {
+    let how = if drop {
+        RecvFlags::DONTWAIT | RecvFlags::TRUNC
+    } else {
+        RecvFlags::DONTWAIT
+    };
     let queue = Queue::new(workload)?;
     let mut lines: Vec<_> = connect(server, workload)?.into_iter().map(Line::new).collect();
     let share = lines.len().div_ceil(thread::available_parallelism()?.get());
-    let measured = measure("read", workload, &queue, &mut lines, share, receive_parts)?;
-    queue.check()?;
+    let work = |lines: &mut [Line], queue: &Queue| receive_parts(lines, queue, how);
+    let measured = measure("read", workload, &queue, &mut lines, share, work)?;
+    if !how.contains(RecvFlags::TRUNC) {
+        queue.check()?;
+    }
     Ok(measured)
 }
 
@@ -31,7 +40,7 @@ pub fn send(server: SocketAddr, workload: &Workload) -> Result<Measured, Error> 
     measure("write", workload, &queue, &mut streams, 1, send_parts)
 }
 
-fn connect(server: SocketAddr, workload: &Workload) -> io::Result<Vec<TcpStream>> {
+pub fn connect(server: SocketAddr, workload: &Workload) -> io::Result<Vec<TcpStream>> {
     let connect = |_| {
         let stream = TcpStream::connect(server)?;
         stream.set_nodelay(true)?;
@@ -40,23 +49,30 @@ fn connect(server: SocketAddr, workload: &Workload) -> io::Result<Vec<TcpStream>
     (0..workload.in_flight).map(connect).collect()
 }
 
+pub fn request(part: &Part) -> io::Result<[u8; 16]> {
+    let length = u32::try_from(part.slot.len()).map_err(io::Error::other)?;
+    let mut request = [0; 16];
+    request[..4].copy_from_slice(&part.object.to_le_bytes());
+    request[4..8].copy_from_slice(&length.to_le_bytes());
+    request[8..].copy_from_slice(&part.offset.to_le_bytes());
+    Ok(request)
+}
+
 /// A thread for each `share` of the connections. All is done once before the meter starts, as `kvgate bench --warm-up`
 /// does: TCP's windows grow by then.
-fn measure<T: Send>(
+pub fn measure<T: Send>(
     phase: &'static str,
     workload: &Workload,
     queue: &Queue,
     connections: &mut [T],
     share: usize,
-    work: fn(&mut [T], &Queue) -> io::Result<()>,
+    work: impl Fn(&mut [T], &Queue) -> io::Result<()> + Sync,
 ) -> Result<Measured, Error> {
     let mut transfer = || {
         queue.refill(workload);
         thread::scope(|scope| {
             let shares = connections.chunks_mut(share);
-            let threads: Vec<_> = shares
-                .map(|share| scope.spawn(move || work(share, queue)))
-                .collect();
+            let threads: Vec<_> = shares.map(|share| scope.spawn(|| work(share, queue))).collect();
             let results = threads
                 .into_iter()
                 .map(|thread| thread.join().expect("a worker panicked"));
@@ -89,26 +105,22 @@ impl Line {
     }
 
     fn ask(&mut self, part: Part) -> io::Result<()> {
-        let length = u32::try_from(part.slot.len()).map_err(io::Error::other)?;
-        let mut request = [0; 16];
-        request[..4].copy_from_slice(&part.object.to_le_bytes());
-        request[4..8].copy_from_slice(&length.to_le_bytes());
-        request[8..].copy_from_slice(&part.offset.to_le_bytes());
+        let request = request(&part)?;
         self.low_water.expect(&self.stream, part.slot.len())?;
         (self.part, self.landed) = (Some(part), 0);
         self.stream.write_all(&request)
     }
 
     /// Reads once, and answers the part if that was the last of it.
-    fn land(&mut self) -> io::Result<Option<Part>> {
+    fn land(&mut self, how: RecvFlags) -> io::Result<Option<Part>> {
         let Some(part) = &mut self.part else {
             return Ok(None);
         };
         let missing = &mut part.slot[self.landed..];
-        match recv(&self.stream, &mut *missing, RecvFlags::DONTWAIT) {
-            Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok((landed, _)) if landed == missing.len() => return Ok(self.part.take()),
-            Ok((landed, _)) => {
+        match recv(&self.stream, &mut *missing, how) {
+            Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((_, landed)) if landed == missing.len() => return Ok(self.part.take()),
+            Ok((_, landed)) => {
                 self.low_water.expect(&self.stream, missing.len() - landed)?;
                 self.landed += landed;
             }
@@ -119,7 +131,7 @@ impl Line {
     }
 }
 
-fn receive_parts(lines: &mut [Line], queue: &Queue) -> io::Result<()> {
+fn receive_parts(lines: &mut [Line], queue: &Queue, how: RecvFlags) -> io::Result<()> {
     loop {
         for line in &mut *lines {
             if line.part.is_none()
@@ -137,7 +149,7 @@ fn receive_parts(lines: &mut [Line], queue: &Queue) -> io::Result<()> {
         poll(&mut polls, None)?;
         let readable: Vec<_> = polls.iter().map(|poll| !poll.revents().is_empty()).collect();
         for (line, _) in busy.iter_mut().zip(readable).filter(|(_, readable)| *readable) {
-            if let Some(part) = line.land()? {
+            if let Some(part) = line.land(how)? {
                 queue.give_back(part);
             }
         }

@@ -82,8 +82,11 @@ class Program:
         return work.op in self.commands
 
     def run(self, work: Work) -> Measured:
-        said = execute([str(word) for word in self.commands[work.op](work)], self.env)
+        said = self.execute(self.commands[work.op](work))
         return Measured.of(json.loads(said))
+
+    def execute(self, command: list) -> str:
+        return execute([str(word) for word in command], self.env)
 
     def stop(self) -> None:
         pass
@@ -209,7 +212,7 @@ class Kvgate(Program):
         return tools.run(self.program, "--version").split()[-1]
 
     def run(self, work: Work) -> Measured:
-        said = execute([str(word) for word in self.command(work)], self.env)
+        said = self.execute(self.command(work))
         phase = next(phase for phase in json.loads(said)["phases"] if phase["phase"] == work.op)
         if phase["errors"]["count"]:
             raise FailedError(f"{phase['errors']['count']} errors, the first: {phase['errors']['first']}")

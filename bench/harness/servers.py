@@ -33,6 +33,7 @@ class Server:
     ca_file: Path | None = None
     # host:port of the floor's server and of the sink, raw and as S3.
     floor: str | None = None
+    floor_pid: int | None = None
     sink: str | None = None
     sink_endpoint: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Ports:
 @contextlib.contextmanager
 def process(
     *command: str | Path, log: Path, port: int, address: str = LOOPBACK, env: dict[str, str] | None = None
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen]:
     """A server in a session of its own, so that Ctrl-C is ours to handle; ready when its port answers."""
     if answers(port, address):
         raise tools.MissingError(f"something else listens on {address}:{port}; --port-base chooses other ports")
@@ -66,7 +67,7 @@ def process(
             if child.poll() is not None or time.monotonic() > end:
                 raise tools.MissingError(f"{words[0]} does not start: {log.read_text().strip()[-500:]}")
             time.sleep(0.02)
-        yield
+        yield child
     finally:
         child.terminate()
         try:
@@ -177,7 +178,7 @@ def nginx(folder: Path, ports: Ports, workload: Workload) -> Iterator[Server]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(process(*command, log=folder / "nginx.log", port=ports[0]))
         serve = [floor, "serve", "--listen", f"{LOOPBACK}:{ports[3]}", "--folder", objects]
-        stack.enter_context(process(*serve, log=folder / "serve.log", port=ports[3]))
+        floor_pid = stack.enter_context(process(*serve, log=folder / "serve.log", port=ports[3])).pid
         sink = [floor, "sink", "--raw", f"{LOOPBACK}:{ports[4]}", "--http", f"{LOOPBACK}:{ports[5]}"]
         stack.enter_context(process(*sink, log=folder / "sink.log", port=ports[5]))
         yield Server(
@@ -187,6 +188,7 @@ def nginx(folder: Path, ports: Ports, workload: Workload) -> Iterator[Server]:
             tls_endpoint=f"https://{LOOPBACK}:{ports[1]}",
             ca_file=folder / "ca.crt",
             floor=f"{LOOPBACK}:{ports[3]}",
+            floor_pid=floor_pid,
             sink=f"{LOOPBACK}:{ports[4]}",
             sink_endpoint=f"http://{LOOPBACK}:{ports[5]}",
             versions={"nginx": version.strip().rsplit("/", 1)[-1]},
