@@ -30,6 +30,8 @@ from harness.workload import BUCKET, MIB, Workload, parse_size
 NAMES = {
     "floor": "floor",
     "kvgate": "kvgate",
+    "before": rows.BEFORE,
+    "keys": rows.KEYS["none"],
     "tokio-rustls": rows.TOKIO_RUSTLS,
     "sdk": rows.SDK,
     "boto3": "boto3",
@@ -39,7 +41,8 @@ NAMES = {
     "s5cmd": "s5cmd",
     "warp": "warp",
 }
-PEERS = [name for name in NAMES.values() if name not in ("floor", "kvgate", rows.TOKIO_RUSTLS)]
+OURS = ("floor", "kvgate", "before", "keys", "tokio-rustls")
+PEERS = [name for word, name in NAMES.items() if word not in OURS]
 PUT_SIZE = 64 * MIB
 
 
@@ -56,6 +59,7 @@ def arguments() -> argparse.Namespace:
     add("--in-flight", type=int, default=16, help="GETs under way at a time (default: 16)")
     add("--heads", type=int, default=4096, help="HEADs and lookups in one sample (default: 4096)")
     add("--kvgate", type=Path, help="the program (default: this checkout's, built)")
+    add("--before", type=Path, help="another kvgate, such as an earlier one, measured beside it")
     add("--port-base", type=int, default=9021, help="8 ports from here on (default: 9021)")
     add("--out", type=Path, default=tools.BENCH / "results", help="folder for what is written (default: bench/results)")
     given = parser.parse_args()
@@ -113,7 +117,8 @@ class Bench:
 
     def never(self, server: str, name: str, reason: str) -> None:
         """Says why there will be no samples of this client."""
-        names = [name, "kvgate CRC64", "kvgate TLS"] if name == "kvgate" else [name]
+        more = {"kvgate": ["kvgate CRC64", "kvgate TLS"], rows.KEYS["none"]: list(rows.KEYS.values())}
+        names = [name, *more.get(name, [])]
         for work in self.works(server):
             for each in names:
                 # The reason that was noted first says more.
@@ -137,6 +142,10 @@ class Bench:
         }
         if word == "kvgate":
             return self.make_kvgate(server)
+        if word == "keys":
+            return self.make_keys(server)
+        if word == "before":
+            return self.make_before(server)
         if word in simple:
             client = simple[word]()
         else:
@@ -157,6 +166,23 @@ class Bench:
         if server.tls_endpoint:
             made["kvgate TLS"] = clients.Kvgate(program, server, self.workload, tls=True)
         return made
+
+    def make_keys(self, server: Server) -> dict[str, Client]:
+        """The same prompt, in a space of each protection."""
+        program = clients.kvgate_program(self.given.kvgate)
+        made: dict[str, Client] = {}
+        for protection, name in rows.KEYS.items():
+            client = clients.KvgatePrompt(program, server, self.workload, self.folder, protection)
+            client.seed()
+            made[name] = client
+        return made
+
+    def make_before(self, server: Server) -> dict[str, Client]:
+        if not self.given.before:
+            raise tools.MissingError("--before names no program")
+        client = clients.Kvgate(clients.kvgate_program(self.given.before), server, self.workload)
+        client.seed()
+        return {rows.BEFORE: client}
 
     def give_names(self, names: list[str], server: Server) -> None:
         """The same objects, as LMCache calls them."""

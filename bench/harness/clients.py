@@ -226,6 +226,52 @@ class Kvgate(Program):
         execute([str(word) for word in [self.program, "bench", "write", *flags]], self.env)
 
 
+class KvgatePrompt(Kvgate):
+    """`kvgate bench`, on the chunks of a prompt in a protected space, or one that is not."""
+
+    CHUNK_TOKENS, LAYERS = 128, 32
+
+    def __init__(self, program: Path, server: Server, workload: Workload, folder: Path, protection: str) -> None:
+        super().__init__(program, server, workload, verify=True)
+        plane = workload.object_size // (2 * self.LAYERS * self.CHUNK_TOKENS)
+        space = {
+            "model": "kvgate/bench",
+            "revision": "keys",
+            "chunk_tokens": self.CHUNK_TOKENS,
+            # Planes of K and V, of two bytes a value.
+            "mha": {"layers": self.LAYERS, "heads": 8, "head_dim": plane // (8 * 2)},
+        }
+        if protection != "none":
+            space |= {"tenant": "bench", "protection": protection}
+        self.prefix = f"{KVGATE_PREFIX}-{protection}"
+        self.space = folder / f"{protection}.json"
+        self.space.write_text(json.dumps(space))
+        key, keys = folder / "bench.key", folder / f"{protection}.toml"
+        if not key.exists():
+            key.write_text("5a" * 32)
+            key.chmod(0o400)
+        tenant = f'[[tenant]]\nname = "bench"\nprotection = "{protection}"\nkeys = ["file:{key}"]\n'
+        keys.write_text(tenant if protection != "none" else "")
+        keys.chmod(0o600)
+        if protection != "none":
+            self.env |= {"KVGATE__KEYS__FILE": str(keys)}
+
+    def flags(self) -> list:
+        tokens = self.workload.objects * self.CHUNK_TOKENS
+        bucket = ["--endpoint", self.server.endpoint, "--bucket", BUCKET, "--prefix", self.prefix]
+        return [*bucket, "--space", self.space, "--tokens", tokens, "--keep", "--json"]
+
+    def can(self, work: Work) -> bool:
+        return work.op == "read" and work.part_size == self.workload.object_size
+
+    def command(self, work: Work) -> list:
+        part = ["--part-size", show_size(work.part_size), "-t", self.workload.in_flight]
+        return [self.program, "bench", "read", *self.flags(), *part, "--warm-up"]
+
+    def seed(self) -> None:
+        execute([str(word) for word in [self.program, "bench", "write", *self.flags()]], self.env)
+
+
 def kvgate_program(given: Path | None) -> Path:
     """The one that was given, or this repository's."""
     program = given or tools.built("kvgate")

@@ -19,6 +19,9 @@ UNITS = {
 }
 SDK = "AWS SDK"
 TOKIO_RUSTLS = "tokio-rustls TLS"
+BEFORE = "kvgate before"
+# A prompt's chunks, by the protection of their space.
+KEYS = {"none": "kvgate prompt", "signed": "kvgate prompt, signed", "encrypted": "kvgate prompt, encrypted"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ def wanted(part_sizes: list[int], object_size: int, peers: list[str]) -> list[Ro
         Row(f"{whole}, TLS / plain", "cpu_per_gib", get("kvgate TLS"), get("kvgate"), at_most=2.3),
         # kvgate reads TLS by it, too: what HTTP, signing and the pool cost.
         Row(f"{whole}, TLS, kvgate / tokio-rustls", "cpu_per_gib", get("kvgate TLS"), get(TOKIO_RUSTLS), at_most=1.1),
+    ]
+    rows += [
+        Row(f"{whole}, {protection} / CRC64", "cpu_per_gib", get(KEYS[protection]), get(KEYS["none"]))
+        for protection in ("signed", "encrypted")
+    ]
+    rows += [
+        Row(f"{whole}, kvgate / before", "cpu_per_gib", get("kvgate"), get(BEFORE)),
+        Row("HEAD, kvgate / before", "cpu_us_per_op", Case("nginx", "HEAD", "kvgate"), Case("nginx", "HEAD", BEFORE)),
     ]
     for peer in peers:
         most = 0.6 if peer in (SDK, "boto3") else 0.5
