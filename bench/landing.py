@@ -50,7 +50,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--servers", default="nginx,ceph", help="nginx, ceph (default: both)")
-    add("--clients", default=",".join(NAMES), help=f"of {', '.join(NAMES)} (default: all)")
+    words = [word for word in NAMES if word != "before"]
+    add("--clients", default=",".join(words), help=f"of {', '.join(words)} (default: all)")
     add("--works", default="read,write,head,lookup", help="of read, write, head, lookup (default: all)")
     add("--rounds", type=int, default=7, help="how often everyone is measured (default: 7)")
     add("--objects", type=int, default=64, help="default: 64")
@@ -72,6 +73,10 @@ def arguments() -> argparse.Namespace:
         if unknown := set(chosen) - set(known):
             parser.error(f"--{flag}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         setattr(given, flag, chosen)
+    if given.before and "before" not in given.clients:
+        given.clients.append("before")
+    if "before" in given.clients and not given.before:
+        parser.error("--clients before: which program? Give --before PROGRAM, too")
     given.part_sizes = [parse_size(size) for size in given.part_sizes.split(",")]
     return given
 
@@ -178,8 +183,6 @@ class Bench:
         return made
 
     def make_before(self, server: Server) -> dict[str, Client]:
-        if not self.given.before:
-            raise tools.MissingError("--before names no program")
         client = clients.Kvgate(clients.kvgate_program(self.given.before), server, self.workload)
         client.seed()
         return {rows.BEFORE: client}

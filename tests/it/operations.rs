@@ -227,6 +227,9 @@ async fn a_refused_reload_is_a_trouble_until_one_succeeds() {
     let config = folder.path().join("kvgate.toml");
     std::fs::write(&config, "[log]\nlevel = \"info\"\n").unwrap();
     let mut served = Served::new(&["--config", config.to_str().unwrap()], &[]).await;
+    // At once: a daemon that serves takes signals.
+    served.signal(Signal::HUP);
+    says(&mut served.err, "reloaded").await;
     let (client, socket) = (served.client(), served.socket());
     let seen = async || {
         let troubles = client.status().await.unwrap()["troubles"].to_string();

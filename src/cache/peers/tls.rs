@@ -65,25 +65,7 @@ impl Identity {
         let shown = self.shown.read();
         Arc::clone(&shown.unwrap_or_else(PoisonError::into_inner))
     }
-}
 
-impl ResolvesServerCert for Identity {
-    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(self.shown())
-    }
-}
-
-impl ResolvesClientCert for Identity {
-    fn resolve(&self, _authorities: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        Some(self.shown())
-    }
-
-    fn has_certs(&self) -> bool {
-        true
-    }
-}
-
-impl Identity {
     pub fn client(self: &Arc<Self>) -> Result<Arc<ClientConfig>, PeerTlsError> {
         let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()?
@@ -104,6 +86,22 @@ impl Identity {
             .with_cert_resolver(Arc::clone(self) as _);
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(Arc::new(config))
+    }
+}
+
+impl ResolvesServerCert for Identity {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.shown())
+    }
+}
+
+impl ResolvesClientCert for Identity {
+    fn resolve(&self, _authorities: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        Some(self.shown())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
     }
 }
 

@@ -21,7 +21,7 @@ use crate::cache::gateway::{
     AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome, StoreSlot,
 };
 use crate::config::Config;
-use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Space};
+use crate::format::{ChunkHash, ChunkHasher, KeyPrefix, Keyring, Space};
 use crate::protocol::Order;
 use crate::protocol::ProbeMode;
 use crate::protocol::Strategy;
@@ -35,6 +35,8 @@ pub struct BenchPrompt {
     pub tokens: u32,
     /// The order of its load.
     pub order: Order,
+    /// For protected spaces.
+    pub keyring: Keyring,
     pub(super) root: ChunkHash,
     pub(super) chunks: Vec<ChunkHash>,
     /// Its space.json was missing before, so this run removes it.
@@ -56,6 +58,7 @@ impl BenchPrompt {
             root,
             tokens,
             order,
+            keyring: Keyring::default(),
             space,
             declares: false,
         })

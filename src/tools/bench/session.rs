@@ -32,8 +32,6 @@ pub struct Bench {
     pub(super) target: Arc<RawTarget>,
     /// The prompt whose chunks are the objects, if any.
     pub(super) prompt: Option<BenchPrompt>,
-    /// For prompts of protected spaces.
-    keyring: Keyring,
     /// Number of existing objects: after a write that was cut short, fewer than asked for.
     pub(super) objects: u64,
     /// The digests that parts must have, made when a phase first needs them.
@@ -94,7 +92,7 @@ impl Bench {
         store: Arc<dyn ObjectStore>,
         config: Config,
         settings: BenchSettings,
-        (prompt, keyring): (Option<BenchPrompt>, Keyring),
+        prompt: Option<BenchPrompt>,
         interrupts: Interrupts,
     ) -> Result<Self, BenchError> {
         settings.check()?;
@@ -108,7 +106,6 @@ impl Bench {
         Ok(Self {
             objects: settings.objects,
             prompt,
-            keyring,
             crcs: None,
             parts: None,
             target: Arc::new(RawTarget {
@@ -258,7 +255,10 @@ impl Bench {
             put_bytes_max: object_bytes.saturating_mul(settings.concurrency),
             lookup_concurrency: settings.concurrency,
             lookup_deadline: self.target.read_limit,
-            keyring: self.keyring.clone(),
+            keyring: self
+                .prompt
+                .as_ref()
+                .map_or_else(Keyring::default, |prompt| prompt.keyring.clone()),
             ..GatewayOptions::from(&self.config)
         };
         Gateway::new(store, arena, capabilities, options)

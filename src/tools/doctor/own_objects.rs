@@ -114,7 +114,7 @@ impl OwnObjects {
     }
 }
 
-/// One by one: for several at once, RGW wants the right to remove anything.
+/// One by one, which needs the right to remove these keys and no others. They are few.
 async fn each(store: &S3, keys: &[String], deadline: Instant) -> Result<()> {
     for key in keys {
         store.delete(std::slice::from_ref(key), deadline).await?;

@@ -17,7 +17,6 @@ use super::output::{self, Out};
 use crate::cache::gateway::{GatewayOptions, OpenError};
 use crate::config::Config;
 use crate::config::units::ByteSize;
-use crate::format::Keyring;
 use crate::tools::bench::{
     Bench, BenchError, BenchPhase, BenchPrompt, BenchReport, BenchSettings, Interrupts, PhaseReport,
 };
@@ -72,7 +71,7 @@ impl BenchArgs {
         host: &S3Server,
         config: Config,
         mut settings: BenchSettings,
-        prompt: Option<BenchPrompt>,
+        mut prompt: Option<BenchPrompt>,
         interrupts: Interrupts,
     ) -> Result<Bench, CliError> {
         settings.endpoint.clone_from(&host.endpoint);
@@ -95,16 +94,10 @@ impl BenchArgs {
                 output::bytes(free)
             )));
         }
-        let keyring = match &prompt {
-            Some(_) => {
-                GatewayOptions::with_keys(&config)
-                    .await
-                    .map_err(OpenError::from)?
-                    .keyring
-            }
-            None => Keyring::default(),
-        };
-        let prompt = (prompt, keyring);
+        if let Some(prompt) = &mut prompt {
+            let options = GatewayOptions::with_keys(&config).await;
+            prompt.keyring = options.map_err(OpenError::from)?.keyring;
+        }
         let bench = Bench::new(host.store.clone(), config, settings, prompt, interrupts)?;
         bench.check(&self.phases())?;
         Ok(bench)
