@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""kvgate's fan-out on a real Ceph: four radosgw behind one DNS name, each address capped; one of them slow.
+"""kvgate's fan-out on a real Ceph: four radosgw behind one DNS name, each address capped; one of them slow; twelve of which a
+node uses four; nodes that ask each other first.
 
     bench/fanout.py                        everything; half an hour, most of it measuring
     bench/fanout.py --rounds 1 --loads 10
@@ -10,19 +11,24 @@ bench/README.md says how to read them.
 
 import argparse
 import datetime
+import functools
 import json
+import math
 import random
 import shlex
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness import clients, plain, report, servers, tools
 from harness.fleet import ADDRESSES, RGWS, Fleet, environment_of, fleet
+from harness.node import Counted, Node, as_peers, running_nodes
 from harness.rounds import Case
 from harness.rows import Result, Row, spread
 from harness.servers import Ports
@@ -39,9 +45,16 @@ SPACE = {
 PREFIX = "kvgate-bench"
 # Of the rate, when it is slow.
 SLOW = 0.1
-CASES = ("even", "four nodes", "one slow", "three alone")
-# Of "four nodes": programs that load at the same time.
+# Addresses of the name, but where a case is of all twelve. These together let through as much as the four do.
+FEW = ADDRESSES[:4]
+OF_TWELVE = ("twelve", "twelve, four nodes", "twelve, peers")
+CASES = ("even", "four nodes", "one slow", "three alone", *OF_TWELVE)
+# Programs or daemons that load at the same time.
 NODES = 4
+# Addresses that a node uses of the twelve, more only while these are full.
+SUBSET = 4
+# Of each daemon, none of them another's: so S3 has to send every byte.
+OWN_PROMPTS = 2
 # The object and the seconds that plain clients read in each round.
 PLAIN_KEY, PLAIN_SECONDS = "fanout-plain", 4
 
@@ -56,7 +69,7 @@ def arguments() -> argparse.Namespace:
     add("--in-flight", type=int, default=16, help="GETs under way at a time (default: 16)")
     add("--rate", type=int, default=40_000_000, help="bytes a second of an address (default: 40000000)")
     add("--kvgate", type=Path, help="the program (default: this checkout's, built)")
-    add("--port-base", type=int, default=9041, help="3 ports from here on (default: 9041)")
+    add("--port-base", type=int, default=9041, help="7 ports from here on (default: 9041)")
     add("--out", type=Path, default=tools.BENCH / "results", help="folder for what is written (default: bench/results)")
     return parser.parse_args()
 
@@ -92,60 +105,134 @@ class Bench:
     versions: dict[str, str] = field(default_factory=dict)
     # MB/s in each round.
     plain: dict[int, float] = field(default_factory=dict)
+    plain_of_twelve: dict[int, float] = field(default_factory=dict)
+    # Where the daemons' prompts are.
+    own_space: str = ""
+    own_chunks: list[str] = field(default_factory=list)
 
     def measure(self, running: Fleet) -> None:
         program = clients.kvgate_program(self.given.kvgate)
         self.versions = {"kvgate": tools.run(program, "--version").split()[-1], **running.versions}
-        (self.folder / "space.json").write_text(json.dumps(SPACE))
-        self.bench(program, running, "write", "--keep")
+        prompt_tokens = self.given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS
+        self.write_prompt(program, running, SPACE["revision"], prompt_tokens)
+        self.write_prompt(program, running, "own", prompt_tokens * NODES * OWN_PROMPTS)
+        self.find_own(program, running)
         source = self.folder / "plain"
         source.mkdir()
         (source / PLAIN_KEY).write_bytes(bytes(self.given.part_size))
         servers.upload(f"http://{RGWS[0]}:{self.given.port_base}", source)
         for number in range(1, self.given.rounds + 1):
             # Each address has its turn.
-            slow = ADDRESSES[number % len(ADDRESSES)]
-            self.prepare(running, "even", slow)
-            given = self.given
-            self.plain[number] = plain.mb_per_s(ADDRESSES, given.port_base, PLAIN_KEY, given.part_size, PLAIN_SECONDS)
-            tools.say(f"round {number} of {given.rounds}: plain clients\n  {self.plain[number]:.0f} MB/s")
+            slow = FEW[number % len(FEW)]
+            tools.say(f"round {number} of {self.given.rounds}: plain clients")
+            self.plain[number] = self.read_plainly(running, "even", FEW, 4)
+            self.plain_of_twelve[number] = self.read_plainly(running, "twelve", ADDRESSES, 2)
             for case in random.sample(CASES, len(CASES)):
                 self.prepare(running, case, slow)
                 tools.say(f"round {number} of {self.given.rounds}: {case}")
                 try:
-                    phase = self.read(program, running, NODES if case == "four nodes" else 1)
+                    phase = self.phase(program, running, case)
+                    self.samples.append(sample(case, number, slow, phase))
                 except tools.FailedError as error:
                     tools.say(f"  {error}")
                     self.failures[Case("ceph", "loads", case)] = str(error)
                     continue
-                self.samples.append(sample(case, number, slow, phase))
                 self.show(self.samples[-1])
 
-    def prepare(self, running: Fleet, case: str, slow: str) -> None:
-        rate = self.given.rate
-        rates = dict.fromkeys(ADDRESSES, rate)
+    def read_plainly(self, running: Fleet, case: str, addresses: list[str], connections: int) -> float:
+        self.prepare(running, case)
+        given = self.given
+        came = plain.mb_per_s(addresses, given.port_base, PLAIN_KEY, given.part_size, PLAIN_SECONDS, connections)
+        tools.say(f"  {came:.0f} MB/s of {len(addresses)} addresses")
+        return came
+
+    def prepare(self, running: Fleet, case: str, slow: str | None = None) -> None:
+        addresses = ADDRESSES if case in OF_TWELVE else FEW
+        rates = dict.fromkeys(addresses, self.given.rate * len(FEW) // len(addresses))
         if case == "one slow":
-            rates[slow] = int(rate * SLOW)
+            rates[slow] = int(self.given.rate * SLOW)
         running.cap(rates)
-        running.name([address for address in ADDRESSES if case != "three alone" or address != slow])
+        running.name([address for address in addresses if case != "three alone" or address != slow])
         # The proxies look five times a second.
         time.sleep(0.5)
 
-    def read(self, program: Path, running: Fleet, nodes: int) -> dict:
-        """The loads of some nodes at the same time, as one phase."""
+    def phase(self, program: Path, running: Fleet, case: str) -> dict:
+        """The loads of all nodes at the same time, as one phase."""
+        environment = environment_of(running)
+        if case in OF_TWELVE:
+            environment["KVGATE__ENDPOINTS__SUBSET"] = str(SUBSET)
+        if case == "twelve, peers":
+            return self.daemons(program, environment)
         flags = ("read", "--warm-up", "--rounds", self.given.loads)
+        nodes = NODES if case.endswith("four nodes") else 1
+        tokens = self.given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS
         with ThreadPoolExecutor(nodes) as pool:
-            phases = list(pool.map(lambda _: self.bench(program, running, *flags), range(nodes)))
-        return together(phases)
+            bench = functools.partial(self.bench, program, environment, SPACE["revision"], tokens, *flags)
+            phases = [pool.submit(bench) for _ in range(nodes)]
+            return together([phase.result() for phase in phases])
 
-    def bench(self, program: Path, running: Fleet, phase: str, *flags: object) -> dict:
+    def bench(
+        self, program: Path, environment: dict[str, str], revision: str, tokens: int, phase: str, *flags: object
+    ) -> dict:
         """The phase's report."""
-        given = self.given
-        command = [program, "bench", phase, "--prefix", PREFIX, "--space", self.folder / "space.json"]
-        command += ["--tokens", given.prompt_size // CHUNK_SIZE * CHUNK_TOKENS]
-        command += ["--part-size", show_size(given.part_size), "-t", given.in_flight, "--json", *flags]
-        said = clients.execute([str(word) for word in command], environment_of(running))
+        space = self.folder / f"{revision}.json"
+        space.write_text(json.dumps({**SPACE, "revision": revision}))
+        command = [program, "bench", phase, "--prefix", PREFIX, "--space", space, "--tokens", tokens, "--json"]
+        command += ["--part-size", show_size(self.given.part_size), "-t", self.given.in_flight, *flags]
+        said = clients.execute([str(word) for word in command], environment)
         return json.loads(said)["phases"][0]
+
+    def write_prompt(self, program: Path, running: Fleet, revision: str, tokens: int) -> None:
+        self.bench(program, environment_of(running), revision, tokens, "write", "--keep")
+
+    def find_own(self, program: Path, running: Fleet) -> None:
+        """The daemons' chunks, whose order does not matter: all of them are loaded."""
+
+        def listed(*flags: str) -> dict:
+            return json.loads(tools.run(program, "ls", "--json", *flags, env=environment_of(running)))
+
+        self.own_space = next(space["space"] for space in listed()["spaces"] if space["revision"] == "own")
+        self.own_chunks = [chunk["hash"] for chunk in listed("--space", self.own_space)["chunks"]]
+
+    def daemons(self, program: Path, environment: dict[str, str]) -> dict:
+        """The same with daemons that ask each other before they ask S3. What they have loaded leaves their memory at once."""
+        given = self.given
+        environment |= {
+            "KVGATE__S3__PART_SIZE": show_size(given.part_size),
+            "KVGATE__LOAD__LAYER_PART_SIZE": show_size(given.part_size),
+            "KVGATE__LOAD__IN_FLIGHT": show_size(given.part_size * given.in_flight),
+            "KVGATE__LOAD__WINDOW": show_size(given.prompt_size),
+            "KVGATE__LOAD__RESERVE": show_size(given.prompt_size),
+            "KVGATE__MEMORY__WATERMARK": "1",
+        }
+        with tempfile.TemporaryDirectory(dir=self.folder) as name, ExitStack() as stack:
+            peers = [as_peers(Path(name), NODES, number, given.port_base + 3) for number in range(NODES)]
+            running = running_nodes(program, Path(name), 4 * given.prompt_size, peers, environment)
+            nodes = stack.enter_context(running)
+            space = {**SPACE, "revision": "own"}
+            for node in nodes:
+                node.call("PUT", "/v1/spaces", json.dumps(space))
+            pool = stack.enter_context(ThreadPoolExecutor(NODES))
+            # The first loads, to learn with.
+            list(pool.map(functools.partial(self.loads, nodes, 1), range(NODES)))
+            before = [Counted.of(node) for node in nodes]
+            loads = list(pool.map(functools.partial(self.loads, nodes, given.loads), range(NODES)))
+            counted = [Counted.of(node).since(earlier) for node, earlier in zip(nodes, before, strict=True)]
+            return phase_of(loads, counted, given.prompt_size)
+
+    def loads(self, nodes: list[Node], loads: int, number: int) -> list[float]:
+        """Seconds of each load of one node: its own prompts in turn, all chunks of a prompt at the same time."""
+        chunks = self.own_chunks[number::NODES]
+        size = len(chunks) // OWN_PROMPTS
+        seconds = []
+        with ThreadPoolExecutor(size) as pool:
+            for load in range(loads):
+                prompt = chunks[load % OWN_PROMPTS * size :][:size]
+                began = time.monotonic()
+                if None in pool.map(functools.partial(nodes[number].load, self.own_space), prompt):
+                    raise tools.FailedError("a daemon did not load a chunk")
+                seconds.append(time.monotonic() - began)
+        return seconds
 
     def show(self, measured: Measured) -> None:
         shares = ", ".join(f"{share:.1f} %" for share in measured.shares.values())
@@ -162,7 +249,7 @@ class Bench:
         return Result(row, middle, low, high, len(values))
 
     def results(self) -> list[Result]:
-        even, nodes, slow, three = (self.of(case) for case in CASES)
+        even, nodes, slow, three = (self.of(case) for case in CASES[:4])
 
         def row(what: str, metric: str, case: str, to: str | None = None, **limit: float) -> Row:
             return Row(what, metric, Case("ceph", "loads", case), to and Case("ceph", "loads", to), **limit)
@@ -174,15 +261,20 @@ class Bench:
         of_slow = {n: measured.shares[measured.slow] for n, measured in slow.items()}
         hedges = {n: measured.hedges * 100 / measured.requests for n, measured in slow.items()}
 
-        def of_plain(measured: dict[int, Measured]) -> dict[int, float]:
-            return {n: measured[n].mb_per_s / self.plain[n] for n in measured}
+        def of_plain(measured: dict[int, Measured], plain: dict[int, float]) -> dict[int, float]:
+            return {n: measured[n].mb_per_s / plain[n] for n in measured}
 
         def hedged(measured: dict[int, Measured]) -> dict[int, float]:
             return {n: one.hedges * 100 / one.requests for n, one in measured.items()}
 
         # One each, were nothing hedged or tried again.
         attempts = {n: one.requests / (one.requests - one.hedges - one.retries) for n, one in even.items()}
-        caps = {n: rate * 1e6 / (self.given.rate * len(ADDRESSES)) for n, rate in self.plain.items()}
+        caps = {n: rate * 1e6 / (self.given.rate * len(FEW)) for n, rate in self.plain.items()}
+
+        def against_plain(what: str, case: str, at_least: float) -> Result:
+            values = of_plain(self.of(case), self.plain_of_twelve)
+            return result(row(f"{what} / plain clients", "mb_per_s", case, "twelve", at_least=at_least), values)
+
         result = self.result
         return [
             result(
@@ -212,7 +304,7 @@ class Bench:
             result(row("plain clients / what the caps let through", "mb_per_s", "even", "even"), caps),
             result(
                 row("one load at a time / plain clients", "mb_per_s", "even", "even", at_least=0.85),
-                of_plain(even),
+                of_plain(even, self.plain),
             ),
             result(
                 row(
@@ -222,11 +314,14 @@ class Bench:
                     "even",
                     at_least=0.95,
                 ),
-                of_plain(nodes),
+                of_plain(nodes, self.plain),
             ),
             result(row("even: hedges, of all requests", "share", "even", at_most=3), hedged(even)),
             result(row("four nodes: hedges, of all requests", "share", "four nodes", at_most=3), hedged(nodes)),
             result(row("even: requests a part", "requests", "even", "even", at_most=1.1), attempts),
+            against_plain("four of twelve addresses: one load at a time", "twelve", 0.85),
+            against_plain("the same, four nodes", "twelve, four nodes", 0.95),
+            against_plain("the same, four daemons that ask each other first", "twelve, peers", 0.95),
         ]
 
     def write(self) -> bool:
@@ -242,6 +337,7 @@ class Bench:
             "wanted": [{**asdict(result), "verdict": result.verdict} for result in results],
             "failures": [{**asdict(case), "reason": why} for case, why in self.failures.items()],
             "plain_mb_per_s": self.plain,
+            "plain_of_twelve_mb_per_s": self.plain_of_twelve,
             "samples": [asdict(measured) for measured in self.samples],
         }
         self.given.out.mkdir(parents=True, exist_ok=True)
@@ -256,9 +352,11 @@ class Bench:
         prompt = f"{given.loads} loads of {given.prompt_size >> 20} MiB in GETs of {given.part_size >> 20} MiB"
         facts = [
             tools.machine(),
-            f"{prompt}, one load after the other, {given.in_flight} GETs in flight; {len(ADDRESSES)} radosgw, each behind a"
-            f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s; client and servers on"
-            " the same cores, over loopback",
+            f"{prompt}, one load after the other, {given.in_flight} GETs in flight; {len(RGWS)} radosgw, each behind a"
+            f" proxy of {given.rate / 1e6:.0f} MB/s, a slow one of {given.rate * SLOW / 1e6:.0f} MB/s, or three that have as"
+            " much together; client and servers on the same cores, over loopback",
+            f"of twelve addresses a node uses {SUBSET}, and more while these are full; daemons load chunks that no other"
+            " one has",
             f"commit {tools.commit()}; {', '.join(map(' '.join, self.versions.items()))}",
             f"`{command}`",
         ]
@@ -308,6 +406,38 @@ def together(phases: list[dict]) -> dict:
     failed = next((phase for phase in phases if phase["errors"]["count"]), slowest)
     prompt = {**slowest["prompt"], "prompts": prompts}
     return {**slowest, **total, "prompt": prompt, "errors": failed["errors"], "endpoints": list(endpoints.values())}
+
+
+def phase_of(loads: list[list[float]], counted: list[Counted], prompt_bytes: int) -> dict:
+    """What daemons loaded, in the words of `kvgate bench`."""
+    if not any(sum(one.peers_asked.values()) for one in counted):
+        raise tools.FailedError("no daemon asked another one")
+    addresses = sorted({address for one in counted for address in one.of_address})
+
+    def total(name: str, *of: str) -> float:
+        return sum(one.of_address.get(address, {}).get(name, 0) for one in counted for address in of or addresses)
+
+    prompts = sum(map(len, loads))
+    times = sorted(seconds * 1e6 for node in loads for seconds in node)
+    return {
+        "bytes": prompts * prompt_bytes,
+        "seconds": max(map(sum, loads)),
+        "retries": round(total("retries")),
+        "hedges": round(total("hedges")),
+        "errors": {"count": 0},
+        "prompt": {
+            "prompts": prompts,
+            "last_chunk_us": {"p50": statistics.median(times), "p99": times[math.ceil(len(times) * 0.99) - 1]},
+        },
+        "endpoints": [
+            {
+                "address": address,
+                "requests": round(total("requests", address)),
+                "share_percent": 100 * total("moved_bytes", address) / total("moved_bytes"),
+            }
+            for address in addresses
+        ],
+    }
 
 
 def sample(case: str, number: int, slow: str, phase: dict) -> Measured:

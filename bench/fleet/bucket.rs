@@ -2,8 +2,8 @@
 //!
 //! Objects are real ones, small: header, digests and all. A byte of them stands for [`SCALE`] bytes on the way.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -36,6 +36,8 @@ pub struct Bucket {
     planes: Vec<[u8; 32]>,
     conversations: Mutex<Vec<Conversation>>,
     stored: Mutex<HashMap<ChunkHash, Hint>>,
+    /// Chunks of the prompt that all share.
+    pub shared: HashSet<ChunkHash>,
     /// Each reads what is placed there.
     osds: Vec<Share>,
 }
@@ -76,6 +78,7 @@ impl Bucket {
             keys: KeyPrefix::new("fleet"),
             conversations: Mutex::new((0..).take(conversations).map(begun).collect()),
             stored: Mutex::default(),
+            shared: shared_prompt().into_iter().collect(),
             osds: (0..osds).map(|_| Share::new(osd_bytes_per_second)).collect(),
             space,
         };

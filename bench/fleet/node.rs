@@ -5,10 +5,14 @@ use std::time::Duration;
 
 use futures::{StreamExt, stream};
 use kvgate::arena::{Arena, ArenaOptions};
-use kvgate::cache::gateway::{AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome};
+use kvgate::cache::gateway::{
+    AfterMiss, FilledSlot, Gateway, GatewayOptions, LoadSpec, StoreOutcome, TierOptions,
+};
+use kvgate::cache::peers::Peers;
+use kvgate::cache::tier::MemoryOptions;
 use kvgate::config::Config;
 use kvgate::format::ChunkHash;
-use kvgate::protocol::{Order, Strategy};
+use kvgate::protocol::{Order, Strategy, Tier};
 use kvgate::s3::object::{Capabilities, S3Options};
 use tokio::time::{Instant, sleep};
 
@@ -41,18 +45,36 @@ struct Limits {
     store: Duration,
 }
 
+/// What a node has with peers: a memory whose chunks they may ask for.
+fn with_memory(config: &Config, peers: Arc<Peers>) -> TierOptions {
+    let library = TierOptions::library();
+    TierOptions {
+        memory: MemoryOptions {
+            watermark_percent: config.memory.watermark,
+            ..library.memory
+        },
+        peers: Some(peers),
+        load_deadline: config.load.deadline,
+        shares_loads: true,
+        ..library
+    }
+}
+
 /// One that has come, and what became of it.
 pub struct Prompt {
     pub came: Instant,
     pub looked_up: Duration,
     pub took: Duration,
     pub loaded: usize,
+    /// Of these, from other gateways.
+    pub from_peers: usize,
     /// A chunk that is there was not found, or not loaded.
     pub failed: bool,
 }
 
 impl Node {
     pub fn new(
+        number: usize,
         world: &Arc<World>,
         config: &Config,
         options: &S3Options,
@@ -74,7 +96,17 @@ impl Node {
             metadata: true,
             ..Capabilities::default()
         };
-        let gateway = Gateway::new(store, arena.expect("an arena"), can, limits);
+        let arena = arena.expect("an arena");
+        let gateway = match &world.fabric {
+            None => Gateway::new(store, arena, can, limits),
+            Some(fabric) => {
+                let peers = fabric.peers_of(number, config, &world.names);
+                let gateway = Gateway::with_tiers(store, arena, limits, with_memory(config, peers));
+                gateway.found_capabilities(can);
+                fabric.has_started(number, &gateway);
+                gateway
+            }
+        };
         Arc::new(Self {
             gateway,
             world: Arc::clone(world),
@@ -130,7 +162,7 @@ impl Node {
             .lookup(space, prompt, Strategy::Prefix, deadline)
             .await;
         let looked_up = came.elapsed();
-        let mut loaded = 0;
+        let (mut loaded, mut from_peers) = (0, 0);
         if found.prefix > 0 {
             let mut load = self.gateway.load(LoadSpec {
                 space: space.clone(),
@@ -141,6 +173,7 @@ impl Node {
             });
             while let Some((_, outcome)) = load.next().await {
                 loaded += usize::from(outcome.is_ok());
+                from_peers += usize::from(outcome.is_ok_and(|chunk| chunk.tier() == Tier::Peer));
             }
         }
         lock(&self.prompts).push(Prompt {
@@ -148,6 +181,7 @@ impl Node {
             looked_up,
             took: came.elapsed(),
             loaded,
+            from_peers,
             failed: loaded < there,
         });
         loaded

@@ -5,7 +5,9 @@ use std::fmt::Write as _;
 use super::ceph::RGW;
 use super::rgw::Abilities;
 use super::run::{Row, Took};
-use super::scenario::{CORES, LONG, NIC_BYTES_PER_SECOND, OSD_BYTES_PER_SECOND, OSDS, PROMPTS, Times};
+use super::scenario::{
+    CORES, LONG, NIC_BYTES_PER_SECOND, OSD_BYTES_PER_SECOND, OSDS, PROMPTS, STEADY, Times,
+};
 use super::trace::Replay;
 
 pub fn markdown(rows: &[Row]) -> String {
@@ -32,11 +34,61 @@ pub fn markdown(rows: &[Row]) -> String {
                 .filter(|row| (row.gateways, row.rgws) == fleet)
                 .collect();
             let _ = writeln!(text, "\n## {} gateways, {} RGWs\n", row.gateways, row.rgws);
+            wanted(&mut text, &rows);
             times(&mut text, &rows);
             counts(&mut text, &rows);
         }
     }
+    as_fleets_grow(&mut text, rows);
     text
+}
+
+/// What was to come out, and did or did not.
+fn wanted(text: &mut String, rows: &[&Row]) {
+    *text += "| wanted | got | at most | |\n|---|---:|---:|---|\n";
+    for row in rows {
+        let scenario = row.scenario;
+        if STEADY.contains(&scenario) {
+            let what = format!("{scenario}: p99, times what it was before");
+            target(text, &what, row.p99_ratio(), 2.0);
+        }
+        if scenario.starts_with("all dead") {
+            let what = "after an outage of all: the fullest 100 ms at an RGW, over the mean";
+            target(text, what, row.peaks_after.in_100_ms, 3.0);
+        }
+        if scenario.ends_with("all load, peers") {
+            let what = format!("{scenario}: times that RGWs sent each chunk");
+            target(text, &what, row.shared_sent, 2.0);
+        }
+    }
+    *text += "\n";
+}
+
+fn target(text: &mut String, what: &str, got: f64, most: f64) {
+    let verdict = if got <= most { "kept" } else { "**MISSED**" };
+    let _ = writeln!(text, "| {what} | {got:.2} | {most} | {verdict} |");
+}
+
+/// Requests for as many tokens, in the smallest fleet and in the largest.
+fn as_fleets_grow(text: &mut String, rows: &[Row]) {
+    let quiet: Vec<&Row> = rows.iter().filter(|row| row.scenario == "quiet").collect();
+    let (Some(first), Some(last)) = (quiet.first(), quiet.last()) else {
+        return;
+    };
+    if first.gateways == last.gateways {
+        return;
+    }
+    *text += "\n## As the fleet grows\n\n| wanted | got | at most | |\n|---|---:|---:|---|\n";
+    let what = format!(
+        "requests for a token, {} gateways over {}",
+        last.gateways, first.gateways
+    );
+    target(
+        text,
+        &what,
+        last.requests_a_kilotoken[0] / first.requests_a_kilotoken[0],
+        1.05,
+    );
 }
 
 fn model() -> String {
@@ -108,7 +160,7 @@ fn times(text: &mut String, rows: &[&Row]) {
             row.scenario,
             load(&row.before),
             load(&row.meanwhile),
-            row.meanwhile.load_ms[1] / row.before.load_ms[1],
+            row.p99_ratio(),
             row.after.load_ms[1],
             row.before.lookup_ms[1],
             row.meanwhile.lookup_ms[1],
@@ -121,14 +173,15 @@ fn times(text: &mut String, rows: &[&Row]) {
 fn counts(text: &mut String, rows: &[&Row]) {
     *text += "\n| scenario | requests for 1,000 tokens: before | meanwhile | attempts a call | most | peak over mean, 10 ms: \
               before | after | 100 ms: before | after | failed until avoided | after, s | back to 95 %: since then, s | since \
-              it is well, s | connections | least used | DNS questions/s | by TCP |\n";
-    *text += "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n";
+              it is well, s | connections | least used | DNS questions/s | by TCP | RGWs sent each chunk that all load | % of chunks from peers |\n";
+    *text +=
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n";
     let seconds = |time: Option<f64>| time.map_or("never".to_owned(), |time| format!("{time:.1}"));
     for row in rows {
         let _ = writeln!(
             text,
             "| {} | {:.3} | {:.3} | {:.3} | {} | {:.1} | {:.1} | {:.1} | {:.1} | {} | {} | {} | {} | {} | {:.2} | {:.0} | \
-             {:.0} |",
+             {:.0} | {:.2} | {:.1} |",
             row.scenario,
             row.requests_a_kilotoken[0],
             row.requests_a_kilotoken[1],
@@ -146,6 +199,8 @@ fn counts(text: &mut String, rows: &[&Row]) {
             row.least_used,
             row.dns,
             row.dns_by_tcp,
+            row.shared_sent,
+            row.from_peers_percent,
         );
     }
 }

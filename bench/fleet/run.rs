@@ -9,10 +9,11 @@ use kvgate::config::Config;
 use serde::Serialize;
 use tokio::time::{Instant, sleep_until};
 
-use super::bucket::{Bucket, CHUNK_TOKENS};
+use super::bucket::{Bucket, CHUNK_TOKENS, SHARED_CHUNKS};
 use super::ceph::RGW;
 use super::names::Names;
 use super::node::{Node, Prompt};
+use super::peers::Fabric;
 use super::rgw::{Rgw, lock};
 use super::scenario::{Act, CONVERSATIONS, Fleet, OSD_BYTES_PER_SECOND, OSDS, Scenario, Times};
 use super::store::{Counts, World};
@@ -38,6 +39,10 @@ pub struct Row {
     pub after: Took,
     /// Requests for 1,000 tokens that were loaded, before and meanwhile.
     pub requests_a_kilotoken: [f64; 2],
+    /// How often RGWs sent each chunk of the prompt that all share, meanwhile.
+    pub shared_sent: f64,
+    /// Of the chunks that were loaded meanwhile, those from other gateways.
+    pub from_peers_percent: f64,
     /// Attempts at a call, before and meanwhile; and the most that one call took.
     pub attempts_a_call: [f64; 2],
     pub attempts_most: u64,
@@ -56,6 +61,13 @@ pub struct Row {
     pub dns_by_tcp: f64,
     /// Mean share of an RGW's arrivals that the least used one had, before.
     pub least_used: f64,
+}
+
+impl Row {
+    /// Of the time until a prompt's last chunk is there: meanwhile, over before.
+    pub fn p99_ratio(&self) -> f64 {
+        self.meanwhile.load_ms[1] / self.before.load_ms[1]
+    }
 }
 
 /// Prompts that came in some time.
@@ -100,14 +112,16 @@ pub struct Running {
 }
 
 impl Running {
-    pub async fn start(fleet: Fleet, conversations: usize, names: Names) -> Self {
+    pub async fn start(fleet: Fleet, conversations: usize, names: Names, with_peers: bool) -> Self {
         let began = Instant::now();
         let rgws: Vec<Arc<Rgw>> = (0..fleet.rgws)
             .map(|number| Rgw::new(address(number), *RGW))
             .collect();
         names.change(|listed| listed.extend(rgws.iter().map(|rgw| rgw.address)));
+        let bucket = Bucket::new(conversations, OSDS * fleet.rgws, OSD_BYTES_PER_SECOND);
         let world = Arc::new(World {
-            bucket: Bucket::new(conversations, OSDS * fleet.rgws, OSD_BYTES_PER_SECOND),
+            fabric: with_peers.then(|| Fabric::new(fleet.gateways, &bucket.space)),
+            bucket,
             rgws: rgws.iter().map(|rgw| (rgw.address, Arc::clone(rgw))).collect(),
             names: Arc::new(names),
             counts: Counts::new(),
@@ -119,7 +133,7 @@ impl Running {
         let mut nodes = Vec::new();
         for number in 0..fleet.gateways {
             sleep_until(began + Duration::from_secs_f64(START * number as f64 / fleet.gateways as f64)).await;
-            nodes.push(Node::new(&world, &config, &options, &prompts));
+            nodes.push(Node::new(number, &world, &config, &options, &prompts));
         }
         Self {
             began,
@@ -139,7 +153,7 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         rgws,
         nodes,
         prompts,
-    } = Running::start(fleet, CONVERSATIONS * fleet.gateways, names).await;
+    } = Running::start(fleet, CONVERSATIONS * fleet.gateways, names, scenario.peers).await;
     let at = move |seconds: f64| began + Duration::from_secs_f64(seconds);
     for node in &nodes {
         tokio::spawn(Arc::clone(node).serve(at(times.end)));
@@ -148,10 +162,17 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         sleep_until(at(*when)).await;
         match act.clone() {
             Act::Set(those, mood) => rgws[those].iter().for_each(|rgw| rgw.set(mood)),
-            Act::Unlist(number) => world
-                .names
-                .change(|listed| listed.retain(|one| *one != address(number))),
-            Act::List(number) => world.names.change(|listed| listed.push(address(number))),
+            Act::Unlist(those) => {
+                let those: Vec<_> = those.map(address).collect();
+                world
+                    .names
+                    .change(|listed| listed.retain(|one| !those.contains(one)));
+            }
+            Act::List(those) => world.names.change(|listed| listed.extend(those.map(address))),
+            Act::Peers(those, mood) => {
+                let fabric = world.fabric.as_ref().expect("a fleet with peers");
+                fabric.set(those, mood);
+            }
             Act::Herd(within) => {
                 for node in &nodes {
                     tokio::spawn(Arc::clone(node).load_shared(within));
@@ -201,6 +222,8 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         meanwhile: took(fault, well),
         after: took(well, end),
         requests_a_kilotoken: [before.0, meanwhile.0],
+        shared_sent: counts.shared.sum(fault, well) as f64 / SHARED_CHUNKS as f64,
+        from_peers_percent: from_peers(&prompts, at(fault), at(well)),
         attempts_a_call: [before.1, meanwhile.1],
         attempts_most: counts.attempts_most.load(std::sync::atomic::Ordering::Relaxed),
         peaks_before: seen.peaks(begin, fault),
@@ -213,6 +236,14 @@ async fn simulate(fleet: Fleet, scenario: &Scenario, times: Times) -> Row {
         dns_by_tcp: by_tcp as f64 / end,
         least_used: seen.least_used(),
     }
+}
+
+/// Of the chunks of prompts that came in that time.
+fn from_peers(prompts: &[Prompt], from: Instant, to: Instant) -> f64 {
+    let came = || prompts.iter().filter(|prompt| (from..to).contains(&prompt.came));
+    let loaded: usize = came().map(|prompt| prompt.loaded).sum();
+    let from_peers: usize = came().map(|prompt| prompt.from_peers).sum();
+    from_peers as f64 * 100.0 / loaded.max(1) as f64
 }
 
 fn took(prompts: &[Prompt], from: Instant, to: Instant) -> Took {
@@ -282,7 +313,8 @@ impl Seen<'_> {
         }
     }
 
-    /// Those that something happened to get less than a twentieth of the usual from here on.
+    /// Attempts that failed at those that something happened to; and the second from which on each has fewer than a twentieth
+    /// of the requests that are usual there.
     fn avoided(&self) -> (u64, Option<f64>) {
         let Times { fault, well, .. } = self.times;
         let mut failed = vec![
@@ -303,20 +335,21 @@ impl Seen<'_> {
         (failed[..until].iter().sum(), avoided)
     }
 
-    /// From here on no half second brings less than 95 % of what came before, noise apart.
+    /// From here on no second brings less than 95 % of what came before, or of the least that came in one then.
     fn back(&self, from: f64) -> Option<f64> {
         let Times {
             begin, fault, end, ..
         } = self.times;
-        let (wide, kib) = (50, &self.world.counts.kib);
+        let (wide, kib) = (SECOND, &self.world.counts.kib);
         let before = kib.between(begin, fault, wide);
         let usual = before.iter().sum::<u64>() as f64 / before.len() as f64;
-        // Of a small fleet the quiet time has half seconds with less, too.
+        // Of a small fleet the quiet time has seconds with less, too.
         let least = before.iter().copied().min().unwrap_or(0) as f64;
-        let enough = (0.95 * usual).min(least);
+        let enough = 0.95 * usual.min(least);
         let after = kib.between(from, end, wide);
-        let back = after.iter().position(|&kib| kib as f64 >= enough)?;
-        Some(back as f64 / 2.0)
+        let last = after.iter().rposition(|&kib| (kib as f64) < enough);
+        let back = last.map_or(0, |last| last + 1);
+        (back < after.len()).then_some(back as f64)
     }
 }
 

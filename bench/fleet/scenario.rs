@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use super::peers::PeerMood;
 use super::rgw::Mood;
 
 /// In which arrivals are counted.
@@ -56,6 +57,15 @@ pub const SHORT: Times = Times {
     end: 16.0,
 };
 
+/// Scenarios in which p99 is to stay within twice of what it was.
+pub const STEADY: [&str; 5] = [
+    "one dead",
+    "one slow to a tenth",
+    "one hanging",
+    "addresses come and go",
+    "answers cut to 3, TTL 0",
+];
+
 #[derive(Clone)]
 pub struct Scenario {
     pub name: &'static str,
@@ -66,6 +76,8 @@ pub struct Scenario {
     pub ttl: Duration,
     /// Addresses in an answer by UDP that does not say that it was cut.
     pub cut: Option<usize>,
+    /// Gateways have memories, and ask each other first.
+    pub peers: bool,
     /// By time in seconds.
     pub script: Vec<(f64, Act)>,
 }
@@ -73,9 +85,11 @@ pub struct Scenario {
 #[derive(Clone)]
 pub enum Act {
     Set(Range<usize>, Mood),
-    /// DNS names it no more, or again.
-    Unlist(usize),
-    List(usize),
+    /// DNS names them no more, or again.
+    Unlist(Range<usize>),
+    List(Range<usize>),
+    /// How these gateways answer others.
+    Peers(Range<usize>, PeerMood),
     /// All gateways load the same prompt, within this many seconds.
     Herd(f64),
 }
@@ -88,7 +102,12 @@ pub fn all(fleet: Fleet, times: Times) -> Vec<Scenario> {
         well,
         ttl: TTL,
         cut: None,
+        peers: false,
         script,
+    };
+    let with_peers = |scenario| Scenario {
+        peers: true,
+        ..scenario
     };
     let serves = Mood::Serves;
     let one = |name, mood| {
@@ -107,7 +126,11 @@ pub fn all(fleet: Fleet, times: Times) -> Vec<Scenario> {
         (fault + 3.0, Act::Set(0..fleet.rgws, serves(1.0))),
     ];
     let all_gone = plain("all dead for 3 s", 0..fleet.rgws, outage);
-    let herd = vec![(fault, Act::Herd(1.0))];
+    let herd = || (fault, Act::Herd(1.0));
+    // One in twenty, for as long as it takes.
+    let some = 0..fleet.gateways.div_ceil(20);
+    let hanging = vec![(fault, Act::Peers(some.clone(), PeerMood::Hangs)), herd()];
+    let dead = vec![(fault, Act::Peers(some, PeerMood::Dead)), herd()];
     vec![
         plain("quiet", 0..1, Vec::new()),
         one("one dead", Mood::Dead),
@@ -125,25 +148,56 @@ pub fn all(fleet: Fleet, times: Times) -> Vec<Scenario> {
             cut: Some(CUT),
             ..plain("answers cut to 3, TTL 0", 0..1, Vec::new())
         },
-        plain("a prompt that all load", 0..1, herd),
+        churning(fleet, times, plain("addresses come and go", 0..1, Vec::new())),
+        plain("a prompt that all load", 0..1, vec![herd()]),
+        with_peers(plain("quiet, peers", 0..1, Vec::new())),
+        with_peers(plain("a prompt that all load, peers", 0..1, vec![herd()])),
+        with_peers(plain("the same, one peer in twenty hangs", 0..1, hanging)),
+        with_peers(plain("the same, one peer in twenty is dead", 0..1, dead)),
     ]
 }
 
-/// One after the other leaves DNS, ends, starts, and is back in DNS, while gateways still have it.
+/// Nearly half of them, a twentieth each second: they leave DNS, end, start, and are back in DNS, while gateways still have them.
 fn rolling(fleet: Fleet, times: Times, like: Scenario) -> Scenario {
     let mut script = Vec::new();
-    let each = 1.0;
+    let (each, some) = (1.0, twentieth(fleet));
     let mut at = times.fault;
-    for rgw in 0..fleet.rgws {
+    for rgws in batches(fleet) {
         if at + 4.0 * each > times.well {
             break;
         }
-        script.push((at, Act::Unlist(rgw)));
-        script.push((at + each, Act::Set(rgw..rgw + 1, Mood::Dead)));
-        script.push((at + 3.0 * each, Act::Set(rgw..rgw + 1, Mood::Serves(1.0))));
-        script.push((at + 4.0 * each, Act::List(rgw)));
-        at += if fleet.rgws < 8 { 4.0 * each } else { each };
+        script.push((at, Act::Unlist(rgws.clone())));
+        script.push((at + each, Act::Set(rgws.clone(), Mood::Dead)));
+        script.push((at + 3.0 * each, Act::Set(rgws.clone(), Mood::Serves(1.0))));
+        script.push((at + 4.0 * each, Act::List(rgws)));
+        at += if fleet.rgws / some < 8 { 4.0 * each } else { each };
     }
     script.sort_by(|(one, _), (other, _)| one.total_cmp(other));
     Scenario { script, ..like }
+}
+
+/// Each second a twentieth leaves DNS, and is back three seconds later. All of them serve all the time.
+fn churning(fleet: Fleet, times: Times, like: Scenario) -> Scenario {
+    let mut script = Vec::new();
+    for (second, rgws) in batches(fleet).enumerate() {
+        let at = times.fault + second as f64;
+        if at + 3.0 > times.well {
+            break;
+        }
+        script.push((at, Act::Unlist(rgws.clone())));
+        script.push((at + 3.0, Act::List(rgws)));
+    }
+    script.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+    Scenario { script, ..like }
+}
+
+fn twentieth(fleet: Fleet) -> usize {
+    fleet.rgws.div_ceil(20)
+}
+
+fn batches(fleet: Fleet) -> impl Iterator<Item = Range<usize>> {
+    let some = twentieth(fleet);
+    (0..fleet.rgws)
+        .step_by(some)
+        .map(move |first| first..(first + some).min(fleet.rgws))
 }

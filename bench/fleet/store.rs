@@ -21,11 +21,14 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::bucket::{Bucket, SCALE};
 use super::link::{IDLE, Link};
 use super::names::{Asks, Names};
+use super::peers::Fabric;
 use super::rgw::{Bins, Fault, Rgw, pass_until};
 
 /// What all gateways share.
 pub struct World {
     pub bucket: Bucket,
+    /// Where gateways ask each other.
+    pub fabric: Option<Arc<Fabric>>,
     pub rgws: HashMap<SocketAddr, Arc<Rgw>>,
     pub names: Arc<Names>,
     pub counts: Counts,
@@ -37,6 +40,8 @@ pub struct Counts {
     pub heads: Bins,
     pub gets: Bins,
     pub puts: Bins,
+    /// GETs of the prompt that all share.
+    pub shared: Bins,
     /// Of bodies that arrived, in KiB.
     pub kib: Bins,
     /// The most attempts that one call took.
@@ -50,6 +55,7 @@ impl Counts {
             heads: Bins::new(),
             gets: Bins::new(),
             puts: Bins::new(),
+            shared: Bins::new(),
             kib: Bins::new(),
             attempts_most: AtomicU64::new(0),
         }
@@ -229,7 +235,12 @@ impl Store {
         let counts = &self.world.counts;
         match request.operation {
             Operation::Head => counts.heads.add(1),
-            Operation::Get => counts.gets.add(1),
+            Operation::Get => {
+                counts.gets.add(1);
+                let chunk = Bucket::chunk_of(request.key);
+                let is_shared = chunk.is_some_and(|chunk| self.world.bucket.shared.contains(&chunk));
+                counts.shared.add(u64::from(is_shared));
+            }
             _ => counts.puts.add(1),
         }
         counts.calls.add(u64::from(request.route.start() == Start::First));

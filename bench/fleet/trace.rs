@@ -74,7 +74,7 @@ pub fn replay(fleet: Fleet, trace: &Trace, speed: f64, seed: u64) -> Replay {
 }
 
 async fn replay_now(fleet: Fleet, trace: &Trace, speed: f64) -> Replay {
-    let running = Running::start(fleet, 0, Names::new(TTL, None)).await;
+    let running = Running::start(fleet, 0, Names::new(TTL, None), false).await;
     let begin = Instant::now();
     for prompt in &trace.prompts {
         sleep_until(begin + Duration::from_millis(prompt.at_ms).div_f64(speed)).await;

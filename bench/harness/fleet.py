@@ -1,4 +1,4 @@
-"""Several radosgw of one Ceph behind one DNS name, and before each a proxy that lets through what it is told to."""
+"""Several radosgw of one Ceph behind one DNS name, and before each some proxies that let through what they are told to."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ from .workload import BUCKET
 NAME = "s3.kvgate.test"
 DNS_ADDRESS = "127.0.0.53"
 RGWS = [f"127.0.0.{11 + number}" for number in range(4)]
-# The addresses of the name: the proxies.
-ADDRESSES = [f"127.0.0.{21 + number}" for number in range(4)]
+# The proxies: three for each radosgw. The first four are one each.
+ADDRESSES = [f"127.0.0.{21 + number}" for number in range(12)]
 # As good as none.
 UNCAPPED = 10_000_000_000
 
@@ -91,7 +91,8 @@ def fleet(folder: Path, ports: Ports) -> Iterator[Fleet]:
             versions=versions,
         )
         running.cap(dict.fromkeys(ADDRESSES, UNCAPPED))
-        for rgw, address in zip(RGWS, ADDRESSES, strict=True):
+        for number, address in enumerate(ADDRESSES):
+            rgw = RGWS[number % len(RGWS)]
             command = [floor, "cap", "--listen", f"{address}:{ports[0]}", "--to", f"{rgw}:{ports[0]}"]
             command += ["--rate", rate_file(folder, address)]
             log = folder / f"cap-{address}.log"

@@ -110,7 +110,7 @@ sections! {
         tcp: bool = "false", Flag;
         /// Shortest time that addresses are kept; also the time from a failure to the next question.
         min_ttl: Duration = "1s", Time { min_ms: 100, max_ms: 3_600_000 };
-        /// Longest time that addresses are kept; also those that an answer by UDP lacks while TCP does not answer, which stay for eight answers at least.
+        /// Longest time that addresses are kept. Where TCP does not answer, an address stays until this time has passed and nine answers by UDP in a row lacked it.
         max_ttl: Duration = "1m", Time { min_ms: 100, max_ms: 86_400_000 };
         /// Time for one lookup as a whole.
         timeout: Duration = "2s", Time { min_ms: 10, max_ms: 60_000 };
@@ -132,7 +132,7 @@ sections! {
         breaker_open_max: Duration = "30s", Time { min_ms: 10, max_ms: 3_600_000 };
         /// Slow reads that are sent to another endpoint as well, in a hundred; 0: none.
         hedges: u32 = "10", Between(0, 100);
-        /// Addresses that one node uses of more than twice as many, more only while these are full or fail.
+        /// Of more than twice as many addresses a node uses this many that work, and more while each of these is full or has the bytes of two requests in flight.
         subset: u32 = "16", Between(1, 65_536);
         /// No read is slow sooner than this.
         hedge_min: Duration = "20ms", Time { min_ms: 1, max_ms: 60_000 };

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvgate::format::{Header, KeyPrefix, PlaneDigest, Protection};
-use kvgate::protocol::{LookupRequest, Order};
+use kvgate::protocol::{LookupRequest, Order, ReservedChunk, SlotName};
 use kvgate::s3::object::Condition;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 
 use crate::abuse::say;
 use crate::keys::{key_files, space_of};
-use crate::support::daemon::{Serving, Site, all, id, load, load_request, store};
+use crate::support::daemon::{Serving, Site, all, chunks, id, load, load_request, store};
 use crate::support::fixture::{Prompt, soon};
 use crate::support::fleet::{Fleet, answered, asked, certificates, gets};
 
@@ -630,6 +630,85 @@ async fn a_chunk_that_its_holder_lost_is_not_promised_again() {
     found(&asker).await;
     assert_eq!(load(&reader, &prompt, "a", Order::Chunk).await, all("absent", 24));
     assert_eq!(found(&asker).await, 0);
+}
+
+/// The node gives loads 30 s, and this one has 4.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_with_less_time_than_the_node_gives_has_half_of_it_left_for_s3() {
+    let site = Site::new().await;
+    let prompt = Prompt::new(12);
+    site.store_by_another(&prompt, &[]).await;
+    let mut fleet = Fleet::new(&site, 2);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    fleet.members[0] = listener.local_addr().unwrap();
+    tokio::spawn(faulty(listener, Fault::Drips, objects(&site, &prompt).await));
+    let node = fleet.serve(&site, 1, &[]).await;
+    node.client.declare(&prompt.space).await.unwrap();
+    assert!(
+        owners(&fleet, &node, &prompt).contains(&0),
+        "the prompt is long enough"
+    );
+    let engine = node.attach("one").await;
+    let mut request = load_request(&prompt, "a", Order::Chunk);
+    request.deadline_ms = Some(4_000);
+    let words = crate::support::daemon::load_with(&engine, &prompt, request).await;
+    assert_eq!(words, all("s3", 12));
+}
+
+/// Its writer may never store it, and an engine here is told that it is stored.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_engine_stores_goes_to_s3_also_where_a_peer_brought_it_first() {
+    for is_reserved_before in [false, true] {
+        let site = Site::new().await;
+        let fleet = Fleet::new(&site, 2);
+        let writes_nothing = fleet.serve(&site, 0, &[("memory.store", "stop")]).await;
+        let node = fleet.serve(&site, 1, &[]).await;
+        let prompt = Prompt::new(8);
+        let (writer, engine) = (writes_nothing.attach("writer").await, node.attach("one").await);
+        node.client.declare(&prompt.space).await.unwrap();
+        let space = id(&prompt.space);
+        let reserved = match is_reserved_before {
+            true => Some(engine.reserve(&space, chunks(&prompt)).await.unwrap()),
+            false => None,
+        };
+        store(&writes_nothing.client, &writer, &prompt).await;
+        let found = async || {
+            let found = node
+                .client
+                .lookup_hashes(&space, &prompt.hashes, "strategy=exact");
+            found.await.unwrap().mask.count()
+        };
+        while found().await < 8 {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        let other = node.attach("other").await;
+        assert_eq!(load(&other, &prompt, "a", Order::Chunk).await, all("peer", 8));
+        if let Some(reserved) = reserved {
+            let mut slots = Vec::new();
+            for (i, chunk) in reserved.chunks.iter().enumerate() {
+                let &ReservedChunk::Slot {
+                    slot,
+                    generation,
+                    offset,
+                } = chunk
+                else {
+                    panic!("{chunk:?}");
+                };
+                engine.arena.copy_in(offset, &prompt.payload(i)).unwrap();
+                slots.push(SlotName { slot, generation });
+            }
+            engine.commit(slots).await.unwrap();
+        } else {
+            assert_eq!(store(&node.client, &engine, &prompt).await, ["present"; 8]);
+        }
+        node.flush().await;
+        assert_eq!(objects(&site, &prompt).await.len(), 8, "S3 has all of them");
+        let puts = || node.node.status().s3.requests.put;
+        let once = puts();
+        store(&node.client, &engine, &prompt).await;
+        node.flush().await;
+        assert_eq!(puts(), once);
+    }
 }
 
 /// Two members that say of each other that they have everything; answers how often they were asked.

@@ -33,13 +33,20 @@ pub fn has_for_peer(tiers: &Tiers, peers: &Peers, space: &Space, chunk: &ChunkHa
         && (tiers.memory.has(&key) || (tiers.arriving.join(&key).is_some() && !peers.is_asking(&key)))
 }
 
-pub fn for_peer(tiers: &Arc<Tiers>, peers: &Peers, space: &Space, chunk: &ChunkHash) -> ForPeer {
+/// `asker`: the peer's id.
+pub fn for_peer(
+    tiers: &Arc<Tiers>,
+    peers: &Peers,
+    space: &Space,
+    chunk: &ChunkHash,
+    asker: Option<&str>,
+) -> ForPeer {
     // In memory they are plain.
     if space.protection() == Protection::Encrypted {
         return ForPeer::UseS3;
     }
     let (key, bytes) = ((space.key(), *chunk), space.layout().object_len());
-    let is_hot = peers.is_hot(key);
+    let is_hot = peers.is_hot(key, asker);
     if tiers.memory.has(&key) {
         let Some(serving) = peers.budget.spend(key, bytes) else {
             return ForPeer::Full;

@@ -153,10 +153,10 @@ impl Gateway {
         load::start(&self.0, request, Some(credit))
     }
 
-    /// The answer to a peer that asks for a chunk. None: this node has no peers.
-    pub fn for_peer(&self, space: &Space, chunk: &ChunkHash) -> Option<ForPeer> {
+    /// The answer to a peer that asks for a chunk, `asker` by its id. None: this node has no peers.
+    pub fn for_peer(&self, space: &Space, chunk: &ChunkHash, asker: Option<&str>) -> Option<ForPeer> {
         let peers = self.peers()?;
-        Some(for_peer::for_peer(&self.0, peers, space, chunk))
+        Some(for_peer::for_peer(&self.0, peers, space, chunk, asker))
     }
 
     /// Whether a peer that asks for a chunk would get it.

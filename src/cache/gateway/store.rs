@@ -71,6 +71,13 @@ impl<'a> ReserveCall<'a> {
         let known = || tiers.bucket.is_present(&key) == Some(true);
         if tiers.memory.has(&key) {
             store_again(tiers, space, chunk, parent);
+            if is_unproven(tiers, &key) {
+                let room = tiers
+                    .behind
+                    .room(space.layout().object_len(), link(space, chunk, parent));
+                let room = room.ok_or(Skip::Full)?;
+                prove(tiers, space, chunk, parent, room);
+            }
             tiers.asked_for(space, chunk, Tier::Memory);
             return Err(Skip::Present);
         }
@@ -159,6 +166,33 @@ fn store_again(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &Ch
     }
 }
 
+/// Whether a chunk in memory came from a peer that may not have stored it yet, and may never. An engine that stores it here is
+/// promised that S3 will have it.
+fn is_unproven(tiers: &Tiers, key: &ChunkId) -> bool {
+    stores_at_once(tiers) && tiers.memory.is_unproven(key) && tiers.bucket.is_present(key) != Some(true)
+}
+
+fn stores_at_once(tiers: &Tiers) -> bool {
+    tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0
+}
+
+/// Sends such a chunk down.
+fn prove(tiers: &Arc<Tiers>, space: &Space, chunk: &ChunkHash, parent: &ChunkHash, room: Room) {
+    let key = (space.key(), *chunk);
+    if let Some(object) = tiers.memory.object(&key) {
+        tiers.memory.soil(&key);
+        write_behind(
+            tiers,
+            room,
+            space,
+            chunk,
+            Some(parent),
+            Sealed::Now(object),
+            false,
+        );
+    }
+}
+
 /// See [`Gateway::commit`](super::Gateway::commit).
 pub fn commit(
     tiers: &Arc<Tiers>,
@@ -183,8 +217,11 @@ pub fn commit(
     })?;
     let (header, payload) = slot.split();
     drop(share);
-    let lower = tiers.options.memory_flow.stores_lower && tiers.options.memory.min_accesses == 0;
+    let lower = stores_at_once(tiers);
     if !tiers.memory.insert_new(key, &space, payload.clone(), lower) {
+        if is_unproven(tiers, &key) {
+            prove(tiers, &space, &chunk, &parent, room);
+        }
         return Ok(false);
     }
     let (tell, sealed) = oneshot::channel();

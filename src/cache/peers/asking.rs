@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dashmap::mapref::entry::Entry;
 use tokio::time::Instant;
 
-use super::members::Attempt;
+use super::members::{Asks, Attempt};
+use super::transport::{PeerCall, Said};
 use super::{Member, Peers};
 use crate::format::ChunkId;
-use crate::s3::fanout::Route;
-use crate::s3::net::{BodyWatch, Expect, Landing, LandingCell, NetError, Outgoing, head_of};
+use crate::s3::net::{BodyWatch, Expect, Landing, LandingCell, NetError};
 
 /// What became of an ask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +71,8 @@ pub struct Asking {
     owners_left: u32,
     /// The node that has the chunk, as this one says.
     told: Option<SocketAddr>,
+    /// An answer has begun to come.
+    begun: bool,
 }
 
 impl Peers {
@@ -101,11 +103,12 @@ impl Peers {
         *self.asking.entry(chunk).or_default() += 1;
         Asking {
             peers: Arc::clone(self),
-            attempt: member.begin(),
+            attempt: member.begin(Asks::Chunk),
             chunk,
             is_owner,
             owners_left,
             told: None,
+            begun: false,
         }
     }
 
@@ -113,34 +116,29 @@ impl Peers {
     pub(super) async fn request(
         &self,
         member: &Member,
-        method: &str,
+        method: &'static str,
         path: &str,
         body: &[u8],
-        cell: Option<&LandingCell>,
+        landing: Option<&LandingCell>,
     ) -> Result<Said, NetError> {
         let (host, port) = (member.address.to_string(), self.options.listen.port().to_string());
         let bearer = self.token().map(|token| format!("Bearer {token}"));
-        let bearer = bearer.as_deref().map(|bearer| ("authorization", bearer));
-        let length = (method == "POST").then(|| body.len().to_string());
-        let length = length.as_deref().map(|length| ("content-length", length));
-        let headers = [
+        let length = body.len().to_string();
+        let mut headers = vec![
             ("host", host.as_str()),
             (NODE_HEADER, self.id()),
             (PORT_HEADER, &port),
         ];
-        let head = head_of(method, path, headers.into_iter().chain(bearer).chain(length));
-        let outgoing = Outgoing {
-            head: head.as_bytes(),
+        headers.extend(bearer.as_deref().map(|bearer| ("authorization", bearer)));
+        headers.extend((method == "POST").then_some(("content-length", length.as_str())));
+        let call = PeerCall {
+            method,
+            path,
+            headers: &headers,
             body,
-            bodyless: method == "HEAD",
+            landing,
         };
-        let (limit, route) = (self.options.first_byte, Route::default());
-        let sent = self.http.send(&member.origin, &outgoing, cell, &route, limit);
-        let (head, _) = sent.await?;
-        Ok(Said {
-            status: head.status,
-            holder: head.header(HOLDER_HEADER).and_then(|holder| holder.parse().ok()),
-        })
+        self.transport.call(member.address, call).await
     }
 
     /// The address of the chunk's owner, of those that may be asked now.
@@ -180,6 +178,7 @@ impl Asking {
         let asked = tokio::time::timeout_at(until, self.send(&cell, &came)).await;
         // The request is over or given up, so nothing else holds it.
         let landing = cell.take().expect("the HTTP client gives the landing back");
+        self.begun = came.head.load(Ordering::Relaxed);
         let asked = match asked {
             Ok(Ok(asked)) => asked,
             // The chunk was on its way to the peer, and did not come there.
@@ -220,8 +219,11 @@ impl Asking {
 
     /// The next owner, for a chunk whose owner does not answer: all nodes turn to the same one.
     pub fn next(&self) -> Option<Self> {
-        let after = self.is_owner.then_some(&*self.attempt.member);
-        self.peers.ask_owner(self.chunk, self.owners_left, after)
+        let (peers, asked) = (&self.peers, &self.attempt.member);
+        let owner = || peers.members.owner(&self.chunk.1, None);
+        // It may have been asked as the one that has the chunk.
+        let is_owner = self.is_owner || owner().is_some_and(|owner| owner.address == asked.address);
+        peers.ask_owner(self.chunk, self.owners_left, is_owner.then_some(asked))
     }
 
     /// The node that has the chunk, as its owner said. A holder sends nobody on: two might point to each other.
@@ -247,9 +249,9 @@ impl Asking {
             figures.asked_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
         if !self.is_owner && asked != Asked::Landed {
-            self.peers.holders.forget(&self.chunk);
+            self.peers.holders.deny(self.chunk);
         }
-        self.attempt.settle(asked);
+        self.attempt.settle(asked, self.begun);
     }
 }
 
@@ -262,13 +264,6 @@ impl Drop for Asking {
             }
         }
     }
-}
-
-/// An answer's head.
-pub(super) struct Said {
-    pub status: u16,
-    /// The node that has the chunk, where the one that was asked has not.
-    pub holder: Option<SocketAddr>,
 }
 
 /// The header with the asker's [`id`](Peers::id).

@@ -7,29 +7,47 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use dashmap::mapref::entry::Entry;
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::asking::Said;
-use super::{Asked, Member, Peers};
+use super::members::Asks;
+use super::transport::Said;
+use super::{Asked, Member, PeerOptions, Peers};
 use crate::cache::recent::Recent;
 use crate::format::{ChunkHash, ChunkId, SpaceKey};
+
+/// Whether a peer has a chunk, asked for all that want to know.
+pub(super) type Question = Shared<BoxFuture<'static, bool>>;
 
 /// Chunks that one message to an owner names.
 pub const TOLD_MAX: usize = 4096;
 
 pub struct Holders {
     keep: Duration,
-    known: Mutex<Recent<(SocketAddr, Instant)>>,
+    /// How long nobody counts as having a chunk that a load did not get.
+    deny: Duration,
+    known: Mutex<Recent<(Known, Instant)>>,
     committed: mpsc::Sender<ChunkId>,
+}
+
+#[derive(Clone, Copy)]
+enum Known {
+    Has(SocketAddr),
+    /// A load did not get it from the one that said so.
+    Denied,
 }
 
 impl Holders {
     /// Also returns the chunks to tell of.
-    pub fn new(keep: Duration, most: usize) -> (Self, mpsc::Receiver<ChunkId>) {
+    pub fn new(options: &PeerOptions) -> (Self, mpsc::Receiver<ChunkId>) {
+        let most = options.hot_chunks;
         let (committed, to_tell) = mpsc::channel(most);
         let holders = Self {
-            keep,
+            keep: options.holder_ttl,
+            deny: options.denied_ttl,
             known: Mutex::new(Recent::new(most)),
             committed,
         };
@@ -37,20 +55,28 @@ impl Holders {
     }
 
     pub fn note(&self, chunk: ChunkId, holder: SocketAddr) {
-        self.lock().add(chunk, (holder, Instant::now()));
+        self.lock().add(chunk, (Known::Has(holder), Instant::now()));
     }
 
     pub fn get(&self, chunk: &ChunkId) -> Option<SocketAddr> {
         let known = self.lock();
-        let (holder, since) = known.get(chunk)?;
+        let (Known::Has(holder), since) = known.get(chunk)? else {
+            return None;
+        };
         (since.elapsed() < self.keep).then_some(*holder)
     }
 
-    pub fn forget(&self, chunk: &ChunkId) {
-        self.lock().remove(chunk);
+    /// A load did not get it. Otherwise each lookup would promise it anew.
+    pub fn deny(&self, chunk: ChunkId) {
+        self.lock().add(chunk, (Known::Denied, Instant::now()));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Recent<(SocketAddr, Instant)>> {
+    pub fn is_denied(&self, chunk: &ChunkId) -> bool {
+        let known = self.lock();
+        matches!(known.get(chunk), Some((Known::Denied, since)) if since.elapsed() < self.deny)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Recent<(Known, Instant)>> {
         // No panic can leave it half-changed.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -74,17 +100,37 @@ impl Peers {
         }
     }
 
-    /// Whether a peer has a chunk, as its owner knows.
-    pub async fn finds(&self, chunk: ChunkId) -> bool {
+    /// Whether a peer has a chunk, as its owner knows. Lookups that ask at the same time ask once. The question goes on when
+    /// nobody waits for the answer any more: a lookup may wait less than `first_byte`, and a member that hangs must still be
+    /// noticed.
+    pub async fn finds(self: &Arc<Self>, chunk: ChunkId) -> bool {
+        if self.holders.is_denied(&chunk) {
+            return false;
+        }
         if self.member_that_has(&chunk).is_some() {
             return true;
         }
-        let Some(owner) = self.members.owner(&chunk.1, None) else {
+        let owner = self.members.owner(&chunk.1, None);
+        let Some(owner) = owner.filter(|owner| !owner.is_self()) else {
             return false;
         };
-        if owner.is_self() {
-            return false;
-        }
+        let question = match self.questions.entry(chunk) {
+            Entry::Occupied(question) => question.get().clone(),
+            Entry::Vacant(place) => {
+                let peers = Arc::clone(self);
+                let question = tokio::spawn(async move {
+                    let found = peers.asks_who_has(chunk, owner).await;
+                    peers.questions.remove(&chunk);
+                    found
+                });
+                let found: BoxFuture<'static, bool> = Box::pin(async { question.await.unwrap_or(false) });
+                place.insert(found.shared()).clone()
+            }
+        };
+        question.await
+    }
+
+    async fn asks_who_has(&self, chunk: ChunkId, owner: Arc<Member>) -> bool {
         let path = format!("/v1/peer/{}/{}", chunk.0, chunk.1);
         let holder = match self.ask_shortly(&owner, "HEAD", &path, &[]).await {
             Some(Said { status: 200, .. }) => owner,
@@ -92,7 +138,8 @@ impl Peers {
                 status: 503,
                 holder: Some(holder),
             }) => {
-                let Some(holder) = self.member(holder).filter(|holder| !holder.is_self()) else {
+                let is_fit = |holder: &Arc<Member>| !holder.is_self() && holder.may_be_asked();
+                let Some(holder) = self.member(holder).filter(is_fit) else {
                     return false;
                 };
                 // It may have lost the chunk since the owner heard of it.
@@ -109,23 +156,24 @@ impl Peers {
     }
 
     /// One small request, which counts for the member's breaker.
-    async fn ask_shortly(&self, member: &Arc<Member>, method: &str, path: &str, body: &[u8]) -> Option<Said> {
-        let mut attempt = member.begin();
+    async fn ask_shortly(
+        &self,
+        member: &Arc<Member>,
+        method: &'static str,
+        path: &str,
+        body: &[u8],
+    ) -> Option<Said> {
+        let mut attempt = member.begin(Asks::Question);
         let said = self.request(member, method, path, body, None);
-        match tokio::time::timeout(self.options.first_byte, said).await {
-            Ok(Ok(said)) => {
-                attempt.settle(Asked::of(said.status));
-                Some(said)
-            }
-            Ok(Err(_)) => {
-                attempt.settle(Asked::Failed);
-                None
-            }
-            Err(_) => {
-                attempt.settle(Asked::Slow);
-                None
-            }
-        }
+        let said = tokio::time::timeout(self.options.first_byte, said).await;
+        let asked = match &said {
+            Ok(Ok(said)) => Asked::of(said.status),
+            Ok(Err(_)) => Asked::Failed,
+            Err(_) => Asked::Slow,
+        };
+        attempt.settle(asked, false);
+        self.figures.questions.add(asked.word(), 1);
+        said.ok()?.ok()
     }
 
     /// The node that has a chunk, if it may be asked.

@@ -1,4 +1,4 @@
-//! Which chunks were asked for lately: the second asker makes a chunk hot.
+//! Which chunks were asked for lately: the second node that asks makes a chunk hot.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -8,10 +8,13 @@ use tokio::time::Instant;
 use crate::cache::recent::Recent;
 use crate::format::ChunkId;
 
-/// Chunks that peers asked for, with the time of the last ask. Bounded.
+/// A peer as it names itself, hashed; None: it does not.
+pub type Asker = Option<u64>;
+
+/// Chunks that peers asked for, with the last ask. Bounded.
 pub struct HotChunks {
     within: Duration,
-    asked: Mutex<Recent<Instant>>,
+    asked: Mutex<Recent<(Instant, Asker)>>,
 }
 
 impl HotChunks {
@@ -22,12 +25,15 @@ impl HotChunks {
         }
     }
 
-    /// Notes an ask. Answers whether there was another one shortly before.
-    pub fn asked(&self, chunk: ChunkId, now: Instant) -> bool {
+    /// Notes an ask. Answers whether the last one was of another node, shortly before. Fetching for one node alone would
+    /// only lead its bytes over two.
+    pub fn asked(&self, chunk: ChunkId, asker: Asker, now: Instant) -> bool {
         // No panic can leave it half-changed.
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_hot = asked.get(&chunk).is_some_and(|last| now - *last <= self.within);
-        asked.add(chunk, now);
+        let is_hot = asked
+            .get(&chunk)
+            .is_some_and(|(last, of)| now - *last <= self.within && (of.is_none() || *of != asker));
+        asked.add(chunk, (now, asker));
         is_hot
     }
 }

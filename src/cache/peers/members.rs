@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
 
 use futures::future::select_all;
 use serde::Serialize;
@@ -12,23 +12,36 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::rendezvous::{score, seed};
+use super::transport::Transport;
 use super::{Asked, PeerOptions};
 use crate::format::ChunkHash;
 use crate::s3::dns::{AddressSource, Resolved, Resolver};
 use crate::s3::fanout::{BreakerPhase, EndpointBreaker};
-use crate::s3::net::{NetClient, Origin};
 
 /// A node that may be asked.
 pub struct Member {
     pub address: SocketAddr,
-    pub(super) origin: Origin,
     seed: u64,
-    /// It is this very node: by its address, or as it has said itself.
-    is_self: AtomicBool,
-    breaker: Mutex<EndpointBreaker>,
+    /// It is this very node, by its address.
+    is_here: bool,
+    /// When it last said that it is.
+    said_own: Mutex<Option<Instant>>,
+    breakers: Mutex<Breakers>,
     /// What became of the latest ask that was settled.
     latest: Mutex<Option<Asked>>,
 }
+
+/// A member may answer every question, and yet send no chunk that is good: an answer closes the first breaker alone, and a
+/// chunk that was verified closes both.
+struct Breakers {
+    /// Opened by answers that don't come.
+    answers: EndpointBreaker,
+    /// Opened by chunks that begin to come, and are cut off, late or wrong.
+    chunks: EndpointBreaker,
+}
+
+/// How long "that is this node itself" is believed: an address may be shared by nodes, and move on.
+const OWN: Duration = Duration::from_secs(60);
 
 /// A member as the node sees it, for the status.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -45,24 +58,27 @@ impl Member {
     pub fn new(address: SocketAddr, options: &PeerOptions) -> Self {
         Self {
             address,
-            origin: Origin {
-                tls: options.tls.is_some(),
-                host: address.ip().to_string(),
-                port: address.port(),
-            },
             seed: seed(address),
-            is_self: AtomicBool::new(is_here(address, options.listen)),
-            breaker: Mutex::new(EndpointBreaker::new(options.breaker)),
+            is_here: is_here(address, options.listen),
+            said_own: Mutex::default(),
+            breakers: Mutex::new(Breakers {
+                answers: EndpointBreaker::new(options.breaker),
+                chunks: EndpointBreaker::new(options.breaker),
+            }),
             latest: Mutex::default(),
         }
     }
 
     pub fn is_self(&self) -> bool {
-        self.is_self.load(Ordering::Relaxed)
+        let said = *self.said_own.lock().unwrap_or_else(PoisonError::into_inner);
+        self.is_here || said.is_some_and(|said| said.elapsed() < OWN)
     }
 
     pub fn is_up(&self) -> bool {
-        self.breaker().phase(Instant::now()) == BreakerPhase::Closed
+        let (now, breakers) = (Instant::now(), self.breakers());
+        [&breakers.answers, &breakers.chunks]
+            .iter()
+            .all(|breaker| breaker.phase(now) == BreakerPhase::Closed)
     }
 
     pub fn state(&self) -> MemberState {
@@ -76,57 +92,101 @@ impl Member {
     }
 
     pub(super) fn may_be_asked(&self) -> bool {
-        self.is_self() || self.breaker().admits(Instant::now())
+        let (now, breakers) = (Instant::now(), self.breakers());
+        self.is_self() || (breakers.answers.admits(now) && breakers.chunks.admits(now))
     }
 
-    /// It is about to be asked something.
-    pub(super) fn begin(self: &Arc<Self>) -> Attempt {
-        let probe = self.breaker().begin(Instant::now());
+    /// It is about to be asked something: for a chunk, or a small question.
+    pub(super) fn begin(self: &Arc<Self>, asks: Asks) -> Attempt {
+        let (now, mut breakers) = (Instant::now(), self.breakers());
+        let probes = Probes {
+            answer: breakers.answers.begin(now),
+            chunk: asks == Asks::Chunk && breakers.chunks.begin(now),
+        };
+        drop(breakers);
         Attempt {
             member: Arc::clone(self),
-            probe,
+            asks,
+            probes,
             settled: false,
         }
     }
 
-    /// What became of a request decides whether it is asked again. `probe`: it was the breaker's.
-    fn settle(&self, asked: Asked, probe: bool) {
-        *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
-        if asked == Asked::Own {
-            self.is_self.store(true, Ordering::Relaxed);
-        }
-        match asked {
-            Asked::Landed | Asked::UseS3 | Asked::Own => self.breaker().succeeded(),
-            Asked::Slow | Asked::Failed | Asked::Refused | Asked::Wrong => {
-                self.breaker().failed(probe, Instant::now());
-            }
-        }
+    fn breakers(&self) -> MutexGuard<'_, Breakers> {
+        // No panic can leave them half-changed.
+        self.breakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn breaker(&self) -> MutexGuard<'_, EndpointBreaker> {
-        // No panic can leave it half-changed.
-        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+    #[cfg(test)]
+    pub(super) fn fail_to_answer(&self) {
+        self.breakers().answers.failed(false, Instant::now());
     }
 }
 
-/// A request to a member, whose outcome decides on its breaker.
+/// What a member is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asks {
+    Chunk,
+    Question,
+}
+
+/// Whether a request is a breaker's probe.
+#[derive(Clone, Copy)]
+struct Probes {
+    answer: bool,
+    chunk: bool,
+}
+
+/// A request to a member, whose outcome decides on its breakers.
 pub struct Attempt {
     pub member: Arc<Member>,
-    probe: bool,
+    asks: Asks,
+    probes: Probes,
     settled: bool,
 }
 
 impl Attempt {
-    pub fn settle(&mut self, asked: Asked) {
+    /// What became of it decides whether the member is asked again. `begun`: an answer had begun to come.
+    pub fn settle(&mut self, asked: Asked, begun: bool) {
         self.settled = true;
-        self.member.settle(asked, self.probe);
+        let (member, now) = (&self.member, Instant::now());
+        *member.latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
+        if asked == Asked::Own {
+            *member.said_own.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+        }
+        let mut breakers = member.breakers();
+        let answered = match asked {
+            Asked::Landed | Asked::UseS3 | Asked::Own | Asked::Wrong => true,
+            Asked::Slow | Asked::Failed => begun,
+            Asked::Refused => false,
+        };
+        match answered {
+            true => breakers.answers.succeeded(),
+            false => breakers.answers.failed(self.probes.answer, now),
+        }
+        match asked {
+            Asked::Landed if self.asks == Asks::Chunk => breakers.chunks.succeeded(),
+            Asked::Slow | Asked::Failed | Asked::Wrong if answered => {
+                breakers.chunks.failed(self.probes.chunk, now);
+            }
+            // That says nothing of its chunks.
+            _ if self.probes.chunk => breakers.chunks.probe_given_up(now),
+            _ => {}
+        }
     }
 }
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        if !self.settled && self.probe {
-            self.member.breaker().probe_given_up(Instant::now());
+        if self.settled {
+            return;
+        }
+        let (now, mut breakers) = (Instant::now(), self.member.breakers());
+        if self.probes.answer {
+            breakers.answers.probe_given_up(now);
+        }
+        if self.probes.chunk {
+            breakers.chunks.probe_given_up(now);
         }
     }
 }
@@ -160,7 +220,7 @@ pub struct Members {
 
 impl Members {
     /// Needs a tokio runtime.
-    pub fn new(dns: &Resolver, options: &PeerOptions, http: &NetClient) -> Self {
+    pub fn new(dns: &Resolver, options: &PeerOptions, transport: &Arc<dyn Transport>) -> Self {
         let all = Arc::default();
         let literal: BTreeSet<_> = options
             .members
@@ -174,7 +234,7 @@ impl Members {
             literal,
             watched,
             options: options.clone(),
-            http: http.clone(),
+            transport: Arc::clone(transport),
         };
         follow.update();
         let follower = (!follow.watched.is_empty()).then(|| tokio::spawn(follow.run()).abort_handle());
@@ -191,24 +251,30 @@ impl Members {
     }
 }
 
-/// The member with the highest score below that of `after`; the next one while its breaker is open.
+/// The member with the highest score below that of `after`; the next one while it is left alone. Of those that come next
+/// a few are looked at: where so many are left alone, the others would get all that is theirs.
 pub fn owner<'a>(
     all: &'a [Arc<Member>],
     chunk: &ChunkHash,
     after: Option<&Member>,
 ) -> Option<&'a Arc<Member>> {
-    let of = |member: &Member| score(member.seed, chunk);
-    let mut below = after.map(of);
-    loop {
-        let scores = all.iter().map(|member| (of(member), member));
-        let lower = scores.filter(|(score, _)| below.is_none_or(|below| *score < below));
-        let (score, best) = lower.max_by_key(|(score, _)| *score)?;
-        if best.may_be_asked() {
-            return Some(best);
+    let below = after.map(|after| score(after.seed, chunk));
+    let mut best: [Option<(u64, &Arc<Member>)>; LOOKED_AT] = [None; LOOKED_AT];
+    for member in all {
+        let score = score(member.seed, chunk);
+        let is_next = below.is_none_or(|below| score < below);
+        let place = best.partition_point(|one| one.is_some_and(|(better, _)| better > score));
+        if is_next && place < LOOKED_AT {
+            best[place..].rotate_right(1);
+            best[place] = Some((score, member));
         }
-        below = Some(score);
     }
+    let mut best = best.iter().flatten().map(|(_, member)| *member);
+    best.find(|member| member.may_be_asked())
 }
+
+/// Members of a chunk's order that are looked at, at most.
+const LOOKED_AT: usize = 8;
 
 impl Drop for Members {
     fn drop(&mut self) {
@@ -224,7 +290,7 @@ struct Follow {
     literal: BTreeSet<SocketAddr>,
     watched: Vec<watch::Receiver<Resolved>>,
     options: PeerOptions,
-    http: NetClient,
+    transport: Arc<dyn Transport>,
 }
 
 impl Follow {
@@ -245,16 +311,16 @@ impl Follow {
         for watched in &mut self.watched {
             addresses.extend(watched.borrow_and_update().addresses.iter());
         }
-        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let all = Arc::clone(&self.all.read().unwrap_or_else(PoisonError::into_inner));
         let mut before: HashMap<_, _> = all.iter().map(|one| (one.address, Arc::clone(one))).collect();
         let member = |address| {
             let known = before.remove(&address);
             known.unwrap_or_else(|| Arc::new(Member::new(address, &self.options)))
         };
-        *all = addresses.into_iter().map(member).collect();
-        drop(all);
-        for gone in before.values() {
-            self.http.forget(&gone.origin);
+        let all = addresses.into_iter().map(member).collect();
+        *self.all.write().unwrap_or_else(PoisonError::into_inner) = all;
+        for gone in before.into_keys() {
+            self.transport.forget(gone);
         }
     }
 }

@@ -23,7 +23,9 @@ mod rendezvous;
 #[cfg(test)]
 mod tests;
 mod tls;
+mod transport;
 
+use std::hash::BuildHasher;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
@@ -31,16 +33,19 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use dashmap::DashMap;
+use foldhash::fast::FixedState;
 use tokio::time::Instant;
 
 pub use self::asking::{Asked, Asking, HOLDER_HEADER, NODE_HEADER, PORT_HEADER};
 pub use self::budget::{ServeBudget, Serving};
-use self::holders::Holders;
 pub use self::holders::TOLD_MAX;
+use self::holders::{Holders, Question};
 use self::hot::HotChunks;
 use self::members::Members;
 pub use self::members::{Member, MemberState};
 pub use self::tls::{Identity, PeerTls, PeerTlsError};
+use self::transport::Http;
+pub use self::transport::{PeerCall, Said, Transport};
 use crate::format::ChunkId;
 use crate::metrics::Counts;
 use crate::s3::dns::{AddressSource, DnsOptions, Resolver};
@@ -70,6 +75,8 @@ pub struct PeerOptions {
     pub hot_chunks: usize,
     /// How long a node counts as having a chunk.
     pub holder_ttl: Duration,
+    /// How long none does after a load that did not get it.
+    pub denied_ttl: Duration,
     /// Bytes of slots that answers to peers may hold.
     pub serve_bytes: usize,
     pub dns: DnsOptions,
@@ -88,13 +95,15 @@ pub enum PeerError {
 pub struct Peers {
     options: PeerOptions,
     members: Members,
-    http: NetClient,
+    transport: Arc<dyn Transport>,
     /// Tells this node from others, also where it does not know its own address.
     id: String,
     token: RwLock<Option<String>>,
     identity: Option<Arc<Identity>>,
     /// Chunks that a peer is being asked for.
     asking: DashMap<ChunkId, usize>,
+    /// Chunks that lookups ask about just now.
+    questions: DashMap<ChunkId, Question>,
     hot: HotChunks,
     holders: Holders,
     pub budget: ServeBudget,
@@ -107,6 +116,8 @@ pub struct PeerFigures {
     pub asked: Counts,
     /// Of chunks that came from peers.
     pub asked_bytes: AtomicU64,
+    /// Small requests, by [`Asked`]: who has a chunk, and which ones this node has.
+    pub questions: Counts,
     /// By [`ANSWERS`].
     pub answered: Counts,
     pub answered_bytes: AtomicU64,
@@ -118,49 +129,39 @@ pub const ANSWERS: &[&str] = &["memory", "arriving", "fetched", "use_s3", "full"
 impl Peers {
     /// Needs a tokio runtime.
     pub fn new(options: PeerOptions) -> Result<Arc<Self>, PeerError> {
-        let window = WindowOptions {
-            start: usize::MAX,
-            min: usize::MAX,
-            max: usize::MAX,
-        };
-        let dns = Resolver::new(options.dns.clone());
         let identity = options.tls.clone().map(Identity::new).transpose()?.map(Arc::new);
-        let http = NetClient::new(NetOptions {
-            tls: match &identity {
-                Some(identity) => identity.client()?,
-                None => client_config(None).map_err(PeerTlsError::from)?,
-            },
-            connect_timeout: options.first_byte,
-            stall_timeout: options.stall,
-            idle_timeout: options.idle_timeout,
-            connections_max: options.connections_max,
-            // Refusals alone.
-            answer_bytes_max: 64 << 10,
-            endpoints: EndpointOptions {
-                window,
-                breaker: options.breaker,
-                hedge_min: options.stall,
-                // Each member is an origin of its own.
-                subset: 1,
-            },
-            dns: dns.clone(),
-            places: None,
-            server_name: options.tls.as_ref().map(|tls| tls.name.clone()),
-        });
-        let (holders, committed) = Holders::new(options.holder_ttl, options.hot_chunks);
+        let dns = Resolver::new(options.dns.clone());
+        let transport = Http {
+            client: NetClient::new(net_options(&options, identity.as_ref(), &dns)?),
+            is_tls: identity.is_some(),
+            timeout: options.first_byte,
+        };
+        Self::over(options, Arc::new(transport), identity, &dns)
+    }
+
+    /// The same over a transport of another kind.
+    pub fn over(
+        options: PeerOptions,
+        transport: Arc<dyn Transport>,
+        identity: Option<Arc<Identity>>,
+        dns: &Resolver,
+    ) -> Result<Arc<Self>, PeerError> {
+        let (holders, committed) = Holders::new(&options);
         let peers = Self {
-            members: Members::new(&dns, &options, &http),
-            http,
+            members: Members::new(dns, &options, &transport),
+            transport,
             id: format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..)),
             token: RwLock::new(None),
             identity,
             asking: DashMap::new(),
+            questions: DashMap::new(),
             hot: HotChunks::new(options.hot, options.hot_chunks),
             holders,
             budget: ServeBudget::new(options.serve_bytes),
             figures: PeerFigures {
                 asked: Counts::new(Asked::WORDS),
                 asked_bytes: AtomicU64::new(0),
+                questions: Counts::new(Asked::WORDS),
                 answered: Counts::new(ANSWERS),
                 answered_bytes: AtomicU64::new(0),
             },
@@ -223,8 +224,44 @@ impl Peers {
         self.members.all().to_vec()
     }
 
-    /// Whether a chunk was asked for shortly before, too. Remembers that it is asked for now.
-    pub fn is_hot(&self, chunk: ChunkId) -> bool {
-        self.hot.asked(chunk, Instant::now())
+    /// Whether another node asked for a chunk shortly before. Remembers that it is asked for now. `asker`: the other node's
+    /// [`id`](Self::id).
+    pub fn is_hot(&self, chunk: ChunkId, asker: Option<&str>) -> bool {
+        let asker = asker.map(|id| FixedState::default().hash_one(id));
+        self.hot.asked(chunk, asker, Instant::now())
     }
+}
+
+fn net_options(
+    options: &PeerOptions,
+    identity: Option<&Arc<Identity>>,
+    dns: &Resolver,
+) -> Result<NetOptions, PeerError> {
+    let no_window = WindowOptions {
+        start: usize::MAX,
+        min: usize::MAX,
+        max: usize::MAX,
+    };
+    Ok(NetOptions {
+        tls: match identity {
+            Some(identity) => identity.client()?,
+            None => client_config(None).map_err(PeerTlsError::from)?,
+        },
+        connect_timeout: options.first_byte,
+        stall_timeout: options.stall,
+        idle_timeout: options.idle_timeout,
+        connections_max: options.connections_max,
+        // Refusals alone.
+        answer_bytes_max: 64 << 10,
+        endpoints: EndpointOptions {
+            window: no_window,
+            breaker: options.breaker,
+            hedge_min: options.stall,
+            // Each member is an origin of its own.
+            subset: 1,
+        },
+        dns: dns.clone(),
+        places: None,
+        server_name: options.tls.as_ref().map(|tls| tls.name.clone()),
+    })
 }

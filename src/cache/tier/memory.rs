@@ -65,6 +65,17 @@ impl Drop for TenantShare {
     }
 }
 
+/// What the tiers below are known to have of a chunk that comes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mark {
+    /// They have it, or need not.
+    Clean,
+    /// Not yet.
+    Dirty,
+    /// A peer has it, and may never store it.
+    Unproven,
+}
+
 /// A chunk that is here.
 pub struct MemoryHit {
     pub payload: Slot,
@@ -196,15 +207,26 @@ impl Memory {
 
     /// Keeps a chunk that somebody began to bring at `since`. False if it is here already, has no room, or was deleted since.
     pub fn insert(&self, key: ChunkId, space: &Space, object: Slot, since: Instant) -> bool {
-        self.keep(key, space, ReaderHold::Object(object), false, since)
+        self.keep(key, space, ReaderHold::Object(object), Mark::Clean, since)
+    }
+
+    /// The same of a chunk that came from a peer, where no lower tier is known to have it.
+    pub fn insert_unproven(&self, key: ChunkId, space: &Space, object: Slot, since: Instant) -> bool {
+        self.keep(key, space, ReaderHold::Object(object), Mark::Unproven, since)
+    }
+
+    pub fn is_unproven(&self, key: &ChunkId) -> bool {
+        let state = self.lock();
+        state.chunks.get(key).is_some_and(|resident| resident.unproven)
     }
 
     /// Keeps a new chunk whose header is still to be written. A `dirty` one stays until it is [`clean`](Self::clean).
     pub fn insert_new(&self, key: ChunkId, space: &Space, payload: Slot, dirty: bool) -> bool {
-        self.keep(key, space, ReaderHold::Payload(payload), dirty, Instant::now())
+        let mark = if dirty { Mark::Dirty } else { Mark::Clean };
+        self.keep(key, space, ReaderHold::Payload(payload), mark, Instant::now())
     }
 
-    fn keep(&self, key: ChunkId, space: &Space, held: ReaderHold, dirty: bool, since: Instant) -> bool {
+    fn keep(&self, key: ChunkId, space: &Space, held: ReaderHold, mark: Mark, since: Instant) -> bool {
         if self.bytes_max == 0 {
             return false;
         }
@@ -231,7 +253,7 @@ impl Memory {
                 gone.push(held);
             }
             // A committed chunk stays until it is stored; reserve looked at the quota.
-            if state.tenant_bytes(space.tenant()) + bytes > most && !dirty {
+            if state.tenant_bytes(space.tenant()) + bytes > most && mark != Mark::Dirty {
                 drop(state);
                 return false;
             }
@@ -246,7 +268,8 @@ impl Memory {
             tenant,
             held,
             bytes,
-            dirty,
+            dirty: mark == Mark::Dirty,
+            unproven: mark == Mark::Unproven,
             accesses: 0,
             // A chunk that came from below, or goes there at once, never is.
             was_due: self.options.min_accesses == 0 || is_from_below,

@@ -34,6 +34,13 @@ pub fn peers(text: &mut Families, peers: Option<&Peers>) {
     );
     counts(
         text,
+        "kvgate_peer_questions_total",
+        "Small requests to other nodes, of lookups that ask who has a chunk and of stores that tell who has some; outcomes as \
+         above, landed for yes.",
+        (Asked::WORDS, figures.map(|figures| &figures.questions)),
+    );
+    counts(
+        text,
         "kvgate_peer_answered_total",
         "Answers to other nodes: memory, arriving (it was on its way here), fetched (this node fetches it for all), use_s3 (it is \
          not here), full ([peers] budget was used up).",

@@ -262,7 +262,8 @@ impl Shared {
             Some(value) => Some(range(value, len)?),
             None => None,
         };
-        let answer = self.node.gateway().for_peer(&space, &hash);
+        let asker = headers.get(NODE_HEADER).and_then(|id| id.to_str().ok());
+        let answer = self.node.gateway().for_peer(&space, &hash, asker);
         let (word, etag, body) = match answer {
             None | Some(ForPeer::UseS3) => {
                 return Ok(self.use_s3("the chunk is not in this node's memory", &key));

@@ -83,6 +83,7 @@ pub fn peers(config: &Config) -> Option<PeerOptions> {
         hot: peers.hot,
         hot_chunks: peers.hot_chunks as usize,
         holder_ttl: config.lookup.present_ttl,
+        denied_ttl: config.lookup.absent_ttl,
         serve_bytes: bytes(peers.budget),
         dns: s3.dns,
     })

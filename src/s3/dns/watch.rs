@@ -227,7 +227,8 @@ impl Refresh {
         if self.is_cut
             && let Ok(all) = self.lookup.look_up(Carrier::Tcp).await
         {
-            return Ok(self.saw(all, true));
+            let is_whole = all.failure.is_none();
+            return Ok(self.saw(all, is_whole));
         }
         let found = self.lookup.look_up(Carrier::Both).await?;
         if found.addresses == *self.tell.borrow().addresses {
@@ -252,7 +253,8 @@ impl Refresh {
                     let (few, all) = (few.len(), all.addresses.len());
                     tracing::info!(source = %self.source, few, all, "DNS cuts its answers by UDP: TCP is asked");
                 }
-                Ok(self.saw(all, true))
+                let is_whole = all.failure.is_none();
+                Ok(self.saw(all, is_whole))
             }
             Err(error) => {
                 tracing::debug!(source = %self.source, "TCP does not tell whether that is all: {error}");

@@ -93,6 +93,12 @@ impl Headers {
     }
 }
 
+fn is_metadata(name: &str) -> bool {
+    const PREFIX: &str = "x-amz-meta-";
+    name.get(..PREFIX.len())
+        .is_some_and(|start| start.eq_ignore_ascii_case(PREFIX))
+}
+
 /// The head at the front of `bytes` and its length, or None if there is more to come. `bodyless`: the answer to a HEAD.
 ///
 /// Stricter than most clients: a head that another reader could understand in another way is refused.
@@ -117,8 +123,12 @@ pub(super) fn parse(bytes: &[u8], bodyless: bool) -> Result<Option<(ResponseHead
     }
     let mut headers = Headers::with_room_for(response.headers);
     for header in response.headers.iter() {
-        let value = std::str::from_utf8(header.value).map_err(|_| NetError::Head("a header is not text"))?;
-        headers.push(header.name, value);
+        match std::str::from_utf8(header.value) {
+            Ok(value) => headers.push(header.name, value),
+            // Whoever wrote the object chose it.
+            Err(_) if is_metadata(header.name) => {}
+            Err(_) => return Err(NetError::Head("a header is not text")),
+        }
     }
     let (mut stays, mut closes) = (version == 1, false);
     let mut content_length = None;
@@ -265,6 +275,22 @@ mod tests {
         }
         let many = format!("HTTP/1.1 200 OK{}", "\na: b".repeat(HEADERS_MAX + 1));
         assert!(head(&many).is_err());
+    }
+
+    /// Who may write an object chooses its metadata, and must not take it from readers by that.
+    #[test]
+    fn metadata_that_is_no_text_is_passed_over() {
+        let of = |name: &str| {
+            let mut bytes = format!("HTTP/1.1 200 OK\r\n{name}: a").into_bytes();
+            bytes.extend(b"\xff\r\netag: \"e\"\r\ncontent-length: 0\r\n\r\n");
+            parse(&bytes, true).map(|head| head.unwrap().0)
+        };
+        let head = of("X-Amz-Meta-Owner").unwrap();
+        assert_eq!(
+            (head.header("etag"), head.header("x-amz-meta-owner")),
+            (Some("\"e\""), None)
+        );
+        assert!(of("x-amz-version-id").is_err());
     }
 
     #[test]

@@ -10,6 +10,7 @@
 mod capabilities;
 mod client;
 mod credentials;
+mod deletes;
 mod error;
 mod inspect;
 mod reads;

@@ -11,9 +11,7 @@ use aws_sdk_s3::client::customize::CustomizableOperation;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::RequestId;
 use aws_sdk_s3::primitives::{ByteStream, DateTime};
-use aws_sdk_s3::types::{
-    BucketLocationConstraint, CreateBucketConfiguration, Delete, Object, ObjectAttributes, ObjectIdentifier,
-};
+use aws_sdk_s3::types::{Object, ObjectAttributes};
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use aws_smithy_types::base64;
 use bytes::Bytes;
@@ -42,7 +40,7 @@ pub struct S3 {
     attempts: Attempts,
     pub(super) bucket: String,
     pub(super) prefix: String,
-    region: String,
+    pub(super) region: String,
     request_timeout: Duration,
     counters: CallCounters,
     /// An answer had a request id. Then one without is not this server's, but a proxy's in front of it.
@@ -451,67 +449,15 @@ impl ObjectStore for S3 {
     }
 
     fn delete<'a>(&'a self, keys: &'a [String], deadline: Instant) -> StoreFuture<'a, ()> {
-        Box::pin(async move {
-            match keys {
-                [] => Ok(()),
-                [key] => self.delete_one(key, deadline).await,
-                keys => match self.delete_batch(keys, deadline).await {
-                    // Some servers want a Content-MD5 that the SDK no longer sends, or don't know the call.
-                    Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Unsupported) => {
-                        for key in keys {
-                            self.delete_one(key, deadline).await?;
-                        }
-                        Ok(())
-                    }
-                    result => result,
-                },
-            }
-        })
+        Box::pin(self.delete_keys(keys, deadline))
     }
 
     fn check_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
-        // Not HeadBucket: its errors have no body, so they can't tell wrong credentials from a missing right.
-        let operation = Operation::Bucket;
-        Box::pin(
-            self.call(operation, &self.bucket, deadline, move |route| async move {
-                let request = self
-                    .client
-                    .list_objects_v2()
-                    .bucket(&self.bucket)
-                    .prefix(&self.prefix)
-                    .max_keys(1);
-                let request = by(route, request.customize()).send();
-                self.answer(operation, &self.bucket, request).await.map(drop)
-            }),
-        )
+        Box::pin(self.check(deadline))
     }
 
     fn create_bucket(&self, deadline: Instant) -> StoreFuture<'_, ()> {
-        let operation = Operation::Bucket;
-        Box::pin(
-            self.call(operation, &self.bucket, deadline, move |route| async move {
-                // AWS wants the region here, except for the one that is the default.
-                let place = (self.region != "us-east-1").then(|| {
-                    let region = BucketLocationConstraint::from(self.region.as_str());
-                    CreateBucketConfiguration::builder()
-                        .location_constraint(region)
-                        .build()
-                });
-                let request = self
-                    .client
-                    .create_bucket()
-                    .bucket(&self.bucket)
-                    .set_create_bucket_configuration(place);
-                match by(route, request.customize()).send().await {
-                    Ok(_) => Ok(()),
-                    Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
-                    answer => self
-                        .answer(operation, &self.bucket, async { answer })
-                        .await
-                        .map(drop),
-                }
-            }),
-        )
+        Box::pin(self.create(deadline))
     }
 
     fn endpoints(&self) -> Vec<EndpointState> {
@@ -598,54 +544,6 @@ impl S3 {
                 next,
             })
         }))
-    }
-
-    pub(super) async fn delete_one(&self, key: &str, deadline: Instant) -> Result<()> {
-        let operation = Operation::Delete;
-        self.call(operation, key, deadline, |route| async {
-            let request = self.client.delete_object().bucket(&self.bucket).key(key);
-            let request = by(route, request.customize()).send();
-            match self.answer(operation, key, request).await.map(drop) {
-                Err(error) if error.kind == ErrorKind::NotFound => Ok(()),
-                result => result,
-            }
-        })
-        .await
-    }
-
-    async fn delete_batch(&self, keys: &[String], deadline: Instant) -> Result<()> {
-        let operation = Operation::Delete;
-        let refused = |detail: String| ObjectError::new(operation, &self.bucket, ErrorKind::Refused, detail);
-        let object = |key: &String| ObjectIdentifier::builder().key(key).build();
-        let objects: Result<Vec<_>, _> = keys.iter().map(object).collect();
-        let objects = objects.map_err(|error| refused(error.to_string()))?;
-        let batch = Delete::builder().set_objects(Some(objects)).quiet(true).build();
-        let batch = batch.map_err(|error| refused(error.to_string()))?;
-        self.call(operation, &self.bucket, deadline, |route| async {
-            let request = self
-                .client
-                .delete_objects()
-                .bucket(&self.bucket)
-                .delete(batch.clone());
-            let request = by(route, request.customize()).send();
-            let answer = self.answer(operation, &self.bucket, request).await?;
-            match answer
-                .errors()
-                .iter()
-                .find(|error| error.code() != Some("NoSuchKey"))
-            {
-                None => Ok(()),
-                Some(error) => {
-                    let kind = match error.code() {
-                        Some("AccessDenied") => ErrorKind::Denied,
-                        _ => ErrorKind::Unavailable,
-                    };
-                    let detail = format!("{} of {} keys: {error:?}", answer.errors().len(), keys.len());
-                    Err(ObjectError::new(operation, &self.bucket, kind, detail))
-                }
-            }
-        })
-        .await
     }
 }
 

@@ -1,11 +1,11 @@
-//! The calls of a bucket's upkeep: removal of listed versions, copies in place, the server's clock, lifecycle rules.
+//! The calls of a bucket's upkeep: whether it may be used, copies in place, the server's clock, lifecycle rules.
 //!
 //! Lifecycle rules go as the server's own XML: the SDK's types would lose what they don't know of rules that others made.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aws_sdk_s3::error::ProvideErrorMetadata;
-use aws_sdk_s3::types::{Delete, MetadataDirective, ObjectIdentifier};
+use aws_sdk_s3::types::{BucketLocationConstraint, CreateBucketConfiguration, MetadataDirective};
 use aws_smithy_runtime_api::box_error::BoxError;
 use aws_smithy_runtime_api::client::interceptors::context::{
     AfterDeserializationInterceptorContextRef, BeforeTransmitInterceptorContextMut,
@@ -138,85 +138,37 @@ impl S3 {
         .await
     }
 
-    pub(super) async fn delete_versions(
-        &self,
-        objects: &[(String, String)],
-        deadline: Instant,
-    ) -> Result<usize> {
-        match self.delete_versions_at_once(objects, deadline).await {
-            // Some servers want a Content-MD5 that the SDK no longer sends, or don't know the call.
-            Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Unsupported) => {
-                let mut kept = 0;
-                for (key, etag) in objects {
-                    kept += usize::from(!self.delete_version(key, etag, deadline).await?);
-                }
-                Ok(kept)
-            }
-            result => result,
-        }
-    }
-
-    /// Returns whether it is gone.
-    async fn delete_version(&self, key: &str, etag: &str, deadline: Instant) -> Result<bool> {
-        let operation = Operation::Delete;
-        let deleted = self.call(operation, key, deadline, |route| async move {
-            let request = self.client.delete_object().bucket(&self.bucket).key(key);
-            let request = request.set_if_match((!etag.is_empty()).then(|| quoted(etag)));
-            let request = by(route, request.customize()).send();
-            self.answer(operation, key, request).await.map(drop)
-        });
-        match deleted.await {
-            Ok(()) => Ok(true),
-            Err(error) if error.kind == ErrorKind::NotFound => Ok(true),
-            Err(error) if error.kind == ErrorKind::Changed => Ok(false),
-            // It does not know the condition.
-            Err(error) if error.kind == ErrorKind::Unsupported => {
-                self.delete_one(key, deadline).await.map(|()| true)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn delete_versions_at_once(
-        &self,
-        objects: &[(String, String)],
-        deadline: Instant,
-    ) -> Result<usize> {
-        let operation = Operation::Delete;
-        let refused = |detail: String| ObjectError::new(operation, &self.bucket, ErrorKind::Refused, detail);
-        let object = |(key, etag): &(String, String)| {
-            let etag = (!etag.is_empty()).then(|| quoted(etag));
-            ObjectIdentifier::builder().key(key).set_e_tag(etag).build()
-        };
-        let identifiers: Result<Vec<_>, _> = objects.iter().map(object).collect();
-        let identifiers = identifiers.map_err(|error| refused(error.to_string()))?;
-        let batch = Delete::builder()
-            .set_objects(Some(identifiers))
-            .quiet(true)
-            .build();
-        let batch = batch.map_err(|error| refused(error.to_string()))?;
-        let batch = &batch;
+    pub(super) async fn check(&self, deadline: Instant) -> Result<()> {
+        // Not HeadBucket: its errors have no body, so they can't tell wrong credentials from a missing right.
+        let operation = Operation::Bucket;
         self.call(operation, &self.bucket, deadline, |route| async move {
-            let request = self.client.delete_objects().bucket(&self.bucket);
-            let request = by(route, request.delete(batch.clone()).customize()).send();
-            let answer = self.answer(operation, &self.bucket, request).await?;
-            let mut kept = 0;
-            for error in answer.errors() {
-                match error.code() {
-                    Some("NoSuchKey") => {}
-                    Some("PreconditionFailed") => kept += 1,
-                    code => {
-                        let kind = match code {
-                            Some("AccessDenied") => ErrorKind::Denied,
-                            _ => ErrorKind::Unavailable,
-                        };
-                        let detail =
-                            format!("{} of {} keys: {error:?}", answer.errors().len(), objects.len());
-                        return Err(ObjectError::new(operation, &self.bucket, kind, detail));
-                    }
+            let request = self.client.list_objects_v2().bucket(&self.bucket);
+            let request = request.prefix(&self.prefix).max_keys(1);
+            let request = by(route, request.customize()).send();
+            self.answer(operation, &self.bucket, request).await.map(drop)
+        })
+        .await
+    }
+
+    pub(super) async fn create(&self, deadline: Instant) -> Result<()> {
+        let operation = Operation::Bucket;
+        self.call(operation, &self.bucket, deadline, |route| async move {
+            // AWS wants the region here, except for the one that is the default.
+            let place = (self.region != "us-east-1").then(|| {
+                let region = BucketLocationConstraint::from(self.region.as_str());
+                let place = CreateBucketConfiguration::builder().location_constraint(region);
+                place.build()
+            });
+            let request = self.client.create_bucket().bucket(&self.bucket);
+            let request = request.set_create_bucket_configuration(place);
+            match by(route, request.customize()).send().await {
+                Ok(_) => Ok(()),
+                Err(error) if error.code() == Some("BucketAlreadyOwnedByYou") => Ok(()),
+                answer => {
+                    let answer = self.answer(operation, &self.bucket, async { answer });
+                    answer.await.map(drop)
                 }
             }
-            Ok(kept)
         })
         .await
     }

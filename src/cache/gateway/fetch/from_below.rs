@@ -13,13 +13,13 @@ use crate::cache::peers::Asking;
 use crate::format::Section;
 
 impl ChunkFetch {
-    /// `place`: of the first section; the others come after it.
+    /// `place`: of the first section; the others come after it. `peer`: the first to ask, and until when.
     pub async fn from_below(
         self: Arc<Self>,
         slot: SlotMut,
         sections: Arc<[Section]>,
         place: TurnPosition,
-        peer: Option<Asking>,
+        peer: Option<(Asking, Instant)>,
     ) -> Result<LoadedChunk, Miss> {
         let (mut slot, mut absent) = (Some(slot), Miss::Absent);
         if self.tiers.is_on_disk(&self.cache_key(), Instant::now())
@@ -39,14 +39,14 @@ impl ChunkFetch {
         }
         let another = || self.tiers.arena.try_reserve(self.space.layout().object_len());
         let mut slot = slot.or_else(another).ok_or(Miss::ArenaFull)?;
-        let mut next = peer;
-        // Half of the time is left for S3.
-        let until = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
-        while let Some(peer) = next {
-            (slot, next) = match self.read_peer(peer, slot, place, until).await {
-                Ok(chunk) => return Ok(chunk),
-                Err(unread) => unread,
-            };
+        if let Some((peer, until)) = peer {
+            let mut next = Some(peer);
+            while let Some(peer) = next {
+                (slot, next) = match self.read_peer(peer, slot, place, until).await {
+                    Ok(chunk) => return Ok(chunk),
+                    Err(unread) => unread,
+                };
+            }
         }
         let place = |section| TurnPosition {
             position: place.position + section as u64,

@@ -6,6 +6,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -212,6 +213,8 @@ impl Drive {
         }
         let (wanted, sections) = (self.wanted(index), Arc::clone(&self.sections));
         let place = self.place(index * sections.len());
+        // Half of this load's time is left for S3. The fetch may have more, for others.
+        let peer = peer.map(|peer| (peer, Instant::now() + self.time_left() / 2));
         let fetch = wanted.from_below(slot, sections, place, peer);
         Ok(ChunkSource::Flight(announcement.fly(fetch)))
     }
@@ -342,6 +345,10 @@ impl Drive {
             .deadline
             .max(Instant::now() + self.tiers.options.load_deadline);
         Arc::new(ChunkFetch::new(&self.tiers, &self.space, chunk, deadline))
+    }
+
+    fn time_left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
     }
 
     pub fn place(&self, position: usize) -> TurnPosition {

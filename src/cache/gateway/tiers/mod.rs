@@ -267,13 +267,20 @@ impl Tiers {
         let Some(object) = &chunk.object else { return };
         let key = (chunk.space.key(), chunk.chunk);
         self.asked_for(&chunk.space, &chunk.chunk, chunk.tier);
-        let is_kept = self.memory.insert(key, &chunk.space, object.clone(), since);
+        let is_unproven = chunk.tier == Tier::Peer && self.bucket.is_present(&key) != Some(true);
+        let is_kept = match is_unproven {
+            true => self
+                .memory
+                .insert_unproven(key, &chunk.space, object.clone(), since),
+            false => self.memory.insert(key, &chunk.space, object.clone(), since),
+        };
         // After it is there: one that comes before the change is forgotten with the others.
         if is_kept && self.bucket.options.keyring.changes() != changes {
             self.memory.delete(&key);
         }
         let promotes = self.options.disk.as_ref().is_some_and(|disk| disk.promotes);
-        let to_disk = promotes && matches!(chunk.tier, Tier::Peer | Tier::S3);
+        // What is on the disk counts as stored.
+        let to_disk = promotes && matches!(chunk.tier, Tier::Peer | Tier::S3) && !is_unproven;
         if let Some(disk) = self.disk().filter(|_| to_disk)
             && let Ok(permit) = Arc::clone(&self.promote_kib).try_acquire_many_owned(kib(object.len()))
         {

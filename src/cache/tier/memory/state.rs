@@ -37,6 +37,8 @@ pub(super) struct Resident {
     pub held: ReaderHold,
     pub bytes: usize,
     pub dirty: bool,
+    /// It came from a peer, and no lower tier is known to have it.
+    pub unproven: bool,
     pub accesses: u32,
     pub was_due: bool,
     pub since: Instant,
@@ -139,6 +141,8 @@ impl MemoryState {
         if let Some(resident) = self.chunks.get_mut(key) {
             self.stats.dirty_bytes -= resident.dirty_bytes();
             resident.dirty = dirty;
+            // It is below, or on its way there.
+            resident.unproven = false;
             self.stats.dirty_bytes += resident.dirty_bytes();
         }
     }
