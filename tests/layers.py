@@ -47,7 +47,7 @@ LAYERS = {
     "cache/episode": [],
     "cache/existence": ["format", "metrics", "s3", "cache/episode"],
     "cache/recent": ["format"],
-    "cache/peers": ["format", "metrics", "s3", "cache/recent"],
+    "cache/peers": ["arena", "format", "metrics", "s3", "cache/recent"],
     "cache/tier": ["arena", "format", "metrics", "protocol", "cache/recent"],
     "cache/gateway/credit": [],
     "cache/gateway/task": ["metrics"],

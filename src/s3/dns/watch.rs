@@ -227,8 +227,7 @@ impl Refresh {
         if self.is_cut
             && let Ok(all) = self.lookup.look_up(Carrier::Tcp).await
         {
-            let is_whole = all.failure.is_none();
-            return Ok(self.saw(all, is_whole));
+            return Ok(self.saw(all, true));
         }
         let found = self.lookup.look_up(Carrier::Both).await?;
         if found.addresses == *self.tell.borrow().addresses {
@@ -253,8 +252,7 @@ impl Refresh {
                     let (few, all) = (few.len(), all.addresses.len());
                     tracing::info!(source = %self.source, few, all, "DNS cuts its answers by UDP: TCP is asked");
                 }
-                let is_whole = all.failure.is_none();
-                Ok(self.saw(all, is_whole))
+                Ok(self.saw(all, true))
             }
             Err(error) => {
                 tracing::debug!(source = %self.source, "TCP does not tell whether that is all: {error}");
