@@ -623,6 +623,7 @@ fn gateway(store: &Arc<Heads>) -> Gateway {
         lookup_deadline: Duration::from_secs(1),
         lookup_concurrency: 64,
         lookup_probes: 15,
+        run_chunks: 1 << 15,
         log_repeat: Duration::from_mins(1),
     };
     let store: Arc<dyn ObjectStore> = Arc::<Heads>::clone(store);

@@ -35,6 +35,8 @@ pub struct GatewayOptions {
     pub lookup_concurrency: usize,
     /// Positions that strategy `prefix` asks for in one round.
     pub lookup_probes: usize,
+    /// Chunks of looked-up prompts that are remembered for run hints.
+    pub run_chunks: usize,
     /// Interval at which a repeated warning is logged, with its count.
     pub log_repeat: Duration,
 }
@@ -106,6 +108,7 @@ impl From<&Config> for GatewayOptions {
             lookup_deadline: config.lookup.deadline,
             lookup_concurrency: config.lookup.concurrency as usize,
             lookup_probes: config.lookup.probes as usize,
+            run_chunks: config.lookup.run_chunks as usize,
             log_repeat: config.log.repeat,
         }
     }

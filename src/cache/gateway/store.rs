@@ -75,7 +75,10 @@ impl<'a> ReserveCall<'a> {
                 let room = tiers
                     .behind
                     .room(space.layout().object_len(), link(space, chunk, parent));
-                let room = room.ok_or(Skip::Full)?;
+                let Some(room) = room else {
+                    tiers.behind.refused(key);
+                    return Err(Skip::Full);
+                };
                 prove(tiers, space, chunk, parent, room);
             }
             tiers.asked_for(space, chunk, Tier::Memory);

@@ -115,6 +115,7 @@ impl Site {
             lookup_deadline: Duration::from_secs(30),
             lookup_concurrency: 32,
             lookup_probes: 15,
+            run_chunks: 1 << 15,
             log_repeat: Duration::from_mins(1),
         }
     }

@@ -84,7 +84,7 @@ impl Bucket {
             buffers: Mutex::default(),
             changed: Notify::new(),
             refresh: Refresh::default(),
-            runs: Runs::new(),
+            runs: Runs::new(options.run_chunks),
             spaces: DashMap::new(),
             store,
             warnings,

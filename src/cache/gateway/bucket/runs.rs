@@ -5,24 +5,28 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::cache::recent::Recent;
 use crate::format::{ChunkHash, ChunkId, RUN_CHUNKS_MAX, Run, SpaceKey};
 
-/// Chunks that are remembered, at most; some 200 bytes each.
-const CHUNKS_MAX: usize = 1 << 15;
-
 /// See the [module](self).
-pub struct Runs(Mutex<Recent<Next>>);
+pub struct Runs {
+    recent: Mutex<Recent<Next>>,
+    chunks_max: usize,
+}
 
 /// The next chunk of the prompt; None after its last.
 type Next = Option<ChunkHash>;
 
 impl Runs {
-    pub fn new() -> Self {
-        Self(Mutex::new(Recent::new(CHUNKS_MAX)))
+    /// Remembers so many chunks at most.
+    pub fn new(chunks_max: usize) -> Self {
+        Self {
+            recent: Mutex::new(Recent::new(chunks_max)),
+            chunks_max,
+        }
     }
 
     /// A prompt was looked up, and so many of its leading chunks were there: the others may be stored soon.
     pub fn looked_up(&self, space: SpaceKey, chunks: &[ChunkHash], there: usize) {
         let mut runs = self.lock();
-        for (i, chunk) in chunks.iter().enumerate().skip(there).take(CHUNKS_MAX) {
+        for (i, chunk) in chunks.iter().enumerate().skip(there).take(self.chunks_max) {
             runs.add((space, *chunk), chunks.get(i + 1).copied());
         }
     }
@@ -40,7 +44,7 @@ impl Runs {
 
     /// No panic can leave it half-changed.
     fn lock(&self) -> MutexGuard<'_, Recent<Next>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -50,7 +54,7 @@ mod tests {
 
     #[test]
     fn a_chunk_takes_along_what_follows_in_the_prompt_that_lacked_it() {
-        let (runs, space) = (Runs::new(), SpaceKey::from_hex(&"0".repeat(32)).unwrap());
+        let (runs, space) = (Runs::new(100), SpaceKey::from_hex(&"0".repeat(32)).unwrap());
         let chunks: Vec<ChunkHash> = (0..6).map(|i| ChunkHash([i; 32])).collect();
         runs.looked_up(space, &chunks[..4], 2);
         assert_eq!(runs.of(&(space, chunks[1])), None, "it is stored already");
